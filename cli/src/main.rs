@@ -1,0 +1,2 @@
+//! bcow
+fn main() {}

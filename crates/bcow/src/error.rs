@@ -1,0 +1,87 @@
+//! What can go wrong with a BCoW file, kept apart by what a caller would do about it.
+
+use std::io;
+
+/// Failure to open, read, write or check a BCoW file.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The host failed to read or write.
+    #[error("cannot {action} at byte {offset}: {source}")]
+    Io {
+        /// What was being done: "read", "write", "sync".
+        action: &'static str,
+        /// Byte offset in the file.
+        offset: u64,
+        /// The host's error.
+        source: io::Error,
+    },
+    /// The file is not what the specification allows.
+    #[error(transparent)]
+    Format(#[from] bcow_format::FormatError),
+    /// A stored block does not hold what its table entry promises.
+    #[error("block at byte {logical} of the address space (stored at byte {stored}): {problem}")]
+    BadBlock {
+        /// First byte of the block in the address space.
+        logical: u64,
+        /// First byte of the stored block in the file.
+        stored: u64,
+        /// What is wrong with it.
+        problem: BlockProblem,
+    },
+    /// A part of the file does not hash to what the Merkle tree promises.
+    #[error("bytes {start}..{end} of the file do not match the Merkle tree")]
+    Merkle {
+        /// First byte of the chunk.
+        start: u64,
+        /// End of the chunk.
+        end: u64,
+    },
+    /// The content needs a backing that was not given.
+    #[error("backing {name} is needed at byte {logical} of the address space and is not available")]
+    MissingBacking {
+        /// How the file names its backing (`sha256:...`).
+        name: String,
+        /// Where it was needed.
+        logical: u64,
+    },
+    /// A read beyond the end of the address space.
+    #[error("bytes {offset}+{length} lie beyond the end of the address space ({size} bytes)")]
+    OutOfRange {
+        /// First byte asked for.
+        offset: u64,
+        /// Bytes asked for.
+        length: u64,
+        /// Size of the address space.
+        size: u64,
+    },
+    /// The caller asked a writer for something the format cannot hold.
+    #[error("{0}")]
+    Unsupported(String),
+}
+
+/// What is wrong with a stored block.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BlockProblem {
+    /// The stored bytes have another checksum than the table entry says.
+    #[error("checksum is {found:#010x}, the table says {expected:#010x}")]
+    Checksum {
+        /// CRC32C from the table entry.
+        expected: u32,
+        /// CRC32C of the bytes.
+        found: u32,
+    },
+    /// The bytes are no valid zstd frame of the block's size.
+    #[error("does not decompress: {0}")]
+    Decompress(String),
+}
+
+impl Error {
+    pub(crate) fn io(action: &'static str, offset: u64, source: io::Error) -> Self {
+        Error::Io {
+            action,
+            offset,
+            source,
+        }
+    }
+}
