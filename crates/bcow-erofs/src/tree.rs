@@ -215,6 +215,40 @@ impl LayerTree {
         id
     }
 
+    /// The directory's entry `name`; `None` if there is none or `dir` is no directory.
+    pub fn child(&self, dir: NodeId, name: &[u8]) -> Option<NodeId> {
+        match &self.node(dir).kind {
+            NodeKind::Directory(directory) => directory.children.get(name).copied(),
+            _ => None,
+        }
+    }
+
+    /// Gives `id` a name in `dir` and returns what had the name before.
+    ///
+    /// # Panics
+    ///
+    /// If `dir` is no directory, which is the caller's mistake.
+    pub fn insert(&mut self, dir: NodeId, name: &[u8], id: NodeId) -> Option<NodeId> {
+        match &mut self.node_mut(dir).kind {
+            NodeKind::Directory(directory) => directory.children.insert(name.into(), id),
+            other => panic!("insert into {other:?}, which is no directory"),
+        }
+    }
+
+    /// Takes a name out of a directory and returns what it named.
+    pub fn remove(&mut self, dir: NodeId, name: &[u8]) -> Option<NodeId> {
+        match &mut self.node_mut(dir).kind {
+            NodeKind::Directory(directory) => directory.children.remove(name),
+            _ => None,
+        }
+    }
+
+    /// This layer on its own as a file system: whiteouts are dropped, everything is validated.
+    /// A link to a file of a lower layer is an error.
+    pub fn into_tree(self) -> Result<Tree, TreeError> {
+        todo!()
+    }
+
     /// Number of nodes in the arena, whether a directory names them or not.
     pub fn len(&self) -> usize {
         self.nodes.len()
@@ -231,3 +265,34 @@ impl Default for LayerTree {
         Self::new()
     }
 }
+
+/// A valid tree, the only thing the writer takes.
+#[derive(Debug, Clone)]
+pub struct Tree {
+    nodes: Vec<Node>,
+}
+
+impl Tree {
+    /// The root directory's id.
+    pub const ROOT: NodeId = NodeId(0);
+
+    /// The node with this id.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.0 as usize]
+    }
+
+    /// Number of inodes.
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Whether there is nothing but the root.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.len() == 1
+    }
+}
+
+/// Why a tree is not valid.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TreeError {}
