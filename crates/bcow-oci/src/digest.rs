@@ -1,0 +1,196 @@
+//! Content digests: parsed before they are used for anything, and computed while bytes stream by.
+
+use std::fmt;
+use std::str::FromStr;
+
+use sha2::{Digest as _, Sha256, Sha512};
+
+/// Digest algorithms of the OCI image specification.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Algorithm {
+    /// SHA-256.
+    Sha256,
+    /// SHA-512.
+    Sha512,
+}
+
+impl Algorithm {
+    /// As it stands before the colon.
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::Sha256 => "sha256",
+            Algorithm::Sha512 => "sha512",
+        }
+    }
+
+    fn bytes(self) -> usize {
+        match self {
+            Algorithm::Sha256 => 32,
+            Algorithm::Sha512 => 64,
+        }
+    }
+}
+
+/// The digest of a blob, `sha256:...` or `sha512:...`. Its text is safe as a file name.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Digest {
+    algorithm: Algorithm,
+    bytes: Box<[u8]>,
+}
+
+impl Digest {
+    /// Its algorithm.
+    pub fn algorithm(&self) -> Algorithm {
+        self.algorithm
+    }
+
+    /// The part behind the colon, in lower case.
+    pub fn hex(&self) -> String {
+        self.bytes.iter().map(|b| format!("{b:02x}")).collect()
+    }
+
+    /// Enough to recognise it in a message: algorithm and 12 digits.
+    pub fn short(&self) -> String {
+        format!("{}:{}", self.algorithm.name(), &self.hex()[..12])
+    }
+
+    /// The SHA-256 digest of `bytes`.
+    pub fn of(bytes: &[u8]) -> Digest {
+        Digest {
+            algorithm: Algorithm::Sha256,
+            bytes: Sha256::digest(bytes).to_vec().into(),
+        }
+    }
+}
+
+impl FromStr for Digest {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (algorithm, hex) = text.split_once(':').ok_or("there is no colon in it")?;
+        let algorithm = match algorithm {
+            "sha256" => Algorithm::Sha256,
+            "sha512" => Algorithm::Sha512,
+            _ => return Err("the algorithm is neither sha256 nor sha512"),
+        };
+        // The length check comes before anything is done with the text: it may be megabytes of it.
+        if hex.len() != 2 * algorithm.bytes() {
+            return Err("it has the wrong length");
+        }
+        let digit = |b: u8| match b {
+            b'0'..=b'9' => Ok(b - b'0'),
+            b'a'..=b'f' => Ok(b - b'a' + 10),
+            _ => Err("it is not in lower-case hexadecimal"),
+        };
+        let bytes = hex
+            .as_bytes()
+            .chunks_exact(2)
+            .map(|pair| Ok(digit(pair[0])? << 4 | digit(pair[1])?))
+            .collect::<Result<Vec<u8>, _>>()?;
+        Ok(Digest {
+            algorithm,
+            bytes: bytes.into(),
+        })
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.algorithm.name(), self.hex())
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl serde::Serialize for Digest {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// The digest of a layer's *uncompressed* bytes; the name of a layer wherever it comes from.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DiffId(pub Digest);
+
+impl fmt::Display for DiffId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl serde::Serialize for DiffId {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
+/// A digest in the making.
+#[derive(Clone)]
+pub(crate) enum Hasher {
+    Sha256(Sha256),
+    Sha512(Sha512),
+}
+
+impl Hasher {
+    pub(crate) fn new(algorithm: Algorithm) -> Self {
+        match algorithm {
+            Algorithm::Sha256 => Hasher::Sha256(Sha256::new()),
+            Algorithm::Sha512 => Hasher::Sha512(Sha512::new()),
+        }
+    }
+
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
+        match self {
+            Hasher::Sha256(h) => h.update(bytes),
+            Hasher::Sha512(h) => h.update(bytes),
+        }
+    }
+
+    pub(crate) fn finish(self) -> Digest {
+        match self {
+            Hasher::Sha256(h) => Digest {
+                algorithm: Algorithm::Sha256,
+                bytes: h.finalize().to_vec().into(),
+            },
+            Hasher::Sha512(h) => Digest {
+                algorithm: Algorithm::Sha512,
+                bytes: h.finalize().to_vec().into(),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digest_of_the_empty_string_reads_back() {
+        let digest = Digest::of(b"");
+        let text = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        assert_eq!(digest.to_string(), text);
+        assert_eq!(text.parse(), Ok(digest.clone()));
+        assert_eq!(digest.short(), "sha256:e3b0c44298fc");
+    }
+
+    #[test]
+    fn a_digest_that_could_name_another_file_is_refused() {
+        for text in [
+            "",
+            "sha256",
+            "sha256:",
+            "sha256:../../../../etc/passwd",
+            "sha256:E3B0C44298FC1C149AFBF4C8996FB92427AE41E4649B934CA495991B7852B855",
+            "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b85",
+            "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b85/",
+            "md5:d41d8cd98f00b204e9800998ecf8427e",
+            "../sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        ] {
+            assert!(text.parse::<Digest>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Where images come from, as the user writes it.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::error::ConvertError;
+
+/// Where an image comes from.
+///
+/// Written `oci:DIR[:REF]`, `oci-archive:FILE[:REF]`, `docker-archive:FILE[:REF]`, `tar:FILE`, `tar:-`
+/// or `dir:PATH`; a plain path that ends in `.tar`, `.tar.gz`, `.tgz`, `.tar.zst` or `.tzst` is `tar:`.
+/// As in skopeo, the first colon behind the transport ends DIR or FILE.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// An OCI image layout in a directory.
+    Oci {
+        /// The layout.
+        directory: PathBuf,
+        /// Name or digest of the image.
+        reference: Option<String>,
+    },
+    /// An OCI image layout in a tar archive.
+    OciArchive {
+        /// The archive.
+        file: PathBuf,
+        /// Name or digest of the image.
+        reference: Option<String>,
+    },
+    /// What `docker save` and `podman save` write.
+    DockerArchive {
+        /// The archive.
+        file: PathBuf,
+        /// Name of the image, or `@N` for the Nth.
+        reference: Option<String>,
+    },
+    /// A root file system, or one layer, in a tar archive.
+    Tar(TarInput),
+    /// A root file system in a directory.
+    Directory(PathBuf),
+}
+
+/// Where a tar archive comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TarInput {
+    /// A file.
+    File(PathBuf),
+    /// Standard input.
+    Stdin,
+}
+
+impl FromStr for Source {
+    type Err = ConvertError;
+
+    fn from_str(text: &str) -> Result<Self, ConvertError> {
+        let bad = |problem| ConvertError::SourceSyntax {
+            text: text.to_owned(),
+            problem,
+        };
+        const ARCHIVES: [&str; 5] = [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst"];
+        let plain_tar = ARCHIVES.iter().any(|end| text.ends_with(end));
+        let (transport, rest) = match text.split_once(':') {
+            // "./a:b.tar" and "dir/a:b.tar" are paths, not transports.
+            Some((transport, rest)) if !transport.contains('/') => (transport, rest),
+            _ if plain_tar => return Ok(Source::Tar(TarInput::File(text.into()))),
+            _ => return Err(bad("it has no transport")),
+        };
+        if rest.is_empty() {
+            return Err(bad("there is nothing behind the colon"));
+        }
+        let (path, reference) = match rest.split_once(':') {
+            Some((_, "")) => return Err(bad("there is nothing behind the second colon")),
+            Some(("", _)) => return Err(bad("there is no path")),
+            Some((path, reference)) => (PathBuf::from(path), Some(reference.to_owned())),
+            None => (PathBuf::from(rest), None),
+        };
+        match transport {
+            "oci" => Ok(Source::Oci {
+                directory: path,
+                reference,
+            }),
+            "oci-archive" => Ok(Source::OciArchive {
+                file: path,
+                reference,
+            }),
+            "docker-archive" => Ok(Source::DockerArchive {
+                file: path,
+                reference,
+            }),
+            "tar" if rest == "-" => Ok(Source::Tar(TarInput::Stdin)),
+            "tar" => Ok(Source::Tar(TarInput::File(rest.into()))),
+            "dir" => Ok(Source::Directory(rest.into())),
+            _ if plain_tar => Ok(Source::Tar(TarInput::File(text.into()))),
+            _ => Err(bad("the transport is unknown")),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (transport, path, reference) = match self {
+            Source::Oci {
+                directory,
+                reference,
+            } => ("oci", directory, reference.as_deref()),
+            Source::OciArchive { file, reference } => ("oci-archive", file, reference.as_deref()),
+            Source::DockerArchive { file, reference } => {
+                ("docker-archive", file, reference.as_deref())
+            }
+            Source::Tar(TarInput::Stdin) => return f.write_str("tar:-"),
+            Source::Tar(TarInput::File(file)) => ("tar", file, None),
+            Source::Directory(path) => ("dir", path, None),
+        };
+        write!(f, "{transport}:{}", path.display())?;
+        match reference {
+            Some(reference) => write!(f, ":{reference}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Source, String> {
+        text.parse::<Source>().map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn sources_are_written_as_in_skopeo() {
+        assert_eq!(
+            parse("oci:a/b:repo:tag"),
+            Ok(Source::Oci {
+                directory: "a/b".into(),
+                reference: Some("repo:tag".into())
+            })
+        );
+        assert_eq!(
+            parse("oci-archive:x.tar"),
+            Ok(Source::OciArchive {
+                file: "x.tar".into(),
+                reference: None
+            })
+        );
+        assert_eq!(
+            parse("docker-archive:/x.tar:@0"),
+            Ok(Source::DockerArchive {
+                file: "/x.tar".into(),
+                reference: Some("@0".into())
+            })
+        );
+        assert_eq!(parse("tar:-"), Ok(Source::Tar(TarInput::Stdin)));
+        assert_eq!(
+            parse("tar:a:b"),
+            Ok(Source::Tar(TarInput::File("a:b".into())))
+        );
+        assert_eq!(parse("dir:/"), Ok(Source::Directory("/".into())));
+    }
+
+    #[test]
+    fn a_plain_path_to_a_tar_archive_is_a_source() {
+        for name in ["a.tar", "./a:b.tar.gz", "x/y.tzst", "odd:name.tgz"] {
+            assert_eq!(parse(name), Ok(Source::Tar(TarInput::File(name.into()))));
+        }
+    }
+
+    #[test]
+    fn what_is_no_source_says_why() {
+        insta::assert_snapshot!(parse("image").unwrap_err(), @r#""image" is no source: it has no transport"#);
+        insta::assert_snapshot!(parse("oci:").unwrap_err(), @r#""oci:" is no source: there is nothing behind the colon"#);
+        insta::assert_snapshot!(parse("oci:a:").unwrap_err(), @r#""oci:a:" is no source: there is nothing behind the second colon"#);
+        insta::assert_snapshot!(parse("oci::a").unwrap_err(), @r#""oci::a" is no source: there is no path"#);
+        insta::assert_snapshot!(parse("docker://a").unwrap_err(), @r#""docker://a" is no source: the transport is unknown"#);
+    }
+
+    #[test]
+    fn sources_print_as_they_are_written() {
+        for text in [
+            "oci:a:b",
+            "oci-archive:a",
+            "docker-archive:a:b:c",
+            "tar:-",
+            "tar:x",
+            "dir:y",
+        ] {
+            assert_eq!(text.parse::<Source>().unwrap().to_string(), text);
+        }
+    }
+}
