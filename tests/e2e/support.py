@@ -1,0 +1,190 @@
+"""What the end-to-end tests share: the program under test, requirements, mounts, images."""
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(TOP, "tests", "oracle"))
+import tree  # noqa: E402
+
+BCOW = os.path.abspath(os.environ.get("BCOW", os.path.join(TOP, "target", "release", "bcow")))
+READER = os.path.join(TOP, "spec", "reader.py")
+WORK = os.path.abspath(os.environ.get("BCOW_E2E", os.path.join(TOP, "target", "e2e")))
+PEAK_BYTES = 256 << 20
+# A user who owns nothing: what runs as this one runs without privilege.
+NOBODY = 65534
+
+os.makedirs(WORK, exist_ok=True)
+os.environ["PATH"] += os.pathsep + os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
+
+
+def missing(reason):
+    """A requirement that is not there: a visible skip at home, an error in CI, which must have it."""
+    if os.environ.get("CI"):
+        raise AssertionError(f"CI lacks what this test needs: {reason}")
+    raise unittest.SkipTest(reason)
+
+
+def need(*tools, root=False, fuse=False):
+    """Names what a test needs besides bcow itself."""
+    for tool in tools:
+        if not shutil.which(tool):
+            missing(f"{tool} is not installed")
+    if root and os.geteuid() != 0:
+        missing("not root")
+    if fuse and not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        missing("/dev/fuse cannot be opened")
+
+
+def kernel_at_least(*wanted):
+    have = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    return have >= wanted
+
+
+class Result:
+    """How a command ended: code, output, seconds, and its peak memory."""
+
+    def __init__(self, command, code, out, err, seconds, peak_bytes):
+        self.command, self.code, self.out, self.err = command, code, out, err
+        self.seconds, self.peak_bytes = seconds, peak_bytes
+
+    def __str__(self):
+        return f"`{' '.join(self.command)}` ended with {self.code}\n{self.out.decode(errors='replace')[-2000:]}" \
+               f"{self.err.decode(errors='replace')[-4000:]}"
+
+
+def run(*command, stdin=None, timeout=600, check=True, env=None, user=None):
+    """Runs a command and measures it. With check, anything but 0 is a test failure."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        begin = time.monotonic()
+        options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+        process = subprocess.Popen(command, stdin=stdin or subprocess.DEVNULL, stdout=out, stderr=err,
+                                   env={**os.environ, **(env or {})}, **options)
+        usage = None
+        while usage is None:
+            pid, status, spent = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                usage = spent
+            elif time.monotonic() - begin > timeout:
+                process.kill()
+                os.wait4(process.pid, 0)
+                process.returncode = -9
+                raise AssertionError(f"`{' '.join(command)}` did not end within {timeout} s")
+            else:
+                time.sleep(0.005)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        err.seek(0)
+        result = Result(command, process.returncode, out.read(), err.read(), time.monotonic() - begin,
+                        usage.ru_maxrss * 1024)
+    if check and result.code != 0:
+        raise AssertionError(str(result))
+    return result
+
+
+def bcow(*arguments, **options):
+    if not os.path.exists(BCOW):
+        raise AssertionError(f"{BCOW} is not there: cargo build --release, or name it in $BCOW")
+    return run(BCOW, *arguments, **options)
+
+
+@contextlib.contextmanager
+def mounted(image, *options, user=None):
+    """A bcow mount for the length of a with block."""
+    where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
+    if user is not None:
+        os.chown(where, user, user)
+    bcow("mount", image, where, *options, user=user, timeout=60)
+    try:
+        if not os.path.ismount(where):
+            raise AssertionError("bcow mount returned, and nothing is mounted")
+        yield where
+        bcow("umount", where, user=user, timeout=60)
+        if os.path.ismount(where):
+            raise AssertionError("bcow umount returned, and it is still mounted")
+    finally:
+        if os.path.ismount(where):
+            subprocess.run(["umount", "-l", where])
+        os.rmdir(where)
+
+
+@contextlib.contextmanager
+def kernel_mounted(image, how):
+    """A kernel mount of an EROFS image: `file` by mount(2) on the file itself, `loop` through a loop device.
+
+    mount(8) would make a loop device silently, so the file-backed mount calls the kernel directly.
+    """
+    where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
+    try:
+        if how == "loop":
+            run("mount", "-t", "erofs", "-o", "ro,loop", image, where)
+        else:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.mount(os.fsencode(image), os.fsencode(where), b"erofs", ctypes.c_ulong(1), None) != 0:
+                code = ctypes.get_errno()
+                raise AssertionError(f"mount(2) of {image} as erofs: {os.strerror(code)}")
+        yield where
+    finally:
+        if os.path.ismount(where):
+            run("umount", where)
+        os.rmdir(where)
+
+
+def assert_same_tree(test, first, second, **rules):
+    """Fails with the first differences of two trees (dumps, or directories)."""
+    a, b = (side if isinstance(side, dict) else tree.dump(side) for side in (first, second))
+    found = list(tree.differences(a, b, **rules))
+    if found:
+        test.fail(f"{len(found)} differences between {len(a)} and {len(b)} entries:\n" + "\n".join(found[:30]))
+
+
+@functools.cache
+def image(name):
+    """The real or the small image as (layout directory, tag); made on first use."""
+    need("debootstrap", "chroot", "tar", root=True)
+    maker = os.path.join(TOP, "tests", "images", "make-real-image")
+    done = subprocess.run([sys.executable, maker] + (["--small"] if name == "small" else []), stdout=subprocess.PIPE)
+    if done.returncode:
+        raise AssertionError(f"make-real-image ended with {done.returncode}")
+    directory, tag = done.stdout.decode().strip()[len("oci:"):].rsplit(":", 1)
+    return directory, tag
+
+
+@functools.cache
+def unpacked(name):
+    """The same image as umoci unpacks it, and the dump of that tree."""
+    need("umoci")
+    directory, tag = image(name)
+    bundle = os.path.join(WORK, f"umoci-{name}")
+    if os.path.exists(bundle):
+        shutil.rmtree(bundle)
+    run("umoci", "unpack", "--image", f"{directory}:{tag}", bundle)
+    rootfs = os.path.join(bundle, "rootfs")
+    return rootfs, tree.dump(rootfs)
+
+
+def layer_bytes(name):
+    """The uncompressed size of an image's layers together."""
+    directory, _ = image(name)
+    with open(os.path.join(directory, "index.json")) as index:
+        manifest = json.load(index)["manifests"][0]["digest"]
+    with open(os.path.join(directory, "blobs", *manifest.split(":"))) as blob:
+        layers = json.load(blob)["layers"]
+    total = 0
+    for layer in layers:
+        packed = subprocess.Popen(["gzip", "-dc"], stdout=subprocess.PIPE,
+                                  stdin=open(os.path.join(directory, "blobs", *layer["digest"].split(":")), "rb"))
+        while chunk := packed.stdout.read(1 << 20):
+            total += len(chunk)
+        packed.wait()
+    return total

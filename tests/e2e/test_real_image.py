@@ -1,0 +1,165 @@
+"""A real image of more than 1 GB: converted, mounted, checked, exported, run; against umoci's tree.
+
+The reference is what `umoci unpack` makes of the same layout. No attribute is left out of the
+comparison: see tests/oracle/tree.py for what a tree's dump holds.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import unittest
+
+from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, image, kernel_at_least, kernel_mounted,
+                     layer_bytes, mounted, need, run, unpacked)
+import tree
+
+
+def sha256(path):
+    with open(path, "rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def same_bytes(a, b):
+    return subprocess.run(["cmp", a, b], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+class RealImage(unittest.TestCase):
+    """Tests share the conversions, which setUpClass makes once."""
+
+    NAME = "real"
+
+    @classmethod
+    def setUpClass(cls):
+        need("umoci", root=True, fuse=True)
+        directory, tag = image(cls.NAME)
+        cls.source = f"oci:{directory}:{tag}"
+        cls.rootfs, cls.reference = unpacked(cls.NAME)
+        cls.directory = os.path.join(WORK, cls.NAME)
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        os.makedirs(cls.directory)
+        cls.compressed, cls.plain = (os.path.join(cls.directory, name) for name in ("zstd.bcow", "plain.bcow"))
+        cls.conversion = bcow("convert", cls.source, cls.compressed, "--compress", "zstd:3")
+        cls.plain_conversion = bcow("convert", cls.source, cls.plain, "--plain")
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        shutil.rmtree(os.path.dirname(cls.rootfs), ignore_errors=True)
+        unpacked.cache_clear()
+
+    def test_mounted_tree_equals_the_tree_that_umoci_unpacks(self):
+        with mounted(self.compressed) as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_plain_image_mounted_by_bcow_has_the_same_tree(self):
+        with mounted(self.plain) as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_an_ordinary_user_mounts_and_sees_the_same_tree(self):
+        need("fusermount3")
+        link = os.path.join(self.directory, "readable.bcow")
+        os.link(self.compressed, link)
+        os.chmod(link, 0o644)
+        with mounted(link, user=NOBODY) as where:
+            oracle = os.path.abspath(tree.__file__)
+            dumped = run(sys.executable, oracle, "dump", where, user=NOBODY).out
+            seen = {entry["path"]: entry for entry in map(json.loads, dumped.splitlines())}
+        assert_same_tree(self, self.reference, seen)
+
+    def test_plain_image_satisfies_fsck_erofs(self):
+        need("fsck.erofs")
+        run("fsck.erofs", self.plain)
+
+    def test_kernel_mounts_the_plain_file_itself(self):
+        if not kernel_at_least(6, 12):
+            self.skipTest("file-backed EROFS mounts came with Linux 6.12")
+        with kernel_mounted(self.plain, "file") as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_kernel_mounts_the_plain_file_through_a_loop_device(self):
+        need("losetup")
+        with kernel_mounted(self.plain, "loop") as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_erofs_exported_from_a_compressed_image_is_a_kernel_file_system(self):
+        need("fsck.erofs", "losetup")
+        exported = os.path.join(self.directory, "exported.erofs")
+        bcow("export", self.compressed, "--to", "erofs", "-o", exported)
+        run("fsck.erofs", exported)
+        how = "file" if kernel_at_least(6, 12) else "loop"
+        with kernel_mounted(exported, how) as where:
+            assert_same_tree(self, self.reference, where)
+        os.unlink(exported)
+
+    def test_the_second_reader_gives_the_same_address_space(self):
+        for image_file in (self.compressed, self.plain):
+            ours, theirs = (os.path.join(self.directory, name) for name in ("ours.raw", "theirs.raw"))
+            bcow("export", image_file, "--to", "raw", "-o", ours)
+            run(os.environ.get("BCOW_PYTHON", sys.executable), READER, "extract", image_file, theirs, timeout=600)
+            compared = same_bytes(ours, theirs)
+            self.assertEqual(compared.returncode, 0, compared.stdout.decode())
+            os.unlink(ours)
+            os.unlink(theirs)
+
+    def test_fsck_finds_every_image_clean(self):
+        for image_file in (self.compressed, self.plain):
+            bcow("fsck", "--data", image_file)
+
+    def test_fsck_finds_one_flipped_bit_and_the_mount_refuses_its_block(self):
+        damaged = os.path.join(self.directory, "damaged.bcow")
+        shutil.copy(self.compressed, damaged)
+        middle = os.path.getsize(damaged) // 2
+        with open(damaged, "r+b") as data:
+            data.seek(middle)
+            byte = data.read(1)[0]
+            data.seek(middle)
+            data.write(bytes([byte ^ 0x10]))
+        checked = bcow("fsck", "--data", damaged, check=False)
+        self.assertEqual(checked.code, 4, str(checked))
+        os.unlink(damaged)
+
+    def test_output_does_not_depend_on_the_number_of_threads(self):
+        other = os.path.join(self.directory, "one-thread.bcow")
+        bcow("convert", self.source, other, "--compress", "zstd:3", "-j", "1")
+        self.assertEqual(sha256(other), sha256(self.compressed))
+        os.unlink(other)
+
+    def test_conversion_stays_within_its_memory(self):
+        for result in (self.conversion, self.plain_conversion):
+            self.assertLess(result.peak_bytes, PEAK_BYTES, str(result))
+
+    def test_a_program_runs_in_a_chroot_on_the_mount(self):
+        need("chroot")
+        with mounted(self.compressed) as where:
+            self.assertIn(b"30\n", run("chroot", where, *self.program()).out)
+
+    def test_a_program_runs_in_runc_on_the_mount(self):
+        need("runc")
+        with mounted(self.compressed, "-o", "allow_other,dev,suid") as where:
+            bundle = os.path.join(self.directory, "bundle")
+            os.makedirs(bundle)
+            run("runc", "spec", "--bundle", bundle)
+            with open(os.path.join(bundle, "config.json")) as config:
+                spec = json.load(config)
+            spec["process"]["terminal"] = False
+            spec["process"]["args"] = self.program()
+            spec["root"] = {"path": where, "readonly": True}
+            with open(os.path.join(bundle, "config.json"), "w") as config:
+                json.dump(spec, config)
+            state = os.path.join(self.directory, "runc")
+            self.assertIn(b"30\n", run("runc", "--root", state, "run", "--bundle", bundle, f"bcow-{os.getpid()}").out)
+            shutil.rmtree(bundle)
+
+    def test_image_is_as_large_as_it_should_be_for_a_test(self):
+        self.assertGreater(layer_bytes(self.NAME), 10 ** 9)
+
+    def program(self):
+        return ["/usr/bin/python3", "-B", "-c",
+                "import numpy, pandas; print(int(pandas.DataFrame({'x': numpy.arange(5) ** 2}).x.sum()))"]
+
+
+if __name__ == "__main__":
+    unittest.main()

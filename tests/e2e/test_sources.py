@@ -1,0 +1,101 @@
+"""Every source that convert takes, made by tools that are not ours, gives the tree that umoci unpacks."""
+
+import os
+import shutil
+import subprocess
+import unittest
+
+from support import NOBODY, WORK, assert_same_tree, bcow, image, mounted, need, run, unpacked
+
+
+class Sources(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("umoci", "skopeo", "tar", root=True, fuse=True)
+        directory, tag = image("small")
+        cls.source = f"oci:{directory}:{tag}"
+        cls.rootfs, cls.reference = unpacked("small")
+        cls.directory = os.path.join(WORK, "sources")
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        os.makedirs(cls.directory)
+        cls.image = os.path.join(cls.directory, "image.bcow")
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        shutil.rmtree(os.path.dirname(cls.rootfs), ignore_errors=True)
+        unpacked.cache_clear()
+
+    def path(self, name):
+        return os.path.join(self.directory, name)
+
+    def tearDown(self):
+        if os.path.exists(self.image):
+            os.unlink(self.image)
+
+    def check(self, source, **options):
+        bcow("convert", source, self.image, **options)
+        with mounted(self.image) as where:
+            assert_same_tree(self, self.reference, where)
+
+    def skopeo(self, destination, *options):
+        run("skopeo", "--insecure-policy", "copy", *options, self.source, destination)
+
+    def test_layout(self):
+        self.check(self.source)
+
+    def test_layout_with_zstd_layers_by_skopeo(self):
+        self.skopeo(f"oci:{self.path('zstd')}:z", "--dest-compress-format", "zstd")
+        self.check(f"oci:{self.path('zstd')}:z")
+
+    def test_oci_archive_by_skopeo(self):
+        self.skopeo(f"oci-archive:{self.path('oci.tar')}:small")
+        self.check(f"oci-archive:{self.path('oci.tar')}:small")
+
+    def test_docker_archive_by_skopeo(self):
+        self.skopeo(f"docker-archive:{self.path('docker.tar')}:example/small:latest")
+        self.check(f"docker-archive:{self.path('docker.tar')}")
+
+    def tar(self, *options):
+        return subprocess.Popen(["tar", "--create", "--format=pax", "--xattrs", "--xattrs-include=*", "--numeric-owner",
+                                 "--sparse", *options, "--directory", self.rootfs, "."], stdout=subprocess.PIPE)
+
+    def test_tar_on_standard_input(self):
+        packer = self.tar()
+        self.check("tar:-", stdin=packer.stdout)
+        self.assertEqual(packer.wait(), 0)
+
+    def test_tar_named_by_its_file_name_alone(self):
+        with open(self.path("tree.tar.gz"), "wb") as out:
+            packer = self.tar("--gzip")
+            shutil.copyfileobj(packer.stdout, out)
+        self.assertEqual(packer.wait(), 0)
+        self.check(self.path("tree.tar.gz"))
+
+    def test_directory(self):
+        self.check(f"dir:{self.rootfs}")
+
+    def test_conversion_needs_no_privilege(self):
+        mine = self.path("nobody")
+        os.makedirs(mine)
+        os.chown(mine, NOBODY, NOBODY)
+        bcow("convert", self.source, os.path.join(mine, "image.bcow"), user=NOBODY)
+        bcow("convert", self.source, self.image)
+        with open(self.image, "rb") as a, open(os.path.join(mine, "image.bcow"), "rb") as b:
+            self.assertTrue(a.read() == b.read(), "root and an ordinary user get different images")
+
+    def test_every_block_size_gives_the_same_tree(self):
+        for size in ("4K", "64K", "1M", "4M"):
+            with self.subTest(size=size):
+                bcow("convert", self.source, self.image, "--block-size", size)
+                with mounted(self.image) as where:
+                    assert_same_tree(self, self.reference, where)
+
+    def test_uncompressed_gives_the_same_tree(self):
+        bcow("convert", self.source, self.image, "--compress", "none")
+        with mounted(self.image) as where:
+            assert_same_tree(self, self.reference, where)
+
+
+if __name__ == "__main__":
+    unittest.main()
