@@ -1,2 +1,187 @@
-//! bcow
-fn main() {}
+//! `bcow`: makes, mounts, inspects, checks and unpacks BCoW images.
+//!
+//! The path through it: [`Cli`] is the command line, [`run`] picks the command, [`commands`] has one
+//! file for each, [`ui`] is the only door to the terminal and [`error`] says how a failure looks.
+
+mod commands;
+mod error;
+mod names;
+mod size;
+mod ui;
+
+use std::ffi::OsStr;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::error::{CommandError, exit};
+use crate::ui::{ColorWhen, Ui, UiOptions};
+
+/// Block-mapped copy-on-write images for container layers
+///
+/// bcow makes, mounts, inspects, checks and unpacks BCoW images: one file that holds a container
+/// image as a file system, compressed block by block, with a checksum for every block.
+#[derive(Debug, Parser)]
+#[command(
+    name = "bcow",
+    version,
+    max_term_width = 100,
+    subcommand_required = true,
+    arg_required_else_help = true,
+    after_help = "Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` has the statuses of fsck(8).",
+    after_long_help = "\
+Exit status:
+  0    done
+  1    failed
+  2    the command line makes no sense
+  141  whoever read standard output went away
+`bcow fsck` has the statuses of fsck(8); see `bcow fsck --help`.
+
+Environment:
+  BCOW_LOG           what to log to standard error, as in BCOW_LOG=bcow=debug (see also -v)
+  NO_COLOR           no colour
+  SOURCE_DATE_EPOCH  the time that `bcow convert` records
+
+Results go to standard output; messages, progress and errors to standard error."
+)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Global options")]
+struct Global {
+    /// No messages and no progress; warnings, errors and results stay
+    #[arg(short, long, global = true)]
+    quiet: bool,
+    /// Say more; twice for debugging
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, conflicts_with = "quiet")]
+    verbose: u8,
+    /// When to use colour
+    #[arg(
+        long,
+        global = true,
+        value_name = "WHEN",
+        default_value = "auto",
+        hide_possible_values = true
+    )]
+    color: ColorWhen,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Completions(commands::completions::Args),
+    Man(commands::man::Args),
+    Version(commands::version::Args),
+    #[command(hide = true)]
+    Create(commands::later::Args),
+    #[command(hide = true)]
+    Resize(commands::later::Args),
+    #[command(hide = true)]
+    Rebase(commands::later::Args),
+    #[command(hide = true)]
+    Compact(commands::later::Args),
+    #[command(hide = true)]
+    Seal(commands::later::Args),
+    #[command(hide = true)]
+    Serve(commands::later::Args),
+    #[command(hide = true)]
+    Commit(commands::later::Args),
+    #[command(hide = true)]
+    Diff(commands::later::Args),
+    #[command(hide = true)]
+    Stats(commands::later::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return ExitCode::from(no_command(&error)),
+    };
+    let ui = Ui::new(UiOptions {
+        quiet: cli.global.quiet,
+        verbose: cli.global.verbose,
+        color: cli.global.color,
+    });
+    ui.start_log();
+    match run(&cli.command, &ui) {
+        Ok(status) => ExitCode::from(status),
+        Err(error) => {
+            // `bcow ls IMG | head` is not a failure that anybody wants to read about.
+            if error.exit() != exit::PIPE_CLOSED {
+                ui.error(&error);
+            }
+            ExitCode::from(error.exit())
+        }
+    }
+}
+
+fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
+    match command {
+        Command::Completions(args) => commands::completions::run(args, ui),
+        Command::Man(args) => commands::man::run(args, ui),
+        Command::Version(args) => commands::version::run(args, ui),
+        Command::Create(args) => commands::later::run("create", args),
+        Command::Resize(args) => commands::later::run("resize", args),
+        Command::Rebase(args) => commands::later::run("rebase", args),
+        Command::Compact(args) => commands::later::run("compact", args),
+        Command::Seal(args) => commands::later::run("seal", args),
+        Command::Serve(args) => commands::later::run("serve", args),
+        Command::Commit(args) => commands::later::run("commit", args),
+        Command::Diff(args) => commands::later::run("diff", args),
+        Command::Stats(args) => commands::later::run("stats", args),
+    }
+    .map(|()| exit::DONE)
+}
+
+/// Prints help, the version or what is wrong with the command line.
+fn no_command(error: &clap::Error) -> u8 {
+    use clap::error::ErrorKind;
+    let printed = error.print();
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match printed {
+            Ok(()) => exit::DONE,
+            Err(error) => CommandError::standard_output(&error).exit(),
+        },
+        _ if is_fsck(std::env::args_os().skip(1)) => exit::FSCK_USAGE,
+        _ => exit::USAGE,
+    }
+}
+
+/// Whether this command line means `bcow fsck`, which has exit statuses of its own.
+fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
+    let mut value_follows = false;
+    for arg in args {
+        match arg.as_ref() {
+            _ if value_follows => value_follows = false,
+            arg if arg == "--color" => value_follows = true,
+            arg if arg.as_encoded_bytes().starts_with(b"-") => {}
+            arg => return arg == "fsck",
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn fsck_is_recognised_behind_global_options() {
+        assert!(is_fsck(
+            ["-q", "--color", "never", "fsck", "--bogus"].into_iter()
+        ));
+        assert!(is_fsck(["fsck"].into_iter()));
+        assert!(!is_fsck(["ls", "fsck"].into_iter()));
+        assert!(!is_fsck(["--color", "fsck", "ls"].into_iter()));
+    }
+}

@@ -1,0 +1,175 @@
+//! What a command says when it fails, and the exit status that goes with it.
+//!
+//! On the terminal: `error:` what failed and where, then its causes, then `hint:` if there is one.
+
+use std::error::Error;
+use std::fmt;
+
+/// Exit statuses, documented in the help and in the user's guide.
+pub mod exit {
+    /// Done.
+    pub const DONE: u8 = 0;
+    /// The operation failed.
+    pub const FAILED: u8 = 1;
+    /// The command line makes no sense.
+    pub const USAGE: u8 = 2;
+    /// Whoever read standard output went away; what a shell reports for SIGPIPE.
+    pub const PIPE_CLOSED: u8 = 141;
+
+    /// fsck(8): errors are left uncorrected.
+    pub const FSCK_ERRORS_LEFT: u8 = 4;
+    /// fsck(8): the check itself could not be done.
+    pub const FSCK_OPERATIONAL: u8 = 8;
+    /// fsck(8): the command line makes no sense.
+    pub const FSCK_USAGE: u8 = 16;
+}
+
+/// A command's failure.
+#[derive(Debug)]
+pub struct CommandError {
+    message: String,
+    causes: Vec<String>,
+    hint: Option<String>,
+    exit: u8,
+}
+
+impl CommandError {
+    /// A failed operation: `message` says what failed and where, in lower case, without a full stop.
+    pub fn new(message: impl Into<String>) -> Self {
+        CommandError {
+            message: message.into(),
+            causes: Vec::new(),
+            hint: None,
+            exit: exit::FAILED,
+        }
+    }
+
+    /// A command line that makes no sense.
+    pub fn usage(message: impl Into<String>) -> Self {
+        CommandError::new(message).exit_with(exit::USAGE)
+    }
+
+    /// Something the design promises and this version does not do.
+    pub fn not_supported_yet(what: impl fmt::Display) -> Self {
+        CommandError::new(format!("{what} is not supported yet")).hint(format!(
+            "this is bcow {}; `bcow help` lists what it can do",
+            env!("CARGO_PKG_VERSION")
+        ))
+    }
+
+    /// Adds `error` and everything below it to the causes.
+    pub fn caused_by(mut self, error: &(dyn Error + 'static)) -> Self {
+        let mut next = Some(error);
+        while let Some(error) = next {
+            self.push_cause(error.to_string());
+            next = error.source();
+        }
+        self
+    }
+
+    /// Says what the user could do about it.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Ends the process with this status rather than [`exit::FAILED`].
+    pub fn exit_with(mut self, exit: u8) -> Self {
+        self.exit = exit;
+        self
+    }
+
+    /// The process's exit status.
+    pub fn exit(&self) -> u8 {
+        self.exit
+    }
+
+    /// What failed.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// Why, outermost first.
+    pub fn causes(&self) -> &[String] {
+        &self.causes
+    }
+
+    /// What to do about it.
+    pub fn hint_text(&self) -> Option<&str> {
+        self.hint.as_deref()
+    }
+
+    /// Writing standard output failed.
+    pub fn standard_output(error: &std::io::Error) -> Self {
+        let exit = match error.kind() {
+            std::io::ErrorKind::BrokenPipe => exit::PIPE_CLOSED,
+            _ => exit::FAILED,
+        };
+        CommandError::new("cannot write to standard output")
+            .caused_by(error)
+            .exit_with(exit)
+    }
+
+    /// Library errors end in `: {source}` and name the same source again; told once is enough.
+    fn push_cause(&mut self, cause: String) {
+        let above = self.causes.last().unwrap_or(&self.message);
+        if !above.ends_with(&cause) {
+            self.causes.push(cause);
+        }
+    }
+}
+
+impl fmt::Display for CommandError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+/// Puts what was being done above a library's error.
+pub trait Context<T> {
+    /// `what()` becomes the message, the error its cause.
+    fn context<M: Into<String>>(self, what: impl FnOnce() -> M) -> Result<T, CommandError>;
+}
+
+impl<T, E: Error + 'static> Context<T> for Result<T, E> {
+    fn context<M: Into<String>>(self, what: impl FnOnce() -> M) -> Result<T, CommandError> {
+        self.map_err(|error| CommandError::new(what()).caused_by(&error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Layered(&'static str, Option<Box<Layered>>);
+
+    impl fmt::Display for Layered {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl Error for Layered {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            self.1.as_deref().map(|e| e as &(dyn Error + 'static))
+        }
+    }
+
+    #[test]
+    fn a_cause_already_told_is_not_told_again() {
+        let error = Layered(
+            "cannot read at byte 0: no such device",
+            Some(Box::new(Layered("no such device", None))),
+        );
+        let error = CommandError::new("cannot open x").caused_by(&error);
+        assert_eq!(error.causes(), ["cannot read at byte 0: no such device"]);
+    }
+
+    #[test]
+    fn causes_keep_their_order() {
+        let error = Layered("middle", Some(Box::new(Layered("inner", None))));
+        let error = CommandError::new("outer").caused_by(&error);
+        assert_eq!(error.causes(), ["middle", "inner"]);
+    }
+}

@@ -1,0 +1,164 @@
+//! Names are bytes. A terminal gets them quoted as GNU ls quotes them, a pipe as they are, JSON as
+//! text when they are text and in hexadecimal beside it when they are not.
+
+use serde_json::{Map, Value};
+
+/// A name for a terminal: as it is if it is harmless, else quoted so that a POSIX shell with `$'...'`
+/// reads the same bytes back, and so that no control character reaches the terminal.
+pub fn quoted(name: &[u8]) -> String {
+    if name.is_empty() {
+        return "''".to_owned();
+    }
+    let mut pieces = Vec::new();
+    for chunk in name.utf8_chunks() {
+        for c in chunk.valid().chars() {
+            // Apart from control characters, those that reorder or hide text are dangerous: a name
+            // could otherwise pretend to be another.
+            if c.is_control() || is_invisible(c) {
+                let mut buf = [0; 4];
+                pieces.extend(c.encode_utf8(&mut buf).bytes().map(Piece::Byte));
+            } else {
+                pieces.push(Piece::Char(c));
+            }
+        }
+        pieces.extend(chunk.invalid().iter().copied().map(Piece::Byte));
+    }
+    let harmless = pieces
+        .iter()
+        .all(|p| matches!(p, Piece::Char(c) if is_plain(*c)))
+        && !name.starts_with(b"~")
+        && !name.starts_with(b"#");
+    if harmless {
+        return String::from_utf8_lossy(name).into_owned();
+    }
+
+    let mut out = String::from("'");
+    let mut in_escape = false;
+    for piece in pieces {
+        match piece {
+            Piece::Char('\'') => {
+                close(&mut out, &mut in_escape);
+                out += "'\\''";
+            }
+            Piece::Char(c) => {
+                close(&mut out, &mut in_escape);
+                out.push(c);
+            }
+            Piece::Byte(byte) => {
+                if !in_escape {
+                    out += "'$'";
+                    in_escape = true;
+                }
+                match byte {
+                    b'\n' => out += "\\n",
+                    b'\t' => out += "\\t",
+                    b'\r' => out += "\\r",
+                    _ => out += &format!("\\{byte:03o}"),
+                }
+            }
+        }
+    }
+    out.push('\'');
+    out
+}
+
+/// The name for a message: always one line, always harmless.
+pub fn shown(name: &[u8]) -> String {
+    quoted(name)
+}
+
+/// Puts `name` under `key`, and its bytes in hexadecimal under `key_hex` if it is not UTF-8 (the text
+/// then has U+FFFD where it is not).
+pub fn put_json(object: &mut Map<String, Value>, key: &str, name: &[u8]) {
+    object.insert(key.to_owned(), String::from_utf8_lossy(name).into());
+    if std::str::from_utf8(name).is_err() {
+        object.insert(format!("{key}_hex"), hex(name).into());
+    }
+}
+
+/// Bytes in lower-case hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a String cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+#[derive(Clone, Copy)]
+enum Piece {
+    Char(char),
+    Byte(u8),
+}
+
+fn close(out: &mut String, in_escape: &mut bool) {
+    if *in_escape {
+        out.push_str("''");
+        *in_escape = false;
+    }
+}
+
+fn is_plain(c: char) -> bool {
+    c.is_alphanumeric() || "_-./+,:@%^~#=]{}".contains(c) || (!c.is_ascii() && !c.is_whitespace())
+}
+
+/// Bidirectional controls, zero-width characters and the like.
+fn is_invisible(c: char) -> bool {
+    matches!(c,
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+        | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_quoted_as_gnu_ls_quotes_them() {
+        for (name, text) in [
+            (&b"plain.txt"[..], "plain.txt"),
+            (b"two words", "'two words'"),
+            (b"it's", "'it'\\''s'"),
+            (b"new\nline", "'new'$'\\n''line'"),
+            (b"\x1b[31m", "''$'\\033''[31m'"),
+            (b"\xff\xfe", "''$'\\377\\376'"),
+            (b"~root", "'~root'"),
+            (b"", "''"),
+            ("grün".as_bytes(), "grün"),
+            ("a\u{202e}b".as_bytes(), "'a'$'\\342\\200\\256''b'"),
+        ] {
+            assert_eq!(quoted(name), text);
+        }
+    }
+
+    #[test]
+    fn a_shell_reads_quoted_names_back() {
+        for name in [
+            &b"a b'c\n\xff\x01x"[..],
+            b"$(id)`x`\\n",
+            b"*?[",
+            b"\"",
+            b"'",
+            b"\n'\n",
+        ] {
+            let script = format!("printf %s {}", quoted(name));
+            let output = std::process::Command::new("bash")
+                .args(["-c", &script])
+                .output()
+                .expect("bash runs");
+            assert_eq!(output.stdout, name, "{script}");
+        }
+    }
+
+    #[test]
+    fn json_keeps_bytes_that_are_no_text() {
+        let mut object = Map::new();
+        put_json(&mut object, "name", b"ok\\");
+        put_json(&mut object, "odd", b"a\xff");
+        assert_eq!(
+            Value::Object(object).to_string(),
+            r#"{"name":"ok\\","odd":"a�","odd_hex":"61ff"}"#
+        );
+    }
+}

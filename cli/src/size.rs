@@ -1,0 +1,124 @@
+//! Sizes as people write them (`4K`, `1MiB`) and as people read them (`1.5 MiB`).
+
+use std::fmt;
+
+/// Parses a size in bytes: a number with an optional unit. Units are powers of 1024 whether they are
+/// spelt `K`, `KB` or `KiB`, as in qemu-img, because that is what block sizes are made of.
+pub fn parse(text: &str) -> Result<u64, String> {
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().map_err(|_| {
+        if number.is_empty() {
+            "a size is a number with an optional unit: 4096, 4K, 1MiB".to_owned()
+        } else {
+            "the number does not fit 64 bits".to_owned()
+        }
+    })?;
+    let shift = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        "p" | "pb" | "pib" => 50,
+        _ => return Err(format!("unknown unit {unit:?}; use K, M, G, T or P")),
+    };
+    number
+        .checked_mul(1 << shift)
+        .ok_or_else(|| "the size does not fit 64 bits".to_owned())
+}
+
+/// Bytes for people: three significant digits and a binary unit.
+#[derive(Debug, Clone, Copy)]
+pub struct Human(pub u64);
+
+impl fmt::Display for Human {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        if self.0 < 1024 {
+            return f.pad(&format!("{} B", self.0));
+        }
+        let mut value = self.0 as f64 / 1024.0;
+        let mut unit = 0;
+        // 1023.95 would print as 1024.0; the next unit says it better.
+        while value >= 1023.95 && unit + 1 < UNITS.len() {
+            value /= 1024.0;
+            unit += 1;
+        }
+        let text = if value.fract() == 0.0 {
+            format!("{value} {}", UNITS[unit])
+        } else {
+            let decimals = if value < 9.995 { 2 } else { 1 };
+            format!("{value:.decimals$} {}", UNITS[unit])
+        };
+        f.pad(&text)
+    }
+}
+
+/// A count for people, with thousands apart: `12,345`.
+#[derive(Debug, Clone, Copy)]
+pub struct Count(pub u64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = self.0.to_string();
+        let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+        for (i, digit) in digits.chars().enumerate() {
+            if i > 0 && (digits.len() - i) % 3 == 0 {
+                text.push(',');
+            }
+            text.push(digit);
+        }
+        f.pad(&text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_powers_of_1024_however_spelt() {
+        for text in ["4096", "4096b", "4K", "4k", "4KB", "4KiB", "4kib"] {
+            assert_eq!(parse(text), Ok(4096), "{text}");
+        }
+        assert_eq!(parse("1M"), Ok(1 << 20));
+        assert_eq!(parse("1GiB"), Ok(1 << 30));
+        assert_eq!(parse("2T"), Ok(2 << 40));
+    }
+
+    #[test]
+    fn what_is_no_size_is_refused() {
+        for text in [
+            "",
+            "K",
+            "-1",
+            "4 K",
+            "4Q",
+            "1.5G",
+            "99999999999999999999",
+            "16384P",
+        ] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes_read_well() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1 KiB"),
+            (1536, "1.50 KiB"),
+            (4 << 20, "4 MiB"),
+            (1_375_000_000, "1.28 GiB"),
+            ((1 << 20) - 1, "1.00 MiB"),
+            (u64::MAX, "16 EiB"),
+        ] {
+            assert_eq!(Human(bytes).to_string(), text, "{bytes}");
+        }
+        assert_eq!(Count(0).to_string(), "0");
+        assert_eq!(Count(1234567).to_string(), "1,234,567");
+        assert_eq!(Count(123).to_string(), "123");
+    }
+}

@@ -1,0 +1,306 @@
+//! The terminal: results go to standard output, everything else to standard error.
+
+use std::fmt;
+use std::io::{self, BufWriter, IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::error::CommandError;
+
+/// When to use colour.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ColorWhen {
+    /// On a terminal, unless NO_COLOR is set.
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// How the user wants to be talked to.
+#[derive(Debug, Clone, Copy)]
+pub struct UiOptions {
+    /// No messages and no progress; warnings and errors stay.
+    pub quiet: bool,
+    /// How many times `-v` was given.
+    pub verbose: u8,
+    /// Colour on standard error.
+    pub color: ColorWhen,
+}
+
+/// Everything a command says, it says through this.
+pub struct Ui {
+    quiet: bool,
+    verbose: u8,
+    color: bool,
+    stdout_is_terminal: bool,
+    bars: MultiProgress,
+}
+
+impl Ui {
+    /// Looks at the streams and at the environment once.
+    pub fn new(options: UiOptions) -> Self {
+        let stderr_is_terminal = io::stderr().is_terminal();
+        let color = match options.color {
+            ColorWhen::Always => true,
+            ColorWhen::Never => false,
+            ColorWhen::Auto => {
+                let no_color = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+                let dumb = std::env::var_os("TERM").is_some_and(|v| v == "dumb");
+                stderr_is_terminal && !no_color && !dumb
+            }
+        };
+        let bars = MultiProgress::with_draw_target(if stderr_is_terminal && !options.quiet {
+            ProgressDrawTarget::stderr_with_hz(10)
+        } else {
+            ProgressDrawTarget::hidden()
+        });
+        Ui {
+            quiet: options.quiet,
+            verbose: options.verbose,
+            color,
+            stdout_is_terminal: io::stdout().is_terminal(),
+            bars,
+        }
+    }
+
+    /// Starts the log: to standard error, as verbose as `-v` or `BCOW_LOG` say.
+    pub fn start_log(&self) {
+        use tracing_subscriber::EnvFilter;
+        let default = match (self.quiet, self.verbose) {
+            (true, _) => "error",
+            (false, 0) => "warn",
+            (false, 1) => "info",
+            (false, 2) => "debug",
+            (false, _) => "trace",
+        };
+        // A filter with a spelling mistake must not keep the command from running: its good parts
+        // hold and the rest is ignored.
+        let filter = match std::env::var("BCOW_LOG") {
+            Ok(directives) if !directives.is_empty() => EnvFilter::new(directives),
+            _ => EnvFilter::new(default),
+        };
+        let bars = self.bars.clone();
+        let started = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_ansi(self.color)
+            .with_writer(move || LogWriter(bars.clone()))
+            .try_init();
+        // Only a second call could fail, and the first log then serves.
+        drop(started);
+    }
+
+    /// Whether to say nothing but warnings and errors.
+    pub fn quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// How many times `-v` was given.
+    pub fn verbose(&self) -> u8 {
+        self.verbose
+    }
+
+    /// Whether a person reads standard output.
+    pub fn stdout_is_terminal(&self) -> bool {
+        self.stdout_is_terminal
+    }
+
+    /// Standard output, buffered. Call [`Output::finish`] when the result is complete.
+    pub fn output(&self) -> Output {
+        Output {
+            stream: BufWriter::with_capacity(64 << 10, io::stdout()),
+        }
+    }
+
+    /// Prints one JSON document as a result, indented.
+    pub fn print_json(&self, value: &serde_json::Value) -> Result<(), CommandError> {
+        let mut out = self.output();
+        writeln!(out, "{value:#}")?;
+        out.finish()
+    }
+
+    /// A message for the user.
+    pub fn status(&self, message: impl fmt::Display) {
+        if !self.quiet {
+            self.to_stderr(format_args!("{message}\n"));
+        }
+    }
+
+    /// A message for the user who asked for more of them.
+    pub fn detail(&self, message: impl fmt::Display) {
+        if !self.quiet && self.verbose > 0 {
+            self.to_stderr(format_args!("{message}\n"));
+        }
+    }
+
+    /// Something that went otherwise than asked, but not wrong enough to stop.
+    pub fn warning(&self, message: impl fmt::Display) {
+        let label = self.paint("warning:", "\x1b[1;33m");
+        self.to_stderr(format_args!("{label} {message}\n"));
+    }
+
+    /// Tells why the command failed.
+    pub fn error(&self, error: &CommandError) {
+        let mut text = format!("{} {}\n", self.paint("error:", "\x1b[1;31m"), error);
+        for cause in error.causes() {
+            text += &format!("  {} {cause}\n", self.paint("caused by:", "\x1b[1m"));
+        }
+        if let Some(hint) = error.hint_text() {
+            text += &format!("{} {hint}\n", self.paint("hint:", "\x1b[1;36m"));
+        }
+        self.to_stderr(format_args!("{text}"));
+    }
+
+    /// A progress bar over bytes. Invisible unless standard error is a terminal.
+    pub fn progress(&self) -> Progress<'_> {
+        let bar = self.bars.add(ProgressBar::no_length());
+        bar.set_style(style(SPINNER));
+        bar.enable_steady_tick(Duration::from_millis(200));
+        Progress {
+            ui: self,
+            bar,
+            warned: Mutex::new(0),
+        }
+    }
+
+    fn paint(&self, text: &'static str, code: &'static str) -> impl fmt::Display {
+        let (before, after) = if self.color {
+            (code, "\x1b[0m")
+        } else {
+            ("", "")
+        };
+        format!("{before}{text}{after}")
+    }
+
+    fn to_stderr(&self, text: fmt::Arguments<'_>) {
+        // There is nobody left to tell when standard error itself fails.
+        self.bars.suspend(|| {
+            let _ = io::stderr().write_all(text.to_string().as_bytes());
+        });
+    }
+}
+
+/// Standard output. Its errors are already the command's errors, so that `?` does the right thing,
+/// also when the reader went away (`bcow ls IMG | head`).
+pub struct Output {
+    stream: BufWriter<io::Stdout>,
+}
+
+impl Output {
+    /// What `write!` and `writeln!` call.
+    pub fn write_fmt(&mut self, text: fmt::Arguments<'_>) -> Result<(), CommandError> {
+        self.stream
+            .write_fmt(text)
+            .map_err(|e| CommandError::standard_output(&e))
+    }
+
+    /// Writes bytes as they are.
+    pub fn write_bytes(&mut self, bytes: &[u8]) -> Result<(), CommandError> {
+        self.stream
+            .write_all(bytes)
+            .map_err(|e| CommandError::standard_output(&e))
+    }
+
+    /// Writes out what is buffered: the only place where a full disk shows for short results.
+    pub fn finish(mut self) -> Result<(), CommandError> {
+        self.stream
+            .flush()
+            .map_err(|e| CommandError::standard_output(&e))
+    }
+}
+
+const SPINNER: &str = "{spinner} {msg:<12} {bytes:>10}  {bytes_per_sec:>12}  {elapsed}";
+const BAR: &str =
+    "{msg:<12} [{bar:30}] {bytes:>10} / {total_bytes:<10} {bytes_per_sec:>12}  {eta} left";
+
+fn style(template: &str) -> ProgressStyle {
+    // The templates are constants, and a test parses them.
+    ProgressStyle::with_template(template)
+        .unwrap_or_else(|_| ProgressStyle::default_bar())
+        .progress_chars("=> ")
+}
+
+/// A progress bar that disappears when it is dropped.
+pub struct Progress<'u> {
+    ui: &'u Ui,
+    bar: ProgressBar,
+    warned: Mutex<u64>,
+}
+
+/// Warnings of one operation that are shown one by one; a hostile tarball could bring millions.
+const WARNINGS_SHOWN: u64 = 20;
+
+impl Progress<'_> {
+    /// How many bytes there are to do, if known.
+    pub fn total(&self, bytes: Option<u64>) {
+        match bytes {
+            Some(bytes) => {
+                self.bar.set_style(style(BAR));
+                self.bar.set_length(bytes);
+            }
+            None => {
+                self.bar.set_style(style(SPINNER));
+                self.bar.unset_length();
+            }
+        }
+    }
+
+    /// `bytes` more are done.
+    pub fn advance(&self, bytes: u64) {
+        self.bar.inc(bytes);
+    }
+
+    /// What is being done now; the count starts again.
+    pub fn phase(&self, name: &str) {
+        self.bar.reset();
+        self.bar.set_message(name.to_owned());
+    }
+
+    /// A warning that comes up on the way.
+    pub fn warning(&self, message: &str) {
+        let mut warned = self.warned.lock().unwrap_or_else(|e| e.into_inner());
+        *warned += 1;
+        if *warned <= WARNINGS_SHOWN {
+            self.ui.warning(message);
+        }
+    }
+}
+
+impl Drop for Progress<'_> {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+        let warned = *self.warned.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(more) = warned.checked_sub(WARNINGS_SHOWN).filter(|&n| n > 0) {
+            self.ui
+                .warning(format_args!("{more} more warnings of this kind"));
+        }
+    }
+}
+
+/// Keeps log lines and progress bars from tearing each other apart.
+struct LogWriter(MultiProgress);
+
+impl Write for LogWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.suspend(|| io::stderr().write(bytes))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_templates_parse() {
+        for template in [SPINNER, BAR] {
+            assert!(ProgressStyle::with_template(template).is_ok(), "{template}");
+        }
+    }
+}
