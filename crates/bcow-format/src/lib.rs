@@ -1,9 +1,39 @@
-//! The BCoW file format: bytes to validated structures and back. No I/O.
+//! The BCoW file format, version 1: bytes to validated structures and back.
+//!
+//! The text is `spec/bcow-v1.md`; modules cite its sections. Nothing here does I/O or decompresses: a caller
+//! reads bytes, hands them to a `decode`, and gets a structure that keeps every rule of the text, or a
+//! [`FormatError`] with the text's error code.
+//!
+//! ```
+//! use bcow_format::{FormatError, choose_header};
+//! let error = choose_header(&[0; 1024]).unwrap_err();
+//! assert_eq!(error.code(), "not-bcow");
+//! ```
 
-/// Why bytes are not valid BCoW structures.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum FormatError {
-    /// Not a BCoW file.
-    #[error("not a BCoW file")]
-    NotBcow,
-}
+mod address;
+mod backing;
+mod checksum;
+mod entry;
+mod error;
+mod features;
+mod header;
+mod merkle;
+mod table;
+
+pub use address::{BlockShift, Lba, Uba};
+pub use backing::{BackingEntry, BackingName, decode_backings, encode_backings};
+pub use checksum::{crc32c, crc32c_matches};
+pub use entry::{
+    ENTRY_BYTES, Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry,
+};
+pub use error::{FormatError, SectionKind};
+pub use features::compatible;
+pub use features::{Features, incompatible, read_only_compatible};
+pub use header::{
+    BACKING_ENTRY_BYTES, HEADER_AREA_BYTES, Header, MAX_BACKING_BYTES, MAX_METADATA_BYTES,
+    MAX_ROOT_ENTRIES, MerkleTree, SECTOR_BYTES, SLOT_BYTES, Section, State, Use, choose_header,
+};
+pub use merkle::{HASH_BYTES, MerkleShape};
+pub use table::{
+    SubBlockTable, TABLE_HEADER_BYTES, decode_root, decode_table, encode_root, encode_table,
+};

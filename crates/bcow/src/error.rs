@@ -45,6 +45,16 @@ pub enum Error {
         /// Where it was needed.
         logical: u64,
     },
+    /// A backing is not the one that the file names.
+    #[error("backing {name} has an address space of {found} bytes, the file says {expected}")]
+    WrongBacking {
+        /// How the file names its backing.
+        name: String,
+        /// Bytes the file says.
+        expected: u64,
+        /// Bytes it has.
+        found: u64,
+    },
     /// A read beyond the end of the address space.
     #[error("bytes {offset}+{length} lie beyond the end of the address space ({size} bytes)")]
     OutOfRange {
@@ -77,6 +87,23 @@ pub enum BlockProblem {
 }
 
 impl Error {
+    /// The stable code of what is wrong with the file (spec section 12), if it is the file that is wrong.
+    pub fn code(&self) -> Option<&'static str> {
+        match self {
+            Error::Format(error) => Some(error.code()),
+            Error::BadBlock { problem, .. } => Some(match problem {
+                BlockProblem::Checksum { .. } => "block-crc",
+                BlockProblem::Decompress(_) => "block-data",
+            }),
+            Error::Merkle { .. } => Some("merkle"),
+            Error::Io { .. }
+            | Error::MissingBacking { .. }
+            | Error::WrongBacking { .. }
+            | Error::OutOfRange { .. }
+            | Error::Unsupported(_) => None,
+        }
+    }
+
     pub(crate) fn io(action: &'static str, offset: u64, source: io::Error) -> Self {
         Error::Io {
             action,

@@ -1,9 +1,40 @@
 //! A BCoW file and its chain: storage, open, map, read, write, check, cache.
 //!
-//! `Storage` (bytes somewhere) lies below; [`BlockDevice`] (an address space) is what others see.
+//! [`Storage`] (bytes somewhere) lies below; [`BlockDevice`] (an address space) is what others see. [`Image`] reads a
+//! file, [`ImageWriter`] makes a sealed one in one pass, [`check`](mod@check) examines one.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use bcow::{BlockDevice, Image, ImageWriter, MemoryStorage, OpenOptions, WriterOptions};
+//!
+//! let storage = Arc::new(MemoryStorage::default());
+//! let mut writer = ImageWriter::on_storage(storage.clone(), WriterOptions::default())?;
+//! let at = writer.position();
+//! writer.append(b"some content")?;
+//! writer.finish(&[], &serde_json::json!({}))?;
+//!
+//! let image = Image::open_storage(storage, &OpenOptions::default())?;
+//! let mut buf = [0; 12];
+//! image.read_at(at, &mut buf)?;
+//! assert_eq!(&buf, b"some content");
+//! # Ok::<(), bcow::Error>(())
+//! ```
 
+pub mod check;
+mod codec;
 pub mod device;
 pub mod error;
+mod image;
+mod map;
+mod merkle;
+pub mod storage;
+mod threads;
+mod writer;
 
+pub use bcow_format as format;
 pub use device::BlockDevice;
-pub use error::Error;
+pub use error::{BlockProblem, Error};
+pub use image::{BackingResolver, Image, NoBackings, OpenOptions, Verify};
+pub use map::{Extent, Mapping};
+pub use storage::{MemoryStorage, Storage};
+pub use writer::{Compression, ImageWriter, WriterOptions, Written, verify_written};

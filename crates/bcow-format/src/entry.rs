@@ -1,0 +1,253 @@
+//! Entries of root and sub-block tables (spec section 5).
+
+use zerocopy::byteorder::little_endian::U32;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::{Header, Uba, compatible, incompatible};
+
+/// Bytes of one entry.
+pub const ENTRY_BYTES: usize = 16;
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
+#[repr(C)]
+struct RawEntry {
+    kind: u8,
+    reserved: u8,
+    address: [u8; 6],
+    length: U32,
+    check: U32,
+}
+const _: () = assert!(size_of::<RawEntry>() == ENTRY_BYTES);
+
+/// What stands at one region or block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Entry {
+    /// Backing 0's content, or zeros where there is none.
+    Absent,
+    /// Zeros.
+    Zero,
+    /// Stored as it is.
+    Raw(Stored),
+    /// Stored as one zstd frame.
+    Zstd(Stored),
+    /// A sub-block table (root only).
+    Table(Stored),
+    /// A piece of a backing (root only).
+    Window {
+        /// Byte offset in the backing's address space.
+        address: u64,
+        /// Sectors (4096 bytes) shown; the rest of the region is zeros.
+        sectors: u32,
+        /// Index in the backing table.
+        backing: u32,
+    },
+}
+
+/// A stored range of the file and its checksum.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Stored {
+    /// First byte in the file.
+    pub at: Uba,
+    /// Length in bytes.
+    pub bytes: u32,
+    /// CRC32C of these bytes.
+    pub crc: u32,
+}
+
+impl Stored {
+    /// First byte behind the stored range.
+    pub fn end(&self) -> u64 {
+        self.at.0 + u64::from(self.bytes)
+    }
+}
+
+/// What the rules for an entry depend on.
+#[derive(Debug, Clone, Copy)]
+pub struct EntryContext<'a> {
+    /// The file's header.
+    pub header: &'a Header,
+    /// Length of the region or block in bytes.
+    pub length: u64,
+    /// First byte of the region or block in the address space.
+    pub logical: u64,
+    /// Whether it is a root entry.
+    pub root: bool,
+}
+
+/// Why an entry is wrong; the caller knows where it stands and makes it a [`crate::FormatError`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EntryProblem {
+    /// `root-entry` or `table-entry`.
+    Entry(String),
+    /// `window-range`.
+    Window(String),
+}
+
+/// Validates 16 bytes as the entry of a region or block.
+pub fn decode_entry(
+    bytes: &[u8; ENTRY_BYTES],
+    context: &EntryContext<'_>,
+) -> Result<Entry, EntryProblem> {
+    let raw = RawEntry::read_from_bytes(bytes).map_err(|_| wrong("unreadable"))?;
+    if raw.reserved != 0 {
+        return Err(wrong("reserved byte is not zero"));
+    }
+    let mut address = [0; 8];
+    address[..6].copy_from_slice(&raw.address);
+    let address = u64::from_le_bytes(address);
+    let (length, check) = (raw.length.get(), raw.check.get());
+    let features = &context.header.features;
+    let stored = Stored {
+        at: Uba(address),
+        bytes: length,
+        crc: check,
+    };
+    match raw.kind {
+        0 | 1 => {
+            if address != 0 || length != 0 || check != 0 {
+                return Err(wrong(
+                    "absent or zero, but address, length or check is not zero",
+                ));
+            }
+            Ok(if raw.kind == 0 {
+                Entry::Absent
+            } else {
+                Entry::Zero
+            })
+        }
+        2 => {
+            check_block_length(context)?;
+            if u64::from(length) != context.length {
+                return Err(wrong(format!(
+                    "raw block of {} bytes stored as {length} bytes",
+                    context.length
+                )));
+            }
+            check_place(&stored, context)?;
+            if features.has_compatible(compatible::PLAIN) && address != context.logical {
+                return Err(wrong(format!(
+                    "plain file, but the block of byte {} is stored at byte {address}",
+                    context.logical
+                )));
+            }
+            Ok(Entry::Raw(stored))
+        }
+        3 => {
+            check_block_length(context)?;
+            if !features.has_incompatible(incompatible::ZSTD) {
+                return Err(wrong("zstd block without the feature `zstd`"));
+            }
+            if features.has_compatible(compatible::PLAIN) {
+                return Err(wrong("zstd block in a plain file"));
+            }
+            if length == 0 || u64::from(length) >= context.length {
+                return Err(wrong(format!(
+                    "zstd frame of {length} bytes for a block of {} bytes",
+                    context.length
+                )));
+            }
+            check_place(&stored, context)?;
+            Ok(Entry::Zstd(stored))
+        }
+        4 if context.root => {
+            if !address.is_multiple_of(16) {
+                return Err(wrong(
+                    "sub-block table at an address that is no multiple of 16",
+                ));
+            }
+            if address < 4096 {
+                return Err(wrong("sub-block table inside the header"));
+            }
+            check_place(&stored, context)?;
+            Ok(Entry::Table(stored))
+        }
+        5 if context.root => {
+            if !features.has_incompatible(incompatible::WINDOWS) {
+                return Err(wrong("window without the feature `windows`"));
+            }
+            if !address.is_multiple_of(4096) {
+                return Err(wrong(
+                    "window at a backing address that is no multiple of 4096",
+                ));
+            }
+            if length == 0 || u64::from(length) * 4096 > context.length {
+                return Err(EntryProblem::Window(format!(
+                    "of {length} sectors in a region of {} bytes",
+                    context.length
+                )));
+            }
+            if check >= context.header.backing_count {
+                return Err(EntryProblem::Window(format!(
+                    "onto backing {check} of {}",
+                    context.header.backing_count
+                )));
+            }
+            Ok(Entry::Window {
+                address,
+                sectors: length,
+                backing: check,
+            })
+        }
+        kind => Err(wrong(format!("kind {kind} is not allowed here"))),
+    }
+}
+
+/// The 16 bytes of an entry.
+pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
+    let (kind, address, length, check) = match *entry {
+        Entry::Absent => (0, 0, 0, 0),
+        Entry::Zero => (1, 0, 0, 0),
+        Entry::Raw(s) => (2, s.at.0, s.bytes, s.crc),
+        Entry::Zstd(s) => (3, s.at.0, s.bytes, s.crc),
+        Entry::Table(s) => (4, s.at.0, s.bytes, s.crc),
+        Entry::Window {
+            address,
+            sectors,
+            backing,
+        } => (5, address, sectors, backing),
+    };
+    debug_assert!(address < 1 << 48);
+    let mut low = [0; 6];
+    low.copy_from_slice(&address.to_le_bytes()[..6]);
+    let raw = RawEntry {
+        kind,
+        reserved: 0,
+        address: low,
+        length: U32::new(length),
+        check: U32::new(check),
+    };
+    let mut bytes = [0; ENTRY_BYTES];
+    bytes.copy_from_slice(raw.as_bytes());
+    bytes
+}
+
+fn wrong(problem: impl Into<String>) -> EntryProblem {
+    EntryProblem::Entry(problem.into())
+}
+
+/// A root entry that is itself a block is allowed for blocks of at most 16 MiB (spec section 6).
+fn check_block_length(context: &EntryContext<'_>) -> Result<(), EntryProblem> {
+    if context.root && context.header.region_shift > 24 {
+        return Err(wrong("a block as large as a region of more than 16 MiB"));
+    }
+    Ok(())
+}
+
+fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
+    let plain = context.header.features.has_compatible(compatible::PLAIN);
+    if stored.at.0 < 4096 && !(plain && stored.at.0 == 0) {
+        return Err(wrong(format!(
+            "stored at byte {}, inside the header",
+            stored.at
+        )));
+    }
+    if stored.end() > context.header.file_bytes {
+        return Err(wrong(format!(
+            "stored at bytes {}..{}, but the file has {}",
+            stored.at,
+            stored.end(),
+            context.header.file_bytes
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,152 @@
+//! Why bytes are not a valid BCoW file.
+
+/// A broken rule of the specification. [`FormatError::code`] is the stable name of spec section 12.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FormatError {
+    /// Neither slot has the magic.
+    #[error("not a BCoW file (no magic in the first 1024 bytes)")]
+    NotBcow,
+    /// A slot of another version.
+    #[error("BCoW version {0}; this program reads version 1")]
+    Version(u16),
+    /// Both header slots are damaged.
+    #[error("both header slots are damaged (checksum)")]
+    HeaderChecksum,
+    /// A header field breaks a rule.
+    #[error("header field {field}: {problem}")]
+    HeaderField {
+        /// Field name as in spec section 3.
+        field: &'static str,
+        /// What is wrong with its value.
+        problem: String,
+    },
+    /// Unknown incompatible feature bits.
+    #[error("unknown incompatible feature bit {bit}; a newer program is needed")]
+    UnknownFeature {
+        /// The lowest unknown bit.
+        bit: u32,
+    },
+    /// The file ends before what the header promises.
+    #[error("the file is {found} bytes long, its header says {expected}: it was cut short")]
+    Truncated {
+        /// file_bytes of the header.
+        expected: u64,
+        /// Length of the file.
+        found: u64,
+    },
+    /// A section named by the header has another checksum.
+    #[error("{section}: checksum is {found:#010x}, the header says {expected:#010x}")]
+    SectionChecksum {
+        /// Which.
+        section: SectionKind,
+        /// CRC32C from the header.
+        expected: u32,
+        /// CRC32C of the bytes.
+        found: u32,
+    },
+    /// A root entry breaks a rule.
+    #[error("root entry {region}: {problem}")]
+    RootEntry {
+        /// Index in the root table.
+        region: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A sub-block table has another checksum than its root entry says.
+    #[error(
+        "sub-block table of region {region}: checksum is {found:#010x}, the root table says {expected:#010x}"
+    )]
+    TableChecksum {
+        /// Index of the region.
+        region: u64,
+        /// CRC32C from the root entry.
+        expected: u32,
+        /// CRC32C of the bytes.
+        found: u32,
+    },
+    /// A sub-block table's header breaks a rule.
+    #[error("sub-block table of region {region}: {problem}")]
+    TableHeader {
+        /// Index of the region.
+        region: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// An entry of a sub-block table breaks a rule.
+    #[error("sub-block table of region {region}, entry {index}: {problem}")]
+    TableEntry {
+        /// Index of the region.
+        region: u64,
+        /// Index in the table.
+        index: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A window shows what its backing does not have, or too much, or names no backing.
+    #[error("root entry {region}: window {problem}")]
+    WindowRange {
+        /// Index of the region.
+        region: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// An entry of the backing table breaks a rule.
+    #[error("backing table entry {index}: {problem}")]
+    BackingEntry {
+        /// Index in the backing table.
+        index: u32,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The metadata is not a JSON object.
+    #[error("metadata: {0}")]
+    MetadataJson(String),
+}
+
+/// A section that the header names and checks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SectionKind {
+    /// The root table.
+    Root,
+    /// The metadata.
+    Metadata,
+    /// The backing table.
+    Backing,
+}
+
+impl std::fmt::Display for SectionKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            SectionKind::Root => "root table",
+            SectionKind::Metadata => "metadata",
+            SectionKind::Backing => "backing table",
+        })
+    }
+}
+
+impl FormatError {
+    /// The stable error code of spec section 12.
+    pub fn code(&self) -> &'static str {
+        match self {
+            FormatError::NotBcow => "not-bcow",
+            FormatError::Version(_) => "version",
+            FormatError::HeaderChecksum => "header-crc",
+            FormatError::HeaderField { .. } => "header-field",
+            FormatError::UnknownFeature { .. } => "unknown-feature",
+            FormatError::Truncated { .. } => "truncated",
+            FormatError::SectionChecksum { section, .. } => match section {
+                SectionKind::Root => "root-crc",
+                SectionKind::Metadata => "metadata-crc",
+                SectionKind::Backing => "backing-crc",
+            },
+            FormatError::RootEntry { .. } => "root-entry",
+            FormatError::TableChecksum { .. } => "table-crc",
+            FormatError::TableHeader { .. } => "table-header",
+            FormatError::TableEntry { .. } => "table-entry",
+            FormatError::WindowRange { .. } => "window-range",
+            FormatError::BackingEntry { .. } => "backing-entry",
+            FormatError::MetadataJson(_) => "metadata-json",
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Feature masks (spec section 4).
+
+use crate::FormatError;
+
+/// What a file contains that a reader must know (`incompatible`), that a writer must know
+/// (`read_only_compatible`), and that is good to know (`compatible`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Features {
+    /// A reader refuses unknown bits.
+    pub incompatible: u64,
+    /// Unknown bits forbid writing.
+    pub read_only_compatible: u64,
+    /// Unknown bits do not matter.
+    pub compatible: u64,
+}
+
+/// Bits of [`Features::incompatible`].
+pub mod incompatible {
+    /// Blocks may be zstd frames.
+    pub const ZSTD: u64 = 1 << 0;
+    /// Absent regions and blocks are read from backing 0.
+    pub const BACKING: u64 = 1 << 1;
+    /// A record log may hold mappings newer than the tables.
+    pub const RECORDS: u64 = 1 << 2;
+    /// Root entries may be windows.
+    pub const WINDOWS: u64 = 1 << 3;
+    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS;
+}
+
+/// Bits of [`Features::read_only_compatible`].
+pub mod read_only_compatible {
+    /// There is a Merkle tree.
+    pub const MERKLE: u64 = 1 << 0;
+}
+
+/// Bits of [`Features::compatible`].
+pub mod compatible {
+    /// Every stored block is raw and has UBA = LBA.
+    pub const PLAIN: u64 = 1 << 0;
+    /// The address space is an EROFS file system.
+    pub const EROFS: u64 = 1 << 1;
+}
+
+impl Features {
+    /// Refuses unknown incompatible bits.
+    pub fn check_readable(&self) -> Result<(), FormatError> {
+        let unknown = self.incompatible & !incompatible::KNOWN;
+        if unknown != 0 {
+            return Err(FormatError::UnknownFeature {
+                bit: unknown.trailing_zeros(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether an incompatible bit is set.
+    pub fn has_incompatible(&self, bit: u64) -> bool {
+        self.incompatible & bit != 0
+    }
+
+    /// Whether a compatible bit is set.
+    pub fn has_compatible(&self, bit: u64) -> bool {
+        self.compatible & bit != 0
+    }
+
+    /// Names of the set bits, in mask and bit order; unknown ones as `compatible-17` and the like.
+    pub fn names(&self) -> Vec<String> {
+        let known: [(&str, u64, &[&str]); 3] = [
+            (
+                "incompatible",
+                self.incompatible,
+                &["zstd", "backing", "records", "windows"],
+            ),
+            (
+                "read-only-compatible",
+                self.read_only_compatible,
+                &["merkle"],
+            ),
+            ("compatible", self.compatible, &["plain", "erofs"]),
+        ];
+        let mut names = Vec::new();
+        for (mask, bits, known) in known {
+            for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
+                names.push(match known.get(bit) {
+                    Some(name) => (*name).to_owned(),
+                    None => format!("{mask}-{bit}"),
+                });
+            }
+        }
+        names
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_incompatible_bit_is_refused_by_number() {
+        let features = Features {
+            incompatible: 1 | 1 << 40,
+            ..Features::default()
+        };
+        assert_eq!(
+            features.check_readable(),
+            Err(FormatError::UnknownFeature { bit: 40 })
+        );
+    }
+
+    #[test]
+    fn names_tell_known_and_unknown_bits() {
+        let features = Features {
+            incompatible: incompatible::ZSTD,
+            read_only_compatible: read_only_compatible::MERKLE,
+            compatible: compatible::EROFS | 1 << 17,
+        };
+        assert_eq!(
+            features.names(),
+            ["zstd", "merkle", "erofs", "compatible-17"]
+        );
+    }
+}

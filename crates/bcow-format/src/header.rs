@@ -1,0 +1,587 @@
+//! Header slots (spec section 3).
+
+use zerocopy::byteorder::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::{
+    ENTRY_BYTES, Features, FormatError, MerkleShape, crc32c, crc32c_matches, incompatible,
+    read_only_compatible,
+};
+
+/// Bytes of one slot.
+pub const SLOT_BYTES: usize = 512;
+/// Bytes of both slots.
+pub const HEADER_AREA_BYTES: usize = 2 * SLOT_BYTES;
+/// Bytes of a sector, the unit of sizes and windows.
+pub const SECTOR_BYTES: u64 = 4096;
+/// Bytes of an entry of the backing table.
+pub const BACKING_ENTRY_BYTES: usize = 64;
+/// Most entries of a root table.
+pub const MAX_ROOT_ENTRIES: u64 = 1 << 22;
+/// Longest metadata section in bytes.
+pub const MAX_METADATA_BYTES: u32 = 16 << 20;
+/// Longest backing table in bytes.
+pub const MAX_BACKING_BYTES: u32 = 16 << 20;
+/// Largest size of an address space or file.
+pub(crate) const MAX_ADDRESS: u64 = 1 << 48;
+
+const MAX_BACKINGS: u32 = 65536;
+const MAGIC: [u8; 8] = *b"BCoW\r\n\x1a\n";
+const VERSION: u16 = 1;
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone)]
+#[repr(C)]
+struct RawHeader {
+    magic: [u8; 8],
+    version: U16,
+    slot_bytes: U16,
+    slot_crc: U32,
+    generation: U64,
+    incompatible: U64,
+    read_only_compatible: U64,
+    compatible: U64,
+    purpose: u8,
+    state: u8,
+    region_shift: u8,
+    merkle_chunk_shift: u8,
+    reserved_1: U32,
+    size: U64,
+    file_bytes: U64,
+    root_offset: U64,
+    root_entries: U32,
+    root_crc: U32,
+    metadata_offset: U64,
+    metadata_bytes: U32,
+    metadata_crc: U32,
+    backing_offset: U64,
+    backing_bytes: U32,
+    backing_crc: U32,
+    backing_count: U32,
+    reserved_2: U32,
+    merkle_offset: U64,
+    merkle_bytes: U64,
+    merkle_root: [u8; 32],
+    log_offset: U64,
+    log_bytes: U64,
+    reserved_3: [u8; 320],
+}
+const _: () = {
+    assert!(size_of::<RawHeader>() == SLOT_BYTES);
+    assert!(std::mem::offset_of!(RawHeader, size) == 56);
+    assert!(std::mem::offset_of!(RawHeader, root_offset) == 72);
+    assert!(std::mem::offset_of!(RawHeader, merkle_root) == 144);
+    assert!(std::mem::offset_of!(RawHeader, log_bytes) == 184);
+};
+
+/// What a file is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// A sealed file system image.
+    Image,
+    /// A block device.
+    Disk,
+    /// A partly modified file.
+    Sketch,
+}
+
+/// Whether a file may still change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// It may.
+    Writable,
+    /// It may not.
+    Sealed,
+}
+
+/// A range of the file that the header names and checks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Section {
+    /// First byte in the file; 0 if the section is empty.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u32,
+    /// CRC32C of these bytes; 0 if the section is empty.
+    pub crc: u32,
+}
+
+/// Where the Merkle tree is and what it must hash to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MerkleTree {
+    /// log2 of the chunk size, 12 to 20.
+    pub chunk_shift: u8,
+    /// First byte of the tree in the file, and end of what it covers.
+    pub offset: u64,
+    /// The root hash.
+    pub root: [u8; 32],
+}
+
+impl MerkleTree {
+    /// Where its levels lie.
+    pub fn shape(&self) -> MerkleShape {
+        MerkleShape::new(self.offset, self.chunk_shift)
+    }
+}
+
+/// A valid header.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Header {
+    /// Grows with each header written.
+    pub generation: u64,
+    /// Feature masks.
+    pub features: Features,
+    /// What the file is for.
+    pub purpose: Use,
+    /// Whether it may change.
+    pub state: State,
+    /// log2 of the region size, 12 to 30.
+    pub region_shift: u8,
+    /// Size of the address space in bytes.
+    pub size: u64,
+    /// Length of the file in bytes.
+    pub file_bytes: u64,
+    /// The root table.
+    pub root: Section,
+    /// The metadata (JSON).
+    pub metadata: Section,
+    /// The backing table with its names.
+    pub backings: Section,
+    /// Entries in the backing table.
+    pub backing_count: u32,
+    /// The Merkle tree, if there is one.
+    pub merkle: Option<MerkleTree>,
+    /// Record log: offset and bytes, both 0 if there is none.
+    pub log: (u64, u64),
+}
+
+/// Finds the header among the two slots in the first [`HEADER_AREA_BYTES`] of a file, and validates it.
+///
+/// The file's real length is checked by [`Header::check_file_length`].
+pub fn choose_header(area: &[u8; HEADER_AREA_BYTES]) -> Result<Header, FormatError> {
+    let mut has_magic = false;
+    let mut newest: Option<RawHeader> = None;
+    for slot in area.as_chunks::<SLOT_BYTES>().0 {
+        let Ok(raw) = RawHeader::read_from_bytes(slot) else {
+            continue;
+        };
+        if raw.magic != MAGIC {
+            continue;
+        }
+        has_magic = true;
+        if raw.version.get() != VERSION {
+            return Err(FormatError::Version(raw.version.get()));
+        }
+        let intact = usize::from(raw.slot_bytes.get()) == SLOT_BYTES
+            && crc32c_matches(raw.slot_crc.get(), slot_crc(&raw));
+        let newer = newest
+            .as_ref()
+            .is_none_or(|best| raw.generation.get() > best.generation.get());
+        if intact && newer {
+            newest = Some(raw);
+        }
+    }
+    match newest {
+        Some(raw) => decode(&raw),
+        None if has_magic => Err(FormatError::HeaderChecksum),
+        None => Err(FormatError::NotBcow),
+    }
+}
+
+fn slot_crc(raw: &RawHeader) -> u32 {
+    let mut raw = raw.clone();
+    raw.slot_crc = U32::new(0);
+    crc32c(raw.as_bytes())
+}
+
+fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
+    let features = Features {
+        incompatible: raw.incompatible.get(),
+        read_only_compatible: raw.read_only_compatible.get(),
+        compatible: raw.compatible.get(),
+    };
+    features.check_readable()?;
+
+    require(raw.generation.get() > 0, "generation", || "0".into())?;
+    let purpose = match raw.purpose {
+        1 => Use::Image,
+        2 => Use::Disk,
+        3 => Use::Sketch,
+        other => return Err(field("use", format!("{other}"))),
+    };
+    let state = match raw.state {
+        0 => State::Writable,
+        1 => State::Sealed,
+        other => return Err(field("state", format!("{other}"))),
+    };
+    require(
+        purpose != Use::Image || state == State::Sealed,
+        "state",
+        || "an image is not sealed".into(),
+    )?;
+    let region_shift = raw.region_shift;
+    require((12..=30).contains(&region_shift), "region_shift", || {
+        format!("{region_shift}")
+    })?;
+    require(
+        raw.reserved_1.get() == 0 && raw.reserved_2.get() == 0 && raw.reserved_3 == [0; 320],
+        "reserved",
+        || "not zero".into(),
+    )?;
+    let size = raw.size.get();
+    require(
+        size.is_multiple_of(SECTOR_BYTES) && size <= MAX_ADDRESS,
+        "size",
+        || format!("{size}"),
+    )?;
+    let file_bytes = raw.file_bytes.get();
+    require(
+        (SECTOR_BYTES..=MAX_ADDRESS).contains(&file_bytes),
+        "file_bytes",
+        || format!("{file_bytes}"),
+    )?;
+    let root_entries = u64::from(raw.root_entries.get());
+    require(
+        root_entries == size.div_ceil(1 << region_shift) && root_entries <= MAX_ROOT_ENTRIES,
+        "root_entries",
+        || format!("{root_entries} for {size} bytes in regions of 2^{region_shift}"),
+    )?;
+    let root = Section {
+        offset: raw.root_offset.get(),
+        bytes: (root_entries * ENTRY_BYTES as u64) as u32,
+        crc: raw.root_crc.get(),
+    };
+    check_section("root_offset", &root, 16, u32::MAX, file_bytes)?;
+    let metadata = Section {
+        offset: raw.metadata_offset.get(),
+        bytes: raw.metadata_bytes.get(),
+        crc: raw.metadata_crc.get(),
+    };
+    check_section(
+        "metadata_offset",
+        &metadata,
+        1,
+        MAX_METADATA_BYTES,
+        file_bytes,
+    )?;
+    let backings = Section {
+        offset: raw.backing_offset.get(),
+        bytes: raw.backing_bytes.get(),
+        crc: raw.backing_crc.get(),
+    };
+    check_section(
+        "backing_offset",
+        &backings,
+        16,
+        MAX_BACKING_BYTES,
+        file_bytes,
+    )?;
+    let backing_count = raw.backing_count.get();
+    require(
+        backing_count <= MAX_BACKINGS
+            && u64::from(backing_count) * BACKING_ENTRY_BYTES as u64 <= backings.bytes.into()
+            && (backing_count > 0 || backings.bytes == 0),
+        "backing_count",
+        || format!("{backing_count} in {} bytes", backings.bytes),
+    )?;
+    let needs_backing = incompatible::BACKING | incompatible::WINDOWS;
+    require(
+        backing_count > 0 || features.incompatible & needs_backing == 0,
+        "backing_count",
+        || "0, but the features say there is a backing".into(),
+    )?;
+    let merkle = decode_merkle(raw, state, &features, file_bytes)?;
+    let log = (raw.log_offset.get(), raw.log_bytes.get());
+    check_log(log, state, &features, file_bytes)?;
+    Ok(Header {
+        generation: raw.generation.get(),
+        features,
+        purpose,
+        state,
+        region_shift,
+        size,
+        file_bytes,
+        root,
+        metadata,
+        backings,
+        backing_count,
+        merkle,
+        log,
+    })
+}
+
+fn decode_merkle(
+    raw: &RawHeader,
+    state: State,
+    features: &Features,
+    file_bytes: u64,
+) -> Result<Option<MerkleTree>, FormatError> {
+    let chunk_shift = raw.merkle_chunk_shift;
+    let (offset, bytes) = (raw.merkle_offset.get(), raw.merkle_bytes.get());
+    let flagged = features.read_only_compatible & read_only_compatible::MERKLE != 0;
+    require(flagged == (chunk_shift != 0), "merkle_chunk_shift", || {
+        format!("{chunk_shift}, and the feature `merkle` says otherwise")
+    })?;
+    if chunk_shift == 0 {
+        require(
+            offset == 0 && bytes == 0 && raw.merkle_root == [0; 32],
+            "merkle_offset",
+            || "a tree without a chunk size".into(),
+        )?;
+        return Ok(None);
+    }
+    require(
+        (12..=20).contains(&chunk_shift),
+        "merkle_chunk_shift",
+        || format!("{chunk_shift}"),
+    )?;
+    require(state == State::Sealed, "merkle_offset", || {
+        "a Merkle tree in a writable file".into()
+    })?;
+    require(
+        offset >= SECTOR_BYTES && offset.checked_add(bytes) == Some(file_bytes),
+        "merkle_offset",
+        || format!("{offset}+{bytes} does not end at file_bytes {file_bytes}"),
+    )?;
+    let expected = MerkleShape::new(offset, chunk_shift).total_bytes();
+    require(bytes == expected, "merkle_bytes", || {
+        format!("{bytes}, the tree over {offset} bytes has {expected}")
+    })?;
+    Ok(Some(MerkleTree {
+        chunk_shift,
+        offset,
+        root: raw.merkle_root,
+    }))
+}
+
+fn check_log(
+    (offset, bytes): (u64, u64),
+    state: State,
+    features: &Features,
+    file_bytes: u64,
+) -> Result<(), FormatError> {
+    if bytes == 0 {
+        require(offset == 0, "log_offset", || {
+            format!("{offset}, but there is no log")
+        })?;
+        return require(
+            !features.has_incompatible(incompatible::RECORDS),
+            "log_bytes",
+            || "0, but the features say there is a record log".into(),
+        );
+    }
+    require(state == State::Writable, "log_bytes", || {
+        "a record log in a sealed file".into()
+    })?;
+    require(
+        offset >= SECTOR_BYTES
+            && offset
+                .checked_add(bytes)
+                .is_some_and(|end| end <= file_bytes),
+        "log_offset",
+        || format!("{offset}+{bytes} in a file of {file_bytes}"),
+    )
+}
+
+fn check_section(
+    name: &'static str,
+    section: &Section,
+    align: u64,
+    max_bytes: u32,
+    file_bytes: u64,
+) -> Result<(), FormatError> {
+    let Section { offset, bytes, crc } = *section;
+    if bytes == 0 {
+        return require(offset == 0 && crc == 0, name, || {
+            format!("{offset} and checksum {crc:#x} of an empty section")
+        });
+    }
+    require(bytes <= max_bytes, name, || format!("{bytes} bytes"))?;
+    let inside = offset
+        .checked_add(bytes.into())
+        .is_some_and(|end| end <= file_bytes);
+    require(
+        offset >= SECTOR_BYTES && offset.is_multiple_of(align) && inside,
+        name,
+        || format!("{offset}+{bytes} in a file of {file_bytes}"),
+    )
+}
+
+fn require(
+    holds: bool,
+    name: &'static str,
+    problem: impl FnOnce() -> String,
+) -> Result<(), FormatError> {
+    if holds {
+        Ok(())
+    } else {
+        Err(field(name, problem()))
+    }
+}
+
+fn field(field: &'static str, problem: String) -> FormatError {
+    FormatError::HeaderField { field, problem }
+}
+
+impl Header {
+    /// Refuses a file that is shorter than the header says.
+    pub fn check_file_length(&self, found: u64) -> Result<(), FormatError> {
+        if found < self.file_bytes {
+            return Err(FormatError::Truncated {
+                expected: self.file_bytes,
+                found,
+            });
+        }
+        Ok(())
+    }
+
+    /// Length of a region in bytes: shorter at the end of the address space, 0 behind it.
+    pub fn region_length(&self, region: u64) -> u64 {
+        let start = region << self.region_shift;
+        self.size.saturating_sub(start).min(1 << self.region_shift)
+    }
+
+    /// The bytes of a slot that holds this header.
+    pub fn encode(&self) -> [u8; SLOT_BYTES] {
+        let mut raw = self.to_raw();
+        raw.slot_crc = U32::new(slot_crc(&raw));
+        to_slot(&raw)
+    }
+
+    /// The first 1024 covered bytes of the Merkle tree (spec section 9).
+    pub fn canonical(&self) -> [u8; HEADER_AREA_BYTES] {
+        let mut raw = self.to_raw();
+        raw.generation = U64::new(0);
+        raw.merkle_root = [0; 32];
+        let mut area = [0; HEADER_AREA_BYTES];
+        area[..SLOT_BYTES].copy_from_slice(&to_slot(&raw));
+        area
+    }
+
+    fn to_raw(&self) -> RawHeader {
+        let (merkle_offset, merkle_bytes, merkle_root, merkle_chunk_shift) = match &self.merkle {
+            Some(tree) => (
+                tree.offset,
+                tree.shape().total_bytes(),
+                tree.root,
+                tree.chunk_shift,
+            ),
+            None => (0, 0, [0; 32], 0),
+        };
+        RawHeader {
+            magic: MAGIC,
+            version: U16::new(VERSION),
+            slot_bytes: U16::new(SLOT_BYTES as u16),
+            slot_crc: U32::new(0),
+            generation: U64::new(self.generation),
+            incompatible: U64::new(self.features.incompatible),
+            read_only_compatible: U64::new(self.features.read_only_compatible),
+            compatible: U64::new(self.features.compatible),
+            purpose: match self.purpose {
+                Use::Image => 1,
+                Use::Disk => 2,
+                Use::Sketch => 3,
+            },
+            state: match self.state {
+                State::Writable => 0,
+                State::Sealed => 1,
+            },
+            region_shift: self.region_shift,
+            merkle_chunk_shift,
+            reserved_1: U32::new(0),
+            size: U64::new(self.size),
+            file_bytes: U64::new(self.file_bytes),
+            root_offset: U64::new(self.root.offset),
+            root_entries: U32::new(self.root.bytes / ENTRY_BYTES as u32),
+            root_crc: U32::new(self.root.crc),
+            metadata_offset: U64::new(self.metadata.offset),
+            metadata_bytes: U32::new(self.metadata.bytes),
+            metadata_crc: U32::new(self.metadata.crc),
+            backing_offset: U64::new(self.backings.offset),
+            backing_bytes: U32::new(self.backings.bytes),
+            backing_crc: U32::new(self.backings.crc),
+            backing_count: U32::new(self.backing_count),
+            reserved_2: U32::new(0),
+            merkle_offset: U64::new(merkle_offset),
+            merkle_bytes: U64::new(merkle_bytes),
+            merkle_root,
+            log_offset: U64::new(self.log.0),
+            log_bytes: U64::new(self.log.1),
+            reserved_3: [0; 320],
+        }
+    }
+}
+
+fn to_slot(raw: &RawHeader) -> [u8; SLOT_BYTES] {
+    let mut slot = [0; SLOT_BYTES];
+    slot.copy_from_slice(raw.as_bytes());
+    slot
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            generation: 1,
+            features: Features::default(),
+            purpose: Use::Image,
+            state: State::Sealed,
+            region_shift: 22,
+            size: 9 << 20,
+            file_bytes: 8192,
+            root: Section {
+                offset: 4096,
+                bytes: 48,
+                crc: 7,
+            },
+            metadata: Section::default(),
+            backings: Section::default(),
+            backing_count: 0,
+            merkle: None,
+            log: (0, 0),
+        }
+    }
+
+    fn area(a: &[u8], b: &[u8]) -> [u8; HEADER_AREA_BYTES] {
+        let mut area = [0; HEADER_AREA_BYTES];
+        area[..a.len()].copy_from_slice(a);
+        area[SLOT_BYTES..SLOT_BYTES + b.len()].copy_from_slice(b);
+        area
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        let header = header();
+        assert_eq!(choose_header(&area(&header.encode(), &[])), Ok(header));
+    }
+
+    #[test]
+    fn newest_intact_slot_wins() {
+        let old = header();
+        let new = Header {
+            generation: 2,
+            size: 10 << 20,
+            ..header()
+        };
+        let mut damaged = new.encode();
+        damaged[60] ^= 1;
+        assert_eq!(
+            choose_header(&area(&old.encode(), &new.encode())),
+            Ok(new.clone())
+        );
+        assert_eq!(choose_header(&area(&new.encode(), &old.encode())), Ok(new));
+        assert_eq!(choose_header(&area(&old.encode(), &damaged)), Ok(old));
+        assert_eq!(
+            choose_header(&area(&damaged, &damaged)),
+            Err(FormatError::HeaderChecksum)
+        );
+    }
+
+    #[test]
+    fn regions_end_with_the_address_space() {
+        let header = header();
+        assert_eq!(header.region_length(1), 4 << 20);
+        assert_eq!(header.region_length(2), 1 << 20);
+        assert_eq!(header.region_length(3), 0);
+    }
+}

@@ -1,0 +1,67 @@
+//! The shape of the Merkle tree (spec section 9). Hashing is `bcow`'s.
+
+/// Bytes of one hash.
+pub const HASH_BYTES: u64 = 32;
+
+/// Where the levels of a tree over `covered_bytes` lie.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MerkleShape {
+    /// Chunk size in bytes.
+    pub chunk_bytes: u64,
+    /// Bytes that level 0 hashes.
+    pub covered_bytes: u64,
+    /// Offset from the tree's start and length in bytes of each level, lowest first; the last is one hash.
+    pub levels: Vec<(u64, u64)>,
+}
+
+impl MerkleShape {
+    /// The tree over `covered_bytes` (at least 1) in chunks of `2^chunk_shift`.
+    pub fn new(covered_bytes: u64, chunk_shift: u8) -> Self {
+        let chunk_bytes = 1 << chunk_shift;
+        let mut levels = Vec::new();
+        let (mut offset, mut below) = (0, covered_bytes);
+        loop {
+            let bytes = below.div_ceil(chunk_bytes).max(1) * HASH_BYTES;
+            levels.push((offset, bytes));
+            offset += bytes;
+            if bytes == HASH_BYTES {
+                break;
+            }
+            below = bytes;
+        }
+        MerkleShape {
+            chunk_bytes,
+            covered_bytes,
+            levels,
+        }
+    }
+
+    /// Bytes of all levels.
+    pub fn total_bytes(&self) -> u64 {
+        self.levels.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Number of chunks.
+    pub fn chunks(&self) -> u64 {
+        self.covered_bytes.div_ceil(self.chunk_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_chunk_is_a_tree_of_one_hash() {
+        assert_eq!(MerkleShape::new(4096, 12).levels, [(0, 32)]);
+    }
+
+    #[test]
+    fn levels_shrink_by_hashes_per_chunk() {
+        let shape = MerkleShape::new(129 * 4096 + 1, 12);
+        assert_eq!(
+            shape.levels,
+            [(0, 130 * 32), (130 * 32, 64), (130 * 32 + 64, 32)]
+        );
+    }
+}

@@ -1,0 +1,143 @@
+//! Root table and sub-block tables (spec sections 6 and 7).
+
+use zerocopy::byteorder::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::entry::EntryProblem;
+use crate::{
+    BlockShift, ENTRY_BYTES, Entry, EntryContext, FormatError, Header, SectionKind, Stored, crc32c,
+    crc32c_matches, decode_entry, encode_entry,
+};
+
+/// Bytes before the entries of a sub-block table.
+pub const TABLE_HEADER_BYTES: usize = 16;
+
+const TABLE_MAGIC: [u8; 4] = *b"BCST";
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RawTableHeader {
+    magic: [u8; 4],
+    block_shift: u8,
+    reserved: [u8; 3],
+    region: U64,
+}
+const _: () = assert!(size_of::<RawTableHeader>() == TABLE_HEADER_BYTES);
+
+/// The blocks of one region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SubBlockTable {
+    /// Block size of the region.
+    pub block_shift: BlockShift,
+    /// One entry per block.
+    pub entries: Box<[Entry]>,
+}
+
+/// Validates the root table's bytes: `16 * header.root_entries` of them.
+pub fn decode_root(bytes: &[u8], header: &Header) -> Result<Vec<Entry>, FormatError> {
+    let found = crc32c(bytes);
+    if !crc32c_matches(header.root.crc, found) {
+        return Err(FormatError::SectionChecksum {
+            section: SectionKind::Root,
+            expected: header.root.crc,
+            found,
+        });
+    }
+    let mut entries = Vec::with_capacity(bytes.len() / ENTRY_BYTES);
+    for (region, raw) in (0..).zip(bytes.as_chunks::<ENTRY_BYTES>().0) {
+        let context = EntryContext {
+            header,
+            length: header.region_length(region),
+            logical: region << header.region_shift,
+            root: true,
+        };
+        entries.push(
+            decode_entry(raw, &context).map_err(|problem| match problem {
+                EntryProblem::Entry(problem) => FormatError::RootEntry { region, problem },
+                EntryProblem::Window(problem) => FormatError::WindowRange { region, problem },
+            })?,
+        );
+    }
+    Ok(entries)
+}
+
+/// The root table's bytes.
+pub fn encode_root(entries: &[Entry]) -> Vec<u8> {
+    entries.iter().flat_map(encode_entry).collect()
+}
+
+/// Validates the bytes of the sub-block table that root entry `region` names as `stored`.
+pub fn decode_table(
+    bytes: &[u8],
+    stored: &Stored,
+    region: u64,
+    header: &Header,
+) -> Result<SubBlockTable, FormatError> {
+    let found = crc32c(bytes);
+    if !crc32c_matches(stored.crc, found) {
+        return Err(FormatError::TableChecksum {
+            region,
+            expected: stored.crc,
+            found,
+        });
+    }
+    let wrong = |problem: String| FormatError::TableHeader { region, problem };
+    let Ok((raw, rest)) = RawTableHeader::ref_from_prefix(bytes) else {
+        return Err(wrong(format!("{} bytes are too short", bytes.len())));
+    };
+    if raw.magic != TABLE_MAGIC {
+        return Err(wrong("no magic".into()));
+    }
+    if raw.reserved != [0; 3] {
+        return Err(wrong("reserved bytes are not zero".into()));
+    }
+    let block_shift = BlockShift::new(raw.block_shift)
+        .filter(|shift| shift.get() <= header.region_shift)
+        .ok_or_else(|| wrong(format!("block_shift {}", raw.block_shift)))?;
+    if raw.region.get() != region {
+        return Err(wrong(format!("it belongs to region {}", raw.region)));
+    }
+    let region_length = header.region_length(region);
+    let count = region_length.div_ceil(u64::from(block_shift.bytes()));
+    if rest.len() as u64 != count * ENTRY_BYTES as u64 {
+        return Err(wrong(format!(
+            "{} bytes of entries for {count} blocks",
+            rest.len()
+        )));
+    }
+    let mut entries = Vec::with_capacity(count as usize);
+    for (index, raw) in (0..).zip(rest.as_chunks::<ENTRY_BYTES>().0) {
+        let start = index << block_shift.get();
+        let context = EntryContext {
+            header,
+            length: (region_length - start).min(block_shift.bytes().into()),
+            logical: (region << header.region_shift) + start,
+            root: false,
+        };
+        entries.push(decode_entry(raw, &context).map_err(|problem| {
+            let (EntryProblem::Entry(problem) | EntryProblem::Window(problem)) = problem;
+            FormatError::TableEntry {
+                region,
+                index,
+                problem,
+            }
+        })?);
+    }
+    Ok(SubBlockTable {
+        block_shift,
+        entries: entries.into(),
+    })
+}
+
+/// The bytes of a sub-block table.
+pub fn encode_table(region: u64, table: &SubBlockTable) -> Vec<u8> {
+    let header = RawTableHeader {
+        magic: TABLE_MAGIC,
+        block_shift: table.block_shift.get(),
+        reserved: [0; 3],
+        region: U64::new(region),
+    };
+    let mut bytes = header.as_bytes().to_vec();
+    bytes.extend(table.entries.iter().flat_map(encode_entry));
+    bytes
+}

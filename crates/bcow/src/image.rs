@@ -1,0 +1,522 @@
+//! An open BCoW file, for reading.
+//!
+//! `read` → which entry covers the place (root table, then a cached sub-block table) → which block → the block cache,
+//! or `storage` → checksum → zstd. No lock is taken but the caches' own, which are sharded, and never across I/O of
+//! another block.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow_format::{
+    BackingEntry, Entry, FormatError, HEADER_AREA_BYTES, Header, SECTOR_BYTES, Section, Stored,
+    SubBlockTable, choose_header, decode_backings, decode_root, decode_table, incompatible,
+};
+use quick_cache::sync::Cache;
+use quick_cache::{OptionsBuilder, Weighter};
+
+use crate::codec::{Encoding, decode_block};
+use crate::device::checked_range;
+use crate::merkle::Verifier;
+use crate::storage::Storage;
+use crate::{BlockDevice, Error, Extent, Mapping};
+
+const ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+/// Decoded sub-block tables are kept within an eighth of the block cache's budget.
+const TABLE_SHARE: u64 = 8;
+
+/// How to open a file for reading.
+#[derive(Debug, Clone)]
+pub struct OpenOptions {
+    /// Budget for decoded blocks in bytes.
+    pub cache_bytes: u64,
+    /// What is checked on every read.
+    pub verify: Verify,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        OpenOptions {
+            cache_bytes: 64 << 20,
+            verify: Verify::Checksums,
+        }
+    }
+}
+
+/// What is checked on every read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verify {
+    /// The CRC32C of every table and block: finds accidents.
+    Checksums,
+    /// The Merkle tree too: finds changes made on purpose, if the root hash is known to be right. A file without
+    /// a tree is refused.
+    Merkle,
+}
+
+/// Finds the backings that a file names. Nothing is opened that this does not give.
+pub trait BackingResolver {
+    /// The backing, or `None` if it cannot be had: then only what needs it fails.
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error>;
+}
+
+/// Gives no backing.
+pub struct NoBackings;
+
+impl BackingResolver for NoBackings {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(None)
+    }
+}
+
+/// An open BCoW file.
+pub struct Image {
+    file: CheckedFile,
+    header: Header,
+    root: Vec<Entry>,
+    backings: Vec<(BackingEntry, Option<Arc<dyn BlockDevice>>)>,
+    tables: Cache<u64, Arc<SubBlockTable>, TableWeight>,
+    blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
+}
+
+/// The storage, with the Merkle tree in between if it is wanted.
+pub(crate) struct CheckedFile {
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) verifier: Option<Verifier>,
+}
+
+/// All that decides a block's content. Entries that share a stored range share the decoded block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct BlockKey {
+    stored: Stored,
+    encoding: Encoding,
+    length: u32,
+}
+
+#[derive(Clone)]
+struct TableWeight;
+
+impl Weighter<u64, Arc<SubBlockTable>> for TableWeight {
+    fn weight(&self, _: &u64, table: &Arc<SubBlockTable>) -> u64 {
+        (table.entries.len() * size_of::<Entry>()) as u64 + 64
+    }
+}
+
+#[derive(Clone)]
+struct BlockWeight;
+
+impl Weighter<BlockKey, Arc<Vec<u8>>> for BlockWeight {
+    fn weight(&self, _: &BlockKey, block: &Arc<Vec<u8>>) -> u64 {
+        block.capacity() as u64 + 64
+    }
+}
+
+/// One entry's piece of the address space.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Piece {
+    pub(crate) start: u64,
+    pub(crate) length: u64,
+    /// Never [`Entry::Table`].
+    pub(crate) entry: Entry,
+}
+
+impl CheckedFile {
+    pub(crate) fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        match &self.verifier {
+            Some(verifier) => verifier.read_at(&*self.storage, offset, buf),
+            None => self
+                .storage
+                .read_at(offset, buf)
+                .map_err(|source| Error::io("read", offset, source)),
+        }
+    }
+
+    /// The bytes of a section. The header was checked against the file's length, so the length is honest.
+    pub(crate) fn read_section(&self, section: &Section) -> Result<Vec<u8>, Error> {
+        let mut bytes = vec![0; section.bytes as usize];
+        self.read_at(section.offset, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// The validated header of a file that is as long as it says.
+pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
+    let length = storage
+        .len()
+        .map_err(|source| Error::io("read the length, not a", 0, source))?;
+    let mut area = [0; HEADER_AREA_BYTES];
+    let there = length.min(HEADER_AREA_BYTES as u64) as usize;
+    storage
+        .read_at(0, &mut area[..there])
+        .map_err(|source| Error::io("read", 0, source))?;
+    let header = choose_header(&area)?;
+    header.check_file_length(length)?;
+    Ok(header)
+}
+
+impl Image {
+    /// Opens a file that stands on its own.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Image>, Error> {
+        let file = File::open(path).map_err(|source| Error::io("open", 0, source))?;
+        Image::open_storage(Arc::new(file), options)
+    }
+
+    /// Opens a file that stands on its own, whatever it is stored on.
+    pub fn open_storage(
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Arc<Image>, Error> {
+        Image::open_with_backings(storage, options, &NoBackings)
+    }
+
+    /// Opens a file, with whatever backings `resolver` gives.
+    pub fn open_with_backings(
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+        resolver: &dyn BackingResolver,
+    ) -> Result<Arc<Image>, Error> {
+        let header = read_header(&*storage)?;
+        if header.features.has_incompatible(incompatible::RECORDS) {
+            return Err(Error::Unsupported(
+                "a file with a record log (feature `records`) is not supported yet".into(),
+            ));
+        }
+        let verifier = match options.verify {
+            Verify::Checksums => None,
+            Verify::Merkle => Some(Verifier::new(&header).ok_or_else(|| {
+                Error::Unsupported("the file has no Merkle tree to verify by".into())
+            })?),
+        };
+        let file = CheckedFile { storage, verifier };
+        let root = decode_root(&file.read_section(&header.root)?, &header)?;
+        let entries = decode_backings(&file.read_section(&header.backings)?, &header)?;
+        check_windows(&root, &entries)?;
+        let mut backings = Vec::with_capacity(entries.len());
+        for entry in entries {
+            let device = resolver.resolve(&entry)?;
+            if let Some(device) = &device
+                && device.size() != entry.size
+            {
+                return Err(Error::WrongBacking {
+                    name: entry.name.to_string(),
+                    expected: entry.size,
+                    found: device.size(),
+                });
+            }
+            backings.push((entry, device));
+        }
+        Ok(Arc::new(Image {
+            tables: cache(options.cache_bytes / TABLE_SHARE, TableWeight),
+            blocks: cache(options.cache_bytes, BlockWeight),
+            file,
+            header,
+            root,
+            backings,
+        }))
+    }
+
+    /// The file's header.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The backings it names.
+    pub fn backings(&self) -> impl Iterator<Item = &BackingEntry> {
+        self.backings.iter().map(|(entry, _)| entry)
+    }
+
+    /// The metadata section (spec section 13); an empty object if there is none.
+    pub fn metadata(&self) -> Result<serde_json::Value, Error> {
+        read_metadata(&self.file, &self.header)
+    }
+
+    /// Where the byte `offset` of the address space is stored, and how far that holds: one entry's piece.
+    pub fn map(&self, offset: u64) -> Result<Extent, Error> {
+        checked_range(offset, 1, self.header.size)?;
+        let piece = self.piece(offset)?;
+        Ok(self.extent(&piece))
+    }
+
+    /// All extents, in the order of the address space. Ends after an error.
+    pub fn extents(&self) -> impl Iterator<Item = Result<Extent, Error>> + '_ {
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            if next >= self.header.size {
+                return None;
+            }
+            let extent = self.map(next);
+            next = match &extent {
+                Ok(extent) => extent.offset + extent.length,
+                Err(_) => u64::MAX,
+            };
+            Some(extent)
+        })
+    }
+
+    fn extent(&self, piece: &Piece) -> Extent {
+        let mapping = match piece.entry {
+            Entry::Absent if self.header.features.has_incompatible(incompatible::BACKING) => {
+                Mapping::Backing {
+                    index: 0,
+                    offset: piece.start,
+                    bytes: piece.length,
+                }
+            }
+            // A piece never holds a table; should it, it holds no data.
+            Entry::Absent | Entry::Table(_) => Mapping::Hole,
+            Entry::Zero => Mapping::Zero,
+            Entry::Raw(stored) => Mapping::Raw { stored },
+            Entry::Zstd(stored) => Mapping::Compressed { stored },
+            Entry::Window {
+                address,
+                sectors,
+                backing,
+            } => Mapping::Backing {
+                index: backing,
+                offset: address,
+                bytes: u64::from(sectors) * SECTOR_BYTES,
+            },
+        };
+        Extent {
+            offset: piece.start,
+            length: piece.length,
+            mapping,
+        }
+    }
+
+    /// The piece that covers `offset`, which lies inside the address space.
+    pub(crate) fn piece(&self, offset: u64) -> Result<Piece, Error> {
+        let region = offset >> self.header.region_shift;
+        let region_start = region << self.header.region_shift;
+        let region_length = self.header.region_length(region);
+        match self.root[region as usize] {
+            Entry::Table(stored) => {
+                let table = self.table(region, &stored)?;
+                let block = u64::from(table.block_shift.bytes());
+                let index = (offset - region_start) / block;
+                Ok(Piece {
+                    start: region_start + index * block,
+                    length: block.min(region_length - index * block),
+                    entry: table.entries[index as usize],
+                })
+            }
+            entry => Ok(Piece {
+                start: region_start,
+                length: region_length,
+                entry,
+            }),
+        }
+    }
+
+    fn table(&self, region: u64, stored: &Stored) -> Result<Arc<SubBlockTable>, Error> {
+        self.tables.get_or_insert_with(&region, || {
+            let table = read_table(&self.file, &self.header, region, stored)?;
+            Ok(Arc::new(table))
+        })
+    }
+
+    fn block(
+        &self,
+        piece: &Piece,
+        stored: Stored,
+        encoding: Encoding,
+    ) -> Result<Arc<Vec<u8>>, Error> {
+        let key = BlockKey {
+            stored,
+            encoding,
+            length: piece.length as u32,
+        };
+        self.blocks.get_or_insert_with(&key, || {
+            read_block(&self.file, piece, &stored, encoding).map(Arc::new)
+        })
+    }
+
+    fn read_backing(
+        &self,
+        index: u32,
+        logical: u64,
+        offset: u64,
+        length: u64,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let (entry, device) = &self.backings[index as usize];
+        let device = device.as_ref().ok_or_else(|| Error::MissingBacking {
+            name: entry.name.to_string(),
+            logical,
+        })?;
+        let there = entry.size.saturating_sub(offset).min(length);
+        if there > 0 {
+            device.read_with(offset, there, sink)?;
+        }
+        give_zeros(length - there, sink);
+        Ok(())
+    }
+}
+
+impl BlockDevice for Image {
+    fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let mut done = 0;
+        self.read_with(offset, buf.len() as u64, &mut |bytes| {
+            buf[done..done + bytes.len()].copy_from_slice(bytes);
+            done += bytes.len();
+        })
+    }
+
+    fn read_with(
+        &self,
+        offset: u64,
+        length: u64,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), Error> {
+        let range = checked_range(offset, length, self.header.size)?;
+        let mut at = range.start;
+        while at < range.end {
+            let piece = self.piece(at)?;
+            let skip = at - piece.start;
+            let take = (piece.length - skip).min(range.end - at);
+            match piece.entry {
+                Entry::Raw(stored) => {
+                    let block = self.block(&piece, stored, Encoding::Raw)?;
+                    sink(&block[skip as usize..(skip + take) as usize]);
+                }
+                Entry::Zstd(stored) => {
+                    let block = self.block(&piece, stored, Encoding::Zstd)?;
+                    sink(&block[skip as usize..(skip + take) as usize]);
+                }
+                Entry::Window {
+                    address,
+                    sectors,
+                    backing,
+                } => {
+                    let shown = u64::from(sectors) * SECTOR_BYTES;
+                    let there = shown.saturating_sub(skip).min(take);
+                    if there > 0 {
+                        self.read_backing(backing, at, address + skip, there, sink)?;
+                    }
+                    give_zeros(take - there, sink);
+                }
+                Entry::Absent if self.header.features.has_incompatible(incompatible::BACKING) => {
+                    self.read_backing(0, at, at, take, sink)?;
+                }
+                Entry::Absent | Entry::Zero | Entry::Table(_) => give_zeros(take, sink),
+            }
+            at += take;
+        }
+        Ok(())
+    }
+}
+
+/// Every window lies inside its backing (spec section 8); that the index exists was checked with the entry.
+pub(crate) fn check_windows(root: &[Entry], backings: &[BackingEntry]) -> Result<(), FormatError> {
+    for (region, entry) in (0..).zip(root) {
+        if let Entry::Window {
+            address,
+            sectors,
+            backing,
+        } = *entry
+        {
+            let end = address + u64::from(sectors) * SECTOR_BYTES;
+            let size = backings[backing as usize].size;
+            if end > size {
+                return Err(FormatError::WindowRange {
+                    region,
+                    problem: format!(
+                        "onto bytes {address}..{end} of backing {backing}, which has {size}"
+                    ),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Reads and validates the sub-block table that root entry `region` names.
+pub(crate) fn read_table(
+    file: &CheckedFile,
+    header: &Header,
+    region: u64,
+    stored: &Stored,
+) -> Result<SubBlockTable, Error> {
+    // The entry was checked to lie inside the file, so this allocates no more than the file's own bytes.
+    let mut bytes = vec![0; stored.bytes as usize];
+    file.read_at(stored.at.0, &mut bytes)?;
+    Ok(decode_table(&bytes, stored, region, header)?)
+}
+
+/// Reads and decodes the stored block of a piece, past any cache.
+pub(crate) fn read_block(
+    file: &CheckedFile,
+    piece: &Piece,
+    stored: &Stored,
+    encoding: Encoding,
+) -> Result<Vec<u8>, Error> {
+    let mut bytes = vec![0; stored.bytes as usize];
+    file.read_at(stored.at.0, &mut bytes)?;
+    decode_block(bytes, stored, encoding, piece.length as u32).map_err(|problem| Error::BadBlock {
+        logical: piece.start,
+        stored: stored.at.0,
+        problem,
+    })
+}
+
+/// Reads and validates the metadata section; an empty object if there is none.
+pub(crate) fn read_metadata(
+    file: &CheckedFile,
+    header: &Header,
+) -> Result<serde_json::Value, Error> {
+    if header.metadata.bytes == 0 {
+        return Ok(serde_json::Value::Object(Default::default()));
+    }
+    let bytes = file.read_section(&header.metadata)?;
+    Ok(decode_metadata(&bytes, header)?)
+}
+
+fn decode_metadata(bytes: &[u8], header: &Header) -> Result<serde_json::Value, FormatError> {
+    let found = bcow_format::crc32c(bytes);
+    if !bcow_format::crc32c_matches(header.metadata.crc, found) {
+        return Err(FormatError::SectionChecksum {
+            section: bcow_format::SectionKind::Metadata,
+            expected: header.metadata.crc,
+            found,
+        });
+    }
+    let value: serde_json::Value = serde_json::from_slice(bytes)
+        .map_err(|error| FormatError::MetadataJson(error.to_string()))?;
+    if !value.is_object() {
+        return Err(FormatError::MetadataJson("not an object".into()));
+    }
+    Ok(value)
+}
+
+fn give_zeros(count: u64, sink: &mut dyn FnMut(&[u8])) {
+    let mut left = count;
+    while left > 0 {
+        let n = left.min(ZEROS.len() as u64);
+        sink(&ZEROS[..n as usize]);
+        left -= n;
+    }
+}
+
+/// A sharded cache of `bytes`. Few shards, so that a shard holds several of the largest blocks.
+fn cache<K, V, W>(bytes: u64, weighter: W) -> Cache<K, V, W>
+where
+    K: Eq + std::hash::Hash + Clone,
+    V: Clone,
+    W: Weighter<K, V> + Clone,
+{
+    let options = OptionsBuilder::new()
+        .estimated_items_capacity((bytes >> 18).max(16) as usize)
+        .weight_capacity(bytes.max(1))
+        .shards(4)
+        .build();
+    match options {
+        Ok(options) => {
+            Cache::with_options(options, weighter, Default::default(), Default::default())
+        }
+        // The builder fails only where a field is missing, and then the plain constructor serves.
+        Err(_) => Cache::with_weighter(16, bytes.max(1), weighter),
+    }
+}

@@ -1,0 +1,227 @@
+//! The Merkle tree of a sealed file (spec section 9): built once, checked piece by piece.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use bcow_format::{HASH_BYTES, HEADER_AREA_BYTES, Header, MerkleShape, MerkleTree};
+use quick_cache::sync::Cache;
+use sha2::{Digest, Sha256};
+
+use crate::storage::Storage;
+use crate::{Error, threads};
+
+const LEAF: u8 = 0;
+const NODE: u8 = 1;
+/// What one thread reads at a time while it hashes the whole file.
+const BATCH_BYTES: u64 = 4 << 20;
+
+type Hash = [u8; HASH_BYTES as usize];
+
+fn hash(prefix: u8, bytes: &[u8]) -> Hash {
+    let mut hasher = Sha256::new();
+    hasher.update([prefix]);
+    hasher.update(bytes);
+    hasher.finalize().into()
+}
+
+/// Hashes the first `shape.covered_bytes` of `storage`, with `canonical` in place of the header slots.
+/// Returns all levels as they are stored; the last 32 bytes are the root.
+pub(crate) fn build(
+    storage: &dyn Storage,
+    shape: &MerkleShape,
+    canonical: &[u8; HEADER_AREA_BYTES],
+    thread_count: usize,
+) -> Result<Vec<u8>, Error> {
+    let leaves = hash_chunks(storage, shape, canonical, thread_count)?;
+    let mut tree = leaves;
+    for pair in shape.levels.windows(2) {
+        let (below, above) = (pair[0], pair[1]);
+        let level = tree[below.0 as usize..(below.0 + below.1) as usize].to_vec();
+        for piece in level.chunks(shape.chunk_bytes as usize) {
+            tree.extend_from_slice(&hash(NODE, piece));
+        }
+        debug_assert_eq!(tree.len() as u64, above.0 + above.1);
+    }
+    Ok(tree)
+}
+
+/// Level 0: the hashes of all chunks, computed by several threads.
+fn hash_chunks(
+    storage: &dyn Storage,
+    shape: &MerkleShape,
+    canonical: &[u8; HEADER_AREA_BYTES],
+    thread_count: usize,
+) -> Result<Vec<u8>, Error> {
+    let batch = BATCH_BYTES.max(shape.chunk_bytes);
+    let batches = shape.covered_bytes.div_ceil(batch);
+    let hashed = threads::map_indexed(batches, thread_count, |index| {
+        let start = index * batch;
+        let length = batch.min(shape.covered_bytes - start);
+        let mut bytes = vec![0; length as usize];
+        storage
+            .read_at(start, &mut bytes)
+            .map_err(|source| Error::io("read", start, source))?;
+        if start == 0 {
+            bytes[..HEADER_AREA_BYTES].copy_from_slice(canonical);
+        }
+        let hashes: Vec<u8> = bytes
+            .chunks(shape.chunk_bytes as usize)
+            .flat_map(|chunk| hash(LEAF, chunk))
+            .collect();
+        Ok::<_, Error>(hashes)
+    })?;
+    Ok(hashed.concat())
+}
+
+/// Checks pieces of a file against its header's root hash.
+pub(crate) struct Verifier {
+    tree: MerkleTree,
+    shape: MerkleShape,
+    canonical: [u8; HEADER_AREA_BYTES],
+    /// Checked pieces of the tree, by level and index. Sharded inside; no lock is held while hashing another piece.
+    pieces: Cache<(usize, u64), Arc<Vec<u8>>>,
+}
+
+impl Verifier {
+    /// `None` if the file has no tree.
+    pub(crate) fn new(header: &Header) -> Option<Self> {
+        let tree = header.merkle.clone()?;
+        Some(Verifier {
+            shape: tree.shape(),
+            canonical: header.canonical(),
+            tree,
+            pieces: Cache::new(256),
+        })
+    }
+
+    /// Fills `buf` with the bytes at `offset` of the file, every chunk they lie in checked.
+    pub(crate) fn read_at(
+        &self,
+        storage: &dyn Storage,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Result<(), Error> {
+        if buf.is_empty() {
+            return Ok(());
+        }
+        let chunk = self.shape.chunk_bytes;
+        let end = offset + buf.len() as u64;
+        if end > self.shape.covered_bytes {
+            return Err(Error::OutOfRange {
+                offset,
+                length: buf.len() as u64,
+                size: self.shape.covered_bytes,
+            });
+        }
+        let start = offset / chunk * chunk;
+        let padded_end = end.next_multiple_of(chunk).min(self.shape.covered_bytes);
+        let mut bytes = vec![0; (padded_end - start) as usize];
+        read(storage, start, &mut bytes)?;
+        let slots = (start == 0).then(|| {
+            let slots: [u8; HEADER_AREA_BYTES] = std::array::from_fn(|i| bytes[i]);
+            bytes[..HEADER_AREA_BYTES].copy_from_slice(&self.canonical);
+            slots
+        });
+        for (index, piece) in (start / chunk..).zip(bytes.chunks(chunk as usize)) {
+            if self.expected(storage, 0, index)? != hash(LEAF, piece) {
+                let start = index * chunk;
+                return Err(Error::Merkle {
+                    start,
+                    end: start + piece.len() as u64,
+                });
+            }
+        }
+        if let Some(slots) = slots {
+            bytes[..HEADER_AREA_BYTES].copy_from_slice(&slots);
+        }
+        let skip = (offset - start) as usize;
+        buf.copy_from_slice(&bytes[skip..skip + buf.len()]);
+        Ok(())
+    }
+
+    /// The hash that the tree gives for piece `index` of what lies below `level`, itself checked up to the root.
+    fn expected(&self, storage: &dyn Storage, level: usize, index: u64) -> Result<Hash, Error> {
+        let (level_offset, level_bytes) = self.shape.levels[level];
+        let place = index * HASH_BYTES;
+        let piece_index = place / self.shape.chunk_bytes;
+        let piece_start = piece_index * self.shape.chunk_bytes;
+        let piece = self.pieces.get_or_insert_with(&(level, piece_index), || {
+            let length = self.shape.chunk_bytes.min(level_bytes - piece_start);
+            let mut bytes = vec![0; length as usize];
+            let at = self.tree.offset + level_offset + piece_start;
+            read(storage, at, &mut bytes)?;
+            let right = if level + 1 == self.shape.levels.len() {
+                bytes == self.tree.root
+            } else {
+                self.expected(storage, level + 1, piece_index)? == hash(NODE, &bytes)
+            };
+            if !right {
+                return Err(Error::Merkle {
+                    start: at,
+                    end: at + length,
+                });
+            }
+            Ok(Arc::new(bytes))
+        })?;
+        let at = (place - piece_start) as usize;
+        let mut hash = Hash::default();
+        hash.copy_from_slice(&piece[at..at + HASH_BYTES as usize]);
+        Ok(hash)
+    }
+
+    /// Checks the whole tree against its root, and with `chunks` every chunk of the file against the tree.
+    /// Returns the first few mismatches, in file order.
+    pub(crate) fn check_all(
+        &self,
+        storage: &dyn Storage,
+        chunks: bool,
+        thread_count: usize,
+    ) -> Result<Vec<Error>, Error> {
+        const MOST: usize = 64;
+        let per_batch = (BATCH_BYTES / self.shape.chunk_bytes).max(1);
+        let total = self.shape.chunks();
+        let mut mismatches = Vec::new();
+        let stop = AtomicBool::new(false);
+        let count = AtomicU64::new(0);
+        let found = threads::map_indexed(total.div_ceil(per_batch), thread_count, |batch| {
+            let mut found = Vec::new();
+            let range = batch * per_batch..((batch + 1) * per_batch).min(total);
+            for index in range {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let start = index * self.shape.chunk_bytes;
+                let outcome = if chunks {
+                    let length = self.shape.chunk_bytes.min(self.shape.covered_bytes - start);
+                    self.read_at(storage, start, &mut vec![0; length as usize])
+                } else {
+                    self.expected(storage, 0, index).map(drop)
+                };
+                match outcome {
+                    Ok(()) => {}
+                    Err(error @ Error::Merkle { .. }) => {
+                        found.push(error);
+                        if count.fetch_add(1, Ordering::Relaxed) >= MOST as u64 {
+                            stop.store(true, Ordering::Relaxed);
+                        }
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Ok(found)
+        })?;
+        mismatches.extend(found.into_iter().flatten().take(MOST));
+        // One bad piece of the tree fails all the chunks below it; say it once.
+        mismatches.dedup_by_key(|error| match error {
+            Error::Merkle { start, .. } => *start,
+            _ => u64::MAX,
+        });
+        Ok(mismatches)
+    }
+}
+
+fn read(storage: &dyn Storage, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+    storage
+        .read_at(offset, buf)
+        .map_err(|source| Error::io("read", offset, source))
+}

@@ -1,0 +1,106 @@
+//! Bytes somewhere: the seam below the format.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::RwLock;
+
+/// A flat run of bytes that can be read and written at any place, by several threads at once.
+pub trait Storage: Send + Sync {
+    /// Length in bytes.
+    fn len(&self) -> io::Result<u64>;
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.len()? == 0)
+    }
+    /// Fills `buf` with the bytes at `offset`; [`io::ErrorKind::UnexpectedEof`] beyond the end.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
+    /// Writes all of `bytes` at `offset`, growing the storage as needed.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+    /// Cuts or grows (with zeros) to `bytes`.
+    fn set_len(&self, bytes: u64) -> io::Result<()>;
+    /// Returns when all that was written is durable.
+    fn sync(&self) -> io::Result<()>;
+}
+
+impl Storage for File {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.read_exact_at(buf, offset)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.write_all_at(bytes, offset)
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        File::set_len(self, bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.sync_all()
+    }
+}
+
+/// Bytes in memory.
+#[derive(Debug, Default)]
+pub struct MemoryStorage(RwLock<Vec<u8>>);
+
+impl MemoryStorage {
+    /// Storage with this content.
+    pub fn new(bytes: Vec<u8>) -> Self {
+        MemoryStorage(RwLock::new(bytes))
+    }
+
+    /// A copy of the content.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.bytes().clone()
+    }
+
+    fn bytes(&self) -> std::sync::RwLockReadGuard<'_, Vec<u8>> {
+        // A panic while the lock was held left bytes, not broken invariants.
+        self.0
+            .read()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn bytes_mut(&self) -> std::sync::RwLockWriteGuard<'_, Vec<u8>> {
+        self.0
+            .write()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Storage for MemoryStorage {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.bytes().len() as u64)
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let bytes = self.bytes();
+        let range = usize::try_from(offset)
+            .ok()
+            .and_then(|start| bytes.get(start..start.checked_add(buf.len())?))
+            .ok_or(io::ErrorKind::UnexpectedEof)?;
+        buf.copy_from_slice(range);
+        Ok(())
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut all = self.bytes_mut();
+        let start = usize::try_from(offset).map_err(|_| io::ErrorKind::FileTooLarge)?;
+        let end = start
+            .checked_add(bytes.len())
+            .ok_or(io::ErrorKind::FileTooLarge)?;
+        if all.len() < end {
+            all.resize(end, 0);
+        }
+        all[start..end].copy_from_slice(bytes);
+        Ok(())
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        let length = usize::try_from(bytes).map_err(|_| io::ErrorKind::FileTooLarge)?;
+        self.bytes_mut().resize(length, 0);
+        Ok(())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}

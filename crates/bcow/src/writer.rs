@@ -1,0 +1,423 @@
+//! Makes a sealed image in one pass, from a stream of content.
+//!
+//! `append` fills blocks; full blocks go to the encoders (other threads, or this one), which check for zeros, compress
+//! and checksum; a sink puts them into the file in the order they came. So the bytes do not depend on the number of
+//! threads. At the end come tables, metadata and the Merkle tree, and last the header.
+
+mod encode;
+mod layout;
+mod pipeline;
+mod verify;
+
+use std::fs::File;
+use std::sync::Arc;
+
+use bcow_format::{
+    BlockShift, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES,
+    MerkleShape, MerkleTree, SECTOR_BYTES, Section, State, Use, compatible, crc32c, encode_root,
+    incompatible, read_only_compatible,
+};
+
+use crate::storage::Storage;
+use crate::{Error, merkle};
+use layout::Layout;
+use pipeline::Pipeline;
+
+pub use verify::verify_written;
+
+/// Blocks of file content where nobody chose: large, for they compress better, and cold reads take neighbours along.
+const AUTO_CONTENT_SHIFT: u8 = 18;
+/// Blocks of file system metadata where nobody chose: small, for a lookup touches little.
+const AUTO_METADATA_SHIFT: u8 = 14;
+/// Blocks of a plain file, which decide only how much a read must check.
+const AUTO_PLAIN_SHIFT: u8 = 16;
+/// Regions of two-level files.
+const REGION_SHIFT: u8 = 22;
+/// A file with at most this many blocks of one size needs no sub-block tables.
+const SINGLE_LEVEL_BLOCKS: u64 = 1024;
+/// Chunks of the Merkle tree: 0.2 % of the file, and not much to hash for a small read.
+const MERKLE_CHUNK_SHIFT: u8 = 14;
+
+/// How blocks are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compression {
+    /// As they are.
+    None,
+    /// As zstd frames where that is shorter.
+    Zstd {
+        /// Level, -7 to 22.
+        level: i32,
+    },
+}
+
+/// How to write an image.
+#[derive(Debug, Clone)]
+pub struct WriterOptions {
+    /// How blocks are stored. A plain image takes [`Compression::None`] whatever stands here.
+    pub compression: Compression,
+    /// Every block at its own address, so that the file is at the same time the file system image in it.
+    pub plain: bool,
+    /// Block size in bytes, a power of two from 4 KiB to 4 MiB, for all of the image; `None` chooses.
+    pub block_bytes: Option<u32>,
+    /// Threads that encode; with 1 the caller's thread does all.
+    pub threads: usize,
+    /// Whether the address space will hold an EROFS file system (a feature bit).
+    pub erofs: bool,
+}
+
+impl Default for WriterOptions {
+    fn default() -> Self {
+        WriterOptions {
+            compression: Compression::Zstd { level: 3 },
+            plain: false,
+            block_bytes: None,
+            threads: 1,
+            erofs: false,
+        }
+    }
+}
+
+/// Writes a sealed image. See the module's text.
+pub struct ImageWriter {
+    storage: Arc<dyn Storage>,
+    options: WriterOptions,
+    pipeline: Pipeline,
+    /// The block being filled; its first byte is at `block_start`.
+    block: Vec<u8>,
+    block_start: u64,
+    block_shift: BlockShift,
+    /// The block of byte 0, kept until `finish` brings its first bytes.
+    first: Option<Vec<u8>>,
+    layout: Layout,
+    metadata_start: Option<u64>,
+}
+
+/// What was written.
+pub struct Written {
+    storage: Arc<dyn Storage>,
+    layout: Layout,
+    /// The header as written.
+    pub header: Header,
+    /// Stored bytes of blocks before the file system metadata.
+    pub content_stored_bytes: u64,
+    /// Stored bytes of blocks of the file system metadata.
+    pub metadata_stored_bytes: u64,
+}
+
+impl Written {
+    /// Root hash of the Merkle tree.
+    pub fn merkle_root(&self) -> [u8; 32] {
+        self.header
+            .merkle
+            .as_ref()
+            .map_or([0; 32], |tree| tree.root)
+    }
+
+    /// Length of the file in bytes.
+    pub fn file_bytes(&self) -> u64 {
+        self.header.file_bytes
+    }
+
+    /// Size of the address space in bytes.
+    pub fn size(&self) -> u64 {
+        self.header.size
+    }
+}
+
+impl ImageWriter {
+    /// Starts an image in an empty file, which the caller renames when all is done.
+    pub fn create(file: File, options: WriterOptions) -> Result<Self, Error> {
+        Self::on_storage(Arc::new(file), options)
+    }
+
+    /// Starts an image in empty storage.
+    pub fn on_storage(storage: Arc<dyn Storage>, options: WriterOptions) -> Result<Self, Error> {
+        let shift = match options.block_bytes {
+            None if options.plain => AUTO_PLAIN_SHIFT,
+            None => AUTO_CONTENT_SHIFT,
+            Some(bytes) => BlockShift::from_bytes(bytes)
+                .filter(|shift| shift.get() <= REGION_SHIFT)
+                .ok_or_else(|| {
+                    Error::Unsupported(format!(
+                        "block size {bytes}: must be a power of two from 4096 to {}",
+                        1 << REGION_SHIFT
+                    ))
+                })?
+                .get(),
+        };
+        let block_shift = shift_of(shift);
+        let compression = if options.plain {
+            Compression::None
+        } else {
+            options.compression
+        };
+        let mut writer = ImageWriter {
+            pipeline: Pipeline::start(
+                storage.clone(),
+                compression,
+                options.plain,
+                options.threads,
+            )?,
+            storage,
+            options,
+            block: Vec::with_capacity(block_shift.bytes() as usize),
+            block_start: 0,
+            block_shift,
+            first: None,
+            layout: Layout::default(),
+            metadata_start: None,
+        };
+        writer.layout.begin(0, block_shift);
+        // The first sector belongs to header slots and superblock.
+        writer.append_zeros(SECTOR_BYTES)?;
+        Ok(writer)
+    }
+
+    /// The byte of the address space that the next appended byte gets. 4096 at first.
+    pub fn position(&self) -> u64 {
+        self.block_start + self.block.len() as u64
+    }
+
+    /// Appends content.
+    pub fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+        let length = self.block_shift.bytes() as usize;
+        while !bytes.is_empty() {
+            let n = bytes.len().min(length - self.block.len());
+            self.block.extend_from_slice(&bytes[..n]);
+            bytes = &bytes[n..];
+            if self.block.len() == length {
+                self.end_block()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Appends zeros; whole blocks of them cost nothing.
+    pub fn append_zeros(&mut self, mut count: u64) -> Result<(), Error> {
+        let length = u64::from(self.block_shift.bytes());
+        while count > 0 {
+            let filled = self.block.len() as u64;
+            if filled == 0 && self.block_start > 0 && count >= length {
+                let blocks = count / length;
+                self.pipeline.zeros(blocks)?;
+                self.block_start += blocks * length;
+                count -= blocks * length;
+                continue;
+            }
+            let n = count.min(length - filled);
+            self.block.resize((filled + n) as usize, 0);
+            count -= n;
+            if filled + n == length {
+                self.end_block()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills up to the next multiple of `align`, a power of two, with zeros.
+    pub fn align(&mut self, align: u64) -> Result<(), Error> {
+        let position = self.position();
+        self.append_zeros(position.next_multiple_of(align) - position)
+    }
+
+    /// Ends the files' content; what is appended from now on is file system metadata, in blocks of its own size.
+    /// Returns where it starts: a multiple of 4096 bytes.
+    pub fn begin_metadata(&mut self) -> Result<u64, Error> {
+        let metadata_shift = match self.options.block_bytes {
+            None if !self.options.plain => shift_of(AUTO_METADATA_SHIFT),
+            _ => self.block_shift,
+        };
+        if metadata_shift == self.block_shift {
+            self.align(SECTOR_BYTES)?;
+        } else {
+            self.align(1 << REGION_SHIFT)?;
+            self.block_shift = metadata_shift;
+            self.layout.begin(self.block_start, metadata_shift);
+        }
+        let start = self.position();
+        self.metadata_start = Some(start);
+        Ok(start)
+    }
+
+    fn end_block(&mut self) -> Result<(), Error> {
+        let length = self.block.len() as u64;
+        let next = Vec::with_capacity(self.block_shift.bytes() as usize);
+        let block = std::mem::replace(&mut self.block, next);
+        if self.block_start == 0 {
+            self.first = Some(block);
+            self.pipeline.skip()?;
+        } else {
+            self.pipeline.block(self.block_start, block)?;
+        }
+        self.block_start += length;
+        Ok(())
+    }
+
+    /// Ends the image: writes what is left of the content, tables, `metadata` (spec section 13), Merkle tree and header.
+    /// `superblock` becomes the address space's bytes from 1024 on, at most 3072 bytes of it. Nothing is synced.
+    pub fn finish(
+        mut self,
+        superblock: &[u8],
+        metadata: &serde_json::Value,
+    ) -> Result<Written, Error> {
+        if superblock.len() > SECTOR_BYTES as usize - HEADER_AREA_BYTES {
+            return Err(Error::Unsupported(format!(
+                "a superblock of {} bytes",
+                superblock.len()
+            )));
+        }
+        self.align(SECTOR_BYTES)?;
+        let size = self.position();
+        if !self.block.is_empty() {
+            self.end_block()?;
+        }
+        let mut first = self.first.take().unwrap_or_default();
+        first[HEADER_AREA_BYTES..HEADER_AREA_BYTES + superblock.len()].copy_from_slice(superblock);
+        let end = self.pipeline.finish(first, &mut self.layout)?;
+        self.layout.check();
+        let mut out = Appender {
+            storage: &*self.storage,
+            at: if self.options.plain { size } else { end },
+        };
+
+        let region_shift = self.region_shift(size);
+        if size.div_ceil(1 << region_shift) > MAX_ROOT_ENTRIES {
+            return Err(Error::Unsupported(format!(
+                "an image of {size} bytes in blocks of {} bytes",
+                1u64 << region_shift
+            )));
+        }
+        let root = self.layout.write_tables(size, region_shift, &mut out)?;
+        let root = out.section(&encode_root(&root), 16)?;
+        let json = serde_json::to_vec(metadata)
+            .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
+        if json.len() > MAX_METADATA_BYTES as usize {
+            return Err(Error::Unsupported(format!(
+                "metadata of {} bytes; the format holds {MAX_METADATA_BYTES}",
+                json.len()
+            )));
+        }
+        let metadata = out.section(&json, 16)?;
+        out.pad(16)?;
+
+        let mut header = Header {
+            generation: 1,
+            features: self.features(),
+            purpose: Use::Image,
+            state: State::Sealed,
+            region_shift,
+            size,
+            file_bytes: 0,
+            root,
+            metadata,
+            backings: Section::default(),
+            backing_count: 0,
+            merkle: Some(MerkleTree {
+                chunk_shift: MERKLE_CHUNK_SHIFT,
+                offset: out.at,
+                root: [0; 32],
+            }),
+            log: (0, 0),
+        };
+        let shape = MerkleShape::new(out.at, MERKLE_CHUNK_SHIFT);
+        header.file_bytes = out.at + shape.total_bytes();
+        let tree = merkle::build(
+            &*self.storage,
+            &shape,
+            &header.canonical(),
+            self.options.threads,
+        )?;
+        out.bytes(&tree)?;
+        if let Some(merkle) = &mut header.merkle {
+            merkle.root.copy_from_slice(&tree[tree.len() - 32..]);
+        }
+        self.write_slots(&mut header)?;
+        let split = self.metadata_start.unwrap_or(size);
+        Ok(Written {
+            content_stored_bytes: self.layout.stored_bytes(0, split),
+            metadata_stored_bytes: self.layout.stored_bytes(split, size),
+            storage: self.storage,
+            layout: self.layout,
+            header,
+        })
+    }
+
+    /// Both slots, the newer one in slot B: if either is damaged, the other serves.
+    fn write_slots(&self, header: &mut Header) -> Result<(), Error> {
+        let mut slots = Vec::with_capacity(HEADER_AREA_BYTES);
+        for generation in [1, 2] {
+            header.generation = generation;
+            slots.extend_from_slice(&header.encode());
+        }
+        self.storage
+            .write_at(0, &slots)
+            .map_err(|source| Error::io("write", 0, source))
+    }
+
+    fn region_shift(&self, size: u64) -> u8 {
+        match self.layout.uniform_shift() {
+            Some(shift) if size.div_ceil(shift.bytes().into()) <= SINGLE_LEVEL_BLOCKS => {
+                shift.get()
+            }
+            _ => REGION_SHIFT,
+        }
+    }
+
+    fn features(&self) -> Features {
+        let mut features = Features {
+            incompatible: 0,
+            read_only_compatible: read_only_compatible::MERKLE,
+            compatible: 0,
+        };
+        if self.layout.has_zstd() {
+            features.incompatible |= incompatible::ZSTD;
+        }
+        if self.options.plain {
+            features.compatible |= compatible::PLAIN;
+        }
+        if self.options.erofs {
+            features.compatible |= compatible::EROFS;
+        }
+        features
+    }
+}
+
+/// A shift that is one of this module's constants or was checked before.
+fn shift_of(shift: u8) -> BlockShift {
+    BlockShift::new(shift).unwrap_or(BlockShift::MIN)
+}
+
+/// Writes one thing behind the other.
+struct Appender<'a> {
+    storage: &'a dyn Storage,
+    at: u64,
+}
+
+impl Appender<'_> {
+    fn bytes(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.storage
+            .write_at(self.at, bytes)
+            .map_err(|source| Error::io("write", self.at, source))?;
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn pad(&mut self, align: u64) -> Result<(), Error> {
+        let zeros = self.at.next_multiple_of(align) - self.at;
+        self.bytes(&vec![0; zeros as usize])
+    }
+
+    fn section(&mut self, bytes: &[u8], align: u64) -> Result<Section, Error> {
+        if bytes.is_empty() {
+            return Ok(Section::default());
+        }
+        self.pad(align)?;
+        let section = Section {
+            offset: self.at,
+            bytes: bytes.len() as u32,
+            crc: crc32c(bytes),
+        };
+        self.bytes(bytes)?;
+        Ok(section)
+    }
+}

@@ -1,0 +1,101 @@
+//! One block to its stored form.
+
+use bcow_format::crc32c;
+use zstd::bulk::Compressor;
+
+use super::Compression;
+use crate::Error;
+
+/// A block as it will be stored.
+pub(super) struct Encoded {
+    pub(super) form: Form,
+    /// CRC32C of the block before encoding, to compare with when it is read back.
+    pub(super) logical_crc: u32,
+}
+
+/// What of a block is stored.
+pub(super) enum Form {
+    Zero,
+    Raw(Vec<u8>),
+    Zstd { frame: Vec<u8>, crc: u32 },
+}
+
+/// Encodes blocks; each thread has its own.
+pub(super) struct Encoder(Option<Compressor<'static>>);
+
+impl Encoder {
+    pub(super) fn new(compression: Compression) -> Result<Self, Error> {
+        match compression {
+            Compression::None => Ok(Encoder(None)),
+            Compression::Zstd { level } => match Compressor::new(level) {
+                Ok(compressor) => Ok(Encoder(Some(compressor))),
+                Err(error) => Err(Error::Unsupported(format!("zstd level {level}: {error}"))),
+            },
+        }
+    }
+
+    pub(super) fn encode(&mut self, block: Vec<u8>) -> Encoded {
+        if is_zero(&block) {
+            return Encoded {
+                form: Form::Zero,
+                logical_crc: 0,
+            };
+        }
+        let logical_crc = crc32c(&block);
+        let form = match self.compress(&block) {
+            Some(frame) => Form::Zstd {
+                crc: crc32c(&frame),
+                frame,
+            },
+            None => Form::Raw(block),
+        };
+        Encoded { form, logical_crc }
+    }
+
+    /// A frame, where it saves enough to be worth decompressing: a thirty-second part.
+    fn compress(&mut self, block: &[u8]) -> Option<Vec<u8>> {
+        let compressor = self.0.as_mut()?;
+        let worthwhile = block.len() - block.len() / 32;
+        let mut frame = Vec::with_capacity(zstd_safe::compress_bound(block.len()));
+        // A failure (no memory) costs compression, not the block.
+        compressor.compress_to_buffer(block, &mut frame).ok()?;
+        if frame.len() > worthwhile {
+            return None;
+        }
+        // It waits in a queue, possibly beside many others.
+        frame.shrink_to_fit();
+        Some(frame)
+    }
+}
+
+/// Whether all bytes are zero. Most blocks say no at once.
+fn is_zero(bytes: &[u8]) -> bool {
+    bytes
+        .chunks(256)
+        .all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn incompressible_block_is_stored_raw() {
+        let mut state = 1u64;
+        let noise: Vec<u8> = std::iter::repeat_with(|| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 56) as u8
+        })
+        .take(65536)
+        .collect();
+        let mut encoder = Encoder::new(Compression::Zstd { level: 3 }).unwrap();
+        assert!(matches!(encoder.encode(noise).form, Form::Raw(_)));
+        assert!(matches!(
+            encoder.encode(vec![7; 65536]).form,
+            Form::Zstd { .. }
+        ));
+        assert!(matches!(encoder.encode(vec![0; 65536]).form, Form::Zero));
+    }
+}

@@ -1,0 +1,161 @@
+//! Which block is stored where, and the tables that say so.
+
+use bcow_format::{BlockShift, Entry, Stored, SubBlockTable, encode_table};
+
+use super::Appender;
+use crate::Error;
+
+/// What became of one block, or of a run of them.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Record {
+    /// So many blocks of zeros.
+    Zeros(u64),
+    Block {
+        stored: Stored,
+        zstd: bool,
+        /// CRC32C of the block before encoding.
+        logical_crc: u32,
+    },
+}
+
+/// Stretches of the address space with one block size each, and all records in order.
+#[derive(Debug, Default)]
+pub(super) struct Layout {
+    /// First byte and block size of each stretch.
+    stretches: Vec<(u64, BlockShift)>,
+    records: Vec<Record>,
+}
+
+/// One block of the layout.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Placed {
+    pub(super) logical: u64,
+    pub(super) shift: BlockShift,
+    pub(super) record: Record,
+}
+
+impl Layout {
+    /// From byte `start` on, blocks have this size.
+    pub(super) fn begin(&mut self, start: u64, shift: BlockShift) {
+        self.stretches.push((start, shift));
+    }
+
+    pub(super) fn fill(&mut self, records: Vec<Record>) {
+        self.records = records;
+    }
+
+    /// The block size, if it is the same everywhere.
+    pub(super) fn uniform_shift(&self) -> Option<BlockShift> {
+        match self.stretches.as_slice() {
+            [(_, shift)] => Some(*shift),
+            _ => None,
+        }
+    }
+
+    pub(super) fn has_zstd(&self) -> bool {
+        self.records
+            .iter()
+            .any(|record| matches!(record, Record::Block { zstd: true, .. }))
+    }
+
+    /// Asserts that stretches start where blocks do.
+    pub(super) fn check(&self) {
+        debug_assert!(self.placed().is_sorted_by_key(|placed| placed.logical));
+    }
+
+    /// Runs of zero blocks and single blocks, with their places.
+    pub(super) fn placed(&self) -> impl Iterator<Item = Placed> + '_ {
+        let mut stretches = self.stretches.iter().peekable();
+        let mut shift = BlockShift::MIN;
+        let mut logical = 0;
+        self.records.iter().map(move |&record| {
+            while let Some((_, next)) = stretches.next_if(|(start, _)| *start <= logical) {
+                shift = *next;
+            }
+            let placed = Placed {
+                logical,
+                shift,
+                record,
+            };
+            let blocks = match record {
+                Record::Zeros(blocks) => blocks,
+                Record::Block { .. } => 1,
+            };
+            logical += blocks << shift.get();
+            placed
+        })
+    }
+
+    /// Stored bytes of the blocks that start in `start..end` of the address space.
+    pub(super) fn stored_bytes(&self, start: u64, end: u64) -> u64 {
+        self.placed()
+            .filter(|placed| (start..end).contains(&placed.logical))
+            .map(|placed| match placed.record {
+                Record::Zeros(_) => 0,
+                Record::Block { stored, .. } => u64::from(stored.bytes),
+            })
+            .sum()
+    }
+
+    /// Writes the sub-block tables and returns the root entries.
+    pub(super) fn write_tables(
+        &self,
+        size: u64,
+        region_shift: u8,
+        out: &mut Appender<'_>,
+    ) -> Result<Vec<Entry>, Error> {
+        let regions = size.div_ceil(1 << region_shift);
+        let mut root = vec![Entry::Zero; regions as usize];
+        // Entries of the region being gathered. Regions that only have zeros never get here.
+        let mut open: Option<(u64, SubBlockTable)> = None;
+        for placed in self.placed() {
+            let Record::Block { stored, zstd, .. } = placed.record else {
+                continue;
+            };
+            let entry = if zstd {
+                Entry::Zstd(stored)
+            } else {
+                Entry::Raw(stored)
+            };
+            let region = placed.logical >> region_shift;
+            if placed.shift.get() == region_shift {
+                root[region as usize] = entry;
+                continue;
+            }
+            if open.as_ref().is_some_and(|(index, _)| *index != region) {
+                close(&mut open, &mut root, out)?;
+            }
+            let start = region << region_shift;
+            let (_, table) = open.get_or_insert_with(|| {
+                let length = (size - start).min(1 << region_shift);
+                let blocks = length.div_ceil(placed.shift.bytes().into());
+                let entries = vec![Entry::Zero; blocks as usize].into();
+                let table = SubBlockTable {
+                    block_shift: placed.shift,
+                    entries,
+                };
+                (region, table)
+            });
+            let index = (placed.logical - start) >> placed.shift.get();
+            table.entries[index as usize] = entry;
+        }
+        close(&mut open, &mut root, out)?;
+        Ok(root)
+    }
+}
+
+fn close(
+    open: &mut Option<(u64, SubBlockTable)>,
+    root: &mut [Entry],
+    out: &mut Appender<'_>,
+) -> Result<(), Error> {
+    if let Some((region, table)) = open.take() {
+        let section = out.section(&encode_table(region, &table), 16)?;
+        root[region as usize] = Entry::Table(Stored {
+            at: bcow_format::Uba(section.offset),
+            bytes: section.bytes,
+            crc: section.crc,
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,328 @@
+//! From full blocks to stored ones: encoders in parallel, one sink in order.
+//!
+//! ```text
+//! caller --jobs--> encoder threads --+
+//!    \---order: one receiver a block-+--> sink thread --> storage
+//! ```
+//!
+//! The sink takes the blocks' results in the order the caller gave the blocks, so what reaches the file does not depend on
+//! which encoder was first. Both queues are bounded, so memory is too.
+
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use bcow_format::{SECTOR_BYTES, Stored, Uba, crc32c};
+
+use super::Compression;
+use super::encode::{Encoded, Encoder, Form};
+use super::layout::{Layout, Record};
+use crate::Error;
+use crate::storage::Storage;
+
+/// Stored bytes are gathered up to this many before they are written.
+const WRITE_BYTES: usize = 1 << 20;
+/// Blocks that wait for an encoder, or for the sink, per encoder.
+const QUEUED_PER_THREAD: usize = 3;
+
+/// See the module's text.
+pub(super) struct Pipeline {
+    compression: Compression,
+    stage: Stage,
+}
+
+enum Stage {
+    /// All in the caller's thread.
+    Inline { encoder: Encoder, sink: Sink },
+    Threads {
+        jobs: SyncSender<Job>,
+        order: SyncSender<Ordered>,
+        encoders: Vec<JoinHandle<()>>,
+        sink: JoinHandle<Result<Sink, Error>>,
+    },
+    /// The sink failed and its error was taken, or all is finished.
+    Failed,
+}
+
+struct Job {
+    block: Vec<u8>,
+    done: Sender<Encoded>,
+}
+
+enum Ordered {
+    Block {
+        logical: u64,
+        encoded: Receiver<Encoded>,
+    },
+    Zeros(u64),
+    Skip,
+}
+
+impl Pipeline {
+    pub(super) fn start(
+        storage: Arc<dyn Storage>,
+        compression: Compression,
+        plain: bool,
+        threads: usize,
+    ) -> Result<Self, Error> {
+        let sink = Sink::new(storage, plain);
+        if threads <= 1 {
+            let encoder = Encoder::new(compression)?;
+            let stage = Stage::Inline { encoder, sink };
+            return Ok(Pipeline { compression, stage });
+        }
+        let threads = threads.min(256);
+        let (jobs, queue) = sync_channel::<Job>(threads * QUEUED_PER_THREAD);
+        let (order, results) = sync_channel(threads * QUEUED_PER_THREAD);
+        // Held by the one idle encoder that waits for the next job; nothing else is locked meanwhile.
+        let queue = Arc::new(Mutex::new(queue));
+        let mut encoders = Vec::new();
+        for _ in 0..threads {
+            let mut encoder = Encoder::new(compression)?;
+            let queue = queue.clone();
+            encoders.push(std::thread::spawn(move || {
+                while let Some(job) = next_job(&queue) {
+                    // Nobody waits for the result once the sink has failed.
+                    let _ = job.done.send(encoder.encode(job.block));
+                }
+            }));
+        }
+        let sink = std::thread::spawn(move || drain(sink, &results));
+        let stage = Stage::Threads {
+            jobs,
+            order,
+            encoders,
+            sink,
+        };
+        Ok(Pipeline { compression, stage })
+    }
+
+    /// A full block at byte `logical` of the address space.
+    pub(super) fn block(&mut self, logical: u64, block: Vec<u8>) -> Result<(), Error> {
+        let sent = match &mut self.stage {
+            Stage::Inline { encoder, sink } => {
+                return sink.accept(logical, encoder.encode(block));
+            }
+            Stage::Threads { jobs, order, .. } => {
+                let (done, encoded) = channel();
+                order.send(Ordered::Block { logical, encoded }).is_ok()
+                    && jobs.send(Job { block, done }).is_ok()
+            }
+            Stage::Failed => false,
+        };
+        if sent { Ok(()) } else { Err(self.failure()) }
+    }
+
+    /// `blocks` blocks of zeros.
+    pub(super) fn zeros(&mut self, blocks: u64) -> Result<(), Error> {
+        self.say(Ordered::Zeros(blocks))
+    }
+
+    /// A block that comes later, by [`Pipeline::finish`].
+    pub(super) fn skip(&mut self) -> Result<(), Error> {
+        self.say(Ordered::Skip)
+    }
+
+    fn say(&mut self, what: Ordered) -> Result<(), Error> {
+        let sent = match &mut self.stage {
+            Stage::Inline { sink, .. } => {
+                sink.note(&what);
+                true
+            }
+            Stage::Threads { order, .. } => order.send(what).is_ok(),
+            Stage::Failed => false,
+        };
+        if sent { Ok(()) } else { Err(self.failure()) }
+    }
+
+    /// Stores the skipped first block, waits for all, and gives `layout` what was stored where.
+    /// Returns the first free byte behind the stored blocks.
+    pub(super) fn finish(&mut self, first: Vec<u8>, layout: &mut Layout) -> Result<u64, Error> {
+        let (mut encoder, mut sink) = match std::mem::replace(&mut self.stage, Stage::Failed) {
+            Stage::Inline { encoder, sink } => (encoder, sink),
+            Stage::Threads {
+                jobs,
+                order,
+                encoders,
+                sink,
+            } => {
+                drop((jobs, order));
+                let sink = joined(sink)?;
+                for encoder in encoders {
+                    if encoder.join().is_err() {
+                        return Err(thread_died());
+                    }
+                }
+                (Encoder::new(self.compression)?, sink)
+            }
+            Stage::Failed => return Err(thread_died()),
+        };
+        sink.accept_first(encoder.encode(first))?;
+        sink.flush()?;
+        layout.fill(std::mem::take(&mut sink.records));
+        Ok(sink.end)
+    }
+
+    /// Why the sink does not listen any more.
+    fn failure(&mut self) -> Error {
+        match std::mem::replace(&mut self.stage, Stage::Failed) {
+            Stage::Threads {
+                jobs, order, sink, ..
+            } => {
+                drop((jobs, order));
+                joined(sink).err().unwrap_or_else(thread_died)
+            }
+            _ => thread_died(),
+        }
+    }
+}
+
+fn next_job(queue: &Mutex<Receiver<Job>>) -> Option<Job> {
+    let queue = queue
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    queue.recv().ok()
+}
+
+fn joined(sink: JoinHandle<Result<Sink, Error>>) -> Result<Sink, Error> {
+    sink.join().unwrap_or_else(|_| Err(thread_died()))
+}
+
+fn thread_died() -> Error {
+    Error::Unsupported("a worker thread ended before its work (a bug in bcow)".into())
+}
+
+fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
+    while let Ok(next) = results.recv() {
+        match next {
+            Ordered::Block { logical, encoded } => {
+                let encoded = encoded.recv().map_err(|_| thread_died())?;
+                sink.accept(logical, encoded)?;
+            }
+            other => sink.note(&other),
+        }
+    }
+    Ok(sink)
+}
+
+/// Puts stored blocks into the file, one behind the other or (plain) each at its own address.
+struct Sink {
+    storage: Arc<dyn Storage>,
+    plain: bool,
+    /// Stored bytes not yet written; they belong at `buffer_at`.
+    buffer: Vec<u8>,
+    buffer_at: u64,
+    /// First free byte of the file.
+    end: u64,
+    records: Vec<Record>,
+}
+
+impl Sink {
+    fn new(storage: Arc<dyn Storage>, plain: bool) -> Self {
+        Sink {
+            storage,
+            plain,
+            buffer: Vec::with_capacity(WRITE_BYTES),
+            buffer_at: SECTOR_BYTES,
+            end: SECTOR_BYTES,
+            records: Vec::new(),
+        }
+    }
+
+    fn note(&mut self, what: &Ordered) {
+        match what {
+            Ordered::Zeros(blocks) => self.records.push(Record::Zeros(*blocks)),
+            Ordered::Skip => self.records.push(Record::Zeros(1)),
+            Ordered::Block { .. } => {}
+        }
+    }
+
+    fn accept(&mut self, logical: u64, encoded: Encoded) -> Result<(), Error> {
+        let record = self.store(logical, encoded)?;
+        self.records.push(record);
+        Ok(())
+    }
+
+    /// The block of byte 0, whose place among the records was kept by [`Ordered::Skip`].
+    fn accept_first(&mut self, encoded: Encoded) -> Result<(), Error> {
+        let record = if self.plain {
+            self.store_first_plain(encoded)?
+        } else {
+            self.store(0, encoded)?
+        };
+        match self.records.first_mut() {
+            Some(first) => *first = record,
+            None => self.records.push(record),
+        }
+        Ok(())
+    }
+
+    fn store(&mut self, logical: u64, encoded: Encoded) -> Result<Record, Error> {
+        let logical_crc = encoded.logical_crc;
+        let (bytes, crc, zstd) = match encoded.form {
+            Form::Zero => return Ok(Record::Zeros(1)),
+            Form::Raw(bytes) => (bytes, logical_crc, false),
+            Form::Zstd { frame, crc } => (frame, crc, true),
+        };
+        let at = if self.plain { logical } else { self.end };
+        let stored = Stored {
+            at: Uba(at),
+            bytes: bytes.len() as u32,
+            crc,
+        };
+        if at != self.buffer_at + self.buffer.len() as u64 {
+            self.flush()?;
+            self.buffer_at = at;
+        }
+        if self.buffer.len() + bytes.len() > WRITE_BYTES {
+            self.flush()?;
+            self.buffer_at = at;
+        }
+        if bytes.len() >= WRITE_BYTES {
+            self.write(at, &bytes)?;
+            self.buffer_at = stored.end();
+        } else {
+            self.buffer.extend_from_slice(&bytes);
+        }
+        self.end = self.end.max(stored.end());
+        Ok(Record::Block {
+            stored,
+            zstd,
+            logical_crc,
+        })
+    }
+
+    /// The first block of a plain file lies under the header slots, which are written last; its check takes them as zero.
+    fn store_first_plain(&mut self, encoded: Encoded) -> Result<Record, Error> {
+        self.flush()?;
+        let Form::Raw(bytes) = encoded.form else {
+            return Ok(Record::Zeros(1));
+        };
+        self.write(0, &bytes)?;
+        self.end = self.end.max(bytes.len() as u64);
+        Ok(Record::Block {
+            stored: Stored {
+                at: Uba(0),
+                bytes: bytes.len() as u32,
+                crc: crc32c(&bytes),
+            },
+            zstd: false,
+            logical_crc: encoded.logical_crc,
+        })
+    }
+
+    fn flush(&mut self) -> Result<(), Error> {
+        if !self.buffer.is_empty() {
+            self.write(self.buffer_at, &self.buffer)?;
+            self.buffer_at += self.buffer.len() as u64;
+            self.buffer.clear();
+        }
+        Ok(())
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.storage
+            .write_at(at, bytes)
+            .map_err(|source| Error::io("write", at, source))
+    }
+}

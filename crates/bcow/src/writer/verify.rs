@@ -1,0 +1,74 @@
+//! Reads back what was written and compares it with what was appended.
+
+use std::sync::Arc;
+
+use bcow_format::{Entry, crc32c};
+
+use super::Written;
+use super::layout::{Placed, Record};
+use crate::codec::Encoding;
+use crate::image::{CheckedFile, read_block};
+use crate::{BlockProblem, Error, Image, OpenOptions, threads};
+
+/// Blocks that one thread takes at a time.
+const BATCH: usize = 64;
+
+/// Opens the written file anew, decodes every block, and compares it with the content that was appended (by CRC32C, taken
+/// before encoding). The Merkle tree needs no second look: it was made of the very bytes in the file.
+pub fn verify_written(written: &Written, thread_count: usize) -> Result<(), Error> {
+    let image = Image::open_storage(written.storage.clone(), &OpenOptions::default())?;
+    if *image.header() != written.header {
+        return Err(Error::Unsupported(
+            "the header read back is not the one written".into(),
+        ));
+    }
+    image.metadata()?;
+    let file = CheckedFile {
+        storage: Arc::clone(&written.storage),
+        verifier: None,
+    };
+    let placed: Vec<Placed> = written.layout.placed().collect();
+    let batches = placed.len().div_ceil(BATCH) as u64;
+    threads::map_indexed(batches, thread_count, |batch| {
+        let start = batch as usize * BATCH;
+        placed[start..placed.len().min(start + BATCH)]
+            .iter()
+            .try_for_each(|placed| verify_block(&image, &file, placed))
+    })?;
+    Ok(())
+}
+
+/// The tables lead to the very place the block was stored at, and the block there is the one that was appended.
+fn verify_block(image: &Image, file: &CheckedFile, placed: &Placed) -> Result<(), Error> {
+    let piece = image.piece(placed.logical)?;
+    let wrong = |problem: String| Error::BadBlock {
+        logical: placed.logical,
+        stored: 0,
+        problem: BlockProblem::Decompress(problem),
+    };
+    match (placed.record, piece.entry) {
+        (Record::Zeros(_), Entry::Zero) => Ok(()),
+        (
+            Record::Block {
+                stored,
+                logical_crc,
+                ..
+            },
+            Entry::Raw(found) | Entry::Zstd(found),
+        ) if stored == found && piece.start == placed.logical => {
+            let encoding = match piece.entry {
+                Entry::Raw(_) => Encoding::Raw,
+                _ => Encoding::Zstd,
+            };
+            let block = read_block(file, &piece, &stored, encoding)?;
+            let found = crc32c(&block);
+            if found != logical_crc {
+                return Err(wrong(format!(
+                    "reads back with checksum {found:#010x}, was appended with {logical_crc:#010x}"
+                )));
+            }
+            Ok(())
+        }
+        (record, entry) => Err(wrong(format!("written as {record:?}, found as {entry:?}"))),
+    }
+}
