@@ -6,7 +6,9 @@ import functools
 import json
 import os
 import platform
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,20 +65,28 @@ class Result:
                f"{self.err.decode(errors='replace')[-4000:]}"
 
 
-def run(*command, stdin=None, timeout=600, check=True, env=None, user=None):
-    """Runs a command and measures it. With check, anything but 0 is a test failure."""
+def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file_bytes=None):
+    """Runs a command and measures it. With check, anything but 0 is a test failure.
+
+    file_bytes caps the size of any file it writes, lest a failing test fill the disk.
+    """
+    def limit():
+        if file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         begin = time.monotonic()
         options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
         process = subprocess.Popen(command, stdin=stdin or subprocess.DEVNULL, stdout=out, stderr=err,
-                                   env={**os.environ, **(env or {})}, **options)
+                                   env={**os.environ, **(env or {})}, preexec_fn=limit, start_new_session=True,
+                                   **options)
         usage = None
         while usage is None:
             pid, status, spent = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 usage = spent
             elif time.monotonic() - begin > timeout:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 os.wait4(process.pid, 0)
                 process.returncode = -9
                 raise AssertionError(f"`{' '.join(command)}` did not end within {timeout} s")

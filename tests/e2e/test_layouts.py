@@ -17,6 +17,8 @@ import tree
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
 CASES = os.path.join(WORK, "layouts")
 SECONDS = 60
+# No case has reason to make a larger file; a bomb that tries is stopped here.
+FILE_BYTES = 3 << 30
 
 
 class Layouts(unittest.TestCase):
@@ -38,7 +40,8 @@ class Layouts(unittest.TestCase):
         with open(os.path.join(case, "source")) as source:
             source, *more = source.read().format(dir=case).split()
         image = os.path.join(self.out, name + ".bcow")
-        return case, image, bcow("convert", source, image, *more, *options, check=False, timeout=SECONDS)
+        return case, image, bcow("convert", source, image, *more, *options, check=False, timeout=SECONDS,
+                                 file_bytes=FILE_BYTES)
 
     def good(self, name):
         case, image, result = self.convert(name)

@@ -1,0 +1,197 @@
+"""What goes wrong around bcow: full disks, wrong files, wrong places, signals. One clear error, nothing left."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from support import BCOW, TOP, WORK, assert_same_tree, bcow, mounted, need, run
+import tree
+
+GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
+
+
+class Failures(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need(root=True, fuse=True)
+        cls.directory = os.path.join(WORK, "failures")
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        run(sys.executable, GENERATOR, cls.directory, "sizes")
+        cls.source = f"oci:{cls.directory}/sizes/image"
+        cls.image = os.path.join(cls.directory, "image.bcow")
+        bcow("convert", cls.source, cls.image)
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.directory, ignore_errors=True)
+
+    def refused(self, result, *mention, code=1):
+        message = result.err.decode(errors="replace")
+        self.assertEqual(result.code, code, str(result))
+        self.assertNotIn("panicked", message)
+        self.assertEqual(len(re.findall(r"^error:", message, re.MULTILINE)), 1, message)
+        for pattern in mention:
+            self.assertRegex(message, pattern)
+
+    def path(self, name, data=None):
+        path = os.path.join(self.directory, name)
+        if data is not None:
+            with open(path, "wb") as out:
+                out.write(data)
+        return path
+
+    def test_convert_onto_a_full_disk_leaves_nothing(self):
+        small = self.path("small-disk")
+        os.makedirs(small)
+        run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small)
+        try:
+            result = bcow("convert", "--compress", "none", self.source, os.path.join(small, "out.bcow"), check=False)
+            self.refused(result, r"(?i)no space left|full")
+            self.assertEqual(os.listdir(small), [])
+        finally:
+            run("umount", small)
+
+    def test_convert_into_a_directory_that_is_not_there(self):
+        result = bcow("convert", self.source, self.path("not/there/out.bcow"), check=False)
+        self.refused(result, r"not/there", r"(?i)no such")
+
+    def test_convert_replaces_no_file_when_it_fails(self):
+        kept = self.path("kept.bcow", b"precious")
+        bcow("convert", f"oci:{self.directory}/nothing", kept, check=False)
+        with open(kept, "rb") as data:
+            self.assertEqual(data.read(), b"precious")
+
+    def test_interrupted_convert_leaves_nothing(self):
+        where = self.path("interrupted")
+        os.makedirs(where)
+        read, write = os.pipe()
+        process = subprocess.Popen([BCOW, "convert", "tar:-", os.path.join(where, "out.bcow")], stdin=read,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(read)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        try:
+            self.assertNotEqual(process.wait(20), 0)
+        finally:
+            process.kill()
+            os.close(write)
+        self.assertEqual(os.listdir(where), [])
+
+    def test_mount_of_what_is_no_bcow_file(self):
+        for name, data in (("empty", b""), ("text", b"hello\n" * 2000), ("zeros", b"\0" * 65536)):
+            with self.subTest(name=name):
+                where = tempfile.mkdtemp(dir=self.directory)
+                self.refused(bcow("mount", self.path(name, data), where, check=False), name)
+                self.assertFalse(os.path.ismount(where))
+
+    def test_mount_of_a_file_that_is_not_there(self):
+        where = tempfile.mkdtemp(dir=self.directory)
+        self.refused(bcow("mount", self.path("absent.bcow"), where, check=False), r"absent\.bcow", r"(?i)no such")
+
+    def test_mount_onto_what_is_no_directory(self):
+        self.refused(bcow("mount", self.image, self.path("a-file", b""), check=False), r"a-file", r"(?i)directory")
+        self.refused(bcow("mount", self.image, self.path("no-directory"), check=False), r"no-directory", r"(?i)no such")
+
+    def test_umount_of_what_is_not_mounted(self):
+        self.refused(bcow("umount", tempfile.mkdtemp(dir=self.directory), check=False), r"(?i)not mounted|no.*mount")
+
+    def test_truncated_image_is_refused_by_all(self):
+        with open(self.image, "rb") as data:
+            whole = data.read()
+        for length in (1, 511, 1024, 4096, len(whole) // 2, len(whole) - 1):
+            with self.subTest(length=length):
+                cut = self.path("cut.bcow", whole[:length])
+                where = tempfile.mkdtemp(dir=self.directory)
+                self.refused(bcow("mount", cut, where, check=False), r"cut\.bcow")
+                self.refused(bcow("inspect", cut, check=False), r"cut\.bcow")
+                self.assertIn(bcow("fsck", cut, check=False).code, (4, 8))
+
+    def test_every_damaged_byte_is_found_or_harmless(self):
+        """No single flipped byte makes a mount give wrong data: it is refused, is EIO, or does not matter."""
+        with open(self.image, "rb") as data:
+            whole = data.read()
+        with mounted(self.image) as where:
+            good = tree.dump(where)
+        step = max(1, len(whole) // 60)
+        for at in list(range(0, 64, 4)) + list(range(512, 560, 8)) + list(range(4096, len(whole), step)):
+            damaged = bytearray(whole)
+            damaged[at] ^= 0x5A
+            path = self.path("damaged.bcow", bytes(damaged))
+            where = tempfile.mkdtemp(dir=self.directory)
+            result = bcow("mount", path, where, check=False, timeout=30)
+            if result.code != 0:
+                self.refused(result)
+                continue
+            try:
+                try:
+                    seen = tree.dump(where)
+                except OSError as error:
+                    self.assertEqual(error.errno, 5, f"byte {at}: {error}")
+                else:
+                    self.assertEqual(list(tree.differences(good, seen)), [], f"byte {at} was damaged")
+            finally:
+                bcow("umount", where)
+
+    def test_usage_errors_exit_with_2(self):
+        for arguments in (["convert"], ["mount", "x"], ["convert", "a", "b", "--block-size", "5K"], ["nonsense"],
+                          ["convert", "--no-such-option", "a", "b"]):
+            with self.subTest(arguments=arguments):
+                self.assertEqual(bcow(*arguments, check=False).code, 2)
+        self.assertEqual(bcow("fsck", check=False).code, 16)
+
+    def test_daemon_unmounts_and_ends_on_signals(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with self.subTest(signal=number):
+                where = tempfile.mkdtemp(dir=self.directory)
+                process = subprocess.Popen([BCOW, "mount", "-f", self.image, where], stdout=subprocess.DEVNULL,
+                                           stderr=subprocess.DEVNULL)
+                try:
+                    deadline = time.monotonic() + 20
+                    while not os.path.ismount(where):
+                        self.assertIsNone(process.poll(), "bcow mount -f ended by itself")
+                        self.assertLess(time.monotonic(), deadline, "not mounted after 20 s")
+                        time.sleep(0.01)
+                    process.send_signal(number)
+                    process.wait(20)
+                    self.assertFalse(os.path.ismount(where))
+                finally:
+                    process.kill()
+                    if os.path.ismount(where):
+                        subprocess.run(["umount", "-l", where])
+
+    def test_foreground_daemon_ends_when_unmounted(self):
+        where = tempfile.mkdtemp(dir=self.directory)
+        process = subprocess.Popen([BCOW, "mount", "-f", self.image, where], stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 20
+            while not os.path.ismount(where):
+                self.assertLess(time.monotonic(), deadline, "not mounted after 20 s")
+                time.sleep(0.01)
+            run("umount", where)
+            self.assertEqual(process.wait(20), 0)
+        finally:
+            process.kill()
+
+    def test_mount_is_read_only_nosuid_and_nodev(self):
+        with mounted(self.image) as where:
+            with self.assertRaises(OSError) as caught:
+                open(os.path.join(where, "new"), "w")
+            self.assertEqual(caught.exception.errno, 30)
+            flags = os.statvfs(where).f_flag
+            for name in ("ST_RDONLY", "ST_NOSUID", "ST_NODEV"):
+                self.assertTrue(flags & getattr(os, name), f"{name} is not set")
+
+    def test_two_mounts_of_one_image_at_a_time(self):
+        with mounted(self.image) as one, mounted(self.image) as two:
+            assert_same_tree(self, one, two)
+
+
+if __name__ == "__main__":
+    unittest.main()
