@@ -1,1 +1,40 @@
-//! bcow-fuse
+//! The FUSE door: a BCoW image mounted as a file system.
+//!
+//! The way of a request: the kernel asks through `/dev/fuse`, `fuser` decodes, the adapter translates,
+//! [`fs::ImageFs`] answers from a [`bcow_erofs::reader::Filesystem`], which reads blocks of a
+//! [`bcow::BlockDevice`].
+//!
+//! ```no_run
+//! use std::{path::Path, sync::Arc};
+//! use bcow_fuse::{ImageFs, MountOptions, Session};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let device = std::fs::read("image.erofs")?;
+//! let image = bcow_erofs::reader::Filesystem::open(Arc::new(device))?;
+//! let fs = ImageFs::new(Arc::new(image));
+//! // From here on programs can use the mount. Serving ends when somebody unmounts it.
+//! Session::mount(fs, Path::new("/mnt"), &MountOptions::default(), 4)?.serve()?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod adapter;
+pub mod daemon;
+mod errno;
+pub mod error;
+pub mod fs;
+mod log;
+mod mount;
+mod mountinfo;
+mod node;
+pub mod options;
+pub mod session;
+pub mod signals;
+mod unmount;
+
+pub use error::MountError;
+pub use fs::ImageFs;
+pub use node::NodeId;
+pub use options::MountOptions;
+pub use session::{Session, Unmounter};
+pub use unmount::{WhenBusy, unmount};

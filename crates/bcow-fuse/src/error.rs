@@ -1,0 +1,131 @@
+//! Why a file system could not be mounted or unmounted.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Failure to mount or unmount. [`MountError::hint`] says what to do about it, where something can be done.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MountError {
+    /// An option that this mount does not have.
+    #[error("unknown mount option {0:?}")]
+    UnknownOption(String),
+    /// An option that this mount has, with a value it cannot take.
+    #[error("mount option {option:?}: {problem}")]
+    BadOption {
+        /// The option as the user wrote it.
+        option: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// A known option that asks for what there is not.
+    #[error("mount option {option:?} is not supported: {reason}")]
+    UnsupportedOption {
+        /// The option as the user wrote it.
+        option: String,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// Only root may have this.
+    #[error("mount option {0:?} is for root only")]
+    RootOnly(&'static str),
+    /// The FUSE device cannot be opened.
+    #[error("cannot open /dev/fuse: {0}")]
+    NoDevice(#[source] io::Error),
+    /// The mountpoint cannot be used.
+    #[error("mountpoint {}: {source}", path.display())]
+    Mountpoint {
+        /// The mountpoint as given.
+        path: PathBuf,
+        /// The host's error.
+        source: io::Error,
+    },
+    /// The mountpoint is something else than a directory.
+    #[error("mountpoint {} is not a directory", .0.display())]
+    NotADirectory(PathBuf),
+    /// A BCoW image is mounted there already.
+    #[error("a BCoW image is already mounted at {}", .0.display())]
+    AlreadyMounted(PathBuf),
+    /// The kernel refused the mount.
+    #[error("cannot mount at {}: {source}", path.display())]
+    Refused {
+        /// The mountpoint.
+        path: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// `fusermount3` refused to mount or unmount.
+    #[error("fusermount3 at {}: {message}", path.display())]
+    Helper {
+        /// The mountpoint.
+        path: PathBuf,
+        /// What it said.
+        message: String,
+    },
+    /// `fusermount3` cannot be run.
+    #[error("cannot run fusermount3: {0}")]
+    NoHelper(#[source] io::Error),
+    /// The conversation with the kernel failed.
+    #[error("FUSE session: {0}")]
+    Session(#[source] io::Error),
+    /// A process could not be started or its files not arranged.
+    #[error("cannot {action}: {source}")]
+    Process {
+        /// What was being done.
+        action: &'static str,
+        /// The host's error.
+        source: io::Error,
+    },
+    /// Nothing is mounted there.
+    #[error("nothing is mounted at {}", .0.display())]
+    NotMounted(PathBuf),
+    /// Something else is mounted there.
+    #[error("what is mounted at {} is no BCoW image but {fs_type}", path.display())]
+    ForeignMount {
+        /// The mountpoint.
+        path: PathBuf,
+        /// File-system type, as `/proc/self/mountinfo` has it.
+        fs_type: String,
+    },
+    /// Files or directories of the mount are in use.
+    #[error("{} is in use", .0.display())]
+    Busy(PathBuf),
+    /// The kernel refused to unmount.
+    #[error("cannot unmount {}: {source}", path.display())]
+    Unmount {
+        /// The mountpoint.
+        path: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+}
+
+impl MountError {
+    /// What the user could do, where there is something.
+    pub fn hint(&self) -> Option<&'static str> {
+        match self {
+            MountError::UnknownOption(_) => Some("`bcow mount --help` lists the options"),
+            MountError::UnsupportedOption { option, .. } if option == "allow_root" => Some(
+                "use allow_other: the kernel then checks every access against the file's permissions",
+            ),
+            MountError::RootOnly(_) => Some("mount as root to have set-user-ID files or devices"),
+            MountError::NoDevice(source) if source.kind() == io::ErrorKind::NotFound => Some(
+                "load the kernel module with `modprobe fuse`; in a container, pass the device with `--device /dev/fuse`",
+            ),
+            MountError::Helper { message, .. } if message.contains("user_allow_other") => Some(
+                "add the line `user_allow_other` to /etc/fuse.conf, or mount without allow_other",
+            ),
+            MountError::Helper { message, .. } if message.contains("no write access") => {
+                Some("an ordinary user can mount only on a directory that is theirs")
+            }
+            MountError::NoHelper(source) if source.kind() == io::ErrorKind::NotFound => Some(
+                "ordinary users mount through fusermount3: install the package fuse3, or mount as root",
+            ),
+            MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
+            MountError::Busy(_) => Some(
+                "`fuser -vm DIR` shows by whom; `bcow umount --lazy` detaches it now and ends it with its last user",
+            ),
+            _ => None,
+        }
+    }
+}

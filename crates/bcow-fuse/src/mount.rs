@@ -1,0 +1,332 @@
+//! Making the mount: the kernel's `mount(2)` where we may, `fusermount3` where not.
+//!
+//! fuser can mount too. We do it ourselves because its errors are prose, it shows no file-system type
+//! that `bcow umount` could recognise, and it can neither take back a dead mount nor tell ours from another.
+
+use std::ffi::{CString, OsStr};
+use std::io::{self, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+
+use crate::error::MountError;
+use crate::mountinfo::{self, FS_TYPE};
+use crate::options::{Access, MountOptions, Permissions};
+use crate::unmount::WhenBusy;
+
+pub(crate) const HELPER: &str = "fusermount3";
+
+/// A mount that this process made. Dropping it unmounts, lazily if it is in use.
+#[derive(Debug)]
+pub(crate) struct Mount {
+    target: PathBuf,
+    /// The mount's device number. It is not given to another file system while `connection` lives.
+    device: Option<String>,
+    connection: OwnedFd,
+}
+
+/// Mounts at `target`; returns the mount and the `/dev/fuse` descriptor to serve it by.
+pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, OwnedFd), MountError> {
+    let target = usable_mountpoint(target)?;
+    let connection = match mount_directly(&target, options)? {
+        Some(connection) => connection,
+        None => mount_by_helper(&target, options)?,
+    };
+    let device = mountinfo::mounted_at(&target)
+        .ok()
+        .flatten()
+        .filter(|entry| entry.fs_type == FS_TYPE)
+        .map(|entry| entry.device);
+    let mut mount = Mount {
+        target,
+        device,
+        connection,
+    };
+    let for_session = mount
+        .connection
+        .try_clone()
+        .map_err(|source| MountError::Process {
+            action: "duplicate the FUSE descriptor",
+            source,
+        });
+    match for_session {
+        Ok(session) => Ok((mount, session)),
+        Err(error) => {
+            mount.unmount();
+            Err(error)
+        }
+    }
+}
+
+/// The canonical path of `target` once it is a directory that can be mounted on.
+///
+/// A mount whose daemon died is taken away first: nobody else can use it, and the user asks for its place.
+fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
+    let failed = |source: io::Error| MountError::Mountpoint {
+        path: target.to_owned(),
+        source,
+    };
+    // Following links asks only the parents' file systems, so a dead mount at the end is no obstacle.
+    let canonical = target.canonicalize().map_err(failed)?;
+    if is_ours(&canonical) {
+        // Attributes and names may come from the kernel's cache; figures never do.
+        match rustix::fs::statfs(&canonical) {
+            Err(Errno::NOTCONN | Errno::CONNABORTED) => {
+                crate::unmount::unmount(&canonical, WhenBusy::Detach)?;
+            }
+            _ => return Err(MountError::AlreadyMounted(target.to_owned())),
+        }
+    }
+    let directory = rustix::fs::open(
+        &canonical,
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    );
+    match directory {
+        Ok(_) => Ok(canonical),
+        Err(Errno::NOTDIR) => Err(MountError::NotADirectory(target.to_owned())),
+        Err(errno) => Err(failed(errno.into())),
+    }
+}
+
+fn is_ours(target: &Path) -> bool {
+    matches!(mountinfo::mounted_at(target), Ok(Some(entry)) if entry.fs_type == FS_TYPE)
+}
+
+/// `None` if this process may not mount.
+fn mount_directly(target: &Path, options: &MountOptions) -> Result<Option<OwnedFd>, MountError> {
+    let device = match rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+    {
+        Ok(device) => device,
+        Err(Errno::ACCESS | Errno::PERM) if !rustix::process::geteuid().is_root() => {
+            return Ok(None);
+        }
+        Err(errno) => return Err(MountError::NoDevice(errno.into())),
+    };
+    let mut data = format!(
+        "fd={},rootmode=40000,user_id={},group_id={}",
+        device.as_raw_fd(),
+        rustix::process::geteuid().as_raw(),
+        rustix::process::getegid().as_raw(),
+    );
+    if options.access() == Access::Everyone {
+        data.push_str(",allow_other");
+    }
+    if options.permissions() == Permissions::ByMode {
+        data.push_str(",default_permissions");
+    }
+    let refused = |source: io::Error| MountError::Refused {
+        path: target.to_owned(),
+        source,
+    };
+    let data = CString::new(data).map_err(|error| refused(error.into()))?;
+    match rustix::mount::mount(
+        options.source(),
+        target,
+        FS_TYPE,
+        options.flags(),
+        data.as_c_str(),
+    ) {
+        Ok(()) => Ok(Some(device)),
+        Err(Errno::PERM) if !rustix::process::geteuid().is_root() => Ok(None),
+        Err(errno) => Err(refused(errno.into())),
+    }
+}
+
+/// Lets the setuid helper mount. It hands the descriptor back over a socket, which we give it as its
+/// standard input so that no descriptor has to be made inheritable.
+fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, MountError> {
+    let (ours, theirs) = UnixStream::pair().map_err(|source| MountError::Process {
+        action: "make a socket pair",
+        source,
+    })?;
+    let mut helper = Command::new(HELPER)
+        .arg("-o")
+        .arg(options.for_helper()?)
+        .arg("--")
+        .arg(target)
+        .env("_FUSE_COMMFD", "0")
+        .stdin(OwnedFd::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(MountError::NoHelper)?;
+    // The helper's end closes with the helper, so this ends with a descriptor or with end of file.
+    let received = receive_descriptor(&ours);
+    let mut message = String::new();
+    if let Some(mut stderr) = helper.stderr.take() {
+        let _ = stderr.read_to_string(&mut message);
+    }
+    let status = helper.wait();
+    match (received, status) {
+        (Ok(Some(device)), Ok(status)) if status.success() => Ok(device),
+        _ => Err(MountError::Helper {
+            path: target.to_owned(),
+            message: helper_message(&message),
+        }),
+    }
+}
+
+/// What the helper said, without its name in front.
+pub(crate) fn helper_message(stderr: &str) -> String {
+    let lines: Vec<&str> = stderr
+        .lines()
+        .map(|line| line.trim().trim_start_matches("fusermount3: "))
+        .filter(|line| !line.is_empty())
+        .collect();
+    if lines.is_empty() {
+        "failed without saying why".into()
+    } else {
+        lines.join("; ")
+    }
+}
+
+fn receive_descriptor(socket: &UnixStream) -> rustix::io::Result<Option<OwnedFd>> {
+    let mut byte = [0_u8; 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    loop {
+        match rustix::net::recvmsg(
+            socket,
+            &mut [io::IoSliceMut::new(&mut byte)],
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        ) {
+            Ok(_) => break,
+            Err(Errno::INTR) => continue,
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    }))
+}
+
+/// How an unmount went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Unmounted {
+    /// It is gone.
+    Gone,
+    /// It is in use; nobody can enter any more, and it ends with its last user.
+    Detached,
+    /// It stays where it is: it was moved or covered by another mount, or the kernel refused.
+    Stays,
+}
+
+impl Mount {
+    /// Where it is mounted.
+    pub(crate) fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Takes the mount away if it is still there; safe to call again.
+    pub(crate) fn unmount(&mut self) -> Unmounted {
+        if !self.is_connected() {
+            return Unmounted::Gone;
+        }
+        // Somebody may have unmounted it lazily, or mounted something else over it.
+        let entry = mountinfo::mounted_at(&self.target).ok().flatten();
+        match entry {
+            Some(entry) if self.device.as_ref() == Some(&entry.device) => {}
+            _ => return Unmounted::Stays,
+        }
+        if rustix::mount::unmount(&self.target, UnmountFlags::NOFOLLOW).is_ok() {
+            return Unmounted::Gone;
+        }
+        if rustix::mount::unmount(&self.target, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH)
+            .is_ok()
+        {
+            return Unmounted::Detached;
+        }
+        if run_unmount_helper(&self.target, &[]).is_ok() {
+            return Unmounted::Gone;
+        }
+        match run_unmount_helper(&self.target, &["-z"]) {
+            Ok(()) => Unmounted::Detached,
+            Err(_) => Unmounted::Stays,
+        }
+    }
+
+    /// Whether the kernel still holds the file system. It reports an error on the descriptor once not.
+    fn is_connected(&self) -> bool {
+        let mut descriptors = [PollFd::from_borrowed_fd(
+            self.connection.as_fd(),
+            PollFlags::empty(),
+        )];
+        match poll(&mut descriptors, Some(&Timespec::default())) {
+            Ok(_) => !descriptors[0].revents().contains(PollFlags::ERR),
+            Err(_) => true,
+        }
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        self.unmount();
+    }
+}
+
+/// Runs `fusermount3 -u`; the error is what it said.
+pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<(), MountError> {
+    let output = Command::new(HELPER)
+        .arg("-u")
+        .args(arguments)
+        .arg("--")
+        .arg(OsStr::from_bytes(target.as_os_str().as_bytes()))
+        .stdin(Stdio::null())
+        .output()
+        .map_err(MountError::NoHelper)?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let message = helper_message(&String::from_utf8_lossy(&output.stderr));
+    if message.contains("Device or resource busy") {
+        return Err(MountError::Busy(target.to_owned()));
+    }
+    Err(MountError::Helper {
+        path: target.to_owned(),
+        message,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn helper_message_loses_its_prefix() {
+        assert_eq!(
+            helper_message("fusermount3: user has no write access to mountpoint /x\n"),
+            "user has no write access to mountpoint /x"
+        );
+        assert_eq!(helper_message("\n"), "failed without saying why");
+    }
+
+    #[test]
+    fn missing_mountpoint_is_named() {
+        let error = usable_mountpoint(Path::new("/nonexistent/mnt")).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("mountpoint /nonexistent/mnt: No such file"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn file_is_no_mountpoint() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = usable_mountpoint(file.path()).unwrap_err();
+        assert!(matches!(error, MountError::NotADirectory(_)), "{error}");
+    }
+}

@@ -1,0 +1,110 @@
+//! What is mounted where, from `/proc/self/mountinfo`.
+//!
+//! Asking the kernel's list, not the mount itself: a `stat` of a mount whose daemon hangs would hang too.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+/// The type that `/proc/self/mountinfo` shows for our mounts.
+pub const FS_TYPE: &str = "fuse.bcow";
+
+/// One line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MountEntry {
+    /// Device number as the kernel writes it, `major:minor`.
+    pub device: String,
+    /// Where it is mounted.
+    pub target: PathBuf,
+    /// File-system type with subtype.
+    pub fs_type: String,
+    /// What is mounted.
+    pub source: OsString,
+}
+
+/// All mounts of this mount namespace, lower ones first.
+pub fn mounts() -> io::Result<Vec<MountEntry>> {
+    Ok(std::fs::read("/proc/self/mountinfo")?
+        .split(|&byte| byte == b'\n')
+        .filter_map(parse)
+        .collect())
+}
+
+/// The mount that one sees at exactly `target`, if there is one.
+pub fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
+    Ok(mounts()?
+        .into_iter()
+        .rev()
+        .find(|entry| entry.target == target))
+}
+
+fn parse(line: &[u8]) -> Option<MountEntry> {
+    let mut fields = line.split(|&byte| byte == b' ');
+    let device = fields.nth(2)?;
+    let target = fields.nth(1)?;
+    // Behind the mount options comes a variable number of optional fields, closed by a dash.
+    fields.find(|&field| field == b"-")?;
+    let fs_type = fields.next()?;
+    let source = fields.next()?;
+    Some(MountEntry {
+        device: String::from_utf8_lossy(device).into_owned(),
+        target: PathBuf::from(OsString::from_vec(unescape(target))),
+        fs_type: String::from_utf8_lossy(fs_type).into_owned(),
+        source: OsString::from_vec(unescape(source)),
+    })
+}
+
+/// The kernel writes space, tab, newline and backslash as `\ooo`.
+fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, after)) = rest.split_first() {
+        match after {
+            [a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', tail @ ..] if byte == b'\\' => {
+                out.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
+                rest = tail;
+            }
+            _ => {
+                out.push(byte);
+                rest = after;
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_with_optional_fields_and_escapes_is_read() {
+        let line = br"36 35 98:0 /mnt1 /mnt\0402\134x rw,noatime master:1 shared:7 - fuse.bcow /a\011b rw,errors=continue";
+        let entry = parse(line).unwrap();
+        assert_eq!(entry.device, "98:0");
+        assert_eq!(entry.target, Path::new("/mnt 2\\x"));
+        assert_eq!(entry.fs_type, FS_TYPE);
+        assert_eq!(entry.source, "/a\tb");
+    }
+
+    #[test]
+    fn line_without_optional_fields_is_read() {
+        let entry = parse(b"22 1 0:21 / / rw - tmpfs tmpfs rw").unwrap();
+        assert_eq!(
+            (entry.target.as_path(), entry.fs_type.as_str()),
+            (Path::new("/"), "tmpfs")
+        );
+    }
+
+    #[test]
+    fn cut_off_line_is_skipped() {
+        assert_eq!(parse(b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1"), None);
+        assert_eq!(parse(b""), None);
+    }
+
+    #[test]
+    fn root_is_mounted_and_found() {
+        assert!(mounted_at(Path::new("/")).unwrap().is_some());
+    }
+}

@@ -1,0 +1,258 @@
+//! The `-o` options of a mount.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+
+use rustix::mount::MountFlags;
+
+use crate::error::MountError;
+
+/// Who may enter the mount at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Access {
+    /// The user who mounts; not even root besides.
+    #[default]
+    Owner,
+    /// Everybody, within what the files' permissions allow (`allow_other`).
+    Everyone,
+}
+
+/// Who decides about reading a file of the mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Permissions {
+    /// Nobody: whoever may enter may read everything, as whoever can read the image file can anyway.
+    #[default]
+    Open,
+    /// The kernel, from owner, mode and POSIX ACL (`default_permissions`).
+    ByMode,
+}
+
+/// How to mount. The default is read-only, owner-only, nosuid, nodev.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MountOptions {
+    access: Access,
+    permissions: Permissions,
+    flags: MountFlags,
+    source: Option<OsString>,
+}
+
+impl Default for MountOptions {
+    fn default() -> Self {
+        MountOptions {
+            access: Access::default(),
+            permissions: Permissions::default(),
+            flags: MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV,
+            source: None,
+        }
+    }
+}
+
+impl MountOptions {
+    /// Applies the options of one `-o` argument, separated by commas; of two that contradict each other
+    /// the last wins, as in mount(8).
+    pub fn apply(&mut self, list: &OsStr) -> Result<(), MountError> {
+        for option in list.as_bytes().split(|&byte| byte == b',') {
+            if !option.is_empty() {
+                self.apply_one(OsStr::from_bytes(option))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What `/proc/mounts` shows as the mounted thing, unless an option named something else.
+    pub fn set_default_source(&mut self, source: OsString) {
+        self.source.get_or_insert(source);
+    }
+
+    /// Who may enter.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Who decides about reading. What everybody may enter is always guarded by the kernel.
+    pub fn permissions(&self) -> Permissions {
+        match self.access {
+            Access::Owner => self.permissions,
+            Access::Everyone => Permissions::ByMode,
+        }
+    }
+
+    pub(crate) fn flags(&self) -> MountFlags {
+        self.flags
+    }
+
+    pub(crate) fn source(&self) -> &OsStr {
+        self.source.as_deref().unwrap_or(OsStr::new("bcow"))
+    }
+
+    fn apply_one(&mut self, option: &OsStr) -> Result<(), MountError> {
+        let shown = || option.to_string_lossy().into_owned();
+        let bytes = option.as_bytes();
+        if let Some(name) = bytes.strip_prefix(b"fsname=") {
+            if name.is_empty() || name.contains(&0) {
+                return Err(MountError::BadOption {
+                    option: shown(),
+                    problem: "a name is missing",
+                });
+            }
+            self.source = Some(OsStr::from_bytes(name).to_owned());
+            return Ok(());
+        }
+        match bytes {
+            // What this mount is anyway.
+            b"ro" | b"defaults" | b"subtype=bcow" => {}
+            b"rw" => {
+                return Err(MountError::UnsupportedOption {
+                    option: shown(),
+                    reason: "writable mounts are not supported yet",
+                });
+            }
+            _ if bytes.starts_with(b"subtype=") => {
+                return Err(MountError::UnsupportedOption {
+                    option: shown(),
+                    reason: "`bcow umount` knows its mounts by the subtype bcow",
+                });
+            }
+            b"allow_other" => self.access = Access::Everyone,
+            // libfuse filters by user in the daemon, where cached names and pages never pass by. With a
+            // kernel that may cache everything for good, that is no protection.
+            b"allow_root" if rustix::process::geteuid().is_root() => {}
+            b"allow_root" => {
+                return Err(MountError::UnsupportedOption {
+                    option: shown(),
+                    reason: "the kernel would show cached files to every user",
+                });
+            }
+            b"default_permissions" => self.permissions = Permissions::ByMode,
+            b"suid" => self.flags.remove(MountFlags::NOSUID),
+            b"nosuid" => self.flags.insert(MountFlags::NOSUID),
+            b"dev" => self.flags.remove(MountFlags::NODEV),
+            b"nodev" => self.flags.insert(MountFlags::NODEV),
+            b"exec" => self.flags.remove(MountFlags::NOEXEC),
+            b"noexec" => self.flags.insert(MountFlags::NOEXEC),
+            b"atime" | b"relatime" => self.flags.remove(MountFlags::NOATIME),
+            b"noatime" => self.flags.insert(MountFlags::NOATIME),
+            b"diratime" => self.flags.remove(MountFlags::NODIRATIME),
+            b"nodiratime" => self.flags.insert(MountFlags::NODIRATIME),
+            _ => return Err(MountError::UnknownOption(shown())),
+        }
+        Ok(())
+    }
+
+    /// The options in the words of `fusermount3 -o`.
+    pub(crate) fn for_helper(&self) -> Result<OsString, MountError> {
+        let mut list = Vec::new();
+        for (flag, set) in [
+            (MountFlags::RDONLY, "ro"),
+            (MountFlags::NOSUID, "nosuid"),
+            (MountFlags::NODEV, "nodev"),
+            (MountFlags::NOEXEC, "noexec"),
+            (MountFlags::NOATIME, "noatime"),
+            (MountFlags::NODIRATIME, "nodiratime"),
+        ] {
+            if self.flags.contains(flag) {
+                list.extend_from_slice(set.as_bytes());
+                list.push(b',');
+            }
+        }
+        // fusermount3 ignores `suid` and `dev` from ordinary users without a word.
+        if !self.flags.contains(MountFlags::NOSUID) {
+            return Err(MountError::RootOnly("suid"));
+        }
+        if !self.flags.contains(MountFlags::NODEV) {
+            return Err(MountError::RootOnly("dev"));
+        }
+        if self.access == Access::Everyone {
+            list.extend_from_slice(b"allow_other,");
+        }
+        if self.permissions() == Permissions::ByMode {
+            list.extend_from_slice(b"default_permissions,");
+        }
+        list.extend_from_slice(b"subtype=bcow,fsname=");
+        for &byte in self.source().as_bytes() {
+            if matches!(byte, b',' | b'\\') {
+                list.push(b'\\');
+            }
+            list.push(byte);
+        }
+        Ok(OsStr::from_bytes(&list).to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(lists: &[&str]) -> Result<MountOptions, MountError> {
+        let mut options = MountOptions::default();
+        for list in lists {
+            options.apply(OsStr::new(list))?;
+        }
+        Ok(options)
+    }
+
+    #[test]
+    fn default_is_owner_only_nosuid_nodev_readonly() {
+        let options = MountOptions::default();
+        assert_eq!(options.access(), Access::Owner);
+        assert_eq!(options.permissions(), Permissions::Open);
+        assert_eq!(
+            options.flags(),
+            MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV
+        );
+    }
+
+    #[test]
+    fn allow_other_comes_with_default_permissions() {
+        let options = parsed(&["allow_other"]).unwrap();
+        assert_eq!(options.permissions(), Permissions::ByMode);
+    }
+
+    #[test]
+    fn last_of_two_opposites_wins() {
+        let options = parsed(&["suid,nosuid", "nodev,dev"]).unwrap();
+        assert!(options.flags().contains(MountFlags::NOSUID));
+        assert!(!options.flags().contains(MountFlags::NODEV));
+    }
+
+    #[test]
+    fn rw_is_refused_as_not_supported_yet() {
+        let error = parsed(&["rw"]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "mount option \"rw\" is not supported: writable mounts are not supported yet"
+        );
+    }
+
+    #[test]
+    fn unknown_option_is_named() {
+        let error = parsed(&["ro,big_writes"]).unwrap_err();
+        assert_eq!(error.to_string(), "unknown mount option \"big_writes\"");
+        assert!(error.hint().is_some());
+    }
+
+    #[test]
+    fn empty_items_are_skipped() {
+        assert_eq!(parsed(&[",ro,,"]).unwrap(), MountOptions::default());
+    }
+
+    #[test]
+    fn fsname_replaces_the_default_source_and_is_escaped_for_the_helper() {
+        let mut options = parsed(&[r"fsname=a\b"]).unwrap();
+        options.set_default_source("image".into());
+        assert_eq!(options.source(), r"a\b");
+        options.source = Some("x,y".into());
+        assert_eq!(
+            options.for_helper().unwrap(),
+            r"ro,nosuid,nodev,subtype=bcow,fsname=x\,y"
+        );
+    }
+
+    #[test]
+    fn helper_is_not_asked_for_what_it_would_silently_drop() {
+        for option in ["suid", "dev"] {
+            let error = parsed(&[option]).unwrap().for_helper().unwrap_err();
+            assert!(matches!(error, MountError::RootOnly(_)), "{error}");
+        }
+    }
+}
