@@ -21,7 +21,7 @@ use crate::merkle::Verifier;
 use crate::storage::Storage;
 use crate::{BlockDevice, Error, Extent, Mapping};
 
-const ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 /// Decoded sub-block tables are kept within an eighth of the block cache's budget.
 const TABLE_SHARE: u64 = 8;
 
