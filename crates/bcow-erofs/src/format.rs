@@ -1,1 +1,373 @@
-//! On-disk mirrors.
+//! On-disk structures of EROFS, byte for byte, and nothing else.
+//!
+//! Source: the kernel's `Documentation/filesystems/erofs.rst` and `fs/erofs/erofs_fs.h`. All integers are
+//! little-endian. Nothing here is validated; [`crate::reader`] is the door through which bytes become
+//! meaning, and [`crate::writer`] the one through which meaning becomes bytes.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// First bytes of the superblock.
+pub const MAGIC: u32 = 0xe0f5_e1e2;
+
+/// Where the superblock starts, in bytes. Room for a boot sector lies before it.
+pub const SUPERBLOCK_OFFSET: usize = 1024;
+
+/// log2 of the block size that the writer uses.
+pub const BLOCK_SHIFT: u8 = 12;
+
+/// Block size that the writer uses, in bytes.
+pub const BLOCK_BYTES: usize = 1 << BLOCK_SHIFT;
+
+/// Inodes start at multiples of this many bytes of the metadata area; a nid counts them.
+pub const SLOT_BYTES: usize = 32;
+
+/// Longest name in a directory, in bytes.
+pub const NAME_MAX: usize = 255;
+
+/// A block address that means "no block": a hole.
+pub const NULL_BLOCK: u32 = u32::MAX;
+
+/// Compatible feature bits.
+pub mod compatible {
+    /// The superblock has a checksum.
+    pub const SUPERBLOCK_CHECKSUM: u32 = 0x1;
+    /// Extended inodes carry modification times (not change times).
+    pub const MTIME: u32 = 0x2;
+
+    /// Bits and their names, for people.
+    pub const NAMES: &[(u32, &str)] = &[
+        (SUPERBLOCK_CHECKSUM, "superblock-checksum"),
+        (MTIME, "mtime"),
+        (0x4, "xattr-filter"),
+        (0x8, "shared-xattrs-in-metabox"),
+        (0x10, "plain-xattr-prefixes"),
+    ];
+}
+
+/// Incompatible feature bits.
+pub mod incompatible {
+    /// Compressed data is padded with zeros in front.
+    pub const ZERO_PADDING: u32 = 0x1;
+    /// Compression configurations, big physical clusters.
+    pub const COMPRESSION_CONFIGS: u32 = 0x2;
+    /// Chunk-based files.
+    pub const CHUNKED_FILE: u32 = 0x4;
+    /// A device table, or (the bit has two meanings) a second compression algorithm per file.
+    pub const DEVICE_TABLE: u32 = 0x8;
+    /// Compressed tails beside inodes.
+    pub const COMPRESSED_TAILS: u32 = 0x10;
+    /// Fragments in a packed inode, deduplicated compressed data.
+    pub const FRAGMENTS: u32 = 0x20;
+    /// Long xattr name prefixes.
+    pub const XATTR_PREFIXES: u32 = 0x40;
+
+    /// Bits and their names, for people.
+    pub const NAMES: &[(u32, &str)] = &[
+        (ZERO_PADDING, "zero-padding"),
+        (COMPRESSION_CONFIGS, "compression-configs"),
+        (CHUNKED_FILE, "chunked-file"),
+        (DEVICE_TABLE, "device-table"),
+        (COMPRESSED_TAILS, "compressed-tails"),
+        (FRAGMENTS, "fragments"),
+        (XATTR_PREFIXES, "xattr-prefixes"),
+        (0x80, "48bit"),
+        (0x100, "metabox"),
+    ];
+}
+
+/// Data layouts of an inode: bits 1..4 of its format.
+pub mod layout {
+    /// Contiguous blocks.
+    pub const PLAIN: u16 = 0;
+    /// Compressed, with full indexes.
+    pub const COMPRESSED_FULL: u16 = 1;
+    /// Contiguous blocks, the rest beside the inode.
+    pub const INLINE: u16 = 2;
+    /// Compressed, with compact indexes.
+    pub const COMPRESSED_COMPACT: u16 = 3;
+    /// Chunks by a table beside the inode.
+    pub const CHUNKED: u16 = 4;
+}
+
+/// The bits of a chunk format that give log2(chunk size / block size).
+pub const CHUNK_SHIFT_MASK: u16 = 0x1f;
+/// The table has 8-byte indexes, not 4-byte block addresses.
+pub const CHUNK_INDEXES: u16 = 0x20;
+
+/// File types of directory entries.
+pub mod dirent_type {
+    /// Not said.
+    pub const UNKNOWN: u8 = 0;
+    /// Regular file.
+    pub const REGULAR: u8 = 1;
+    /// Directory.
+    pub const DIRECTORY: u8 = 2;
+    /// Character device.
+    pub const CHAR_DEVICE: u8 = 3;
+    /// Block device.
+    pub const BLOCK_DEVICE: u8 = 4;
+    /// Named pipe.
+    pub const FIFO: u8 = 5;
+    /// Socket.
+    pub const SOCKET: u8 = 6;
+    /// Symbolic link.
+    pub const SYMLINK: u8 = 7;
+}
+
+/// Xattr name prefixes and their indexes.
+///
+/// The two ACL names are whole names: what follows the prefix is empty.
+pub const XATTR_PREFIXES: &[(u8, &[u8])] = &[
+    (1, b"user."),
+    (2, b"system.posix_acl_access"),
+    (3, b"system.posix_acl_default"),
+    (4, b"trusted."),
+    (5, b"lustre."),
+    (6, b"security."),
+];
+
+/// Bit of an xattr's name index that says "long prefix".
+pub const XATTR_LONG_PREFIX: u8 = 0x80;
+
+/// The superblock.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct SuperBlock {
+    /// [`MAGIC`].
+    pub magic: U32,
+    /// CRC32C of the superblock up to the end of its block.
+    pub checksum: U32,
+    /// Compatible features.
+    pub feature_compat: U32,
+    /// log2 of the block size.
+    pub block_shift: u8,
+    /// Size of the superblock is 128 + 16 times this.
+    pub extension_slots: u8,
+    /// nid of the root directory.
+    pub root_nid: U16,
+    /// Number of inodes.
+    pub inodes: U64,
+    /// Time of compact inodes, seconds since 1970.
+    pub build_time: U64,
+    /// Nanoseconds of it.
+    pub build_time_nanoseconds: U32,
+    /// Number of blocks.
+    pub blocks: U32,
+    /// First block of the metadata area; nids count from it.
+    pub metadata_block: U32,
+    /// First block of the shared xattr area.
+    pub xattr_block: U32,
+    /// Volume id.
+    pub uuid: [u8; 16],
+    /// Volume name, padded with NULs, the last byte NUL.
+    pub volume_name: [u8; 16],
+    /// Incompatible features.
+    pub feature_incompat: U32,
+    /// Compression algorithms, or the window of LZ4.
+    pub compression: U16,
+    /// Number of devices beside this one.
+    pub extra_devices: U16,
+    /// Where the device table starts, in slots of 128 bytes.
+    pub device_table_slot: U16,
+    /// log2(directory block size / block size).
+    pub directory_block_shift: u8,
+    /// Number of long xattr prefixes.
+    pub xattr_prefix_count: u8,
+    /// Where they start, in units of 4 bytes.
+    pub xattr_prefix_start: U32,
+    /// nid of the inode that packs fragments.
+    pub packed_nid: U64,
+    /// Zero.
+    pub reserved: [u8; 24],
+}
+
+/// The 32-byte inode. Its time is the superblock's.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct CompactInode {
+    /// Bit 0: 0. Bits 1..4: data layout.
+    pub format: U16,
+    /// Size of the xattrs: none if 0, else 12 bytes + 4 * (this - 1).
+    pub xattr_count: U16,
+    /// File type and permissions.
+    pub mode: U16,
+    /// Number of names.
+    pub nlink: U16,
+    /// Size in bytes.
+    pub size: U32,
+    /// Seconds to add to the superblock's time (Linux 6.15 and later); 0 before.
+    pub mtime_delta: U32,
+    /// First block, device number or chunk format, by type and layout.
+    pub union: U32,
+    /// A number for 32-bit stat.
+    pub ino: U32,
+    /// Owner.
+    pub uid: U16,
+    /// Group.
+    pub gid: U16,
+    /// Zero.
+    pub reserved: U32,
+}
+
+/// The 64-byte inode.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ExtendedInode {
+    /// Bit 0: 1. Bits 1..4: data layout.
+    pub format: U16,
+    /// As in [`CompactInode`].
+    pub xattr_count: U16,
+    /// File type and permissions.
+    pub mode: U16,
+    /// Zero (high bits of addresses with the feature `48bit`).
+    pub reserved: U16,
+    /// Size in bytes.
+    pub size: U64,
+    /// As in [`CompactInode`].
+    pub union: U32,
+    /// A number for 32-bit stat.
+    pub ino: U32,
+    /// Owner.
+    pub uid: U32,
+    /// Group.
+    pub gid: U32,
+    /// Modification time, seconds since 1970, two's complement.
+    pub mtime: U64,
+    /// Nanoseconds of it.
+    pub mtime_nanoseconds: U32,
+    /// Number of names.
+    pub nlink: U32,
+    /// Zero.
+    pub reserved2: [u8; 16],
+}
+
+/// Starts the xattrs of an inode; `shared_count` 4-byte ids follow, then entries.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct XattrHeader {
+    /// Bloom filter over names (compatible feature `xattr-filter`).
+    pub name_filter: U32,
+    /// Number of shared ids.
+    pub shared_count: u8,
+    /// Zero.
+    pub reserved: [u8; 7],
+}
+
+/// Starts an xattr; name (without prefix) and value follow, then zeros to a multiple of 4 bytes.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct XattrEntry {
+    /// Length of the name without prefix.
+    pub name_bytes: u8,
+    /// Prefix, see [`XATTR_PREFIXES`].
+    pub name_index: u8,
+    /// Length of the value.
+    pub value_bytes: U16,
+}
+
+/// An entry of a chunk table with [`CHUNK_INDEXES`].
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct ChunkIndex {
+    /// Zero (high bits of the address with the feature `48bit`).
+    pub reserved: U16,
+    /// 0: this device.
+    pub device: U16,
+    /// First block, or [`NULL_BLOCK`].
+    pub block: U32,
+}
+
+/// A directory entry. A directory block holds the entries, then the names in the same order.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct Dirent {
+    /// What it names.
+    pub nid: U64,
+    /// Where the name starts in the block; of the first entry, also where the entries end.
+    pub name_offset: U16,
+    /// See [`dirent_type`].
+    pub file_type: u8,
+    /// Zero.
+    pub reserved: u8,
+}
+
+const _: () = {
+    use std::mem::{offset_of, size_of};
+    assert!(size_of::<SuperBlock>() == 128);
+    assert!(offset_of!(SuperBlock, checksum) == 4);
+    assert!(offset_of!(SuperBlock, root_nid) == 14);
+    assert!(offset_of!(SuperBlock, inodes) == 16);
+    assert!(offset_of!(SuperBlock, build_time) == 24);
+    assert!(offset_of!(SuperBlock, blocks) == 36);
+    assert!(offset_of!(SuperBlock, metadata_block) == 40);
+    assert!(offset_of!(SuperBlock, xattr_block) == 44);
+    assert!(offset_of!(SuperBlock, uuid) == 48);
+    assert!(offset_of!(SuperBlock, volume_name) == 64);
+    assert!(offset_of!(SuperBlock, feature_incompat) == 80);
+    assert!(offset_of!(SuperBlock, extra_devices) == 86);
+    assert!(offset_of!(SuperBlock, directory_block_shift) == 90);
+    assert!(offset_of!(SuperBlock, xattr_prefix_count) == 91);
+    assert!(offset_of!(SuperBlock, packed_nid) == 96);
+    assert!(size_of::<CompactInode>() == 32);
+    assert!(offset_of!(CompactInode, size) == 8);
+    assert!(offset_of!(CompactInode, union) == 16);
+    assert!(offset_of!(CompactInode, ino) == 20);
+    assert!(offset_of!(CompactInode, uid) == 24);
+    assert!(size_of::<ExtendedInode>() == 64);
+    assert!(offset_of!(ExtendedInode, size) == 8);
+    assert!(offset_of!(ExtendedInode, union) == 16);
+    assert!(offset_of!(ExtendedInode, ino) == 20);
+    assert!(offset_of!(ExtendedInode, uid) == 24);
+    assert!(offset_of!(ExtendedInode, mtime) == 32);
+    assert!(offset_of!(ExtendedInode, mtime_nanoseconds) == 40);
+    assert!(offset_of!(ExtendedInode, nlink) == 44);
+    assert!(size_of::<XattrHeader>() == 12);
+    assert!(offset_of!(XattrHeader, shared_count) == 4);
+    assert!(size_of::<XattrEntry>() == 4);
+    assert!(offset_of!(XattrEntry, value_bytes) == 2);
+    assert!(size_of::<ChunkIndex>() == 8);
+    assert!(offset_of!(ChunkIndex, block) == 4);
+    assert!(size_of::<Dirent>() == 12);
+    assert!(offset_of!(Dirent, name_offset) == 8);
+    assert!(offset_of!(Dirent, file_type) == 10);
+};
+
+/// Bytes that an xattr takes: header, name, value, padding.
+pub fn xattr_entry_bytes(name_bytes: usize, value_bytes: usize) -> usize {
+    (size_of::<XattrEntry>() + name_bytes + value_bytes).next_multiple_of(4)
+}
+
+/// Splits a full xattr name into prefix index and the rest; `None` if no prefix fits.
+pub fn split_xattr_name(name: &[u8]) -> Option<(u8, &[u8])> {
+    XATTR_PREFIXES.iter().find_map(|&(index, prefix)| {
+        let rest = name.strip_prefix(prefix)?;
+        // An ACL's name is whole, the others need something behind the dot.
+        let whole = !prefix.ends_with(b".");
+        (whole == rest.is_empty()).then_some((index, rest))
+    })
+}
+
+/// Checksum of a superblock: `bytes` reach from the superblock's first byte to the end of its block; the
+/// checksum field itself counts as zero. CRC32C without the final inversion.
+pub fn superblock_checksum(bytes: &[u8]) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    let field = std::mem::offset_of!(SuperBlock, checksum);
+    digest.update(&bytes[..field]);
+    digest.update(&[0; 4]);
+    digest.update(&bytes[field + 4..]);
+    !(digest.finalize() as u32)
+}
+
+/// The device number as inodes hold it (the kernel's `new_encode_dev`).
+pub fn encode_device(major: u32, minor: u32) -> u32 {
+    (minor & 0xff) | (major << 8) | ((minor & !0xff) << 12)
+}
+
+/// Major and minor from an inode's device number.
+pub fn decode_device(device: u32) -> (u32, u32) {
+    (
+        (device & 0xfff00) >> 8,
+        (device & 0xff) | ((device >> 12) & 0xfff00),
+    )
+}

@@ -1,17 +1,264 @@
 //! Folds layers into one tree, as overlayfs would show them.
+//!
+//! Each layer is taken as if it had been unpacked on its own and stacked: a whiteout hides the name in the
+//! layers below and nothing of its own layer; an opaque directory hides what is below it; a directory over a
+//! directory merges, everything else replaces. Hardlinks across layers, which overlayfs alone could not
+//! express, are resolved in the merged view of the layers below, as an unpacker that applies layers to one
+//! tree does.
 
-use crate::tree::{LayerTree, Tree, TreeError};
+use std::collections::BTreeMap;
+
+use crate::tree::{
+    Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, build, take,
+};
+
+/// How many symbolic links a hardlink's target path may pass, as in the kernel.
+const MAX_LINKS: u32 = 40;
 
 /// Why layers cannot be merged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MergeError {
+    /// A layer is not valid, or does not fit onto the layers below it.
+    #[error("layer {layer} (the lowest is 0): {source}")]
+    Layer {
+        /// Index of the layer, 0 is the lowest.
+        layer: usize,
+        /// What is wrong.
+        source: TreeError,
+    },
     /// The merged tree is not valid.
     #[error(transparent)]
     Tree(#[from] TreeError),
 }
 
 /// Merges `layers`, lowest first.
-pub fn merge(_layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
-    todo!()
+///
+/// An implicit directory takes the attributes of the directory below it, if there is one. A hardlink to a
+/// lower file becomes another name of the same inode, whatever else the layer does with the file's old
+/// name. No layers at all give an empty root directory.
+pub fn merge(layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
+    let mut merged = Merged {
+        nodes: LayerTree::new().nodes,
+    };
+    for (layer, tree) in layers.into_iter().enumerate() {
+        merged
+            .apply(tree.nodes)
+            .map_err(|source| MergeError::Layer { layer, source })?;
+    }
+    Ok(build(merged.nodes)?)
+}
+
+/// The layers applied so far. Holds no whiteouts and no links to lower layers; nodes that nothing names
+/// any more stay in the arena until [`build`] leaves them behind.
+struct Merged {
+    nodes: Vec<Node>,
+}
+
+/// A link that no layer below could resolve, and where it goes.
+struct OpenLink {
+    dir: NodeId,
+    name: Box<[u8]>,
+    target: Box<[u8]>,
+}
+
+const UNSEEN: u32 = u32::MAX;
+
+impl Merged {
+    fn apply(&mut self, mut layer: Vec<Node>) -> Result<(), TreeError> {
+        // Before anything changes: what the layer links to may be what it hides.
+        let mut links: BTreeMap<u32, NodeId> = BTreeMap::new();
+        for (id, node) in layer.iter().enumerate() {
+            if let NodeKind::LowerLink(target) = &node.kind
+                && let Some(found) = self.resolve(target)
+            {
+                links.insert(id as u32, found);
+            }
+        }
+
+        // Where a node of the layer has gone.
+        let mut new_ids = vec![UNSEEN; layer.len()];
+        new_ids[0] = 0;
+        let mut open_links = Vec::new();
+        let mut pending = vec![(LayerTree::ROOT, LayerTree::ROOT)];
+        while let Some((lower, upper)) = pending.pop() {
+            let node = take(&mut layer[upper.0 as usize]);
+            let NodeKind::Directory(directory) = node.kind else {
+                continue;
+            };
+            if !directory.implicit {
+                self.nodes[lower.0 as usize].attributes = node.attributes;
+            }
+            let mut names = std::mem::take(self.children_mut(lower));
+            if directory.opaque {
+                names.clear();
+            }
+            for (name, id) in directory.children {
+                let known = new_ids[id.0 as usize];
+                if known != UNSEEN {
+                    if self.is_directory(NodeId(known)) {
+                        *self.children_mut(lower) = names;
+                        let path = self.path(lower, &name);
+                        return Err(TreeError::DirectoryLinkedTwice { path });
+                    }
+                    names.insert(name, NodeId(known));
+                    continue;
+                }
+                let node = &mut layer[id.0 as usize];
+                match &node.kind {
+                    NodeKind::Whiteout => {
+                        names.remove(&name);
+                    }
+                    NodeKind::LowerLink(target) => match links.get(&id.0) {
+                        Some(&found) => {
+                            names.insert(name, found);
+                        }
+                        None => {
+                            names.remove(&name);
+                            open_links.push(OpenLink {
+                                dir: lower,
+                                name,
+                                target: target.clone(),
+                            });
+                        }
+                    },
+                    NodeKind::Directory(_) => {
+                        let below = names.get(&name).copied();
+                        let to = match below.filter(|&below| self.is_directory(below)) {
+                            Some(below) => below,
+                            None => {
+                                let new = self.add_directory(node.attributes.clone());
+                                names.insert(name, new);
+                                new
+                            }
+                        };
+                        new_ids[id.0 as usize] = to.0;
+                        pending.push((to, id));
+                    }
+                    _ => {
+                        let new = NodeId(self.nodes.len() as u32);
+                        self.nodes.push(take(node));
+                        new_ids[id.0 as usize] = new.0;
+                        names.insert(name, new);
+                    }
+                }
+            }
+            *self.children_mut(lower) = names;
+        }
+        self.resolve_in_own_layer(open_links)
+    }
+
+    /// Links whose target no lower layer has may name a file of their own layer, or another such link.
+    fn resolve_in_own_layer(&mut self, mut open: Vec<OpenLink>) -> Result<(), TreeError> {
+        while !open.is_empty() {
+            let before = open.len();
+            let mut rest = Vec::new();
+            for link in open {
+                match self.resolve(&link.target) {
+                    Some(found) => {
+                        self.children_mut(link.dir).insert(link.name, found);
+                    }
+                    None => rest.push(link),
+                }
+            }
+            open = rest;
+            if open.len() == before {
+                let link = open.swap_remove(0);
+                return Err(TreeError::Link {
+                    path: self.path(link.dir, &link.name),
+                    target: link.target.into_vec(),
+                    reason: "neither this layer nor one below has such a file",
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn add_directory(&mut self, attributes: Attributes) -> NodeId {
+        let id = NodeId(self.nodes.len() as u32);
+        self.nodes.push(Node {
+            attributes,
+            kind: NodeKind::Directory(Directory::default()),
+        });
+        id
+    }
+
+    fn is_directory(&self, id: NodeId) -> bool {
+        matches!(self.nodes[id.0 as usize].kind, NodeKind::Directory(_))
+    }
+
+    /// Children of a directory; the caller knows that `id` is one.
+    fn children_mut(&mut self, id: NodeId) -> &mut BTreeMap<Box<[u8]>, NodeId> {
+        match &mut self.nodes[id.0 as usize].kind {
+            NodeKind::Directory(directory) => &mut directory.children,
+            other => unreachable!("{other:?} is no directory"),
+        }
+    }
+
+    /// Finds what may be linked to (anything but a directory). Links on the way are followed inside the
+    /// tree, the last component is not.
+    fn resolve(&self, path: &[u8]) -> Option<NodeId> {
+        let mut todo: Vec<&[u8]> = path.rsplit(|&b| b == b'/').collect();
+        let mut way = vec![LayerTree::ROOT];
+        let mut links = 0;
+        while let Some(name) = todo.pop() {
+            match name {
+                b"" | b"." => continue,
+                b".." => {
+                    if way.len() > 1 {
+                        way.pop();
+                    }
+                    continue;
+                }
+                _ => {}
+            }
+            let NodeKind::Directory(directory) = &self.nodes[way.last()?.0 as usize].kind else {
+                return None;
+            };
+            let id = *directory.children.get(name)?;
+            match &self.nodes[id.0 as usize].kind {
+                NodeKind::Directory(_) => way.push(id),
+                _ if todo.is_empty() => return Some(id),
+                NodeKind::Symlink(target) => {
+                    links += 1;
+                    if links > MAX_LINKS {
+                        return None;
+                    }
+                    if target.starts_with(b"/") {
+                        way.truncate(1);
+                    }
+                    todo.extend(target.rsplit(|&b| b == b'/'));
+                }
+                _ => return None,
+            }
+        }
+        None
+    }
+
+    /// Path of an entry, for an error. Looks through everything, so only for that.
+    fn path(&self, dir: NodeId, name: &[u8]) -> Vec<u8> {
+        let mut parents: BTreeMap<NodeId, (NodeId, &[u8])> = BTreeMap::new();
+        let mut pending = vec![LayerTree::ROOT];
+        while let Some(at) = pending.pop() {
+            let NodeKind::Directory(directory) = &self.nodes[at.0 as usize].kind else {
+                continue;
+            };
+            for (name, &child) in &directory.children {
+                if self.is_directory(child) && !parents.contains_key(&child) {
+                    parents.insert(child, (at, name));
+                    pending.push(child);
+                }
+            }
+        }
+        let mut names = vec![name];
+        let mut at = dir;
+        while let Some(&(parent, name)) = parents.get(&at)
+            && at != LayerTree::ROOT
+        {
+            names.push(name);
+            at = parent;
+        }
+        names.reverse();
+        names.join(&b'/')
+    }
 }

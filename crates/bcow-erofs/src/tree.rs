@@ -7,12 +7,24 @@
 //! File *content* is not in the tree. It lies in the address space already (or in a tail store), and
 //! the tree says where.
 
+mod validate;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+pub use validate::TreeError;
+pub(crate) use validate::{build, show, take};
 
 /// A node's place in its tree's arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(crate) u32);
+
+impl NodeId {
+    /// Index into vectors that run along the arena.
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+}
 
 /// Seconds since 1970 and nanoseconds (0..1_000_000_000) after them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -175,7 +187,7 @@ impl TailSource for Vec<u8> {
 /// What one source says: an arena of nodes with one root directory.
 #[derive(Debug, Clone)]
 pub struct LayerTree {
-    nodes: Vec<Node>,
+    pub(crate) nodes: Vec<Node>,
 }
 
 impl LayerTree {
@@ -243,12 +255,6 @@ impl LayerTree {
         }
     }
 
-    /// This layer on its own as a file system: whiteouts are dropped, everything is validated.
-    /// A link to a file of a lower layer is an error.
-    pub fn into_tree(self) -> Result<Tree, TreeError> {
-        todo!()
-    }
-
     /// Number of nodes in the arena, whether a directory names them or not.
     pub fn len(&self) -> usize {
         self.nodes.len()
@@ -267,6 +273,10 @@ impl Default for LayerTree {
 }
 
 /// A valid tree, the only thing the writer takes.
+///
+/// Names are 1 to 255 bytes without `/` and NUL and are not `.` or `..`; each directory has one name; every
+/// node has at least one; there are no whiteouts, opaque marks, links to lower layers or dropped contents;
+/// contents lie within 32-bit block addresses.
 #[derive(Debug, Clone)]
 pub struct Tree {
     nodes: Vec<Node>,
@@ -290,9 +300,42 @@ impl Tree {
     pub fn is_empty(&self) -> bool {
         self.nodes.len() == 1
     }
-}
 
-/// Why a tree is not valid.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum TreeError {}
+    /// All ids. A directory comes before its children, and its children lie next to each other.
+    pub fn ids(&self) -> impl Iterator<Item = NodeId> + use<> {
+        (0..self.nodes.len() as u32).map(NodeId)
+    }
+
+    /// A path of this node, without leading slash; empty for the root. Looks through the tree, so it is
+    /// for error messages.
+    pub fn path(&self, id: NodeId) -> Vec<u8> {
+        let mut names: Vec<&[u8]> = Vec::new();
+        let mut at = id;
+        // Parents have smaller ids, so one pass from the back finds the whole way up.
+        for dir in (0..self.nodes.len() as u32).rev().map(NodeId) {
+            if at == Self::ROOT {
+                break;
+            }
+            if let NodeKind::Directory(directory) = &self.node(dir).kind
+                && let Some((name, _)) = directory.children.iter().find(|&(_, &child)| child == at)
+            {
+                names.push(name);
+                at = dir;
+            }
+        }
+        names.reverse();
+        names.join(&b'/')
+    }
+
+    /// The node at `path` (components between slashes; links are not followed).
+    pub fn find(&self, path: &[u8]) -> Option<NodeId> {
+        let mut at = Self::ROOT;
+        for name in path.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
+            let NodeKind::Directory(directory) = &self.node(at).kind else {
+                return None;
+            };
+            at = *directory.children.get(name)?;
+        }
+        Some(at)
+    }
+}

@@ -1,31 +1,99 @@
 //! Lays a tree out as an EROFS file system and writes its metadata.
+//!
+//! File data lies in the address space already. What is written here is one run of blocks behind it, the
+//! metadata area: inodes with their xattrs, chunk tables and tails; directory blocks; shared xattrs at the
+//! end. The superblock in block 0 is made last.
+//!
+//! ```text
+//! metadata_start                                                         end
+//! | slot 0 empty | root (nid 1) | its directory blocks, children's inodes | first
+//!   subdirectory: directory blocks, children's inodes | ... | shared xattrs |
+//! ```
+//!
+//! The order is that of a depth-first walk, and each directory's blocks come just before the inodes of its
+//! children: `ls -l` and `find` read forward. Slot 0 stays empty because an inode number of 0 means "no
+//! file" to many programs, and so that the root gets nid 1, FUSE's number for it.
 
-use crate::tree::{TailSource, Tree};
+mod dirs;
+mod emit;
+mod layout;
+mod space;
+mod xattrs;
+
+use zerocopy::IntoBytes;
+
+use crate::format::{self, SuperBlock, compatible, incompatible};
+use crate::tree::{TailSource, Tree, show};
+use emit::Emitter;
+use layout::Layout;
+use xattrs::XattrTable;
+
+pub use xattrs::{XattrProblem, check as check_xattr};
 
 /// Where and how the metadata is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Byte position in the address space where the metadata starts; a multiple of 4096. All file data lies below.
+    /// Byte position in the address space where the metadata starts; a multiple of 4096, and at least that
+    /// (block 0 belongs to the superblock). File data lies elsewhere.
     pub metadata_start: u64,
     /// Biggest tail that a regular file keeps beside its inode, in bytes, at most [`MAX_INLINE`].
-    /// Longer ones are in blocks already.
+    /// Longer ones are in blocks already; a [`crate::tree::Tail`] that is longer is refused.
     pub inline_max: u16,
 }
 
 /// The most that [`WriteOptions::inline_max`] may be.
+///
+/// A tail must not cross a block, wherever its inode's xattrs end (a multiple of 4 bytes); up to this length
+/// there is always a place for the inode that makes that so.
 pub const MAX_INLINE: u16 = 4032;
 
 /// Why a tree cannot be written as EROFS.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WriteError {
-    /// The address space would pass 2^32 blocks.
+    /// The file system would pass 2^32 blocks, or its metadata 2^32 inode slots.
     #[error(
-        "the file system ends at byte {end}, beyond the 16 TiB that EROFS block addresses reach"
+        "the file system's metadata would span bytes {start}..{end}; \
+         EROFS addresses reach to 16 TiB, and 128 GiB of metadata"
     )]
     TooLarge {
-        /// End of the metadata in bytes.
+        /// Start of the metadata in bytes.
+        start: u64,
+        /// End of the metadata in bytes, as far as it was laid out.
         end: u64,
+    },
+    /// An option is out of range.
+    #[error("{option} = {value}: {reason}")]
+    Option {
+        /// Field of [`WriteOptions`].
+        option: &'static str,
+        /// Its value.
+        value: u64,
+        /// What is allowed.
+        reason: &'static str,
+    },
+    /// A tail is longer than [`WriteOptions::inline_max`].
+    #[error("{}: a tail of {length} bytes, but at most {inline_max} are kept inline", show(.path))]
+    Tail {
+        /// Path of the file.
+        path: Vec<u8>,
+        /// Length of its tail.
+        length: u16,
+        /// What the options allow.
+        inline_max: u16,
+    },
+    /// An extended attribute that EROFS cannot hold.
+    #[error(
+        "{}: cannot store the extended attribute {}: {problem}",
+        show(.path), String::from_utf8_lossy(.name).escape_debug()
+    )]
+    Xattr {
+        /// Path of the file.
+        path: Vec<u8>,
+        /// Full name of the attribute.
+        name: Vec<u8>,
+        /// Which limit it passes.
+        problem: XattrProblem,
     },
 }
 
@@ -42,31 +110,121 @@ pub enum EmitError<E> {
 
 /// A laid-out file system, ready to be written.
 pub struct Plan<'t> {
-    _tree: &'t Tree,
+    tree: &'t Tree,
+    metadata_block: u32,
+    layout: Layout,
+    xattrs: XattrTable<'t>,
+    uuid: [u8; 16],
 }
 
 impl<'t> Plan<'t> {
     /// Lays `tree` out.
-    pub fn new(_tree: &'t Tree, _options: &WriteOptions) -> Result<Plan<'t>, WriteError> {
-        todo!()
+    ///
+    /// The same tree and options give the same plan. Memory: some 30 bytes per inode beside the tree.
+    pub fn new(tree: &'t Tree, options: &WriteOptions) -> Result<Plan<'t>, WriteError> {
+        let block = format::BLOCK_BYTES as u64;
+        let start = options.metadata_start;
+        if start == 0 || start % block != 0 {
+            return Err(WriteError::Option {
+                option: "metadata_start",
+                value: start,
+                reason: "a multiple of 4096 above 0 is needed",
+            });
+        }
+        if options.inline_max > MAX_INLINE {
+            return Err(WriteError::Option {
+                option: "inline_max",
+                value: options.inline_max.into(),
+                reason: "at most 4032 bytes fit beside an inode",
+            });
+        }
+        let xattrs = XattrTable::new(tree)?;
+        let layout = Layout::new(tree, options, &xattrs)?;
+        let plan = Plan {
+            tree,
+            // Checked by the layout, whose end is below 2^32 blocks.
+            metadata_block: (start / block) as u32,
+            layout,
+            xattrs,
+            uuid: [0; 16],
+        };
+        let end = start + plan.metadata_bytes();
+        if end / block >= u64::from(format::NULL_BLOCK) {
+            return Err(WriteError::TooLarge { start, end });
+        }
+        Ok(plan)
+    }
+
+    /// Sets the volume id, which is zero otherwise. Something derived from the content keeps images
+    /// deterministic.
+    pub fn with_uuid(mut self, uuid: [u8; 16]) -> Self {
+        self.uuid = uuid;
+        self
     }
 
     /// Size of the metadata in bytes, a multiple of 4096.
     pub fn metadata_bytes(&self) -> u64 {
-        todo!()
+        let block = format::BLOCK_BYTES as u64;
+        (self.layout.blocks() + self.xattrs.shared_bytes().div_ceil(block)) * block
     }
 
-    /// Writes exactly [`Plan::metadata_bytes`] bytes, in order.
+    /// Number of inodes.
+    pub fn inodes(&self) -> u64 {
+        self.tree.len() as u64
+    }
+
+    /// Writes exactly [`Plan::metadata_bytes`] bytes to `out`, in order, in pieces of up to 128 KiB.
+    /// Tails come from `tails`.
     pub fn write<E>(
         &self,
-        _tails: &dyn TailSource,
-        _out: &mut dyn FnMut(&[u8]) -> Result<(), E>,
+        tails: &dyn TailSource,
+        out: &mut dyn FnMut(&[u8]) -> Result<(), E>,
     ) -> Result<(), EmitError<E>> {
-        todo!()
+        Emitter::new(self, tails, out).run()
     }
 
-    /// Bytes 1024..4096 of block 0. `total_blocks` is the size of the address space.
-    pub fn superblock(&self, _total_blocks: u64) -> [u8; 3072] {
-        todo!()
+    /// Bytes 1024..4096 of block 0, with checksum. `total_blocks` is the size of the address space in
+    /// blocks of 4096 bytes, which `statfs` shows.
+    pub fn superblock(&self, total_blocks: u64) -> [u8; 3072] {
+        let time = self.layout.build_time();
+        let mut features = 0;
+        if self.layout.has_chunks() {
+            features |= incompatible::CHUNKED_FILE;
+        }
+        // No shared xattrs: the address is never used.
+        let xattr_block = match self.xattrs.shared_bytes() {
+            0 => 0,
+            _ => self.metadata_block + self.layout.blocks() as u32,
+        };
+        let mut superblock = SuperBlock {
+            magic: format::MAGIC.into(),
+            checksum: 0.into(),
+            feature_compat: (compatible::SUPERBLOCK_CHECKSUM | compatible::MTIME).into(),
+            block_shift: format::BLOCK_SHIFT,
+            extension_slots: 0,
+            root_nid: (self.layout.placed(Tree::ROOT).nid as u16).into(),
+            inodes: self.inodes().into(),
+            build_time: (time.seconds as u64).into(),
+            build_time_nanoseconds: time.nanoseconds.into(),
+            blocks: u32::try_from(total_blocks).unwrap_or(u32::MAX).into(),
+            metadata_block: self.metadata_block.into(),
+            xattr_block: xattr_block.into(),
+            uuid: self.uuid,
+            volume_name: [0; 16],
+            feature_incompat: features.into(),
+            compression: 0.into(),
+            extra_devices: 0.into(),
+            device_table_slot: 0.into(),
+            directory_block_shift: 0,
+            xattr_prefix_count: 0,
+            xattr_prefix_start: 0.into(),
+            packed_nid: 0.into(),
+            reserved: [0; 24],
+        };
+        let mut bytes = [0; format::BLOCK_BYTES - format::SUPERBLOCK_OFFSET];
+        bytes[..size_of::<SuperBlock>()].copy_from_slice(superblock.as_bytes());
+        superblock.checksum = format::superblock_checksum(&bytes).into();
+        bytes[..size_of::<SuperBlock>()].copy_from_slice(superblock.as_bytes());
+        bytes
     }
 }

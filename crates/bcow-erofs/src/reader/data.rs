@@ -1,0 +1,302 @@
+//! File content: extents and bytes.
+
+use zerocopy::FromBytes;
+
+use super::inode::{ChunkEntry, Data};
+use super::{ErofsError, FileType, Filesystem, Inode, InodeProblem};
+use crate::format::{ChunkIndex, NULL_BLOCK};
+
+/// Longest target of a symbolic link: a path with its NUL is at most 4096 bytes.
+const LINK_MAX: u64 = 4095;
+
+/// Chunk table entries read at once.
+const BATCH_ENTRIES: u64 = 512;
+
+/// What holes are lent as.
+static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+
+/// A run of a file's bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileExtent {
+    /// First byte in the file.
+    pub offset: u64,
+    /// Length in bytes.
+    pub length: u64,
+    /// Where they are.
+    pub source: ExtentSource,
+}
+
+/// Where a run of a file's bytes is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExtentSource {
+    /// From this byte of the device on. The whole extent lies on the device.
+    Device {
+        /// Byte offset.
+        offset: u64,
+    },
+    /// Nowhere: zeros.
+    Hole,
+}
+
+impl Filesystem {
+    /// The extents of a regular file from byte `offset` to its end, in order, without gaps and as long as
+    /// they can be. After an error there is nothing more.
+    pub fn extents(
+        &self,
+        inode: &Inode,
+        offset: u64,
+    ) -> impl Iterator<Item = Result<FileExtent, ErofsError>> + use<'_> {
+        Extents::new(self, inode, offset, inode.size)
+    }
+
+    /// Reads a regular file from byte `offset` on; returns the bytes read, less than asked for only at the
+    /// end of the file.
+    pub fn read(&self, inode: &Inode, offset: u64, buf: &mut [u8]) -> Result<usize, ErofsError> {
+        regular(inode)?;
+        self.read_content(inode, offset, buf)
+    }
+
+    /// Lends `length` bytes of a regular file from byte `offset` on to `sink`, in order and in pieces as the
+    /// device has them; less only at the end of the file. After an error, some pieces may have been lent.
+    pub fn read_with(
+        &self,
+        inode: &Inode,
+        offset: u64,
+        length: u64,
+        sink: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), ErofsError> {
+        regular(inode)?;
+        let end = offset.saturating_add(length);
+        for extent in Extents::new(self, inode, offset, end) {
+            let extent = extent?;
+            match extent.source {
+                ExtentSource::Device { offset } => {
+                    self.device.read_with(offset, extent.length, sink)?;
+                }
+                ExtentSource::Hole => {
+                    let mut left = extent.length;
+                    while left > 0 {
+                        let piece = left.min(ZEROS.len() as u64);
+                        sink(&ZEROS[..piece as usize]);
+                        left -= piece;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A symbolic link's target.
+    pub fn read_link(&self, inode: &Inode) -> Result<Vec<u8>, ErofsError> {
+        if inode.kind != FileType::Symlink {
+            return Err(ErofsError::WrongKind {
+                nid: inode.nid,
+                expected: "symbolic link",
+                found: inode.kind,
+            });
+        }
+        if inode.size == 0 || inode.size > LINK_MAX {
+            return Err(ErofsError::Inode {
+                nid: inode.nid,
+                problem: InodeProblem::LinkTarget(inode.size),
+            });
+        }
+        let mut target = vec![0; inode.size as usize];
+        self.read_content(inode, 0, &mut target)?;
+        Ok(target)
+    }
+
+    /// Content of whatever has content.
+    pub(super) fn read_content(
+        &self,
+        inode: &Inode,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, ErofsError> {
+        let end = offset.saturating_add(buf.len() as u64);
+        let mut done = 0;
+        for extent in Extents::new(self, inode, offset, end) {
+            let extent = extent?;
+            // The extents together are no longer than buf.
+            let piece = &mut buf[done..done + extent.length as usize];
+            match extent.source {
+                ExtentSource::Device { offset } => self.device_read(offset, piece)?,
+                ExtentSource::Hole => piece.fill(0),
+            }
+            done += piece.len();
+        }
+        Ok(done)
+    }
+}
+
+fn regular(inode: &Inode) -> Result<(), ErofsError> {
+    match inode.kind {
+        FileType::Regular => Ok(()),
+        found => Err(ErofsError::WrongKind {
+            nid: inode.nid,
+            expected: "regular file",
+            found,
+        }),
+    }
+}
+
+/// Iterator over the extents between two bytes of a file.
+struct Extents<'a> {
+    fs: &'a Filesystem,
+    inode: Inode,
+    at: u64,
+    /// Within the file.
+    end: u64,
+    /// Part of the chunk table, and the chunk it starts with.
+    batch: Vec<u8>,
+    batch_first: u64,
+}
+
+impl<'a> Extents<'a> {
+    fn new(fs: &'a Filesystem, inode: &Inode, start: u64, end: u64) -> Self {
+        Extents {
+            fs,
+            inode: *inode,
+            at: start,
+            end: end.min(inode.size),
+            batch: Vec::new(),
+            batch_first: 0,
+        }
+    }
+
+    fn extent(&mut self) -> Result<FileExtent, ErofsError> {
+        let at = self.at;
+        let left = self.end - at;
+        let (length, source) = match self.inode.data {
+            Data::None | Data::Hole => (left, ExtentSource::Hole),
+            Data::Plain { offset } => {
+                let offset = offset + at;
+                (left, ExtentSource::Device { offset })
+            }
+            Data::Inline {
+                offset,
+                tail_offset,
+            } => {
+                let inline_from = self.inode.size - self.inode.tail_bytes(self.fs.block_bytes());
+                if at < inline_from {
+                    let offset = offset + at;
+                    (left.min(inline_from - at), ExtentSource::Device { offset })
+                } else {
+                    let offset = tail_offset + (at - inline_from);
+                    (left, ExtentSource::Device { offset })
+                }
+            }
+            Data::Chunked {
+                table,
+                shift,
+                entry,
+            } => self.chunks(table, shift, entry)?,
+            Data::Compressed => {
+                return Err(ErofsError::UnsupportedInode {
+                    nid: self.inode.nid,
+                    what: "EROFS compression",
+                });
+            }
+        };
+        Ok(FileExtent {
+            offset: at,
+            length,
+            source,
+        })
+    }
+
+    /// The run of chunks at `self.at` that lie one behind the other, or are all holes.
+    fn chunks(
+        &mut self,
+        table: u64,
+        shift: u8,
+        entry: ChunkEntry,
+    ) -> Result<(u64, ExtentSource), ErofsError> {
+        let chunk_bytes = 1u64 << shift;
+        let first = self.at >> shift;
+        let within = self.at & (chunk_bytes - 1);
+        let start = self.chunk(table, shift, entry, first)?;
+        let mut next = first + 1;
+        let mut length = (chunk_bytes - within).min(self.end - self.at);
+        while self.at + length < self.end {
+            let here = self.chunk(table, shift, entry, next)?;
+            let follows = match (start, here) {
+                (None, None) => true,
+                // Below 2^44 + 2^63, as the file is shorter than 2^63 bytes.
+                (Some(start), Some(here)) => here == start + ((next - first) << shift),
+                _ => false,
+            };
+            if !follows {
+                break;
+            }
+            next += 1;
+            length = length.saturating_add(chunk_bytes).min(self.end - self.at);
+        }
+        let source = match start {
+            None => ExtentSource::Hole,
+            Some(start) => {
+                let offset = start + within;
+                let nid = self.inode.nid;
+                self.fs.check_content(nid, self.at, length, offset)?;
+                ExtentSource::Device { offset }
+            }
+        };
+        Ok((length, source))
+    }
+
+    /// Where a chunk starts on the device, `None` if it is a hole. `index` is below the table's length.
+    fn chunk(
+        &mut self,
+        table: u64,
+        shift: u8,
+        entry: ChunkEntry,
+        index: u64,
+    ) -> Result<Option<u64>, ErofsError> {
+        let entry_bytes = u64::from(entry.bytes());
+        let loaded = self.batch.len() as u64 / entry_bytes;
+        if index < self.batch_first || index >= self.batch_first + loaded {
+            // The inode was refused if its table did not lie on the device.
+            let wanted = (self.end - 1) >> shift;
+            let count = (wanted - index + 1).min(BATCH_ENTRIES);
+            self.batch.clear();
+            self.batch.resize((count * entry_bytes) as usize, 0);
+            self.fs
+                .device_read(table + index * entry_bytes, &mut self.batch)?;
+            self.batch_first = index;
+        }
+        let at = ((index - self.batch_first) * entry_bytes) as usize;
+        let bytes = &self.batch[at..at + entry_bytes as usize];
+        let block = match entry {
+            ChunkEntry::Address => u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+            ChunkEntry::Index => match ChunkIndex::ref_from_bytes(bytes) {
+                Ok(index) if index.block.get() == NULL_BLOCK || index.device.get() == 0 => {
+                    index.block.get()
+                }
+                Ok(index) => {
+                    return Err(ErofsError::Inode {
+                        nid: self.inode.nid,
+                        problem: InodeProblem::ChunkDevice(index.device.get()),
+                    });
+                }
+                Err(_) => NULL_BLOCK,
+            },
+        };
+        Ok((block != NULL_BLOCK).then(|| u64::from(block) * self.fs.block_bytes()))
+    }
+}
+
+impl Iterator for Extents<'_> {
+    type Item = Result<FileExtent, ErofsError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.at >= self.end {
+            return None;
+        }
+        let extent = self.extent();
+        match &extent {
+            Ok(extent) => self.at += extent.length,
+            Err(_) => self.at = self.end,
+        }
+        Some(extent)
+    }
+}

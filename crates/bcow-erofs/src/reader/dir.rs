@@ -1,0 +1,242 @@
+//! Directories: lookup and listing.
+
+use std::cmp::Ordering;
+use std::ops::ControlFlow;
+
+use zerocopy::FromBytes;
+
+use super::{DirectoryProblem, ErofsError, FileType, Filesystem, Inode, Nid};
+use crate::format::{BLOCK_BYTES, Dirent, NAME_MAX, dirent_type};
+
+const DIRENT: usize = size_of::<Dirent>();
+
+/// A name in a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DirEntry<'a> {
+    /// What it names. Not validated: [`Filesystem::inode`] does that.
+    pub nid: Nid,
+    /// The name, 1..=255 bytes without slash and NUL.
+    pub name: &'a [u8],
+    /// Its type, as the directory says.
+    pub kind: FileType,
+    /// Where [`Filesystem::read_dir`] goes on behind it.
+    pub next_cookie: u64,
+}
+
+impl Filesystem {
+    /// Finds a name in a directory, `.` and `..` included. Reads about log2(blocks) blocks.
+    pub fn lookup<'n>(
+        &self,
+        dir: &Inode,
+        name: &'n [u8],
+    ) -> Result<Option<DirEntry<'n>>, ErofsError> {
+        directory(dir)?;
+        if !valid_name(name) {
+            return Ok(None);
+        }
+        let mut buf = [0; BLOCK_BYTES];
+        let (mut low, mut high) = (0, dir.size.div_ceil(self.block_bytes()));
+        while low < high {
+            let middle = low + (high - low) / 2;
+            let block = self.directory_block(dir, middle, &mut buf)?;
+            if name < block.name(0)? {
+                high = middle;
+            } else if name > block.name(block.count - 1)? {
+                low = middle + 1;
+            } else {
+                let Some(index) = block.find(name)? else {
+                    return Ok(None);
+                };
+                let (nid, kind) = self.target(&block, index)?;
+                return Ok(Some(DirEntry {
+                    nid,
+                    name,
+                    kind,
+                    next_cookie: self.next_cookie(&block, index),
+                }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Lists a directory from `cookie` on, `.` and `..` included, sorted by bytes. `each` stops it with
+    /// [`ControlFlow::Break`]. Cookie 0 is the start; others come from [`DirEntry::next_cookie`], and one
+    /// that does not is answered with some entries or none.
+    pub fn read_dir(
+        &self,
+        dir: &Inode,
+        cookie: u64,
+        each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), ErofsError> {
+        directory(dir)?;
+        let mut buf = [0; BLOCK_BYTES];
+        let block_bytes = self.block_bytes();
+        let first = cookie / block_bytes;
+        let mut skip = ((cookie % block_bytes) as usize).div_ceil(DIRENT);
+        for number in first..dir.size.div_ceil(block_bytes) {
+            let block = self.directory_block(dir, number, &mut buf)?;
+            for index in skip..block.count {
+                let name = block.name(index)?;
+                if !valid_name(name) {
+                    return Err(block.damaged(DirectoryProblem::Name { entry: index }));
+                }
+                let (nid, kind) = self.target(&block, index)?;
+                let entry = DirEntry {
+                    nid,
+                    name,
+                    kind,
+                    next_cookie: self.next_cookie(&block, index),
+                };
+                if each(entry).is_break() {
+                    return Ok(());
+                }
+            }
+            skip = 0;
+        }
+        Ok(())
+    }
+
+    fn directory_block<'b>(
+        &self,
+        dir: &Inode,
+        number: u64,
+        buf: &'b mut [u8; BLOCK_BYTES],
+    ) -> Result<Block<'b>, ErofsError> {
+        let block_bytes = self.block_bytes();
+        let start = number * block_bytes;
+        // Blocks of up to BLOCK_BYTES are all that the superblock allows.
+        let length = (dir.size - start).min(block_bytes) as usize;
+        self.read_content(dir, start, &mut buf[..length])?;
+        Block::new(dir.nid, number, &buf[..length])
+    }
+
+    fn target(&self, block: &Block<'_>, index: usize) -> Result<(Nid, FileType), ErofsError> {
+        let dirent = block.dirent(index)?;
+        let nid = Nid(dirent.nid.get());
+        let kind = match dirent.file_type {
+            dirent_type::REGULAR => FileType::Regular,
+            dirent_type::DIRECTORY => FileType::Directory,
+            dirent_type::CHAR_DEVICE => FileType::CharDevice,
+            dirent_type::BLOCK_DEVICE => FileType::BlockDevice,
+            dirent_type::FIFO => FileType::Fifo,
+            dirent_type::SOCKET => FileType::Socket,
+            dirent_type::SYMLINK => FileType::Symlink,
+            dirent_type::UNKNOWN => self.inode(nid)?.kind,
+            file_type => {
+                return Err(block.damaged(DirectoryProblem::FileType {
+                    entry: index,
+                    file_type,
+                }));
+            }
+        };
+        Ok((nid, kind))
+    }
+
+    fn next_cookie(&self, block: &Block<'_>, index: usize) -> u64 {
+        let next = index + 1;
+        let start = block.number * self.block_bytes();
+        if next < block.count {
+            start + (next * DIRENT) as u64
+        } else {
+            start + self.block_bytes()
+        }
+    }
+}
+
+fn directory(dir: &Inode) -> Result<(), ErofsError> {
+    match dir.kind {
+        FileType::Directory => Ok(()),
+        found => Err(ErofsError::WrongKind {
+            nid: dir.nid,
+            expected: "directory",
+            found,
+        }),
+    }
+}
+
+fn valid_name(name: &[u8]) -> bool {
+    !name.is_empty() && name.len() <= NAME_MAX && !name.iter().any(|&b| b == 0 || b == b'/')
+}
+
+/// A block of a directory with a valid number of entries; names and entries are checked when asked for.
+struct Block<'b> {
+    dir: Nid,
+    number: u64,
+    bytes: &'b [u8],
+    /// At least 1.
+    count: usize,
+}
+
+impl<'b> Block<'b> {
+    fn new(dir: Nid, number: u64, bytes: &'b [u8]) -> Result<Self, ErofsError> {
+        let mut block = Block {
+            dir,
+            number,
+            bytes,
+            count: 1,
+        };
+        if bytes.len() < DIRENT {
+            return Err(block.damaged(DirectoryProblem::Short(bytes.len())));
+        }
+        // Where the first name starts, the entries end.
+        let first = block.dirent(0)?.name_offset.get();
+        let end = usize::from(first);
+        if end == 0 || end % DIRENT != 0 || end >= bytes.len() {
+            return Err(block.damaged(DirectoryProblem::FirstNameOffset(first)));
+        }
+        block.count = end / DIRENT;
+        Ok(block)
+    }
+
+    fn damaged(&self, problem: DirectoryProblem) -> ErofsError {
+        ErofsError::Directory {
+            nid: self.dir,
+            block: self.number,
+            problem,
+        }
+    }
+
+    fn dirent(&self, index: usize) -> Result<&'b Dirent, ErofsError> {
+        let bytes = self.bytes.get(index * DIRENT..).unwrap_or_default();
+        match Dirent::ref_from_prefix(bytes) {
+            Ok((dirent, _)) => Ok(dirent),
+            Err(_) => Err(self.damaged(DirectoryProblem::Short(self.bytes.len()))),
+        }
+    }
+
+    /// A name: up to the next name; the last one up to the block's end or a NUL.
+    fn name(&self, index: usize) -> Result<&'b [u8], ErofsError> {
+        let start = usize::from(self.dirent(index)?.name_offset.get());
+        let is_last = index + 1 == self.count;
+        let end = if is_last {
+            self.bytes.len()
+        } else {
+            usize::from(self.dirent(index + 1)?.name_offset.get())
+        };
+        if start < self.count * DIRENT || start >= end || end > self.bytes.len() {
+            return Err(self.damaged(DirectoryProblem::NameRange {
+                entry: index,
+                start,
+                end,
+            }));
+        }
+        let name = &self.bytes[start..end];
+        match name.iter().position(|&b| b == 0) {
+            Some(length) if is_last => Ok(&name[..length]),
+            _ => Ok(name),
+        }
+    }
+
+    fn find(&self, name: &[u8]) -> Result<Option<usize>, ErofsError> {
+        let (mut low, mut high) = (0, self.count);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match name.cmp(self.name(middle)?) {
+                Ordering::Equal => return Ok(Some(middle)),
+                Ordering::Less => high = middle,
+                Ordering::Greater => low = middle + 1,
+            }
+        }
+        Ok(None)
+    }
+}

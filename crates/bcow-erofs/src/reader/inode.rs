@@ -1,0 +1,391 @@
+//! Inodes.
+
+use std::fmt;
+
+use zerocopy::FromBytes;
+
+use super::{ErofsError, Filesystem, InodeProblem};
+use crate::format::{
+    self, CHUNK_INDEXES, CHUNK_SHIFT_MASK, ChunkIndex, CompactInode, ExtendedInode, NULL_BLOCK,
+    SLOT_BYTES, XattrHeader, layout,
+};
+use crate::tree::{DeviceNumber, Timestamp};
+
+/// An inode's number: its place in the metadata area in units of 32 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Nid(pub u64);
+
+impl fmt::Display for Nid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What an inode is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FileType {
+    /// A regular file.
+    Regular,
+    /// A directory.
+    Directory,
+    /// A character device.
+    CharDevice,
+    /// A block device.
+    BlockDevice,
+    /// A named pipe.
+    Fifo,
+    /// A Unix socket.
+    Socket,
+    /// A symbolic link.
+    Symlink,
+}
+
+impl FileType {
+    /// The type bits of `st_mode`.
+    pub fn mode_bits(self) -> u32 {
+        match self {
+            FileType::Fifo => 0o010_000,
+            FileType::CharDevice => 0o020_000,
+            FileType::Directory => 0o040_000,
+            FileType::BlockDevice => 0o060_000,
+            FileType::Regular => 0o100_000,
+            FileType::Symlink => 0o120_000,
+            FileType::Socket => 0o140_000,
+        }
+    }
+
+    fn from_mode(mode: u16) -> Option<Self> {
+        Some(match mode & 0o170_000 {
+            0o010_000 => FileType::Fifo,
+            0o020_000 => FileType::CharDevice,
+            0o040_000 => FileType::Directory,
+            0o060_000 => FileType::BlockDevice,
+            0o100_000 => FileType::Regular,
+            0o120_000 => FileType::Symlink,
+            0o140_000 => FileType::Socket,
+            _ => return None,
+        })
+    }
+}
+
+/// A valid inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Inode {
+    /// Its place.
+    pub nid: Nid,
+    /// Its type.
+    pub kind: FileType,
+    /// Permission bits with set-id and sticky bits (`0o7777`).
+    pub permissions: u16,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Size in bytes.
+    pub size: u64,
+    /// Number of names.
+    pub nlink: u32,
+    /// Modification time.
+    pub mtime: Timestamp,
+    /// Device number of devices.
+    pub rdev: Option<DeviceNumber>,
+    /// Inode number for stat, the same that the kernel's EROFS gives: unique, and never 0 in images made by
+    /// bcow.
+    pub ino: u64,
+    pub(super) data: Data,
+    /// Where the xattrs start on the device.
+    pub(super) xattr_offset: u64,
+    /// Their length: 0, or at least the header.
+    pub(super) xattr_bytes: u32,
+}
+
+impl Inode {
+    /// `st_mode`: type and permissions.
+    pub fn mode(&self) -> u32 {
+        self.kind.mode_bits() | u32::from(self.permissions)
+    }
+
+    /// Whether it has extended attributes; cheaper than to look for one.
+    pub fn has_xattrs(&self) -> bool {
+        self.xattr_bytes > size_of::<XattrHeader>() as u32
+    }
+
+    /// First and last byte + 1 of the inode with all that lies beside it, on the device.
+    pub(crate) fn footprint(&self, fs: &Filesystem) -> (u64, u64) {
+        let start = fs.superblock.metadata_offset + self.nid.0 * SLOT_BYTES as u64;
+        let end = self.xattr_offset + u64::from(self.xattr_bytes);
+        let end = match self.data {
+            Data::Inline { tail_offset, .. } => tail_offset + self.tail_bytes(fs.block_bytes()),
+            Data::Chunked {
+                table,
+                shift,
+                entry,
+            } => table + u64::from(entry.bytes()) * self.size.div_ceil(1 << shift),
+            _ => end,
+        };
+        (start, end)
+    }
+
+    /// Bytes behind the last block that is not inline. A file of whole blocks has its last block inline.
+    pub(super) fn tail_bytes(&self, block_bytes: u64) -> u64 {
+        match self.size {
+            0 => 0,
+            size => size - (size - 1) / block_bytes * block_bytes,
+        }
+    }
+}
+
+/// Where the content is. Checked against the device except for the chunks' addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Data {
+    /// Devices, pipes, sockets; empty files.
+    None,
+    /// All of it from this device byte on.
+    Plain { offset: u64 },
+    /// All of it is a hole.
+    Hole,
+    /// Blocks from `offset` on, the rest at `tail_offset`.
+    Inline { offset: u64, tail_offset: u64 },
+    /// Chunks of `1 << shift` bytes by a table at this device byte.
+    Chunked {
+        table: u64,
+        shift: u8,
+        entry: ChunkEntry,
+    },
+    /// Compressed.
+    Compressed,
+}
+
+/// The two kinds of chunk tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ChunkEntry {
+    Address,
+    Index,
+}
+
+impl ChunkEntry {
+    pub(super) fn bytes(self) -> u8 {
+        match self {
+            ChunkEntry::Address => 4,
+            ChunkEntry::Index => size_of::<ChunkIndex>() as u8,
+        }
+    }
+}
+
+/// What both forms of an inode say, before it is checked.
+struct Raw {
+    bytes: u64,
+    format: u16,
+    xattr_count: u16,
+    mode: u16,
+    size: u64,
+    union: u32,
+    uid: u32,
+    gid: u32,
+    mtime: Timestamp,
+    nlink: u32,
+}
+
+impl Filesystem {
+    /// Reads and validates an inode.
+    pub fn inode(&self, nid: Nid) -> Result<Inode, ErofsError> {
+        let damaged = |problem| ErofsError::Inode { nid, problem };
+        let offset = (nid.0)
+            .checked_mul(SLOT_BYTES as u64)
+            .and_then(|offset| offset.checked_add(self.superblock.metadata_offset))
+            .filter(|&offset| self.on_device(offset, size_of::<CompactInode>() as u64))
+            .ok_or(damaged(InodeProblem::OutOfRange))?;
+        let raw = self.raw_inode(nid, offset)?;
+        let Some(kind) = FileType::from_mode(raw.mode) else {
+            return Err(damaged(InodeProblem::Mode(raw.mode)));
+        };
+        if raw.size > i64::MAX as u64 {
+            return Err(damaged(InodeProblem::Size(raw.size)));
+        }
+        if raw.mtime.nanoseconds >= 1_000_000_000 {
+            return Err(damaged(InodeProblem::Nanoseconds(raw.mtime.nanoseconds)));
+        }
+        let xattr_offset = offset + raw.bytes;
+        let xattr_bytes = match raw.xattr_count {
+            0 => 0,
+            count => size_of::<XattrHeader>() as u32 + 4 * (u32::from(count) - 1),
+        };
+        if !self.on_device(xattr_offset, xattr_bytes.into()) {
+            return Err(damaged(InodeProblem::PartOutOfRange("xattr area")));
+        }
+        let data_offset = xattr_offset + u64::from(xattr_bytes);
+        let rdev = match kind {
+            FileType::CharDevice | FileType::BlockDevice => {
+                let (major, minor) = format::decode_device(raw.union);
+                Some(DeviceNumber { major, minor })
+            }
+            _ => None,
+        };
+        let mut inode = Inode {
+            nid,
+            kind,
+            permissions: raw.mode & 0o7777,
+            uid: raw.uid,
+            gid: raw.gid,
+            size: raw.size,
+            nlink: raw.nlink,
+            mtime: raw.mtime,
+            rdev,
+            ino: nid.0,
+            data: Data::None,
+            xattr_offset,
+            xattr_bytes,
+        };
+        inode.data = self.data(&inode, &raw, data_offset)?;
+        Ok(inode)
+    }
+
+    fn raw_inode(&self, nid: Nid, offset: u64) -> Result<Raw, ErofsError> {
+        let damaged = |problem| ErofsError::Inode { nid, problem };
+        // Most inodes are read with one call, whichever form they have.
+        let mut buf = [0; size_of::<ExtendedInode>()];
+        let available = (self.device_bytes - offset).min(buf.len() as u64) as usize;
+        self.device_read(offset, &mut buf[..available])?;
+        let format = u16::from_le_bytes([buf[0], buf[1]]);
+        if format & 1 == 0 {
+            let Ok((raw, _)) = CompactInode::ref_from_prefix(&buf) else {
+                return Err(damaged(InodeProblem::OutOfRange));
+            };
+            let base = self.superblock.build_time;
+            let delta = i64::from(raw.mtime_delta.get());
+            Ok(Raw {
+                bytes: size_of::<CompactInode>() as u64,
+                format,
+                xattr_count: raw.xattr_count.get(),
+                mode: raw.mode.get(),
+                size: raw.size.get().into(),
+                union: raw.union.get(),
+                uid: raw.uid.get().into(),
+                gid: raw.gid.get().into(),
+                mtime: Timestamp {
+                    seconds: base.seconds.wrapping_add(delta),
+                    nanoseconds: base.nanoseconds,
+                },
+                nlink: raw.nlink.get().into(),
+            })
+        } else {
+            if available < buf.len() {
+                return Err(damaged(InodeProblem::OutOfRange));
+            }
+            let Ok(raw) = ExtendedInode::ref_from_bytes(&buf) else {
+                return Err(damaged(InodeProblem::OutOfRange));
+            };
+            Ok(Raw {
+                bytes: size_of::<ExtendedInode>() as u64,
+                format,
+                xattr_count: raw.xattr_count.get(),
+                mode: raw.mode.get(),
+                size: raw.size.get(),
+                union: raw.union.get(),
+                uid: raw.uid.get(),
+                gid: raw.gid.get(),
+                mtime: Timestamp {
+                    seconds: raw.mtime.get() as i64,
+                    nanoseconds: raw.mtime_nanoseconds.get(),
+                },
+                nlink: raw.nlink.get(),
+            })
+        }
+    }
+
+    fn data(&self, inode: &Inode, raw: &Raw, data_offset: u64) -> Result<Data, ErofsError> {
+        let nid = inode.nid;
+        let damaged = |problem| ErofsError::Inode { nid, problem };
+        if raw.format & !0xf != 0 {
+            return Err(ErofsError::UnsupportedInode {
+                nid,
+                what: "an inode format beyond layout and size (feature 48bit)",
+            });
+        }
+        let block_bytes = self.block_bytes();
+        let form = raw.format >> 1;
+        if form > layout::CHUNKED {
+            return Err(damaged(InodeProblem::Layout(form)));
+        }
+        let has_content = matches!(
+            inode.kind,
+            FileType::Regular | FileType::Directory | FileType::Symlink
+        );
+        if !has_content || inode.size == 0 {
+            return Ok(Data::None);
+        }
+        let offset = u64::from(raw.union) * block_bytes;
+        match form {
+            layout::PLAIN if raw.union == NULL_BLOCK => Ok(Data::Hole),
+            layout::PLAIN => {
+                self.check_content(nid, 0, inode.size, offset)?;
+                Ok(Data::Plain { offset })
+            }
+            layout::INLINE => {
+                let tail = inode.tail_bytes(block_bytes);
+                if !self.on_device(data_offset, tail) {
+                    return Err(damaged(InodeProblem::PartOutOfRange("inline tail")));
+                }
+                if data_offset % block_bytes + tail > block_bytes {
+                    return Err(damaged(InodeProblem::TailCrossesBlock));
+                }
+                if inode.size > tail {
+                    self.check_content(nid, 0, inode.size - tail, offset)?;
+                }
+                Ok(Data::Inline {
+                    offset,
+                    tail_offset: data_offset,
+                })
+            }
+            layout::CHUNKED => {
+                let chunk_format = (raw.union & 0xffff) as u16;
+                if chunk_format & !(CHUNK_SHIFT_MASK | CHUNK_INDEXES) != 0 {
+                    return Err(ErofsError::UnsupportedInode {
+                        nid,
+                        what: "a chunk format beyond size and indexes (feature 48bit)",
+                    });
+                }
+                let entry = match chunk_format & CHUNK_INDEXES {
+                    0 => ChunkEntry::Address,
+                    _ => ChunkEntry::Index,
+                };
+                let block_shift = block_bytes.trailing_zeros() as u8;
+                // At most 12 + 31.
+                let shift = block_shift + (chunk_format & CHUNK_SHIFT_MASK) as u8;
+                let table = data_offset.next_multiple_of(entry.bytes().into());
+                // size < 2^63, so this is below 2^63 / 512 * 8.
+                let table_bytes = inode.size.div_ceil(1 << shift) * u64::from(entry.bytes());
+                if !self.on_device(table, table_bytes) {
+                    return Err(damaged(InodeProblem::PartOutOfRange("chunk table")));
+                }
+                Ok(Data::Chunked {
+                    table,
+                    shift,
+                    entry,
+                })
+            }
+            _ => Ok(Data::Compressed),
+        }
+    }
+
+    /// That content which starts at byte `offset` of the file lies on the device.
+    pub(super) fn check_content(
+        &self,
+        nid: Nid,
+        offset: u64,
+        length: u64,
+        device_offset: u64,
+    ) -> Result<(), ErofsError> {
+        if self.on_device(device_offset, length) {
+            return Ok(());
+        }
+        Err(ErofsError::Inode {
+            nid,
+            problem: InodeProblem::Content {
+                offset,
+                length,
+                device_offset,
+            },
+        })
+    }
+}

@@ -1,0 +1,161 @@
+//! The superblock: the one door into a file system.
+
+use bcow::BlockDevice;
+use zerocopy::FromBytes;
+
+use super::error::names;
+use super::{ErofsError, Nid};
+use crate::format::{self, SLOT_BYTES, SuperBlock, compatible, incompatible};
+use crate::tree::Timestamp;
+
+/// The incompatible features that images may have. Those for compression only say that compressed files may
+/// exist, and opening one says so then.
+const SUPPORTED: u32 = incompatible::ZERO_PADDING
+    | incompatible::COMPRESSION_CONFIGS
+    | incompatible::CHUNKED_FILE
+    | incompatible::DEVICE_TABLE
+    | incompatible::COMPRESSED_TAILS
+    | incompatible::FRAGMENTS;
+
+/// The valid superblock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Superblock {
+    /// Block size in bytes, 512..=4096.
+    pub block_bytes: u32,
+    /// The root directory.
+    pub root: Nid,
+    /// Number of inodes, as the superblock claims.
+    pub inodes: u64,
+    /// Number of blocks, as the superblock claims.
+    pub blocks: u64,
+    /// Time of compact inodes.
+    pub build_time: Timestamp,
+    /// Volume id.
+    pub uuid: [u8; 16],
+    /// Volume name without trailing NULs.
+    pub volume_name: Vec<u8>,
+    /// Compatible feature bits.
+    pub features_compatible: u32,
+    /// Incompatible feature bits.
+    pub features_incompatible: u32,
+    /// First byte of the metadata area.
+    pub metadata_offset: u64,
+    /// First byte of the shared xattrs.
+    pub xattr_offset: u64,
+}
+
+impl Superblock {
+    /// All feature bits by name, compatible ones first.
+    pub fn features(&self) -> Vec<String> {
+        let mut all = names(self.features_compatible, compatible::NAMES);
+        all.extend(names(self.features_incompatible, incompatible::NAMES));
+        all
+    }
+
+    pub(super) fn read(device: &dyn BlockDevice) -> Result<Superblock, ErofsError> {
+        let device_bytes = device.size();
+        let offset = format::SUPERBLOCK_OFFSET;
+        let raw_bytes = size_of::<SuperBlock>();
+        if device_bytes < (offset + raw_bytes) as u64 {
+            return Err(ErofsError::TooSmall { device_bytes });
+        }
+        // To the end of the largest block, for the checksum.
+        let mut buf = [0; format::BLOCK_BYTES - format::SUPERBLOCK_OFFSET];
+        let available = buf.len().min((device_bytes - offset as u64) as usize);
+        device.read_at(offset as u64, &mut buf[..available])?;
+        let Ok((raw, _)) = SuperBlock::ref_from_prefix(&buf) else {
+            return Err(ErofsError::TooSmall { device_bytes });
+        };
+        if raw.magic.get() != format::MAGIC {
+            return Err(ErofsError::NotErofs {
+                found: raw.magic.get(),
+            });
+        }
+        let unknown = raw.feature_incompat.get() & !SUPPORTED;
+        if unknown != 0 {
+            return Err(ErofsError::UnsupportedFeature { bits: unknown });
+        }
+        // The same bit stands for a second compression algorithm, which is harmless.
+        if raw.feature_incompat.get() & incompatible::DEVICE_TABLE != 0
+            && raw.extra_devices.get() != 0
+        {
+            return Err(ErofsError::UnsupportedFeature {
+                bits: incompatible::DEVICE_TABLE,
+            });
+        }
+        if !(9..=format::BLOCK_SHIFT).contains(&raw.block_shift) {
+            return Err(ErofsError::UnsupportedValue {
+                what: "block size shift",
+                value: raw.block_shift.into(),
+            });
+        }
+        if raw.directory_block_shift != 0 {
+            return Err(ErofsError::UnsupportedValue {
+                what: "directory block size shift",
+                value: raw.directory_block_shift.into(),
+            });
+        }
+        check_checksum(raw, &buf, available)?;
+        let build_time = Timestamp {
+            seconds: raw.build_time.get() as i64,
+            nanoseconds: raw.build_time_nanoseconds.get(),
+        };
+        if build_time.nanoseconds >= 1_000_000_000 {
+            return Err(ErofsError::Superblock {
+                field: "build time nanoseconds",
+                value: build_time.nanoseconds.into(),
+            });
+        }
+        let metadata_offset = u64::from(raw.metadata_block.get()) << raw.block_shift;
+        let root = Nid(raw.root_nid.get().into());
+        if metadata_offset + root.0 * SLOT_BYTES as u64 >= device_bytes {
+            return Err(ErofsError::Superblock {
+                field: "metadata block",
+                value: raw.metadata_block.get().into(),
+            });
+        }
+        let name = &raw.volume_name;
+        let name_bytes = name.iter().position(|&b| b == 0).unwrap_or(name.len());
+        Ok(Superblock {
+            block_bytes: 1 << raw.block_shift,
+            root,
+            inodes: raw.inodes.get(),
+            blocks: raw.blocks.get().into(),
+            build_time,
+            uuid: raw.uuid,
+            volume_name: name[..name_bytes].to_vec(),
+            features_compatible: raw.feature_compat.get(),
+            features_incompatible: raw.feature_incompat.get(),
+            metadata_offset,
+            xattr_offset: u64::from(raw.xattr_block.get()) << raw.block_shift,
+        })
+    }
+}
+
+// Cargo does not know the cfg that cargo-fuzz sets.
+#[allow(unexpected_cfgs)]
+fn check_checksum(raw: &SuperBlock, buf: &[u8], available: usize) -> Result<(), ErofsError> {
+    // A fuzzer would never get past it.
+    if cfg!(fuzzing) || raw.feature_compat.get() & compatible::SUPERBLOCK_CHECKSUM == 0 {
+        return Ok(());
+    }
+    // To the end of the block that holds the superblock; of small blocks, one block's length.
+    let block = 1usize << raw.block_shift;
+    let covered = match block.checked_sub(format::SUPERBLOCK_OFFSET) {
+        None | Some(0) => block,
+        Some(rest) => rest,
+    };
+    let expected = raw.checksum.get();
+    let found = match buf[..available].get(..covered) {
+        Some(bytes) => format::superblock_checksum(bytes),
+        None => {
+            return Err(ErofsError::TooSmall {
+                device_bytes: (format::SUPERBLOCK_OFFSET + available) as u64,
+            });
+        }
+    };
+    if found != expected {
+        return Err(ErofsError::SuperblockChecksum { expected, found });
+    }
+    Ok(())
+}

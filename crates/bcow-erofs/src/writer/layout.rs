@@ -1,0 +1,301 @@
+//! Where every inode and directory block goes.
+
+use super::dirs::directory_bytes;
+use super::space::Space;
+use super::xattrs::XattrTable;
+use super::{WriteError, WriteOptions};
+use crate::format::{BLOCK_BYTES, CompactInode, ExtendedInode, layout};
+use crate::tree::{Blocks, NodeId, NodeKind, Timestamp, Tree};
+
+const BLOCK: u64 = BLOCK_BYTES as u64;
+
+/// Where an inode is and what it looks like.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Placed {
+    /// Slot in the metadata area; 0 until it is placed, which is nobody's.
+    pub nid: u32,
+    /// Number of names; of directories, 2 and one per subdirectory.
+    pub nlink: u32,
+    /// Of directories, index into [`Layout::directories`]. Of symbolic links without inline target, the
+    /// block of the target, counted from the start of the metadata.
+    pub extra: u32,
+    /// 64-byte inode.
+    pub extended: bool,
+    /// One of [`layout`].
+    pub layout: u8,
+}
+
+/// What only directories have.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PlacedDirectory {
+    pub parent: NodeId,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// First block that is not inline, counted from the start of the metadata.
+    pub first_block: u32,
+}
+
+/// Something to write, in order of its place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Item {
+    /// Where, in slots from the start of the metadata.
+    pub slot: u32,
+    /// What.
+    pub node: NodeId,
+    /// The blocks of this directory or link, not the inode.
+    pub blocks: bool,
+}
+
+/// The plan of the metadata area.
+pub(super) struct Layout {
+    placed: Vec<Placed>,
+    directories: Vec<PlacedDirectory>,
+    items: Vec<Item>,
+    build_time: Timestamp,
+    has_chunks: bool,
+    blocks: u64,
+}
+
+impl Layout {
+    pub(super) fn new(
+        tree: &Tree,
+        options: &WriteOptions,
+        xattrs: &XattrTable<'_>,
+    ) -> Result<Layout, WriteError> {
+        let (placed, directories) = count_links(tree);
+        let mut builder = Builder {
+            tree,
+            xattrs,
+            inline_max: options.inline_max,
+            space: Space::new(options.metadata_start)?,
+            layout: Layout {
+                placed,
+                directories,
+                items: Vec::with_capacity(tree.len()),
+                build_time: commonest_time(tree),
+                has_chunks: false,
+                blocks: 0,
+            },
+        };
+        builder.walk()?;
+        let mut layout = builder.layout;
+        layout.blocks = builder.space.used_blocks();
+        // Nearly sorted: only what filled a gap came late.
+        layout.items.sort_unstable();
+        Ok(layout)
+    }
+
+    pub(super) fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    pub(super) fn build_time(&self) -> Timestamp {
+        self.build_time
+    }
+
+    pub(super) fn has_chunks(&self) -> bool {
+        self.has_chunks
+    }
+
+    pub(super) fn items(&self) -> &[Item] {
+        &self.items
+    }
+
+    pub(super) fn placed(&self, id: NodeId) -> Placed {
+        self.placed[id.index()]
+    }
+
+    /// What only directories have; `id` is one.
+    pub(super) fn directory(&self, id: NodeId) -> PlacedDirectory {
+        self.directories[self.placed[id.index()].extra as usize]
+    }
+}
+
+struct Builder<'a, 't> {
+    tree: &'a Tree,
+    xattrs: &'a XattrTable<'t>,
+    inline_max: u16,
+    space: Space,
+    layout: Layout,
+}
+
+impl Builder<'_, '_> {
+    /// Depth first; the blocks of a directory, then the inodes of its children.
+    fn walk(&mut self) -> Result<(), WriteError> {
+        self.place(Tree::ROOT)?;
+        let mut pending = vec![Tree::ROOT];
+        while let Some(dir) = pending.pop() {
+            let NodeKind::Directory(directory) = &self.tree.node(dir).kind else {
+                continue;
+            };
+            self.place_directory_blocks(dir)?;
+            let first = pending.len();
+            for &child in directory.children.values() {
+                // Otherwise another name of an inode that is placed.
+                if self.layout.placed(child).nid == 0 {
+                    self.place(child)?;
+                    if matches!(self.tree.node(child).kind, NodeKind::Directory(_)) {
+                        pending.push(child);
+                    }
+                }
+            }
+            // The stack gives the last first.
+            pending[first..].reverse();
+        }
+        Ok(())
+    }
+
+    fn place_directory_blocks(&mut self, dir: NodeId) -> Result<(), WriteError> {
+        let bytes = self.layout.directory(dir).bytes;
+        let blocks = match u16::from(self.layout.placed(dir).layout) {
+            layout::INLINE => bytes / BLOCK,
+            _ => bytes.div_ceil(BLOCK),
+        };
+        if blocks > 0 {
+            let first_block = self.place_blocks(dir, blocks)?;
+            let index = self.layout.placed(dir).extra as usize;
+            self.layout.directories[index].first_block = first_block;
+        }
+        Ok(())
+    }
+
+    fn place_blocks(&mut self, node: NodeId, blocks: u64) -> Result<u32, WriteError> {
+        let (block, slot) = self.space.blocks(blocks)?;
+        self.layout.items.push(Item {
+            slot,
+            node,
+            blocks: true,
+        });
+        Ok(block)
+    }
+
+    fn place(&mut self, id: NodeId) -> Result<(), WriteError> {
+        let node = self.tree.node(id);
+        let attributes = &node.attributes;
+        let mut placed = self.layout.placed(id);
+        let size = match &node.kind {
+            NodeKind::Directory(_) => self.layout.directory(id).bytes,
+            NodeKind::Regular(content) => content.size,
+            NodeKind::Symlink(target) => target.len() as u64,
+            _ => 0,
+        };
+        placed.extended = attributes.mtime != self.layout.build_time
+            || attributes.uid > u16::MAX.into()
+            || attributes.gid > u16::MAX.into()
+            || placed.nlink > u16::MAX.into()
+            || size > u32::MAX.into();
+        let inode_bytes = match placed.extended {
+            true => size_of::<ExtendedInode>(),
+            false => size_of::<CompactInode>(),
+        } as u64;
+        let mut head = inode_bytes + u64::from(self.xattrs.bytes(attributes.xattrs.as_ref()));
+        let mut tail = 0;
+        let mut form = layout::PLAIN;
+        match &node.kind {
+            NodeKind::Directory(_) | NodeKind::Symlink(_) => {
+                // In one block with its inode: older kernels refuse an inline link target elsewhere.
+                let rest = size % BLOCK;
+                if rest > 0 && head + rest <= BLOCK {
+                    form = layout::INLINE;
+                    tail = rest;
+                } else if matches!(node.kind, NodeKind::Symlink(_)) {
+                    placed.extra = self.place_blocks(id, 1)?;
+                }
+            }
+            NodeKind::Regular(content) => match (&content.blocks, content.tail) {
+                (Blocks::Chunked { chunk_shift, .. }, _) if size > 0 => {
+                    form = layout::CHUNKED;
+                    self.layout.has_chunks = true;
+                    head += 4 * size.div_ceil(BLOCK << chunk_shift);
+                }
+                (_, Some(stored)) => {
+                    if stored.length > self.inline_max {
+                        return Err(WriteError::Tail {
+                            path: self.tree.path(id),
+                            length: stored.length,
+                            inline_max: self.inline_max,
+                        });
+                    }
+                    form = layout::INLINE;
+                    tail = stored.length.into();
+                }
+                _ => {}
+            },
+            _ => {}
+        }
+        placed.layout = form as u8;
+        placed.nid = self.space.inode(head, inode_bytes, tail)?;
+        self.layout.placed[id.index()] = placed;
+        self.layout.items.push(Item {
+            slot: placed.nid,
+            node: id,
+            blocks: false,
+        });
+        Ok(())
+    }
+}
+
+/// Link counts, directory sizes and parents.
+fn count_links(tree: &Tree) -> (Vec<Placed>, Vec<PlacedDirectory>) {
+    let none = Placed {
+        nid: 0,
+        nlink: 0,
+        extra: 0,
+        extended: false,
+        layout: 0,
+    };
+    let mut placed = vec![none; tree.len()];
+    let mut directories = Vec::new();
+    placed[Tree::ROOT.index()].nlink = 2;
+    // A valid tree numbers parents before children, so each directory's parent is known when it comes up.
+    let mut parents = vec![Tree::ROOT];
+    for id in tree.ids() {
+        let NodeKind::Directory(directory) = &tree.node(id).kind else {
+            continue;
+        };
+        let index = match id {
+            Tree::ROOT => 0,
+            _ => placed[id.index()].extra as usize,
+        };
+        directories.resize(
+            directories.len().max(index + 1),
+            PlacedDirectory {
+                parent: Tree::ROOT,
+                bytes: 0,
+                first_block: 0,
+            },
+        );
+        directories[index] = PlacedDirectory {
+            parent: parents[index],
+            bytes: directory_bytes(directory),
+            first_block: 0,
+        };
+        for &child in directory.children.values() {
+            if matches!(tree.node(child).kind, NodeKind::Directory(_)) {
+                placed[child.index()].nlink = 2;
+                placed[child.index()].extra = parents.len() as u32;
+                parents.push(id);
+                placed[id.index()].nlink += 1;
+            } else {
+                placed[child.index()].nlink += 1;
+            }
+        }
+    }
+    (placed, directories)
+}
+
+/// The modification time that most inodes have; the earliest of several. Those inodes can be compact.
+fn commonest_time(tree: &Tree) -> Timestamp {
+    let mut times: Vec<Timestamp> = tree
+        .ids()
+        .map(|id| tree.node(id).attributes.mtime)
+        .collect();
+    times.sort_unstable();
+    let mut best = (0, Timestamp::default());
+    for run in times.chunk_by(|a, b| a == b) {
+        if run.len() > best.0 {
+            best = (run.len(), run[0]);
+        }
+    }
+    best.1
+}
