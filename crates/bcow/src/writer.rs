@@ -373,7 +373,7 @@ impl ImageWriter {
             features.incompatible |= incompatible::ZSTD;
         }
         if self.options.plain {
-            features.incompatible |= incompatible::PLAIN;
+            features.compatible |= compatible::PLAIN;
         }
         if self.options.erofs {
             features.compatible |= compatible::EROFS;
