@@ -10,7 +10,20 @@ use rustix::io::Errno;
 pub(crate) fn errno(error: &ErofsError) -> Errno {
     match error {
         ErofsError::Device(error) => device_errno(error),
-        // Whatever else is wrong with an EROFS structure is damage.
+        ErofsError::NotErofs { .. }
+        | ErofsError::TooSmall { .. }
+        | ErofsError::SuperblockChecksum { .. }
+        | ErofsError::Superblock { .. }
+        | ErofsError::Inode { .. }
+        | ErofsError::Directory { .. }
+        | ErofsError::Xattr { .. } => Errno::IO,
+        // Sound, as far as we can see, but beyond this reader. The kernel's EROFS says the same.
+        ErofsError::UnsupportedFeature { .. }
+        | ErofsError::UnsupportedValue { .. }
+        | ErofsError::UnsupportedInode { .. } => Errno::OPNOTSUPP,
+        ErofsError::WrongKind { .. } => Errno::INVAL,
+        ErofsError::TooManyLinks => Errno::LOOP,
+        // Both enums may grow (they are non-exhaustive): what is new is damage until somebody says otherwise.
         _ => Errno::IO,
     }
 }
@@ -28,7 +41,8 @@ fn device_errno(error: &bcow::Error) -> Errno {
         | bcow::Error::MissingBacking { .. }
         // The file system points to where the image has no bytes.
         | bcow::Error::OutOfRange { .. }
-        | bcow::Error::Unsupported(_) => Errno::IO,
+        => Errno::IO,
+        bcow::Error::Unsupported(_) => Errno::OPNOTSUPP,
         _ => Errno::IO,
     }
 }

@@ -17,7 +17,7 @@ use crate::node::{NodeId, NodeIds};
 const NAME_MAX: usize = 255;
 
 /// Chunks up to which the allocated size of a sparse file is counted exactly. A stat shall stay cheap.
-const COUNTED_EXTENTS: usize = 1 << 16;
+pub const COUNTED_EXTENTS: usize = 1 << 16;
 
 /// A mounted image.
 pub struct ImageFs {

@@ -1,0 +1,155 @@
+//! The file system without a mount.
+
+mod support;
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use bcow_fuse::NodeId;
+use bcow_fuse::fs::{ImageFs, Seek, TrustedNames, Wish};
+use rustix::io::Errno;
+use support::{noise, open, written_image};
+
+fn fs() -> ImageFs {
+    ImageFs::new(open(Arc::new(written_image())))
+}
+
+fn id(fs: &ImageFs, name: &[u8]) -> NodeId {
+    fs.lookup(NodeId::ROOT, name).unwrap().unwrap().id
+}
+
+fn listed(fs: &ImageFs, mut cookie: u64, at_once: usize) -> Vec<Vec<u8>> {
+    let mut names = Vec::new();
+    loop {
+        let mut seen = 0;
+        fs.read_dir(NodeId::ROOT, cookie, &mut |entry| {
+            if seen == at_once {
+                return ControlFlow::Break(());
+            }
+            seen += 1;
+            cookie = entry.next_cookie;
+            names.push(entry.name.to_vec());
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        if seen < at_once {
+            return names;
+        }
+    }
+}
+
+#[test]
+fn root_is_node_one_and_its_own_parent() {
+    let fs = fs();
+    for name in [&b"."[..], b".."] {
+        assert_eq!(id(&fs, name), NodeId::ROOT);
+    }
+    assert_eq!(fs.node(NodeId::ROOT).unwrap().inode.nlink, 2);
+}
+
+#[test]
+fn listing_in_pieces_equals_listing_at_once() {
+    let fs = fs();
+    let all = listed(&fs, 0, 100);
+    assert_eq!(all.len(), 4);
+    for at_once in 1..4 {
+        assert_eq!(listed(&fs, 0, at_once), all);
+    }
+}
+
+#[test]
+fn missing_name_is_none_and_too_long_a_name_an_error() {
+    let fs = fs();
+    assert!(fs.lookup(NodeId::ROOT, b"missing").unwrap().is_none());
+    assert!(fs.lookup(NodeId::ROOT, &[b'n'; 255]).unwrap().is_some());
+    let error = fs.lookup(NodeId::ROOT, &[b'n'; 256]).unwrap_err();
+    assert_eq!(error, Errno::NAMETOOLONG);
+}
+
+#[test]
+fn wrong_kind_of_node_is_refused_as_posix_has_it() {
+    let fs = fs();
+    let file = id(&fs, b"sparse");
+    let nothing = &mut |_: bcow_fuse::fs::Entry<'_>| ControlFlow::Continue(());
+    assert_eq!(fs.lookup(file, b"x").unwrap_err(), Errno::NOTDIR);
+    assert_eq!(fs.read_dir(file, 0, nothing).unwrap_err(), Errno::NOTDIR);
+    assert_eq!(fs.read_link(file).unwrap_err(), Errno::INVAL);
+    let read = fs.read(NodeId::ROOT, 0, 1, &mut Vec::new(), |_| ());
+    assert_eq!(read.unwrap_err(), Errno::ISDIR);
+    let seek = fs.seek(NodeId::ROOT, 0, Seek::Data);
+    assert_eq!(seek.unwrap_err(), Errno::INVAL);
+}
+
+#[test]
+fn read_is_short_at_the_end_only() {
+    let fs = fs();
+    let file = id(&fs, b"sparse");
+    let mut expected = vec![0; 3 * 4096];
+    expected[4096..8192].copy_from_slice(&noise(3, 4096));
+    let mut scratch = Vec::new();
+    for offset in [0, 1, 4095, 4096, 8191, 8192, 12_287, 12_288, 20_000] {
+        for length in [0, 1, 4096, 9000, u32::MAX] {
+            let got = fs
+                .read(file, offset, length, &mut scratch, <[u8]>::to_vec)
+                .unwrap();
+            let start = (offset as usize).min(expected.len());
+            let end = (start + length as usize).min(expected.len());
+            assert!(got == expected[start..end], "{length} bytes at {offset}");
+        }
+    }
+    let got = fs.read(file, u64::MAX, 1, &mut scratch, <[u8]>::len);
+    assert_eq!(got.unwrap(), 0);
+}
+
+#[test]
+fn nobody_may_write_and_plain_files_are_no_programs() {
+    let fs = fs();
+    let file = id(&fs, b"sparse");
+    assert_eq!(fs.access(file, Wish::Read), Ok(()));
+    assert_eq!(fs.access(file, Wish::Write), Err(Errno::ROFS));
+    assert_eq!(fs.access(file, Wish::Execute), Err(Errno::ACCESS));
+    assert_eq!(fs.access(NodeId::ROOT, Wish::Execute), Ok(()));
+}
+
+#[test]
+fn file_without_attributes_has_none() {
+    let fs = fs();
+    let file = id(&fs, b"sparse");
+    assert_eq!(fs.xattr(file, b"user.x"), Err(Errno::NODATA));
+    assert_eq!(fs.xattr_names(file, TrustedNames::Shown), Ok(Vec::new()));
+}
+
+#[test]
+fn any_node_id_is_answered_without_a_panic() {
+    let fs = fs();
+    let ids = (0..300)
+        .chain([1 << 59, 1 << 62, (1 << 62) + 1, (1 << 62) + 2, u64::MAX])
+        .map(NodeId);
+    for id in ids {
+        let _ = fs.node(id);
+        let _ = fs.lookup(id, b"sparse");
+        let _ = fs.read(id, 0, 4096, &mut Vec::new(), |_| ());
+        let _ = fs.seek(id, 0, Seek::Hole);
+        let _ = fs.xattr_names(id, TrustedNames::Shown);
+    }
+}
+
+#[test]
+fn semantics_page_names_the_limits_of_the_code() {
+    let page = include_str!("../../../docs/semantics.md");
+    let opening = page.split("\n## ").nth(1).unwrap();
+    assert!(
+        opening.starts_with("Tenets\n"),
+        "the page opens with its tenets"
+    );
+    assert!(opening.contains("1. **No silent wrong data.**"));
+    assert!(page.contains("FUSE calls\n  it 1") && NodeId::ROOT == NodeId(1));
+    let counted = bcow_fuse::fs::COUNTED_EXTENTS;
+    assert_eq!(counted, 65_536);
+    assert!(page.contains("more than\n  65,536 pieces"));
+    for option in ["default_permissions", "allow_other"] {
+        let mut options = bcow_fuse::MountOptions::default();
+        options.apply(option.as_ref()).unwrap();
+        assert!(page.contains(&format!("| `{option}` |")));
+    }
+}
