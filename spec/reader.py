@@ -264,10 +264,9 @@ VERSION = 1
 USES = {1: "image", 2: "disk", 3: "sketch"}
 STATES = {0: "writable", 1: "sealed"}
 
-INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows"}
-ZSTD, BACKING, RECORDS, WINDOWS = (1 << bit for bit in INCOMPATIBLE)
+INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows", 4: "plain"}
+ZSTD, BACKING, RECORDS, WINDOWS, PLAIN = (1 << bit for bit in INCOMPATIBLE)
 MERKLE = 1 << 0  # read-only-compatible
-PLAIN = 1 << 0  # compatible
 
 HEADER = struct.Struct(
     "<8sHHIQQQQ"  # magic version slot_bytes slot_crc generation, three feature masks
@@ -325,22 +324,28 @@ class Header:
 def choose_slot(start):
     """Section 3, "Choosing a slot". `start` is the first 1024 bytes of the file, or what there is of them."""
     intact = []
+    others = []
     magics = 0
     for name, at in (("A", 0), ("B", SLOT_BYTES)):
         slot = start[at : at + SLOT_BYTES]
         if slot[:8] != MAGIC:
             continue
         magics += 1
-        if len(slot) >= 10 and int.from_bytes(slot[8:10], "little") != VERSION:
-            version = int.from_bytes(slot[8:10], "little")
-            raise Rejected("version", f"slot-{name.lower()}", f"version {version}, not {VERSION}")
+        version = int.from_bytes(slot[8:10], "little") if len(slot) >= 10 else VERSION
+        other = Rejected("version", f"slot-{name.lower()}", f"version {version}, not {VERSION}")
+        if version != VERSION:
+            others.append(other)
         if len(slot) < SLOT_BYTES:
             continue
         header = Header(name, slot)
         if header.slot_bytes == SLOT_BYTES and header.slot_crc == crc32c(slot[:12] + bytes(4) + slot[16:]):
+            if version != VERSION:
+                raise other
             intact.append(header)
     if not magics:
         raise Rejected("not-bcow", "file", "neither header slot begins with the magic")
+    if not intact and others:
+        raise others[0]
     if not intact:
         raise Rejected("header-crc", "file", "no header slot is intact")
     # max() takes the first of equals: slot A.
@@ -394,6 +399,7 @@ def check_fields(h):
     must(h.backing_bytes or h.backing_crc == 0, "backing_crc without backing table")
     # Section 4.
     must(not h.incompatible & (BACKING | WINDOWS) or h.backing_count >= 1, "backing or windows without backing table")
+    must(not h.incompatible & PLAIN or not h.incompatible & (BACKING | WINDOWS), "a plain file with backing or windows")
     must(bool(h.read_only_compatible & MERKLE) == bool(h.merkle_chunk_shift), "bit merkle against merkle_chunk_shift")
     # The record log. The bit `records` was refused before.
     must(not h.log_bytes, "a record log without the feature records")
@@ -461,7 +467,7 @@ def check_entry(entry, header, in_root):
         must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has", "window-range")
         must(entry.check < header.backing_count, f"backing {entry.check}", "window-range")
     else:
-        plain = header.compatible & PLAIN
+        plain = header.incompatible & PLAIN
         at_zero = entry.address == 0 and plain and kind == "raw"
         must(entry.address >= CONTENT_START or at_zero, f"address {entry.address}")
         must(entry.address + entry.length <= header.file_bytes, "the stored range ends behind file_bytes")
@@ -760,7 +766,7 @@ class Bcow:
 
     def copy(self, start, end, write, shift):
         """Call write(at + shift, bytes) for the bytes start..end of the address space; what is not written is zero."""
-        if self.header.compatible & PLAIN:
+        if self.header.incompatible & PLAIN:
             start = max(start, SLOTS_END)  # section 11: zeros
         for entry in self.entries(start, end):
             first = max(start, entry.lba)

@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::{Header, Uba, compatible, incompatible};
+use crate::{Header, Uba, incompatible};
 
 /// Bytes of one entry.
 pub const ENTRY_BYTES: usize = 16;
@@ -124,7 +124,7 @@ pub fn decode_entry(
                 )));
             }
             check_place(&stored, context)?;
-            if features.has_compatible(compatible::PLAIN) && address != context.logical {
+            if features.has_incompatible(incompatible::PLAIN) && address != context.logical {
                 return Err(wrong(format!(
                     "plain file, but the block of byte {} is stored at byte {address}",
                     context.logical
@@ -137,7 +137,7 @@ pub fn decode_entry(
             if !features.has_incompatible(incompatible::ZSTD) {
                 return Err(wrong("zstd block without the feature `zstd`"));
             }
-            if features.has_compatible(compatible::PLAIN) {
+            if features.has_incompatible(incompatible::PLAIN) {
                 return Err(wrong("zstd block in a plain file"));
             }
             if length == 0 || u64::from(length) >= context.length {
@@ -170,7 +170,10 @@ pub fn decode_entry(
                     "window at a backing address that is no multiple of 4096",
                 ));
             }
-            if length == 0 || u64::from(length) * 4096 > context.length {
+            if length == 0 {
+                return Err(wrong("window of no sectors"));
+            }
+            if u64::from(length) * 4096 > context.length {
                 return Err(EntryProblem::Window(format!(
                     "of {length} sectors in a region of {} bytes",
                     context.length
@@ -234,7 +237,10 @@ fn check_block_length(context: &EntryContext<'_>) -> Result<(), EntryProblem> {
 }
 
 fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
-    let plain = context.header.features.has_compatible(compatible::PLAIN);
+    let plain = context
+        .header
+        .features
+        .has_incompatible(incompatible::PLAIN);
     if stored.at.0 < 4096 && !(plain && stored.at.0 == 0) {
         return Err(wrong(format!(
             "stored at byte {}, inside the header",

@@ -27,6 +27,9 @@ pub enum FormatError {
         /// The lowest unknown bit.
         bit: u32,
     },
+    /// A feature of version 1 that this program does not support yet.
+    #[error("feature `{0}` is not supported yet")]
+    UnsupportedFeature(&'static str),
     /// The file ends before what the header promises.
     #[error("the file is {found} bytes long, its header says {expected}: it was cut short")]
     Truncated {
@@ -133,7 +136,9 @@ impl FormatError {
             FormatError::Version(_) => "version",
             FormatError::HeaderChecksum => "header-crc",
             FormatError::HeaderField { .. } => "header-field",
-            FormatError::UnknownFeature { .. } => "unknown-feature",
+            FormatError::UnknownFeature { .. } | FormatError::UnsupportedFeature(_) => {
+                "unknown-feature"
+            }
             FormatError::Truncated { .. } => "truncated",
             FormatError::SectionChecksum { section, .. } => match section {
                 SectionKind::Root => "root-crc",

@@ -24,7 +24,9 @@ pub mod incompatible {
     pub const RECORDS: u64 = 1 << 2;
     /// Root entries may be windows.
     pub const WINDOWS: u64 = 1 << 3;
-    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS;
+    /// Every stored block is raw and has UBA = LBA.
+    pub const PLAIN: u64 = 1 << 4;
+    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS | PLAIN;
 }
 
 /// Bits of [`Features::read_only_compatible`].
@@ -35,10 +37,8 @@ pub mod read_only_compatible {
 
 /// Bits of [`Features::compatible`].
 pub mod compatible {
-    /// Every stored block is raw and has UBA = LBA.
-    pub const PLAIN: u64 = 1 << 0;
     /// The address space is an EROFS file system.
-    pub const EROFS: u64 = 1 << 1;
+    pub const EROFS: u64 = 1 << 0;
 }
 
 impl Features {
@@ -69,14 +69,14 @@ impl Features {
             (
                 "incompatible",
                 self.incompatible,
-                &["zstd", "backing", "records", "windows"],
+                &["zstd", "backing", "records", "windows", "plain"],
             ),
             (
                 "read-only-compatible",
                 self.read_only_compatible,
                 &["merkle"],
             ),
-            ("compatible", self.compatible, &["plain", "erofs"]),
+            ("compatible", self.compatible, &["erofs"]),
         ];
         let mut names = Vec::new();
         for (mask, bits, known) in known {

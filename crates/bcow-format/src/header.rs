@@ -153,25 +153,31 @@ pub struct Header {
     pub log: (u64, u64),
 }
 
-/// Finds the header among the two slots in the first [`HEADER_AREA_BYTES`] of a file, and validates it.
+/// Finds the header among the two slots in `area`, the first [`HEADER_AREA_BYTES`] of a file or what there is of them,
+/// and validates it.
 ///
 /// The file's real length is checked by [`Header::check_file_length`].
-pub fn choose_header(area: &[u8; HEADER_AREA_BYTES]) -> Result<Header, FormatError> {
+pub fn choose_header(area: &[u8]) -> Result<Header, FormatError> {
     let mut has_magic = false;
+    let mut other_version = None;
     let mut newest: Option<RawHeader> = None;
-    for slot in area.as_chunks::<SLOT_BYTES>().0 {
-        let Ok(raw) = RawHeader::read_from_bytes(slot) else {
-            continue;
-        };
-        if raw.magic != MAGIC {
+    for slot in area.chunks(SLOT_BYTES).take(2) {
+        if !slot.starts_with(&MAGIC) {
             continue;
         }
         has_magic = true;
-        if raw.version.get() != VERSION {
-            return Err(FormatError::Version(raw.version.get()));
-        }
+        let Ok(raw) = RawHeader::read_from_bytes(slot) else {
+            continue;
+        };
         let intact = usize::from(raw.slot_bytes.get()) == SLOT_BYTES
             && crc32c_matches(raw.slot_crc.get(), slot_crc(&raw));
+        if raw.version.get() != VERSION {
+            if intact {
+                return Err(FormatError::Version(raw.version.get()));
+            }
+            other_version.get_or_insert(raw.version.get());
+            continue;
+        }
         let newer = newest
             .as_ref()
             .is_none_or(|best| raw.generation.get() > best.generation.get());
@@ -181,7 +187,10 @@ pub fn choose_header(area: &[u8; HEADER_AREA_BYTES]) -> Result<Header, FormatErr
     }
     match newest {
         Some(raw) => decode(&raw),
-        None if has_magic => Err(FormatError::HeaderChecksum),
+        None if has_magic => Err(match other_version {
+            Some(version) => FormatError::Version(version),
+            None => FormatError::HeaderChecksum,
+        }),
         None => Err(FormatError::NotBcow),
     }
 }
@@ -288,6 +297,12 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         "backing_count",
         || "0, but the features say there is a backing".into(),
     )?;
+    require(
+        !features.has_incompatible(incompatible::PLAIN)
+            || features.incompatible & needs_backing == 0,
+        "incompatible",
+        || "plain, but with a backing or windows".into(),
+    )?;
     let merkle = decode_merkle(raw, state, &features, file_bytes)?;
     let log = (raw.log_offset.get(), raw.log_bytes.get());
     check_log(log, state, &features, file_bytes)?;
@@ -333,6 +348,7 @@ fn decode_merkle(
         "merkle_chunk_shift",
         || format!("{chunk_shift}"),
     )?;
+    require(raw.merkle_root != [0; 32], "merkle_root", || "0".into())?;
     require(state == State::Sealed, "merkle_offset", || {
         "a Merkle tree in a writable file".into()
     })?;

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use bcow_format::{
-    Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable, compatible, decode_backings,
-    decode_root, incompatible,
+    Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable, decode_backings, decode_root,
+    incompatible,
 };
 
 use crate::codec::Encoding;
@@ -110,11 +110,6 @@ pub fn check(storage: Arc<dyn Storage>, options: &CheckOptions) -> Result<Report
         }
     };
     check_slots(&*storage, &header, &mut report)?;
-    if header.features.has_incompatible(incompatible::RECORDS) {
-        return Err(Error::Unsupported(
-            "a file with a record log (feature `records`) is not supported yet".into(),
-        ));
-    }
     let verifier = Verifier::new(&header);
     let file = CheckedFile {
         storage,
@@ -142,9 +137,7 @@ fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> R
         .read_at(0, &mut area)
         .map_err(|source| Error::io("read", 0, source))?;
     for (name, slot) in ["A", "B"].iter().zip(area.chunks(bcow_format::SLOT_BYTES)) {
-        let mut alone = [0; bcow_format::HEADER_AREA_BYTES];
-        alone[..slot.len()].copy_from_slice(slot);
-        let good = bcow_format::choose_header(&alone).is_ok();
+        let good = bcow_format::choose_header(slot).is_ok();
         if !good && header.state == bcow_format::State::Sealed {
             report.add(Finding {
                 code: "header-slot",
@@ -276,7 +269,7 @@ fn check_region(
 /// The sections that the header names, as ranges of the file; the header's own sector first, unless a plain block lies there.
 fn sections(header: &Header) -> Vec<(u64, u64)> {
     let mut ranges = Vec::new();
-    if !header.features.has_compatible(compatible::PLAIN) {
+    if !header.features.has_incompatible(incompatible::PLAIN) {
         ranges.push((0, SECTOR_BYTES));
     }
     let section = |section: &Section| (section.offset, section.offset + u64::from(section.bytes));

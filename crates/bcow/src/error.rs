@@ -96,9 +96,9 @@ impl Error {
                 BlockProblem::Decompress(_) => "block-data",
             }),
             Error::Merkle { .. } => Some("merkle"),
+            Error::WrongBacking { .. } => Some("backing-entry"),
             Error::Io { .. }
             | Error::MissingBacking { .. }
-            | Error::WrongBacking { .. }
             | Error::OutOfRange { .. }
             | Error::Unsupported(_) => None,
         }

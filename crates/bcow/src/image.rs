@@ -148,8 +148,11 @@ pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
     storage
         .read_at(0, &mut area[..there])
         .map_err(|source| Error::io("read", 0, source))?;
-    let header = choose_header(&area)?;
+    let header = choose_header(&area[..there])?;
     header.check_file_length(length)?;
+    if header.features.has_incompatible(incompatible::RECORDS) {
+        return Err(FormatError::UnsupportedFeature("records").into());
+    }
     Ok(header)
 }
 
@@ -175,11 +178,6 @@ impl Image {
         resolver: &dyn BackingResolver,
     ) -> Result<Arc<Image>, Error> {
         let header = read_header(&*storage)?;
-        if header.features.has_incompatible(incompatible::RECORDS) {
-            return Err(Error::Unsupported(
-                "a file with a record log (feature `records`) is not supported yet".into(),
-            ));
-        }
         let verifier = match options.verify {
             Verify::Checksums => None,
             Verify::Merkle => Some(Verifier::new(&header).ok_or_else(|| {

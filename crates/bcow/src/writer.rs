@@ -373,7 +373,7 @@ impl ImageWriter {
             features.incompatible |= incompatible::ZSTD;
         }
         if self.options.plain {
-            features.compatible |= compatible::PLAIN;
+            features.incompatible |= incompatible::PLAIN;
         }
         if self.options.erofs {
             features.compatible |= compatible::EROFS;

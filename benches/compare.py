@@ -1,0 +1,301 @@
+#!/usr/bin/env python3
+"""Measures bcow beside its peers, in one run, on one image.
+
+    benches/compare.py --layout DIR:REF --tar FLAT.tar [--bcow target/release/bcow] [--work DIR] [--rounds 3]
+                       [--only convert|read|growth]
+
+Prints Markdown tables: CPU seconds (user + system, children included), wall seconds, peak memory and output size of each
+conversion, and of each mount. The best of --rounds counts, because machines are shared. Ratios to the physical limit
+(`zstd -3` of the same tar) stand beside the figures. Needs root (mounts, dropping the page cache). A peer that is not
+installed is named and left out.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+MIB = 1 << 20
+
+
+class Cost:
+    """What a run took."""
+
+    def __init__(self, wall, cpu, rss):
+        self.wall, self.cpu, self.rss = wall, cpu, rss
+
+
+def run(command, stdin=None, stdout=subprocess.DEVNULL):
+    """Runs a command to its end and returns its cost, its children's included."""
+    start = time.monotonic()
+    process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    wall = time.monotonic() - start
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors.decode(errors='replace')[-2000:]}")
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def best(rounds, once):
+    costs = [once() for _ in range(rounds)]
+    return Cost(min(c.wall for c in costs), min(c.cpu for c in costs), max(c.rss for c in costs))
+
+
+def drop_caches():
+    os.sync()
+    pathlib.Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def disk_bytes(path):
+    return os.stat(path).st_blocks * 512
+
+
+def table(title, head, rows):
+    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def have(tool):
+    return shutil.which(tool) is not None
+
+
+def layer_files(layout):
+    """The layer blobs of the one image of an OCI layout directory."""
+    import json
+
+    directory = pathlib.Path(layout.rpartition(":")[0])
+    blob = lambda digest: directory / "blobs" / digest.replace(":", "/")
+    entry = json.loads((directory / "index.json").read_text())["manifests"][0]
+    manifest = json.loads(blob(entry["digest"]).read_text())
+    return [blob(layer["digest"]) for layer in manifest["layers"]]
+
+
+def conversions(args):
+    """Name, peer or ours, command, output (None: standard output is thrown away)."""
+    tar, out = str(args.tar), args.work / "out"
+    bcow = [str(args.bcow), "-q", "convert"]
+    listed = [
+        ("*limit:* `zstd -3 -T1` of the tar", ["zstd", "-q", "-f", "-3", "-T1", tar, "-o", f"{out}.zst"], f"{out}.zst"),
+        ("**bcow**, zstd 3, -j1", bcow + ["-j1", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
+        ("**bcow**, zstd 3, -j2", bcow + ["-j2", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
+        ("**bcow**, zstd 3, -j2, --no-verify", bcow + ["-j2", "--no-verify", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
+        ("sqfstar, zstd 3, 128 KiB", ["sh", "-c", f"exec sqfstar -quiet -no-progress -comp zstd -Xcompression-level 3 {out}.sqfs < {tar}"], f"{out}.sqfs"),
+        ("mksquashfs, zstd 3, from a directory", ["mksquashfs", str(args.tree), f"{out}.sqfs", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-noappend"], f"{out}.sqfs"),
+        ("mkfs.erofs, " + args.erofs_codec + ", from a directory", ["mkfs.erofs", f"-z{args.erofs_codec}", "-C65536", f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
+        ("*copy:* `cp --sparse=never` of the tar", ["cp", "--sparse=never", tar, f"{out}.tar"], f"{out}.tar"),
+        ("**bcow --plain**, -j2", bcow + ["-j2", "--plain", f"tar:{tar}", f"{out}.plain"], f"{out}.plain"),
+        ("**bcow --plain**, -j2, --no-verify", bcow + ["-j2", "--plain", "--no-verify", f"tar:{tar}", f"{out}.plain"], f"{out}.plain"),
+        ("mkfs.erofs, uncompressed, from a directory", ["mkfs.erofs", f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
+        ("`tar -x`", ["sh", "-c", f"mkdir {out}.d && exec tar -xf {tar} -C {out}.d"], f"{out}.d"),
+        ("gunzip of the layers (gzip -dc)", ["sh", "-c", "exec gzip -dc " + " ".join(map(str, args.layers)) + " > /dev/null"], None),
+        ("**bcow**, zstd 3, -j2, from the gzip layers", bcow + ["-j2", f"oci:{args.layout}", f"{out}.bcow"], f"{out}.bcow"),
+        ("umoci unpack, from the gzip layers", ["umoci", "unpack", "--image", args.layout, f"{out}.d"], f"{out}.d"),
+    ]
+    return [entry for entry in listed if have(entry[1][0]) and (entry[1][0] != "sh" or have(entry[1][2].split("exec ")[1].split()[0]))]
+
+
+def remove(path):
+    if path and os.path.isdir(path):
+        shutil.rmtree(path)
+    elif path and os.path.exists(path):
+        os.unlink(path)
+
+
+def bench_convert(args):
+    limit = None
+    rows = []
+    for name, command, output in conversions(args):
+        def once():
+            remove(output)
+            cost = run(command)
+            once.bytes = 0 if output is None or os.path.isdir(output) else disk_bytes(output)
+            remove(output)
+            return cost
+
+        cost = best(args.rounds, once)
+        limit = limit or cost
+        size = f"{once.bytes / 1e6:.0f}" if once.bytes else "-"
+        rows.append([name, f"{cost.cpu:.2f}", f"{cost.cpu / limit.cpu:.2f}", f"{cost.wall:.2f}", f"{cost.wall / limit.wall:.2f}", size, f"{cost.rss / MIB:.0f}"])
+    table("### Conversion", ["what", "CPU s", "x limit", "wall s", "x limit", "MB", "peak RSS MiB"], rows)
+
+
+def bench_growth(args):
+    """Peak memory of a conversion as the image grows."""
+    rows = []
+    size = os.path.getsize(args.tar)
+    with tempfile.TemporaryDirectory(dir=args.work) as scratch:
+        for parts in (1, 2, 4):
+            out = os.path.join(scratch, "grown.bcow")
+
+            # Members of noise: content that neither compresses nor repeats.
+            def members(parts=parts):
+                import tarfile
+
+                read, write = os.pipe()
+                child = os.fork()
+                if child == 0:
+                    os.close(read)
+                    with os.fdopen(write, "wb") as pipe, tarfile.open(fileobj=pipe, mode="w|") as archive, open("/dev/urandom", "rb") as noise:
+                        for index in range(parts * 64):
+                            info = tarfile.TarInfo(f"noise/{index}")
+                            info.size = 8 * MIB
+                            archive.addfile(info, noise)
+                    os._exit(0)
+                os.close(write)
+                return read, child
+
+            source, child = members()
+            cost = run([str(args.bcow), "-q", "convert", "-j2", "tar:-", out], stdin=source)
+            os.close(source)
+            os.waitpid(child, 0)
+            rows.append([f"{parts * 64 * 8} MiB of noise", f"{cost.rss / MIB:.0f}", f"{cost.wall:.2f}"])
+            os.unlink(out)
+    out = args.work / "out.bcow"
+    cost = run([str(args.bcow), "-q", "convert", "-j2", f"tar:{args.tar}", str(out)])
+    rows.append([f"the image, {size / 1e6:.0f} MB of tar", f"{cost.rss / MIB:.0f}", f"{cost.wall:.2f}"])
+    os.unlink(out)
+    table("### Peak memory of a conversion (zstd 3, -j2)", ["input", "peak RSS MiB", "wall s"], rows)
+
+
+def process_cpu(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def process_rss(pid):
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def daemon_of(marker):
+    """The newest process whose command line holds the mount point; 0 for a mount of the kernel's own."""
+    newest = 0
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):
+                line = pathlib.Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+                if marker.encode() in line:
+                    newest = max(newest, int(entry))
+    return newest
+
+
+def mounts(args):
+    """Name, command that mounts on MNT (None for a directory as it is), how it is unmounted."""
+    work, mnt = args.work, str(args.work / "mnt")
+    loop = ["mount", "-o", "ro,loop"]
+    listed = [
+        ("kernel EROFS, uncompressed (bcow --plain file, loop)", loop + ["-t", "erofs", str(work / "img.plain"), mnt]),
+        ("kernel squashfs, zstd", loop + ["-t", "squashfs", str(work / "img.sqfs"), mnt]),
+        ("**bcow mount**, zstd 3", [str(args.bcow), "mount", str(work / "img.bcow"), mnt]),
+        ("**bcow mount**, --plain", [str(args.bcow), "mount", str(work / "img.plain"), mnt]),
+        ("squashfuse_ll, zstd", ["squashfuse_ll", str(work / "img.sqfs"), mnt]),
+        ("squashfuse, zstd", ["squashfuse", str(work / "img.sqfs"), mnt]),
+        ("erofsfuse, uncompressed", ["erofsfuse", str(work / "img.plain"), mnt]),
+        ("fuse-overlayfs over a directory", ["fuse-overlayfs", "-o", f"lowerdir={args.tree}:{work / 'empty'}", mnt]),
+    ]
+    return [entry for entry in listed if have(entry[1][0])]
+
+
+FIND = ["find", ".", "-printf", "%s %u %p\\n"]
+READ = ["sh", "-c", "find . -type f -print0 | xargs -0 cat > /dev/null"]
+READ_TWO = ["sh", "-c", "find . -type f -print0 | xargs -0 -P2 -n200 cat > /dev/null"]
+
+
+def bench_read(args):
+    mnt = args.work / "mnt"
+    mnt.mkdir(exist_ok=True)
+    (args.work / "empty").mkdir(exist_ok=True)
+    convert = [str(args.bcow), "-q", "convert", "-j2"]
+    run(convert + [f"tar:{args.tar}", str(args.work / "img.bcow")])
+    run(convert + ["--plain", f"tar:{args.tar}", str(args.work / "img.plain")])
+    if have("mksquashfs"):
+        remove(args.work / "img.sqfs")
+        run(["mksquashfs", str(args.tree), str(args.work / "img.sqfs"), "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-noappend"])
+    rows = []
+    for name, command in mounts(args):
+        samples = []
+        for _ in range(args.rounds):
+            drop_caches()
+            start = time.monotonic()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            os.listdir(mnt)
+            ready = time.monotonic() - start
+            pid = daemon_of(str(mnt))
+            sample = [ready * 1000]
+            try:
+                for job in (FIND, FIND, READ, READ, READ_TWO):
+                    before = process_cpu(pid) if pid else 0
+                    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+                    start = time.monotonic()
+                    subprocess.run(job, cwd=mnt, check=True, stdout=subprocess.DEVNULL)
+                    wall = time.monotonic() - start
+                    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                    cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
+                    cpu += (process_cpu(pid) - before) if pid else 0
+                    sample.append((wall, cpu))
+                    if len(sample) == 3:
+                        drop_caches()
+                sample.append(process_rss(pid) if pid else 0)
+            finally:
+                subprocess.run(["umount", str(mnt)], check=True)
+            samples.append(sample)
+        column = lambda i: "{:.2f} / {:.2f}".format(min(s[i][0] for s in samples), min(s[i][1] for s in samples))
+        rss = max(s[6] for s in samples)
+        rows.append([name, f"{min(s[0] for s in samples):.0f}"] + [column(i) for i in range(1, 6)] + [f"{rss / MIB:.0f}" if rss else "-"])
+    table("### Mounts (wall s / CPU s, the daemon's included)", ["mount", "mount to first ls, ms", "find, cold", "find, warm", "read all, page cache cold", "read all, warm", "read all, warm, 2 readers", "daemon RSS MiB"], rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", required=True, help="an OCI layout, DIR:REF, with gzip layers")
+    parser.add_argument("--tar", required=True, type=pathlib.Path, help="the same image as one flat tar")
+    parser.add_argument("--bcow", type=pathlib.Path, default=pathlib.Path("target/release/bcow"))
+    parser.add_argument("--work", type=pathlib.Path, help="a directory for output; default: a new temporary one")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["convert", "read", "growth"])
+    args = parser.parse_args()
+    args.bcow, args.tar = args.bcow.resolve(), args.tar.resolve()
+    if os.geteuid() != 0:
+        sys.exit("compare.py: needs root (mounts, dropping the page cache)")
+    made = args.work is None
+    args.work = args.work or pathlib.Path(tempfile.mkdtemp(prefix="bcow-bench-"))
+    args.work = args.work.resolve()
+    args.work.mkdir(exist_ok=True, parents=True)
+    args.tree = args.work / "tree"
+    if not args.tree.is_dir():
+        args.tree.mkdir()
+        run(["tar", "-xpf", str(args.tar), "--xattrs", "--xattrs-include=*", "-C", str(args.tree)])
+    codecs = subprocess.run(["mkfs.erofs", "--help"], capture_output=True, text=True)
+    args.erofs_codec = "zstd,level=3" if "zstd" in codecs.stdout + codecs.stderr else "lz4hc"
+    args.layers = layer_files(args.layout)
+    for tool in ("zstd", "sqfstar", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
+        if not have(tool):
+            print(f"not installed, left out: {tool}")
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    print(f"{os.cpu_count()} cores, {cpu}, Linux {os.uname().release}, {os.path.getsize(args.tar) / 1e6:.0f} MB of tar")
+    try:
+        if args.only in (None, "convert"):
+            bench_convert(args)
+        if args.only in (None, "growth"):
+            bench_growth(args)
+        if args.only in (None, "read"):
+            bench_read(args)
+    finally:
+        if made:
+            shutil.rmtree(args.work)
+
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+main()

