@@ -1,6 +1,15 @@
 //! Looks for damage in a whole file system.
+//!
+//! Every directory is listed, every inode decoded, xattrs and chunk tables walked, link counts and the order
+//! of names compared with what is there. Time and memory grow with the metadata that there is, not with what
+//! it claims: an inode whose bytes overlap another's is reported and not looked into, so each byte of
+//! metadata is walked once; file data is read once however many files share it.
 
-use crate::reader::Filesystem;
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+
+use crate::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode, InodeProblem, Nid};
+use crate::tree::show;
 
 /// What to look at.
 #[derive(Debug, Clone, Copy, Default)]
@@ -21,17 +30,482 @@ pub enum Severity {
 /// One thing that is wrong.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// Stable code, `erofs-...`.
+    /// Stable code, `erofs-...`; [`CODES`] lists them.
     pub code: &'static str,
     /// How bad it is.
     pub severity: Severity,
-    /// Path, or `superblock`.
+    /// Path, `inode N`, `superblock` or `data`.
     pub place: String,
     /// What is wrong, for people.
     pub message: String,
 }
 
-/// Walks the whole tree.
-pub fn check(_fs: &Filesystem, _options: &CheckOptions) -> Vec<Finding> {
-    todo!()
+/// All codes and what they mean.
+pub const CODES: &[(&str, &str)] = &[
+    (DATA, "file data cannot be read from the device"),
+    (DEVICE, "metadata cannot be read from the device"),
+    (DEVICE_SIZE, "the file system is larger than its device"),
+    (DIRECTORY, "a directory's content is damaged"),
+    (
+        DIRECTORY_TWICE,
+        "a directory has two names, or contains itself",
+    ),
+    (
+        DIRENT_DOTS,
+        "`.` or `..` is missing or names something else",
+    ),
+    (DIRENT_ORDER, "names are not sorted, so lookups miss them"),
+    (DIRENT_TYPE, "an entry's type is not its inode's"),
+    (EXTENT_RANGE, "file content lies beyond the device"),
+    (INODE, "an inode is damaged"),
+    (INODE_COUNT, "the superblock's number of inodes is wrong"),
+    (LIMIT, "the check stopped early"),
+    (NLINK, "a link count is wrong"),
+    (OVERLAP, "two inodes or directories use the same bytes"),
+    (UNSUPPORTED, "something that this reader does not have"),
+    (XATTR, "extended attributes are damaged"),
+];
+
+const DATA: &str = "erofs-data";
+const DEVICE: &str = "erofs-device";
+const DEVICE_SIZE: &str = "erofs-device-size";
+const DIRECTORY: &str = "erofs-directory";
+const DIRECTORY_TWICE: &str = "erofs-directory-twice";
+const DIRENT_DOTS: &str = "erofs-dirent-dots";
+const DIRENT_ORDER: &str = "erofs-dirent-order";
+const DIRENT_TYPE: &str = "erofs-dirent-type";
+const EXTENT_RANGE: &str = "erofs-extent-range";
+const INODE: &str = "erofs-inode";
+const INODE_COUNT: &str = "erofs-inode-count";
+const LIMIT: &str = "erofs-limit";
+const NLINK: &str = "erofs-nlink";
+const OVERLAP: &str = "erofs-overlap";
+const UNSUPPORTED: &str = "erofs-unsupported";
+const XATTR: &str = "erofs-xattr";
+
+/// More findings than this say nothing new.
+const MAX_FINDINGS: usize = 1000;
+
+/// Data extents collected before they are merged, and read if merging does not help.
+const MAX_EXTENTS: usize = 1 << 20;
+
+/// Data is read in pieces of this many bytes, so that an error names its place.
+const READ_BYTES: u64 = 1 << 20;
+
+/// Walks the whole tree. No findings: nothing is wrong. At most a thousand, then one that says so.
+pub fn check(fs: &Filesystem, options: &CheckOptions) -> Vec<Finding> {
+    let mut checker = Checker {
+        fs,
+        read_data: options.read_data,
+        findings: Vec::new(),
+        seen: BTreeMap::new(),
+        directories: Vec::new(),
+        pending: Vec::new(),
+        extents: Vec::new(),
+    };
+    checker.run();
+    checker.findings
+}
+
+/// Bytes of metadata that something uses, by their start.
+struct Seen {
+    end: u64,
+    /// `None` for the blocks of a directory.
+    inode: Option<SeenInode>,
+}
+
+struct SeenInode {
+    nid: Nid,
+    kind: FileType,
+    /// What the inode says.
+    nlink: u32,
+    /// What was found: names, and for directories what their number of subdirectories makes of it.
+    names: u32,
+}
+
+/// A directory's name, for paths.
+struct Directory {
+    parent: u32,
+    name: Box<[u8]>,
+}
+
+/// A directory to be listed.
+struct Pending {
+    inode: Inode,
+    parent: Nid,
+    /// Index into `Checker::directories`.
+    index: u32,
+}
+
+struct Checker<'a> {
+    fs: &'a Filesystem,
+    read_data: bool,
+    findings: Vec<Finding>,
+    seen: BTreeMap<u64, Seen>,
+    directories: Vec<Directory>,
+    pending: Vec<Pending>,
+    /// Data to be read: start and end on the device.
+    extents: Vec<(u64, u64)>,
+}
+
+impl Checker<'_> {
+    fn run(&mut self) {
+        let superblock = self.fs.superblock();
+        let claimed = superblock.blocks * u64::from(superblock.block_bytes);
+        if claimed > self.fs.device_bytes() {
+            let device = self.fs.device_bytes();
+            self.report(
+                DEVICE_SIZE,
+                Severity::Error,
+                "superblock".into(),
+                format!("{claimed} bytes of file system on a device of {device} bytes"),
+            );
+        }
+        self.visit_root();
+        while let Some(directory) = self.pending.pop() {
+            if self.full() {
+                break;
+            }
+            self.directory(&directory);
+        }
+        self.read_extents();
+        if !self.full() {
+            self.counts();
+        }
+    }
+
+    fn visit_root(&mut self) {
+        self.directories.push(Directory {
+            parent: 0,
+            name: Box::default(),
+        });
+        match self.fs.inode(self.fs.root()) {
+            Ok(inode) => {
+                if self.inode(&inode, 0, b"") {
+                    self.pending.push(Pending {
+                        inode,
+                        parent: inode.nid,
+                        index: 0,
+                    });
+                }
+            }
+            Err(e) => self.error(&e, 0, b""),
+        }
+    }
+
+    fn directory(&mut self, dir: &Pending) {
+        let fs = self.fs;
+        let own = dir.inode.nid;
+        let mut last: Vec<u8> = Vec::new();
+        let mut is_first = true;
+        let (mut dot, mut dot_dot) = (false, false);
+        let result = fs.read_dir(&dir.inode, 0, &mut |entry| {
+            if !is_first && entry.name <= &last[..] {
+                let place = self.path(dir.index, entry.name);
+                let message = "the name does not sort behind the one before it".into();
+                self.report(DIRENT_ORDER, Severity::Error, place, message);
+            }
+            is_first = false;
+            last.clear();
+            last.extend_from_slice(entry.name);
+            match entry.name {
+                b"." => {
+                    dot = true;
+                    self.dot(dir.index, entry.name, entry.nid, own);
+                }
+                b".." => {
+                    dot_dot = true;
+                    self.dot(dir.index, entry.name, entry.nid, dir.parent);
+                }
+                name => self.entry(dir, name, entry.nid, entry.kind),
+            }
+            match self.full() {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        });
+        match result {
+            Err(e) => self.error(&e, dir.index, b""),
+            Ok(()) if dot && dot_dot || self.full() => {}
+            Ok(()) => {
+                let place = self.path(dir.index, b"");
+                let message = "the directory has no `.` or no `..`".into();
+                self.report(DIRENT_DOTS, Severity::Error, place, message);
+            }
+        }
+    }
+
+    fn dot(&mut self, index: u32, name: &[u8], found: Nid, expected: Nid) {
+        if found != expected {
+            let place = self.path(index, name);
+            let message = format!("names inode {found} instead of {expected}");
+            self.report(DIRENT_DOTS, Severity::Error, place, message);
+        }
+    }
+
+    fn entry(&mut self, dir: &Pending, name: &[u8], nid: Nid, kind: FileType) {
+        if let Some(known) = self.known(nid) {
+            known.names = known.names.saturating_add(1);
+            let known_kind = known.kind;
+            if known_kind == FileType::Directory {
+                let place = self.path(dir.index, name);
+                let message = format!("directory {nid} has another name already");
+                self.report(DIRECTORY_TWICE, Severity::Error, place, message);
+            }
+            self.entry_type(dir.index, name, kind, known_kind);
+            return;
+        }
+        let inode = match self.fs.inode(nid) {
+            Ok(inode) => inode,
+            Err(e) => return self.error(&e, dir.index, name),
+        };
+        self.entry_type(dir.index, name, kind, inode.kind);
+        let sound = self.inode(&inode, dir.index, name);
+        if inode.kind != FileType::Directory {
+            return;
+        }
+        if let Some(parent) = self.known(dir.inode.nid) {
+            parent.names = parent.names.saturating_add(1);
+        }
+        // An index of 32 bits: each directory has an inode of 32 bytes, and 2^32 of them hold no memory.
+        if let (true, Ok(index)) = (sound, u32::try_from(self.directories.len())) {
+            self.directories.push(Directory {
+                parent: dir.index,
+                name: name.into(),
+            });
+            self.pending.push(Pending {
+                inode,
+                parent: dir.inode.nid,
+                index,
+            });
+        }
+    }
+
+    fn entry_type(&mut self, index: u32, name: &[u8], said: FileType, is: FileType) {
+        if said != is {
+            let place = self.path(index, name);
+            let message = format!("the entry says {said:?}, the inode {is:?}");
+            self.report(DIRENT_TYPE, Severity::Error, place, message);
+        }
+    }
+
+    /// Takes a new inode in; true if its parts may be looked into.
+    fn inode(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
+        let (start, end) = inode.footprint(self.fs);
+        let seen = Seen {
+            end,
+            inode: Some(SeenInode {
+                nid: inode.nid,
+                kind: inode.kind,
+                nlink: inode.nlink,
+                names: match inode.kind {
+                    FileType::Directory => 2,
+                    _ => 1,
+                },
+            }),
+        };
+        if !self.claim(start, seen, index, name) {
+            return false;
+        }
+        if let Err(e) = self.fs.check_xattrs(inode) {
+            self.error(&e, index, name);
+        }
+        match inode.kind {
+            FileType::Regular => self.regular(inode, index, name),
+            FileType::Symlink => {
+                if let Err(e) = self.fs.read_link(inode) {
+                    self.error(&e, index, name);
+                }
+                true
+            }
+            FileType::Directory => self.directory_blocks(inode, index, name),
+            _ => true,
+        }
+    }
+
+    fn regular(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
+        for extent in self.fs.extents(inode, 0) {
+            match extent {
+                Err(e) => {
+                    self.error(&e, index, name);
+                    return false;
+                }
+                Ok(extent) => {
+                    if let (ExtentSource::Device { offset }, true) = (extent.source, self.read_data)
+                    {
+                        self.extents.push((offset, offset + extent.length));
+                        if self.extents.len() >= MAX_EXTENTS {
+                            self.merge_extents();
+                        }
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Claims the blocks of a directory that are not beside its inode: shared ones would be walked again
+    /// and again.
+    fn directory_blocks(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
+        let (start, end) = inode.footprint(self.fs);
+        for extent in self.fs.extents(inode, 0) {
+            let extent = match extent {
+                Ok(extent) => extent,
+                Err(e) => {
+                    self.error(&e, index, name);
+                    return false;
+                }
+            };
+            let ExtentSource::Device { offset } = extent.source else {
+                let place = self.path(index, name);
+                let message = format!("byte {} of the directory is in a hole", extent.offset);
+                self.report(DIRECTORY, Severity::Error, place, message);
+                return false;
+            };
+            let is_inline = offset >= start && offset + extent.length <= end;
+            let seen = Seen {
+                end: offset + extent.length,
+                inode: None,
+            };
+            if !is_inline && !self.claim(offset, seen, index, name) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Marks bytes of metadata as used; reports and returns false if something else uses some of them.
+    fn claim(&mut self, start: u64, seen: Seen, index: u32, name: &[u8]) -> bool {
+        let before = self.seen.range(..seen.end).next_back();
+        if before.is_some_and(|(_, other)| other.end > start) {
+            let place = self.path(index, name);
+            let end = seen.end;
+            let message = format!("bytes {start}..{end} of the device are used by something else");
+            self.report(OVERLAP, Severity::Error, place, message);
+            return false;
+        }
+        self.seen.insert(start, seen);
+        true
+    }
+
+    fn known(&mut self, nid: Nid) -> Option<&mut SeenInode> {
+        let start = self.fs.nid_offset(nid)?;
+        let inode = self.seen.get_mut(&start)?.inode.as_mut()?;
+        (inode.nid == nid).then_some(inode)
+    }
+
+    /// What only shows when everything was seen.
+    fn counts(&mut self) {
+        let mut inodes = 0;
+        let mut wrong = Vec::new();
+        for inode in self.seen.values().filter_map(|seen| seen.inode.as_ref()) {
+            inodes += 1;
+            // Link count 1 of a directory means "not counted".
+            let uncounted = inode.kind == FileType::Directory && inode.nlink == 1;
+            if inode.nlink != inode.names && !uncounted && wrong.len() <= MAX_FINDINGS {
+                wrong.push((inode.nid, inode.nlink, inode.names));
+            }
+        }
+        for (nid, says, names) in wrong {
+            let message = format!("the link count is {says}, but {names} links were found");
+            self.report(NLINK, Severity::Error, format!("inode {nid}"), message);
+        }
+        let claimed = self.fs.superblock().inodes;
+        // If something could not be read, the count cannot be right.
+        if inodes != claimed && self.findings.is_empty() {
+            let message = format!("{claimed} inodes are claimed, {inodes} were found");
+            let place = "superblock".into();
+            self.report(INODE_COUNT, Severity::Warning, place, message);
+        }
+    }
+
+    /// Sorts and joins the extents; reads and forgets them if there still are too many.
+    fn merge_extents(&mut self) {
+        self.extents.sort_unstable();
+        self.extents.dedup_by(|next, kept| {
+            let joins = next.0 <= kept.1;
+            if joins {
+                kept.1 = kept.1.max(next.1);
+            }
+            joins
+        });
+        if self.extents.len() >= MAX_EXTENTS / 2 {
+            self.read_extents();
+        }
+    }
+
+    fn read_extents(&mut self) {
+        self.extents.sort_unstable();
+        let mut done = 0;
+        for (start, end) in std::mem::take(&mut self.extents) {
+            let mut at = start.max(done);
+            while at < end && !self.full() {
+                let piece = READ_BYTES.min(end - at);
+                if let Err(e) = self.fs.touch(at, piece) {
+                    let message = format!("bytes {at}..{}: {e}", at + piece);
+                    self.report(DATA, Severity::Error, "data".into(), message);
+                }
+                at += piece;
+            }
+            done = done.max(end);
+        }
+    }
+
+    fn error(&mut self, e: &ErofsError, index: u32, name: &[u8]) {
+        let code = match e {
+            ErofsError::Device(_) => DEVICE,
+            ErofsError::UnsupportedInode { .. }
+            | ErofsError::UnsupportedFeature { .. }
+            | ErofsError::UnsupportedValue { .. } => UNSUPPORTED,
+            ErofsError::Inode {
+                problem: InodeProblem::Content { .. },
+                ..
+            } => EXTENT_RANGE,
+            ErofsError::Directory { .. } => DIRECTORY,
+            ErofsError::Xattr { .. } => XATTR,
+            _ => INODE,
+        };
+        let place = self.path(index, name);
+        self.report(code, Severity::Error, place, e.to_string());
+    }
+
+    fn report(&mut self, code: &'static str, severity: Severity, place: String, message: String) {
+        if self.full() {
+            return;
+        }
+        self.findings.push(Finding {
+            code,
+            severity,
+            place,
+            message,
+        });
+        if self.findings.len() == MAX_FINDINGS {
+            self.findings.push(Finding {
+                code: LIMIT,
+                severity: Severity::Error,
+                place: "superblock".into(),
+                message: format!("more than {MAX_FINDINGS} findings, the rest was not looked at"),
+            });
+        }
+    }
+
+    fn full(&self) -> bool {
+        self.findings.len() > MAX_FINDINGS
+    }
+
+    /// The path of a directory (`name` empty) or an entry in it.
+    fn path(&self, index: u32, name: &[u8]) -> String {
+        let mut names: Vec<&[u8]> = Vec::new();
+        if !name.is_empty() {
+            names.push(name);
+        }
+        let mut at = index;
+        while at != 0 {
+            let directory = &self.directories[at as usize];
+            names.push(&directory.name);
+            at = directory.parent;
+        }
+        names.reverse();
+        show(&names.join(&b'/'))
+    }
 }

@@ -20,6 +20,8 @@ use std::sync::Arc;
 
 use bcow::BlockDevice;
 
+use crate::format::SLOT_BYTES;
+
 pub use crate::tree::{DeviceNumber, Timestamp};
 pub use data::{ExtentSource, FileExtent};
 pub use dir::DirEntry;
@@ -27,6 +29,7 @@ pub use error::{DirectoryProblem, ErofsError, InodeProblem, XattrProblem};
 pub use inode::{FileType, Inode, Nid};
 pub use path::Symlinks;
 pub use superblock::Superblock;
+pub use xattr::XattrList;
 
 /// An EROFS file system on a block device.
 pub struct Filesystem {
@@ -85,7 +88,19 @@ impl Filesystem {
             .is_some_and(|end| end <= self.device_bytes)
     }
 
-    /// `length` bytes of content; the caller has checked that they lie on the device.
+    /// Where an inode starts on the device, if such an address exists.
+    pub(crate) fn nid_offset(&self, nid: Nid) -> Option<u64> {
+        nid.0
+            .checked_mul(SLOT_BYTES as u64)?
+            .checked_add(self.superblock.metadata_offset)
+    }
+
+    /// Reads device bytes for the sake of the device's own checks.
+    pub(crate) fn touch(&self, offset: u64, length: u64) -> Result<(), ErofsError> {
+        Ok(self.device.read_with(offset, length, &mut |_| {})?)
+    }
+
+    /// Fills `buf`; the caller has checked that the bytes lie on the device.
     fn device_read(&self, offset: u64, buf: &mut [u8]) -> Result<(), ErofsError> {
         Ok(self.device.read_at(offset, buf)?)
     }

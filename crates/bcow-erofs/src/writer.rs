@@ -124,7 +124,7 @@ impl<'t> Plan<'t> {
     pub fn new(tree: &'t Tree, options: &WriteOptions) -> Result<Plan<'t>, WriteError> {
         let block = format::BLOCK_BYTES as u64;
         let start = options.metadata_start;
-        if start == 0 || start % block != 0 {
+        if start == 0 || !start.is_multiple_of(block) {
             return Err(WriteError::Option {
                 option: "metadata_start",
                 value: start,

@@ -190,9 +190,8 @@ impl Filesystem {
     /// Reads and validates an inode.
     pub fn inode(&self, nid: Nid) -> Result<Inode, ErofsError> {
         let damaged = |problem| ErofsError::Inode { nid, problem };
-        let offset = (nid.0)
-            .checked_mul(SLOT_BYTES as u64)
-            .and_then(|offset| offset.checked_add(self.superblock.metadata_offset))
+        let offset = self
+            .nid_offset(nid)
             .filter(|&offset| self.on_device(offset, size_of::<CompactInode>() as u64))
             .ok_or(damaged(InodeProblem::OutOfRange))?;
         let raw = self.raw_inode(nid, offset)?;

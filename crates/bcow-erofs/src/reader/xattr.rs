@@ -9,6 +9,9 @@ use crate::format::{XATTR_LONG_PREFIX, XATTR_PREFIXES, XattrEntry, XattrHeader, 
 
 const ENTRY: usize = size_of::<XattrEntry>();
 
+/// Full names and values.
+pub type XattrList = Vec<(Vec<u8>, Vec<u8>)>;
+
 /// An attribute as it is stored: prefix index, the name behind it, and where the value is.
 struct Stored<'b> {
     index: u8,
@@ -29,7 +32,7 @@ impl Filesystem {
     /// All extended attributes by full name (`user.x`), in the order of the file system. At most 255 shared
     /// ones of 64 KiB and 256 KiB of others. Attributes whose prefix has no name are left out, as the kernel
     /// does.
-    pub fn xattrs(&self, inode: &Inode) -> Result<Vec<(Vec<u8>, Vec<u8>)>, ErofsError> {
+    pub fn xattrs(&self, inode: &Inode) -> Result<XattrList, ErofsError> {
         let mut all = Vec::new();
         self.each_xattr(inode, &mut |stored| {
             let prefix = XATTR_PREFIXES
@@ -57,6 +60,11 @@ impl Filesystem {
             Ok(ControlFlow::Break(()))
         })?;
         Ok(found)
+    }
+
+    /// That all attributes are in range, without reading the shared values.
+    pub(crate) fn check_xattrs(&self, inode: &Inode) -> Result<(), ErofsError> {
+        self.each_xattr(inode, &mut |_| Ok(ControlFlow::Continue(())))
     }
 
     fn value(&self, value: &Value<'_>) -> Result<Vec<u8>, ErofsError> {

@@ -1,0 +1,377 @@
+//! What the tests share: images in memory, an oracle's dump, and the tools that judge.
+
+#![allow(dead_code, missing_docs)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use bcow_erofs::debug::{DumpOptions, dump_to_string};
+use bcow_erofs::reader::Filesystem;
+use bcow_erofs::tree::*;
+use bcow_erofs::writer::{Plan, WriteOptions};
+
+pub const BLOCK: usize = 4096;
+
+/// An address space with file data in it, as a converter fills it.
+pub struct Space {
+    pub bytes: Vec<u8>,
+    pub tails: Vec<u8>,
+    pub inline_max: u16,
+}
+
+impl std::fmt::Debug for Space {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Space of {} bytes, {} of tails",
+            self.bytes.len(),
+            self.tails.len()
+        )
+    }
+}
+
+impl Space {
+    pub fn new(inline_max: u16) -> Self {
+        Space {
+            bytes: vec![0; BLOCK],
+            tails: Vec::new(),
+            inline_max,
+        }
+    }
+
+    /// Stores a file as the converter does: whole blocks, and a tail apart if it is short enough.
+    pub fn file(&mut self, content: &[u8]) -> Content {
+        let start = (self.bytes.len() / BLOCK) as u32;
+        let rest = content.len() % BLOCK;
+        let tail = (rest > 0 && rest <= usize::from(self.inline_max)).then(|| Tail {
+            offset: self.tails.len() as u64,
+            length: rest as u16,
+        });
+        let (in_blocks, apart) = content.split_at(match tail {
+            Some(_) => content.len() - rest,
+            None => content.len(),
+        });
+        self.tails.extend_from_slice(apart);
+        self.bytes.extend_from_slice(in_blocks);
+        self.bytes
+            .resize(self.bytes.len().next_multiple_of(BLOCK), 0);
+        Content {
+            size: content.len() as u64,
+            blocks: Blocks::Flat { start },
+            tail,
+        }
+    }
+
+    /// Stores a file in chunks; those not given are holes.
+    pub fn chunked(
+        &mut self,
+        size: u64,
+        chunk_shift: u8,
+        chunks: &BTreeMap<u64, Vec<u8>>,
+    ) -> Content {
+        let mut runs: Vec<ChunkRun> = Vec::new();
+        let chunk_bytes = BLOCK << chunk_shift;
+        let mut previous_full = true;
+        for (&index, data) in chunks {
+            assert!(data.len() <= chunk_bytes);
+            let start = (self.bytes.len() / BLOCK) as u32;
+            match runs.last_mut() {
+                Some(last) if last.first + last.count == index && previous_full => last.count += 1,
+                _ => runs.push(ChunkRun {
+                    first: index,
+                    count: 1,
+                    start,
+                }),
+            }
+            let left = (size - index * chunk_bytes as u64).min(chunk_bytes as u64) as usize;
+            self.bytes.extend_from_slice(data);
+            self.bytes
+                .resize(start as usize * BLOCK + left.next_multiple_of(BLOCK), 0);
+            previous_full = left == chunk_bytes;
+        }
+        Content {
+            size,
+            blocks: Blocks::Chunked {
+                chunk_shift,
+                runs: runs.into(),
+            },
+            tail: None,
+        }
+    }
+
+    pub fn plan<'t>(&self, tree: &'t Tree) -> Plan<'t> {
+        let options = WriteOptions {
+            metadata_start: self.bytes.len() as u64,
+            inline_max: self.inline_max,
+        };
+        Plan::new(tree, &options).unwrap()
+    }
+
+    /// The whole image.
+    pub fn image(&self, tree: &Tree) -> Vec<u8> {
+        let plan = self.plan(tree);
+        let mut image = self.bytes.clone();
+        plan.write::<std::convert::Infallible>(&self.tails, &mut |piece| {
+            image.extend_from_slice(piece);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(
+            image.len() as u64,
+            self.bytes.len() as u64 + plan.metadata_bytes()
+        );
+        let superblock = plan.superblock((image.len() / BLOCK) as u64);
+        image[1024..BLOCK].copy_from_slice(&superblock);
+        image
+    }
+
+    /// A file's bytes, found in the space without the code under test.
+    pub fn content(&self, content: &Content) -> Vec<u8> {
+        let size = content.size as usize;
+        let at = |block: u32| block as usize * BLOCK;
+        let mut bytes = vec![0; size];
+        match &content.blocks {
+            Blocks::Flat { start } => {
+                let tail = content.tail.map_or(0, |tail| usize::from(tail.length));
+                let whole = size - tail;
+                bytes[..whole].copy_from_slice(&self.bytes[at(*start)..at(*start) + whole]);
+                if let Some(tail) = content.tail {
+                    let from = tail.offset as usize;
+                    let stored = &self.tails[from..from + usize::from(tail.length)];
+                    bytes[whole..].copy_from_slice(stored);
+                }
+            }
+            Blocks::Chunked { chunk_shift, runs } => {
+                let chunk_bytes = BLOCK << chunk_shift;
+                for run in runs {
+                    let from = run.first as usize * chunk_bytes;
+                    let to = (from + run.count as usize * chunk_bytes).min(size);
+                    bytes[from..to].copy_from_slice(&self.bytes[at(run.start)..][..to - from]);
+                }
+            }
+            Blocks::Dropped => panic!("dropped"),
+        }
+        bytes
+    }
+}
+
+pub fn attributes(permissions: u16, uid: u32, gid: u32, seconds: i64) -> Attributes {
+    Attributes {
+        permissions,
+        uid,
+        gid,
+        mtime: Timestamp {
+            seconds,
+            nanoseconds: 0,
+        },
+        xattrs: None,
+    }
+}
+
+pub fn node(kind: NodeKind) -> Node {
+    Node {
+        attributes: attributes(0o644, 0, 0, 0),
+        kind,
+    }
+}
+
+pub fn directory() -> Node {
+    Node {
+        attributes: attributes(0o755, 0, 0, 0),
+        kind: NodeKind::Directory(Directory::default()),
+    }
+}
+
+pub fn symlink(target: &[u8]) -> Node {
+    Node {
+        attributes: attributes(0o777, 0, 0, 0),
+        kind: NodeKind::Symlink(target.into()),
+    }
+}
+
+pub fn xattrs(pairs: &[(&[u8], &[u8])]) -> Option<Xattrs> {
+    let pairs = pairs
+        .iter()
+        .map(|(name, value)| (name.to_vec(), value.to_vec()));
+    Some(Arc::new(pairs.collect()))
+}
+
+/// Adds a node under a path whose parents exist.
+pub fn put(layer: &mut LayerTree, path: &str, node: Node) -> NodeId {
+    let id = layer.add(node);
+    link(layer, path, id);
+    id
+}
+
+/// Gives a node another path.
+pub fn link(layer: &mut LayerTree, path: &str, id: NodeId) {
+    let (dir, name) = path.rsplit_once('/').unwrap_or(("", path));
+    let mut at = LayerTree::ROOT;
+    for part in dir.split('/').filter(|part| !part.is_empty()) {
+        at = layer
+            .child(at, part.as_bytes())
+            .unwrap_or_else(|| panic!("no {part} in {path}"));
+    }
+    layer.insert(at, name.as_bytes(), id);
+}
+
+pub fn open(image: &[u8]) -> Filesystem {
+    Filesystem::open(Arc::new(image.to_vec())).unwrap()
+}
+
+pub fn dump(image: &[u8]) -> String {
+    dump_to_string(&open(image), &DumpOptions::default())
+}
+
+/// The dump that a tree should give, made from the tree alone.
+pub fn expected_dump(tree: &Tree, space: &Space) -> String {
+    let mut nlink: HashMap<NodeId, u32> = HashMap::from([(Tree::ROOT, 2)]);
+    for id in tree.ids() {
+        let NodeKind::Directory(directory) = &tree.node(id).kind else {
+            continue;
+        };
+        for &child in directory.children.values() {
+            let is_directory = matches!(tree.node(child).kind, NodeKind::Directory(_));
+            *nlink.entry(child).or_default() += 1 + u32::from(is_directory);
+            if is_directory {
+                *nlink.entry(id).or_default() += 1;
+            }
+        }
+    }
+    let mut text = String::new();
+    let mut first: HashMap<NodeId, Vec<u8>> = HashMap::new();
+    let mut pending = vec![(Vec::new(), Tree::ROOT)];
+    while let Some((path, id)) = pending.pop() {
+        let node = tree.node(id);
+        let a = &node.attributes;
+        let (letter, size) = match &node.kind {
+            NodeKind::Directory(_) => ('d', None),
+            NodeKind::Regular(content) => ('-', Some(content.size)),
+            NodeKind::Symlink(target) => ('l', Some(target.len() as u64)),
+            NodeKind::CharDevice(_) => ('c', Some(0)),
+            NodeKind::BlockDevice(_) => ('b', Some(0)),
+            NodeKind::Fifo => ('p', Some(0)),
+            NodeKind::Socket => ('s', Some(0)),
+            other => panic!("{other:?} in a tree"),
+        };
+        let shown = if path.is_empty() {
+            "/".into()
+        } else {
+            escape(&path)
+        };
+        let perm = a.permissions;
+        write!(
+            text,
+            "{shown} {letter}{perm:04o} {} {}:{}",
+            nlink[&id], a.uid, a.gid
+        )
+        .unwrap();
+        if let Some(size) = size {
+            write!(text, " {size}").unwrap();
+        }
+        write!(text, " {}.{:09}", a.mtime.seconds, a.mtime.nanoseconds).unwrap();
+        if let Some(known) = first.get(&id) {
+            writeln!(text, " = {}", escape(known)).unwrap();
+            continue;
+        }
+        first.insert(id, path.clone());
+        match &node.kind {
+            NodeKind::Symlink(target) => write!(text, " -> {}", escape(target)).unwrap(),
+            NodeKind::Regular(content) => {
+                let algorithm = crc_fast::CrcAlgorithm::Crc64Nvme;
+                let crc = crc_fast::checksum(algorithm, &space.content(content));
+                write!(text, " crc64 {crc:016x}").unwrap();
+            }
+            NodeKind::CharDevice(d) | NodeKind::BlockDevice(d) => {
+                write!(text, " dev {}:{}", d.major, d.minor).unwrap();
+            }
+            NodeKind::Directory(directory) => {
+                for (name, &child) in directory.children.iter().rev() {
+                    pending.push(([&path[..], b"/", name].concat(), child));
+                }
+            }
+            _ => {}
+        }
+        for (name, value) in a.xattrs.iter().flat_map(|set| set.iter()) {
+            write!(text, " @{}={}", escape(name), escape(value)).unwrap();
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn escape(bytes: &[u8]) -> String {
+    let mut text = String::new();
+    for &b in bytes {
+        match b {
+            b'\\' | b'=' | b'@' => write!(text, "\\x{b:02x}").unwrap(),
+            b'!'..=b'~' => text.push(b as char),
+            _ => write!(text, "\\x{b:02x}").unwrap(),
+        }
+    }
+    text
+}
+
+/// Whether a tool is there. Says so if not, and fails where CI should have had it.
+pub fn have(tool: &str) -> bool {
+    let dirs = std::env::var_os("PATH").unwrap_or_default();
+    let mut dirs: Vec<PathBuf> = std::env::split_paths(&dirs).collect();
+    dirs.extend(["/usr/sbin".into(), "/sbin".into()]);
+    if dirs.iter().any(|dir| dir.join(tool).is_file()) {
+        return true;
+    }
+    skip(&format!("{tool} is not installed"));
+    false
+}
+
+/// Whether this may mount EROFS images.
+pub fn can_mount() -> bool {
+    if !rustix::process::geteuid().is_root() {
+        skip("mounting needs root");
+        return false;
+    }
+    let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    if !known.contains("erofs") {
+        skip("the kernel has no EROFS");
+        return false;
+    }
+    true
+}
+
+fn skip(why: &str) {
+    assert!(
+        std::env::var_os("CI").is_none(),
+        "{why}, and CI should have it"
+    );
+    eprintln!("SKIPPED: {why}");
+}
+
+/// fsck.erofs finds nothing wrong, file contents included.
+pub fn fsck(image: &[u8]) {
+    if !have("fsck.erofs") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("image");
+    std::fs::write(&file, image).unwrap();
+    let out = Command::new("fsck.erofs")
+        .arg("--extract")
+        .arg(&file)
+        .output()
+        .unwrap();
+    let text =
+        String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    assert!(
+        out.status.success() && !text.contains("<E>"),
+        "fsck.erofs: {text}"
+    );
+}
+
+/// Our own checker finds nothing either.
+pub fn check(image: &[u8]) {
+    let options = bcow_erofs::check::CheckOptions { read_data: true };
+    assert_eq!(bcow_erofs::check::check(&open(image), &options), []);
+}
