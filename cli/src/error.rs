@@ -13,6 +13,8 @@ pub mod exit {
     pub const FAILED: u8 = 1;
     /// The command line makes no sense.
     pub const USAGE: u8 = 2;
+    /// Stopped by SIGINT or its like; what a shell reports for SIGINT.
+    pub const INTERRUPTED: u8 = 130;
     /// Whoever read standard output went away; what a shell reports for SIGPIPE.
     pub const PIPE_CLOSED: u8 = 141;
 
@@ -64,6 +66,12 @@ impl CommandError {
             self.push_cause(error.to_string());
             next = error.source();
         }
+        self
+    }
+
+    /// Adds a cause that is no error of a library.
+    pub fn caused_by_text(mut self, cause: impl Into<String>) -> Self {
+        self.push_cause(cause.into());
         self
     }
 

@@ -5,9 +5,14 @@
 
 mod commands;
 mod error;
+mod image;
+mod interrupt;
 mod names;
+mod new_file;
 mod size;
+mod stat;
 mod ui;
+mod walk;
 
 use std::ffi::OsStr;
 use std::process::ExitCode;
@@ -73,6 +78,14 @@ struct Global {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Convert(commands::convert::Args),
+    Inspect(commands::inspect::Args),
+    Map(commands::map::Args),
+    Fsck(commands::fsck::Args),
+    Ls(commands::ls::Args),
+    Cat(commands::cat::Args),
+    Extract(commands::extract::Args),
+    Export(commands::export::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
@@ -121,6 +134,15 @@ fn main() -> ExitCode {
 
 fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
     match command {
+        // fsck(8) has exit statuses of its own.
+        Command::Fsck(args) => return commands::fsck::run(args, ui),
+        Command::Convert(args) => commands::convert::run(args, ui),
+        Command::Inspect(args) => commands::inspect::run(args, ui),
+        Command::Map(args) => commands::map::run(args, ui),
+        Command::Ls(args) => commands::ls::run(args, ui),
+        Command::Cat(args) => commands::cat::run(args, ui),
+        Command::Extract(args) => commands::extract::run(args, ui),
+        Command::Export(args) => commands::export::run(args, ui),
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),

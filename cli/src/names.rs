@@ -1,6 +1,8 @@
 //! Names are bytes. A terminal gets them quoted as GNU ls quotes them, a pipe as they are, JSON as
 //! text when they are text and in hexadecimal beside it when they are not.
 
+use std::borrow::Cow;
+
 use serde_json::{Map, Value};
 
 /// A name for a terminal: as it is if it is harmless, else quoted so that a POSIX shell with `$'...'`
@@ -62,9 +64,21 @@ pub fn quoted(name: &[u8]) -> String {
     out
 }
 
-/// The name for a message: always one line, always harmless.
-pub fn shown(name: &[u8]) -> String {
-    quoted(name)
+/// Text from an image or a library for one line of a terminal: what could drive the terminal is escaped.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let dangerous = |c: char| c.is_control() || is_invisible(c);
+    if !text.contains(dangerous) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if dangerous(c) {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    Cow::Owned(out)
 }
 
 /// Puts `name` under `key`, and its bytes in hexadecimal under `key_hex` if it is not UTF-8 (the text

@@ -8,6 +8,7 @@ use std::time::Duration;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::error::CommandError;
+use crate::names::printable;
 
 /// When to use colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -98,11 +99,6 @@ impl Ui {
         self.quiet
     }
 
-    /// How many times `-v` was given.
-    pub fn verbose(&self) -> u8 {
-        self.verbose
-    }
-
     /// Whether a person reads standard output.
     pub fn stdout_is_terminal(&self) -> bool {
         self.stdout_is_terminal
@@ -129,27 +125,33 @@ impl Ui {
         }
     }
 
-    /// A message for the user who asked for more of them.
-    pub fn detail(&self, message: impl fmt::Display) {
-        if !self.quiet && self.verbose > 0 {
-            self.to_stderr(format_args!("{message}\n"));
-        }
-    }
-
     /// Something that went otherwise than asked, but not wrong enough to stop.
     pub fn warning(&self, message: impl fmt::Display) {
         let label = self.paint("warning:", "\x1b[1;33m");
-        self.to_stderr(format_args!("{label} {message}\n"));
+        let message = message.to_string();
+        self.to_stderr(format_args!("{label} {}\n", printable(&message)));
     }
 
     /// Tells why the command failed.
     pub fn error(&self, error: &CommandError) {
-        let mut text = format!("{} {}\n", self.paint("error:", "\x1b[1;31m"), error);
+        let mut text = format!(
+            "{} {}\n",
+            self.paint("error:", "\x1b[1;31m"),
+            printable(error.message())
+        );
         for cause in error.causes() {
-            text += &format!("  {} {cause}\n", self.paint("caused by:", "\x1b[1m"));
+            text += &format!(
+                "  {} {}\n",
+                self.paint("caused by:", "\x1b[1m"),
+                printable(cause)
+            );
         }
         if let Some(hint) = error.hint_text() {
-            text += &format!("{} {hint}\n", self.paint("hint:", "\x1b[1;36m"));
+            text += &format!(
+                "{} {}\n",
+                self.paint("hint:", "\x1b[1;36m"),
+                printable(hint)
+            );
         }
         self.to_stderr(format_args!("{text}"));
     }

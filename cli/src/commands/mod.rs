@@ -1,6 +1,14 @@
 //! One file per command: a clap struct whose doc comment is the help, and `run(args, ui)`.
 
+pub mod cat;
 pub mod completions;
+pub mod convert;
+pub mod export;
+pub mod extract;
+pub mod fsck;
+pub mod inspect;
 pub mod later;
+pub mod ls;
 pub mod man;
+pub mod map;
 pub mod version;

@@ -1,0 +1,63 @@
+//! `bcow cat`
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use bcow_erofs::reader::FileType;
+
+use crate::error::{CommandError, Context};
+use crate::image::{LastLink, OpenImage};
+use crate::ui::Ui;
+use crate::{names, stat};
+
+/// Write files of an image to standard output
+///
+/// Symbolic links are followed inside the image. Every block is checked before any of it is
+/// written: damage ends the output early, with an error, and never changes it.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image
+    image: PathBuf,
+    /// Paths of regular files in it
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<OsString>,
+}
+
+/// How much is read before the output is looked at again: `bcow cat IMG big | head -1` should not
+/// read all of it.
+const PIECE: u64 = 1 << 20;
+
+/// Writes the files one behind the other.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let image = OpenImage::open(&args.image)?;
+    let tree = image.tree()?;
+    let mut out = ui.output();
+    for path in &args.paths {
+        let path = path.as_bytes();
+        let inode = tree.find(path, LastLink::Follow)?;
+        if inode.kind != FileType::Regular {
+            return Err(CommandError::new(format!(
+                "{} in {} is no regular file but a {}",
+                names::quoted(path),
+                image.path().display(),
+                stat::type_name(inode.kind).replace('_', " ")
+            )));
+        }
+        let mut offset = 0;
+        while offset < inode.size {
+            let length = PIECE.min(inode.size - offset);
+            let mut written = Ok(());
+            tree.filesystem()
+                .read_with(&inode, offset, length, &mut |bytes| {
+                    if written.is_ok() {
+                        written = out.write_bytes(bytes);
+                    }
+                })
+                .context(|| tree.cannot_read(path))?;
+            written?;
+            offset += length;
+        }
+    }
+    out.finish()
+}

@@ -1,0 +1,288 @@
+//! `bcow convert`
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use bcow_oci::{Compression, ConvertError, ConvertOptions, Limits, Platform, Report, Source};
+use serde_json::Value;
+
+use crate::error::{CommandError, exit};
+use crate::interrupt::{Interrupt, interrupted};
+use crate::size::{self, Count, Human};
+use crate::ui::{Progress, Ui};
+
+/// Make an image out of a container image, an archive or a directory
+///
+/// SRC is one of
+///
+///     oci:DIR[:REF]             an OCI image layout
+///     oci-archive:FILE[:REF]    the same in a tar archive
+///     docker-archive:FILE[:REF] what `docker save` and `podman save` write
+///     tar:FILE                  a root file system or a layer; tar:- is standard input
+///     dir:PATH                  a root file system in a directory
+///     FILE.tar[.gz|.zst]        the same as tar:FILE
+///
+/// Archives and layers may be compressed with gzip or zstd. The layers are flattened into one file
+/// system, DST, a .bcow file. Needs no privilege, no daemon, no network and no loop device; a layer's
+/// bytes are checked against their digests while they stream.
+///
+/// The same input, options and version of bcow give the same bytes. DST gets its name when it is
+/// complete and verified; a file of that name is then replaced. Nothing is left when something fails.
+#[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// Where the image comes from
+    #[arg(value_name = "SRC")]
+    source: OsString,
+    /// The image to make
+    #[arg(value_name = "DST")]
+    destination: PathBuf,
+    /// Which image of a multi-platform source to take [default: this machine's]
+    #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
+    platform: Option<String>,
+    /// How to store blocks: zstd[:LEVEL] or none [default: zstd:3]
+    #[arg(long, value_name = "HOW", value_parser = compression)]
+    compress: Option<Compression>,
+    /// Store everything as it is and in place, so that the kernel can mount the file itself
+    #[arg(long)]
+    plain: bool,
+    /// Block size: auto, or a power of two from 4K to 4M
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = block_size)]
+    block_size: BlockSize,
+    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: Option<u16>,
+    /// Do not read the image back before giving it its name
+    #[arg(long)]
+    no_verify: bool,
+    /// Refuse a source with more entries
+    #[arg(long, value_name = "N", default_value_t = Limits::default().max_entries, help_heading = "Limits")]
+    max_entries: u64,
+    /// Refuse a layer that is more than 4 GiB and N times its compressed size
+    #[arg(long, value_name = "N", default_value_t = Limits::default().max_ratio, help_heading = "Limits")]
+    max_ratio: u64,
+    /// Refuse a source with more uncompressed bytes
+    #[arg(
+        long,
+        alias = "max-bytes",
+        value_name = "SIZE",
+        default_value = "1T",
+        value_parser = size::parse,
+        help_heading = "Limits"
+    )]
+    max_size: u64,
+    /// Print what was done as JSON (schema bcow.convert/1)
+    #[arg(long)]
+    json: bool,
+}
+
+/// A block size or the choice of one. (clap would take `Option<Option<..>>` for something else.)
+#[derive(Debug, Clone, Copy)]
+struct BlockSize(Option<u32>);
+
+/// Converts.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let source = source(&args.source)?;
+    let destination = destination(&args.destination)?;
+    if args.plain && matches!(args.compress, Some(Compression::Zstd { .. })) {
+        return Err(CommandError::usage("a plain image is not compressed")
+            .hint("leave out --plain or --compress"));
+    }
+    let interrupt = Interrupt::catch();
+    let defaults = ConvertOptions::default();
+    let options = ConvertOptions {
+        platform: args
+            .platform
+            .as_deref()
+            .map(str::parse::<Platform>)
+            .transpose()
+            .map_err(|error| failure(&error))?,
+        compression: args.compress.unwrap_or(defaults.compression),
+        plain: args.plain,
+        block_bytes: args.block_size.0,
+        threads: args.jobs.map_or(defaults.threads, usize::from),
+        verify: !args.no_verify,
+        limits: Limits {
+            max_entries: args.max_entries,
+            max_ratio: args.max_ratio,
+            max_bytes: args.max_size,
+        },
+        source_date_epoch: source_date_epoch()?,
+        tool_version: env!("CARGO_PKG_VERSION").to_owned(),
+        cancel: Some(interrupt.flag()),
+    };
+    let progress = ui.progress();
+    let report = bcow_oci::convert(&source, destination, &options, &progress)
+        .map_err(|error| failure(&error))?;
+    drop(progress);
+    if args.json {
+        ui.print_json(&as_json(&report)?)
+    } else {
+        tell(&report, destination, ui)
+    }
+}
+
+fn source(text: &OsStr) -> Result<Source, CommandError> {
+    let text = text.to_str().ok_or_else(|| {
+        CommandError::usage(format!("{text:?} is no source: it is not UTF-8"))
+            .hint("use tar:- and redirect standard input, or give the file another name")
+    })?;
+    text.parse::<Source>().map_err(|error| failure(&error))
+}
+
+fn destination(path: &Path) -> Result<&Path, CommandError> {
+    let text = path.as_os_str().as_encoded_bytes();
+    if text == b"-" {
+        return Err(
+            CommandError::usage("cannot write an image to standard output")
+                .hint("its header is written last; give a file name"),
+        );
+    }
+    if text.starts_with(b"oci:") {
+        return Err(CommandError::not_supported_yet(
+            "an OCI layout as the destination",
+        ));
+    }
+    Ok(path)
+}
+
+/// The time to record, if the environment says one (reproducible-builds.org).
+fn source_date_epoch() -> Result<Option<i64>, CommandError> {
+    match std::env::var("SOURCE_DATE_EPOCH") {
+        Ok(text) if text.is_empty() => Ok(None),
+        Ok(text) => text.parse().map(Some).map_err(|_| {
+            CommandError::usage(format!(
+                "SOURCE_DATE_EPOCH is {text:?}, which is no number of seconds"
+            ))
+        }),
+        Err(std::env::VarError::NotPresent) => Ok(None),
+        Err(std::env::VarError::NotUnicode(_)) => Err(CommandError::usage(
+            "SOURCE_DATE_EPOCH is no number of seconds",
+        )),
+    }
+}
+
+fn compression(text: &str) -> Result<Compression, String> {
+    match text.split_once(':') {
+        None if text == "none" => Ok(Compression::None),
+        None if text == "zstd" => Ok(Compression::Zstd { level: 3 }),
+        Some(("zstd", level)) => match level.parse() {
+            Ok(level @ 1..=22) => Ok(Compression::Zstd { level }),
+            _ => Err("zstd has levels from 1 to 22".to_owned()),
+        },
+        _ => Err("use zstd, zstd:LEVEL or none".to_owned()),
+    }
+}
+
+fn block_size(text: &str) -> Result<BlockSize, String> {
+    if text == "auto" {
+        return Ok(BlockSize(None));
+    }
+    let bytes = size::parse(text)?;
+    match u32::try_from(bytes) {
+        Ok(bytes) if bytes.is_power_of_two() && (4096..=4 << 20).contains(&bytes) => {
+            Ok(BlockSize(Some(bytes)))
+        }
+        _ => Err("block sizes are powers of two from 4K to 4M".to_owned()),
+    }
+}
+
+fn failure(error: &ConvertError) -> CommandError {
+    if matches!(error, ConvertError::Interrupted) {
+        return interrupted();
+    }
+    let mut failure = CommandError::new(error.to_string());
+    if let Some(source) = std::error::Error::source(error) {
+        failure = failure.caused_by(source);
+    }
+    if let Some(hint) = error.hint() {
+        failure = failure.hint(hint);
+    }
+    match error {
+        ConvertError::SourceSyntax { .. }
+        | ConvertError::PlatformSyntax { .. }
+        | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
+        _ => failure,
+    }
+}
+
+fn as_json(report: &Report) -> Result<Value, CommandError> {
+    let mut object = serde_json::Map::new();
+    object.insert("schema".into(), "bcow.convert/1".into());
+    match serde_json::to_value(report) {
+        Ok(Value::Object(fields)) => object.extend(fields),
+        Ok(_) => return Err(CommandError::new("the report is no JSON object")),
+        Err(error) => return Err(CommandError::new("cannot write the report").caused_by(&error)),
+    }
+    Ok(Value::Object(object))
+}
+
+fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError> {
+    let mut out = ui.output();
+    let layers = match report.layers.len() {
+        1 => "1 layer".to_owned(),
+        n => format!("{n} layers"),
+    };
+    let saved = match report.deduplicated_bytes {
+        0 => String::new(),
+        bytes => format!(" ({} of it stored once for several)", Human(bytes)),
+    };
+    writeln!(
+        out,
+        "{}: {layers}, {} entries, {} of file content{saved}, {} on disk{}",
+        destination.display(),
+        Count(report.entries),
+        Human(report.content_bytes),
+        Human(report.file_bytes),
+        if report.verified { ", verified" } else { "" }
+    )?;
+    out.finish()
+}
+
+impl bcow_oci::Progress for Progress<'_> {
+    fn total(&self, bytes: Option<u64>) {
+        Progress::total(self, bytes);
+    }
+    fn advance(&self, bytes: u64) {
+        Progress::advance(self, bytes);
+    }
+    fn phase(&self, name: &str) {
+        Progress::phase(self, name);
+    }
+    fn warning(&self, message: &str) {
+        Progress::warning(self, message);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compression_is_written_with_its_level() {
+        assert_eq!(compression("none"), Ok(Compression::None));
+        assert_eq!(compression("zstd"), Ok(Compression::Zstd { level: 3 }));
+        assert_eq!(compression("zstd:19"), Ok(Compression::Zstd { level: 19 }));
+        for text in [
+            "",
+            "zstd:",
+            "zstd:0",
+            "zstd:23",
+            "gzip",
+            "none:1",
+            "zstd:fast",
+        ] {
+            assert!(compression(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn block_sizes_are_powers_of_two_within_the_format() {
+        assert_eq!(block_size("auto").map(|b| b.0), Ok(None));
+        assert_eq!(block_size("4K").map(|b| b.0), Ok(Some(4096)));
+        assert_eq!(block_size("4M").map(|b| b.0), Ok(Some(4 << 20)));
+        for text in ["2K", "5K", "8M", "0", "big", "4G"] {
+            assert!(block_size(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! `bcow export`
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use bcow::{BlockDevice, Mapping};
+
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
+use crate::interrupt::Interrupt;
+use crate::new_file::NewFile;
+use crate::size::Human;
+use crate::ui::{Progress, Ui};
+
+/// Write an image's content in another form
+///
+/// `raw` is the address space, byte by byte. `erofs` is the EROFS file system in it, which Linux mounts
+/// (`mount -t erofs`) and fsck.erofs checks. Both come as a sparse file: what is zero in the image
+/// takes no space. Every block is checked on the way.
+///
+/// The file gets its name when it is complete; a file of that name is then replaced.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image
+    image: PathBuf,
+    /// The form: erofs, raw, tar or oci (the last two are not supported yet)
+    #[arg(long, value_name = "FORMAT", hide_possible_values = true)]
+    to: Format,
+    /// Where to; - is standard output
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    Erofs,
+    Raw,
+    Tar,
+    Oci,
+}
+
+/// Read at once.
+const PIECE: u64 = 4 << 20;
+
+/// Exports.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    match args.to {
+        Format::Erofs | Format::Raw => {}
+        Format::Tar => return Err(CommandError::not_supported_yet("export to tar")),
+        Format::Oci => return Err(CommandError::not_supported_yet("export to an OCI layout")),
+    }
+    let image = OpenImage::open(&args.image)?;
+    let end = match args.to {
+        Format::Erofs => erofs_bytes(&image)?,
+        _ => image.image().size(),
+    };
+    let interrupt = Interrupt::catch();
+    let progress = ui.progress();
+    progress.phase("exporting");
+    progress.total(Some(end));
+    let export = Export {
+        image: &image,
+        end,
+        interrupt: &interrupt,
+        progress: &progress,
+    };
+    if args.output == Path::new("-") {
+        let mut out = ui.output();
+        export.copy(&mut |piece| match piece {
+            Piece::Data { bytes, .. } => out.write_bytes(bytes),
+            Piece::Zeros { length } => write_zeros(length, &interrupt, &mut out),
+        })?;
+        out.finish()
+    } else {
+        let new = NewFile::create(&args.output)?;
+        let cannot = || format!("cannot write {}", args.output.display());
+        // The length first: what nobody writes to is then a hole.
+        new.file().set_len(end).context(cannot)?;
+        export.copy(&mut |piece| match piece {
+            Piece::Data { offset, bytes } => new.file().write_all_at(bytes, offset).context(cannot),
+            Piece::Zeros { .. } => Ok(()),
+        })?;
+        progress.phase("syncing");
+        new.complete()?;
+        drop(progress);
+        ui.status(format_args!(
+            "{}: {} exported",
+            args.output.display(),
+            Human(end)
+        ));
+        Ok(())
+    }
+}
+
+/// How much of the address space the file system takes.
+fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
+    let tree = image.tree()?;
+    let superblock = tree.filesystem().superblock();
+    let size = image.image().size();
+    match superblock.blocks.checked_mul(superblock.block_bytes.into()) {
+        Some(bytes) if bytes <= size => Ok(bytes),
+        _ => Err(CommandError::new(format!(
+            "cannot export {}: its EROFS superblock claims {} blocks of {} bytes, the address space has {size} bytes",
+            image.path().display(),
+            superblock.blocks,
+            superblock.block_bytes
+        ))),
+    }
+}
+
+enum Piece<'a> {
+    Data { offset: u64, bytes: &'a [u8] },
+    Zeros { length: u64 },
+}
+
+struct Export<'a> {
+    image: &'a OpenImage,
+    end: u64,
+    interrupt: &'a Interrupt,
+    progress: &'a Progress<'a>,
+}
+
+impl Export<'_> {
+    fn copy(
+        &self,
+        take: &mut dyn FnMut(Piece<'_>) -> Result<(), CommandError>,
+    ) -> Result<(), CommandError> {
+        let image = self.image.image();
+        let cannot = || format!("cannot read {}", self.image.path().display());
+        let mut at = 0;
+        while at < self.end {
+            self.interrupt.check()?;
+            let extent = image.map(at).context(cannot)?;
+            let length = (extent.offset + extent.length).min(self.end) - at;
+            match extent.mapping {
+                Mapping::Zero | Mapping::Hole => take(Piece::Zeros { length })?,
+                _ => self.copy_stored(at, length, take)?,
+            }
+            self.progress.advance(length);
+            at += length;
+        }
+        Ok(())
+    }
+
+    fn copy_stored(
+        &self,
+        start: u64,
+        length: u64,
+        take: &mut dyn FnMut(Piece<'_>) -> Result<(), CommandError>,
+    ) -> Result<(), CommandError> {
+        let mut done = 0;
+        while done < length {
+            let piece = PIECE.min(length - done);
+            let mut offset = start + done;
+            let mut taken = Ok(());
+            self.image
+                .image()
+                .read_with(offset, piece, &mut |bytes| {
+                    if taken.is_ok() {
+                        taken = take(Piece::Data { offset, bytes });
+                    }
+                    offset += bytes.len() as u64;
+                })
+                .context(|| format!("cannot read {}", self.image.path().display()))?;
+            taken?;
+            done += piece;
+        }
+        Ok(())
+    }
+}
+
+/// Zeros for a stream, which has no holes.
+fn write_zeros(
+    mut length: u64,
+    interrupt: &Interrupt,
+    out: &mut crate::ui::Output,
+) -> Result<(), CommandError> {
+    static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+    while length > 0 {
+        interrupt.check()?;
+        let n = length.min(ZEROS.len() as u64);
+        out.write_bytes(&ZEROS[..n as usize])?;
+        length -= n;
+    }
+    Ok(())
+}

@@ -1,0 +1,711 @@
+//! `bcow extract`
+//!
+//! Names come from the image and may be hostile, and so may be whoever else can write to the
+//! destination. So no path is ever handed to the kernel to follow: each directory is opened from its
+//! parent's descriptor with openat2(RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS), names are single components
+//! (checked in [`crate::walk`]), and everything is made new (O_EXCL, mkdir, link, mknod) and then
+//! handled by descriptor.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use bcow_erofs::reader::{ExtentSource, FileType, Inode, Nid};
+use rustix::fs::{
+    AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
+};
+use rustix::io::Errno;
+
+use crate::error::{CommandError, Context};
+use crate::image::{LastLink, OpenImage, Tree};
+use crate::interrupt::Interrupt;
+use crate::names;
+use crate::size::{Count, Human};
+use crate::ui::{Progress, Ui};
+use crate::walk::{Entries, Seen, join};
+
+/// Unpack an image, or a part of it, into a directory
+///
+/// If PATH is a directory in the image (the root, if PATH is not given), what is in it comes to be in
+/// DIR. If PATH is something else, it comes to be in DIR under its own name. DIR is made if it is
+/// missing.
+///
+/// Unpacked are files of all types with mode, modification time in nanoseconds, extended attributes
+/// and hardlinks; holes stay holes. As root, owners too, and nothing may be lost on the way. An
+/// ordinary user gets files of their own without set-user-ID and set-group-ID bits; devices and
+/// privileged attributes (trusted.*, security.*) are left out with a warning.
+///
+/// Nothing is written outside DIR, whatever is in the image. Directories that are there already keep
+/// their attributes. Files that are there already are an error, unless --force is given; they are
+/// then replaced, never written into. If something fails, what was unpacked until then stays.
+#[derive(Debug, clap::Args)]
+#[command(override_usage = "bcow extract [OPTIONS] <IMAGE> [PATH] <DIR>")]
+pub struct Args {
+    /// The image
+    image: PathBuf,
+    /// A path in the image (optional), and the directory to unpack into
+    #[arg(required = true, num_args = 1..=2, value_names = ["PATH", "DIR"], hide = true)]
+    path_and_dir: Vec<OsString>,
+    /// Replace files that are there already
+    #[arg(short, long)]
+    force: bool,
+    /// Set owners as in the image (the default for root)
+    #[arg(long, conflicts_with = "no_same_owner")]
+    same_owner: bool,
+    /// All files belong to whoever unpacks (the default for ordinary users)
+    #[arg(long)]
+    no_same_owner: bool,
+    /// Leave out extended attributes, ACLs and file capabilities
+    #[arg(long)]
+    no_xattrs: bool,
+}
+
+/// Unpacks.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let (path, directory) = match &args.path_and_dir[..] {
+        [directory] => (&b"/"[..], Path::new(directory)),
+        [path, directory] => (path.as_bytes(), Path::new(directory)),
+        // clap has counted them.
+        _ => return Err(CommandError::usage("extract takes IMAGE [PATH] DIR")),
+    };
+    let interrupt = Interrupt::catch();
+    let image = OpenImage::open(&args.image)?;
+    let tree = image.tree()?;
+    let start = tree.find(path, LastLink::Follow)?;
+    raise_open_file_limit();
+    // Modes are set as they are in the image, and nothing else runs in this process.
+    rustix::process::umask(Mode::empty());
+
+    let (root, made) = destination(directory)?;
+    let privileged = rustix::process::geteuid().is_root();
+    let progress = ui.progress();
+    progress.phase("unpacking");
+    let mut extraction = Extraction {
+        tree: &tree,
+        shown: directory,
+        interrupt: &interrupt,
+        progress: &progress,
+        force: args.force,
+        privileged,
+        owners: args.same_owner || (privileged && !args.no_same_owner),
+        xattrs: !args.no_xattrs,
+        root: root.try_clone().context(|| cannot_make(directory, b""))?,
+        links: HashMap::new(),
+        seen: Seen::default(),
+        left_out: LeftOut::default(),
+        entries: 0,
+        bytes: 0,
+    };
+    if start.kind == FileType::Directory {
+        extraction.tree(start, path, root, made)?;
+    } else {
+        let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
+        if matches!(name, b"" | b"." | b"..") {
+            return Err(CommandError::usage(format!(
+                "{} does not end in a name",
+                names::quoted(path)
+            )));
+        }
+        extraction.node(&start, path, &root, b"", name)?;
+        if made {
+            chmod_like_mkdir(&root, directory)?;
+        }
+    }
+    let Extraction {
+        left_out,
+        entries,
+        bytes,
+        ..
+    } = extraction;
+    drop(progress);
+    left_out.tell(ui);
+    ui.status(format_args!(
+        "{}: {} entries, {} of file content",
+        directory.display(),
+        Count(entries),
+        Human(bytes)
+    ));
+    Ok(())
+}
+
+/// The directory to unpack into, and whether it was made for that.
+fn destination(directory: &Path) -> Result<(OwnedFd, bool), CommandError> {
+    let made = match rustix::fs::mkdir(directory, Mode::RWXU) {
+        Ok(()) => true,
+        Err(Errno::EXIST) => false,
+        Err(error) => {
+            return Err(CommandError::new(cannot_make(directory, b"")).caused_by(&error));
+        }
+    };
+    // The user named this path, so links in it are the user's own.
+    let fd = rustix::fs::open(
+        directory,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .context(|| format!("cannot unpack into {}", directory.display()))?;
+    Ok((fd, made))
+}
+
+/// A destination made for a single file gets no attributes from the image; it shall look as mkdir
+/// would have made it under a usual umask.
+fn chmod_like_mkdir(root: &OwnedFd, directory: &Path) -> Result<(), CommandError> {
+    rustix::fs::fchmod(root, Mode::from_raw_mode(0o755)).context(|| cannot_make(directory, b""))
+}
+
+/// Deep trees need one descriptor per level.
+fn raise_open_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    // If it stays low, only very deep trees fail, with an error of their own.
+    let _ = setrlimit(Resource::Nofile, raised);
+}
+
+struct Extraction<'a> {
+    tree: &'a Tree,
+    /// The destination as the user wrote it.
+    shown: &'a Path,
+    interrupt: &'a Interrupt,
+    progress: &'a Progress<'a>,
+    force: bool,
+    privileged: bool,
+    owners: bool,
+    xattrs: bool,
+    root: OwnedFd,
+    /// Where the first name of a file with several names went, relative to the root.
+    links: HashMap<Nid, Vec<u8>>,
+    seen: Seen,
+    left_out: LeftOut,
+    entries: u64,
+    bytes: u64,
+}
+
+/// A directory on the way.
+struct Level {
+    inode: Inode,
+    /// Its path in the image, for messages.
+    source: Vec<u8>,
+    /// Its path below the destination.
+    path: Vec<u8>,
+    fd: OwnedFd,
+    made: bool,
+    entries: Entries,
+}
+
+impl Extraction<'_> {
+    /// Unpacks the directory `start` as `fd`.
+    fn tree(
+        &mut self,
+        start: Inode,
+        source: &[u8],
+        fd: OwnedFd,
+        made: bool,
+    ) -> Result<(), CommandError> {
+        self.seen.enter(self.tree, start.nid, source)?;
+        let mut stack = vec![Level {
+            inode: start,
+            source: source.to_vec(),
+            path: Vec::new(),
+            fd,
+            made,
+            entries: Entries::new(start),
+        }];
+        while let Some(level) = stack.last_mut() {
+            let Some(entry) = level.entries.next(self.tree, &level.source)? else {
+                // Now that nothing more is made in it, its times hold.
+                if level.made {
+                    self.attributes(&level.inode, &level.source, &level.path, level.fd.as_fd())?;
+                }
+                self.entries += 1;
+                stack.pop();
+                continue;
+            };
+            self.interrupt.check()?;
+            let source = join(&level.source, &entry.name);
+            let inode = self.tree.inode(entry.nid, &source)?;
+            if inode.kind == FileType::Directory {
+                self.seen.enter(self.tree, inode.nid, &source)?;
+                let path = join(&level.path, &entry.name);
+                let (fd, made) = self.directory(&level.fd, &path, &entry.name)?;
+                stack.push(Level {
+                    inode,
+                    source,
+                    path,
+                    fd,
+                    made,
+                    entries: Entries::new(inode),
+                });
+            } else {
+                self.node(&inode, &source, &level.fd, &level.path, &entry.name)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes or takes the directory `name` in `parent`.
+    fn directory(
+        &self,
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(OwnedFd, bool), CommandError> {
+        let cannot = || cannot_make(self.shown, path);
+        let mut made = rustix::fs::mkdirat(parent, name, Mode::RWXU);
+        if made == Err(Errno::EXIST) && self.force && !is_directory(parent, name) {
+            rustix::fs::unlinkat(parent, name, AtFlags::empty()).context(cannot)?;
+            made = rustix::fs::mkdirat(parent, name, Mode::RWXU);
+        }
+        let made = match made {
+            Ok(()) => true,
+            Err(Errno::EXIST) => false,
+            Err(error) => return Err(CommandError::new(cannot()).caused_by(&error)),
+        };
+        match open_beneath(
+            parent.as_fd(),
+            name,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW,
+        ) {
+            Ok(fd) => Ok((fd, made)),
+            Err(Errno::NOTDIR | Errno::LOOP) if !made => Err(exists(cannot())),
+            Err(error) => Err(CommandError::new(cannot()).caused_by(&error)),
+        }
+    }
+
+    /// Makes `inode`, which is no directory, as `name` in `parent`.
+    fn node(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        parent: &OwnedFd,
+        parent_path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
+        self.entries += 1;
+        let path = join(parent_path, name);
+        if self.force && !is_directory(parent, name) {
+            match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(error) => {
+                    return Err(CommandError::new(cannot_make(self.shown, &path)).caused_by(&error));
+                }
+            }
+        }
+        if inode.nlink > 1 {
+            if let Some(first) = self.links.get(&inode.nid) {
+                return self.hardlink(first, parent, &path, name);
+            }
+            self.links.insert(inode.nid, path.clone());
+        }
+        match inode.kind {
+            FileType::Regular => self.regular(inode, source, parent, &path, name),
+            FileType::Symlink => self.symlink(inode, source, parent, &path, name),
+            _ => self.special(inode, source, parent, &path, name),
+        }
+    }
+
+    fn hardlink(
+        &self,
+        first: &[u8],
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
+        let made = split(first)
+            .map_or_else(
+                || self.root.try_clone().map_err(|_| Errno::MFILE),
+                |(directory, _)| {
+                    open_beneath(
+                        self.root.as_fd(),
+                        directory,
+                        OFlags::PATH | OFlags::DIRECTORY,
+                    )
+                },
+            )
+            .and_then(|directory| {
+                let first_name = split(first).map_or(first, |(_, name)| name);
+                rustix::fs::linkat(directory, first_name, parent, name, AtFlags::empty())
+            });
+        match made {
+            Ok(()) => Ok(()),
+            Err(Errno::EXIST) => Err(exists(cannot_make(self.shown, path))),
+            // The first name was left out, with a warning, because it is a device.
+            Err(Errno::NOENT) if !self.privileged => Ok(()),
+            Err(error) => Err(CommandError::new(format!(
+                "{} as a hardlink to {}",
+                cannot_make(self.shown, path),
+                names::quoted(first)
+            ))
+            .caused_by(&error)),
+        }
+    }
+
+    fn regular(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
+        let cannot = || cannot_make(self.shown, path);
+        let fd = rustix::fs::openat2(
+            parent,
+            name,
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+            Mode::RUSR | Mode::WUSR,
+            BENEATH,
+        )
+        .map_err(|error| made_failed(cannot(), error))?;
+        let file = File::from(fd);
+        let written = self
+            .content(inode, source, path, &file)
+            .and_then(|()| self.attributes(inode, source, path, file.as_fd()));
+        if written.is_err() {
+            // Half a file under its full name would look like the file.
+            let _ = rustix::fs::unlinkat(parent, name, AtFlags::empty());
+        }
+        written
+    }
+
+    fn content(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        path: &[u8],
+        file: &File,
+    ) -> Result<(), CommandError> {
+        const PIECE: u64 = 4 << 20;
+        let cannot = || format!("cannot write {}", below(self.shown, path));
+        // The length first: what nobody writes to is then a hole.
+        file.set_len(inode.size).context(cannot)?;
+        for extent in self.tree.filesystem().extents(inode, 0) {
+            let extent = extent.context(|| self.tree.cannot_read(source))?;
+            if extent.source == ExtentSource::Hole {
+                continue;
+            }
+            let mut offset = extent.offset;
+            let end = extent.offset.saturating_add(extent.length).min(inode.size);
+            while offset < end {
+                self.interrupt.check()?;
+                let length = PIECE.min(end - offset);
+                let mut at = offset;
+                let mut written = Ok(());
+                self.tree
+                    .filesystem()
+                    .read_with(inode, offset, length, &mut |bytes| {
+                        if written.is_ok() {
+                            written = file.write_all_at(bytes, at);
+                        }
+                        at += bytes.len() as u64;
+                    })
+                    .context(|| self.tree.cannot_read(source))?;
+                written.context(cannot)?;
+                self.progress.advance(length);
+                self.bytes += length;
+                offset += length;
+            }
+        }
+        Ok(())
+    }
+
+    fn symlink(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
+        let cannot = || cannot_make(self.shown, path);
+        let target = self
+            .tree
+            .filesystem()
+            .read_link(inode)
+            .context(|| self.tree.cannot_read(source))?;
+        rustix::fs::symlinkat(OsString::from_vec(target), parent, name)
+            .map_err(|error| made_failed(cannot(), error))?;
+        if self.owners {
+            let (uid, gid) = self.owner(inode, source)?;
+            rustix::fs::chownat(
+                parent,
+                name,
+                Some(uid),
+                Some(gid),
+                AtFlags::SYMLINK_NOFOLLOW,
+            )
+            .context(|| format!("cannot set the owner of {}", below(self.shown, path)))?;
+        }
+        // A link cannot be opened for this; the directory's descriptor pins the place, and
+        // lsetxattr does not follow the last component.
+        let by_parent = join(fd_path(parent.as_fd()).as_bytes(), name);
+        self.xattrs(inode, source, path, |attribute, value| {
+            rustix::fs::lsetxattr(&by_parent[..], attribute, value, XattrFlags::empty())
+        })?;
+        rustix::fs::utimensat(
+            parent,
+            name,
+            &self.times(inode, source)?,
+            AtFlags::SYMLINK_NOFOLLOW,
+        )
+        .context(|| format!("cannot set the time of {}", below(self.shown, path)))
+    }
+
+    fn special(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
+        let cannot = || cannot_make(self.shown, path);
+        let kind = match inode.kind {
+            FileType::CharDevice => rustix::fs::FileType::CharacterDevice,
+            FileType::BlockDevice => rustix::fs::FileType::BlockDevice,
+            FileType::Socket => rustix::fs::FileType::Socket,
+            _ => rustix::fs::FileType::Fifo,
+        };
+        let device = inode
+            .rdev
+            .map_or(0, |d| rustix::fs::makedev(d.major, d.minor));
+        match rustix::fs::mknodat(parent, name, kind, Mode::empty(), device) {
+            Ok(()) => {}
+            Err(Errno::PERM) if !self.privileged => {
+                self.left_out.devices.add(path);
+                return Ok(());
+            }
+            Err(Errno::PERM) => {
+                return Err(CommandError::new(cannot())
+                    .caused_by(&Errno::PERM)
+                    .hint("making devices takes CAP_MKNOD, which this process lacks"));
+            }
+            Err(error) => return Err(made_failed(cannot(), error)),
+        }
+        let fd =
+            open_beneath(parent.as_fd(), name, OFlags::PATH | OFlags::NOFOLLOW).context(cannot)?;
+        let cannot_set = || format!("cannot set the attributes of {}", below(self.shown, path));
+        // A pipe or device must not be opened; /proc gives a path that means exactly this inode.
+        let by_descriptor = fd_path(fd.as_fd());
+        if self.owners {
+            let (uid, gid) = self.owner(inode, source)?;
+            rustix::fs::chownat(&fd, "", Some(uid), Some(gid), AtFlags::EMPTY_PATH)
+                .context(cannot_set)?;
+        }
+        self.xattrs(inode, source, path, |attribute, value| {
+            rustix::fs::setxattr(&by_descriptor[..], attribute, value, XattrFlags::empty())
+        })?;
+        rustix::fs::chmodat(CWD, &by_descriptor[..], self.mode(inode), AtFlags::empty())
+            .context(cannot_set)?;
+        rustix::fs::utimensat(
+            CWD,
+            &by_descriptor[..],
+            &self.times(inode, source)?,
+            AtFlags::empty(),
+        )
+        .context(cannot_set)
+    }
+
+    /// Sets what a regular file or a directory has. The order matters: a change of owner clears
+    /// set-user-ID bits and capabilities; without write permission an owner cannot set attributes; and
+    /// everything before the times changes them.
+    fn attributes(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        path: &[u8],
+        fd: BorrowedFd<'_>,
+    ) -> Result<(), CommandError> {
+        let cannot_set = || format!("cannot set the attributes of {}", below(self.shown, path));
+        if self.owners {
+            let (uid, gid) = self.owner(inode, source)?;
+            rustix::fs::fchown(fd, Some(uid), Some(gid))
+                .context(|| format!("cannot set the owner of {}", below(self.shown, path)))?;
+        }
+        self.xattrs(inode, source, path, |name, value| {
+            rustix::fs::fsetxattr(fd, name, value, XattrFlags::empty())
+        })?;
+        rustix::fs::fchmod(fd, self.mode(inode)).context(cannot_set)?;
+        rustix::fs::futimens(fd, &self.times(inode, source)?).context(cannot_set)
+    }
+
+    fn xattrs(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        path: &[u8],
+        set: impl Fn(&[u8], &[u8]) -> Result<(), Errno>,
+    ) -> Result<(), CommandError> {
+        if !self.xattrs {
+            return Ok(());
+        }
+        let xattrs = self
+            .tree
+            .filesystem()
+            .xattrs(inode)
+            .context(|| self.tree.cannot_read(source))?;
+        for (name, value) in xattrs {
+            match set(&name, &value) {
+                Ok(()) => {}
+                Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS) if !self.privileged => {
+                    self.left_out.xattrs.add(path);
+                }
+                Err(error) => {
+                    return Err(CommandError::new(format!(
+                        "cannot set extended attribute {} of {}",
+                        names::quoted(&name),
+                        below(self.shown, path)
+                    ))
+                    .caused_by(&error)
+                    .hint("--no-xattrs leaves extended attributes out"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A program that was to run as its owner must not come to run as somebody else.
+    fn mode(&self, inode: &Inode) -> Mode {
+        let kept = match (self.owners, inode.kind) {
+            (true, _) => 0o7777,
+            (false, FileType::Directory) => 0o1777,
+            (false, _) => 0o777,
+        };
+        Mode::from_raw_mode(u32::from(inode.permissions) & kept)
+    }
+
+    fn owner(&self, inode: &Inode, source: &[u8]) -> Result<(Uid, Gid), CommandError> {
+        // -1 means "leave it" to chown(2), and is no user.
+        if inode.uid == u32::MAX || inode.gid == u32::MAX {
+            return Err(CommandError::new(format!(
+                "{}: owner {}:{} is impossible",
+                self.tree.cannot_read(source),
+                inode.uid,
+                inode.gid
+            ))
+            .hint("--no-same-owner leaves owners out"));
+        }
+        Ok((Uid::from_raw(inode.uid), Gid::from_raw(inode.gid)))
+    }
+
+    fn times(&self, inode: &Inode, source: &[u8]) -> Result<Timestamps, CommandError> {
+        // Beyond a second, utimensat(2) takes some values for "now" and "leave it".
+        if inode.mtime.nanoseconds >= 1_000_000_000 {
+            return Err(CommandError::new(format!(
+                "{}: its time has {} nanoseconds",
+                self.tree.cannot_read(source),
+                inode.mtime.nanoseconds
+            )));
+        }
+        let time = Timespec {
+            tv_sec: inode.mtime.seconds,
+            tv_nsec: inode.mtime.nanoseconds.into(),
+        };
+        // EROFS keeps one time per inode.
+        Ok(Timestamps {
+            last_access: time,
+            last_modification: time,
+        })
+    }
+}
+
+/// What an ordinary user cannot have, told once at the end.
+#[derive(Default)]
+struct LeftOut {
+    devices: Tally,
+    xattrs: Tally,
+}
+
+#[derive(Default)]
+struct Tally {
+    count: u64,
+    first: Vec<u8>,
+}
+
+impl Tally {
+    fn add(&mut self, path: &[u8]) {
+        if self.count == 0 {
+            self.first = path.to_vec();
+        }
+        self.count += 1;
+    }
+}
+
+impl LeftOut {
+    fn tell(&self, ui: &Ui) {
+        for (tally, what) in [
+            (&self.devices, "device nodes"),
+            (&self.xattrs, "extended attributes"),
+        ] {
+            if tally.count > 0 {
+                ui.warning(format_args!(
+                    "left out {} {what} that only root can set (the first: {})",
+                    Count(tally.count),
+                    names::quoted(&tally.first)
+                ));
+            }
+        }
+    }
+}
+
+const BENEATH: ResolveFlags = ResolveFlags::BENEATH.union(ResolveFlags::NO_SYMLINKS);
+
+fn open_beneath(directory: BorrowedFd<'_>, path: &[u8], flags: OFlags) -> Result<OwnedFd, Errno> {
+    rustix::fs::openat2(
+        directory,
+        path,
+        flags | OFlags::CLOEXEC,
+        Mode::empty(),
+        BENEATH,
+    )
+}
+
+fn is_directory(parent: &OwnedFd, name: &[u8]) -> bool {
+    rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)
+        .is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir())
+}
+
+/// A path's directory and name, if it has a directory.
+fn split(path: &[u8]) -> Option<(&[u8], &[u8])> {
+    let slash = path.iter().rposition(|&b| b == b'/')?;
+    Some((&path[..slash], &path[slash + 1..]))
+}
+
+fn fd_path(fd: BorrowedFd<'_>) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
+}
+
+/// The path below the destination, for messages.
+fn below(directory: &Path, path: &[u8]) -> String {
+    match path {
+        b"" => directory.display().to_string(),
+        _ => names::quoted(&join(directory.as_os_str().as_bytes(), path)),
+    }
+}
+
+fn cannot_make(directory: &Path, path: &[u8]) -> String {
+    format!("cannot make {}", below(directory, path))
+}
+
+fn made_failed(message: String, error: Errno) -> CommandError {
+    match error {
+        Errno::EXIST => exists(message),
+        Errno::NOSYS => CommandError::new(message)
+            .caused_by(&error)
+            .hint("openat2(2) is needed, which Linux has since 5.6"),
+        _ => CommandError::new(message).caused_by(&error),
+    }
+}
+
+fn exists(message: String) -> CommandError {
+    CommandError::new(message)
+        .caused_by_text("it is there already")
+        .hint("--force replaces files that are there; an empty directory as DIR needs no force")
+}

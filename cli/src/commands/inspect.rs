@@ -1,0 +1,478 @@
+//! `bcow inspect`
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use bcow::format::{Header, State, Use};
+use bcow::{Extent, Mapping};
+use bcow_erofs::reader::Superblock;
+use serde_json::{Value, json};
+
+use crate::error::CommandError;
+use crate::image::OpenImage;
+use crate::names::{self, printable};
+use crate::size::{Count, Human};
+use crate::stat::full_time;
+use crate::ui::{Output, Ui};
+
+/// Show what an image is and how it is stored
+///
+/// Format version and features by name, geometry, how well each part is compressed, block sizes, the
+/// source the image was made from with its layers, and the file system's vital data. Reads the
+/// tables, not the data.
+///
+/// JSON has all of it and the OCI configuration (`.metadata.config`); fields are added in later
+/// versions, never moved. Sizes are in bytes.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image
+    image: PathBuf,
+    /// Print JSON (schema bcow.inspect/1)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Inspects. Shows what can be shown of a damaged image, and then fails.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let image = OpenImage::open(&args.image)?;
+    let shown = image.path().display();
+    let mut failure = None;
+    let mut note = |what: &str, error: &(dyn std::error::Error + 'static)| {
+        failure.get_or_insert_with(|| {
+            CommandError::new(format!("cannot read the {what} of {shown}"))
+                .caused_by(error)
+                .hint(format!("`bcow fsck {shown}` says what else is wrong"))
+        });
+    };
+    let metadata = image.image().metadata().unwrap_or_else(|error| {
+        note("metadata", &error);
+        Value::Null
+    });
+    let metadata_start = metadata["content"]["metadata_start"].as_u64();
+    let storage = Storage::measure(&image, metadata_start).unwrap_or_else(|(storage, error)| {
+        note("map", &error);
+        storage
+    });
+    let filesystem = match bcow_erofs::reader::Filesystem::open(image.image().clone()) {
+        Ok(filesystem) => Some(filesystem.superblock().clone()),
+        Err(error) => {
+            note("file system", &error);
+            None
+        }
+    };
+    let facts = Facts {
+        image: &image,
+        header: image.image().header(),
+        metadata,
+        storage,
+        filesystem,
+    };
+    if args.json {
+        ui.print_json(&facts.as_json())?;
+    } else {
+        let mut out = ui.output();
+        facts.tell(&mut out)?;
+        out.finish()?;
+    }
+    match failure {
+        Some(failure) => Err(failure),
+        None => Ok(()),
+    }
+}
+
+/// How the parts of the address space are stored.
+#[derive(Default)]
+struct Storage {
+    /// Content of files; by far the most in most images.
+    content: Class,
+    /// Inodes, directories, names and small files.
+    metadata: Class,
+}
+
+#[derive(Default)]
+struct Class {
+    bytes: u64,
+    stored_bytes: u64,
+    raw_blocks: u64,
+    zstd_blocks: u64,
+    zero_bytes: u64,
+    backing_bytes: u64,
+    /// Blocks by their size, and the bytes they take.
+    sizes: BTreeMap<u64, (u64, u64)>,
+}
+
+impl Class {
+    fn add(&mut self, extent: &Extent) {
+        self.bytes += extent.length;
+        let stored = match extent.mapping {
+            Mapping::Raw { stored } => {
+                self.raw_blocks += 1;
+                stored
+            }
+            Mapping::Compressed { stored } => {
+                self.zstd_blocks += 1;
+                stored
+            }
+            Mapping::Zero | Mapping::Hole => {
+                self.zero_bytes += extent.length;
+                return;
+            }
+            Mapping::Backing { .. } => {
+                self.backing_bytes += extent.length;
+                return;
+            }
+        };
+        self.stored_bytes += u64::from(stored.bytes);
+        // The last block of a region may be cut short; it counts with its fellows.
+        let (blocks, bytes) = self
+            .sizes
+            .entry(extent.length.next_power_of_two())
+            .or_default();
+        *blocks += 1;
+        *bytes += u64::from(stored.bytes);
+    }
+
+    /// Bytes that are stored, before compression.
+    fn kept_bytes(&self) -> u64 {
+        self.bytes - self.zero_bytes - self.backing_bytes
+    }
+
+    fn ratio(&self) -> Option<f64> {
+        (self.stored_bytes > 0).then(|| self.kept_bytes() as f64 / self.stored_bytes as f64)
+    }
+
+    fn as_json(&self) -> Value {
+        let sizes: Vec<Value> = self
+            .sizes
+            .iter()
+            .map(|(size, (blocks, bytes))| {
+                json!({ "block_bytes": size, "blocks": blocks, "stored_bytes": bytes })
+            })
+            .collect();
+        json!({
+            "bytes": self.bytes,
+            "zero_bytes": self.zero_bytes,
+            "backing_bytes": self.backing_bytes,
+            "stored_bytes": self.stored_bytes,
+            "raw_blocks": self.raw_blocks,
+            "zstd_blocks": self.zstd_blocks,
+            "block_sizes": sizes,
+        })
+    }
+}
+
+impl Storage {
+    /// Goes through the map. After an error, what was seen until then comes with it.
+    fn measure(
+        image: &OpenImage,
+        metadata_start: Option<u64>,
+    ) -> Result<Storage, (Storage, bcow::Error)> {
+        let mut storage = Storage::default();
+        for extent in image.image().extents() {
+            match extent {
+                Ok(extent) if metadata_start.is_some_and(|start| extent.offset >= start) => {
+                    storage.metadata.add(&extent);
+                }
+                Ok(extent) => storage.content.add(&extent),
+                Err(error) => return Err((storage, error)),
+            }
+        }
+        Ok(storage)
+    }
+}
+
+struct Facts<'a> {
+    image: &'a OpenImage,
+    header: &'a Header,
+    metadata: Value,
+    storage: Storage,
+    filesystem: Option<Superblock>,
+}
+
+impl Facts<'_> {
+    fn merkle_root(&self) -> Option<String> {
+        self.header
+            .merkle
+            .as_ref()
+            .map(|tree| format!("sha256:{}", names::hex(&tree.root)))
+    }
+
+    fn merkle_bytes(&self) -> u64 {
+        self.header
+            .merkle
+            .as_ref()
+            .map_or(0, |tree| self.header.file_bytes.saturating_sub(tree.offset))
+    }
+
+    fn as_json(&self) -> Value {
+        let header = self.header;
+        let backings: Vec<Value> = self
+            .image
+            .image()
+            .backings()
+            .map(|backing| json!({ "name": backing.name.to_string(), "size": backing.size }))
+            .collect();
+        json!({
+            "schema": "bcow.inspect/1",
+            "format": {
+                "version": 1,
+                "use": use_name(header.purpose),
+                "sealed": header.state == State::Sealed,
+                "generation": header.generation,
+                "features": header.features.names(),
+                "feature_masks": {
+                    "incompatible": header.features.incompatible,
+                    "read_only_compatible": header.features.read_only_compatible,
+                    "compatible": header.features.compatible,
+                },
+            },
+            "geometry": {
+                "size": header.size,
+                "file_bytes": header.file_bytes,
+                "region_bytes": 1u64 << header.region_shift,
+                "regions": header.size.div_ceil(1 << header.region_shift),
+            },
+            "storage": {
+                "content": self.storage.content.as_json(),
+                "metadata": self.storage.metadata.as_json(),
+                "root_table_bytes": header.root.bytes,
+                "json_bytes": header.metadata.bytes,
+                "backing_table_bytes": header.backings.bytes,
+                "merkle_tree_bytes": self.merkle_bytes(),
+            },
+            "merkle": header.merkle.as_ref().map(|tree| json!({
+                "root": self.merkle_root(),
+                "chunk_bytes": 1u64 << tree.chunk_shift,
+            })),
+            "backings": backings,
+            "erofs": self.filesystem.as_ref().map(|fs| json!({
+                "block_bytes": fs.block_bytes,
+                "blocks": fs.blocks,
+                "inodes": fs.inodes,
+                "features": fs.features(),
+                "uuid": uuid(&fs.uuid),
+                "volume_name": String::from_utf8_lossy(&fs.volume_name),
+                "build_time": full_time(fs.build_time),
+            })),
+            "metadata": self.metadata,
+        })
+    }
+
+    fn tell(&self, out: &mut Output) -> Result<(), CommandError> {
+        let header = self.header;
+        writeln!(
+            out,
+            "{}: {} BCoW {}, version 1",
+            self.image.path().display(),
+            match header.state {
+                State::Sealed => "sealed",
+                State::Writable => "writable",
+            },
+            use_name(header.purpose),
+        )?;
+        line(out, "features", &list(&header.features.names()))?;
+        line(out, "file", &exact(header.file_bytes))?;
+        line(out, "address space", &exact(header.size))?;
+        line(
+            out,
+            "regions",
+            &format!(
+                "{} of {}",
+                Count(header.size.div_ceil(1 << header.region_shift)),
+                Human(1 << header.region_shift)
+            ),
+        )?;
+        if let Some(root) = self.merkle_root() {
+            line(out, "merkle root", &root)?;
+        }
+        for backing in self.image.image().backings() {
+            line(
+                out,
+                "backing",
+                &format!(
+                    "{} ({})",
+                    printable(&backing.name.to_string()),
+                    Human(backing.size)
+                ),
+            )?;
+        }
+        self.tell_source(out)?;
+        self.tell_storage(out)?;
+        self.tell_filesystem(out)
+    }
+
+    fn tell_source(&self, out: &mut Output) -> Result<(), CommandError> {
+        let metadata = &self.metadata;
+        if metadata.is_null() {
+            return Ok(());
+        }
+        writeln!(out, "\nSource")?;
+        let source = &metadata["source"];
+        for (name, value) in [
+            ("made by", &metadata["tool"]),
+            ("created", &metadata["created"]),
+            ("transport", &source["transport"]),
+            ("reference", &source["reference"]),
+            ("manifest", &source["manifest_digest"]),
+            ("platform", &source["platform"]),
+        ] {
+            if let Some(text) = text(value) {
+                line(out, name, &text)?;
+            }
+        }
+        let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
+        if !layers.is_empty() {
+            writeln!(out, "\nLayers, lowest first")?;
+        }
+        for layer in layers {
+            let name = text(&layer["diff_id"])
+                .or_else(|| text(&layer["digest"]))
+                .unwrap_or_else(|| "(no digest)".into());
+            let size = |key: &str| {
+                layer[key]
+                    .as_u64()
+                    .map_or_else(|| "?".to_owned(), |bytes| Human(bytes).to_string())
+            };
+            writeln!(
+                out,
+                "  {name}  {} as stored, {} as tar",
+                size("stored_bytes"),
+                size("tar_bytes"),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn tell_storage(&self, out: &mut Output) -> Result<(), CommandError> {
+        writeln!(
+            out,
+            "\n{:<18} {:>12} {:>12} {:>12} {:>7} {:>10} {:>10}",
+            "Storage", "size", "of it zero", "stored", "ratio", "zstd", "raw"
+        )?;
+        for (name, class) in [
+            ("file content", &self.storage.content),
+            ("file system", &self.storage.metadata),
+        ] {
+            writeln!(
+                out,
+                "  {name:<16} {:>12} {:>12} {:>12} {:>7} {:>10} {:>10}",
+                Human(class.bytes).to_string(),
+                Human(class.zero_bytes).to_string(),
+                Human(class.stored_bytes).to_string(),
+                class
+                    .ratio()
+                    .map_or_else(|| "-".to_owned(), |ratio| format!("{ratio:.2}")),
+                Count(class.zstd_blocks).to_string(),
+                Count(class.raw_blocks).to_string(),
+            )?;
+        }
+        for (name, bytes) in [
+            ("Merkle tree", self.merkle_bytes()),
+            ("metadata", self.header.metadata.bytes.into()),
+        ] {
+            if bytes > 0 {
+                writeln!(
+                    out,
+                    "  {name:<16} {:>12} {:>12} {:>12}",
+                    "",
+                    "",
+                    Human(bytes).to_string()
+                )?;
+            }
+        }
+        writeln!(
+            out,
+            "\n{:<18} {:>12} {:>12}",
+            "Block sizes", "blocks", "stored"
+        )?;
+        for (name, class) in [
+            ("file content", &self.storage.content),
+            ("file system", &self.storage.metadata),
+        ] {
+            for (size, (blocks, bytes)) in &class.sizes {
+                writeln!(
+                    out,
+                    "  {:<16} {:>12} {:>12}  {name}",
+                    Human(*size).to_string(),
+                    Count(*blocks).to_string(),
+                    Human(*bytes).to_string()
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tell_filesystem(&self, out: &mut Output) -> Result<(), CommandError> {
+        let Some(fs) = &self.filesystem else {
+            return Ok(());
+        };
+        writeln!(out, "\nEROFS")?;
+        line(out, "inodes", &Count(fs.inodes).to_string())?;
+        line(
+            out,
+            "blocks",
+            &format!("{} of {}", Count(fs.blocks), Human(fs.block_bytes.into())),
+        )?;
+        line(out, "features", &list(&fs.features()))?;
+        line(out, "uuid", &uuid(&fs.uuid))?;
+        let content = &self.metadata["content"];
+        if let Some(bytes) = content["file_bytes"].as_u64() {
+            line(out, "file content", &exact(bytes))?;
+        }
+        if let Some(bytes) = content["deduplicated_bytes"].as_u64() {
+            line(
+                out,
+                "stored once",
+                &format!("{} of it, for several files", exact(bytes)),
+            )?;
+        }
+        Ok(())
+    }
+}
+
+fn line(out: &mut Output, name: &str, value: &str) -> Result<(), CommandError> {
+    writeln!(out, "  {name:<16} {value}")
+}
+
+/// A JSON value from the file, for the terminal.
+fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::Null => None,
+        Value::String(text) => Some(printable(text).into_owned()),
+        other => Some(printable(&other.to_string()).into_owned()),
+    }
+}
+
+fn list(items: &[String]) -> String {
+    match items {
+        [] => "none".to_owned(),
+        items => items.join(", "),
+    }
+}
+
+fn exact(bytes: u64) -> String {
+    match bytes {
+        0..1024 => format!("{bytes} bytes"),
+        _ => format!("{} ({} bytes)", Human(bytes), Count(bytes)),
+    }
+}
+
+fn use_name(purpose: Use) -> &'static str {
+    match purpose {
+        Use::Image => "image",
+        Use::Disk => "disk",
+        Use::Sketch => "sketch",
+    }
+}
+
+fn uuid(bytes: &[u8; 16]) -> String {
+    let hex = names::hex(bytes);
+    format!(
+        "{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
+}

@@ -1,0 +1,223 @@
+//! `bcow ls`
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use bcow_erofs::reader::{FileType, Inode};
+use serde_json::{Map, Value, json};
+
+use crate::error::{CommandError, Context};
+use crate::image::{LastLink, OpenImage, Tree};
+use crate::ui::{Output, Ui};
+use crate::walk::{Entries, Seen, join};
+use crate::{names, stat};
+
+/// List files in an image
+///
+/// Lists the names in the directory PATH (the root if there is none), or PATH itself if it is no
+/// directory, one per line. Links on the way are followed inside the image.
+///
+/// On a terminal, names with unusual characters are quoted as GNU ls quotes them. Elsewhere names
+/// come out byte by byte as they are; use -0 if they may contain newlines.
+///
+/// With --json, a name that is not UTF-8 has U+FFFD where it is not, and its bytes in hexadecimal
+/// beside it: `"path"` and `"path_hex"`. Times are in UTC.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image
+    image: PathBuf,
+    /// A path in it
+    #[arg(default_value = "/", hide_default_value = true)]
+    path: OsString,
+    /// Show type, mode, links, owner, group, size, time and link target
+    #[arg(short, long)]
+    long: bool,
+    /// List everything below, as paths
+    #[arg(short = 'R', long)]
+    recursive: bool,
+    /// Show names that begin with a dot
+    #[arg(short, long)]
+    all: bool,
+    /// End names with NUL rather than newline, and never quote
+    #[arg(short = '0', long, conflicts_with_all = ["json", "long"])]
+    null: bool,
+    /// Print JSON (schema bcow.ls/1), with everything an inode has
+    #[arg(long)]
+    json: bool,
+}
+
+/// Lists.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let image = OpenImage::open(&args.image)?;
+    let tree = image.tree()?;
+    let path = args.path.as_bytes();
+    // With -l a link is shown as a link; without, a link to a directory lists the directory.
+    let mut start = tree.find(path, LastLink::Keep)?;
+    if start.kind == FileType::Symlink && !args.long && !args.json {
+        start = tree.find(path, LastLink::Follow).unwrap_or(start);
+    }
+
+    let mut listing = Listing {
+        args,
+        tree: &tree,
+        quote: ui.stdout_is_terminal() && !args.null,
+        out: ui.output(),
+        first: true,
+    };
+    listing.begin()?;
+    if start.kind == FileType::Directory {
+        listing.directory(start, path)?;
+    } else {
+        listing.entry(&start, path, path)?;
+    }
+    listing.end()
+}
+
+struct Listing<'a> {
+    args: &'a Args,
+    tree: &'a Tree,
+    quote: bool,
+    out: Output,
+    first: bool,
+}
+
+impl Listing<'_> {
+    fn begin(&mut self) -> Result<(), CommandError> {
+        if self.args.json {
+            write!(self.out, "{{\"schema\":\"bcow.ls/1\",\"entries\":[")?;
+        }
+        Ok(())
+    }
+
+    fn end(mut self) -> Result<(), CommandError> {
+        if self.args.json {
+            writeln!(self.out, "\n]}}")?;
+        }
+        self.out.finish()
+    }
+
+    fn directory(&mut self, directory: Inode, path: &[u8]) -> Result<(), CommandError> {
+        let mut seen = Seen::default();
+        seen.enter(self.tree, directory.nid, path)?;
+        let mut stack = vec![(path.to_vec(), Entries::new(directory))];
+        while let Some((path, entries)) = stack.last_mut() {
+            let Some(entry) = entries.next(self.tree, path)? else {
+                stack.pop();
+                continue;
+            };
+            if entry.name.starts_with(b".") && !self.args.all {
+                continue;
+            }
+            let path = join(path, &entry.name);
+            // A plain listing needs no inode, and is then as fast as reading the directory.
+            if !(self.args.long || self.args.json || self.args.recursive) {
+                self.name(&entry.name)?;
+                continue;
+            }
+            let inode = self.tree.inode(entry.nid, &path)?;
+            let shown = match self.args.recursive {
+                true => &path,
+                false => &entry.name,
+            };
+            self.entry(&inode, &path, shown)?;
+            if self.args.recursive && inode.kind == FileType::Directory {
+                seen.enter(self.tree, inode.nid, &path)?;
+                stack.push((path, Entries::new(inode)));
+            }
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self, inode: &Inode, path: &[u8], shown: &[u8]) -> Result<(), CommandError> {
+        if self.args.json {
+            let value = self.as_json(inode, path)?;
+            let separator = if self.first { "" } else { "," };
+            self.first = false;
+            return write!(self.out, "{separator}\n{value}");
+        }
+        if !self.args.long {
+            return self.name(shown);
+        }
+        let size = match inode.rdev {
+            Some(device) => format!("{}, {}", device.major, device.minor),
+            None => inode.size.to_string(),
+        };
+        write!(
+            self.out,
+            "{} {:>3} {:>5} {:>5} {size:>10} {} ",
+            stat::mode_letters(inode.kind, inode.permissions),
+            inode.nlink,
+            inode.uid,
+            inode.gid,
+            stat::short_time(inode.mtime),
+        )?;
+        self.bytes(shown)?;
+        if inode.kind == FileType::Symlink {
+            let target = self.target(inode, path)?;
+            write!(self.out, " -> ")?;
+            self.bytes(&target)?;
+        }
+        writeln!(self.out)
+    }
+
+    fn name(&mut self, name: &[u8]) -> Result<(), CommandError> {
+        self.bytes(name)?;
+        self.out
+            .write_bytes(if self.args.null { b"\0" } else { b"\n" })
+    }
+
+    fn bytes(&mut self, name: &[u8]) -> Result<(), CommandError> {
+        match self.quote {
+            true => self.out.write_bytes(names::quoted(name).as_bytes()),
+            false => self.out.write_bytes(name),
+        }
+    }
+
+    fn target(&self, inode: &Inode, path: &[u8]) -> Result<Vec<u8>, CommandError> {
+        self.tree
+            .filesystem()
+            .read_link(inode)
+            .context(|| self.tree.cannot_read(path))
+    }
+
+    fn as_json(&self, inode: &Inode, path: &[u8]) -> Result<Value, CommandError> {
+        let mut object = Map::new();
+        names::put_json(&mut object, "path", path);
+        object.insert("type".into(), stat::type_name(inode.kind).into());
+        object.insert("mode".into(), format!("{:04o}", inode.permissions).into());
+        object.insert("uid".into(), inode.uid.into());
+        object.insert("gid".into(), inode.gid.into());
+        object.insert("size".into(), inode.size.into());
+        object.insert("links".into(), inode.nlink.into());
+        object.insert("mtime".into(), stat::full_time(inode.mtime).into());
+        object.insert("inode".into(), inode.ino.into());
+        if let Some(device) = inode.rdev {
+            object.insert(
+                "device".into(),
+                json!({ "major": device.major, "minor": device.minor }),
+            );
+        }
+        if inode.kind == FileType::Symlink {
+            names::put_json(&mut object, "target", &self.target(inode, path)?);
+        }
+        let xattrs = self
+            .tree
+            .filesystem()
+            .xattrs(inode)
+            .context(|| self.tree.cannot_read(path))?;
+        if !xattrs.is_empty() {
+            let xattrs: Vec<Value> = xattrs
+                .iter()
+                .map(|(name, value)| {
+                    let mut object = Map::new();
+                    names::put_json(&mut object, "name", name);
+                    object.insert("value_hex".into(), names::hex(value).into());
+                    Value::Object(object)
+                })
+                .collect();
+            object.insert("xattrs".into(), xattrs.into());
+        }
+        Ok(Value::Object(object))
+    }
+}

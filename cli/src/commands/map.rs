@@ -1,0 +1,176 @@
+//! `bcow map`
+
+use std::path::PathBuf;
+
+use bcow::{Extent, Mapping};
+use serde_json::{Value, json};
+
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
+use crate::size;
+use crate::ui::{Output, Ui};
+
+/// Show where an image's address space is stored
+///
+/// One line per stored block, and one per run of neighbouring zeros or holes: its first byte in the
+/// address space (LBA) and its length, what it is, and for stored blocks their first byte in the
+/// file (UBA) and the bytes they take there.
+///
+/// Kinds: `raw` (stored as it is), `zstd` (stored compressed), `zero` (zeros), `hole` (nothing was ever there;
+/// reads as zeros), `backing` (bytes of another file).
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image
+    image: PathBuf,
+    /// Begin at this byte of the address space
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "0", hide_default_value = true)]
+    start: u64,
+    /// Show this many bytes of it (all, if not given)
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    length: Option<u64>,
+    /// Print JSON (schema bcow.map/1)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the map.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let image = OpenImage::open(&args.image)?;
+    let size = image.image().header().size;
+    if args.start > size {
+        return Err(CommandError::usage(format!(
+            "--start {} lies behind the end of the address space ({size} bytes)",
+            args.start
+        )));
+    }
+    let end = match args.length {
+        Some(length) => args.start.saturating_add(length).min(size),
+        None => size,
+    };
+
+    let mut map = Map {
+        json: args.json,
+        out: ui.output(),
+        first: true,
+    };
+    map.begin(size)?;
+    let mut pending: Option<Extent> = None;
+    let mut at = args.start;
+    while at < end {
+        let extent = image
+            .image()
+            .map(at)
+            .context(|| format!("cannot read the map of {}", image.path().display()))?;
+        at = extent.offset.saturating_add(extent.length);
+        match &mut pending {
+            Some(run) if joins(run, &extent) => run.length += extent.length,
+            _ => {
+                if let Some(run) = pending.replace(extent) {
+                    map.extent(&run)?;
+                }
+            }
+        }
+    }
+    if let Some(run) = pending {
+        map.extent(&run)?;
+    }
+    map.end()
+}
+
+/// Zeros and holes are not stored block by block, so there is nothing to tell block by block.
+fn joins(run: &Extent, next: &Extent) -> bool {
+    matches!(
+        (run.mapping, next.mapping),
+        (Mapping::Zero, Mapping::Zero) | (Mapping::Hole, Mapping::Hole)
+    )
+}
+
+struct Map {
+    json: bool,
+    out: Output,
+    first: bool,
+}
+
+impl Map {
+    fn begin(&mut self, size: u64) -> Result<(), CommandError> {
+        if self.json {
+            write!(
+                self.out,
+                "{{\"schema\":\"bcow.map/1\",\"size\":{size},\"extents\":["
+            )
+        } else {
+            writeln!(
+                self.out,
+                "{:>16} {:>12} {:<8} {:>16} {:>12}",
+                "LBA", "LENGTH", "KIND", "UBA", "STORED"
+            )
+        }
+    }
+
+    fn extent(&mut self, extent: &Extent) -> Result<(), CommandError> {
+        if self.json {
+            let separator = if self.first { "" } else { "," };
+            self.first = false;
+            return write!(self.out, "{separator}\n{}", as_json(extent));
+        }
+        write!(
+            self.out,
+            "{:>16} {:>12} {:<8}",
+            extent.offset,
+            extent.length,
+            kind(&extent.mapping)
+        )?;
+        match extent.mapping {
+            Mapping::Raw { stored } | Mapping::Compressed { stored } => {
+                writeln!(self.out, " {:>16} {:>12}", stored.at.0, stored.bytes)
+            }
+            Mapping::Zero | Mapping::Hole => writeln!(self.out, " {:>16} {:>12}", "-", "-"),
+            Mapping::Backing { index, offset, .. } => {
+                writeln!(self.out, " {:>16} {:>12}", format!("{index}:{offset}"), "-")
+            }
+        }
+    }
+
+    fn end(mut self) -> Result<(), CommandError> {
+        if self.json {
+            writeln!(self.out, "\n]}}")?;
+        }
+        self.out.finish()
+    }
+}
+
+fn kind(mapping: &Mapping) -> &'static str {
+    match mapping {
+        Mapping::Raw { .. } => "raw",
+        Mapping::Compressed { .. } => "zstd",
+        Mapping::Zero => "zero",
+        Mapping::Hole => "hole",
+        Mapping::Backing { .. } => "backing",
+    }
+}
+
+fn as_json(extent: &Extent) -> Value {
+    let mut value = json!({
+        "offset": extent.offset,
+        "length": extent.length,
+        "kind": kind(&extent.mapping),
+    });
+    match extent.mapping {
+        Mapping::Raw { stored } | Mapping::Compressed { stored } => {
+            value["uba"] = stored.at.0.into();
+            value["stored_bytes"] = stored.bytes.into();
+            value["crc32c"] = format!("{:08x}", stored.crc).into();
+        }
+        Mapping::Backing {
+            index,
+            offset,
+            bytes,
+        } => {
+            value["backing"] = index.into();
+            value["backing_offset"] = offset.into();
+            value["backing_bytes"] = bytes.into();
+        }
+        Mapping::Zero | Mapping::Hole => {}
+    }
+    value
+}

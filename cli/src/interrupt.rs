@@ -1,0 +1,66 @@
+//! Ctrl-C during long work: stop soon, clean up, say so.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nix::sys::signal::{SigSet, Signal};
+
+use crate::error::{CommandError, exit};
+
+/// How long the work may take to notice. It may wait for standard input, or for a disk that hangs, and
+/// then never does; files without a name vanish with the process.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Whether somebody asked to stop.
+#[derive(Clone, Default)]
+pub struct Interrupt(Arc<AtomicBool>);
+
+impl Interrupt {
+    /// Catches SIGINT, SIGTERM and SIGHUP from now on. Call it before other threads start: they
+    /// inherit that these signals wait for the thread started here.
+    ///
+    /// If that is not possible the signals keep their effect, and the process ends without cleaning up.
+    pub fn catch() -> Self {
+        let interrupt = Interrupt::default();
+        let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
+            .into_iter()
+            .collect();
+        if signals.thread_block().is_err() {
+            return interrupt;
+        }
+        let flag = interrupt.0.clone();
+        let started = std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                if let Ok(signal) = signals.wait() {
+                    flag.store(true, Ordering::Relaxed);
+                    std::thread::sleep(GRACE);
+                    std::process::exit(128 + signal as i32);
+                }
+            });
+        if started.is_err() {
+            // Blocked signals that nobody waits for would make the process deaf.
+            let _ = signals.thread_unblock();
+        }
+        interrupt
+    }
+
+    /// The flag itself, for libraries that look at it.
+    pub fn flag(&self) -> Arc<AtomicBool> {
+        self.0.clone()
+    }
+
+    /// Fails if somebody asked to stop.
+    pub fn check(&self) -> Result<(), CommandError> {
+        match self.0.load(Ordering::Relaxed) {
+            true => Err(interrupted()),
+            false => Ok(()),
+        }
+    }
+}
+
+/// What a command says that was asked to stop, and did.
+pub fn interrupted() -> CommandError {
+    CommandError::new("interrupted").exit_with(exit::INTERRUPTED)
+}

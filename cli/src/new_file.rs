@@ -1,0 +1,131 @@
+//! A file that gets its name only when it is complete.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::error::{CommandError, Context};
+
+/// A file beside its destination that has no name yet, so that nothing is left of it however the
+/// process ends; on file systems that have no such files (O_TMPFILE) it has a temporary name.
+pub struct NewFile {
+    file: File,
+    destination: PathBuf,
+    temporary: Option<PathBuf>,
+}
+
+impl NewFile {
+    /// Starts a file that shall become `destination`, which may be there already.
+    pub fn create(destination: &Path) -> Result<Self, CommandError> {
+        let cannot = || format!("cannot create {}", destination.display());
+        if destination.file_name().is_none() {
+            return Err(CommandError::new(cannot()).caused_by_text("there is no file name in it"));
+        }
+        match std::fs::metadata(destination) {
+            Ok(metadata) if metadata.is_dir() => {
+                return Err(CommandError::new(cannot()).caused_by_text("it is a directory"));
+            }
+            // Renaming over a device or a pipe would replace it, which nobody wants.
+            Ok(metadata) if !metadata.is_file() => {
+                return Err(CommandError::new(cannot())
+                    .caused_by_text("it is there, and is no regular file")
+                    .hint("write to standard output (-o -) and redirect that"));
+            }
+            _ => {}
+        }
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let nameless = rustix::fs::open(
+            directory_of(destination),
+            flags | OFlags::TMPFILE,
+            Mode::from_raw_mode(0o666),
+        );
+        let (fd, temporary) = match nameless {
+            Ok(fd) => (fd, None),
+            // EISDIR is what kernels and file systems say that take O_TMPFILE for O_DIRECTORY.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
+                let (fd, name) = with_temporary_name(destination, |name| {
+                    rustix::fs::open(
+                        name,
+                        flags | OFlags::CREATE | OFlags::EXCL,
+                        Mode::from_raw_mode(0o666),
+                    )
+                })
+                .context(cannot)?;
+                (fd, Some(name))
+            }
+            Err(error) => return Err(CommandError::new(cannot()).caused_by(&error)),
+        };
+        Ok(NewFile {
+            file: fd.into(),
+            destination: destination.to_owned(),
+            temporary,
+        })
+    }
+
+    /// The file, to be filled.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Makes the content durable and gives the file its name.
+    pub fn complete(mut self) -> Result<(), CommandError> {
+        let destination = self.destination.clone();
+        let cannot = || format!("cannot write {}", destination.display());
+        self.file.sync_all().context(cannot)?;
+        if self.temporary.is_none() {
+            // A link replaces nothing, a rename does; so the file gets a name first.
+            let by_descriptor = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            let ((), name) = with_temporary_name(&self.destination, |name| {
+                rustix::fs::linkat(CWD, &by_descriptor[..], CWD, name, AtFlags::SYMLINK_FOLLOW)
+            })
+            .context(cannot)?;
+            self.temporary = Some(name);
+        }
+        if let Some(temporary) = &self.temporary {
+            std::fs::rename(temporary, &self.destination).context(cannot)?;
+        }
+        self.temporary = None;
+        // The name is durable only when the directory is.
+        File::open(directory_of(&self.destination))
+            .and_then(|directory| directory.sync_all())
+            .context(cannot)
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary {
+            // Whatever made us stop is told already, and is what matters.
+            let _ = std::fs::remove_file(temporary);
+        }
+    }
+}
+
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != OsStr::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Tries names beside `destination` until one is free.
+fn with_temporary_name<T>(
+    destination: &Path,
+    mut make: impl FnMut(&Path) -> Result<T, Errno>,
+) -> Result<(T, PathBuf), Errno> {
+    for attempt in 0..100 {
+        // Not made from the destination's name, which may be as long as names can be.
+        let name = OsString::from(format!(".bcow-{}-{attempt}.part", std::process::id()));
+        let path = directory_of(destination).join(name);
+        match make(&path) {
+            Ok(made) => return Ok((made, path)),
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(Errno::EXIST)
+}

@@ -1,0 +1,141 @@
+//! An inode as `ls -l` shows it, and as JSON does.
+
+use bcow_erofs::reader::{FileType, Timestamp};
+
+/// The word for a file type in JSON.
+pub fn type_name(kind: FileType) -> &'static str {
+    match kind {
+        FileType::Regular => "file",
+        FileType::Directory => "directory",
+        FileType::Symlink => "symlink",
+        FileType::CharDevice => "char_device",
+        FileType::BlockDevice => "block_device",
+        FileType::Fifo => "fifo",
+        FileType::Socket => "socket",
+    }
+}
+
+/// Type and permissions in ten letters: `-rwxr-xr-x`.
+pub fn mode_letters(kind: FileType, bits: u16) -> String {
+    let kind = match kind {
+        FileType::Regular => '-',
+        FileType::Directory => 'd',
+        FileType::Symlink => 'l',
+        FileType::CharDevice => 'c',
+        FileType::BlockDevice => 'b',
+        FileType::Fifo => 'p',
+        FileType::Socket => 's',
+    };
+    let mut text = String::with_capacity(10);
+    text.push(kind);
+    // Shift of the triple, the special bit that belongs to it, and its letter.
+    for (shift, special, letter) in [(6, 0o4000, 's'), (3, 0o2000, 's'), (0, 0o1000, 't')] {
+        text.push(if bits >> shift & 4 != 0 { 'r' } else { '-' });
+        text.push(if bits >> shift & 2 != 0 { 'w' } else { '-' });
+        text.push(match (bits & special != 0, bits >> shift & 1 != 0) {
+            (true, true) => letter,
+            (true, false) => letter.to_ascii_uppercase(),
+            (false, true) => 'x',
+            (false, false) => '-',
+        });
+    }
+    text
+}
+
+/// A time in UTC, to the minute: `2024-02-29 12:34`.
+pub fn short_time(time: Timestamp) -> String {
+    match civil(time.seconds) {
+        Some(c) => format!(
+            "{:04}-{:02}-{:02} {:02}:{:02}",
+            c.year, c.month, c.day, c.hour, c.minute
+        ),
+        None => format!("@{}", time.seconds),
+    }
+}
+
+/// A time in UTC as RFC 3339 has it, with nine digits behind the second. Years that RFC 3339 cannot
+/// write come as `@SECONDS.NANOSECONDS`.
+pub fn full_time(time: Timestamp) -> String {
+    match civil(time.seconds) {
+        Some(c) => format!(
+            "{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:09}Z",
+            c.year, c.month, c.day, c.hour, c.minute, c.second, time.nanoseconds
+        ),
+        None => format!("@{}.{:09}", time.seconds, time.nanoseconds),
+    }
+}
+
+struct Civil {
+    year: i64,
+    month: i64,
+    day: i64,
+    hour: i64,
+    minute: i64,
+    second: i64,
+}
+
+/// Days and seconds since 1970 to a date of the Gregorian calendar, for the years 0 to 9999.
+fn civil(seconds: i64) -> Option<Civil> {
+    const YEAR_0: i64 = -62_167_219_200;
+    const YEAR_10000: i64 = 253_402_300_800;
+    if !(YEAR_0..YEAR_10000).contains(&seconds) {
+        return None;
+    }
+    // Counting years from March makes the leap day the last of its year (H. Hinnant, "chrono-
+    // Compatible Low-Level Date Algorithms").
+    let days = seconds.div_euclid(86400) + 719_468;
+    let second_of_day = seconds.rem_euclid(86400);
+    let era = days.div_euclid(146_097);
+    let day_of_era = days.rem_euclid(146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
+    Some(Civil {
+        year: era * 400 + year_of_era + i64::from(month <= 2),
+        month,
+        day,
+        hour: second_of_day / 3600,
+        minute: second_of_day / 60 % 60,
+        second: second_of_day % 60,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_print_as_date_prints_them() {
+        let at = |seconds| {
+            full_time(Timestamp {
+                seconds,
+                nanoseconds: 5,
+            })
+        };
+        assert_eq!(at(0), "1970-01-01T00:00:00.000000005Z");
+        assert_eq!(at(-1), "1969-12-31T23:59:59.000000005Z");
+        assert_eq!(at(951_782_400), "2000-02-29T00:00:00.000000005Z");
+        assert_eq!(at(1_709_210_096), "2024-02-29T12:34:56.000000005Z");
+        assert_eq!(at(4_107_542_400), "2100-03-01T00:00:00.000000005Z");
+        assert_eq!(at(253_402_300_799), "9999-12-31T23:59:59.000000005Z");
+        assert_eq!(at(253_402_300_800), "@253402300800.000000005");
+        assert_eq!(at(i64::MIN), "@-9223372036854775808.000000005");
+    }
+
+    #[test]
+    fn modes_print_as_ls_prints_them() {
+        assert_eq!(mode_letters(FileType::Regular, 0o644), "-rw-r--r--");
+        assert_eq!(mode_letters(FileType::Regular, 0o4755), "-rwsr-xr-x");
+        assert_eq!(mode_letters(FileType::Regular, 0o6644), "-rwSr-Sr--");
+        assert_eq!(mode_letters(FileType::Directory, 0o1777), "drwxrwxrwt");
+        assert_eq!(mode_letters(FileType::Directory, 0o1776), "drwxrwxrwT");
+        assert_eq!(mode_letters(FileType::Symlink, 0o777), "lrwxrwxrwx");
+    }
+}
