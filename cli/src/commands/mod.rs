@@ -11,4 +11,6 @@ pub mod later;
 pub mod ls;
 pub mod man;
 pub mod map;
+pub mod mount;
+pub mod umount;
 pub mod version;
