@@ -148,7 +148,7 @@ impl<'t> Plan<'t> {
             xattrs,
             uuid: [0; 16],
         };
-        let end = start + plan.metadata_bytes();
+        let end = start.saturating_add(plan.metadata_bytes());
         if end / block >= u64::from(format::NULL_BLOCK) {
             return Err(WriteError::TooLarge { start, end });
         }

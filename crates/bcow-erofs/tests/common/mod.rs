@@ -158,6 +158,122 @@ impl Space {
     }
 }
 
+/// A tree with one of everything.
+pub fn everything() -> (Tree, Space) {
+    let mut space = Space::new(2000);
+    let mut layer = LayerTree::new();
+    layer.node_mut(LayerTree::ROOT).attributes = attributes(0o755, 0, 0, 1_700_000_000);
+    let mut add = |path: &str, kind: NodeKind, attributes: Attributes| {
+        put(&mut layer, path, Node { attributes, kind })
+    };
+    let plain = |mode| attributes(mode, 0, 0, 1_700_000_000);
+    add(
+        "dir",
+        NodeKind::Directory(Directory::default()),
+        plain(0o1777),
+    );
+    add(
+        "dir/empty",
+        NodeKind::Regular(space.file(b"")),
+        plain(0o644),
+    );
+    add(
+        "dir/tiny",
+        NodeKind::Regular(space.file(b"x")),
+        plain(0o4755),
+    );
+    for size in [
+        1999, 2000, 2001, 4095, 4096, 4097, 8191, 8192, 10_000, 100_000,
+    ] {
+        let content: Vec<u8> = (0..size).map(|i| (i * 7 % 251) as u8).collect();
+        let kind = NodeKind::Regular(space.file(&content));
+        add(&format!("dir/file{size}"), kind, plain(0o600));
+    }
+    let sparse = BTreeMap::from([(1, vec![1; 8192]), (2, vec![2; 8192]), (50, vec![3; 100])]);
+    let kind = NodeKind::Regular(space.chunked(50 * 8192 + 100, 1, &sparse));
+    add("dir/sparse", kind, plain(0o644));
+    let kind = NodeKind::Regular(space.chunked(1 << 26, 10, &BTreeMap::new()));
+    add("dir/all-hole", kind, plain(0o644));
+    let owner = attributes(0o644, 70_000, 80_000, -5);
+    add("dir/big-ids", NodeKind::Regular(space.file(b"ids")), owner);
+    let mut times = attributes(0o644, 1, 2, 5_000_000_000);
+    times.mtime.nanoseconds = 123_456_789;
+    add("dir/times", NodeKind::Fifo, times);
+    add("dir/socket", NodeKind::Socket, plain(0o755));
+    let device = |major, minor| DeviceNumber { major, minor };
+    add("dir/null", NodeKind::CharDevice(device(1, 3)), plain(0o666));
+    add(
+        "dir/disk",
+        NodeKind::BlockDevice(device(259, 1_000_000)),
+        plain(0o660),
+    );
+    add(
+        "dir/link",
+        NodeKind::Symlink(b"../dir/tiny"[..].into()),
+        plain(0o777),
+    );
+    add(
+        "dir/long-link",
+        NodeKind::Symlink(vec![b'l'; 4095].into()),
+        plain(0o777),
+    );
+    let id = add(
+        "dir/one",
+        NodeKind::Regular(space.file(b"linked")),
+        plain(0o644),
+    );
+    link(&mut layer, "dir/two", id);
+    link(&mut layer, "three", id);
+
+    let mut with = |path: &str, kind: NodeKind, set: Option<Xattrs>| {
+        let mut attributes = plain(0o755);
+        attributes.xattrs = set;
+        put(&mut layer, path, Node { attributes, kind })
+    };
+    let capability = b"\x01\x00\x00\x02\x00\x20\x00\x00\0\0\0\0\0\0\0\0\0\0\0\0";
+    let kind = NodeKind::Regular(space.file(b"ping"));
+    with(
+        "dir/capable",
+        kind,
+        xattrs(&[(b"security.capability", capability)]),
+    );
+    // Owner rw, user 1000 r, group r, mask r, others none.
+    let acl = b"\x02\0\0\0\x01\0\x06\0\xff\xff\xff\xff\x02\0\x04\0\xe8\x03\0\0\x04\0\x04\0\xff\xff\xff\xff\x10\0\x04\0\xff\xff\xff\xff\x20\0\0\0\xff\xff\xff\xff";
+    let names: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
+    let kind = NodeKind::Directory(Directory::default());
+    with("acl", kind, xattrs(&[(names[0], acl), (names[1], acl)]));
+    let binary: Vec<u8> = (0..=255).collect();
+    for i in 0..20 {
+        // A shared value, and one of its own.
+        let own = format!("value {i}");
+        let set = xattrs(&[
+            (b"user.shared", &binary),
+            (b"user.own", own.as_bytes()),
+            (b"trusted.t", b""),
+        ]);
+        let kind = NodeKind::Regular(space.file(own.as_bytes()));
+        with(&format!("acl/f{i}"), kind, set);
+    }
+    let large = vec![b'v'; 65_535];
+    // Not user.: the VFS shows none of those on a link.
+    let set = xattrs(&[
+        (b"trusted.a", &large[..]),
+        (b"trusted.b", &large[..60_000]),
+        (b"trusted.c", b"c"),
+    ]);
+    with(
+        "large-xattrs",
+        NodeKind::Regular(space.file(&[b'L'; 5000])),
+        set.clone(),
+    );
+    with(
+        "large-link",
+        NodeKind::Symlink(b"tiny".to_vec().into()),
+        set,
+    );
+    (layer.into_tree().unwrap(), space)
+}
+
 pub fn attributes(permissions: u16, uid: u32, gid: u32, seconds: i64) -> Attributes {
     Attributes {
         permissions,
@@ -303,7 +419,7 @@ pub fn expected_dump(tree: &Tree, space: &Space) -> String {
     text
 }
 
-fn escape(bytes: &[u8]) -> String {
+pub fn escape(bytes: &[u8]) -> String {
     let mut text = String::new();
     for &b in bytes {
         match b {
