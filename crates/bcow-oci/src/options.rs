@@ -10,17 +10,7 @@ use serde::Serialize;
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 
-/// How blocks are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Compression {
-    /// As they are.
-    None,
-    /// Each as a zstd frame, where that saves space.
-    Zstd {
-        /// zstd's compression level.
-        level: i32,
-    },
-}
+pub use bcow::Compression;
 
 /// How to convert. [`ConvertOptions::default`] is what the command does without options.
 #[derive(Debug, Clone)]

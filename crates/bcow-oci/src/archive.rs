@@ -1,0 +1,188 @@
+//! Where the files of an image layout are: a directory, or a tar archive whose members are read in place.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::blob::{Blob, BlobReader, open_regular, read_error};
+use crate::error::{ConvertError, LimitKind, Place};
+use crate::ingest::tar_error;
+use crate::layer::Format;
+use crate::path::components;
+use crate::stream::{ChunkSource, ChunkStream};
+use crate::tar::{EntryKind, TarReader};
+
+/// Members of an archive. An image has a few per layer.
+const MAX_MEMBERS: u64 = 100_000;
+/// Headers are far apart, so little is read at each.
+const HEADER_CHUNK_BYTES: usize = 4096;
+
+/// The files of a layout or archive by their path in it.
+pub(crate) enum Files {
+    Directory(PathBuf),
+    Archive(Archive),
+}
+
+impl Files {
+    /// A layout in a directory.
+    pub(crate) fn directory(path: &Path) -> Result<Files, ConvertError> {
+        let name = path.display().to_string();
+        let metadata = std::fs::metadata(path).map_err(|e| read_error("open", &name, e))?;
+        match metadata.is_dir() {
+            true => Ok(Files::Directory(path.to_owned())),
+            false => Err(ConvertError::Layout {
+                place: name,
+                problem: "this is no directory; an image layout in one file is oci-archive:".into(),
+            }),
+        }
+    }
+
+    /// How messages name the whole.
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Files::Directory(path) => path.display().to_string(),
+            Files::Archive(archive) => archive.name.clone(),
+        }
+    }
+
+    /// The file at `path`, which is relative and of plain names; `None` if there is none.
+    pub(crate) fn open(&self, path: &str) -> Result<Option<Blob>, ConvertError> {
+        match self {
+            Files::Directory(directory) => open_regular(&directory.join(path)),
+            Files::Archive(archive) => Ok(archive.open(path)),
+        }
+    }
+
+    /// A file that must be there, as a document of at most `limit` bytes.
+    pub(crate) fn document(&self, path: &str, limit: u64) -> Result<Option<Vec<u8>>, ConvertError> {
+        match self.open(path)? {
+            Some(blob) => blob.document(limit, None).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+/// A tar archive, indexed by one pass over its headers.
+pub(crate) struct Archive {
+    name: String,
+    file: Arc<File>,
+    members: HashMap<Vec<u8>, Member>,
+}
+
+enum Member {
+    File {
+        offset: u64,
+        length: u64,
+    },
+    /// Old `docker save` stores a layer that occurs twice once, with a link to it.
+    Link(Vec<u8>),
+}
+
+impl Archive {
+    /// Opens an archive and finds its members.
+    pub(crate) fn open_file(path: &Path) -> Result<Archive, ConvertError> {
+        let name = path.display().to_string();
+        let Some(blob) = open_regular(path)? else {
+            return Err(read_error("open", &name, rustix::io::Errno::NOENT));
+        };
+        let file = File::open(path).map_err(|e| read_error("open", &name, e))?;
+        let mut start = [0; 8];
+        let read = std::io::Read::read(&mut BlobReader::new(&blob, None), &mut start)
+            .map_err(|e| read_error("read", &name, e))?;
+        match Format::of(&start[..read]) {
+            Format::Plain => {}
+            // Its members could not be read in place, and there is no telling how large it gets.
+            format => {
+                return Err(ConvertError::Compression {
+                    place: name,
+                    compression: match format {
+                        Format::Gzip => "whole-archive gzip",
+                        Format::Zstd => "whole-archive zstd",
+                        _ => "whole-archive",
+                    },
+                });
+            }
+        }
+        let mut members = HashMap::new();
+        let source = InPlace {
+            name: &name,
+            reader: BlobReader::new(&blob, None),
+        };
+        let mut tar = TarReader::new(ChunkStream::new(Box::new(source)));
+        while let Some(entry) = tar.next_entry().map_err(|e| tar_error(&name, e))? {
+            let error = |problem| ConvertError::Tar {
+                place: Place::entry(&name, &entry.path),
+                problem,
+            };
+            let names = components(&entry.path).map_err(error)?;
+            let member = match entry.kind {
+                EntryKind::Regular if entry.sparse.is_none() => Member::File {
+                    offset: tar.position(),
+                    length: entry.stored,
+                },
+                EntryKind::Hardlink => {
+                    Member::Link(components(&entry.link).map_err(error)?.join(&b'/'))
+                }
+                EntryKind::Symlink => {
+                    let parents = &names[..names.len().saturating_sub(1)];
+                    let target = [&parents.join(&b'/')[..], b"/", &entry.link].concat();
+                    Member::Link(components(&target).map_err(error)?.join(&b'/'))
+                }
+                _ => continue,
+            };
+            members.insert(names.join(&b'/'), member);
+            if members.len() as u64 > MAX_MEMBERS {
+                return Err(ConvertError::Limit {
+                    place: Place::layer(&name),
+                    kind: LimitKind::ArchiveMembers,
+                    value: members.len() as u64,
+                    allowed: MAX_MEMBERS,
+                });
+            }
+        }
+        drop(tar);
+        Ok(Archive {
+            name,
+            file: Arc::new(file),
+            members,
+        })
+    }
+
+    fn open(&self, path: &str) -> Option<Blob> {
+        let names = components(path.as_bytes()).ok()?;
+        let mut key = names.join(&b'/');
+        // A link to a link is more than any writer makes.
+        for _ in 0..4 {
+            match self.members.get(&key)? {
+                Member::File { offset, length } => {
+                    let name = format!("{} in {}", path, self.name);
+                    return Some(Blob::range(name, self.file.clone(), *offset, *length));
+                }
+                Member::Link(target) => key = target.clone(),
+            }
+        }
+        None
+    }
+}
+
+/// Reads headers and passes over what lies between them.
+struct InPlace<'b> {
+    name: &'b str,
+    reader: BlobReader<'b>,
+}
+
+impl ChunkSource for InPlace<'_> {
+    fn next_chunk(&mut self, used: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, ConvertError> {
+        let mut chunk = used.unwrap_or_default();
+        chunk.resize(HEADER_CHUNK_BYTES, 0);
+        let read = std::io::Read::read(&mut self.reader, &mut chunk)
+            .map_err(|e| read_error("read", self.name, e))?;
+        chunk.truncate(read);
+        Ok((read > 0).then_some(chunk))
+    }
+
+    fn skip(&mut self, bytes: u64) -> u64 {
+        self.reader.skip(bytes)
+    }
+}

@@ -1,0 +1,237 @@
+//! Bytes of the input: a file, a part of a file, or standard input.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{Mode, OFlags};
+
+use crate::digest::Digest;
+use crate::error::{ConvertError, LimitKind, Place};
+
+/// Somewhere to read bytes from. Files are read by offset, so that clones do not disturb each other.
+#[derive(Debug, Clone)]
+pub(crate) struct Blob {
+    /// How messages name it.
+    pub name: String,
+    bytes: Bytes,
+}
+
+#[derive(Debug, Clone)]
+enum Bytes {
+    Range {
+        file: Arc<File>,
+        offset: u64,
+        length: u64,
+    },
+    /// A pipe, or anything else that can only be read in order.
+    Stream(Arc<File>),
+}
+
+impl Blob {
+    /// A part of a file.
+    pub(crate) fn range(name: String, file: Arc<File>, offset: u64, length: u64) -> Blob {
+        Blob {
+            name,
+            bytes: Bytes::Range {
+                file,
+                offset,
+                length,
+            },
+        }
+    }
+
+    /// Standard input.
+    pub(crate) fn stdin() -> Result<Blob, ConvertError> {
+        let name = "standard input".to_owned();
+        let fd = std::io::stdin()
+            .as_fd()
+            .try_clone_to_owned()
+            .map_err(|e| read_error("read", &name, e))?;
+        Ok(Blob {
+            name,
+            bytes: Bytes::Stream(Arc::new(File::from(fd))),
+        })
+    }
+
+    /// A file, or a pipe with a name.
+    pub(crate) fn open(path: &Path) -> Result<Blob, ConvertError> {
+        let name = path.display().to_string();
+        let file = File::open(path).map_err(|e| read_error("open", &name, e))?;
+        let metadata = file.metadata().map_err(|e| read_error("open", &name, e))?;
+        if metadata.is_dir() {
+            return Err(read_error("read", &name, rustix::io::Errno::ISDIR));
+        }
+        let file = Arc::new(file);
+        let bytes = match metadata.is_file() {
+            true => Bytes::Range {
+                file,
+                offset: 0,
+                length: metadata.len(),
+            },
+            false => Bytes::Stream(file),
+        };
+        Ok(Blob { name, bytes })
+    }
+
+    /// Length in bytes, if that is known beforehand.
+    pub(crate) fn length(&self) -> Option<u64> {
+        match self.bytes {
+            Bytes::Range { length, .. } => Some(length),
+            Bytes::Stream(_) => None,
+        }
+    }
+
+    /// Reads a document of at most `limit` bytes and checks it against a digest.
+    pub(crate) fn document(
+        &self,
+        limit: u64,
+        expected: Option<&Digest>,
+    ) -> Result<Vec<u8>, ConvertError> {
+        let too_large = |value| ConvertError::Limit {
+            place: Place::layer(&self.name),
+            kind: LimitKind::DocumentBytes,
+            value,
+            allowed: limit,
+        };
+        if let Some(length) = self.length().filter(|&length| length > limit) {
+            return Err(too_large(length));
+        }
+        let mut bytes = Vec::new();
+        BlobReader::new(self, None)
+            .take(limit + 1)
+            .read_to_end(&mut bytes)
+            .map_err(|e| read_error("read", &self.name, e))?;
+        if bytes.len() as u64 > limit {
+            return Err(too_large(bytes.len() as u64));
+        }
+        if let Some(expected) = expected {
+            let mut hasher = crate::digest::Hasher::new(expected.algorithm());
+            hasher.update(&bytes);
+            let found = hasher.finish();
+            if found != *expected {
+                return Err(ConvertError::DigestMismatch {
+                    place: self.name.clone(),
+                    what: "digest",
+                    expected: expected.clone(),
+                    found,
+                });
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// Reads a blob from start to end.
+pub(crate) struct BlobReader<'b> {
+    blob: &'b Blob,
+    at: u64,
+    cancel: Option<&'b AtomicBool>,
+}
+
+impl<'b> BlobReader<'b> {
+    pub(crate) fn new(blob: &'b Blob, cancel: Option<&'b AtomicBool>) -> Self {
+        BlobReader {
+            blob,
+            at: 0,
+            cancel,
+        }
+    }
+
+    /// Passes over up to `bytes` bytes; says how many. A stream passes over none.
+    pub(crate) fn skip(&mut self, bytes: u64) -> u64 {
+        match self.blob.bytes {
+            Bytes::Range { length, .. } => {
+                let skipped = bytes.min(length - self.at);
+                self.at += skipped;
+                skipped
+            }
+            Bytes::Stream(_) => 0,
+        }
+    }
+}
+
+impl Read for BlobReader<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if self.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
+            // Not `Interrupted`: that one would be tried again.
+            return Err(io::Error::other(Cancelled));
+        }
+        let read = match &self.blob.bytes {
+            Bytes::Range {
+                file,
+                offset,
+                length,
+            } => {
+                let wanted = (length - self.at).min(buf.len() as u64) as usize;
+                if wanted == 0 {
+                    return Ok(0);
+                }
+                let read = file.read_at(&mut buf[..wanted], offset + self.at)?;
+                if read == 0 {
+                    // The file was there in its full length when it was opened.
+                    return Err(io::Error::other(Shrunk));
+                }
+                read
+            }
+            Bytes::Stream(file) => (&**file).read(buf)?,
+        };
+        self.at += read as u64;
+        Ok(read)
+    }
+}
+
+/// The caller asked to stop.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+struct Cancelled;
+
+/// The file became shorter.
+#[derive(Debug, thiserror::Error)]
+#[error("the file became shorter")]
+struct Shrunk;
+
+/// Says what could not be read.
+pub(crate) fn read_error(
+    action: &'static str,
+    what: &str,
+    source: impl Into<io::Error>,
+) -> ConvertError {
+    let source = source.into();
+    match source.get_ref() {
+        Some(inner) if inner.is::<Cancelled>() => ConvertError::Interrupted,
+        Some(inner) if inner.is::<Shrunk>() => ConvertError::Changed {
+            what: what.to_owned(),
+        },
+        _ => ConvertError::Read {
+            action,
+            what: what.to_owned(),
+            source,
+        },
+    }
+}
+
+/// Opens a regular file, `None` if there is none. Never waits for a FIFO's other end.
+pub(crate) fn open_regular(path: &Path) -> Result<Option<Blob>, ConvertError> {
+    let name = path.display().to_string();
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let fd = match rustix::fs::open(path, flags, Mode::empty()) {
+        Ok(fd) => fd,
+        Err(rustix::io::Errno::NOENT) => return Ok(None),
+        Err(error) => return Err(read_error("open", &name, error)),
+    };
+    let file = File::from(fd);
+    let metadata = file.metadata().map_err(|e| read_error("open", &name, e))?;
+    if !metadata.is_file() {
+        return Err(ConvertError::Layout {
+            place: name,
+            problem: "this is no regular file".to_owned(),
+        });
+    }
+    let length = metadata.len();
+    Ok(Some(Blob::range(name, Arc::new(file), 0, length)))
+}

@@ -1,0 +1,457 @@
+//! A layer's tree from its entries, in whatever order they come.
+//!
+//! What is decided here, because archives leave it open: the last entry of a name wins, except that a
+//! directory on a directory keeps the children; a parent that is a symlink *of this layer* is followed
+//! inside the root, whereas a lower layer's symlink is replaced by a directory (the merge sees to
+//! that), as when overlayfs stacks layers that were unpacked one by one; a whiteout hides lower layers
+//! only, never an entry of its own layer, wherever it stands.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use bcow_erofs::tree::{Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs};
+
+use crate::error::{LimitKind, TarProblem};
+use crate::path::components;
+
+/// What all layers of a conversion may use together.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    pub entries: u64,
+    pub max_entries: u64,
+    pub name_bytes: u64,
+}
+
+/// Memory for names, link targets and distinct attributes.
+const MAX_NAME_BYTES: u64 = 512 << 20;
+
+/// Why an entry cannot be placed.
+#[derive(Debug)]
+pub(crate) enum PlaceError {
+    Problem(TarProblem),
+    Limit {
+        kind: LimitKind,
+        value: u64,
+        allowed: u64,
+    },
+}
+
+impl From<TarProblem> for PlaceError {
+    fn from(problem: TarProblem) -> Self {
+        PlaceError::Problem(problem)
+    }
+}
+
+type Result<T> = std::result::Result<T, PlaceError>;
+
+/// A name in a directory of the tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Slot {
+    pub dir: NodeId,
+    pub name: Box<[u8]>,
+}
+
+/// A tree that grows.
+pub(crate) struct LayerBuilder<'b> {
+    tree: LayerTree,
+    budget: &'b mut Budget,
+    /// Parent and name of each directory but the root.
+    parents: HashMap<NodeId, Slot>,
+    xattrs: HashSet<Xattrs>,
+    /// Hardlinks whose target was not there yet.
+    pending: Vec<Pending>,
+}
+
+struct Pending {
+    slot: Slot,
+    id: NodeId,
+    /// The target as the archive has it, for errors.
+    target: Vec<u8>,
+    entry: Vec<u8>,
+}
+
+/// An entry's name could not be linked at the end of the layer.
+#[derive(Debug)]
+pub(crate) struct LinkError {
+    pub entry: Vec<u8>,
+    pub problem: TarProblem,
+}
+
+/// Where a path leads in the tree as it is now.
+enum Found {
+    Node(NodeId),
+    Nothing,
+}
+
+const MAX_HOPS: usize = 40;
+
+impl<'b> LayerBuilder<'b> {
+    pub(crate) fn new(budget: &'b mut Budget) -> Self {
+        LayerBuilder {
+            tree: LayerTree::new(),
+            budget,
+            parents: HashMap::new(),
+            xattrs: HashSet::new(),
+            pending: Vec::new(),
+        }
+    }
+
+    pub(crate) fn tree(&self) -> &LayerTree {
+        &self.tree
+    }
+
+    /// Parent and name of a directory; `None` for the root.
+    pub(crate) fn parent(&self, dir: NodeId) -> Option<&Slot> {
+        self.parents.get(&dir)
+    }
+
+    /// Finds the directory that `names` leads to, making directories where there are none.
+    pub(crate) fn enter(&mut self, names: &[&[u8]]) -> Result<NodeId> {
+        // The usual case: directories all the way.
+        let mut dir = LayerTree::ROOT;
+        for (i, name) in names.iter().enumerate() {
+            match self.tree.child(dir, name) {
+                Some(id) if matches!(self.tree.node(id).kind, NodeKind::Directory(_)) => dir = id,
+                _ => return self.enter_slowly(dir, &names[i..]),
+            }
+        }
+        Ok(dir)
+    }
+
+    fn enter_slowly(&mut self, from: NodeId, names: &[&[u8]]) -> Result<NodeId> {
+        let mut dir = from;
+        let mut hops = 0;
+        let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
+        while let Some(name) = todo.pop() {
+            if &*name == b".." {
+                dir = self.parents.get(&dir).map_or(LayerTree::ROOT, |s| s.dir);
+                continue;
+            }
+            let existing = self.tree.child(dir, &name);
+            match existing.map(|id| (id, &self.tree.node(id).kind)) {
+                Some((id, NodeKind::Directory(_))) => dir = id,
+                Some((_, NodeKind::Symlink(target))) => {
+                    hops += 1;
+                    if hops > MAX_HOPS {
+                        return Err(TarProblem::TooManyLinks.into());
+                    }
+                    let target = target.clone();
+                    if target.starts_with(b"/") {
+                        dir = LayerTree::ROOT;
+                    }
+                    push_target(&mut todo, &target)?;
+                }
+                None => dir = self.add_directory(dir, &name, false, true)?,
+                Some((_, NodeKind::Whiteout)) => {
+                    dir = self.add_directory(dir, &name, true, true)?
+                }
+                Some(_) => {
+                    return Err(TarProblem::ParentNotDirectory {
+                        parent: self.path_of(dir, &name),
+                    }
+                    .into());
+                }
+            }
+        }
+        Ok(dir)
+    }
+
+    /// Places a directory, or gives the one that is there these attributes. No `slot`: the root.
+    pub(crate) fn directory(&mut self, slot: Option<&Slot>, attributes: Attributes) -> Result<()> {
+        let id = match slot {
+            None => LayerTree::ROOT,
+            Some(slot) => {
+                let existing = self.tree.child(slot.dir, &slot.name);
+                match existing.map(|id| (id, &self.tree.node(id).kind)) {
+                    Some((id, NodeKind::Directory(_))) => id,
+                    Some((_, NodeKind::Whiteout)) => {
+                        self.add_directory(slot.dir, &slot.name, true, false)?
+                    }
+                    _ => self.add_directory(slot.dir, &slot.name, false, false)?,
+                }
+            }
+        };
+        let node = self.tree.node_mut(id);
+        node.attributes = attributes;
+        if let NodeKind::Directory(directory) = &mut node.kind {
+            directory.implicit = false;
+        }
+        Ok(())
+    }
+
+    /// Places anything that is no directory.
+    pub(crate) fn node(&mut self, slot: &Slot, node: Node) -> Result<NodeId> {
+        if let NodeKind::Symlink(target) = &node.kind {
+            self.charge_names(target.len())?;
+        }
+        let id = self.add(node)?;
+        self.charge_names(slot.name.len())?;
+        self.tree.insert(slot.dir, &slot.name, id);
+        Ok(id)
+    }
+
+    /// Gives the file at `target` another name; if there is none yet, the question waits for
+    /// [`LayerBuilder::finish`].
+    pub(crate) fn hardlink(
+        &mut self,
+        slot: &Slot,
+        target: &[u8],
+        entry: &[u8],
+    ) -> Result<Option<NodeId>> {
+        if target.is_empty() {
+            return Err(TarProblem::EmptyTarget.into());
+        }
+        let names = components(target).map_err(|problem| match problem {
+            TarProblem::ClimbsOut => TarProblem::LinkClimbsOut {
+                target: target.to_vec(),
+            },
+            other => other,
+        })?;
+        self.charge_names(slot.name.len())?;
+        if let Found::Node(id) = self.find(&names)? {
+            match self.tree.node(id).kind {
+                NodeKind::Directory(_) => {
+                    return Err(TarProblem::LinkToDirectory {
+                        target: target.to_vec(),
+                    }
+                    .into());
+                }
+                NodeKind::Whiteout | NodeKind::LowerLink(_) => {}
+                // A link to itself changes nothing.
+                _ => {
+                    self.tree.insert(slot.dir, &slot.name, id);
+                    return Ok(Some(id));
+                }
+            }
+        }
+        self.charge_names(2 * target.len())?;
+        let id = self.add(Node {
+            attributes: Attributes::default(),
+            kind: NodeKind::LowerLink(names.join(&b'/').into()),
+        })?;
+        self.tree.insert(slot.dir, &slot.name, id);
+        self.pending.push(Pending {
+            slot: slot.clone(),
+            id,
+            target: target.to_vec(),
+            entry: entry.to_vec(),
+        });
+        Ok(None)
+    }
+
+    /// Hides a name of the lower layers.
+    pub(crate) fn whiteout(&mut self, dir: NodeId, name: &[u8]) -> Result<()> {
+        match self.tree.child(dir, name) {
+            Some(id) => self.set_opaque(id),
+            None => {
+                self.charge_names(name.len())?;
+                let id = self.add(Node {
+                    attributes: Attributes::default(),
+                    kind: NodeKind::Whiteout,
+                })?;
+                self.tree.insert(dir, name, id);
+            }
+        }
+        Ok(())
+    }
+
+    /// Hides what the lower layers have in a directory. On anything else it does nothing, which hides
+    /// the lower layers' entry of that name anyway.
+    pub(crate) fn set_opaque(&mut self, dir: NodeId) {
+        if let NodeKind::Directory(directory) = &mut self.tree.node_mut(dir).kind {
+            directory.opaque = true;
+        }
+    }
+
+    /// Attributes, shared with those of earlier entries where they are the same.
+    pub(crate) fn share_xattrs(
+        &mut self,
+        xattrs: std::collections::BTreeMap<Vec<u8>, Vec<u8>>,
+    ) -> Result<Option<Xattrs>> {
+        if xattrs.is_empty() {
+            return Ok(None);
+        }
+        let xattrs = Arc::new(xattrs);
+        if let Some(known) = self.xattrs.get(&xattrs) {
+            return Ok(Some(known.clone()));
+        }
+        self.charge_names(xattrs.iter().map(|(n, v)| n.len() + v.len()).sum())?;
+        self.xattrs.insert(xattrs.clone());
+        Ok(Some(xattrs))
+    }
+
+    /// Links what waited for its target. `linked` hears of each new name of a file of this layer.
+    pub(crate) fn finish(
+        mut self,
+        mut linked: impl FnMut(&Self, &Slot, NodeId),
+    ) -> std::result::Result<LayerTree, LinkError> {
+        let pending = std::mem::take(&mut self.pending);
+        for link in &pending {
+            let error = |problem| LinkError {
+                entry: link.entry.clone(),
+                problem,
+            };
+            if self.tree.child(link.slot.dir, &link.slot.name) != Some(link.id) {
+                continue; // another entry took the name
+            }
+            let nothing = || TarProblem::LinkToNothing {
+                target: link.target.clone(),
+            };
+            // Links to links that wait themselves are followed to where they end.
+            let mut at = link.id;
+            let mut steps = 0;
+            let found = loop {
+                let NodeKind::LowerLink(target) = &self.tree.node(at).kind else {
+                    break Some(at);
+                };
+                let target = target.clone();
+                let names: Vec<&[u8]> = target.split(|&b| b == b'/').collect();
+                match self.find(&names).map_err(|p| error(p.into_problem()))? {
+                    Found::Nothing => break None,
+                    Found::Node(id) if matches!(self.tree.node(id).kind, NodeKind::Whiteout) => {
+                        break None;
+                    }
+                    Found::Node(id) => at = id,
+                }
+                steps += 1;
+                if steps > pending.len() {
+                    return Err(error(nothing()));
+                }
+            };
+            match found {
+                Some(id) if matches!(self.tree.node(id).kind, NodeKind::Directory(_)) => {
+                    return Err(error(TarProblem::LinkToDirectory {
+                        target: link.target.clone(),
+                    }));
+                }
+                Some(id) => {
+                    self.tree.insert(link.slot.dir, &link.slot.name, id);
+                    linked(&self, &link.slot, id);
+                }
+                None if at != link.id => {
+                    let end = self.tree.node(at).kind.clone();
+                    self.tree.node_mut(link.id).kind = end;
+                }
+                None => {}
+            }
+        }
+        Ok(self.tree)
+    }
+
+    /// Follows a path without changing the tree. Symlinks are followed on the way, not at its end.
+    fn find(&self, names: &[&[u8]]) -> Result<Found> {
+        let mut dir = LayerTree::ROOT;
+        let mut hops = 0;
+        let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
+        while let Some(name) = todo.pop() {
+            if &*name == b".." {
+                dir = self.parents.get(&dir).map_or(LayerTree::ROOT, |s| s.dir);
+                continue;
+            }
+            let Some(id) = self.tree.child(dir, &name) else {
+                return Ok(Found::Nothing);
+            };
+            if todo.is_empty() {
+                return Ok(Found::Node(id));
+            }
+            match &self.tree.node(id).kind {
+                NodeKind::Directory(_) => dir = id,
+                NodeKind::Symlink(target) => {
+                    hops += 1;
+                    if hops > MAX_HOPS {
+                        return Err(TarProblem::TooManyLinks.into());
+                    }
+                    if target.starts_with(b"/") {
+                        dir = LayerTree::ROOT;
+                    }
+                    push_target(&mut todo, target)?;
+                }
+                _ => return Ok(Found::Nothing),
+            }
+        }
+        Ok(Found::Node(dir))
+    }
+
+    fn add_directory(
+        &mut self,
+        parent: NodeId,
+        name: &[u8],
+        opaque: bool,
+        implicit: bool,
+    ) -> Result<NodeId> {
+        self.charge_names(2 * name.len())?;
+        let id = self.add(Node {
+            attributes: Attributes {
+                permissions: 0o755,
+                ..Attributes::default()
+            },
+            kind: NodeKind::Directory(Directory {
+                opaque,
+                implicit,
+                ..Directory::default()
+            }),
+        })?;
+        self.tree.insert(parent, name, id);
+        let name = name.into();
+        self.parents.insert(id, Slot { dir: parent, name });
+        Ok(id)
+    }
+
+    fn add(&mut self, node: Node) -> Result<NodeId> {
+        self.budget.entries += 1;
+        if self.budget.entries > self.budget.max_entries {
+            return Err(PlaceError::Limit {
+                kind: LimitKind::Entries,
+                value: self.budget.entries,
+                allowed: self.budget.max_entries,
+            });
+        }
+        Ok(self.tree.add(node))
+    }
+
+    fn charge_names(&mut self, bytes: usize) -> Result<()> {
+        self.budget.name_bytes += bytes as u64;
+        match self.budget.name_bytes {
+            value if value > MAX_NAME_BYTES => Err(PlaceError::Limit {
+                kind: LimitKind::NameBytes,
+                value,
+                allowed: MAX_NAME_BYTES,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn path_of(&self, dir: NodeId, name: &[u8]) -> Vec<u8> {
+        let mut names = vec![name];
+        let mut at = dir;
+        while let Some(slot) = self.parents.get(&at) {
+            names.push(&slot.name);
+            at = slot.dir;
+        }
+        names.reverse();
+        names.join(&b'/')
+    }
+}
+
+impl PlaceError {
+    fn into_problem(self) -> TarProblem {
+        match self {
+            PlaceError::Problem(problem) => problem,
+            PlaceError::Limit { .. } => TarProblem::TooManyLinks,
+        }
+    }
+}
+
+/// Puts a symlink's target in front of what is still to be walked.
+fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8]) -> Result<()> {
+    for name in target.rsplit(|&b| b == b'/') {
+        match name {
+            b"" | b"." => {}
+            name if name.len() > 255 => {
+                return Err(TarProblem::NameTooLong { bytes: name.len() }.into());
+            }
+            name => todo.push(name.into()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,402 @@
+//! File content into the address space, each piece once.
+//!
+//! Files up to 1 MiB are one piece, larger ones a piece per MiB. Pieces are known by their BLAKE3 hash.
+//! So a file that is there already costs nothing, and one that is partly there costs the rest. A file
+//! whose pieces lie one behind the other is one run, as if nothing had been looked up.
+
+use std::collections::HashMap;
+
+use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
+
+use crate::error::ConvertError;
+use crate::tails::TailStore;
+use crate::tar::SparseMap;
+
+/// EROFS block.
+pub(crate) const BLOCK_BYTES: u64 = 4096;
+/// Largest piece that is looked up as one.
+pub(crate) const PIECE_BYTES: usize = 1 << 20;
+const PIECE_BLOCKS: u64 = PIECE_BYTES as u64 / BLOCK_BYTES;
+/// Chunks of a chunked file, at most.
+const MAX_FILE_CHUNKS: u64 = 1 << 20;
+/// The same for a sparse file, where a chunk costs the archive nothing.
+const MAX_SPARSE_CHUNKS: u64 = 1 << 16;
+/// Chunks of all sparse files. Eight bytes each in the image.
+const MAX_CHUNKS: u64 = 32 << 20;
+/// Number of blocks that EROFS can address.
+const MAX_BLOCKS: u64 = 1 << 32;
+
+/// Where content goes.
+pub(crate) trait ContentSink {
+    /// Next byte of the address space.
+    fn position(&self) -> u64;
+    /// Appends bytes.
+    fn append(&mut self, bytes: &[u8]) -> Result<(), ConvertError>;
+    /// Appends zeros.
+    fn append_zeros(&mut self, count: u64) -> Result<(), ConvertError>;
+}
+
+/// Where content comes from: the data of one file.
+pub(crate) trait Data {
+    /// The next `wanted` bytes in two pieces. It is an error if there are fewer.
+    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError>;
+    /// Moves on.
+    fn consume(&mut self, bytes: usize);
+}
+
+/// Why content cannot be stored.
+#[derive(Debug)]
+pub(crate) enum StoreError {
+    /// The address space is full: what there would be, what is possible.
+    AddressSpace { value: u64, allowed: u64 },
+    /// Too many chunks.
+    Chunks { value: u64, allowed: u64 },
+    /// Reading or writing failed.
+    Other(ConvertError),
+}
+
+impl From<ConvertError> for StoreError {
+    fn from(error: ConvertError) -> Self {
+        StoreError::Other(error)
+    }
+}
+
+/// What was stored, in bytes of file content.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct ContentStats {
+    /// All of it.
+    pub content_bytes: u64,
+    /// Of it, what was there already.
+    pub deduplicated_bytes: u64,
+}
+
+/// Stores files.
+pub(crate) struct ContentWriter<S> {
+    sink: S,
+    tails: TailStore,
+    inline_max: usize,
+    known: HashMap<[u8; 32], Stored>,
+    chunks: u64,
+    stats: ContentStats,
+    scratch: Vec<u8>,
+}
+
+/// Where a piece is.
+#[derive(Debug, Clone, Copy)]
+struct Stored {
+    start: u32,
+    tail: Option<Tail>,
+}
+
+impl<S: ContentSink> ContentWriter<S> {
+    /// Tails of up to `inline_max` bytes are kept apart, to be stored beside their inodes.
+    pub(crate) fn new(sink: S, tails: TailStore, inline_max: u16) -> Self {
+        ContentWriter {
+            sink,
+            tails,
+            inline_max: inline_max.into(),
+            known: HashMap::new(),
+            chunks: 0,
+            stats: ContentStats::default(),
+            scratch: Vec::new(),
+        }
+    }
+
+    pub(crate) fn stats(&self) -> ContentStats {
+        self.stats
+    }
+
+    pub(crate) fn into_parts(self) -> (S, TailStore) {
+        (self.sink, self.tails)
+    }
+
+    /// Stores a file of `size` bytes without holes.
+    pub(crate) fn file(&mut self, size: u64, data: &mut dyn Data) -> Result<Content, StoreError> {
+        if size <= PIECE_BYTES as u64 {
+            let (first, second) = data.window(size as usize)?;
+            let stored = self.piece(first, second, true)?;
+            data.consume(size as usize);
+            return Ok(Content {
+                size,
+                blocks: Blocks::Flat {
+                    start: stored.start,
+                },
+                tail: stored.tail,
+            });
+        }
+        if size.div_ceil(PIECE_BYTES as u64) > MAX_FILE_CHUNKS {
+            let start = self.verbatim(size, data)?;
+            return Ok(Content {
+                size,
+                blocks: Blocks::Flat { start },
+                tail: None,
+            });
+        }
+        let mut runs = Runs::default();
+        let mut left = size;
+        for index in 0.. {
+            if left == 0 {
+                break;
+            }
+            let wanted = left.min(PIECE_BYTES as u64) as usize;
+            let (first, second) = data.window(wanted)?;
+            let stored = self.piece(first, second, false)?;
+            data.consume(wanted);
+            runs.add(index, stored.start, PIECE_BLOCKS);
+            left -= wanted as u64;
+        }
+        Ok(Content {
+            size,
+            blocks: runs.into_blocks(PIECE_BLOCKS.ilog2() as u8, size),
+            tail: None,
+        })
+    }
+
+    /// Stores a file with holes. `data` holds the runs' bytes one behind the other.
+    pub(crate) fn sparse(
+        &mut self,
+        map: &SparseMap,
+        data: &mut dyn Data,
+    ) -> Result<Content, StoreError> {
+        let shift = sparse_shift(map);
+        let chunk_bytes = BLOCK_BYTES << shift;
+        if !map.runs.is_empty() {
+            self.chunks += map.size.div_ceil(chunk_bytes);
+            if self.chunks > MAX_CHUNKS {
+                return Err(StoreError::Chunks {
+                    value: self.chunks,
+                    allowed: MAX_CHUNKS,
+                });
+            }
+        }
+        let mut runs = Runs::default();
+        let mut pieces = Pieces::new(map, chunk_bytes);
+        while let Some(chunk) = pieces.next_chunk() {
+            let length = chunk_bytes.min(map.size - chunk * chunk_bytes);
+            let start = match usize::try_from(length) {
+                Ok(length) if length <= PIECE_BYTES => {
+                    let mut bytes = std::mem::take(&mut self.scratch);
+                    bytes.clear();
+                    bytes.resize(length, 0);
+                    while let Some((at, count)) = pieces.next_part(chunk) {
+                        let (first, second) = data.window(count)?;
+                        bytes[at as usize..][..first.len()].copy_from_slice(first);
+                        bytes[at as usize + first.len()..][..second.len()].copy_from_slice(second);
+                        data.consume(count);
+                    }
+                    let stored = match bytes.iter().all(|&b| b == 0) {
+                        true => None,
+                        false => Some(self.piece(&bytes, &[], false)?),
+                    };
+                    self.scratch = bytes;
+                    stored.map(|stored| stored.start)
+                }
+                _ => Some(self.sparse_chunk(chunk, length, &mut pieces, data)?),
+            };
+            if let Some(start) = start {
+                runs.add(chunk, start, 1 << shift);
+            }
+        }
+        Ok(Content {
+            size: map.size,
+            blocks: Blocks::Chunked {
+                chunk_shift: shift,
+                runs: runs.0.into(),
+            },
+            tail: None,
+        })
+    }
+
+    /// One chunk that is too large to look up.
+    fn sparse_chunk(
+        &mut self,
+        chunk: u64,
+        length: u64,
+        pieces: &mut Pieces<'_>,
+        data: &mut dyn Data,
+    ) -> Result<u32, StoreError> {
+        let start = self.next_block(length)?;
+        let mut written = 0;
+        while let Some((at, count)) = pieces.next_part(chunk) {
+            self.sink.append_zeros(at - written)?;
+            let (first, second) = data.window(count)?;
+            self.sink.append(first)?;
+            self.sink.append(second)?;
+            data.consume(count);
+            self.stats.content_bytes += count as u64;
+            written = at + count as u64;
+        }
+        let padded = length.next_multiple_of(BLOCK_BYTES);
+        self.sink.append_zeros(padded - written)?;
+        Ok(start)
+    }
+
+    /// A file too large for looking up its pieces.
+    fn verbatim(&mut self, size: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
+        let start = self.next_block(size)?;
+        let mut left = size;
+        while left > 0 {
+            let wanted = left.min(PIECE_BYTES as u64) as usize;
+            let (first, second) = data.window(wanted)?;
+            self.sink.append(first)?;
+            self.sink.append(second)?;
+            data.consume(wanted);
+            left -= wanted as u64;
+        }
+        self.sink
+            .append_zeros(size.next_multiple_of(BLOCK_BYTES) - size)?;
+        self.stats.content_bytes += size;
+        Ok(start)
+    }
+
+    /// Stores one piece, or finds it.
+    fn piece(&mut self, first: &[u8], second: &[u8], may_tail: bool) -> Result<Stored, StoreError> {
+        let length = first.len() + second.len();
+        if length == 0 {
+            return Ok(Stored {
+                start: 0,
+                tail: None,
+            });
+        }
+        let key = if second.is_empty() {
+            *blake3::hash(first).as_bytes()
+        } else {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(first).update(second);
+            *hasher.finalize().as_bytes()
+        };
+        self.stats.content_bytes += length as u64;
+        match self.known.get(&key) {
+            Some(stored) if may_tail || stored.tail.is_none() => {
+                self.stats.deduplicated_bytes += length as u64;
+                return Ok(*stored);
+            }
+            _ => {}
+        }
+        let start = self.next_block(length as u64)?;
+        let rest = length % BLOCK_BYTES as usize;
+        let stored = if may_tail && rest > 0 && rest <= self.inline_max {
+            let whole = length - rest;
+            let cut = whole.min(first.len());
+            self.sink.append(&first[..cut])?;
+            self.sink.append(&second[..whole - cut])?;
+            let tail = self.tails.push(&first[cut..], &second[whole - cut..])?;
+            Stored {
+                start: if whole == 0 { 0 } else { start },
+                tail: Some(tail),
+            }
+        } else {
+            self.sink.append(first)?;
+            self.sink.append(second)?;
+            if rest > 0 {
+                self.sink.append_zeros(BLOCK_BYTES - rest as u64)?;
+            }
+            Stored { start, tail: None }
+        };
+        self.known.insert(key, stored);
+        Ok(stored)
+    }
+
+    /// Number of the block that comes next, if `bytes` more still fit.
+    fn next_block(&self, bytes: u64) -> Result<u32, StoreError> {
+        let position = self.sink.position();
+        debug_assert!(position.is_multiple_of(BLOCK_BYTES));
+        let block = position / BLOCK_BYTES;
+        let end = block.saturating_add(bytes.div_ceil(BLOCK_BYTES));
+        match u32::try_from(block) {
+            Ok(block) if end < MAX_BLOCKS => Ok(block),
+            _ => Err(StoreError::AddressSpace {
+                value: end.saturating_mul(BLOCK_BYTES),
+                allowed: MAX_BLOCKS * BLOCK_BYTES,
+            }),
+        }
+    }
+}
+
+/// Chunk size of a sparse file as a shift from a block: small, so that holes stay holes, but not so
+/// small that the list of chunks outgrows the data.
+fn sparse_shift(map: &SparseMap) -> u8 {
+    let allowed = match map.runs.is_empty() {
+        true => 1,
+        false => MAX_SPARSE_CHUNKS,
+    };
+    let chunk_blocks = map.size.div_ceil(BLOCK_BYTES).div_ceil(allowed).max(1);
+    chunk_blocks.next_power_of_two().ilog2().min(31) as u8
+}
+
+/// Chunk runs in the making.
+#[derive(Default)]
+struct Runs(Vec<ChunkRun>);
+
+impl Runs {
+    fn add(&mut self, chunk: u64, start: u32, chunk_blocks: u64) {
+        if let Some(last) = self.0.last_mut() {
+            let behind = u64::from(last.start) + last.count * chunk_blocks;
+            if last.first + last.count == chunk && behind == u64::from(start) {
+                last.count += 1;
+                return;
+            }
+        }
+        self.0.push(ChunkRun {
+            first: chunk,
+            count: 1,
+            start,
+        });
+    }
+
+    fn into_blocks(self, chunk_shift: u8, size: u64) -> Blocks {
+        let chunks = size.div_ceil(BLOCK_BYTES << chunk_shift);
+        match self.0[..] {
+            [run] if run.first == 0 && run.count == chunks => Blocks::Flat { start: run.start },
+            _ => Blocks::Chunked {
+                chunk_shift,
+                runs: self.0.into(),
+            },
+        }
+    }
+}
+
+/// Walks a sparse map chunk by chunk.
+struct Pieces<'m> {
+    map: &'m SparseMap,
+    chunk_bytes: u64,
+    run: usize,
+    /// Bytes of the current run already handed out.
+    done: u64,
+}
+
+impl<'m> Pieces<'m> {
+    fn new(map: &'m SparseMap, chunk_bytes: u64) -> Self {
+        Pieces {
+            map,
+            chunk_bytes,
+            run: 0,
+            done: 0,
+        }
+    }
+
+    /// Where the next data lies.
+    fn next_chunk(&self) -> Option<u64> {
+        let run = self.map.runs.get(self.run)?;
+        Some((run.offset + self.done) / self.chunk_bytes)
+    }
+
+    /// The next data within `chunk`: offset in the chunk, and how much, a piece at most.
+    fn next_part(&mut self, chunk: u64) -> Option<(u64, usize)> {
+        let run = self.map.runs.get(self.run)?;
+        let at = run.offset + self.done;
+        let chunk_start = chunk * self.chunk_bytes;
+        if at / self.chunk_bytes != chunk {
+            return None;
+        }
+        let count = (run.length - self.done)
+            .min(self.chunk_bytes - (at - chunk_start))
+            .min(PIECE_BYTES as u64);
+        self.done += count;
+        if self.done == run.length {
+            self.run += 1;
+            self.done = 0;
+        }
+        Some((at - chunk_start, count as usize))
+    }
+}

@@ -1,0 +1,434 @@
+//! A directory of the host as a source.
+//!
+//! Walked by directory handles, so that nobody who swaps a directory for a symlink meanwhile can lead
+//! the walk elsewhere; symlinks are never followed (but the given path itself may be one). Entries come
+//! in byte order of their names, so that the image does not depend on the host's order. Other file
+//! systems mounted below are not entered: their mount points become empty directories, with a warning
+//! (a root file system in use has /proc and the like there). A file that changes while it is read is an
+//! error: half of one version and half of another is worse than no image.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{CStr, CString, OsStr};
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bcow_erofs::tree::{Attributes, DeviceNumber, LayerTree, Node, NodeId, NodeKind, Timestamp};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
+use rustix::io::Errno;
+
+use crate::blob::read_error;
+use crate::builder::{Budget, LayerBuilder, Slot};
+use crate::content::{ContentSink, ContentWriter, Data};
+use crate::error::{ConvertError, Place};
+use crate::ingest::{keep_xattr, place_error, store_error};
+use crate::options::Progress;
+use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
+use crate::warnings::Warnings;
+
+/// What a directory is read with.
+pub(crate) struct DirectoryIngest<'i, S> {
+    pub content: &'i mut ContentWriter<S>,
+    pub budget: &'i mut Budget,
+    pub warnings: &'i mut Warnings,
+    pub progress: &'i dyn Progress,
+    pub cancel: Option<&'i AtomicBool>,
+}
+
+impl<S: ContentSink> DirectoryIngest<'_, S> {
+    /// Reads the tree below `root`.
+    pub(crate) fn run(self, root: &Path) -> Result<LayerTree, ConvertError> {
+        let failed = |e| read_error("open", &root.display().to_string(), e);
+        let fd = rustix::fs::open(
+            root,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(failed)?;
+        let stat = rustix::fs::fstat(&fd).map_err(failed)?;
+        let mut walk = Walk {
+            content: self.content,
+            builder: LayerBuilder::new(self.budget),
+            warnings: self.warnings,
+            progress: self.progress,
+            cancel: self.cancel,
+            device: stat.st_dev,
+            links: HashMap::new(),
+        };
+        let mut attributes = attributes(&stat);
+        attributes.xattrs = walk.xattrs(&fd, c".", root)?;
+        walk.builder
+            .directory(None, attributes)
+            .map_err(|e| place_error("", b".", e))?;
+        walk.run(fd, root)?;
+        walk.builder
+            .finish(|_, _, _| ())
+            .map_err(|e| ConvertError::Tar {
+                place: Place::entry("", &e.entry),
+                problem: e.problem,
+            })
+    }
+}
+
+struct Walk<'w, S> {
+    content: &'w mut ContentWriter<S>,
+    builder: LayerBuilder<'w>,
+    warnings: &'w mut Warnings,
+    progress: &'w dyn Progress,
+    cancel: Option<&'w AtomicBool>,
+    device: u64,
+    /// Files with several names, by inode number.
+    links: HashMap<u64, Vec<u8>>,
+}
+
+/// A directory in the middle of being read.
+struct Level {
+    fd: OwnedFd,
+    path: PathBuf,
+    /// Its path in the image.
+    inner: Vec<u8>,
+    /// Its place in the tree.
+    id: NodeId,
+    /// Names to come, last first.
+    names: Vec<CString>,
+}
+
+impl<S: ContentSink> Walk<'_, S> {
+    fn run(&mut self, root: OwnedFd, path: &Path) -> Result<(), ConvertError> {
+        let names = sorted_names(&root, path)?;
+        let mut levels = vec![Level {
+            fd: root,
+            path: path.to_owned(),
+            inner: Vec::new(),
+            id: LayerTree::ROOT,
+            names,
+        }];
+        while let Some(level) = levels.last_mut() {
+            if self.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
+                return Err(ConvertError::Interrupted);
+            }
+            let Some(name) = level.names.pop() else {
+                levels.pop();
+                continue;
+            };
+            if let Some(below) = self.entry(level, &name)? {
+                levels.push(below);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes one entry; gives back a directory to go into.
+    fn entry(&mut self, level: &Level, name: &CStr) -> Result<Option<Level>, ConvertError> {
+        let path = level.path.join(OsStr::from_bytes(name.to_bytes()));
+        let text = path.display().to_string();
+        let stat = rustix::fs::statat(&level.fd, name, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|e| vanished("read", &text, e))?;
+        let slot = Slot {
+            dir: level.id,
+            name: name.to_bytes().into(),
+        };
+        let inner = match &level.inner[..] {
+            [] => name.to_bytes().to_vec(),
+            parent => [parent, b"/", name.to_bytes()].concat(),
+        };
+        let failed = |e| place_error("", text.as_bytes(), e);
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if kind != FileType::Directory && stat.st_nlink > 1 {
+            if let Some(first) = self.links.get(&stat.st_ino) {
+                self.builder
+                    .hardlink(&slot, first, &inner)
+                    .map_err(failed)?;
+                return Ok(None);
+            }
+            self.links.insert(stat.st_ino, inner.clone());
+        }
+        let mut attributes = attributes(&stat);
+        attributes.xattrs = self.xattrs(&level.fd, name, &path)?;
+        let device = || DeviceNumber {
+            major: rustix::fs::major(stat.st_rdev),
+            minor: rustix::fs::minor(stat.st_rdev),
+        };
+        let kind = match kind {
+            FileType::Directory => {
+                self.builder
+                    .directory(Some(&slot), attributes)
+                    .map_err(failed)?;
+                return self.descend(level, &slot, name, path, inner, &stat);
+            }
+            FileType::RegularFile => {
+                NodeKind::Regular(self.regular(&level.fd, name, &text, &stat)?)
+            }
+            FileType::Symlink => {
+                let target = rustix::fs::readlinkat(&level.fd, name, Vec::new())
+                    .map_err(|e| vanished("read", &text, e))?;
+                NodeKind::Symlink(target.into_bytes().into())
+            }
+            FileType::CharacterDevice => NodeKind::CharDevice(device()),
+            FileType::BlockDevice => NodeKind::BlockDevice(device()),
+            FileType::Fifo => NodeKind::Fifo,
+            FileType::Socket => NodeKind::Socket,
+            _ => {
+                self.warnings.skipped("files of an unknown type left out");
+                return Ok(None);
+            }
+        };
+        self.builder
+            .node(&slot, Node { attributes, kind })
+            .map_err(failed)?;
+        Ok(None)
+    }
+
+    fn descend(
+        &mut self,
+        level: &Level,
+        slot: &Slot,
+        name: &CStr,
+        path: PathBuf,
+        inner: Vec<u8>,
+        stat: &Stat,
+    ) -> Result<Option<Level>, ConvertError> {
+        if stat.st_dev != self.device {
+            self.warnings
+                .skipped("mount points of other file systems left empty");
+            return Ok(None);
+        }
+        let text = path.display().to_string();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat(&level.fd, name, flags, Mode::empty())
+            .map_err(|e| vanished("open", &text, e))?;
+        let opened = rustix::fs::fstat(&fd).map_err(|e| read_error("read", &text, e))?;
+        if (opened.st_dev, opened.st_ino) != (stat.st_dev, stat.st_ino) {
+            return Err(ConvertError::Changed { what: text });
+        }
+        let names = sorted_names(&fd, &path)?;
+        let id = self
+            .builder
+            .tree()
+            .child(slot.dir, &slot.name)
+            .unwrap_or(LayerTree::ROOT);
+        Ok(Some(Level {
+            fd,
+            path,
+            inner,
+            id,
+            names,
+        }))
+    }
+
+    fn regular(
+        &mut self,
+        dir: &OwnedFd,
+        name: &CStr,
+        text: &str,
+        stat: &Stat,
+    ) -> Result<bcow_erofs::tree::Content, ConvertError> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat(dir, name, flags, Mode::empty())
+            .map_err(|e| vanished("open", text, e))?;
+        let changed = || ConvertError::Changed {
+            what: text.to_owned(),
+        };
+        let same = |now: &Stat| state(now) == state(stat);
+        let opened = rustix::fs::fstat(&fd).map_err(|e| read_error("read", text, e))?;
+        if !same(&opened) {
+            return Err(changed());
+        }
+        let size = stat.st_size as u64;
+        let map = match (stat.st_blocks as u64) * 512 < size {
+            true => data_runs(&fd, size, text)?,
+            false => None,
+        };
+        let mut data = FileData {
+            file: File::from(fd),
+            text,
+            runs: match &map {
+                Some(map) => map.runs.clone(),
+                None => vec![Run {
+                    offset: 0,
+                    length: size,
+                }],
+            },
+            run: 0,
+            done: 0,
+            buffer: Vec::new(),
+            progress: self.progress,
+        };
+        let content = match &map {
+            Some(map) => self.content.sparse(map, &mut data),
+            None => self.content.file(size, &mut data),
+        }
+        .map_err(|e| store_error(Place::entry("", text.as_bytes()), e))?;
+        let after = rustix::fs::fstat(&data.file).map_err(|e| read_error("read", text, e))?;
+        if !same(&after) {
+            return Err(changed());
+        }
+        Ok(content)
+    }
+
+    /// The extended attributes of `name` in `dir`. By way of /proc, for the system calls that take a
+    /// handle refuse those of symlinks and devices.
+    fn xattrs(
+        &mut self,
+        dir: &OwnedFd,
+        name: &CStr,
+        path: &Path,
+    ) -> Result<Option<bcow_erofs::tree::Xattrs>, ConvertError> {
+        let text = path.display().to_string();
+        let failed = |e| vanished("read the extended attributes of", &text, e);
+        let mut at = format!("/proc/self/fd/{}/", dir.as_raw_fd()).into_bytes();
+        at.extend_from_slice(name.to_bytes());
+        let mut buffer = vec![0; 256];
+        let list = loop {
+            match rustix::fs::llistxattr(&at[..], &mut buffer[..]) {
+                Ok(length) => break buffer[..length].to_vec(),
+                Err(Errno::RANGE) if buffer.len() < 1 << 20 => {
+                    let length = buffer.len();
+                    buffer.resize(4 * length, 0);
+                }
+                Err(Errno::OPNOTSUPP) => return Ok(None),
+                Err(error) => return Err(failed(error)),
+            }
+        };
+        let mut xattrs = BTreeMap::new();
+        for name in list.split(|&b| b == 0).filter(|name| !name.is_empty()) {
+            if !keep_xattr(name, self.warnings) {
+                continue;
+            }
+            let mut value = vec![0; 256];
+            let length = loop {
+                match rustix::fs::lgetxattr(&at[..], name, &mut value[..]) {
+                    Ok(length) => break length,
+                    Err(Errno::RANGE) if value.len() < 1 << 17 => {
+                        let length = value.len();
+                        value.resize(4 * length, 0);
+                    }
+                    Err(error) => return Err(failed(error)),
+                }
+            };
+            value.truncate(length);
+            xattrs.insert(name.to_vec(), value);
+        }
+        self.builder
+            .share_xattrs(xattrs)
+            .map_err(|e| place_error("", text.as_bytes(), e))
+    }
+}
+
+/// What must stay the same while a file is read.
+fn state(stat: &Stat) -> impl PartialEq + use<> {
+    (
+        (stat.st_dev, stat.st_ino, stat.st_mode),
+        (stat.st_size, stat.st_mtime, stat.st_mtime_nsec),
+    )
+}
+
+fn attributes(stat: &Stat) -> Attributes {
+    Attributes {
+        permissions: (stat.st_mode & 0o7777) as u16,
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+        mtime: Timestamp {
+            seconds: stat.st_mtime,
+            nanoseconds: stat.st_mtime_nsec as u32,
+        },
+        xattrs: None,
+    }
+}
+
+/// What was listed a moment ago and is not there now, or is something else, has changed.
+fn vanished(action: &'static str, what: &str, error: Errno) -> ConvertError {
+    match error {
+        Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::NODATA => ConvertError::Changed {
+            what: what.to_owned(),
+        },
+        error => read_error(action, what, error),
+    }
+}
+
+/// The names in a directory, last first.
+fn sorted_names(fd: &OwnedFd, path: &Path) -> Result<Vec<CString>, ConvertError> {
+    let failed = |e| read_error("read", &path.display().to_string(), e);
+    let mut names = Vec::new();
+    for entry in Dir::read_from(fd).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        if !matches!(name.to_bytes(), b"." | b"..") {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort_unstable_by(|a, b| b.cmp(a));
+    Ok(names)
+}
+
+/// Where the file has data; `None` if it cannot be said, or not in few words.
+fn data_runs(fd: &impl AsFd, size: u64, text: &str) -> Result<Option<SparseMap>, ConvertError> {
+    let mut runs = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let start = match rustix::fs::seek(fd, SeekFrom::Data(at)) {
+            Ok(start) => start.min(size),
+            Err(Errno::NXIO) => break,
+            Err(Errno::INVAL) => return Ok(None),
+            Err(error) => return Err(read_error("read", text, error)),
+        };
+        let end = match rustix::fs::seek(fd, SeekFrom::Hole(start)) {
+            Ok(end) => end.min(size),
+            Err(Errno::NXIO) => break,
+            Err(error) => return Err(read_error("read", text, error)),
+        };
+        if end <= start || runs.len() == MAX_RUNS {
+            return Ok(None);
+        }
+        runs.push((start, end - start));
+        at = end;
+    }
+    let stored = runs.iter().map(|&(_, length)| length).sum();
+    Ok(SparseMap::new(size, runs, stored).ok())
+}
+
+/// The data runs of a file, one behind the other.
+struct FileData<'f> {
+    file: File,
+    text: &'f str,
+    runs: Vec<Run>,
+    run: usize,
+    done: u64,
+    buffer: Vec<u8>,
+    progress: &'f dyn Progress,
+}
+
+impl Data for FileData<'_> {
+    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
+        let offset = self.runs.get(self.run).map_or(0, |run| run.offset) + self.done;
+        if self.buffer.len() < wanted {
+            self.buffer.resize(wanted, 0);
+        }
+        let bytes = &mut self.buffer[..wanted];
+        self.file
+            .read_exact_at(bytes, offset)
+            .map_err(|e| match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => ConvertError::Changed {
+                    what: self.text.to_owned(),
+                },
+                _ => read_error("read", self.text, e),
+            })?;
+        Ok((bytes, &[]))
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        self.progress.advance(bytes as u64);
+        self.done += bytes as u64;
+        if self
+            .runs
+            .get(self.run)
+            .is_some_and(|run| run.length == self.done)
+        {
+            self.run += 1;
+            self.done = 0;
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! What `docker save` and `podman save` write: an archive with a `manifest.json`.
+//!
+//! Newer ones are OCI layouts at the same time; `manifest.json` is preferred, for it has the names that
+//! were given to `save`.
+
+use serde::Deserialize;
+
+use crate::archive::{Archive, Files};
+use crate::digest::Digest;
+use crate::error::{ConvertError, LimitKind, Place};
+use crate::image::{Image, ImageConfig, layer_name};
+use crate::layer::LayerInput;
+use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
+use crate::options::Platform;
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Saved {
+    config: String,
+    #[serde(default)]
+    repo_tags: Option<Vec<String>>,
+    #[serde(default)]
+    layers: Option<Vec<String>>,
+}
+
+/// Finds the image that `reference` means: `NAME[:TAG]`, or `@N` for the Nth, from 0.
+pub(crate) fn find(
+    archive: Archive,
+    reference: Option<&str>,
+    platform: Option<&Platform>,
+) -> Result<Image, ConvertError> {
+    let files = Files::Archive(archive);
+    let bad = |problem: String| ConvertError::Layout {
+        place: format!("manifest.json in {}", files.name()),
+        problem,
+    };
+    let Some(bytes) = files.document("manifest.json", 4 << 20)? else {
+        if layout::is_layout(&files)? {
+            return layout::find(&files, reference, platform);
+        }
+        return Err(ConvertError::Layout {
+            place: files.name(),
+            problem: "this is no docker archive: it has no manifest.json".to_owned(),
+        });
+    };
+    let images: Vec<Saved> = serde_json::from_slice(&bytes)
+        .map_err(|error| bad(format!("not as it should be: {error}")))?;
+    let image = choose(&files, &images, reference)?;
+    let Some(config) = files.document(&image.config, MAX_CONFIG_BYTES)? else {
+        return Err(bad(format!(
+            "the config {:?} is not in the archive",
+            image.config
+        )));
+    };
+    if let Some(expected) = digest_in_name(&image.config) {
+        let found = Digest::of(&config);
+        if found != expected {
+            return Err(ConvertError::DigestMismatch {
+                place: format!("{} in {}", image.config, files.name()),
+                what: "digest",
+                expected,
+                found,
+            });
+        }
+    }
+    let config = ImageConfig::parse(&format!("{} in {}", image.config, files.name()), &config)?;
+    let paths = image.layers.as_deref().unwrap_or_default();
+    config.check_layers(&files.name(), paths.len())?;
+    if paths.len() > MAX_LAYERS {
+        return Err(ConvertError::Limit {
+            place: Place::layer(files.name()),
+            kind: LimitKind::Layers,
+            value: paths.len() as u64,
+            allowed: MAX_LAYERS as u64,
+        });
+    }
+    if let (Some(wanted), Some(found)) = (platform, &config.platform)
+        && !layout::suits(wanted, found)
+    {
+        return Err(ConvertError::NoSuchPlatform {
+            place: files.name(),
+            wanted: wanted.clone(),
+            available: vec![found.to_string()],
+        });
+    }
+    let layers = paths
+        .iter()
+        .zip(&config.diff_ids)
+        .enumerate()
+        .map(|(i, (path, diff_id))| {
+            let name = layer_name(i, paths.len(), Some(&diff_id.0));
+            let Some(blob) = files.open(path)? else {
+                return Err(bad(format!("{name} is not in the archive at {path:?}")));
+            };
+            Ok(LayerInput {
+                name,
+                blob,
+                digest: digest_in_name(path),
+                size: None,
+                diff_id: Some(diff_id.clone()),
+                media_type: None,
+            })
+        })
+        .collect::<Result<_, _>>()?;
+    Ok(Image {
+        manifest: None,
+        reference: image.repo_tags.iter().flatten().next().cloned(),
+        platform: config.platform,
+        config: Some(config.document),
+        layers,
+    })
+}
+
+fn choose<'s>(
+    files: &Files,
+    images: &'s [Saved],
+    reference: Option<&str>,
+) -> Result<&'s Saved, ConvertError> {
+    let names = |image: &Saved| image.repo_tags.clone().unwrap_or_default();
+    let available: Vec<String> = images
+        .iter()
+        .enumerate()
+        .flat_map(|(i, image)| match names(image) {
+            names if names.is_empty() => vec![format!("@{i}")],
+            names => names,
+        })
+        .collect();
+    let found: Vec<&Saved> = match reference {
+        None => images.iter().collect(),
+        Some(reference) => match reference.strip_prefix('@').map(str::parse::<usize>) {
+            Some(Ok(index)) => images.get(index).into_iter().collect(),
+            _ => images
+                .iter()
+                .filter(|image| names(image).iter().any(|name| is_named(name, reference)))
+                .collect(),
+        },
+    };
+    match found[..] {
+        [image] => Ok(image),
+        [] if reference.is_none() => Err(ConvertError::Layout {
+            place: files.name(),
+            problem: "it lists no image".to_owned(),
+        }),
+        [] => Err(ConvertError::NoSuchReference {
+            place: files.name(),
+            reference: reference.unwrap_or_default().to_owned(),
+            available,
+        }),
+        _ => Err(ConvertError::AmbiguousReference {
+            place: files.name(),
+            reference: reference.map(str::to_owned),
+            available,
+        }),
+    }
+}
+
+/// Whether a name in the archive is what the user means: the tag `latest` and the registry may be left out.
+fn is_named(name: &str, reference: &str) -> bool {
+    let has_tag = reference
+        .rsplit('/')
+        .next()
+        .is_some_and(|last| last.contains(':'));
+    let wanted = match has_tag {
+        true => reference.to_owned(),
+        false => format!("{reference}:latest"),
+    };
+    name == wanted
+        || name
+            .strip_suffix(&wanted)
+            .is_some_and(|rest| rest.ends_with('/'))
+}
+
+/// The digest that a member's name promises: `blobs/sha256/HEX`, or an older archive's `HEX.json`.
+fn digest_in_name(path: &str) -> Option<Digest> {
+    let hex = match path.strip_prefix("blobs/sha256/") {
+        Some(hex) => hex,
+        None => path.strip_suffix(".json")?,
+    };
+    format!("sha256:{hex}").parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_may_leave_out_tag_and_registry() {
+        assert!(is_named("busybox:latest", "busybox"));
+        assert!(is_named("host/library/busybox:latest", "busybox"));
+        assert!(is_named("host:5000/a/b:1", "a/b:1"));
+        assert!(is_named("host:5000/a/b:latest", "host:5000/a/b"));
+        assert!(!is_named("host/notbusybox:latest", "busybox"));
+        assert!(!is_named("busybox:1", "busybox"));
+    }
+}

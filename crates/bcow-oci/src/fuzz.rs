@@ -1,0 +1,112 @@
+//! Tar ingestion as a fuzzer sees it: bytes in, no disk, no threads.
+
+use std::path::Path;
+
+use bcow_erofs::merge::merge;
+use bcow_erofs::writer::{Plan, WriteOptions};
+
+use crate::builder::Budget;
+use crate::content::{ContentSink, ContentWriter};
+use crate::error::ConvertError;
+use crate::hidden::Uppers;
+use crate::ingest::LayerIngest;
+use crate::stream::{ChunkStream, MemorySource};
+use crate::tails::TailStore;
+use crate::tar::TarReader;
+use crate::warnings::Warnings;
+
+/// Reads `bytes` as the tar archives of two layers, merges them and lays the tree out. Header checksums
+/// are not looked at. The first byte says how finely the stream is cut, the second where the first layer
+/// ends. Errors are as good as success; only a panic or a hang is a finding.
+pub fn fuzz_ingest(bytes: &[u8]) {
+    let (Some((&cut, rest)), true) = (bytes.split_first(), bytes.len() > 2) else {
+        return;
+    };
+    let chunk_bytes = 1 + usize::from(cut) * 37;
+    let boundary = (usize::from(rest[0]) * 512).min(rest.len() - 1);
+    let (upper, lower) = rest[1..].split_at(boundary);
+    // A real image ends long before these limits.
+    let mut budget = Budget {
+        entries: 0,
+        max_entries: 10_000,
+        name_bytes: 0,
+    };
+    let tails = TailStore::new(Path::new("/nonexistent"));
+    let mut content = ContentWriter::new(Nowhere { position: 4096 }, tails, 300);
+    let mut uppers = Uppers::default();
+    for layer in [upper, lower] {
+        let read = ingest(layer, chunk_bytes, &mut budget, &mut content, &mut uppers);
+        if read.is_err() {
+            return;
+        }
+    }
+    let mut layers = uppers.into_layers();
+    layers.reverse();
+    let Ok(tree) = merge(layers) else { return };
+    let (sink, tails) = content.into_parts();
+    let options = WriteOptions {
+        metadata_start: sink.position.next_multiple_of(4096),
+        inline_max: 300,
+    };
+    let Ok(plan) = Plan::new(&tree, &options) else {
+        return;
+    };
+    if plan.metadata_bytes() > 64 << 20 {
+        return; // a sparse file's chunks: long, and always the same
+    }
+    let mut written = 0;
+    let result = plan.write(
+        &tails,
+        &mut |bytes| -> Result<(), std::convert::Infallible> {
+            written += bytes.len() as u64;
+            Ok(())
+        },
+    );
+    if result.is_ok() {
+        assert_eq!(written, plan.metadata_bytes());
+    }
+}
+
+fn ingest(
+    layer: &[u8],
+    chunk_bytes: usize,
+    budget: &mut Budget,
+    content: &mut ContentWriter<Nowhere>,
+    uppers: &mut Uppers,
+) -> Result<(), ConvertError> {
+    let stream = ChunkStream::new(Box::new(MemorySource::new(layer, chunk_bytes)));
+    let mut tar = TarReader::new(stream).without_checksums();
+    let read = LayerIngest {
+        name: "layer",
+        content,
+        uppers,
+        budget,
+        warnings: &mut Warnings::default(),
+        hidden_bytes: &mut 0,
+    }
+    .run(&mut tar)?;
+    if read.rescue.is_empty() {
+        uppers.push(read.tree);
+    }
+    Ok(())
+}
+
+/// Content that is only counted.
+struct Nowhere {
+    position: u64,
+}
+
+impl ContentSink for Nowhere {
+    fn position(&self) -> u64 {
+        self.position
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<(), ConvertError> {
+        self.append_zeros(bytes.len() as u64)
+    }
+
+    fn append_zeros(&mut self, count: u64) -> Result<(), ConvertError> {
+        self.position += count;
+        Ok(())
+    }
+}

@@ -1,0 +1,102 @@
+//! An image as every source but `dir:` gives it: a configuration and layers.
+
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::digest::{DiffId, Digest};
+use crate::error::ConvertError;
+use crate::layer::LayerInput;
+use crate::options::Platform;
+
+/// An image, its layers not yet read.
+#[derive(Debug)]
+pub(crate) struct Image {
+    pub manifest: Option<Digest>,
+    /// Its name in the source, if it has one there.
+    pub reference: Option<String>,
+    pub platform: Option<Platform>,
+    /// The OCI configuration as it was.
+    pub config: Option<Value>,
+    /// Lowest first.
+    pub layers: Vec<LayerInput>,
+}
+
+/// What is needed of an image configuration.
+#[derive(Debug)]
+pub(crate) struct ImageConfig {
+    pub document: Value,
+    pub platform: Option<Platform>,
+    pub diff_ids: Vec<DiffId>,
+}
+
+#[derive(Deserialize)]
+struct ConfigDocument {
+    #[serde(default)]
+    os: String,
+    #[serde(default)]
+    architecture: String,
+    #[serde(default)]
+    variant: Option<String>,
+    rootfs: RootDocument,
+}
+
+#[derive(Deserialize)]
+struct RootDocument {
+    #[serde(default)]
+    diff_ids: Option<Vec<String>>,
+}
+
+impl ImageConfig {
+    pub(crate) fn parse(place: &str, bytes: &[u8]) -> Result<ImageConfig, ConvertError> {
+        let bad = |error: serde_json::Error| ConvertError::Layout {
+            place: place.to_owned(),
+            problem: format!("not as it should be: {error}"),
+        };
+        let document: Value = serde_json::from_slice(bytes).map_err(bad)?;
+        let fields = ConfigDocument::deserialize(&document).map_err(bad)?;
+        let diff_ids = fields
+            .rootfs
+            .diff_ids
+            .unwrap_or_default()
+            .into_iter()
+            .map(|text| {
+                let digest = text.parse().map_err(|problem| ConvertError::DigestSyntax {
+                    place: place.to_owned(),
+                    text: text.chars().take(200).collect(),
+                    problem,
+                })?;
+                Ok(DiffId(digest))
+            })
+            .collect::<Result<_, ConvertError>>()?;
+        let platform =
+            (!fields.os.is_empty() && !fields.architecture.is_empty()).then(|| Platform {
+                os: fields.os,
+                architecture: fields.architecture,
+                variant: fields.variant.filter(|v| !v.is_empty()),
+            });
+        Ok(ImageConfig {
+            document,
+            platform,
+            diff_ids,
+        })
+    }
+
+    /// There must be as many layers as diffIDs.
+    pub(crate) fn check_layers(&self, place: &str, layers: usize) -> Result<(), ConvertError> {
+        match self.diff_ids.len() {
+            count if count == layers => Ok(()),
+            count => Err(ConvertError::Layout {
+                place: place.to_owned(),
+                problem: format!("it has {layers} layers, its configuration says {count}"),
+            }),
+        }
+    }
+}
+
+/// How messages name a layer.
+pub(crate) fn layer_name(index: usize, count: usize, digest: Option<&Digest>) -> String {
+    match digest {
+        Some(digest) => format!("layer {} of {count} ({})", index + 1, digest.short()),
+        None => format!("layer {} of {count}", index + 1),
+    }
+}

@@ -1,0 +1,390 @@
+//! One layer: from its tar archive to its tree, the content going its own way.
+
+use std::collections::{BTreeMap, HashMap};
+
+use bcow_erofs::tree::{
+    Attributes, Blocks, Content, DeviceNumber, LayerTree, Node, NodeId, NodeKind,
+};
+
+use crate::builder::{Budget, LayerBuilder, PlaceError, Slot};
+use crate::content::{ContentSink, ContentWriter, Data, StoreError};
+use crate::error::{ConvertError, LimitKind, Place, TarProblem};
+use crate::hidden::Uppers;
+use crate::path::{MAX_PATH_BYTES, components};
+use crate::tar::{Entry, EntryKind, TarError, TarReader};
+use crate::warnings::Warnings;
+
+/// Longest symlink target, as in Linux.
+const MAX_TARGET_BYTES: usize = 4095;
+
+/// What one layer is read with.
+pub(crate) struct LayerIngest<'i, S> {
+    /// How errors name the layer.
+    pub name: &'i str,
+    pub content: &'i mut ContentWriter<S>,
+    pub uppers: &'i mut Uppers,
+    pub budget: &'i mut Budget,
+    pub warnings: &'i mut Warnings,
+    /// Apparent bytes of hidden files so far.
+    pub hidden_bytes: &'i mut u64,
+}
+
+/// A layer that was read.
+pub(crate) struct Ingested {
+    pub tree: LayerTree,
+    pub entries: u64,
+    /// Files that were dropped as hidden, but turned out to have another name that can be seen.
+    pub rescue: Rescue,
+}
+
+/// Entries of a layer whose content is wanted after all, by their number in the archive.
+///
+/// This takes a second reading of the layer. The case is rare: an upper layer deletes one of several
+/// hardlinks, and that one came first in the archive.
+#[derive(Debug, Default)]
+pub(crate) struct Rescue(BTreeMap<u64, NodeId>);
+
+impl Rescue {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl<S: ContentSink> LayerIngest<'_, S> {
+    /// Reads all entries.
+    pub(crate) fn run(self, tar: &mut TarReader<'_>) -> Result<Ingested, ConvertError> {
+        let name = self.name;
+        let mut layer = Layer {
+            name,
+            builder: LayerBuilder::new(self.budget),
+            uppers: self.uppers,
+            warnings: self.warnings,
+            hidden_bytes: self.hidden_bytes,
+            dropped: HashMap::new(),
+            rescue: Rescue::default(),
+        };
+        let mut entries = 0;
+        while let Some(entry) = tar.next_entry().map_err(|e| tar_error(name, e))? {
+            layer.entry(entries, entry, tar, self.content)?;
+            entries += 1;
+        }
+        let (tree, rescue) = layer.finish()?;
+        Ok(Ingested {
+            tree,
+            entries,
+            rescue,
+        })
+    }
+}
+
+/// Stores the content of the entries in `rescue`, from a second reading of the layer.
+pub(crate) fn rescue<S: ContentSink>(
+    rescue: &Rescue,
+    name: &str,
+    tar: &mut TarReader<'_>,
+    tree: &mut LayerTree,
+    content: &mut ContentWriter<S>,
+) -> Result<(), ConvertError> {
+    let mut number = 0;
+    while let Some(entry) = tar.next_entry().map_err(|e| tar_error(name, e))? {
+        if let Some(&id) = rescue.0.get(&number) {
+            let stored = store(name, &entry, tar, content)?;
+            tree.node_mut(id).kind = NodeKind::Regular(stored);
+        }
+        number += 1;
+    }
+    Ok(())
+}
+
+struct Layer<'i> {
+    name: &'i str,
+    builder: LayerBuilder<'i>,
+    uppers: &'i mut Uppers,
+    warnings: &'i mut Warnings,
+    hidden_bytes: &'i mut u64,
+    /// Number in the archive of each dropped file.
+    dropped: HashMap<NodeId, u64>,
+    rescue: Rescue,
+}
+
+impl Layer<'_> {
+    fn entry<S: ContentSink>(
+        &mut self,
+        number: u64,
+        entry: Entry,
+        tar: &mut TarReader<'_>,
+        content: &mut ContentWriter<S>,
+    ) -> Result<(), ConvertError> {
+        let layer = self.name;
+        let error = |e| place_error(layer, &entry.path, e);
+        if entry.path.len() > MAX_PATH_BYTES {
+            return Err(error(PlaceError::Limit {
+                kind: LimitKind::PathBytes,
+                value: entry.path.len() as u64,
+                allowed: MAX_PATH_BYTES as u64,
+            }));
+        }
+        let names = components(&entry.path).map_err(|p| error(p.into()))?;
+        // What aufs kept for itself; the opaque mark has the same prefix.
+        let internal = |name: &&[u8]| name.starts_with(b".wh..wh.");
+        let Some((&last, parents)) = names.split_last() else {
+            if entry.kind != EntryKind::Directory {
+                return Err(error(TarProblem::RootNotDirectory.into()));
+            }
+            let attributes = self.attributes(&entry)?;
+            return self.builder.directory(None, attributes).map_err(error);
+        };
+        if last == b".wh..wh..opq" && !parents.iter().any(internal) {
+            let dir = self.builder.enter(parents).map_err(error)?;
+            self.builder.set_opaque(dir);
+            return Ok(());
+        }
+        if names.iter().any(internal) {
+            return Ok(());
+        }
+        let dir = self.builder.enter(parents).map_err(error)?;
+        if let Some(hidden) = last.strip_prefix(b".wh.") {
+            return match hidden {
+                b"" | b"." | b".." => Err(error(TarProblem::BadWhiteout.into())),
+                hidden => self.builder.whiteout(dir, hidden).map_err(error),
+            };
+        }
+        let slot = Slot {
+            dir,
+            name: last.into(),
+        };
+        let attributes = self.attributes(&entry)?;
+        let device = |major, minor| DeviceNumber { major, minor };
+        let kind = match entry.kind {
+            // Its attributes are those of the file it names.
+            EntryKind::Hardlink => {
+                let linked = self.builder.hardlink(&slot, &entry.link, &entry.path);
+                if let Some(id) = linked.map_err(error)? {
+                    self.see(&slot, id);
+                }
+                return Ok(());
+            }
+            EntryKind::Directory => {
+                return self
+                    .builder
+                    .directory(Some(&slot), attributes)
+                    .map_err(error);
+            }
+            EntryKind::Regular => {
+                return self.regular(number, &entry, &slot, attributes, tar, content);
+            }
+            EntryKind::Symlink => NodeKind::Symlink(self.target(&entry)?),
+            EntryKind::CharDevice { major, minor } => NodeKind::CharDevice(device(major, minor)),
+            EntryKind::BlockDevice { major, minor } => NodeKind::BlockDevice(device(major, minor)),
+            EntryKind::Fifo => NodeKind::Fifo,
+        };
+        self.builder
+            .node(&slot, Node { attributes, kind })
+            .map_err(error)?;
+        Ok(())
+    }
+
+    fn regular<S: ContentSink>(
+        &mut self,
+        number: u64,
+        entry: &Entry,
+        slot: &Slot,
+        attributes: Attributes,
+        tar: &mut TarReader<'_>,
+        content: &mut ContentWriter<S>,
+    ) -> Result<(), ConvertError> {
+        let hidden = self.uppers.hide(&self.builder, slot);
+        let stored = if hidden {
+            *self.hidden_bytes += entry.stored;
+            Content {
+                size: entry.sparse.as_ref().map_or(entry.stored, |map| map.size),
+                blocks: Blocks::Dropped,
+                tail: None,
+            }
+        } else {
+            store(self.name, entry, tar, content)?
+        };
+        let node = Node {
+            attributes,
+            kind: NodeKind::Regular(stored),
+        };
+        let id = self
+            .builder
+            .node(slot, node)
+            .map_err(|e| place_error(self.name, &entry.path, e))?;
+        if hidden {
+            self.dropped.insert(id, number);
+        }
+        Ok(())
+    }
+
+    /// A file of this layer gets another name; if that one can be seen, its content is wanted.
+    fn see(&mut self, slot: &Slot, id: NodeId) {
+        if let Some(&number) = self.dropped.get(&id)
+            && !self.uppers.hide(&self.builder, slot)
+        {
+            self.rescue.0.insert(number, id);
+        }
+    }
+
+    fn finish(self) -> Result<(LayerTree, Rescue), ConvertError> {
+        let Layer {
+            name,
+            builder,
+            uppers,
+            dropped,
+            mut rescue,
+            ..
+        } = self;
+        let tree = builder
+            .finish(|builder, slot, id| {
+                if let Some(&number) = dropped.get(&id)
+                    && !uppers.hide(builder, slot)
+                {
+                    rescue.0.insert(number, id);
+                }
+            })
+            .map_err(|e| ConvertError::Tar {
+                place: Place::entry(name, &e.entry),
+                problem: e.problem,
+            })?;
+        Ok((tree, rescue))
+    }
+
+    fn target(&self, entry: &Entry) -> Result<Box<[u8]>, ConvertError> {
+        let problem = match entry.link.len() {
+            0 => TarProblem::EmptyTarget,
+            bytes if bytes > MAX_TARGET_BYTES => TarProblem::TargetTooLong { bytes },
+            _ => return Ok(entry.link.as_slice().into()),
+        };
+        Err(place_error(self.name, &entry.path, problem.into()))
+    }
+
+    fn attributes(&mut self, entry: &Entry) -> Result<Attributes, ConvertError> {
+        let mut xattrs = BTreeMap::new();
+        for (name, value) in &entry.xattrs {
+            if keep_xattr(name, self.warnings) {
+                xattrs.insert(name.clone(), value.clone());
+            }
+        }
+        let xattrs = self
+            .builder
+            .share_xattrs(xattrs)
+            .map_err(|e| place_error(self.name, &entry.path, e))?;
+        Ok(Attributes {
+            permissions: entry.permissions,
+            uid: entry.uid,
+            gid: entry.gid,
+            mtime: entry.mtime,
+            xattrs,
+        })
+    }
+}
+
+/// Whether an extended attribute goes into the image.
+///
+/// Overlayfs's own would change what a later overlay mount shows; container engines that pass them on
+/// have been attacked that way. EROFS has no place for names outside the kernel's namespaces.
+pub(crate) fn keep_xattr(name: &[u8], warnings: &mut Warnings) -> bool {
+    const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
+    const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
+    const OVERLAY: [&[u8]; 2] = [b"trusted.overlay.", b"user.overlay."];
+    if OVERLAY.iter().any(|prefix| name.starts_with(prefix)) {
+        return false;
+    }
+    let known = ACLS.contains(&name)
+        || KNOWN
+            .iter()
+            .any(|prefix| name.len() > prefix.len() && name.starts_with(prefix));
+    if !known {
+        warnings.dropped_xattr(name);
+    }
+    known
+}
+
+/// Stores an entry's data.
+fn store<S: ContentSink>(
+    layer: &str,
+    entry: &Entry,
+    tar: &mut TarReader<'_>,
+    content: &mut ContentWriter<S>,
+) -> Result<Content, ConvertError> {
+    let mut data = EntryData { layer, tar };
+    let stored = match &entry.sparse {
+        Some(map) => content.sparse(map, &mut data),
+        None => content.file(entry.stored, &mut data),
+    };
+    stored.map_err(|e| store_error(Place::entry(layer, &entry.path), e))
+}
+
+/// Says where the content could not be stored.
+pub(crate) fn store_error(place: Place, error: StoreError) -> ConvertError {
+    let (kind, value, allowed) = match error {
+        StoreError::AddressSpace { value, allowed } => (LimitKind::AddressSpace, value, allowed),
+        StoreError::Chunks { value, allowed } => (LimitKind::Chunks, value, allowed),
+        StoreError::Other(error) => return error,
+    };
+    ConvertError::Limit {
+        place,
+        kind,
+        value,
+        allowed,
+    }
+}
+
+struct EntryData<'d, 's> {
+    layer: &'d str,
+    tar: &'d mut TarReader<'s>,
+}
+
+impl Data for EntryData<'_, '_> {
+    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
+        let layer = self.layer;
+        self.tar.data(wanted).map_err(|e| tar_error(layer, e))
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        self.tar.consume(bytes);
+    }
+}
+
+/// Says in which layer and entry the archive is broken.
+pub(crate) fn tar_error(layer: &str, error: TarError) -> ConvertError {
+    use crate::tar::reader::TarCause;
+    let place = Place {
+        layer: layer.to_owned(),
+        entry: error.entry,
+    };
+    match error.cause {
+        TarCause::Problem(problem) => ConvertError::Tar { place, problem },
+        TarCause::Limit {
+            kind,
+            value,
+            allowed,
+        } => ConvertError::Limit {
+            place,
+            kind,
+            value,
+            allowed,
+        },
+        TarCause::Stream(error) => error,
+    }
+}
+
+/// Says which entry cannot be placed.
+pub(crate) fn place_error(layer: &str, entry: &[u8], error: PlaceError) -> ConvertError {
+    let place = Place::entry(layer, entry);
+    match error {
+        PlaceError::Problem(problem) => ConvertError::Tar { place, problem },
+        PlaceError::Limit {
+            kind,
+            value,
+            allowed,
+        } => ConvertError::Limit {
+            place,
+            kind,
+            value,
+            allowed,
+        },
+    }
+}

@@ -1,0 +1,519 @@
+//! Reading one layer: its own thread reads, hashes, decompresses and hashes again, and hands chunks of
+//! tar to the parser.
+
+use std::cell::{Cell, RefCell};
+use std::io::{self, BufRead, Read};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+
+use crate::blob::{Blob, BlobReader, read_error};
+use crate::digest::{Algorithm, DiffId, Digest, Hasher};
+use crate::error::{ConvertError, LimitKind, Place};
+use crate::options::{Limits, Progress};
+use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
+
+/// Chunks on their way. Enough to bridge a large file's hashing, little enough for flat memory.
+const QUEUE: usize = 6;
+/// Compressed bytes read at a time.
+const INPUT_BYTES: usize = 256 << 10;
+/// zstd windows up to 128 MiB, as `zstd -d` accepts without being asked.
+const MAX_WINDOW_LOG: u32 = 27;
+/// Below this many bytes a layer may be compressed by any ratio.
+const RATIO_FREE_BYTES: u64 = 4 << 30;
+
+/// A layer as a source offers it.
+#[derive(Debug, Clone)]
+pub(crate) struct LayerInput {
+    /// How messages name it.
+    pub name: String,
+    pub blob: Blob,
+    /// Digest and size of the blob, to be checked.
+    pub digest: Option<Digest>,
+    pub size: Option<u64>,
+    /// Digest of the tar archive in it, to be checked.
+    pub diff_id: Option<DiffId>,
+    pub media_type: Option<String>,
+}
+
+/// What all layers are read with.
+pub(crate) struct Reading<'r> {
+    pub limits: &'r Limits,
+    pub progress: &'r dyn Progress,
+    pub cancel: Option<&'r AtomicBool>,
+    /// Decompressed bytes of all layers.
+    pub bytes: &'r AtomicU64,
+}
+
+/// What was read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct LayerBytes {
+    /// As stored.
+    pub stored: u64,
+    /// Decompressed.
+    pub tar: u64,
+}
+
+/// Reads the layer through `parse`, to its last byte, and checks size and digests.
+pub(crate) fn read_layer<R>(
+    input: &LayerInput,
+    reading: &Reading<'_>,
+    parse: impl FnOnce(ChunkStream<'_>) -> Result<R, ConvertError>,
+) -> Result<(R, LayerBytes), ConvertError> {
+    if let (Some(expected), Some(found)) = (input.size, input.blob.length())
+        && expected != found
+    {
+        return Err(ConvertError::SizeMismatch {
+            place: input.name.clone(),
+            expected,
+            found,
+        });
+    }
+    let (chunks, received) = sync_channel(QUEUE);
+    let (used, reusable) = channel();
+    let total = Rc::new(Cell::new(LayerBytes::default()));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut output = Output::new(input, reading, chunks, reusable);
+            let message = match produce(input, reading, &mut output) {
+                Ok(bytes) => Message::End(bytes),
+                Err(Stop::Failed(error)) => Message::Failed(error),
+                // Nobody listens any more.
+                Err(Stop::Dropped) => return,
+            };
+            let _ = output.chunks.send(message);
+        });
+        let stream = ChunkStream::new(Box::new(FromThread {
+            received,
+            used,
+            total: total.clone(),
+        }));
+        parse(stream)
+    })
+    .map(|result| (result, total.get()))
+}
+
+enum Message {
+    Chunk(Vec<u8>),
+    End(LayerBytes),
+    Failed(ConvertError),
+}
+
+/// The parser's end of the queue.
+struct FromThread {
+    received: Receiver<Message>,
+    used: Sender<Vec<u8>>,
+    total: Rc<Cell<LayerBytes>>,
+}
+
+impl ChunkSource for FromThread {
+    fn next_chunk(&mut self, used: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, ConvertError> {
+        if let Some(used) = used {
+            // The thread may have ended already.
+            let _ = self.used.send(used);
+        }
+        match self.received.recv() {
+            Ok(Message::Chunk(chunk)) => Ok(Some(chunk)),
+            Ok(Message::End(total)) => {
+                self.total.set(total);
+                Ok(None)
+            }
+            Ok(Message::Failed(error)) => Err(error),
+            Err(_) => Err(ConvertError::Interrupted),
+        }
+    }
+}
+
+/// Why the reading thread stops before the end.
+enum Stop {
+    Failed(ConvertError),
+    /// The parser has given up, for a reason of its own.
+    Dropped,
+}
+
+impl From<ConvertError> for Stop {
+    fn from(error: ConvertError) -> Self {
+        Stop::Failed(error)
+    }
+}
+
+/// What a compressed stream is, by its first bytes. Media types are not asked: they are wrong often
+/// enough that every engine looks at the bytes, and the diffID settles it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    Plain,
+    Gzip,
+    Zstd,
+    /// Known, but not supported.
+    Other(&'static str),
+}
+
+impl Format {
+    pub(crate) fn of(start: &[u8]) -> Format {
+        match start {
+            [0x1f, 0x8b, ..] => Format::Gzip,
+            [0x28, 0xb5, 0x2f, 0xfd, ..] => Format::Zstd,
+            // A skippable frame.
+            [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Format::Zstd,
+            [b'B', b'Z', b'h', b'1'..=b'9', ..] => Format::Other("bzip2"),
+            [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => Format::Other("xz"),
+            [0x04, 0x22, 0x4d, 0x18, ..] => Format::Other("lz4"),
+            _ => Format::Plain,
+        }
+    }
+}
+
+fn produce(
+    input: &LayerInput,
+    reading: &Reading<'_>,
+    output: &mut Output<'_>,
+) -> Result<LayerBytes, Stop> {
+    let mut raw = RawReader::new(input, reading);
+    let shared = raw.shared.clone();
+    let decoded = decode(&mut raw, output);
+    let decoded = match (decoded, shared.failed.take()) {
+        (_, Some(error)) => return Err(error.into()),
+        (Err(Stop::Failed(error)), None) => Err(error),
+        (Err(stop), None) => return Err(stop),
+        (Ok(()), None) => Ok(()),
+    };
+    if matches!(&decoded, Err(error) if !matches!(error, ConvertError::Decompress { .. })) {
+        return decoded.map(|()| LayerBytes::default()).map_err(Stop::from);
+    }
+    // To the last byte: padding behind the compressed data belongs to the digest too. And if the data
+    // does not decompress, a wrong digest says more than the decoder does.
+    io::copy(&mut raw, &mut io::sink()).map_err(|e| {
+        shared
+            .failed
+            .take()
+            .unwrap_or_else(|| read_error("read", &input.name, e))
+    })?;
+    let stored = shared.count.get();
+    if let Some(expected) = input.size.filter(|&size| size != stored) {
+        return Err(Stop::Failed(ConvertError::SizeMismatch {
+            place: input.name.clone(),
+            expected,
+            found: stored,
+        }));
+    }
+    let found = raw.hasher.take().map(Hasher::finish);
+    check_digest(&input.name, "digest", input.digest.as_ref(), found)?;
+    decoded?;
+    output.flush()?;
+    let found = output.hasher.take().map(Hasher::finish);
+    let expected = input.diff_id.as_ref().map(|id| &id.0);
+    check_digest(&input.name, "diffID", expected, found)?;
+    Ok(LayerBytes {
+        stored,
+        tar: output.total,
+    })
+}
+
+fn check_digest(
+    place: &str,
+    what: &'static str,
+    expected: Option<&Digest>,
+    found: Option<Digest>,
+) -> Result<(), ConvertError> {
+    match (expected, found) {
+        (Some(expected), Some(found)) if *expected != found => Err(ConvertError::DigestMismatch {
+            place: place.to_owned(),
+            what,
+            expected: expected.clone(),
+            found,
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn decode(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> {
+    let name = output.name;
+    let start = raw.peek(8).map_err(|e| read_error("read", name, e))?;
+    match Format::of(start) {
+        Format::Plain => output.fill("tar", raw),
+        Format::Gzip => gunzip(raw, output),
+        Format::Zstd => {
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(raw)
+                .and_then(|mut decoder| decoder.window_log_max(MAX_WINDOW_LOG).map(|()| decoder))
+                .map_err(|e| read_error("decompress", name, e))?;
+            output.fill("zstd", &mut decoder)
+        }
+        Format::Other(compression) => Err(Stop::Failed(ConvertError::Compression {
+            place: name.to_owned(),
+            compression,
+        })),
+    }
+}
+
+/// Decompresses all members of a gzip stream.
+fn gunzip(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> {
+    loop {
+        let mut decoder = flate2::bufread::GzDecoder::new(&mut *raw);
+        output.fill("gzip", &mut decoder)?;
+        let next = raw
+            .fill_buf()
+            .map_err(|e| read_error("read", output.name, e))?;
+        match next.first() {
+            None => return Ok(()),
+            Some(0x1f) => {}
+            // Zeros are padding, as gzip has it; anything else was meant to be something.
+            Some(0) => return trailing_zeros(raw, output.name),
+            Some(_) => return Err(trailing_garbage(output.name)),
+        }
+    }
+}
+
+fn trailing_zeros(raw: &mut RawReader<'_>, name: &str) -> Result<(), Stop> {
+    loop {
+        let bytes = raw.fill_buf().map_err(|e| read_error("read", name, e))?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if bytes.iter().any(|&b| b != 0) {
+            return Err(trailing_garbage(name));
+        }
+        let length = bytes.len();
+        raw.consume(length);
+    }
+}
+
+fn trailing_garbage(name: &str) -> Stop {
+    Stop::Failed(ConvertError::Decompress {
+        place: name.to_owned(),
+        format: "gzip",
+        problem: "there is something else behind its end".to_owned(),
+    })
+}
+
+/// The blob's bytes, hashed and counted.
+struct RawReader<'r> {
+    reader: BlobReader<'r>,
+    name: &'r str,
+    progress: &'r dyn Progress,
+    hasher: Option<Hasher>,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    shared: Rc<Shared>,
+}
+
+/// What is wanted of the reader while a decoder has it.
+#[derive(Default)]
+struct Shared {
+    count: Cell<u64>,
+    /// A failure to read, which a decoder would wrap beyond recognition.
+    failed: RefCell<Option<ConvertError>>,
+}
+
+impl<'r> RawReader<'r> {
+    fn new(input: &'r LayerInput, reading: &Reading<'r>) -> Self {
+        RawReader {
+            reader: BlobReader::new(&input.blob, reading.cancel),
+            name: &input.name,
+            progress: reading.progress,
+            hasher: input.digest.as_ref().map(|d| Hasher::new(d.algorithm())),
+            buffer: vec![0; INPUT_BYTES].into(),
+            start: 0,
+            end: 0,
+            shared: Rc::default(),
+        }
+    }
+
+    fn read_raw(&mut self, to_buffer: Option<&mut [u8]>) -> io::Result<usize> {
+        let own = to_buffer.is_none();
+        let target = to_buffer.unwrap_or(&mut self.buffer);
+        let read = loop {
+            match self.reader.read(target) {
+                Ok(read) => break read,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    *self.shared.failed.borrow_mut() = Some(read_error("read", self.name, e));
+                    return Err(io::Error::other("the input cannot be read"));
+                }
+            }
+        };
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(&target[..read]);
+        }
+        self.shared.count.set(self.shared.count.get() + read as u64);
+        self.progress.advance(read as u64);
+        if own {
+            (self.start, self.end) = (0, read);
+        }
+        Ok(read)
+    }
+
+    /// The first bytes, up to `bytes` of them. Only before anything was consumed.
+    fn peek(&mut self, bytes: usize) -> io::Result<&[u8]> {
+        while self.end < bytes {
+            let mut rest = [0; 8];
+            let wanted = (bytes - self.end).min(rest.len());
+            let read = self.read_raw(Some(&mut rest[..wanted]))?;
+            if read == 0 {
+                break;
+            }
+            self.buffer[self.end..self.end + read].copy_from_slice(&rest[..read]);
+            self.end += read;
+        }
+        Ok(&self.buffer[..self.end])
+    }
+}
+
+impl BufRead for RawReader<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.start == self.end {
+            self.read_raw(None)?;
+        }
+        Ok(&self.buffer[self.start..self.end])
+    }
+
+    fn consume(&mut self, amount: usize) {
+        self.start += amount;
+    }
+}
+
+impl Read for RawReader<'_> {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        if self.start == self.end && buf.len() >= self.buffer.len() {
+            return self.read_raw(Some(buf));
+        }
+        let available = self.fill_buf()?;
+        let count = available.len().min(buf.len());
+        buf[..count].copy_from_slice(&available[..count]);
+        self.consume(count);
+        Ok(count)
+    }
+}
+
+/// Decompressed bytes, hashed, counted and cut into chunks.
+struct Output<'r> {
+    name: &'r str,
+    limits: &'r Limits,
+    all_bytes: &'r AtomicU64,
+    chunks: SyncSender<Message>,
+    reusable: Receiver<Vec<u8>>,
+    hasher: Option<Hasher>,
+    chunk: Vec<u8>,
+    filled: usize,
+    total: u64,
+}
+
+impl<'r> Output<'r> {
+    fn new(
+        input: &'r LayerInput,
+        reading: &Reading<'r>,
+        chunks: SyncSender<Message>,
+        reusable: Receiver<Vec<u8>>,
+    ) -> Self {
+        let algorithm = input.diff_id.as_ref().map(|id| id.0.algorithm());
+        Output {
+            name: &input.name,
+            limits: reading.limits,
+            all_bytes: reading.bytes,
+            chunks,
+            reusable,
+            hasher: algorithm.map(|algorithm: Algorithm| Hasher::new(algorithm)),
+            chunk: vec![0; CHUNK_BYTES],
+            filled: 0,
+            total: 0,
+        }
+    }
+
+    /// Takes all that the decoder gives.
+    fn fill(&mut self, format: &'static str, decoder: &mut impl Decoder) -> Result<(), Stop> {
+        loop {
+            let read = match decoder.read(&mut self.chunk[self.filled..]) {
+                Ok(0) => return Ok(()),
+                Ok(read) => read,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(Stop::Failed(self.decoder_error(format, e))),
+            };
+            self.filled += read;
+            self.total += read as u64;
+            self.check_limits(decoder.stored(), read as u64)?;
+            if self.filled == CHUNK_BYTES {
+                self.flush()?;
+            }
+        }
+    }
+
+    /// Sends the chunk off.
+    fn flush(&mut self) -> Result<(), Stop> {
+        if self.filled == 0 {
+            return Ok(());
+        }
+        let mut next = self.reusable.try_recv().unwrap_or_default();
+        next.resize(CHUNK_BYTES, 0);
+        let mut chunk = std::mem::replace(&mut self.chunk, next);
+        chunk.truncate(self.filled);
+        self.filled = 0;
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(&chunk);
+        }
+        self.chunks
+            .send(Message::Chunk(chunk))
+            .map_err(|_| Stop::Dropped)
+    }
+
+    fn check_limits(&self, stored: u64, read: u64) -> Result<(), ConvertError> {
+        let all = self.all_bytes.fetch_add(read, Ordering::Relaxed) + read;
+        let exceeded = |kind, value, allowed| ConvertError::Limit {
+            place: Place::layer(self.name),
+            kind,
+            value,
+            allowed,
+        };
+        if all > self.limits.max_bytes {
+            return Err(exceeded(LimitKind::Bytes, all, self.limits.max_bytes));
+        }
+        let ratio = self.total / stored.max(1);
+        if self.total > RATIO_FREE_BYTES && ratio > self.limits.max_ratio {
+            return Err(exceeded(LimitKind::Ratio, ratio, self.limits.max_ratio));
+        }
+        Ok(())
+    }
+
+    fn decoder_error(&self, format: &'static str, error: io::Error) -> ConvertError {
+        let text = error.to_string();
+        if text.contains("requires too much memory") {
+            return ConvertError::Limit {
+                place: Place::layer(self.name),
+                kind: LimitKind::Window,
+                value: (1 << MAX_WINDOW_LOG) + 1,
+                allowed: 1 << MAX_WINDOW_LOG,
+            };
+        }
+        ConvertError::Decompress {
+            place: self.name.to_owned(),
+            format,
+            problem: match error.kind() {
+                io::ErrorKind::UnexpectedEof => "it ends too early".to_owned(),
+                _ => text,
+            },
+        }
+    }
+}
+
+/// A decoder over a [`RawReader`].
+trait Decoder: Read {
+    /// Compressed bytes read so far.
+    fn stored(&self) -> u64;
+}
+
+impl Decoder for RawReader<'_> {
+    fn stored(&self) -> u64 {
+        self.shared.count.get()
+    }
+}
+
+impl Decoder for flate2::bufread::GzDecoder<&mut RawReader<'_>> {
+    fn stored(&self) -> u64 {
+        self.get_ref().stored()
+    }
+}
+
+impl Decoder for zstd::stream::read::Decoder<'_, &mut RawReader<'_>> {
+    fn stored(&self) -> u64 {
+        self.get_ref().stored()
+    }
+}

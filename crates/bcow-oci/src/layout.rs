@@ -1,0 +1,444 @@
+//! OCI image layouts: from a name and a platform to one image.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use crate::archive::Files;
+use crate::digest::{DiffId, Digest};
+use crate::error::{ConvertError, LimitKind, Place};
+use crate::image::{Image, ImageConfig, layer_name};
+use crate::layer::LayerInput;
+use crate::options::Platform;
+
+/// Indexes and manifests.
+const MAX_MANIFEST_BYTES: u64 = 4 << 20;
+/// Image configurations; their histories can be long.
+pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
+/// An index in the layout's index in ... Real ones have one or two.
+const MAX_INDEX_DEPTH: usize = 4;
+/// Manifests that are looked at for one image.
+const MAX_MANIFESTS: usize = 1000;
+/// Layers of one image. Container engines stop at about 127.
+pub(crate) const MAX_LAYERS: usize = 4096;
+
+const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
+const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+const DOCKER_INDEX: &str = "application/vnd.docker.distribution.manifest.list.v2+json";
+const DOCKER_MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
+const CONFIGS: [&str; 2] = [
+    "application/vnd.oci.image.config.v1+json",
+    "application/vnd.docker.container.image.v1+json",
+];
+const LAYERS: [&str; 11] = [
+    "application/vnd.oci.image.layer.v1.tar",
+    "application/vnd.oci.image.layer.v1.tar+gzip",
+    "application/vnd.oci.image.layer.v1.tar+zstd",
+    "application/vnd.oci.image.layer.nondistributable.v1.tar",
+    "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip",
+    "application/vnd.oci.image.layer.nondistributable.v1.tar+zstd",
+    "application/vnd.docker.image.rootfs.diff.tar",
+    "application/vnd.docker.image.rootfs.diff.tar.gzip",
+    "application/vnd.docker.image.rootfs.diff.tar.zstd",
+    "application/vnd.docker.image.rootfs.foreign.diff.tar",
+    "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip",
+];
+/// Where names of images stand.
+const NAME: &str = "org.opencontainers.image.ref.name";
+const FULL_NAME: &str = "io.containerd.image.name";
+
+#[derive(Debug, Clone, Deserialize)]
+struct Descriptor {
+    #[serde(rename = "mediaType", default)]
+    media_type: String,
+    digest: String,
+    size: u64,
+    #[serde(default)]
+    annotations: Option<BTreeMap<String, String>>,
+    #[serde(default)]
+    platform: Option<PlatformDocument>,
+    #[serde(default)]
+    urls: Option<Vec<String>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct PlatformDocument {
+    #[serde(default)]
+    os: String,
+    #[serde(default)]
+    architecture: String,
+    #[serde(default)]
+    variant: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct IndexDocument {
+    #[serde(default)]
+    manifests: Option<Vec<Descriptor>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ManifestDocument {
+    config: Descriptor,
+    #[serde(default)]
+    layers: Vec<Descriptor>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct LayoutDocument {
+    image_layout_version: String,
+}
+
+/// Whether there is an image layout.
+pub(crate) fn is_layout(files: &Files) -> Result<bool, ConvertError> {
+    Ok(files.open("oci-layout")?.is_some())
+}
+
+/// Finds the image that `reference` and `platform` mean.
+pub(crate) fn find(
+    files: &Files,
+    reference: Option<&str>,
+    platform: Option<&Platform>,
+) -> Result<Image, ConvertError> {
+    check_version(files)?;
+    let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
+        Some(bytes) => parse(&in_files(files, "index.json"), &bytes)?,
+        None => return Err(no_layout(files, "it has no index.json")),
+    };
+    let named = choose_named(files, index.manifests.unwrap_or_default(), reference)?;
+    let name = named.iter().find_map(|d| d.name()).map(str::to_owned);
+    let manifest = choose_platform(files, named, platform)?;
+    let mut image = load(files, &manifest)?;
+    image.reference = name;
+    if let (Some(wanted), Some(found)) = (platform, &image.platform)
+        && !suits(wanted, found)
+    {
+        return Err(ConvertError::NoSuchPlatform {
+            place: files.name(),
+            wanted: wanted.clone(),
+            available: vec![found.to_string()],
+        });
+    }
+    Ok(image)
+}
+
+fn check_version(files: &Files) -> Result<(), ConvertError> {
+    let Some(bytes) = files.document("oci-layout", 4096)? else {
+        return Err(no_layout(files, "it has no file oci-layout"));
+    };
+    let layout: LayoutDocument = parse(&in_files(files, "oci-layout"), &bytes)?;
+    match layout.image_layout_version.split('.').next() {
+        Some("1") => Ok(()),
+        _ => Err(no_layout(
+            files,
+            &format!("its version is {:?}", layout.image_layout_version),
+        )),
+    }
+}
+
+fn no_layout(files: &Files, why: &str) -> ConvertError {
+    ConvertError::Layout {
+        place: files.name(),
+        problem: format!("this is no OCI image layout that can be read: {why}"),
+    }
+}
+
+fn in_files(files: &Files, path: &str) -> String {
+    match files {
+        Files::Directory(directory) => directory.join(path).display().to_string(),
+        Files::Archive(_) => format!("{path} in {}", files.name()),
+    }
+}
+
+fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {
+    serde_json::from_slice(bytes).map_err(|error| ConvertError::Layout {
+        place: place.to_owned(),
+        problem: format!("not as it should be: {error}"),
+    })
+}
+
+impl Descriptor {
+    fn annotation(&self, key: &str) -> Option<&str> {
+        self.annotations.as_ref()?.get(key).map(String::as_str)
+    }
+
+    fn name(&self) -> Option<&str> {
+        self.annotation(FULL_NAME).or_else(|| self.annotation(NAME))
+    }
+
+    fn is_named(&self, reference: &str) -> bool {
+        [NAME, FULL_NAME]
+            .iter()
+            .any(|key| self.annotation(key) == Some(reference))
+            || self.digest == reference.strip_prefix('@').unwrap_or(reference)
+    }
+
+    /// Build records and signatures of images, which are no images.
+    fn is_attestation(&self) -> bool {
+        self.annotation("vnd.docker.reference.type") == Some("attestation-manifest")
+            || self
+                .platform
+                .as_ref()
+                .is_some_and(|p| p.os == "unknown" && p.architecture == "unknown")
+    }
+
+    fn is_index(&self) -> bool {
+        matches!(&*self.media_type, OCI_INDEX | DOCKER_INDEX)
+    }
+
+    fn label(&self) -> String {
+        self.name().unwrap_or(&self.digest).to_owned()
+    }
+
+    fn platform(&self) -> Option<Platform> {
+        self.platform.as_ref().map(|p| Platform {
+            os: p.os.clone(),
+            architecture: p.architecture.clone(),
+            variant: p.variant.clone().filter(|v| !v.is_empty()),
+        })
+    }
+}
+
+/// The descriptors that the reference means: one, or one per platform.
+fn choose_named(
+    files: &Files,
+    manifests: Vec<Descriptor>,
+    reference: Option<&str>,
+) -> Result<Vec<Descriptor>, ConvertError> {
+    let mut images: Vec<_> = manifests
+        .into_iter()
+        .filter(|d| !d.is_attestation())
+        .collect();
+    let mut available: Vec<_> = images.iter().map(Descriptor::label).collect();
+    available.dedup();
+    if let Some(reference) = reference {
+        images.retain(|d| d.is_named(reference));
+        if images.is_empty() {
+            return Err(ConvertError::NoSuchReference {
+                place: files.name(),
+                reference: reference.to_owned(),
+                available,
+            });
+        }
+    }
+    let Some(first) = images.first() else {
+        return Err(ConvertError::Layout {
+            place: in_files(files, "index.json"),
+            problem: "it lists no image".to_owned(),
+        });
+    };
+    let same_digest = images.iter().all(|d| d.digest == first.digest);
+    let per_platform = images
+        .iter()
+        .all(|d| d.platform.is_some() && d.name() == first.name());
+    match images.len() {
+        1 => Ok(images),
+        _ if same_digest => Ok(images.into_iter().take(1).collect()),
+        _ if per_platform => Ok(images),
+        _ => Err(ConvertError::AmbiguousReference {
+            place: files.name(),
+            reference: reference.map(str::to_owned),
+            available,
+        }),
+    }
+}
+
+/// The manifest for the platform, through nested indexes.
+fn choose_platform(
+    files: &Files,
+    descriptors: Vec<Descriptor>,
+    platform: Option<&Platform>,
+) -> Result<Descriptor, ConvertError> {
+    let mut manifests = Vec::new();
+    let mut level = descriptors;
+    let mut depth = 0;
+    while !level.is_empty() {
+        let (indexes, found): (Vec<_>, Vec<_>) = level
+            .into_iter()
+            .filter(|d| !d.is_attestation())
+            .partition(Descriptor::is_index);
+        manifests.extend(found);
+        depth += 1;
+        let limit = |kind, value: usize, allowed: usize| ConvertError::Limit {
+            place: Place::layer(files.name()),
+            kind,
+            value: value as u64,
+            allowed: allowed as u64,
+        };
+        if depth > MAX_INDEX_DEPTH {
+            return Err(limit(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH));
+        }
+        level = Vec::new();
+        for index in &indexes {
+            let (place, bytes) = document(files, index, MAX_MANIFEST_BYTES)?;
+            let index: IndexDocument = parse(&place, &bytes)?;
+            level.extend(index.manifests.unwrap_or_default());
+            if manifests.len() + level.len() > MAX_MANIFESTS {
+                return Err(limit(
+                    LimitKind::DocumentBytes,
+                    manifests.len() + level.len(),
+                    MAX_MANIFESTS,
+                ));
+            }
+        }
+    }
+    if let [only] = &manifests[..] {
+        return Ok(only.clone());
+    }
+    let host = Platform::host();
+    let wanted = platform.unwrap_or(&host);
+    let best = manifests
+        .iter()
+        .filter_map(|d| score(wanted, &d.platform()?).map(|score| (score, d)))
+        // The first of the best: `max_by_key` would take the last.
+        .rev()
+        .max_by_key(|&(score, _)| score);
+    match best {
+        Some((_, descriptor)) => Ok(descriptor.clone()),
+        None => Err(ConvertError::NoSuchPlatform {
+            place: files.name(),
+            wanted: wanted.clone(),
+            available: manifests
+                .iter()
+                .filter_map(|d| d.platform().map(|p| p.to_string()))
+                .collect(),
+        }),
+    }
+}
+
+/// Whether an image suits the platform.
+pub(crate) fn suits(wanted: &Platform, found: &Platform) -> bool {
+    score(wanted, found).is_some()
+}
+
+/// How well an image suits; `None` if not at all.
+fn score(wanted: &Platform, found: &Platform) -> Option<u8> {
+    if wanted.os != found.os || wanted.architecture != found.architecture {
+        return None;
+    }
+    match (wanted.variant.as_deref(), found.variant.as_deref()) {
+        (Some(wanted), Some(found)) => (wanted == found).then_some(2),
+        (None, None) => Some(2),
+        // The only variant there is, and so the same.
+        (None, Some("v8")) | (Some("v8"), None) if wanted.architecture == "arm64" => Some(2),
+        (None, Some(_)) | (Some(_), None) => Some(1),
+    }
+}
+
+/// A blob that a descriptor names, checked in size and digest.
+fn document(
+    files: &Files,
+    descriptor: &Descriptor,
+    limit: u64,
+) -> Result<(String, Vec<u8>), ConvertError> {
+    let digest = digest(files, &descriptor.digest)?;
+    let place = format!("{} in {}", digest.short(), files.name());
+    let Some(blob) = files.open(&blob_path(&digest))? else {
+        return Err(ConvertError::MissingBlob {
+            place: files.name(),
+            digest,
+            foreign: false,
+        });
+    };
+    let bytes = blob.document(limit, Some(&digest))?;
+    if bytes.len() as u64 != descriptor.size {
+        return Err(ConvertError::SizeMismatch {
+            place,
+            expected: descriptor.size,
+            found: bytes.len() as u64,
+        });
+    }
+    Ok((place, bytes))
+}
+
+fn digest(files: &Files, text: &str) -> Result<Digest, ConvertError> {
+    text.parse().map_err(|problem| ConvertError::DigestSyntax {
+        place: files.name(),
+        text: text.chars().take(200).collect(),
+        problem,
+    })
+}
+
+fn blob_path(digest: &Digest) -> String {
+    format!("blobs/{}/{}", digest.algorithm().name(), digest.hex())
+}
+
+fn media_type(place: String, descriptor: &Descriptor) -> ConvertError {
+    ConvertError::MediaType {
+        place,
+        media_type: descriptor.media_type.clone(),
+    }
+}
+
+/// Reads manifest and configuration, and finds the layers.
+fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
+    let manifest_digest = digest(files, &descriptor.digest)?;
+    let place = format!("manifest {}", manifest_digest.short());
+    if !matches!(&*descriptor.media_type, OCI_MANIFEST | DOCKER_MANIFEST) {
+        return Err(media_type(place, descriptor));
+    }
+    let (_, bytes) = document(files, descriptor, MAX_MANIFEST_BYTES)?;
+    let manifest: ManifestDocument = parse(&place, &bytes)?;
+    if !CONFIGS.contains(&&*manifest.config.media_type) {
+        let place = format!("config of {place}");
+        return Err(media_type(place, &manifest.config));
+    }
+    let config_digest = digest(files, &manifest.config.digest)?;
+    let (_, bytes) = document(files, &manifest.config, MAX_CONFIG_BYTES)?;
+    let config = ImageConfig::parse(&format!("config {}", config_digest.short()), &bytes)?;
+    config.check_layers(&place, manifest.layers.len())?;
+    if manifest.layers.len() > MAX_LAYERS {
+        return Err(ConvertError::Limit {
+            place: Place::layer(place),
+            kind: LimitKind::Layers,
+            value: manifest.layers.len() as u64,
+            allowed: MAX_LAYERS as u64,
+        });
+    }
+    let count = manifest.layers.len();
+    let layers = manifest
+        .layers
+        .iter()
+        .zip(&config.diff_ids)
+        .enumerate()
+        .map(|(i, (layer, diff_id))| find_layer(files, layer, diff_id, i, count))
+        .collect::<Result<_, _>>()?;
+    Ok(Image {
+        manifest: Some(manifest_digest),
+        reference: None,
+        platform: config.platform.clone().or_else(|| descriptor.platform()),
+        config: Some(config.document),
+        layers,
+    })
+}
+
+fn find_layer(
+    files: &Files,
+    layer: &Descriptor,
+    diff_id: &DiffId,
+    index: usize,
+    count: usize,
+) -> Result<LayerInput, ConvertError> {
+    let digest = digest(files, &layer.digest)?;
+    let name = layer_name(index, count, Some(&digest));
+    if !LAYERS.contains(&&*layer.media_type) {
+        return Err(media_type(name, layer));
+    }
+    let Some(blob) = files.open(&blob_path(&digest))? else {
+        return Err(ConvertError::MissingBlob {
+            place: name,
+            digest,
+            foreign: layer.urls.as_ref().is_some_and(|urls| !urls.is_empty()),
+        });
+    };
+    Ok(LayerInput {
+        name,
+        blob,
+        digest: Some(digest),
+        size: Some(layer.size),
+        diff_id: Some(diff_id.clone()),
+        media_type: Some(layer.media_type.clone()),
+    })
+}

@@ -1,0 +1,241 @@
+//! The destination: all of it or nothing.
+//!
+//! The image is written to a file without a name beside the destination, which vanishes by itself
+//! whatever happens to the process; when all is done it gets a name and is moved into place. Where the
+//! file system has no nameless files, a hidden `.NAME.*.tmp` takes its place.
+//!
+//! As with `qemu-img convert`, an image that is there already is replaced; unlike with it, at once and
+//! only by a complete one.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+
+use crate::error::ConvertError;
+
+/// A file that will appear at its destination.
+pub(crate) struct Output {
+    /// Where to: symlinks followed.
+    path: PathBuf,
+    directory: PathBuf,
+    file: File,
+    /// The name it has so far, if any; removed on drop.
+    name: Option<PathBuf>,
+}
+
+impl Output {
+    /// Starts a file for `destination`.
+    pub(crate) fn create(destination: &Path) -> Result<Output, ConvertError> {
+        let refuse = |problem| ConvertError::Destination {
+            path: destination.to_owned(),
+            problem,
+        };
+        let failed = |source: io::Error| ConvertError::Write {
+            action: "create",
+            path: destination.to_owned(),
+            source,
+        };
+        let path = match std::fs::metadata(destination) {
+            Ok(metadata) if metadata.is_dir() => return Err(refuse("it is a directory")),
+            Ok(metadata) if !metadata.is_file() => {
+                return Err(refuse("it is neither a regular file nor a new name"));
+            }
+            // A symlink stays, and what it points to is replaced.
+            Ok(_) => std::fs::canonicalize(destination).map_err(failed)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => destination.to_owned(),
+            Err(error) => return Err(failed(error)),
+        };
+        if path.file_name().is_none() || destination.as_os_str().as_encoded_bytes().ends_with(b"/")
+        {
+            return Err(refuse("it is no file name"));
+        }
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+            _ => PathBuf::from("."),
+        };
+        let (file, name) = match nameless(&directory) {
+            Ok(file) => (file, None),
+            Err(error) if is_lack_of_support(&error) => {
+                let name = temporary_name(&path, &directory);
+                let mut options = File::options();
+                options.read(true).write(true).create_new(true);
+                let file = options.open(&name).map_err(failed)?;
+                (file, Some(name))
+            }
+            Err(error) => return Err(failed(error)),
+        };
+        Ok(Output {
+            path,
+            directory,
+            file,
+            name,
+        })
+    }
+
+    /// Where temporary data of the conversion can go: there is room for the image, or there is not.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The file, to be written.
+    pub(crate) fn file(&self) -> Result<File, ConvertError> {
+        self.file
+            .try_clone()
+            .map_err(|source| self.failed("create", source))
+    }
+
+    /// Makes the image durable, and then visible at its destination.
+    pub(crate) fn publish(mut self) -> Result<(), ConvertError> {
+        self.file
+            .sync_all()
+            .map_err(|source| self.failed("sync", source))?;
+        let name = match self.name.clone() {
+            Some(name) => name,
+            None => self.give_name().map_err(|e| self.failed("name", e))?,
+        };
+        std::fs::rename(&name, &self.path).map_err(|e| self.failed("rename to", e))?;
+        self.name = None;
+        File::open(&self.directory)
+            .and_then(|directory| directory.sync_all())
+            .map_err(|e| self.failed("sync the directory of", e))
+    }
+
+    fn give_name(&mut self) -> io::Result<PathBuf> {
+        let name = temporary_name(&self.path, &self.directory);
+        rustix::fs::linkat(
+            CWD,
+            link_path(&self.file),
+            CWD,
+            &name,
+            AtFlags::SYMLINK_FOLLOW,
+        )?;
+        self.name = Some(name.clone());
+        Ok(name)
+    }
+
+    fn failed(&self, action: &'static str, source: io::Error) -> ConvertError {
+        ConvertError::Write {
+            action,
+            path: self.path.clone(),
+            source,
+        }
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if let Some(name) = &self.name {
+            // Already on the way out with an error that says more.
+            let _ = std::fs::remove_file(name);
+        }
+    }
+}
+
+fn nameless(directory: &Path) -> io::Result<File> {
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(
+        directory,
+        flags,
+        Mode::from_raw_mode(0o666),
+    )?);
+    // Without /proc it could never get a name.
+    match std::fs::symlink_metadata(link_path(&file)) {
+        Ok(_) => Ok(file),
+        Err(_) => Err(rustix::io::Errno::OPNOTSUPP.into()),
+    }
+}
+
+fn is_lack_of_support(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+    matches!(errno, Some(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL))
+}
+
+fn link_path(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// A name that no other conversion uses.
+fn temporary_name(path: &Path, directory: &Path) -> PathBuf {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let mut name = std::ffi::OsString::from(".");
+    // Cut, so that the longer name is still one.
+    let base = path.file_name().unwrap_or_default().as_encoded_bytes();
+    let base = String::from_utf8_lossy(&base[..base.len().min(120)]).into_owned();
+    name.push(base);
+    name.push(format!(
+        ".{}-{}-{:08x}.tmp",
+        std::process::id(),
+        COUNT.fetch_add(1, Ordering::Relaxed),
+        std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, |t| t.subsec_nanos())
+    ));
+    directory.join(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<String> {
+        let mut names: Vec<_> = std::fs::read_dir(directory)
+            .unwrap()
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_appears_only_when_it_is_published() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        let output = Output::create(&path).unwrap();
+        std::io::Write::write_all(&mut output.file().unwrap(), b"new").unwrap();
+        assert!(!path.exists());
+        output.publish().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+        assert_eq!(names(dir.path()), ["image"]);
+    }
+
+    #[test]
+    fn an_abandoned_file_leaves_nothing_and_the_old_one_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        std::fs::write(&path, b"old").unwrap();
+        drop(Output::create(&path).unwrap());
+        let mut named = Output::create(&path).unwrap();
+        named.give_name().unwrap();
+        drop(named);
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        assert_eq!(names(dir.path()), ["image"]);
+    }
+
+    #[test]
+    fn a_symlink_stays_and_its_target_is_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, link) = (dir.path().join("image"), dir.path().join("link"));
+        std::fs::write(&path, b"old").unwrap();
+        std::os::unix::fs::symlink("image", &link).unwrap();
+        Output::create(&link).unwrap().publish().unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"");
+        assert!(link.is_symlink());
+    }
+
+    #[test]
+    fn what_cannot_be_an_image_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let refuse = |path: &Path| Output::create(path).err().unwrap().to_string();
+        assert!(refuse(dir.path()).ends_with("it is a directory"));
+        assert!(
+            refuse(Path::new("/dev/null")).ends_with("it is neither a regular file nor a new name")
+        );
+        assert!(refuse(&dir.path().join("new/")).ends_with("it is no file name"));
+        assert!(refuse(&dir.path().join("no/such/dir")).starts_with("cannot create"));
+    }
+}

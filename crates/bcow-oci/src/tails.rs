@@ -1,0 +1,129 @@
+//! Where the ends of files wait until their inodes are written.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use bcow_erofs::tree::{Tail, TailSource};
+
+use crate::error::ConvertError;
+
+/// Bytes kept in memory before they go to a file.
+const MEMORY_BYTES: usize = 8 << 20;
+/// Bytes read back from the file at a time: tails are wanted in about the order they came.
+const READ_BYTES: usize = 256 << 10;
+
+/// Tails in memory, and beyond 8 MiB in a file that has no name.
+pub(crate) struct TailStore {
+    directory: PathBuf,
+    file: Option<File>,
+    /// Bytes in the file; memory holds what follows.
+    spilled: u64,
+    memory: Vec<u8>,
+    read_back: Mutex<(u64, Vec<u8>)>,
+}
+
+impl TailStore {
+    /// `directory` is where the file would be.
+    pub(crate) fn new(directory: &Path) -> Self {
+        TailStore {
+            directory: directory.to_owned(),
+            file: None,
+            spilled: 0,
+            memory: Vec::new(),
+            read_back: Mutex::default(),
+        }
+    }
+
+    /// Keeps a tail, given in two pieces.
+    pub(crate) fn push(&mut self, first: &[u8], second: &[u8]) -> Result<Tail, ConvertError> {
+        let length = first.len() + second.len();
+        // Whole tails are spilled, so that none is half in the file.
+        if self.memory.len() + length > MEMORY_BYTES {
+            self.spill().map_err(|source| ConvertError::Write {
+                action: "write a temporary file in",
+                path: self.directory.clone(),
+                source,
+            })?;
+        }
+        let offset = self.spilled + self.memory.len() as u64;
+        self.memory.extend_from_slice(first);
+        self.memory.extend_from_slice(second);
+        Ok(Tail {
+            offset,
+            length: length as u16,
+        })
+    }
+
+    fn spill(&mut self) -> io::Result<()> {
+        let file = match &mut self.file {
+            Some(file) => file,
+            None => self.file.insert(tempfile::tempfile_in(&self.directory)?),
+        };
+        file.write_all(&self.memory)?;
+        self.spilled += self.memory.len() as u64;
+        self.memory.clear();
+        Ok(())
+    }
+}
+
+impl TailSource for TailStore {
+    fn read_tail(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let end = offset
+            .checked_add(buf.len() as u64)
+            .ok_or(io::ErrorKind::InvalidInput)?;
+        let Some(file) = self.file.as_ref().filter(|_| offset < self.spilled) else {
+            let at = (offset - self.spilled) as usize;
+            let bytes = self
+                .memory
+                .get(at..at + buf.len())
+                .ok_or(io::ErrorKind::UnexpectedEof)?;
+            buf.copy_from_slice(bytes);
+            return Ok(());
+        };
+        let mut cache = self.read_back.lock().unwrap_or_else(|e| e.into_inner());
+        let (start, bytes) = &mut *cache;
+        if offset < *start || end > *start + bytes.len() as u64 {
+            bytes.resize(
+                READ_BYTES
+                    .min((self.spilled - offset) as usize)
+                    .max(buf.len()),
+                0,
+            );
+            *start = offset;
+            if let Err(error) = file.read_exact_at(bytes, offset) {
+                bytes.clear();
+                return Err(error);
+            }
+        }
+        let at = (offset - *start) as usize;
+        buf.copy_from_slice(&bytes[at..at + buf.len()]);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tails_read_back_from_memory_and_from_the_file() {
+        let mut store = TailStore::new(&std::env::temp_dir());
+        let bytes = |i: u32| vec![(i % 251) as u8; 1 + (i as usize * 37) % 4095];
+        let mut tails = Vec::new();
+        for i in 0..10_000 {
+            let tail = bytes(i);
+            let cut = tail.len() / 3;
+            tails.push(store.push(&tail[..cut], &tail[cut..]).unwrap());
+        }
+        assert!(store.spilled > 0 && !store.memory.is_empty());
+        for i in (0..10_000).chain([5, 9_999, 0, 4_000]) {
+            let tail = tails[i as usize];
+            let mut buf = vec![0; tail.length.into()];
+            store.read_tail(tail.offset, &mut buf).unwrap();
+            assert_eq!(buf, bytes(i));
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! PAX extended headers.
+//!
+//! Read strictly: tar-core's iterator stops without a word at a record whose length does not parse,
+//! and what one reader skips and another one honours is how archives are made to mean two things.
+
+use bcow_erofs::tree::Timestamp;
+
+use super::number;
+use super::sparse::SparseRecords;
+use crate::error::TarProblem;
+
+/// What PAX records say about an entry.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct PaxHeader {
+    pub path: Option<Vec<u8>>,
+    pub linkpath: Option<Vec<u8>>,
+    pub size: Option<u64>,
+    pub uid: Option<u64>,
+    pub gid: Option<u64>,
+    pub mtime: Option<Timestamp>,
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    pub sparse: SparseRecords,
+}
+
+impl PaxHeader {
+    /// Reads the records of one header block on top of `defaults`, which a global header gave.
+    pub(crate) fn parse(records: &[u8], defaults: &PaxHeader) -> Result<PaxHeader, TarProblem> {
+        let mut header = defaults.clone();
+        for record in Records(records) {
+            let (key, value) = record?;
+            header.apply(key, value)?;
+        }
+        Ok(header)
+    }
+
+    /// Reads a global header: defaults for all entries that follow. Only what can be meant for many
+    /// entries is allowed.
+    pub(crate) fn parse_global(
+        records: &[u8],
+        before: &PaxHeader,
+    ) -> Result<PaxHeader, TarProblem> {
+        let header = PaxHeader::parse(records, before)?;
+        let single = header.path.is_some()
+            || header.linkpath.is_some()
+            || header.size.is_some()
+            || header.sparse != SparseRecords::default();
+        match single {
+            true => Err(bad(
+                "a global header names a single file's path, size or holes",
+            )),
+            false => Ok(header),
+        }
+    }
+
+    fn apply(&mut self, key: &[u8], value: &[u8]) -> Result<(), TarProblem> {
+        // POSIX: an empty value takes back what a global header said. An extended attribute may
+        // well be empty.
+        match key {
+            b"path" => self.path = name(value)?,
+            b"linkpath" => self.linkpath = name(value)?,
+            b"size" => self.size = optional(value, number::decimal, "size")?,
+            b"uid" => self.uid = optional(value, number::decimal, "uid")?,
+            b"gid" => self.gid = optional(value, number::decimal, "gid")?,
+            b"mtime" => self.mtime = optional(value, number::time, "mtime")?,
+            b"RHT.security.selinux" => self.set_xattr(b"security.selinux", value)?,
+            _ => {
+                if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
+                    self.set_xattr(name, value)?;
+                } else if let Some(name) = key.strip_prefix(b"LIBARCHIVE.xattr.") {
+                    let name = url_decoded(name).ok_or_else(|| bad("LIBARCHIVE.xattr name"))?;
+                    let value = base64(value).ok_or_else(|| bad("LIBARCHIVE.xattr value"))?;
+                    self.set_xattr(&name, &value)?;
+                } else if let Some(key) = key.strip_prefix(b"GNU.sparse.") {
+                    self.sparse.apply(key, value)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Later records win; bsdtar writes each attribute twice, in both vendors' forms.
+    fn set_xattr(&mut self, name: &[u8], value: &[u8]) -> Result<(), TarProblem> {
+        let problem = match () {
+            () if name.is_empty() => "the name is empty",
+            () if name.contains(&0) => "there is a zero byte in the name",
+            () if name.len() > 255 => "the name has more than 255 bytes",
+            () if value.len() > 65_536 => "the value has more than 65536 bytes",
+            () => "",
+        };
+        if !problem.is_empty() {
+            return Err(TarProblem::BadXattr {
+                name: name.to_vec(),
+                problem,
+            });
+        }
+        match self.xattrs.iter_mut().find(|(n, _)| n == name) {
+            Some(slot) => slot.1 = value.to_vec(),
+            None => self.xattrs.push((name.to_vec(), value.to_vec())),
+        }
+        Ok(())
+    }
+}
+
+fn bad(problem: &str) -> TarProblem {
+    TarProblem::BadPax {
+        problem: problem.to_owned(),
+    }
+}
+
+fn name(value: &[u8]) -> Result<Option<Vec<u8>>, TarProblem> {
+    match value {
+        [] => Ok(None),
+        value if value.contains(&0) => Err(TarProblem::ZeroInName),
+        value => Ok(Some(value.to_vec())),
+    }
+}
+
+fn optional<T>(
+    value: &[u8],
+    parse: impl Fn(&[u8]) -> Option<T>,
+    key: &str,
+) -> Result<Option<T>, TarProblem> {
+    match value {
+        [] => Ok(None),
+        value => parse(value)
+            .map(Some)
+            .ok_or_else(|| bad(&format!("{key} is no number"))),
+    }
+}
+
+/// `LENGTH KEY=VALUE\n`, where LENGTH counts the whole record.
+struct Records<'d>(&'d [u8]);
+
+impl<'d> Iterator for Records<'d> {
+    type Item = Result<(&'d [u8], &'d [u8]), TarProblem>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let record = split_record(self.0);
+        self.0 = match &record {
+            Ok((_, _, rest)) => rest,
+            Err(_) => &[],
+        };
+        Some(record.map(|(key, value, _)| (key, value)))
+    }
+}
+
+type Split<'d> = (&'d [u8], &'d [u8], &'d [u8]);
+
+fn split_record(data: &[u8]) -> Result<Split<'_>, TarProblem> {
+    let space = data
+        .iter()
+        .take(20)
+        .position(|&b| b == b' ')
+        .ok_or_else(|| bad("a record does not begin with its length"))?;
+    let length = number::decimal(&data[..space])
+        .and_then(|n| usize::try_from(n).ok())
+        .ok_or_else(|| bad("a record does not begin with its length"))?;
+    if length > data.len() {
+        return Err(bad("a record is longer than the header"));
+    }
+    let body = data
+        .get(space + 1..length)
+        .and_then(|body| body.strip_suffix(b"\n"))
+        .ok_or_else(|| bad("a record does not end where its length says"))?;
+    let equals = body
+        .iter()
+        .position(|&b| b == b'=')
+        .ok_or_else(|| bad("a record has no value"))?;
+    if equals == 0 {
+        return Err(bad("a record has no key"));
+    }
+    Ok((&body[..equals], &body[equals + 1..], &data[length..]))
+}
+
+fn url_decoded(text: &[u8]) -> Option<Vec<u8>> {
+    let mut out = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&first, tail)) = rest.split_first() {
+        if first == b'%' {
+            let digits = std::str::from_utf8(tail.get(..2)?).ok()?;
+            if !digits.bytes().all(|b| b.is_ascii_hexdigit()) {
+                return None;
+            }
+            out.push(u8::from_str_radix(digits, 16).ok()?);
+            rest = &tail[2..];
+        } else {
+            out.push(first);
+            rest = tail;
+        }
+    }
+    Some(out)
+}
+
+/// Base64 with or without padding, as libarchive writes it (without).
+fn base64(text: &[u8]) -> Option<Vec<u8>> {
+    let padding = text.iter().rev().take_while(|&&b| b == b'=').count();
+    let digits = &text[..text.len() - padding];
+    if padding > 2 || digits.len() % 4 == 1 {
+        return None;
+    }
+    let mut out = Vec::with_capacity(digits.len() / 4 * 3 + 2);
+    for group in digits.chunks(4) {
+        let mut bits = 0u32;
+        for &digit in group {
+            let value = match digit {
+                b'A'..=b'Z' => digit - b'A',
+                b'a'..=b'z' => digit - b'a' + 26,
+                b'0'..=b'9' => digit - b'0' + 52,
+                b'+' => 62,
+                b'/' => 63,
+                _ => return None,
+            };
+            bits = bits << 6 | u32::from(value);
+        }
+        bits <<= 6 * (4 - group.len());
+        out.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(records: &[u8]) -> Result<PaxHeader, String> {
+        PaxHeader::parse(records, &PaxHeader::default()).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn values_may_hold_any_byte() {
+        let header = parse(b"32 SCHILY.xattr.user.x=a\n=b\0c\xff\n").unwrap();
+        assert_eq!(
+            header.xattrs,
+            [(b"user.x".to_vec(), b"a\n=b\0c\xff".to_vec())]
+        );
+    }
+
+    #[test]
+    fn libarchive_attributes_are_decoded() {
+        let header = parse(b"37 LIBARCHIVE.xattr.user.a%3Db=AAEC\n").unwrap();
+        assert_eq!(header.xattrs, [(b"user.a=b".to_vec(), vec![0, 1, 2])]);
+        assert_eq!(base64(b"YQ"), Some(b"a".to_vec()));
+        assert_eq!(base64(b"YQ=="), Some(b"a".to_vec()));
+        assert_eq!(base64(b"YWI"), Some(b"ab".to_vec()));
+        assert_eq!(base64(b""), Some(vec![]));
+        assert_eq!(base64(b"Y"), None);
+        assert_eq!(base64(b"Y?=="), None);
+    }
+
+    #[test]
+    fn malformed_records_are_refused() {
+        for (records, problem) in [
+            (&b"9 path=a\n"[..], ""),
+            (b"9 path=aa", "a record does not end where its length says"),
+            (b"10 path=a\n", "a record is longer than the header"),
+            (b"8 path=a\n", "a record does not end where its length says"),
+            (b"1 path=a\n", "a record does not end where its length says"),
+            (b"0 path=a\n", "a record does not end where its length says"),
+            (b"-9 path=a\n", "a record does not begin with its length"),
+            (b"x path=a\n", "a record does not begin with its length"),
+            (b"path=a\n", "a record does not begin with its length"),
+            (
+                b"99999999999999999999999 a=b\n",
+                "a record does not begin with its length",
+            ),
+            (
+                b"18446744073709551615 a=b\n",
+                "a record does not begin with its length",
+            ),
+            (b"7 path\n", ""),
+            (b"5 =a\n", "a record has no key"),
+            (
+                b"9 path=a\n\0\0\0",
+                "a record does not begin with its length",
+            ),
+            (b"9 size=x\n", "size is no number"),
+            (b"10 size=-1\n", "size is no number"),
+            (b"11 mtime=1x\n", ""),
+        ] {
+            let result = parse(records);
+            let text = result.as_ref().err().cloned().unwrap_or_default();
+            match problem {
+                "" if records == b"9 path=a\n" => assert!(result.is_ok()),
+                _ => assert!(
+                    text.starts_with("malformed PAX record: ") && text.contains(problem),
+                    "{records:?}: {text}"
+                ),
+            }
+        }
+    }
+
+    #[test]
+    fn an_empty_value_takes_back_the_global_one() {
+        let global =
+            PaxHeader::parse_global(b"9 uid=55\n9 gid=66\n", &PaxHeader::default()).unwrap();
+        let header = PaxHeader::parse(b"7 uid=\n", &global).unwrap();
+        assert_eq!((header.uid, header.gid), (None, Some(66)));
+    }
+
+    #[test]
+    fn a_global_header_cannot_name_a_file() {
+        for records in [&b"9 path=a\n"[..], b"9 size=5\n", b"13 linkpath=a\n"] {
+            assert!(PaxHeader::parse_global(records, &PaxHeader::default()).is_err());
+        }
+    }
+}

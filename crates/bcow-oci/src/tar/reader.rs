@@ -1,0 +1,557 @@
+//! From bytes to entries.
+
+use bcow_erofs::tree::Timestamp;
+use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHeader};
+
+use super::number;
+use super::pax::PaxHeader;
+use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
+use crate::error::{ConvertError, LimitKind, TarProblem};
+use crate::stream::ChunkStream;
+
+/// Extension headers of one entry, in bytes. Linux allows 64 KiB of extended attributes a file.
+const MAX_EXTENSION_BYTES: u64 = 1 << 20;
+/// Longest name in a GNU long-name header or PAX path; the root's paths are checked again later.
+const MAX_NAME_BYTES: u64 = 64 << 10;
+
+/// One entry with all its extensions applied.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Its name as the archive has it.
+    pub path: Vec<u8>,
+    /// Target of a link.
+    pub link: Vec<u8>,
+    pub kind: EntryKind,
+    pub permissions: u16,
+    pub uid: u32,
+    pub gid: u32,
+    pub mtime: Timestamp,
+    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    /// Bytes of data behind the header; 0 unless it is a regular file.
+    pub stored: u64,
+    /// Where the data belongs, if the file has holes.
+    pub sparse: Option<SparseMap>,
+}
+
+/// What an entry makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EntryKind {
+    Regular,
+    Hardlink,
+    Symlink,
+    CharDevice { major: u32, minor: u32 },
+    BlockDevice { major: u32, minor: u32 },
+    Directory,
+    Fifo,
+}
+
+/// Why an archive cannot be read, and at which entry as far as it is known.
+#[derive(Debug)]
+pub(crate) struct TarError {
+    pub entry: Option<Vec<u8>>,
+    pub cause: TarCause,
+}
+
+/// What stopped the reader.
+#[derive(Debug)]
+pub(crate) enum TarCause {
+    Problem(TarProblem),
+    Limit {
+        kind: LimitKind,
+        value: u64,
+        allowed: u64,
+    },
+    Stream(ConvertError),
+}
+
+impl From<TarProblem> for TarCause {
+    fn from(problem: TarProblem) -> Self {
+        TarCause::Problem(problem)
+    }
+}
+
+impl From<ConvertError> for TarCause {
+    fn from(error: ConvertError) -> Self {
+        TarCause::Stream(error)
+    }
+}
+
+/// Reads entries one by one; between two of them their data can be read or left alone.
+pub(crate) struct TarReader<'s> {
+    input: ChunkStream<'s>,
+    global: PaxHeader,
+    /// Data of the current entry that was not consumed yet.
+    data_left: u64,
+    /// Padding behind that data.
+    padding: u64,
+    /// Name in the last header read, for errors.
+    context: Option<Vec<u8>>,
+    skip_checksums: bool,
+}
+
+/// Extension headers collected in front of an entry.
+#[derive(Default)]
+struct Extensions {
+    long_name: Option<Vec<u8>>,
+    long_link: Option<Vec<u8>>,
+    pax: Option<PaxHeader>,
+    bytes: u64,
+}
+
+impl<'s> TarReader<'s> {
+    pub(crate) fn new(input: ChunkStream<'s>) -> Self {
+        TarReader {
+            input,
+            global: PaxHeader::default(),
+            data_left: 0,
+            padding: 0,
+            context: None,
+            skip_checksums: false,
+        }
+    }
+
+    /// Accepts headers whatever their checksum says, so that a fuzzer gets past them.
+    pub(crate) fn without_checksums(mut self) -> Self {
+        self.skip_checksums = true;
+        self
+    }
+
+    /// The next entry; `None` at the end of the archive. What was left of the last entry's data is skipped.
+    pub(crate) fn next_entry(&mut self) -> Result<Option<Entry>, TarError> {
+        self.advance().map_err(|cause| TarError {
+            entry: self.context.take(),
+            cause,
+        })
+    }
+
+    /// The next bytes of the current entry's data in two pieces, together `wanted` or all that is left.
+    pub(crate) fn data(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), TarError> {
+        let wanted = self.data_left.min(wanted as u64) as usize;
+        let offset = self.input.position();
+        let context = &self.context;
+        let error = |cause| TarError {
+            entry: context.clone(),
+            cause,
+        };
+        let (first, second) = self.input.window(wanted).map_err(|e| error(e.into()))?;
+        if first.len() + second.len() < wanted {
+            return Err(error(truncated(offset, "an entry's data").into()));
+        }
+        Ok((first, second))
+    }
+
+    /// Moves on in the current entry's data.
+    pub(crate) fn consume(&mut self, bytes: usize) {
+        self.data_left -= bytes as u64;
+        self.input.consume(bytes);
+    }
+
+    /// Offset of the current entry's data in the stream, if none was consumed yet.
+    pub(crate) fn position(&self) -> u64 {
+        self.input.position()
+    }
+
+    /// Reads what stands behind the archive's end, which belongs to the layer's digest all the same.
+    pub(crate) fn finish(&mut self) -> Result<(), ConvertError> {
+        self.input.drain()
+    }
+
+    fn advance(&mut self) -> Result<Option<Entry>, TarCause> {
+        let at = self.input.position();
+        if self.input.skip(self.data_left)? > 0 {
+            return Err(truncated(at, "an entry's data").into());
+        }
+        // Nothing is lost if only padding is missing at the end; readers agree on that.
+        self.input.skip(self.padding)?;
+        (self.data_left, self.padding) = (0, 0);
+        self.context = None;
+        let mut extensions = Extensions::default();
+        loop {
+            let offset = self.input.position();
+            let Some(block) = self.block("a header")? else {
+                return match extensions.is_empty() {
+                    true => Ok(None),
+                    false => Err(TarProblem::OrphanExtension.into()),
+                };
+            };
+            if is_zero(&block) {
+                if !extensions.is_empty() {
+                    return Err(TarProblem::OrphanExtension.into());
+                }
+                // GNU tar stops at a lone zero block with a warning, Go refuses; what follows would be
+                // lost, so we refuse.
+                return match self.block("the end mark")? {
+                    Some(block) if !is_zero(&block) => {
+                        Err(TarProblem::LoneZeroBlock { offset }.into())
+                    }
+                    _ => Ok(None),
+                };
+            }
+            let header = Header::from_bytes(&block);
+            if !self.skip_checksums {
+                check_sum(&block, offset)?;
+            }
+            self.context = Some(terminated(&header.as_ustar().name).to_vec());
+            if let Some(entry) = self.header(header, &mut extensions)? {
+                return Ok(Some(entry));
+            }
+        }
+    }
+
+    /// Takes one header; `None` if it was an extension of an entry to come.
+    fn header(
+        &mut self,
+        header: &Header,
+        extensions: &mut Extensions,
+    ) -> Result<Option<Entry>, TarCause> {
+        let fields = header.as_ustar();
+        let size = unsigned(&fields.size, "size")?;
+        // In an archive older than ustar the letters mean nothing.
+        let extended = fields.magic == *USTAR_MAGIC || fields.magic == *GNU_MAGIC;
+        match (fields.typeflag[0], extended) {
+            (b'x' | b'X', true) => {
+                let data = self.extension(size, extensions, MAX_EXTENSION_BYTES)?;
+                let pax = PaxHeader::parse(&data, &self.global)?;
+                set_once(&mut extensions.pax, pax, "PAX")?;
+                return Ok(None);
+            }
+            (b'g', _) => {
+                if !extensions.is_empty() {
+                    return Err(TarProblem::OrphanExtension.into());
+                }
+                let data = self.extension(size, &mut Extensions::default(), MAX_EXTENSION_BYTES)?;
+                self.global = PaxHeader::parse_global(&data, &self.global)?;
+                return Ok(None);
+            }
+            (b'L', true) => {
+                let data = self.extension(size, extensions, MAX_NAME_BYTES)?;
+                let name = terminated(&data).to_vec();
+                set_once(&mut extensions.long_name, name, "GNU long-name")?;
+                return Ok(None);
+            }
+            (b'K', true) => {
+                let data = self.extension(size, extensions, MAX_NAME_BYTES)?;
+                let name = terminated(&data).to_vec();
+                set_once(&mut extensions.long_link, name, "GNU long-link")?;
+                return Ok(None);
+            }
+            // A volume label is no file.
+            (b'V', true) => return Ok(None),
+            (b'M', true) => return Err(TarProblem::MultiVolume.into()),
+            _ => {}
+        }
+        self.entry(header, size, std::mem::take(extensions))
+            .map(Some)
+    }
+
+    /// Reads an extension header's data.
+    fn extension(
+        &mut self,
+        size: u64,
+        extensions: &mut Extensions,
+        allowed: u64,
+    ) -> Result<Vec<u8>, TarCause> {
+        extensions.bytes = extensions.bytes.saturating_add(size);
+        if extensions.bytes > allowed.max(MAX_EXTENSION_BYTES) || size > allowed {
+            return Err(TarCause::Limit {
+                kind: LimitKind::ExtensionBytes,
+                value: extensions.bytes,
+                allowed,
+            });
+        }
+        let offset = self.input.position();
+        let padded = size.next_multiple_of(HEADER_SIZE as u64) as usize;
+        let (first, second) = self.input.window(padded)?;
+        let mut data = [first, second].concat();
+        if (data.len() as u64) < size {
+            return Err(truncated(offset, "an extension header").into());
+        }
+        self.input.consume(data.len());
+        data.truncate(size as usize);
+        Ok(data)
+    }
+
+    fn entry(
+        &mut self,
+        header: &Header,
+        size: u64,
+        extensions: Extensions,
+    ) -> Result<Entry, TarCause> {
+        let fields = header.as_ustar();
+        let has_pax = extensions.pax.is_some();
+        let pax = extensions.pax.unwrap_or_else(|| self.global.clone());
+        let is_gnu_sparse = fields.typeflag[0] == b'S' && fields.magic == *GNU_MAGIC;
+        let path = match (pax.sparse.name.as_ref(), pax.path, extensions.long_name) {
+            (Some(name), _, _) => name.clone(),
+            (None, Some(path), _) => path,
+            (None, None, Some(name)) => name,
+            (None, None, None) => header_name(header, is_gnu_sparse),
+        };
+        self.context = Some(path.clone());
+        let link = match (pax.linkpath, extensions.long_link) {
+            (Some(link), _) => link,
+            (None, Some(link)) => link,
+            (None, None) => terminated(&fields.linkname).to_vec(),
+        };
+        let kind = entry_kind(header, &path)?;
+        // As in Go: entries other than files have no data, whatever their size field says (some old
+        // writers recorded a directory's size there).
+        let mut size = pax.size.unwrap_or(size);
+        if kind != EntryKind::Regular && header.entry_type() != EntryType::Other(b'D') {
+            size = 0;
+        }
+        // Offsets are signed everywhere; this also keeps the padded size from wrapping.
+        if size > i64::MAX as u64 - HEADER_SIZE as u64 {
+            return Err(TarProblem::OutOfRange {
+                field: "size",
+                value: size.into(),
+            }
+            .into());
+        }
+        self.data_left = size;
+        self.padding = size.next_multiple_of(HEADER_SIZE as u64) - size;
+        let sparse = match kind {
+            EntryKind::Regular if is_gnu_sparse => Some(self.gnu_sparse(header)?),
+            EntryKind::Regular if has_pax => match pax.sparse.resolve()? {
+                PaxSparse::No => None,
+                PaxSparse::InRecords { size, runs } => {
+                    Some(SparseMap::new(size, runs, self.data_left)?)
+                }
+                PaxSparse::InData { size } => Some(self.sparse_map_in_data(size)?),
+            },
+            _ => None,
+        };
+        let mtime = match pax.mtime {
+            Some(mtime) => mtime,
+            None => Timestamp {
+                seconds: number::field(&fields.mtime)
+                    .ok_or(TarProblem::BadNumber { field: "mtime" })?,
+                nanoseconds: 0,
+            },
+        };
+        Ok(Entry {
+            path,
+            link,
+            kind,
+            permissions: (unsigned(&fields.mode, "mode")? & 0o7777) as u16,
+            uid: identifier(pax.uid, &fields.uid, "uid")?,
+            gid: identifier(pax.gid, &fields.gid, "gid")?,
+            mtime,
+            xattrs: pax.xattrs,
+            stored: self.data_left,
+            sparse,
+        })
+    }
+
+    /// Old GNU sparse files: four runs in the header, 21 in each block that follows it.
+    fn gnu_sparse(&mut self, header: &Header) -> Result<SparseMap, TarCause> {
+        let gnu = header.as_gnu();
+        let mut runs = Vec::new();
+        collect_runs(&header.as_bytes()[386..482], &mut runs)?;
+        let mut more = gnu.isextended[0] != 0;
+        while more {
+            let offset = self.input.position();
+            let block = self
+                .block("a sparse header")?
+                .ok_or_else(|| truncated(offset, "a sparse header"))?;
+            collect_runs(&block[..504], &mut runs)?;
+            if runs.len() > MAX_RUNS {
+                return Err(TarCause::Limit {
+                    kind: LimitKind::SparseRuns,
+                    value: runs.len() as u64,
+                    allowed: MAX_RUNS as u64,
+                });
+            }
+            more = block[504] != 0;
+        }
+        let size = unsigned(&gnu.realsize, "realsize")?;
+        Ok(SparseMap::new(size, runs, self.data_left)?)
+    }
+
+    /// PAX sparse files, version 1.0: the map is the first part of the data, in whole blocks.
+    fn sparse_map_in_data(&mut self, size: u64) -> Result<SparseMap, TarCause> {
+        let mut map = MapReader::default();
+        loop {
+            if self.data_left < HEADER_SIZE as u64 {
+                let problem = "the map is longer than the data";
+                return Err(TarProblem::BadSparse { problem }.into());
+            }
+            let offset = self.input.position();
+            let block = self
+                .block("a sparse map")?
+                .ok_or_else(|| truncated(offset, "a sparse map"))?;
+            self.data_left -= HEADER_SIZE as u64;
+            if map.block(&block)? {
+                return Ok(SparseMap::new(size, map.runs(), self.data_left)?);
+            }
+        }
+    }
+
+    /// The next 512 bytes; `None` at the end of the input.
+    fn block(&mut self, what: &'static str) -> Result<Option<[u8; HEADER_SIZE]>, TarCause> {
+        let offset = self.input.position();
+        let (first, second) = self.input.window(HEADER_SIZE)?;
+        let read = first.len() + second.len();
+        let mut block = [0; HEADER_SIZE];
+        block[..first.len()].copy_from_slice(first);
+        block[first.len()..read].copy_from_slice(second);
+        match read {
+            0 => Ok(None),
+            HEADER_SIZE => {
+                self.input.consume(HEADER_SIZE);
+                Ok(Some(block))
+            }
+            _ if offset == 0 => Err(TarProblem::NotTar { offset }.into()),
+            _ => Err(truncated(offset, what).into()),
+        }
+    }
+}
+
+impl Extensions {
+    fn is_empty(&self) -> bool {
+        self.long_name.is_none() && self.long_link.is_none() && self.pax.is_none()
+    }
+}
+
+fn truncated(offset: u64, what: &'static str) -> TarProblem {
+    TarProblem::Truncated { offset, what }
+}
+
+fn set_once<T>(slot: &mut Option<T>, value: T, what: &'static str) -> Result<(), TarProblem> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(TarProblem::DuplicateExtension { what }),
+    }
+}
+
+fn is_zero(block: &[u8; HEADER_SIZE]) -> bool {
+    block.iter().fold(0, |all, byte| all | byte) == 0
+}
+
+/// Up to the first zero byte.
+fn terminated(field: &[u8]) -> &[u8] {
+    match field.iter().position(|&b| b == 0) {
+        Some(end) => &field[..end],
+        None => field,
+    }
+}
+
+/// The sum of the header's bytes, the checksum field counted as spaces; old writers summed signed bytes.
+fn check_sum(block: &[u8; HEADER_SIZE], offset: u64) -> Result<(), TarProblem> {
+    let header: &UstarHeader = Header::from_bytes(block).as_ustar();
+    let field: i64 = header.cksum.iter().map(|&b| i64::from(b)).sum();
+    let signed_field: i64 = header.cksum.iter().map(|&b| i64::from(b as i8)).sum();
+    let spaces = 8 * i64::from(b' ');
+    let unsigned = block.iter().map(|&b| u32::from(b)).sum::<u32>();
+    let signed = block.iter().map(|&b| i32::from(b as i8)).sum::<i32>();
+    let found = i64::from(unsigned) - field + spaces;
+    let found_signed = i64::from(signed) - signed_field + spaces;
+    match number::field(&header.cksum) {
+        Some(expected) if expected == found || expected == found_signed => Ok(()),
+        // Nothing of the kind at the very start: some other sort of file.
+        _ if offset == 0 && header.magic != *USTAR_MAGIC && header.magic != *GNU_MAGIC => {
+            Err(TarProblem::NotTar { offset })
+        }
+        expected => Err(TarProblem::Checksum {
+            offset,
+            found: found.unsigned_abs(),
+            expected: expected.unwrap_or_default().unsigned_abs(),
+        }),
+    }
+}
+
+fn unsigned(field: &[u8], name: &'static str) -> Result<u64, TarProblem> {
+    number::field(field)
+        .and_then(|value| u64::try_from(value).ok())
+        .ok_or(TarProblem::BadNumber { field: name })
+}
+
+fn identifier(pax: Option<u64>, field: &[u8], name: &'static str) -> Result<u32, TarProblem> {
+    let value = match pax {
+        Some(value) => i128::from(value),
+        None => number::field(field)
+            .ok_or(TarProblem::BadNumber { field: name })?
+            .into(),
+    };
+    u32::try_from(value).map_err(|_| TarProblem::OutOfRange { field: name, value })
+}
+
+/// The name in the header itself, with the prefix that ustar and star have.
+fn header_name(header: &Header, is_gnu_sparse: bool) -> Vec<u8> {
+    let fields = header.as_ustar();
+    let name = terminated(&fields.name);
+    let prefix = if fields.magic == *USTAR_MAGIC {
+        // star keeps two times in the last 24 bytes of the prefix, and signs with "tar\0".
+        match &header.as_bytes()[508..512] {
+            b"tar\0" => terminated(&fields.prefix[..131]),
+            _ => terminated(&fields.prefix),
+        }
+    } else if fields.magic == *GNU_MAGIC && !is_gnu_sparse {
+        // Go before 1.9 wrote prefixes into GNU headers, where times belong; such layers exist.
+        let gnu = header.as_gnu();
+        let times = number::field(&gnu.atime).and(number::field(&gnu.ctime));
+        match times {
+            None if terminated(&fields.prefix).is_ascii() => terminated(&fields.prefix),
+            _ => &[],
+        }
+    } else {
+        &[]
+    };
+    match prefix {
+        [] => name.to_vec(),
+        prefix => [prefix, b"/", name].concat(),
+    }
+}
+
+fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
+    let fields = header.as_ustar();
+    let device = || -> Result<(u32, u32), TarProblem> {
+        let part = |field: &[u8], name, end: i64| {
+            let value = number::field(field).ok_or(TarProblem::BadNumber { field: name })?;
+            match value {
+                // What a Linux device number holds.
+                0.. if value < end => Ok(value as u32),
+                _ => Err(TarProblem::OutOfRange {
+                    field: name,
+                    value: value.into(),
+                }),
+            }
+        };
+        Ok((
+            part(&fields.dev_major, "device major", 1 << 12)?,
+            part(&fields.dev_minor, "device minor", 1 << 20)?,
+        ))
+    };
+    Ok(match fields.typeflag[0] {
+        // Before ustar, a directory was a file whose name ends in a slash.
+        b'0' | 0 if path.ends_with(b"/") => EntryKind::Directory,
+        b'0' | 0 | b'7' => EntryKind::Regular,
+        b'S' if fields.magic == *GNU_MAGIC => EntryKind::Regular,
+        b'1' => EntryKind::Hardlink,
+        b'2' => EntryKind::Symlink,
+        b'3' => {
+            let (major, minor) = device()?;
+            EntryKind::CharDevice { major, minor }
+        }
+        b'4' => {
+            let (major, minor) = device()?;
+            EntryKind::BlockDevice { major, minor }
+        }
+        b'5' | b'D' => EntryKind::Directory,
+        b'6' => EntryKind::Fifo,
+        other => {
+            return Err(TarProblem::UnknownType { kind: other.into() });
+        }
+    })
+}
+
+/// Slots of twelve bytes of offset and twelve of length; a slot that begins with a zero byte ends the list.
+fn collect_runs(slots: &[u8], runs: &mut Vec<(u64, u64)>) -> Result<(), TarProblem> {
+    for slot in slots.chunks_exact(24).take_while(|slot| slot[0] != 0) {
+        runs.push((
+            unsigned(&slot[..12], "sparse offset")?,
+            unsigned(&slot[12..], "sparse length")?,
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,54 @@
+//! What the user should know, said once and not once per file.
+
+use std::collections::BTreeMap;
+
+use crate::error::quoted;
+use crate::options::Progress;
+
+/// Distinct names that are told apart; a hostile input has as many as it likes.
+const MAX_NAMES: usize = 16;
+
+/// Warnings collected on the way.
+#[derive(Debug, Default)]
+pub(crate) struct Warnings {
+    dropped_xattrs: BTreeMap<Vec<u8>, u64>,
+    other_xattrs: u64,
+    skipped: BTreeMap<&'static str, u64>,
+}
+
+impl Warnings {
+    /// An extended attribute was left out.
+    pub(crate) fn dropped_xattr(&mut self, name: &[u8]) {
+        if let Some(count) = self.dropped_xattrs.get_mut(name) {
+            *count += 1;
+        } else if self.dropped_xattrs.len() < MAX_NAMES {
+            self.dropped_xattrs.insert(name.to_vec(), 1);
+        } else {
+            self.other_xattrs += 1;
+        }
+    }
+
+    /// Something was left out, for this reason.
+    pub(crate) fn skipped(&mut self, why: &'static str) {
+        *self.skipped.entry(why).or_default() += 1;
+    }
+
+    /// Says it all.
+    pub(crate) fn report(&self, progress: &dyn Progress) {
+        for (name, count) in &self.dropped_xattrs {
+            progress.warning(&format!(
+                "extended attribute {} is not in a namespace that EROFS has; left out {count} times",
+                quoted(name)
+            ));
+        }
+        if self.other_xattrs > 0 {
+            progress.warning(&format!(
+                "extended attributes with other names left out {} times",
+                self.other_xattrs
+            ));
+        }
+        for (why, count) in &self.skipped {
+            progress.warning(&format!("{why}: {count}"));
+        }
+    }
+}
