@@ -85,7 +85,7 @@ impl FromStr for Digest {
         let bytes = hex
             .as_bytes()
             .chunks_exact(2)
-            .map(|pair| Ok(digit(pair[0])? << 4 | digit(pair[1])?))
+            .map(|pair| Ok::<u8, &'static str>((digit(pair[0])? << 4) | digit(pair[1])?))
             .collect::<Result<Vec<u8>, _>>()?;
         Ok(Digest {
             algorithm,
