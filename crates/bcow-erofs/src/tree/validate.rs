@@ -86,73 +86,124 @@ impl LayerTree {
 }
 
 /// Validates what is reachable from node 0 and renumbers it so that a directory's children lie next to
-/// each other, parents before children.
+/// each other, parents before children. Nodes move within the arena: a second one would be the most memory
+/// that a conversion needs.
 pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
-    const UNSEEN: u32 = u32::MAX;
-    let mut new_ids = vec![UNSEEN; arena.len()];
-    // (old id, id of the directory that names it, in new numbers): what path_of walks on an error.
-    let mut nodes: Vec<Node> = Vec::with_capacity(arena.len());
-    let mut parents: Vec<u32> = Vec::with_capacity(arena.len());
-    let fail = |nodes: &[Node], parents: &[u32], dir: u32, name: &[u8], e: Problem| {
-        let mut path = path_of(nodes, parents, dir);
-        if !path.is_empty() {
-            path.push(b'/');
-        }
-        path.extend_from_slice(name);
-        e.at(path)
+    let mut walk = Walk {
+        new_ids: vec![UNSEEN; arena.len()],
+        old_ids: vec![0],
+        parents: vec![0],
     };
-
-    let root = take(&mut arena[0]);
-    new_ids[0] = 0;
-    check_attributes(&root.attributes).map_err(|e| e.at(Vec::new()))?;
-    if !matches!(root.kind, NodeKind::Directory(_)) {
+    walk.new_ids[0] = 0;
+    check_attributes(&arena[0].attributes).map_err(|e| e.at(Vec::new()))?;
+    if !matches!(arena[0].kind, NodeKind::Directory(_)) {
         return Err(Problem::Content("the root is no directory").at(Vec::new()));
     }
-    nodes.push(root);
-    parents.push(0);
 
-    // Directories whose children are still numbered in the old way. A stack, not recursion: depth is input.
+    // Directories by new id. A stack, not recursion: depth is input.
     let mut pending = vec![0u32];
     while let Some(dir) = pending.pop() {
-        let NodeKind::Directory(directory) = &mut nodes[dir as usize].kind else {
+        let place = walk.old_ids[dir as usize] as usize;
+        let NodeKind::Directory(directory) = &mut arena[place].kind else {
             continue;
         };
         directory.opaque = false;
         directory.implicit = false;
         let mut children = std::mem::take(&mut directory.children);
-        children.retain(|_, id| !matches!(arena[id.0 as usize].kind, NodeKind::Whiteout));
+        children.retain(|_, id| !matches!(arena[id.index()].kind, NodeKind::Whiteout));
         let first_new = pending.len();
         for (name, id) in &mut children {
-            let old = id.0 as usize;
-            check_name(name).map_err(|e| fail(&nodes, &parents, dir, name, e))?;
-            if new_ids[old] != UNSEEN {
-                let known = new_ids[old];
-                if matches!(nodes[known as usize].kind, NodeKind::Directory(_)) {
-                    let e = Problem::DirectoryLinkedTwice;
-                    return Err(fail(&nodes, &parents, dir, name, e));
-                }
-                *id = NodeId(known);
-                continue;
-            }
-            let node = take(&mut arena[old]);
-            check_node(&node).map_err(|e| fail(&nodes, &parents, dir, name, e))?;
-            let new = nodes.len() as u32;
-            if matches!(node.kind, NodeKind::Directory(_)) {
+            let new = walk
+                .child(&arena, dir, name, *id)
+                .map_err(|e| e.at(walk.path(&arena, dir, name)))?;
+            if let Child::New(new) = new
+                && matches!(arena[id.index()].kind, NodeKind::Directory(_))
+            {
                 pending.push(new);
             }
-            new_ids[old] = new;
+            let (Child::New(new) | Child::Known(new)) = new;
             *id = NodeId(new);
-            nodes.push(node);
-            parents.push(dir);
         }
         // The stack gives the last first; names shall be walked in order.
         pending[first_new..].reverse();
-        if let NodeKind::Directory(directory) = &mut nodes[dir as usize].kind {
+        if let NodeKind::Directory(directory) = &mut arena[place].kind {
             directory.children = children;
         }
     }
-    nodes.shrink_to_fit();
-    Ok(Tree { nodes })
+
+    // Each swap brings a node to its place.
+    let mut new_ids = walk.new_ids;
+    for place in 0..arena.len() {
+        while new_ids[place] != UNSEEN && new_ids[place] as usize != place {
+            let target = new_ids[place] as usize;
+            arena.swap(place, target);
+            new_ids.swap(place, target);
+        }
+    }
+    arena.truncate(walk.old_ids.len());
+    arena.shrink_to_fit();
+    Ok(Tree { nodes: arena })
+}
+
+const UNSEEN: u32 = u32::MAX;
+
+/// What is numbered so far. Children of directories that were walked hold new ids, others old ones.
+struct Walk {
+    new_ids: Vec<u32>,
+    old_ids: Vec<u32>,
+    /// By new id: the new id of the directory that named it first.
+    parents: Vec<u32>,
+}
+
+/// A directory entry's node in new numbers.
+enum Child {
+    New(u32),
+    Known(u32),
+}
+
+impl Walk {
+    /// Checks an entry and numbers its node.
+    fn child(
+        &mut self,
+        arena: &[Node],
+        dir: u32,
+        name: &[u8],
+        id: NodeId,
+    ) -> Result<Child, Problem> {
+        check_name(name)?;
+        let known = self.new_ids[id.index()];
+        let node = &arena[id.index()];
+        if known != UNSEEN {
+            return match node.kind {
+                NodeKind::Directory(_) => Err(Problem::DirectoryLinkedTwice),
+                _ => Ok(Child::Known(known)),
+            };
+        }
+        check_node(node)?;
+        let new = self.old_ids.len() as u32;
+        self.new_ids[id.index()] = new;
+        self.old_ids.push(id.0);
+        self.parents.push(dir);
+        Ok(Child::New(new))
+    }
+
+    /// The path of an entry whose directory is being walked, so that all directories above it were.
+    fn path(&self, arena: &[Node], dir: u32, name: &[u8]) -> Vec<u8> {
+        let mut names = vec![name];
+        let mut at = dir;
+        while at != 0 {
+            let parent = self.parents[at as usize];
+            let place = self.old_ids[parent as usize] as usize;
+            if let NodeKind::Directory(directory) = &arena[place].kind
+                && let Some((name, _)) = directory.children.iter().find(|(_, id)| id.0 == at)
+            {
+                names.push(name);
+            }
+            at = parent;
+        }
+        names.reverse();
+        names.join(&b'/')
+    }
 }
 
 /// Moves a node out of an arena and leaves something small.
@@ -191,28 +242,6 @@ impl Problem {
             },
         }
     }
-}
-
-/// The path of a directory that is already numbered. Its parent still may hold old ids, or none while it
-/// is being walked, so the name is looked for by new id and left as `?` where it cannot be known.
-fn path_of(nodes: &[Node], parents: &[u32], dir: u32) -> Vec<u8> {
-    let mut names: Vec<&[u8]> = Vec::new();
-    let mut at = dir;
-    while at != 0 {
-        let parent = parents[at as usize];
-        let name = match &nodes[parent as usize].kind {
-            NodeKind::Directory(directory) => directory
-                .children
-                .iter()
-                .find(|(_, id)| id.0 == at)
-                .map_or(&b"?"[..], |(name, _)| name),
-            _ => b"?",
-        };
-        names.push(name);
-        at = parent;
-    }
-    names.reverse();
-    names.join(&b'/')
 }
 
 fn check_name(name: &[u8]) -> Result<(), Problem> {

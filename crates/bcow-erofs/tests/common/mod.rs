@@ -46,7 +46,7 @@ impl Space {
     pub fn file(&mut self, content: &[u8]) -> Content {
         let start = (self.bytes.len() / BLOCK) as u32;
         let rest = content.len() % BLOCK;
-        let tail = (rest > 0 && rest <= usize::from(self.inline_max)).then(|| Tail {
+        let tail = (rest > 0 && rest <= usize::from(self.inline_max)).then_some(Tail {
             offset: self.tails.len() as u64,
             length: rest as u16,
         });
