@@ -119,7 +119,13 @@ impl CommandError {
     }
 
     /// Library errors end in `: {source}` and name the same source again; told once is enough.
-    fn push_cause(&mut self, cause: String) {
+    fn push_cause(&mut self, mut cause: String) {
+        // "No such file or directory" says it; its number helps nobody who reads it here.
+        if let Some((text, number)) = cause.rsplit_once(" (os error ")
+            && number.ends_with(')')
+        {
+            cause.truncate(text.len());
+        }
         let above = self.causes.last().unwrap_or(&self.message);
         if !above.ends_with(&cause) {
             self.causes.push(cause);
@@ -172,6 +178,13 @@ mod tests {
         );
         let error = CommandError::new("cannot open x").caused_by(&error);
         assert_eq!(error.causes(), ["cannot read at byte 0: no such device"]);
+    }
+
+    #[test]
+    fn host_errors_come_without_their_numbers() {
+        let error = std::io::Error::from_raw_os_error(2);
+        let error = CommandError::new("x").caused_by(&error);
+        assert_eq!(error.causes(), ["No such file or directory"]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use bcow::format::FormatError;
 use bcow::{Error, Image, OpenOptions};
-use bcow_erofs::reader::{Filesystem, Inode, Symlinks};
+use bcow_erofs::reader::{ErofsError, Filesystem, Inode, Nid, Symlinks};
 
 use crate::error::{CommandError, Context};
 use crate::names;
@@ -44,10 +44,7 @@ impl OpenImage {
     pub fn tree(&self) -> Result<Tree, CommandError> {
         let filesystem = Filesystem::open(self.image.clone())
             .context(|| format!("cannot read the file system in {}", self.path.display()))?;
-        Ok(Tree {
-            image: self.path.clone(),
-            filesystem,
-        })
+        Ok(Tree::new(&self.path, filesystem))
     }
 }
 
@@ -83,6 +80,11 @@ pub fn cannot_open(path: &Path, error: &Error) -> CommandError {
             Some(hint) => failure.hint(hint),
             None => failure,
         },
+        // There is nothing to find in a file that this program does not know.
+        Error::Format(FormatError::Version(_) | FormatError::UnknownFeature { .. }) => failure,
+        Error::Format(FormatError::Truncated { .. }) => {
+            failure.hint("copy it again from where it came, or convert its source again")
+        }
         Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => failure.hint(format!(
             "`bcow fsck {}` says what else is wrong",
             path.display()
@@ -139,6 +141,14 @@ pub enum LastLink {
 }
 
 impl Tree {
+    /// The file system in the image that the user calls `image`.
+    pub fn new(image: &Path, filesystem: Filesystem) -> Self {
+        Tree {
+            image: image.to_owned(),
+            filesystem,
+        }
+    }
+
     /// The file system's reader.
     pub fn filesystem(&self) -> &Filesystem {
         &self.filesystem
@@ -146,22 +156,19 @@ impl Tree {
 
     /// The inode that `path` names. Relative paths start at the root.
     pub fn find(&self, path: &[u8], last: LastLink) -> Result<Inode, CommandError> {
-        let cannot = |path: &[u8]| {
-            let (path, image) = (names::quoted(path), self.image.display().to_string());
-            move || format!("cannot look up {path} in {image}")
-        };
+        let cannot = |error: ErofsError| self.cannot_look_up(path, &error);
         let nid = match (last, split_last(path)) {
             (LastLink::Keep, Some((parent, name))) => {
                 match self
                     .filesystem
                     .resolve_with(parent, Symlinks::Follow)
-                    .context(cannot(path))?
+                    .map_err(cannot)?
                 {
                     Some(nid) => {
                         let parent = self.inode(nid, parent)?;
                         self.filesystem
                             .lookup(&parent, name)
-                            .context(cannot(path))?
+                            .map_err(cannot)?
                             .map(|entry| entry.nid)
                     }
                     None => None,
@@ -170,7 +177,7 @@ impl Tree {
             _ => self
                 .filesystem
                 .resolve_with(path, Symlinks::Follow)
-                .context(cannot(path))?,
+                .map_err(cannot)?,
         };
         match nid {
             Some(nid) => self.inode(nid, path),
@@ -182,8 +189,21 @@ impl Tree {
         }
     }
 
+    fn cannot_look_up(&self, path: &[u8], error: &ErofsError) -> CommandError {
+        let failure = CommandError::new(format!(
+            "cannot look up {} in {}",
+            names::quoted(path),
+            self.image.display()
+        ));
+        match error {
+            // The reader knows inodes, the user paths.
+            ErofsError::WrongKind { .. } => failure.caused_by_text("a part of it is no directory"),
+            _ => failure.caused_by(error),
+        }
+    }
+
     /// Reads an inode; `path` is for the message.
-    pub fn inode(&self, nid: bcow_erofs::reader::Nid, path: &[u8]) -> Result<Inode, CommandError> {
+    pub fn inode(&self, nid: Nid, path: &[u8]) -> Result<Inode, CommandError> {
         self.filesystem
             .inode(nid)
             .context(|| self.cannot_read(path))

@@ -39,6 +39,7 @@ Exit status:
   0    done
   1    failed
   2    the command line makes no sense
+  130  interrupted
   141  whoever read standard output went away
 `bcow fsck` has the statuses of fsck(8); see `bcow fsck --help`.
 

@@ -25,7 +25,7 @@ impl NewFile {
         if destination.file_name().is_none() {
             return Err(CommandError::new(cannot()).caused_by_text("there is no file name in it"));
         }
-        match std::fs::metadata(destination) {
+        let destination = match std::fs::metadata(destination) {
             Ok(metadata) if metadata.is_dir() => {
                 return Err(CommandError::new(cannot()).caused_by_text("it is a directory"));
             }
@@ -35,8 +35,10 @@ impl NewFile {
                     .caused_by_text("it is there, and is no regular file")
                     .hint("write to standard output (-o -) and redirect that"));
             }
-            _ => {}
-        }
+            // A symbolic link stays, and what it points to is replaced.
+            Ok(_) => &std::fs::canonicalize(destination).context(cannot)?,
+            Err(_) => destination,
+        };
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let nameless = rustix::fs::open(
             directory_of(destination),

@@ -73,6 +73,14 @@ impl fmt::Display for Count {
     }
 }
 
+/// `1 block`, `2 blocks`; for words whose plural is formed by an s.
+pub fn plural(count: u64, word: &str) -> String {
+    match count {
+        1 => format!("1 {word}"),
+        n => format!("{} {word}s", Count(n)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

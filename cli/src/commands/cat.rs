@@ -18,6 +18,7 @@ use crate::{names, stat};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Paths of regular files in it
     #[arg(required = true, value_name = "PATH")]

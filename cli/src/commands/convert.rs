@@ -210,7 +210,13 @@ fn as_json(report: &Report) -> Result<Value, CommandError> {
     let mut object = serde_json::Map::new();
     object.insert("schema".into(), "bcow.convert/1".into());
     match serde_json::to_value(report) {
-        Ok(Value::Object(fields)) => object.extend(fields),
+        Ok(Value::Object(mut fields)) => {
+            // As `bcow inspect` writes it.
+            if let Some(root) = fields.get("merkle_root").and_then(Value::as_str) {
+                fields["merkle_root"] = format!("sha256:{root}").into();
+            }
+            object.extend(fields);
+        }
         Ok(_) => return Err(CommandError::new("the report is no JSON object")),
         Err(error) => return Err(CommandError::new("cannot write the report").caused_by(&error)),
     }
@@ -225,7 +231,7 @@ fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError
     };
     let saved = match report.deduplicated_bytes {
         0 => String::new(),
-        bytes => format!(" ({} of it stored once for several)", Human(bytes)),
+        bytes => format!(" ({} of it deduplicated)", Human(bytes)),
     };
     writeln!(
         out,

@@ -22,6 +22,7 @@ use crate::ui::{Progress, Ui};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The form: erofs, raw, tar or oci (the last two are not supported yet)
     #[arg(long, value_name = "FORMAT", hide_possible_values = true)]

@@ -24,7 +24,7 @@ use crate::error::{CommandError, Context};
 use crate::image::{LastLink, OpenImage, Tree};
 use crate::interrupt::Interrupt;
 use crate::names;
-use crate::size::{Count, Human};
+use crate::size::{Count, Human, plural};
 use crate::ui::{Progress, Ui};
 use crate::walk::{Entries, Seen, join};
 
@@ -40,16 +40,20 @@ use crate::walk::{Entries, Seen, join};
 /// privileged attributes (trusted.*, security.*) are left out with a warning.
 ///
 /// Nothing is written outside DIR, whatever is in the image. Directories that are there already keep
-/// their attributes. Files that are there already are an error, unless --force is given; they are
-/// then replaced, never written into. If something fails, what was unpacked until then stays.
+/// their attributes, and files that are there already are an error. With --force, directories below
+/// DIR get the image's attributes and files are replaced, never written into. If something fails,
+/// what was unpacked until then stays.
 #[derive(Debug, clap::Args)]
-#[command(override_usage = "bcow extract [OPTIONS] <IMAGE> [PATH] <DIR>")]
+#[command(override_usage = "bcow extract [OPTIONS] <IMG> [PATH] <DIR>")]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// A path in the image (optional), and the directory to unpack into
-    #[arg(required = true, num_args = 1..=2, value_names = ["PATH", "DIR"], hide = true)]
-    path_and_dir: Vec<OsString>,
+    /// A path in the image (its root, if not given), and the directory to unpack into
+    #[arg(value_name = "[PATH] DIR", value_hint = clap::ValueHint::AnyPath)]
+    path_or_directory: OsString,
+    #[arg(hide = true, value_hint = clap::ValueHint::DirPath)]
+    directory: Option<PathBuf>,
     /// Replace files that are there already
     #[arg(short, long)]
     force: bool,
@@ -66,11 +70,9 @@ pub struct Args {
 
 /// Unpacks.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let (path, directory) = match &args.path_and_dir[..] {
-        [directory] => (&b"/"[..], Path::new(directory)),
-        [path, directory] => (path.as_bytes(), Path::new(directory)),
-        // clap has counted them.
-        _ => return Err(CommandError::usage("extract takes IMAGE [PATH] DIR")),
+    let (path, directory) = match &args.directory {
+        Some(directory) => (args.path_or_directory.as_bytes(), directory.as_path()),
+        None => (&b"/"[..], Path::new(&args.path_or_directory)),
     };
     let interrupt = Interrupt::catch();
     let image = OpenImage::open(&args.image)?;
@@ -124,9 +126,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     drop(progress);
     left_out.tell(ui);
     ui.status(format_args!(
-        "{}: {} entries, {} of file content",
+        "{}: {} unpacked, {} of file content",
         directory.display(),
-        Count(entries),
+        match entries {
+            1 => "1 entry".to_owned(),
+            n => format!("{} entries", Count(n)),
+        },
         Human(bytes)
     ));
     Ok(())
@@ -196,6 +201,7 @@ struct Level {
     /// Its path below the destination.
     path: Vec<u8>,
     fd: OwnedFd,
+    /// Whether it gets the attributes that it has in the image.
     made: bool,
     entries: Entries,
 }
@@ -240,7 +246,7 @@ impl Extraction<'_> {
                     source,
                     path,
                     fd,
-                    made,
+                    made: made || self.force,
                     entries: Entries::new(inode),
                 });
             } else {
@@ -640,14 +646,14 @@ impl Tally {
 
 impl LeftOut {
     fn tell(&self, ui: &Ui) {
-        for (tally, what) in [
-            (&self.devices, "device nodes"),
-            (&self.xattrs, "extended attributes"),
+        for (tally, what, verb) in [
+            (&self.devices, "device node", "make"),
+            (&self.xattrs, "extended attribute", "set"),
         ] {
             if tally.count > 0 {
                 ui.warning(format_args!(
-                    "left out {} {what} that only root can set (the first: {})",
-                    Count(tally.count),
+                    "left out {} that only root can {verb} (the first: {})",
+                    plural(tally.count, what),
                     names::quoted(&tally.first)
                 ));
             }

@@ -1,21 +1,23 @@
 //! `bcow fsck`
 
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::check::{self, CheckOptions};
 use bcow::format::compatible;
-use bcow::{Image, OpenOptions};
+use bcow::{BlockDevice, Image, Mapping, OpenOptions};
 use bcow_erofs::check as erofs_check;
-use bcow_erofs::reader::Filesystem;
+use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
 use serde_json::json;
 
 use crate::error::{CommandError, Context, exit};
-use crate::image::{cannot_open, refuse_what_is_no_file};
-use crate::names::printable;
-use crate::size::{Count, Human};
+use crate::image::{Tree, cannot_open, refuse_what_is_no_file};
+use crate::names::{self, printable};
+use crate::size::{Count, Human, plural};
 use crate::ui::Ui;
+use crate::walk::{Entries, Seen, join};
 
 /// Check an image
 ///
@@ -24,7 +26,8 @@ use crate::ui::Ui;
 /// Nothing is changed.
 ///
 /// Each finding is a line: how bad it is, a code, where, and what. Codes are stable: those of the
-/// format stand in its specification, section 12, those of the file system begin with `erofs-`.
+/// format stand in its specification, section 12; those of the file system begin with `erofs-`;
+/// `file-data` names a file whose content is damaged (with --data).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Exit status, as in fsck(8):
@@ -34,6 +37,7 @@ Exit status, as in fsck(8):
   16  the command line makes no sense")]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Read and check every byte
     #[arg(long)]
@@ -112,7 +116,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         })
         .collect();
     // Blocks that were all read and found good need no second reading; if some are bad, reading the
-    // files says which files they belong to.
+    // files says whose they are.
     let read_files = args.data && !report.is_sound();
     let inodes = check_tree(path, storage, read_files, &mut findings)?;
     drop(progress);
@@ -206,7 +210,7 @@ fn check_tree(
     if !image.header().features.has_compatible(compatible::EROFS) {
         return Ok(None);
     }
-    let filesystem = match Filesystem::open(image) {
+    let filesystem = match Filesystem::open(image.clone()) {
         Ok(filesystem) => filesystem,
         Err(error) => {
             findings.push(Finding {
@@ -218,9 +222,8 @@ fn check_tree(
             return Ok(None);
         }
     };
-    let options = erofs_check::CheckOptions {
-        read_data: read_files,
-    };
+    // Whether file content can be read is the business of the blocks' checks, and of `check_files`.
+    let options = erofs_check::CheckOptions { read_data: false };
     let found = erofs_check::check(&filesystem, &options);
     findings.extend(found.into_iter().map(|f| Finding {
         error: f.severity == erofs_check::Severity::Error,
@@ -228,12 +231,106 @@ fn check_tree(
         place: f.place,
         message: f.message,
     }));
-    Ok(Some(filesystem.superblock().inodes))
+    let inodes = filesystem.superblock().inodes;
+    if read_files {
+        let bad = bad_ranges(&image);
+        name_files(&Tree::new(path, filesystem), &bad, findings);
+    }
+    Ok(Some(inodes))
 }
 
-fn plural(count: u64, word: &str) -> String {
-    match count {
-        1 => format!("1 {word}"),
-        n => format!("{} {word}s", Count(n)),
+/// The parts of the address space that cannot be read, in order, each with the reason.
+fn bad_ranges(image: &Image) -> Vec<(Range<u64>, String)> {
+    let mut bad = Vec::new();
+    let header = image.header();
+    let mut at = 0;
+    while at < header.size {
+        match image.map(at) {
+            Ok(extent) => {
+                let stored = matches!(
+                    extent.mapping,
+                    Mapping::Raw { .. } | Mapping::Compressed { .. }
+                );
+                let end = extent.offset + extent.length;
+                if stored
+                    && let Err(error) = image.read_with(extent.offset, extent.length, &mut |_| {})
+                {
+                    bad.push((extent.offset..end, error.to_string()));
+                }
+                at = end;
+            }
+            // The region's table is damaged, and with it all of the region is lost.
+            Err(error) => {
+                let end = ((at >> header.region_shift) + 1) << header.region_shift;
+                bad.push((at..end, error.to_string()));
+                at = end;
+            }
+        }
     }
+    bad
+}
+
+/// Tells which files lie in bad ranges. Looks at maps only: files of a hostile image can be longer
+/// than anybody can wait, and all of them in the same place.
+fn name_files(tree: &Tree, bad: &[(Range<u64>, String)], findings: &mut Vec<Finding>) {
+    const MOST: usize = 1000;
+    let mut named = 0;
+    let mut seen = Seen::default();
+    // Directories that cannot be read are in the findings already; the walk goes on without them.
+    let Ok(root) = tree.inode(tree.filesystem().root(), b"/") else {
+        return;
+    };
+    let mut stack = vec![(b"/".to_vec(), Entries::new(root))];
+    while let Some((path, entries)) = stack.last_mut() {
+        let Ok(Some(entry)) = entries.next(tree, path) else {
+            stack.pop();
+            continue;
+        };
+        let path = join(path, &entry.name);
+        let Ok(inode) = tree.inode(entry.nid, &path) else {
+            continue;
+        };
+        match inode.kind {
+            FileType::Directory if seen.enter(tree, inode.nid, &path).is_ok() => {
+                stack.push((path, Entries::new(inode)));
+            }
+            FileType::Regular => {
+                if let Some((offset, problem)) = first_bad(tree, &inode, bad) {
+                    findings.push(Finding {
+                        error: true,
+                        code: "file-data",
+                        place: names::quoted(&path),
+                        message: format!("cannot be read from byte {offset} on: {problem}"),
+                    });
+                    named += 1;
+                }
+            }
+            _ => {}
+        }
+        if named == MOST {
+            return;
+        }
+    }
+}
+
+/// The first byte of a file that lies in a bad range, and why.
+fn first_bad<'b>(
+    tree: &Tree,
+    inode: &Inode,
+    bad: &'b [(Range<u64>, String)],
+) -> Option<(u64, &'b str)> {
+    for extent in tree.filesystem().extents(inode, 0) {
+        let extent = extent.ok()?;
+        let ExtentSource::Device { offset } = extent.source else {
+            continue;
+        };
+        let next = bad.partition_point(|(range, _)| range.end <= offset);
+        if let Some((range, problem)) = bad.get(next)
+            && range.start < offset.saturating_add(extent.length)
+        {
+            let into = range.start.saturating_sub(offset);
+            return Some((extent.offset + into, problem));
+        }
+    }
+    None
 }

@@ -26,6 +26,7 @@ use crate::ui::{Output, Ui};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Print JSON (schema bcow.inspect/1)
     #[arg(long)]
@@ -328,17 +329,11 @@ impl Facts<'_> {
             let name = text(&layer["diff_id"])
                 .or_else(|| text(&layer["digest"]))
                 .unwrap_or_else(|| "(no digest)".into());
-            let size = |key: &str| {
-                layer[key]
-                    .as_u64()
-                    .map_or_else(|| "?".to_owned(), |bytes| Human(bytes).to_string())
-            };
-            writeln!(
-                out,
-                "  {name}  {} as stored, {} as tar",
-                size("stored_bytes"),
-                size("tar_bytes"),
-            )?;
+            let sizes: Vec<String> = [("stored_bytes", "as stored"), ("tar_bytes", "as tar")]
+                .iter()
+                .filter_map(|(key, what)| Some(format!("{} {what}", Human(layer[key].as_u64()?))))
+                .collect();
+            writeln!(out, "  {name}  {}", sizes.join(", "))?;
         }
         Ok(())
     }

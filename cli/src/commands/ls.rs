@@ -26,6 +26,7 @@ use crate::{names, stat};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// A path in it
     #[arg(default_value = "/", hide_default_value = true)]

@@ -21,6 +21,7 @@ use crate::ui::{Output, Ui};
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Begin at this byte of the address space
     #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "0", hide_default_value = true)]

@@ -467,7 +467,7 @@ impl ConvertError {
             E::Limit { kind, .. } => match kind {
                 LimitKind::Entries => "if you trust the input, raise it with --max-entries".into(),
                 LimitKind::Ratio => "if you trust the input, raise it with --max-ratio".into(),
-                LimitKind::Bytes => "if you trust the input, raise it with --max-bytes".into(),
+                LimitKind::Bytes => "if you trust the input, raise it with --max-size".into(),
                 LimitKind::Window => "compress the layer with a window of at most 128 MiB (zstd --long=27)".into(),
                 _ => return None,
             },

@@ -1,0 +1,161 @@
+//! Images that were damaged: every command says so, none makes data up, none panics.
+
+use serde_json::Value;
+
+use crate::support::{Sandbox, noise, snapshot};
+
+fn inspect(sandbox: &Sandbox, name: &str) -> Value {
+    serde_json::from_slice(&sandbox.ok(&["inspect", "--json", name])).unwrap()
+}
+
+/// Where the image stores the byte `offset` of its address space.
+fn stored_at(sandbox: &Sandbox, name: &str, offset: u64) -> usize {
+    let start = format!("--start={offset}");
+    let map = sandbox.ok(&["map", "--json", &start, "--length=1", name]);
+    let map: Value = serde_json::from_slice(&map).unwrap();
+    map["extents"][0]["uba"].as_u64().unwrap() as usize
+}
+
+fn flip(sandbox: &Sandbox, name: &str, at: usize) {
+    sandbox.patch(name, |file| file[at] ^= 0x40);
+}
+
+/// Where `needle` is in a file.
+fn find(sandbox: &Sandbox, name: &str, needle: &[u8]) -> usize {
+    sandbox
+        .read(name)
+        .windows(needle.len())
+        .position(|window| window == needle)
+        .unwrap()
+}
+
+#[test]
+fn damaged_file_content() {
+    let sandbox = Sandbox::with_image();
+    // Blocks are stored as they are, so the content can be found.
+    let at = find(&sandbox, "image.bcow", &noise(10_000)[..64]);
+    flip(&sandbox, "image.bcow", at);
+    let cat = sandbox.shown(&["cat", "image.bcow", "usr/bin/su"]);
+    snapshot!("content_cat", cat);
+    snapshot!("content_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+    snapshot!(
+        "content_fsck_data",
+        sandbox.shown(&["fsck", "--data", "image.bcow"])
+    );
+    let extract = sandbox.run(&["extract", "image.bcow", "usr/bin", "out"]);
+    assert_eq!(extract.status.code(), Some(1));
+    assert!(!sandbox.path("out/su").exists(), "half a file was left");
+    let export = sandbox.run(&["export", "image.bcow", "--to=raw", "-o", "out.raw"]);
+    assert_eq!(export.status.code(), Some(1));
+    assert_eq!(sandbox.names(), ["image.bcow", "out", "sample.tar"]);
+    // What is not damaged can still be read.
+    assert_eq!(
+        sandbox.ok(&["cat", "image.bcow", "etc/motd"]),
+        b"Welcome.\n"
+    );
+}
+
+#[test]
+fn damaged_file_system_metadata() {
+    let sandbox = Sandbox::with_image();
+    let facts = inspect(&sandbox, "image.bcow");
+    let start = facts["metadata"]["content"]["metadata_start"]
+        .as_u64()
+        .unwrap();
+    let at = stored_at(&sandbox, "image.bcow", start);
+    flip(&sandbox, "image.bcow", at);
+    snapshot!("metadata_ls", sandbox.shown(&["ls", "-R", "image.bcow"]));
+    let fsck = sandbox.run(&["fsck", "--data", "image.bcow"]);
+    assert_eq!(fsck.status.code(), Some(4));
+}
+
+#[test]
+fn damaged_tables() {
+    let sandbox = Sandbox::with_image();
+    let root = u64::from_le_bytes(sandbox.read("image.bcow")[72..80].try_into().unwrap());
+    flip(&sandbox, "image.bcow", root as usize);
+    snapshot!("root_table_ls", sandbox.shown(&["ls", "image.bcow"]));
+    snapshot!("root_table_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+    snapshot!(
+        "root_table_fsck_json",
+        sandbox.shown(&["fsck", "--json", "image.bcow"])
+    );
+}
+
+#[test]
+fn damaged_json_section_leaves_the_rest_to_see() {
+    let sandbox = Sandbox::with_image();
+    let at = u64::from_le_bytes(sandbox.read("image.bcow")[88..96].try_into().unwrap());
+    flip(&sandbox, "image.bcow", at as usize);
+    let inspect = sandbox.run(&["inspect", "image.bcow"]);
+    assert_eq!(inspect.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&inspect.stdout).contains("EROFS"));
+    snapshot!(
+        "json_section_inspect",
+        String::from_utf8_lossy(&inspect.stderr)
+    );
+    sandbox.ok(&["ls", "image.bcow"]);
+}
+
+#[test]
+fn damaged_headers() {
+    let sandbox = Sandbox::with_image();
+    flip(&sandbox, "image.bcow", 60);
+    snapshot!("one_slot_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+    sandbox.ok(&["ls", "image.bcow"]);
+    flip(&sandbox, "image.bcow", 512 + 60);
+    snapshot!("both_slots_ls", sandbox.shown(&["ls", "image.bcow"]));
+    snapshot!("both_slots_fsck", sandbox.shown(&["fsck", "image.bcow"]));
+}
+
+#[test]
+fn truncated_image() {
+    let sandbox = Sandbox::with_image();
+    sandbox.patch("image.bcow", |file| file.truncate(file.len() - 1));
+    let shown = sandbox.shown(&["inspect", "image.bcow"]) + &sandbox.shown(&["fsck", "image.bcow"]);
+    insta::with_settings!({filters => vec![(r"\d+ bytes", "[N] bytes"), (r"says \d+", "says [N]")]}, {
+        insta::assert_snapshot!("truncated", shown);
+    });
+}
+
+/// A sweep: nothing that a flipped byte can do ends otherwise than documented.
+#[test]
+fn no_flipped_byte_makes_a_command_misbehave() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &crate::support::sample());
+    sandbox.ok(&["convert", "--block-size=16K", "sample.tar", "good.bcow"]);
+    let good = sandbox.read("good.bcow");
+    let content = sandbox.ok(&["cat", "good.bcow", "var/data", "etc/motd"]);
+    let step = good.len() / 40;
+    for at in (0..64).step_by(8).chain((4096..good.len()).step_by(step)) {
+        let mut bytes = good.clone();
+        bytes[at] ^= 0x21;
+        if at < 512 {
+            bytes[512 + at] ^= 0x21;
+        }
+        sandbox.write("bad.bcow", &bytes);
+        let code = |args: &[&str]| {
+            let output = sandbox.run(args);
+            let message = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(!message.contains("panicked"), "byte {at}: {message}");
+            (output.status.code().unwrap_or(-1), output.stdout)
+        };
+        let (status, _) = code(&["fsck", "--data", "bad.bcow"]);
+        assert!(
+            matches!(status, 4 | 8),
+            "byte {at}: fsck ended with {status}"
+        );
+        let (status, _) = code(&["ls", "-laR", "bad.bcow"]);
+        assert!(matches!(status, 0 | 1), "byte {at}: ls ended with {status}");
+        let (status, _) = code(&["inspect", "bad.bcow"]);
+        assert!(
+            matches!(status, 0 | 1),
+            "byte {at}: inspect ended with {status}"
+        );
+        let (status, output) = code(&["cat", "bad.bcow", "var/data", "etc/motd"]);
+        assert!(
+            status == 1 || (status == 0 && output == content),
+            "byte {at}: cat gave other bytes"
+        );
+    }
+}

@@ -1,0 +1,317 @@
+//! Every error message, read as the user reads it.
+
+use std::process::Stdio;
+
+use bcow::format::crc32c;
+
+use crate::support::{Sandbox, Tar, sample, snapshot};
+
+/// Changes a field of both header slots and makes their checksums right again.
+fn patch_header(sandbox: &Sandbox, name: &str, offset: usize, bytes: &[u8]) {
+    sandbox.patch(name, |file| {
+        for slot in [0, 512] {
+            file[slot + offset..slot + offset + bytes.len()].copy_from_slice(bytes);
+            file[slot + 12..slot + 16].fill(0);
+            let crc = crc32c(&file[slot..slot + 512]);
+            file[slot + 12..slot + 16].copy_from_slice(&crc.to_le_bytes());
+        }
+    });
+}
+
+fn all_shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
+    let shown: Vec<String> = commands.iter().map(|args| sandbox.shown(args)).collect();
+    shown.join("\n")
+}
+
+#[test]
+fn command_lines_that_make_no_sense() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["nonsense"],
+            &["ls"],
+            &["ls", "--bogus", "image.bcow"],
+            &["-q", "-v", "ls", "image.bcow"],
+            &["--color=maybe", "ls", "image.bcow"],
+            &["fsck"],
+            &["fsck", "--bogus", "image.bcow"],
+            &["export", "image.bcow", "--to=vhd", "-o", "x"],
+            &["export", "image.bcow", "--to=raw"],
+            &["map", "--start=4Q", "image.bcow"],
+            &["map", "--start=1T", "image.bcow"],
+            &["completions", "tcsh"],
+            &["extract", "image.bcow"],
+            &["extract", "image.bcow", "a", "b", "c"],
+            &["cat", "image.bcow"],
+        ]
+    ));
+}
+
+#[test]
+fn no_command_at_all_shows_the_help() {
+    let output = Sandbox::new().run::<&str>(&[]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(output.stdout.is_empty());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("Commands:"));
+}
+
+#[test]
+fn what_comes_later_says_so() {
+    let sandbox = Sandbox::with_image();
+    let mut shown = all_shown(
+        &sandbox,
+        &[
+            &["create", "-b", "image.bcow", "new.bcow"],
+            &["export", "image.bcow", "--to=tar", "-o", "x.tar"],
+            &["export", "image.bcow", "--to=oci", "-o", "x"],
+            &["convert", "sample.tar", "oci:layout"],
+            &["fsck", "--repair", "image.bcow"],
+        ],
+    );
+    for command in [
+        "resize", "rebase", "compact", "seal", "serve", "commit", "diff", "stats",
+    ] {
+        let output = sandbox.run(&[command, "--some", "thing"]);
+        assert_eq!(output.status.code(), Some(1));
+        shown += String::from_utf8_lossy(&output.stderr)
+            .lines()
+            .next()
+            .unwrap();
+        shown += "\n";
+    }
+    snapshot!(shown);
+}
+
+#[test]
+fn files_that_are_no_images() {
+    let sandbox = Sandbox::new();
+    sandbox.write("empty", b"");
+    sandbox.write("short", b"BCoW");
+    sandbox.write("text", "hello\n".repeat(1000).as_bytes());
+    sandbox.write("sample.tar", &sample());
+    sandbox.write("sample.gz", b"\x1f\x8b\x08 and so on");
+    sandbox.write("disk.qcow2", b"QFI\xfb and so on");
+    sandbox.write("root.squashfs", b"hsqs and so on");
+    let mut erofs = vec![0; 8192];
+    erofs[1024..1028].copy_from_slice(&[0xe2, 0xe1, 0xf5, 0xe0]);
+    sandbox.write("root.erofs", &erofs);
+    std::fs::create_dir(sandbox.path("directory")).unwrap();
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["ls", "missing"],
+            &["ls", "directory"],
+            &["ls", "empty"],
+            &["ls", "short"],
+            &["inspect", "text"],
+            &["cat", "sample.tar", "etc/motd"],
+            &["map", "sample.gz"],
+            &["extract", "disk.qcow2", "out"],
+            &["export", "root.squashfs", "--to=raw", "-o", "out"],
+            &["ls", "root.erofs"],
+            &["fsck", "missing"],
+            &["fsck", "directory"],
+            &["fsck", "text"],
+            &["fsck", "--json", "empty"],
+        ]
+    ));
+    assert!(!sandbox.path("out").exists());
+}
+
+#[test]
+fn images_of_another_time() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["convert", "-q", "sample.tar", "newer.bcow"]);
+    // Section 3 of the specification: version at 8, incompatible features at 24.
+    patch_header(&sandbox, "newer.bcow", 8, &2u16.to_le_bytes());
+    patch_header(&sandbox, "image.bcow", 24, &(1u64 << 40).to_le_bytes());
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["ls", "newer.bcow"],
+            &["fsck", "newer.bcow"],
+            &["ls", "image.bcow"],
+            &["inspect", "image.bcow"],
+            &["fsck", "image.bcow"],
+        ]
+    ));
+}
+
+#[test]
+fn paths_that_are_not_there_or_not_that() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["ls", "image.bcow", "/nowhere"],
+            &["ls", "image.bcow", "etc/motd/below"],
+            &["ls", "image.bcow", "etc/loop/x"],
+            &["cat", "image.bcow", "etc/loop"],
+            &["cat", "image.bcow", "etc"],
+            &["cat", "image.bcow", "dev/null"],
+            &["cat", "image.bcow", "etc/motd", "no\u{1b}[31m\nname"],
+            &["extract", "image.bcow", "nowhere", "out"],
+        ]
+    ));
+}
+
+#[test]
+fn extract_where_it_cannot() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir_all(sandbox.path("taken/etc")).unwrap();
+    sandbox.write("taken/etc/passwd", b"mine");
+    sandbox.write("file", b"");
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["extract", "image.bcow", "etc", "taken/etc"],
+            &["extract", "image.bcow", "file"],
+            &["extract", "image.bcow", "not/there"],
+            &["extract", "image.bcow", "etc/motd", "file"],
+        ]
+    ));
+    assert_eq!(sandbox.read("taken/etc/passwd"), b"mine");
+}
+
+#[test]
+fn export_where_it_cannot() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir(sandbox.path("directory")).unwrap();
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["export", "image.bcow", "--to=raw", "-o", "directory"],
+            &["export", "image.bcow", "--to=raw", "-o", "not/there"],
+            &["export", "image.bcow", "--to=raw", "-o", "/dev/null"],
+            &["export", "image.bcow", "--to=raw", "-o", ".."],
+        ]
+    ));
+}
+
+#[test]
+fn man_where_it_cannot() {
+    let sandbox = Sandbox::new();
+    sandbox.write("file", b"");
+    snapshot!(sandbox.shown(&["man", "file"]));
+}
+
+#[test]
+fn convert_from_what_is_no_source() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &sample());
+    sandbox.write("text.tar", "hello\n".repeat(1000).as_bytes());
+    sandbox.write("cut.tar", &sample()[..60_000]);
+    sandbox.write(
+        "bad.tar.gz",
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03 and so on",
+    );
+    sandbox.write("out.tar", &Tar::new().file("../../x", b"").finish());
+    sandbox.write("link.tar", &Tar::new().hardlink("a", "nothing").finish());
+    let before = sandbox.names();
+    snapshot!(all_shown(
+        &sandbox,
+        &[
+            &["convert", "sample", "x.bcow"],
+            &["convert", "docker://debian", "x.bcow"],
+            &["convert", "missing.tar", "x.bcow"],
+            &["convert", "oci:missing", "x.bcow"],
+            &["convert", "dir:missing", "x.bcow"],
+            &["convert", "text.tar", "x.bcow"],
+            &["convert", "cut.tar", "x.bcow"],
+            &["convert", "bad.tar.gz", "x.bcow"],
+            &["convert", "out.tar", "x.bcow"],
+            &["convert", "link.tar", "x.bcow"],
+            &["convert", "--max-entries=5", "sample.tar", "x.bcow"],
+            &["convert", "--max-size=100K", "sample.tar", "x.bcow"],
+        ]
+    ));
+    assert_eq!(sandbox.names(), before);
+}
+
+#[test]
+fn convert_with_options_that_make_no_sense() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &sample());
+    std::fs::create_dir(sandbox.path("directory")).unwrap();
+    let before = sandbox.names();
+    let mut shown = all_shown(
+        &sandbox,
+        &[
+            &["convert", "sample.tar"],
+            &["convert", "sample.tar", "-"],
+            &["convert", "sample.tar", "directory"],
+            &["convert", "sample.tar", "not/there.bcow"],
+            &["convert", "--platform=linux", "sample.tar", "x.bcow"],
+            &["convert", "--block-size=5K", "sample.tar", "x.bcow"],
+            &["convert", "--compress=lz4", "sample.tar", "x.bcow"],
+            &["convert", "--compress=zstd:99", "sample.tar", "x.bcow"],
+            &[
+                "convert",
+                "--plain",
+                "--compress=zstd",
+                "sample.tar",
+                "x.bcow",
+            ],
+            &["convert", "-j0", "sample.tar", "x.bcow"],
+        ],
+    );
+    let output = sandbox
+        .command(&["convert", "sample.tar", "x.bcow"])
+        .env("SOURCE_DATE_EPOCH", "yesterday")
+        .output()
+        .unwrap();
+    shown += "\n";
+    shown += &crate::support::show(&["convert", "sample.tar", "x.bcow"], &output);
+    snapshot!(shown);
+    assert_eq!(sandbox.names(), before);
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let sandbox = Sandbox::with_image();
+    for args in [
+        &["ls", "-laR", "image.bcow"][..],
+        &["cat", "image.bcow", "var/data"],
+        &["map", "image.bcow"],
+        &["inspect", "--json", "image.bcow"],
+        &["export", "image.bcow", "--to=raw", "-o", "-"],
+        &["completions", "bash"],
+        &["--help"],
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = sandbox
+            .command(args)
+            .stdout(writer)
+            .stderr(Stdio::piped())
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(141), "{args:?}");
+        assert!(
+            output.stderr.is_empty(),
+            "{args:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+}
+
+#[test]
+fn colour_is_used_where_it_is_asked_for() {
+    let sandbox = Sandbox::new();
+    let shown = |args: &[&str]| String::from_utf8(sandbox.run(args).stderr).unwrap();
+    assert!(shown(&["--color=always", "ls", "missing"]).starts_with("\x1b[1;31merror:\x1b[0m "));
+    assert!(shown(&["ls", "missing"]).starts_with("error: "));
+}
+
+#[test]
+fn logs_go_to_standard_error_where_they_are_asked_for() {
+    let sandbox = Sandbox::with_image();
+    let output = sandbox
+        .command(&["ls", "image.bcow"])
+        .env("BCOW_LOG", "trace, what is this")
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    assert_eq!(output.stdout, sandbox.ok(&["ls", "image.bcow"]));
+}

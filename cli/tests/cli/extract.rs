@@ -1,0 +1,254 @@
+//! What `bcow extract` makes, and what it does not.
+
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+
+use crate::support::{Entry, Sandbox, Tar, is_root, noise, snapshot};
+
+fn metadata(sandbox: &Sandbox, name: &str) -> std::fs::Metadata {
+    std::fs::symlink_metadata(sandbox.path(name)).unwrap()
+}
+
+#[test]
+fn an_unpacked_tree_has_what_the_archive_had() {
+    let sandbox = Sandbox::with_image();
+    let output = sandbox.run(&["extract", "image.bcow", "out"]);
+    assert!(output.status.success());
+
+    assert_eq!(sandbox.read("out/etc/motd"), b"Welcome.\n");
+    assert!(sandbox.read("out/var/data") == noise(100_000));
+    assert_eq!(
+        std::fs::read_link(sandbox.path("out/bin")).unwrap(),
+        Path::new("usr/bin")
+    );
+    assert!(metadata(&sandbox, "out/pipe").file_type().is_fifo());
+    assert_eq!(
+        metadata(&sandbox, "out/pipe").permissions().mode() & 0o7777,
+        0o600
+    );
+    let odd = std::ffi::OsStr::from_bytes(b"out/etc/odd \x1b[31m\nname\xff");
+    assert_eq!(std::fs::read(sandbox.path(odd)).unwrap(), b"odd\n");
+
+    let su = metadata(&sandbox, "out/usr/bin/su");
+    assert_eq!((su.mtime(), su.mtime_nsec()), (1_600_000_000, 123_456_789));
+    assert_eq!(su.nlink(), 2);
+    assert_eq!(su.ino(), metadata(&sandbox, "out/usr/bin/sudo").ino());
+    for directory in ["out", "out/etc", "out/usr/bin"] {
+        let metadata = metadata(&sandbox, directory);
+        let time = (metadata.mtime(), metadata.mtime_nsec());
+        assert_eq!(time, (1_700_000_000, 250_000_000), "{directory}");
+    }
+    if is_root() {
+        assert_eq!(su.permissions().mode() & 0o7777, 0o4755);
+        assert_eq!((su.uid(), su.gid()), (0, 42));
+        let null = metadata(&sandbox, "out/dev/null");
+        assert!(null.file_type().is_char_device());
+        assert_eq!(null.rdev(), 0x103);
+    } else {
+        assert_eq!(su.permissions().mode() & 0o7777, 0o755);
+    }
+    let mut note = [0; 16];
+    match rustix::fs::getxattr(sandbox.path("out/usr/bin/su"), "user.note", &mut note[..]) {
+        Ok(length) => assert_eq!(note[..length], *b"\x00\n\xff"),
+        Err(error) => crate::support::missing("extended attributes", &error),
+    }
+}
+
+#[test]
+fn a_directory_of_the_image_becomes_the_destination() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["extract", "image.bcow", "/usr", "usr"]));
+    assert!(sandbox.read("usr/bin/sudo") == noise(10_000));
+}
+
+#[test]
+fn a_file_of_the_image_comes_into_the_destination() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir(sandbox.path("here")).unwrap();
+    sandbox.ok(&["extract", "image.bcow", "bin/su", "here"]);
+    assert!(sandbox.read("here/su") == noise(10_000));
+}
+
+#[test]
+fn holes_stay_holes() {
+    let sandbox = Sandbox::new();
+    // GNU tar's sparse format 1.0: a map of (offset, length), padded to a block, then the data.
+    let mut data = b"1\n1048576\n5\n".to_vec();
+    data.resize(512, 0);
+    data.extend(b"data\n");
+    let sparse = [
+        ("GNU.sparse.major", "1"),
+        ("GNU.sparse.minor", "0"),
+        ("GNU.sparse.name", "sparse"),
+        ("GNU.sparse.realsize", "8388608"),
+    ];
+    sandbox.write(
+        "sparse.tar",
+        &Tar::new().sparse("sparse", &sparse, &data).finish(),
+    );
+    sandbox.ok(&["convert", "sparse.tar", "image.bcow"]);
+    sandbox.ok(&["extract", "image.bcow", "out"]);
+    let metadata = metadata(&sandbox, "out/sparse");
+    assert_eq!(metadata.len(), 8 << 20);
+    assert!(metadata.blocks() * 512 <= 64 << 10, "{}", metadata.blocks());
+    assert_eq!(sandbox.read("out/sparse")[1 << 20..][..5], *b"data\n");
+}
+
+#[test]
+fn nothing_is_written_through_a_link_that_is_there() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir(sandbox.path("outside")).unwrap();
+    std::fs::create_dir(sandbox.path("out")).unwrap();
+    symlink(sandbox.path("outside"), sandbox.path("out/etc")).unwrap();
+    let output = sandbox.run(&["extract", "image.bcow", "out"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        std::fs::read_dir(sandbox.path("outside"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+
+    sandbox.ok(&["extract", "--force", "image.bcow", "out"]);
+    assert!(
+        std::fs::read_dir(sandbox.path("outside"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
+    assert!(metadata(&sandbox, "out/etc").is_dir());
+}
+
+#[test]
+fn nothing_is_written_into_a_file_that_is_there() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir_all(sandbox.path("out/etc")).unwrap();
+    sandbox.write("precious", b"precious");
+    std::fs::hard_link(sandbox.path("precious"), sandbox.path("out/etc/motd")).unwrap();
+    assert_eq!(
+        sandbox.run(&["extract", "image.bcow", "out"]).status.code(),
+        Some(1)
+    );
+    assert_eq!(sandbox.read("out/etc/motd"), b"precious");
+    sandbox.ok(&["extract", "--force", "image.bcow", "out"]);
+    assert_eq!(sandbox.read("out/etc/motd"), b"Welcome.\n");
+    assert_eq!(sandbox.read("precious"), b"precious");
+}
+
+#[test]
+fn unpacking_twice_with_force_gives_the_same_tree() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["extract", "image.bcow", "out"]);
+    sandbox.ok(&["extract", "--force", "image.bcow", "out"]);
+    assert_eq!(metadata(&sandbox, "out/usr/bin/su").nlink(), 2);
+    assert_eq!(metadata(&sandbox, "out/etc").mtime(), 1_700_000_000);
+}
+
+#[test]
+fn directories_that_are_there_keep_their_attributes() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir_all(sandbox.path("out/etc")).unwrap();
+    let private = std::fs::Permissions::from_mode(0o700);
+    std::fs::set_permissions(sandbox.path("out"), private.clone()).unwrap();
+    std::fs::set_permissions(sandbox.path("out/etc"), private).unwrap();
+    sandbox.ok(&["extract", "image.bcow", "out"]);
+    for directory in ["out", "out/etc"] {
+        assert_eq!(
+            metadata(&sandbox, directory).permissions().mode() & 0o7777,
+            0o700
+        );
+    }
+}
+
+#[test]
+fn trees_deeper_than_the_usual_number_of_open_files_unpack() {
+    let sandbox = Sandbox::new();
+    let deep: String = (0..1500).map(|_| "d/").collect();
+    let mut tar = Tar::new();
+    // A path of 3000 bytes needs a PAX record; parents come by themselves.
+    tar = tar.long(&format!("{deep}file"), b"deep");
+    sandbox.write("deep.tar", &tar.finish());
+    sandbox.ok(&["convert", "deep.tar", "image.bcow"]);
+    sandbox.ok(&["extract", "image.bcow", "out"]);
+    let cat = sandbox.ok(&["cat", "image.bcow", &format!("{deep}file")]);
+    assert_eq!(cat, b"deep");
+    assert_eq!(sandbox.read(&format!("out/{deep}file")), b"deep");
+}
+
+#[test]
+fn an_ordinary_user_gets_what_an_ordinary_user_can_have() {
+    if !is_root() {
+        return crate::support::missing("root", &"to become somebody else");
+    }
+    let sandbox = Sandbox::with_image();
+    let tar = Tar::new()
+        .add(Entry {
+            name: b"capable",
+            mode: 0o4711,
+            owner: (1, 2),
+            xattrs: &[
+                (
+                    "security.capability",
+                    b"\x01\0\0\x02\x20\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+                ),
+                ("user.note", b"x"),
+            ],
+            ..Entry::default()
+        })
+        .add(Entry {
+            name: b"sealed",
+            kind: b'5',
+            mode: 0o555,
+            ..Entry::default()
+        })
+        .file("sealed/file", b"inside")
+        .add(Entry {
+            name: b"disk",
+            kind: b'4',
+            device: (8, 1),
+            ..Entry::default()
+        });
+    sandbox.write("odd.tar", &tar.finish());
+    sandbox.ok(&["convert", "odd.tar", "odd.bcow"]);
+    let open = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(sandbox.path(""), open).unwrap();
+    // The binary's own directories may be closed to others.
+    std::fs::copy(env!("CARGO_BIN_EXE_bcow"), sandbox.path("bcow")).unwrap();
+    let args = ["extract", "odd.bcow", "out"];
+    let output = std::process::Command::new("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "./bcow"])
+        .args(args)
+        .current_dir(sandbox.path(""))
+        .output()
+        .unwrap();
+    snapshot!(crate::support::show(&args, &output));
+    let capable = metadata(&sandbox, "out/capable");
+    assert_eq!(capable.permissions().mode() & 0o7777, 0o711);
+    assert_eq!((capable.uid(), capable.gid()), (65534, 65534));
+    assert_eq!(sandbox.read("out/sealed/file"), b"inside");
+    assert_eq!(
+        metadata(&sandbox, "out/sealed").permissions().mode() & 0o7777,
+        0o555
+    );
+    assert!(!sandbox.path("out/disk").exists());
+}
+
+#[test]
+fn root_may_leave_owners_and_attributes_out() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&[
+        "extract",
+        "--no-same-owner",
+        "--no-xattrs",
+        "image.bcow",
+        "usr",
+        "out",
+    ]);
+    let su = metadata(&sandbox, "out/bin/su");
+    assert_eq!(su.permissions().mode() & 0o7777, 0o755);
+    assert_eq!(su.gid(), rustix::process::getegid().as_raw());
+    let mut note = [0; 16];
+    let found = rustix::fs::getxattr(sandbox.path("out/bin/su"), "user.note", &mut note[..]);
+    assert!(found.is_err());
+}

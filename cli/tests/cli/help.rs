@@ -1,0 +1,64 @@
+//! What `--help` says is part of the interface, and is read as a whole.
+
+use crate::support::{Sandbox, snapshot};
+
+#[test]
+fn help_of_the_command_and_of_every_subcommand() {
+    let sandbox = Sandbox::new();
+    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
+    snapshot!("help", top);
+    let commands: Vec<&str> = top
+        .lines()
+        .skip_while(|line| *line != "Commands:")
+        .skip(1)
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|name| *name != "help")
+        .collect();
+    assert!(commands.contains(&"convert"), "{commands:?}");
+    for command in commands {
+        let long = String::from_utf8(sandbox.ok(&[command, "--help"])).unwrap();
+        snapshot!(format!("help_{command}"), long);
+    }
+}
+
+#[test]
+fn short_help_is_short() {
+    let sandbox = Sandbox::new();
+    let text = String::from_utf8(sandbox.ok(&["convert", "-h"])).unwrap();
+    assert!(text.lines().count() < 45, "{text}");
+}
+
+#[test]
+fn version_is_told_three_ways() {
+    let sandbox = Sandbox::new();
+    let version = format!("bcow {}\n", env!("CARGO_PKG_VERSION"));
+    assert_eq!(sandbox.ok(&["--version"]), version.as_bytes());
+    assert_eq!(sandbox.ok(&["version"]), version.as_bytes());
+    snapshot!(sandbox.shown(&["version", "--json"]));
+}
+
+#[test]
+fn completions_are_made_for_every_shell() {
+    let sandbox = Sandbox::new();
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let script = sandbox.ok(&["completions", shell]);
+        assert!(
+            String::from_utf8_lossy(&script).contains("extract"),
+            "{shell}"
+        );
+    }
+}
+
+#[test]
+fn manual_pages_are_made_for_every_command() {
+    let sandbox = Sandbox::new();
+    let page = String::from_utf8(sandbox.ok(&["man"])).unwrap();
+    assert!(page.contains(".TH bcow 1"), "{page}");
+    sandbox.ok(&["man", "pages"]);
+    for name in ["bcow", "bcow-convert", "bcow-fsck", "bcow-extract"] {
+        let page = String::from_utf8(sandbox.read(&format!("pages/{name}.1"))).unwrap();
+        assert!(page.contains(&format!(".TH {name} 1")), "{page}");
+    }
+    assert!(!sandbox.path("pages/bcow-serve.1").exists());
+}

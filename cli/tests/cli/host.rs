@@ -1,0 +1,120 @@
+//! What the host does to the command: full disks, signals, standard output that cannot be written.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::support::{Sandbox, noise, show, snapshot};
+
+/// Runs the command where `small` is a disk of 64 KiB of its own.
+fn with_small_disk(sandbox: &Sandbox, args: &[&str]) -> Option<std::process::Output> {
+    std::fs::create_dir_all(sandbox.path("small")).unwrap();
+    let mut options = vec!["--mount"];
+    if !crate::support::is_root() {
+        options.push("--map-root-user");
+    }
+    let script = "mount -t tmpfs -o size=64k tmpfs small || exit 99; \"$@\"; code=$?; ls -A small; exit $code";
+    let output = Command::new("unshare")
+        .args(options)
+        .args(["sh", "-c", script, "sh", env!("CARGO_BIN_EXE_bcow")])
+        .args(args)
+        .current_dir(sandbox.path(""))
+        .output();
+    match output {
+        Ok(output) if output.status.code() != Some(99) && output.status.code() != Some(1) => {
+            Some(output)
+        }
+        // 1 is also what unshare says when it may not; bcow would have said why.
+        Ok(output) if String::from_utf8_lossy(&output.stderr).contains("error: ") => Some(output),
+        Ok(output) => {
+            let why = String::from_utf8_lossy(&output.stderr).into_owned();
+            crate::support::missing("a mount namespace", &why);
+            None
+        }
+        Err(error) => {
+            crate::support::missing("unshare", &error);
+            None
+        }
+    }
+}
+
+#[test]
+fn full_disk() {
+    let sandbox = Sandbox::with_image();
+    for (name, args) in [
+        (
+            "full_disk_convert",
+            &["convert", "--compress=none", "sample.tar", "small/new.bcow"][..],
+        ),
+        (
+            "full_disk_export",
+            &["export", "image.bcow", "--to=raw", "-o", "small/new.raw"],
+        ),
+        (
+            "full_disk_extract",
+            &["extract", "--no-xattrs", "image.bcow", "var", "small/new"],
+        ),
+    ] {
+        if let Some(output) = with_small_disk(&sandbox, args) {
+            snapshot!(name, show(args, &output));
+        }
+    }
+}
+
+#[test]
+fn standard_output_on_a_full_disk() {
+    let sandbox = Sandbox::with_image();
+    for args in [
+        &["ls", "image.bcow"][..],
+        &["cat", "image.bcow", "var/data"],
+        &["inspect", "--json", "image.bcow"],
+        &["map", "image.bcow"],
+        &["version"],
+        &["completions", "zsh"],
+    ] {
+        let full = std::fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .unwrap();
+        let output = sandbox.command(args).stdout(full).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert_eq!(
+            String::from_utf8_lossy(&output.stderr),
+            "error: cannot write to standard output\n  caused by: No space left on device\n",
+        );
+    }
+    let full = std::fs::OpenOptions::new()
+        .write(true)
+        .open("/dev/full")
+        .unwrap();
+    let output = sandbox
+        .command(&["fsck", "image.bcow"])
+        .stdout(full)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(8));
+}
+
+#[test]
+fn interrupted_convert_ends_soon_and_leaves_nothing() {
+    let sandbox = Sandbox::new();
+    let mut child = sandbox
+        .command(&["convert", "tar:-", "image.bcow"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    // The pipe stays open and quiet: the converter waits for more.
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(&noise(100)).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    let begin = Instant::now();
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+    let status = child.wait().unwrap();
+    assert_eq!(status.code(), Some(130));
+    assert!(begin.elapsed() < Duration::from_secs(10));
+    assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
+}

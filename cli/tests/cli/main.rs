@@ -1,0 +1,12 @@
+//! The command as its users meet it: the real binary, its output as a whole, its exit status.
+//!
+//! Snapshots are read before they are accepted. What may change without anybody noticing (digests, the
+//! version, the layout of metadata) is filtered out of them.
+
+mod damage;
+mod errors;
+mod extract;
+mod help;
+mod host;
+mod outputs;
+mod support;

@@ -1,0 +1,283 @@
+//! What the commands print about an image.
+
+use std::io::Write;
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use crate::support::{Sandbox, noise, sample, snapshot};
+
+fn json(bytes: &[u8]) -> Value {
+    serde_json::from_slice(bytes).unwrap()
+}
+
+#[test]
+fn convert_tells_in_one_line() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &sample());
+    snapshot!(sandbox.shown(&["convert", "--compress=none", "sample.tar", "image.bcow"]));
+    assert_eq!(sandbox.names(), ["image.bcow", "sample.tar"]);
+}
+
+#[test]
+fn convert_tells_in_json() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &sample());
+    snapshot!(sandbox.shown(&[
+        "convert",
+        "--compress=none",
+        "--json",
+        "sample.tar",
+        "image.bcow"
+    ]));
+}
+
+#[test]
+fn convert_reads_standard_input_and_gives_the_same_image() {
+    let sandbox = Sandbox::with_image();
+    let mut child = sandbox
+        .command(&[
+            "convert",
+            "--compress=none",
+            "--block-size=4096",
+            "tar:-",
+            "piped.bcow",
+        ])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(&sample()).unwrap();
+    assert!(child.wait().unwrap().success());
+    assert!(sandbox.read("piped.bcow") == sandbox.read("image.bcow"));
+}
+
+#[test]
+fn convert_replaces_an_image_that_is_there() {
+    let sandbox = Sandbox::with_image();
+    sandbox.write("old.bcow", b"old");
+    sandbox.ok(&["convert", "-q", "sample.tar", "old.bcow"]);
+    sandbox.ok(&["fsck", "old.bcow"]);
+}
+
+#[test]
+fn inspect_for_people() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["inspect", "image.bcow"]));
+}
+
+#[test]
+fn inspect_for_programs() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["inspect", "--json", "image.bcow"]));
+}
+
+#[test]
+fn inspect_adds_up_for_compressed_and_for_plain_images() {
+    let sandbox = Sandbox::with_image();
+    for (options, features) in [
+        (&["--compress=zstd:1"][..], "zstd"),
+        (&["--plain"], "plain"),
+        (&["--block-size=64K"], "zstd"),
+    ] {
+        let mut args = vec!["convert", "sample.tar", "other.bcow"];
+        args.extend(options);
+        sandbox.ok(&args);
+        let facts = json(&sandbox.ok(&["inspect", "--json", "other.bcow"]));
+        let names = facts["format"]["features"].as_array().unwrap();
+        assert!(names.contains(&features.into()), "{facts}");
+        let storage = &facts["storage"];
+        let sum = |key: &str| {
+            storage["content"][key].as_u64().unwrap() + storage["metadata"][key].as_u64().unwrap()
+        };
+        assert_eq!(facts["geometry"]["size"], sum("bytes"), "{facts}");
+        let map = json(&sandbox.ok(&["map", "--json", "other.bcow"]));
+        let stored: u64 = map["extents"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|extent| extent["stored_bytes"].as_u64())
+            .sum();
+        assert_eq!(stored, sum("stored_bytes"));
+        assert_eq!(facts["metadata"]["content"]["deduplicated_bytes"], 100_000);
+    }
+}
+
+#[test]
+fn map_for_people() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["map", "image.bcow"]));
+}
+
+#[test]
+fn map_of_a_part_for_programs() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["map", "--json", "--start=4K", "--length=8K", "image.bcow"]));
+}
+
+#[test]
+fn map_covers_the_address_space_without_gaps() {
+    let sandbox = Sandbox::with_image();
+    let map = json(&sandbox.ok(&["map", "--json", "image.bcow"]));
+    let mut next = 0;
+    for extent in map["extents"].as_array().unwrap() {
+        assert_eq!(extent["offset"], next);
+        next += extent["length"].as_u64().unwrap();
+    }
+    assert_eq!(map["size"], next);
+}
+
+#[test]
+fn ls_shows_names() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["ls", "image.bcow"]));
+}
+
+#[test]
+fn ls_shows_all_of_it_at_length() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["ls", "-laR", "image.bcow"]));
+}
+
+#[test]
+fn ls_follows_a_link_to_a_directory_unless_it_shows_the_link() {
+    let sandbox = Sandbox::with_image();
+    assert_eq!(sandbox.ok(&["ls", "image.bcow", "bin"]), b"su\nsudo\n");
+    assert_eq!(sandbox.ok(&["ls", "image.bcow", "/bin/su"]), b"/bin/su\n");
+    snapshot!(sandbox.shown(&["ls", "-l", "image.bcow", "bin"]));
+}
+
+#[test]
+fn ls_in_json_has_what_an_inode_has() {
+    let sandbox = Sandbox::with_image();
+    snapshot!(sandbox.shown(&["ls", "-aR", "--json", "image.bcow"]));
+    json(&sandbox.ok(&["ls", "-aR", "--json", "image.bcow"]));
+    json(&sandbox.ok(&["ls", "--json", "image.bcow", "pipe"]));
+}
+
+#[test]
+fn ls_gives_a_pipe_the_bytes_of_names() {
+    let sandbox = Sandbox::with_image();
+    let listing = sandbox.ok(&["ls", "-0", "image.bcow", "etc"]);
+    let names: Vec<&[u8]> = listing.split(|&b| b == 0).collect();
+    assert!(names.contains(&&b"odd \x1b[31m\nname\xff"[..]));
+}
+
+#[test]
+fn cat_gives_the_bytes_of_files_one_behind_the_other() {
+    let sandbox = Sandbox::with_image();
+    let mut expected = b"Welcome.\n".to_vec();
+    expected.extend(noise(100_000));
+    expected.extend([0; 300_000]);
+    let cat = sandbox.ok(&[
+        "cat",
+        "image.bcow",
+        "etc/motd",
+        "/var/same",
+        "./var/../var/zeros",
+    ]);
+    assert!(cat == expected);
+}
+
+#[test]
+fn cat_follows_links_inside_the_image_only() {
+    let sandbox = Sandbox::with_image();
+    assert_eq!(
+        sandbox.ok(&["cat", "image.bcow", "etc/outside"]),
+        b"Welcome.\n"
+    );
+    assert!(sandbox.ok(&["cat", "image.bcow", "bin/sudo"]) == noise(10_000));
+}
+
+#[test]
+fn fsck_finds_nothing() {
+    let sandbox = Sandbox::with_image();
+    snapshot!("fsck_clean", sandbox.shown(&["fsck", "image.bcow"]));
+    snapshot!(
+        "fsck_clean_data",
+        sandbox.shown(&["fsck", "--data", "-j1", "image.bcow"])
+    );
+    snapshot!(
+        "fsck_clean_json",
+        sandbox.shown(&["fsck", "--json", "--data", "image.bcow"])
+    );
+    snapshot!(
+        "fsck_clean_quiet",
+        sandbox.shown(&["-q", "fsck", "image.bcow"])
+    );
+}
+
+#[test]
+fn export_of_every_kind_of_image_is_the_same_erofs() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["export", "image.bcow", "--to=erofs", "-o", "a.erofs"]);
+    let piped = sandbox.ok(&["export", "image.bcow", "--to=erofs", "-o", "-"]);
+    let exported = sandbox.read("a.erofs");
+    assert!(exported == piped);
+    assert_eq!(exported[1024..1028], [0xe2, 0xe1, 0xf5, 0xe0]);
+    let raw = sandbox.ok(&["export", "image.bcow", "--to=raw", "-o", "-"]);
+    assert!(raw.starts_with(&exported[..]));
+    snapshot!(sandbox.shown(&["export", "image.bcow", "--to=raw", "-o", "a.raw"]));
+    assert!(sandbox.read("a.raw") == raw);
+}
+
+#[test]
+fn export_leaves_holes() {
+    use std::os::unix::fs::MetadataExt;
+    let sandbox = Sandbox::new();
+    sandbox.write(
+        "zeros.tar",
+        &crate::support::Tar::new()
+            .file("zeros", &vec![0; 8 << 20])
+            .file("noise", &noise(5000))
+            .finish(),
+    );
+    sandbox.ok(&["convert", "--block-size=4K", "zeros.tar", "image.bcow"]);
+    sandbox.ok(&["export", "image.bcow", "--to=raw", "-o", "image.raw"]);
+    let metadata = std::fs::metadata(sandbox.path("image.raw")).unwrap();
+    assert!(
+        metadata.blocks() * 512 < 1 << 20,
+        "{} blocks for {} bytes",
+        metadata.blocks(),
+        metadata.len()
+    );
+}
+
+#[test]
+fn export_satisfies_fsck_erofs() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["export", "image.bcow", "--to=erofs", "-o", "a.erofs"]);
+    sandbox.ok(&["convert", "--plain", "sample.tar", "plain.bcow"]);
+    for file in ["a.erofs", "plain.bcow"] {
+        match std::process::Command::new("fsck.erofs")
+            .arg(sandbox.path(file))
+            .output()
+        {
+            Ok(output) => assert!(
+                output.status.success(),
+                "{file}: {}",
+                String::from_utf8_lossy(&output.stderr)
+            ),
+            Err(error) => crate::support::missing("fsck.erofs", &error),
+        }
+    }
+}
+
+#[test]
+fn quiet_commands_say_nothing_but_results() {
+    let sandbox = Sandbox::with_image();
+    for args in [
+        &["-q", "export", "image.bcow", "--to=raw", "-o", "a.raw"][..],
+        &["-q", "extract", "image.bcow", "out"],
+        &["-q", "man", "pages"],
+    ] {
+        let output = sandbox.run(args);
+        assert!(output.status.success());
+        let warnings = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            warnings.lines().all(|line| line.starts_with("warning: ")),
+            "{warnings}"
+        );
+        assert!(output.stdout.is_empty());
+    }
+}

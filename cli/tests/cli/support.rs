@@ -1,0 +1,395 @@
+//! A directory to work in, the command to run there, archives made byte by byte, and images of them.
+
+use std::ffi::OsStr;
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// A directory of its own for one test. Commands run in it, so messages show bare file names.
+pub struct Sandbox(tempfile::TempDir);
+
+impl Sandbox {
+    /// An empty one.
+    pub fn new() -> Self {
+        Sandbox(tempfile::tempdir().unwrap())
+    }
+
+    /// One with `image.bcow`, made of [`sample`] with stable block sizes.
+    pub fn with_image() -> Self {
+        let sandbox = Sandbox::new();
+        sandbox.write("sample.tar", &sample());
+        sandbox.ok(&[
+            "convert",
+            "--compress=none",
+            "--block-size=4K",
+            "tar:sample.tar",
+            "image.bcow",
+        ]);
+        sandbox
+    }
+
+    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn write(&self, name: &str, bytes: &[u8]) {
+        fs::write(self.path(name), bytes).unwrap();
+    }
+
+    pub fn read(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path(name)).unwrap()
+    }
+
+    /// Names in the directory, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = fs::read_dir(self.0.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// The command, not yet started: nothing of the caller's environment shows in what it says.
+    pub fn command<S: AsRef<OsStr>>(&self, args: &[S]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_bcow"));
+        command
+            .args(args)
+            .current_dir(self.0.path())
+            .stdin(Stdio::null());
+        for name in [
+            "BCOW_LOG",
+            "COLUMNS",
+            "NO_COLOR",
+            "SOURCE_DATE_EPOCH",
+            "RUST_BACKTRACE",
+        ] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    pub fn run<S: AsRef<OsStr>>(&self, args: &[S]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    /// Runs what must succeed; gives its standard output.
+    pub fn ok<S: AsRef<OsStr>>(&self, args: &[S]) -> Vec<u8> {
+        let output = self.run(args);
+        assert!(
+            output.status.success(),
+            "{}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        );
+        output.stdout
+    }
+
+    /// Runs, and shows all there is to see.
+    pub fn shown(&self, args: &[&str]) -> String {
+        show(args, &self.run(args))
+    }
+
+    /// Overwrites bytes of a file.
+    pub fn patch(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = self.read(name);
+        change(&mut bytes);
+        self.write(name, &bytes);
+    }
+}
+
+/// Command line, outputs and exit status as one text.
+pub fn show(args: &[&str], output: &Output) -> String {
+    let mut text = format!("$ bcow {}\n", args.join(" "));
+    text += &String::from_utf8_lossy(&output.stdout);
+    if !output.stderr.is_empty() {
+        text += "--- stderr\n";
+        text += &String::from_utf8_lossy(&output.stderr);
+    }
+    match (output.status.code(), output.status.signal()) {
+        (Some(code), _) => writeln!(text, "--- exit status {code}").unwrap(),
+        (_, signal) => writeln!(text, "--- signal {signal:?}").unwrap(),
+    }
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+/// Compares with a snapshot, with everything filtered out that may change.
+macro_rules! snapshot {
+    ($text:expr) => {
+        $crate::support::settings().bind(|| insta::assert_snapshot!($text))
+    };
+    ($name:expr, $text:expr) => {
+        $crate::support::settings().bind(|| insta::assert_snapshot!($name, $text))
+    };
+}
+pub(crate) use snapshot;
+
+pub fn settings() -> insta::Settings {
+    let mut settings = insta::Settings::clone_current();
+    settings.set_prepend_module_to_snapshot(true);
+    settings.set_omit_expression(true);
+    settings.add_filter(r"sha256:[0-9a-f]{64}", "sha256:[DIGEST]");
+    settings.add_filter(r#""[0-9a-f]{64}""#, "\"[DIGEST]\"");
+    settings.add_filter(
+        r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+        "[UUID]",
+    );
+    settings.add_filter(r#""crc32c":"[0-9a-f]{8}""#, "\"crc32c\":\"[CRC]\"");
+    settings.add_filter(r"0x[0-9a-f]{8}", "[CRC]");
+    settings.add_filter(r"bcow \d+\.\d+\.\d+", "bcow [VERSION]");
+    settings.add_filter(
+        r#""version": "\d+\.\d+\.\d+""#,
+        "\"version\": \"[VERSION]\"",
+    );
+    settings
+}
+
+/// A tar archive in the making.
+#[derive(Default)]
+pub struct Tar {
+    bytes: Vec<u8>,
+}
+
+/// An entry's header.
+#[derive(Clone, Copy)]
+pub struct Entry<'a> {
+    pub name: &'a [u8],
+    pub kind: u8,
+    pub mode: u32,
+    pub owner: (u32, u32),
+    pub time: &'a str,
+    pub target: &'a [u8],
+    pub device: (u32, u32),
+    pub xattrs: &'a [(&'a str, &'a [u8])],
+    pub data: &'a [u8],
+}
+
+impl Default for Entry<'_> {
+    fn default() -> Self {
+        Entry {
+            name: b"",
+            kind: b'0',
+            mode: 0o644,
+            owner: (0, 0),
+            time: "1700000000.25",
+            target: b"",
+            device: (0, 0),
+            xattrs: &[],
+            data: b"",
+        }
+    }
+}
+
+impl Tar {
+    pub fn new() -> Self {
+        Tar::default()
+    }
+
+    pub fn add(mut self, entry: Entry<'_>) -> Self {
+        let mut pax = Vec::new();
+        pax.extend(record("mtime", entry.time.as_bytes()));
+        for (name, value) in entry.xattrs {
+            pax.extend(record(&format!("SCHILY.xattr.{name}"), value));
+        }
+        let header = Entry {
+            name: b"pax",
+            kind: b'x',
+            data: &pax,
+            ..Entry::default()
+        };
+        self.raw(&header);
+        self.raw(&entry);
+        self
+    }
+
+    pub fn directory(self, name: &str) -> Self {
+        self.add(Entry {
+            name: name.as_bytes(),
+            kind: b'5',
+            mode: 0o755,
+            ..Entry::default()
+        })
+    }
+
+    pub fn file(self, name: &str, data: &[u8]) -> Self {
+        self.add(Entry {
+            name: name.as_bytes(),
+            data,
+            ..Entry::default()
+        })
+    }
+
+    pub fn symlink(self, name: &str, target: &str) -> Self {
+        self.add(Entry {
+            name: name.as_bytes(),
+            kind: b'2',
+            mode: 0o777,
+            target: target.as_bytes(),
+            ..Entry::default()
+        })
+    }
+
+    pub fn hardlink(self, name: &str, target: &str) -> Self {
+        self.add(Entry {
+            name: name.as_bytes(),
+            kind: b'1',
+            target: target.as_bytes(),
+            ..Entry::default()
+        })
+    }
+
+    /// A file whose name is too long for the header.
+    pub fn long(mut self, name: &str, data: &[u8]) -> Self {
+        self.raw(&Entry {
+            name: b"pax",
+            kind: b'x',
+            data: &record("path", name.as_bytes()),
+            ..Entry::default()
+        });
+        self.raw(&Entry {
+            name: b"long",
+            data,
+            ..Entry::default()
+        });
+        self
+    }
+
+    /// A file in GNU tar's sparse format 1.0: `records` say so, `data` begins with the map.
+    pub fn sparse(mut self, name: &str, records: &[(&str, &str)], data: &[u8]) -> Self {
+        let pax: Vec<u8> = records
+            .iter()
+            .flat_map(|(key, value)| record(key, value.as_bytes()))
+            .collect();
+        self.raw(&Entry {
+            name: b"pax",
+            kind: b'x',
+            data: &pax,
+            ..Entry::default()
+        });
+        self.raw(&Entry {
+            name: name.as_bytes(),
+            data,
+            ..Entry::default()
+        });
+        self
+    }
+
+    pub fn finish(mut self) -> Vec<u8> {
+        self.bytes.extend([0; 1024]);
+        self.bytes
+    }
+
+    fn raw(&mut self, entry: &Entry<'_>) {
+        let mut header = [0; 512];
+        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, entry.name);
+        put(100, format!("{:07o}", entry.mode).as_bytes());
+        put(108, format!("{:07o}", entry.owner.0).as_bytes());
+        put(116, format!("{:07o}", entry.owner.1).as_bytes());
+        put(124, format!("{:011o}", entry.data.len()).as_bytes());
+        let seconds = entry.time.split('.').next().unwrap();
+        let seconds: u64 = seconds.parse().unwrap_or(0);
+        put(136, format!("{seconds:011o}").as_bytes());
+        put(148, b"        ");
+        put(156, &[entry.kind]);
+        put(157, entry.target);
+        put(257, b"ustar\x0000");
+        put(329, format!("{:07o}", entry.device.0).as_bytes());
+        put(337, format!("{:07o}", entry.device.1).as_bytes());
+        let sum: u32 = header.iter().map(|&b| u32::from(b)).sum();
+        header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+        self.bytes.extend(header);
+        self.bytes.extend(entry.data);
+        let padding = entry.data.len().next_multiple_of(512) - entry.data.len();
+        self.bytes.extend(vec![0; padding]);
+    }
+}
+
+/// A PAX record; its length counts its own digits.
+fn record(key: &str, value: &[u8]) -> Vec<u8> {
+    let rest = key.len() + value.len() + 3;
+    let mut length = rest + 1;
+    while length != rest + length.to_string().len() {
+        length = rest + length.to_string().len();
+    }
+    let mut bytes = format!("{length} {key}=").into_bytes();
+    bytes.extend(value);
+    bytes.push(b'\n');
+    bytes
+}
+
+/// Bytes that do not compress, the same each time.
+pub fn noise(length: usize) -> Vec<u8> {
+    let mut state = 0x2545_f491_4f6c_dd1du64;
+    (0..length)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as u8
+        })
+        .collect()
+}
+
+/// A small root file system with something of everything that needs no privilege to convert.
+pub fn sample() -> Vec<u8> {
+    Tar::new()
+        .directory("./")
+        .file(".hidden", b"hidden\n")
+        .symlink("bin", "usr/bin")
+        .directory("dev/")
+        .add(Entry {
+            name: b"dev/null",
+            kind: b'3',
+            mode: 0o666,
+            device: (1, 3),
+            ..Entry::default()
+        })
+        .directory("etc/")
+        .file("etc/motd", b"Welcome.\n")
+        .file("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n")
+        .symlink("etc/outside", "../../../etc/motd")
+        .symlink("etc/loop", "loop")
+        .add(Entry {
+            name: b"etc/odd \x1b[31m\nname\xff",
+            data: b"odd\n",
+            ..Entry::default()
+        })
+        .add(Entry {
+            name: b"pipe",
+            kind: b'6',
+            mode: 0o600,
+            ..Entry::default()
+        })
+        .directory("usr/")
+        .directory("usr/bin/")
+        .add(Entry {
+            name: b"usr/bin/su",
+            mode: 0o4755,
+            owner: (0, 42),
+            time: "1600000000.123456789",
+            xattrs: &[("user.note", b"\x00\n\xff")],
+            data: &noise(10_000),
+            ..Entry::default()
+        })
+        .hardlink("usr/bin/sudo", "usr/bin/su")
+        .directory("var/")
+        .file("var/data", &noise(100_000))
+        .file("var/same", &noise(100_000))
+        .file("var/zeros", &[0; 300_000])
+        .finish()
+}
+
+/// A requirement that is not there: a visible skip at home, a failure in CI, which must have it.
+pub fn missing(what: &str, why: &dyn std::fmt::Display) {
+    assert!(std::env::var_os("CI").is_none(), "CI lacks {what}: {why}");
+    eprintln!("skipped: no {what}: {why}");
+}
+
+/// Whether the tests run as root.
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
