@@ -283,6 +283,30 @@ fn reads_from_any_byte_to_any_byte_agree_with_the_content() {
 }
 
 #[test]
+fn a_dump_reads_like_this() {
+    let mut space = Space::new(100);
+    let mut layer = LayerTree::new();
+    put(&mut layer, "-d", directory());
+    let mut file = node(NodeKind::Regular(space.file(b"content")));
+    file.attributes = attributes(0o4755, 1000, 70_000, -1);
+    file.attributes.xattrs = xattrs(&[(b"user.b", b"\x00="), (b"user.a", b"")]);
+    let id = put(&mut layer, "-d/a file", file);
+    link(&mut layer, "-d/same", id);
+    let number = DeviceNumber { major: 1, minor: 3 };
+    put(&mut layer, "null", node(NodeKind::CharDevice(number)));
+    put(&mut layer, "link", symlink(b"-d/a file"));
+    let image = space.image(&layer.into_tree().unwrap());
+    insta::assert_snapshot!(dump(&image), @r"
+    / d0755 3 0:0 0.000000000
+    /-d d0755 2 0:0 0.000000000
+    /-d/a\x20file -4755 2 1000:70000 7 -1.000000000 crc64 96155d5f25504c61 @user.a= @user.b=\x00\x3d
+    /-d/same -4755 2 1000:70000 7 -1.000000000 = /-d/a\x20file
+    /link l0777 1 0:0 9 0.000000000 -> -d/a\x20file
+    /null c0644 1 0:0 0 0.000000000 dev 1:3
+    ");
+}
+
+#[test]
 fn the_same_tree_gives_the_same_bytes() {
     let (tree, space) = everything();
     let again = everything();

@@ -3,7 +3,7 @@
 use zerocopy::IntoBytes;
 
 use super::dirs::{Entries, Entry, Packer, file_type, write_block};
-use super::layout::{Item, Placed};
+use super::layout::{Item, Placed, PlacedDirectory};
 use super::{EmitError, Plan};
 use crate::format::{
     self, BLOCK_BYTES, CompactInode, ExtendedInode, NULL_BLOCK, SLOT_BYTES, layout,
@@ -85,25 +85,38 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         let plan = self.plan;
         let node = plan.tree.node(id);
         let attributes = &node.attributes;
-        let absolute = |block: u32| plan.metadata_block + block;
+        let inline = u16::from(placed.layout) == layout::INLINE;
+        // Block addresses that nothing uses are zero, so that they depend on nothing.
+        let first_block = |used: bool, block: u32| match used {
+            true => plan.metadata_block + block,
+            false => 0,
+        };
         let (kind, size, union) = match &node.kind {
             NodeKind::Directory(_) => {
-                let directory = plan.layout.directory(id);
-                let block = absolute(directory.first_block);
-                (0o040_000, directory.bytes, block)
+                let PlacedDirectory {
+                    bytes,
+                    first_block: block,
+                    ..
+                } = plan.layout.directory(id);
+                let used = !inline || bytes >= BLOCK_BYTES as u64;
+                (0o040_000, bytes, first_block(used, block))
             }
             NodeKind::Regular(content) => {
+                let tail = content.tail.map_or(0, |tail| tail.length.into());
                 let union = match &content.blocks {
-                    Blocks::Flat { start } => *start,
+                    Blocks::Flat { start } if content.size > tail => *start,
                     Blocks::Chunked { chunk_shift, .. } if content.size > 0 => {
-                        u32::from(*chunk_shift)
+                        (*chunk_shift).into()
                     }
                     // Nothing is stored of it.
-                    Blocks::Chunked { .. } | Blocks::Dropped => 0,
+                    _ => 0,
                 };
                 (0o100_000, content.size, union)
             }
-            NodeKind::Symlink(target) => (0o120_000, target.len() as u64, absolute(placed.extra)),
+            NodeKind::Symlink(target) => {
+                let block = first_block(!inline, placed.extra);
+                (0o120_000, target.len() as u64, block)
+            }
             NodeKind::CharDevice(device) => (
                 0o020_000,
                 0,
