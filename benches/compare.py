@@ -89,7 +89,6 @@ def conversions(args):
         ("**bcow**, zstd 3, -j1", bcow + ["-j1", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
         ("**bcow**, zstd 3, -j2", bcow + ["-j2", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
         ("**bcow**, zstd 3, -j2, --no-verify", bcow + ["-j2", "--no-verify", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
-        ("sqfstar, zstd 3, 128 KiB", ["sh", "-c", f"exec sqfstar -quiet -no-progress -comp zstd -Xcompression-level 3 {out}.sqfs < {tar}"], f"{out}.sqfs"),
         ("mksquashfs, zstd 3, from a directory", ["mksquashfs", str(args.tree), f"{out}.sqfs", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-noappend"], f"{out}.sqfs"),
         ("mkfs.erofs, " + args.erofs_codec + ", from a directory", ["mkfs.erofs", f"-z{args.erofs_codec}", "-C65536", f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
         ("*copy:* `cp --sparse=never` of the tar", ["cp", "--sparse=never", tar, f"{out}.tar"], f"{out}.tar"),
@@ -280,7 +279,7 @@ def main():
     codecs = subprocess.run(["mkfs.erofs", "--help"], capture_output=True, text=True)
     args.erofs_codec = "zstd,level=3" if "zstd" in codecs.stdout + codecs.stderr else "lz4hc"
     args.layers = layer_files(args.layout)
-    for tool in ("zstd", "sqfstar", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
+    for tool in ("zstd", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
         if not have(tool):
             print(f"not installed, left out: {tool}")
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")

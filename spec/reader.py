@@ -44,6 +44,7 @@ import bisect
 import hashlib
 import json
 import os
+import signal
 import struct
 import sys
 
@@ -972,6 +973,8 @@ def main(arguments):
         command.add_argument("--names", metavar="DIR", action="append", default=[])
         command.set_defaults(function=function)
     args = parser.parse_args(arguments)
+    # `map FILE | head` ends quietly.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         args.function(args)
     except Rejected as error:
