@@ -136,7 +136,7 @@ impl Archive {
                 return Err(ConvertError::Limit {
                     place: Place::layer(&name),
                     kind: LimitKind::ArchiveMembers,
-                    value: members.len() as u64,
+                    value: Some(members.len() as u64),
                     allowed: MAX_MEMBERS,
                 });
             }

@@ -95,7 +95,7 @@ impl Blob {
         let too_large = |value| ConvertError::Limit {
             place: Place::layer(&self.name),
             kind: LimitKind::DocumentBytes,
-            value,
+            value: Some(value),
             allowed: limit,
         };
         if let Some(length) = self.length().filter(|&length| length > limit) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use bcow::{Image as BcowImage, ImageWriter, OpenOptions, WriterOptions, Written};
-use bcow_erofs::merge::merge;
+use bcow_erofs::merge::{MergeError, merge};
 use bcow_erofs::tree::LayerTree;
 use bcow_erofs::writer::{EmitError, Plan, WriteOptions};
 use serde_json::{Map, Value, json};
@@ -123,6 +123,8 @@ struct Conversion<'c> {
     budget: Budget,
     warnings: Warnings,
     path: PathBuf,
+    /// How messages name the layers, lowest first.
+    names: Vec<String>,
     inline_max: u16,
 }
 
@@ -164,12 +166,14 @@ impl<'c> Conversion<'c> {
             },
             warnings: Warnings::default(),
             path,
+            names: Vec::new(),
             inline_max,
         })
     }
 
     /// Reads all layers, uppermost first; gives them back lowest first.
     fn layers(&mut self, image: &Image) -> Result<(Vec<LayerTree>, Report), ConvertError> {
+        self.names = image.layers.iter().map(|l| l.name.clone()).collect();
         let lengths = image.layers.iter().map(|layer| layer.blob.length());
         self.progress
             .total(lengths.sum::<Option<u64>>().filter(|&bytes| bytes > 0));
@@ -232,7 +236,9 @@ impl<'c> Conversion<'c> {
     }
 
     fn directory(&mut self, path: &Path) -> Result<(Vec<LayerTree>, Report), ConvertError> {
-        self.progress.phase(&path.display().to_string());
+        let name = path.display().to_string();
+        self.progress.phase(&name);
+        self.names = vec![name];
         self.progress.total(None);
         let ingest = DirectoryIngest {
             content: &mut self.content,
@@ -255,7 +261,7 @@ impl<'c> Conversion<'c> {
         self.progress.phase("metadata");
         self.progress.total(None);
         let path = self.path;
-        let tree = merge(layers).map_err(|e| ConvertError::Tree(e.into()))?;
+        let tree = merge(layers).map_err(|e| tree_error(&self.names, e))?;
         let stats = self.content.stats();
         let (sink, tails) = self.content.into_parts();
         let mut writer = sink.writer;
@@ -295,6 +301,24 @@ impl<'c> Conversion<'c> {
         let root = written.merkle_root();
         report.merkle_root = root.iter().map(|b| format!("{b:02x}")).collect();
         Ok(written)
+    }
+}
+
+/// Says which layer does not fit.
+fn tree_error(names: &[String], error: MergeError) -> ConvertError {
+    let (place, problem) = match error {
+        MergeError::Layer { layer, source } => (names.get(layer).cloned(), source),
+        MergeError::Tree(source) => (None, source),
+        other => {
+            return ConvertError::Layout {
+                place: "the layers".to_owned(),
+                problem: other.to_string(),
+            };
+        }
+    };
+    ConvertError::Tree {
+        place: place.unwrap_or_else(|| "the merged layers".to_owned()),
+        problem,
     }
 }
 

@@ -70,7 +70,7 @@ pub(crate) fn find(
         return Err(ConvertError::Limit {
             place: Place::layer(files.name()),
             kind: LimitKind::Layers,
-            value: paths.len() as u64,
+            value: Some(paths.len() as u64),
             allowed: MAX_LAYERS as u64,
         });
     }

@@ -130,7 +130,7 @@ impl LimitKind {
     fn text(self) -> &'static str {
         match self {
             LimitKind::Entries => "entries",
-            LimitKind::Ratio => "compression ratio",
+            LimitKind::Ratio => "decompressed bytes per compressed byte",
             LimitKind::Bytes => "decompressed bytes",
             LimitKind::NameBytes => "bytes of names and extended attributes",
             LimitKind::PathBytes => "bytes of path",
@@ -311,20 +311,25 @@ pub enum ConvertError {
         problem: TarProblem,
     },
     /// The input is larger, deeper or more than allowed.
-    #[error("{place}: too many {}: {value}, allowed are {allowed}", kind.text())]
+    #[error("{place}: too many {}: {}at most {allowed} are allowed", kind.text(), match value { Some(v) => format!("{v}, "), None => String::new() })]
     Limit {
         /// Layer and entry.
         place: Place,
         /// Which limit.
         kind: LimitKind,
-        /// What the input has (at least).
-        value: u64,
+        /// What the input has (at least), if that is known.
+        value: Option<u64>,
         /// What is allowed.
         allowed: u64,
     },
-    /// The layers do not add up to a file system.
-    #[error("the layers do not add up to a file system")]
-    Tree(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A layer does not fit onto the layers below it.
+    #[error("{place}: {problem}")]
+    Tree {
+        /// The layer, or the merged tree.
+        place: String,
+        /// What does not fit, with the path.
+        problem: bcow_erofs::tree::TreeError,
+    },
     /// A file changed while it was read.
     #[error("{what} changed while it was read")]
     Changed {
@@ -361,7 +366,7 @@ pub enum TarProblem {
         found: u64,
         expected: u64,
     },
-    #[error("the archive ends in the middle of {what} (at byte {offset})")]
+    #[error("the archive is truncated: it ends in the middle of {what} (at byte {offset})")]
     Truncated { offset: u64, what: &'static str },
     #[error("a zero block stands in the middle of the archive (at byte {offset})")]
     LoneZeroBlock { offset: u64 },
@@ -434,7 +439,7 @@ impl ConvertError {
             | E::DigestMismatch { .. }
             | E::SizeMismatch { .. }
             | E::Decompress { .. }
-            | E::Tree(_) => ErrorKind::Invalid,
+            | E::Tree { .. } => ErrorKind::Invalid,
             E::Tar { problem, .. } => match problem {
                 TarProblem::UnknownType { .. } | TarProblem::MultiVolume => ErrorKind::Unsupported,
                 _ => ErrorKind::Invalid,

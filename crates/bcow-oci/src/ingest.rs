@@ -327,7 +327,7 @@ pub(crate) fn store_error(place: Place, error: StoreError) -> ConvertError {
     ConvertError::Limit {
         place,
         kind,
-        value,
+        value: Some(value),
         allowed,
     }
 }
@@ -364,7 +364,7 @@ pub(crate) fn tar_error(layer: &str, error: TarError) -> ConvertError {
         } => ConvertError::Limit {
             place,
             kind,
-            value,
+            value: Some(value),
             allowed,
         },
         TarCause::Stream(error) => error,
@@ -383,7 +383,7 @@ pub(crate) fn place_error(layer: &str, entry: &[u8], error: PlaceError) -> Conve
         } => ConvertError::Limit {
             place,
             kind,
-            value,
+            value: Some(value),
             allowed,
         },
     }

@@ -137,8 +137,7 @@ impl From<ConvertError> for Stop {
     }
 }
 
-/// What a compressed stream is, by its first bytes. Media types are not asked: they are wrong often
-/// enough that every engine looks at the bytes, and the diffID settles it.
+/// What a compressed stream is, by its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Plain,
@@ -149,6 +148,24 @@ pub(crate) enum Format {
 }
 
 impl Format {
+    /// What a layer's media type says.
+    fn of_media_type(media_type: &str) -> Format {
+        match media_type {
+            t if t.ends_with("+gzip") || t.ends_with(".gzip") => Format::Gzip,
+            t if t.ends_with("+zstd") || t.ends_with(".zstd") => Format::Zstd,
+            _ => Format::Plain,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Format::Plain => "uncompressed",
+            Format::Gzip => "gzip",
+            Format::Zstd => "zstd",
+            Format::Other(name) => name,
+        }
+    }
+
     pub(crate) fn of(start: &[u8]) -> Format {
         match start {
             [0x1f, 0x8b, ..] => Format::Gzip,
@@ -229,7 +246,20 @@ fn check_digest(
 fn decode(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> {
     let name = output.name;
     let start = raw.peek(8).map_err(|e| read_error("read", name, e))?;
-    match Format::of(start) {
+    let format = Format::of(start);
+    // Some engines go by the media type and some by the bytes. A layer that is one thing to the ones and
+    // another to the others is refused.
+    if let Some(media_type) = output.media_type {
+        let expected = Format::of_media_type(media_type);
+        if expected != format && !matches!(format, Format::Other(_)) {
+            return Err(Stop::Failed(ConvertError::Decompress {
+                place: name.to_owned(),
+                format: expected.name(),
+                problem: format!("it is {} (the media type is {media_type})", format.name()),
+            }));
+        }
+    }
+    match format {
         Format::Plain => output.fill("tar", raw),
         Format::Gzip => gunzip(raw, output),
         Format::Zstd => {
@@ -388,6 +418,7 @@ impl Read for RawReader<'_> {
 /// Decompressed bytes, hashed, counted and cut into chunks.
 struct Output<'r> {
     name: &'r str,
+    media_type: Option<&'r str>,
     limits: &'r Limits,
     all_bytes: &'r AtomicU64,
     chunks: SyncSender<Message>,
@@ -408,6 +439,7 @@ impl<'r> Output<'r> {
         let algorithm = input.diff_id.as_ref().map(|id| id.0.algorithm());
         Output {
             name: &input.name,
+            media_type: input.media_type.as_deref(),
             limits: reading.limits,
             all_bytes: reading.bytes,
             chunks,
@@ -460,7 +492,7 @@ impl<'r> Output<'r> {
         let exceeded = |kind, value, allowed| ConvertError::Limit {
             place: Place::layer(self.name),
             kind,
-            value,
+            value: Some(value),
             allowed,
         };
         if all > self.limits.max_bytes {
@@ -479,7 +511,7 @@ impl<'r> Output<'r> {
             return ConvertError::Limit {
                 place: Place::layer(self.name),
                 kind: LimitKind::Window,
-                value: (1 << MAX_WINDOW_LOG) + 1,
+                value: None,
                 allowed: 1 << MAX_WINDOW_LOG,
             };
         }

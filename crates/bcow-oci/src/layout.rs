@@ -264,7 +264,7 @@ fn choose_platform(
         let limit = |kind, value: usize, allowed: usize| ConvertError::Limit {
             place: Place::layer(files.name()),
             kind,
-            value: value as u64,
+            value: Some(value as u64),
             allowed: allowed as u64,
         };
         if depth > MAX_INDEX_DEPTH {
@@ -272,7 +272,7 @@ fn choose_platform(
         }
         level = Vec::new();
         for index in &indexes {
-            let (place, bytes) = document(files, index, MAX_MANIFEST_BYTES)?;
+            let (place, bytes) = document(files, "index", index, MAX_MANIFEST_BYTES)?;
             let index: IndexDocument = parse(&place, &bytes)?;
             level.extend(index.manifests.unwrap_or_default());
             if manifests.len() + level.len() > MAX_MANIFESTS {
@@ -330,14 +330,15 @@ fn score(wanted: &Platform, found: &Platform) -> Option<u8> {
 /// A blob that a descriptor names, checked in size and digest.
 fn document(
     files: &Files,
+    what: &str,
     descriptor: &Descriptor,
     limit: u64,
 ) -> Result<(String, Vec<u8>), ConvertError> {
     let digest = digest(files, &descriptor.digest)?;
-    let place = format!("{} in {}", digest.short(), files.name());
+    let place = format!("{what} {} in {}", digest.short(), files.name());
     let Some(blob) = files.open(&blob_path(&digest))? else {
         return Err(ConvertError::MissingBlob {
-            place: files.name(),
+            place,
             digest,
             foreign: false,
         });
@@ -379,21 +380,20 @@ fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
     if !matches!(&*descriptor.media_type, OCI_MANIFEST | DOCKER_MANIFEST) {
         return Err(media_type(place, descriptor));
     }
-    let (_, bytes) = document(files, descriptor, MAX_MANIFEST_BYTES)?;
-    let manifest: ManifestDocument = parse(&place, &bytes)?;
+    let (in_files, bytes) = document(files, "manifest", descriptor, MAX_MANIFEST_BYTES)?;
+    let manifest: ManifestDocument = parse(&in_files, &bytes)?;
     if !CONFIGS.contains(&&*manifest.config.media_type) {
         let place = format!("config of {place}");
         return Err(media_type(place, &manifest.config));
     }
-    let config_digest = digest(files, &manifest.config.digest)?;
-    let (_, bytes) = document(files, &manifest.config, MAX_CONFIG_BYTES)?;
-    let config = ImageConfig::parse(&format!("config {}", config_digest.short()), &bytes)?;
+    let (in_files, bytes) = document(files, "config", &manifest.config, MAX_CONFIG_BYTES)?;
+    let config = ImageConfig::parse(&in_files, &bytes)?;
     config.check_layers(&place, manifest.layers.len())?;
     if manifest.layers.len() > MAX_LAYERS {
         return Err(ConvertError::Limit {
             place: Place::layer(place),
             kind: LimitKind::Layers,
-            value: manifest.layers.len() as u64,
+            value: Some(manifest.layers.len() as u64),
             allowed: MAX_LAYERS as u64,
         });
     }
