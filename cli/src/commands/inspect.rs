@@ -50,10 +50,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Value::Null
     });
     let metadata_start = metadata["content"]["metadata_start"].as_u64();
-    let storage = Storage::measure(&image, metadata_start).unwrap_or_else(|(storage, error)| {
+    let (storage, error) = Storage::measure(&image, metadata_start);
+    if let Some(error) = error {
         note("map", &error);
-        storage
-    });
+    }
     let filesystem = match bcow_erofs::reader::Filesystem::open(image.image().clone()) {
         Ok(filesystem) => Some(filesystem.superblock().clone()),
         Err(error) => {
@@ -163,11 +163,8 @@ impl Class {
 }
 
 impl Storage {
-    /// Goes through the map. After an error, what was seen until then comes with it.
-    fn measure(
-        image: &OpenImage,
-        metadata_start: Option<u64>,
-    ) -> Result<Storage, (Storage, bcow::Error)> {
+    /// Goes through the map. After an error, what was seen until then is what there is.
+    fn measure(image: &OpenImage, metadata_start: Option<u64>) -> (Storage, Option<bcow::Error>) {
         let mut storage = Storage::default();
         for extent in image.image().extents() {
             match extent {
@@ -175,10 +172,10 @@ impl Storage {
                     storage.metadata.add(&extent);
                 }
                 Ok(extent) => storage.content.add(&extent),
-                Err(error) => return Err((storage, error)),
+                Err(error) => return (storage, Some(error)),
             }
         }
-        Ok(storage)
+        (storage, None)
     }
 }
 
@@ -415,11 +412,7 @@ impl Facts<'_> {
             line(out, "file content", &exact(bytes))?;
         }
         if let Some(bytes) = content["deduplicated_bytes"].as_u64() {
-            line(
-                out,
-                "stored once",
-                &format!("{} of it, for several files", exact(bytes)),
-            )?;
+            line(out, "deduplicated", &format!("{} of it", exact(bytes)))?;
         }
         Ok(())
     }

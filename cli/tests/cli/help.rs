@@ -19,6 +19,8 @@ fn help_of_the_command_and_of_every_subcommand() {
     for command in commands {
         let long = String::from_utf8(sandbox.ok(&[command, "--help"])).unwrap();
         snapshot!(format!("help_{command}"), long);
+        let guide = format!("{}/../docs/guide/{command}.md", env!("CARGO_MANIFEST_DIR"));
+        assert!(std::path::Path::new(&guide).exists(), "no {guide}");
     }
 }
 
