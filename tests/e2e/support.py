@@ -1,5 +1,6 @@
 """What the end-to-end tests share: the program under test, requirements, mounts, images."""
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -102,10 +103,36 @@ def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file
     return result
 
 
-def bcow(*arguments, **options):
+def bcow(*arguments, user=None, **options):
     if not os.path.exists(BCOW):
         raise AssertionError(f"{BCOW} is not there: cargo build --release, or name it in $BCOW")
-    return run(BCOW, *arguments, **options)
+    return run(BCOW if user is None else for_everyone(BCOW), *arguments, user=user, **options)
+
+
+def for_everyone(path):
+    """A name for a path that an ordinary user can reach, should the checkout be in a private directory."""
+    directory, name = os.path.split(os.path.abspath(path))
+    return os.path.join(reachable(directory), name)
+
+
+@functools.cache
+def reachable(directory):
+    parts = directory.split("/")
+    if all(os.stat("/".join(parts[:n + 1]) or "/").st_mode & 0o001 for n in range(len(parts))):
+        return directory
+    where = tempfile.mkdtemp(prefix="bcow-", dir="/var/tmp")
+    os.chmod(where, 0o755)
+    run("mount", "--bind", directory, where)
+    atexit.register(lambda: (subprocess.run(["umount", where]), os.rmdir(where)))
+    return where
+
+
+def is_mounted(where):
+    """Asks the kernel's table: another user's FUSE mount cannot be looked at, even by root."""
+    with open("/proc/self/mountinfo", "rb") as table:
+        places = [line.split()[4] for line in table]
+    escaped = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in os.path.abspath(where))
+    return os.fsencode(escaped) in places
 
 
 @contextlib.contextmanager
@@ -114,16 +141,17 @@ def mounted(image, *options, user=None):
     where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
     if user is not None:
         os.chown(where, user, user)
+        image, where = for_everyone(image), for_everyone(where)
     bcow("mount", image, where, *options, user=user, timeout=60)
     try:
-        if not os.path.ismount(where):
+        if not is_mounted(where):
             raise AssertionError("bcow mount returned, and nothing is mounted")
         yield where
         bcow("umount", where, user=user, timeout=60)
-        if os.path.ismount(where):
+        if is_mounted(where):
             raise AssertionError("bcow umount returned, and it is still mounted")
     finally:
-        if os.path.ismount(where):
+        if is_mounted(where):
             subprocess.run(["umount", "-l", where])
         os.rmdir(where)
 
@@ -145,7 +173,7 @@ def kernel_mounted(image, how):
                 raise AssertionError(f"mount(2) of {image} as erofs: {os.strerror(code)}")
         yield where
     finally:
-        if os.path.ismount(where):
+        if is_mounted(where):
             run("umount", where)
         os.rmdir(where)
 
@@ -192,9 +220,8 @@ def layer_bytes(name):
         layers = json.load(blob)["layers"]
     total = 0
     for layer in layers:
-        packed = subprocess.Popen(["gzip", "-dc"], stdout=subprocess.PIPE,
-                                  stdin=open(os.path.join(directory, "blobs", *layer["digest"].split(":")), "rb"))
-        while chunk := packed.stdout.read(1 << 20):
-            total += len(chunk)
-        packed.wait()
+        with open(os.path.join(directory, "blobs", *layer["digest"].split(":")), "rb") as blob:
+            with subprocess.Popen(["gzip", "-dc"], stdin=blob, stdout=subprocess.PIPE) as unpacker:
+                while chunk := unpacker.stdout.read(1 << 20):
+                    total += len(chunk)
     return total

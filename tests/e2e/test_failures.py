@@ -10,7 +10,7 @@ import tempfile
 import time
 import unittest
 
-from support import BCOW, TOP, WORK, assert_same_tree, bcow, mounted, need, run
+from support import BCOW, TOP, WORK, assert_same_tree, bcow, is_mounted, mounted, need, run
 import tree
 
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
@@ -88,7 +88,7 @@ class Failures(unittest.TestCase):
             with self.subTest(name=name):
                 where = tempfile.mkdtemp(dir=self.directory)
                 self.refused(bcow("mount", self.path(name, data), where, check=False), name)
-                self.assertFalse(os.path.ismount(where))
+                self.assertFalse(is_mounted(where))
 
     def test_mount_of_a_file_that_is_not_there(self):
         where = tempfile.mkdtemp(dir=self.directory)
@@ -153,16 +153,16 @@ class Failures(unittest.TestCase):
                                            stderr=subprocess.DEVNULL)
                 try:
                     deadline = time.monotonic() + 20
-                    while not os.path.ismount(where):
+                    while not is_mounted(where):
                         self.assertIsNone(process.poll(), "bcow mount -f ended by itself")
                         self.assertLess(time.monotonic(), deadline, "not mounted after 20 s")
                         time.sleep(0.01)
                     process.send_signal(number)
                     process.wait(20)
-                    self.assertFalse(os.path.ismount(where))
+                    self.assertFalse(is_mounted(where))
                 finally:
                     process.kill()
-                    if os.path.ismount(where):
+                    if is_mounted(where):
                         subprocess.run(["umount", "-l", where])
 
     def test_foreground_daemon_ends_when_unmounted(self):
@@ -171,7 +171,7 @@ class Failures(unittest.TestCase):
                                    stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 20
-            while not os.path.ismount(where):
+            while not is_mounted(where):
                 self.assertLess(time.monotonic(), deadline, "not mounted after 20 s")
                 time.sleep(0.01)
             run("umount", where)

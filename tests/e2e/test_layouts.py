@@ -72,7 +72,8 @@ class Layouts(unittest.TestCase):
         self.assertEqual(len(re.findall(r"^error:", message, re.MULTILINE)), 1, message)
         for pattern in rules.get("mention", ()):
             self.assertRegex(message, pattern)
-        self.assertEqual([left for left in os.listdir(self.out) if name in left], [], "a refused source left output behind")
+        left = [one for one in os.listdir(self.out) if name in one]
+        self.assertEqual(left, [], "a refused source left output behind")
 
 
 def add_tests():

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import unittest
 
-from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, image, kernel_at_least, kernel_mounted,
-                     layer_bytes, mounted, need, run, unpacked)
+from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone, image, kernel_at_least,
+                     kernel_mounted, layer_bytes, mounted, need, run, unpacked)
 import tree
 
 
@@ -62,8 +62,7 @@ class RealImage(unittest.TestCase):
         os.link(self.compressed, link)
         os.chmod(link, 0o644)
         with mounted(link, user=NOBODY) as where:
-            oracle = os.path.abspath(tree.__file__)
-            dumped = run(sys.executable, oracle, "dump", where, user=NOBODY).out
+            dumped = run("/usr/bin/python3", for_everyone(tree.__file__), "dump", where, user=NOBODY).out
             seen = {entry["path"]: entry for entry in map(json.loads, dumped.splitlines())}
         assert_same_tree(self, self.reference, seen)
 
@@ -106,7 +105,7 @@ class RealImage(unittest.TestCase):
         for image_file in (self.compressed, self.plain):
             bcow("fsck", "--data", image_file)
 
-    def test_fsck_finds_one_flipped_bit_and_the_mount_refuses_its_block(self):
+    def test_fsck_finds_one_flipped_bit(self):
         damaged = os.path.join(self.directory, "damaged.bcow")
         shutil.copy(self.compressed, damaged)
         middle = os.path.getsize(damaged) // 2

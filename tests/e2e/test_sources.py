@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import unittest
 
-from support import NOBODY, WORK, assert_same_tree, bcow, image, mounted, need, run, unpacked
+from support import NOBODY, WORK, assert_same_tree, bcow, for_everyone, image, mounted, need, run, unpacked
 
 
 class Sources(unittest.TestCase):
@@ -61,15 +61,14 @@ class Sources(unittest.TestCase):
                                  "--sparse", *options, "--directory", self.rootfs, "."], stdout=subprocess.PIPE)
 
     def test_tar_on_standard_input(self):
-        packer = self.tar()
-        self.check("tar:-", stdin=packer.stdout)
-        self.assertEqual(packer.wait(), 0)
+        with self.tar() as packer:
+            self.check("tar:-", stdin=packer.stdout)
+        self.assertEqual(packer.returncode, 0)
 
     def test_tar_named_by_its_file_name_alone(self):
-        with open(self.path("tree.tar.gz"), "wb") as out:
-            packer = self.tar("--gzip")
+        with open(self.path("tree.tar.gz"), "wb") as out, self.tar("--gzip") as packer:
             shutil.copyfileobj(packer.stdout, out)
-        self.assertEqual(packer.wait(), 0)
+        self.assertEqual(packer.returncode, 0)
         self.check(self.path("tree.tar.gz"))
 
     def test_directory(self):
@@ -79,7 +78,9 @@ class Sources(unittest.TestCase):
         mine = self.path("nobody")
         os.makedirs(mine)
         os.chown(mine, NOBODY, NOBODY)
-        bcow("convert", self.source, os.path.join(mine, "image.bcow"), user=NOBODY)
+        directory, tag = image("small")
+        theirs = os.path.join(for_everyone(mine), "image.bcow")
+        bcow("convert", f"oci:{for_everyone(directory)}:{tag}", theirs, user=NOBODY)
         bcow("convert", self.source, self.image)
         with open(self.image, "rb") as a, open(os.path.join(mine, "image.bcow"), "rb") as b:
             self.assertTrue(a.read() == b.read(), "root and an ordinary user get different images")
