@@ -214,9 +214,12 @@ impl Output {
     }
 }
 
-const SPINNER: &str = "{spinner} {msg:<12} {bytes:>10}  {bytes_per_sec:>12}  {elapsed}";
-const BAR: &str =
-    "{msg:<12} [{bar:30}] {bytes:>10} / {total_bytes:<10} {bytes_per_sec:>12}  {eta} left";
+/// Work without a count.
+const SPINNER: &str = "{spinner} {msg}  {elapsed}";
+/// A count without an end.
+const COUNTER: &str = "{spinner} {msg}  {bytes}  {bytes_per_sec}  {elapsed}";
+/// A count with an end. The bar comes last and takes what is left of a narrow terminal.
+const BAR: &str = "{msg} {bytes} / {total_bytes}  {bytes_per_sec}  {eta} left [{wide_bar}]";
 
 fn style(template: &str) -> ProgressStyle {
     // The templates are constants, and a test parses them.
@@ -236,8 +239,9 @@ pub struct Progress<'u> {
 const WARNINGS_SHOWN: u64 = 20;
 
 impl Progress<'_> {
-    /// How many bytes there are to do, if known.
+    /// How many bytes there are to do from here on, if that is known; the count starts again.
     pub fn total(&self, bytes: Option<u64>) {
+        self.bar.reset();
         match bytes {
             Some(bytes) => {
                 self.bar.set_style(style(BAR));
@@ -252,13 +256,15 @@ impl Progress<'_> {
 
     /// `bytes` more are done.
     pub fn advance(&self, bytes: u64) {
+        if self.bar.length().is_none() && self.bar.position() == 0 {
+            self.bar.set_style(style(COUNTER));
+        }
         self.bar.inc(bytes);
     }
 
-    /// What is being done now; the count starts again.
+    /// What is being done now. Several phases may share one count.
     pub fn phase(&self, name: &str) {
-        self.bar.reset();
-        self.bar.set_message(name.to_owned());
+        self.bar.set_message(printable(name).into_owned());
     }
 
     /// A warning that comes up on the way.
@@ -301,7 +307,7 @@ mod tests {
 
     #[test]
     fn progress_templates_parse() {
-        for template in [SPINNER, BAR] {
+        for template in [SPINNER, COUNTER, BAR] {
             assert!(ProgressStyle::with_template(template).is_ok(), "{template}");
         }
     }
