@@ -42,8 +42,8 @@ Mount options (-o, separated by commas; of two opposites the last holds):
                           taken, and the case anyway
 
 The background process logs to the system log, in the foreground to standard error. SIGTERM and
-SIGINT unmount; when files are in use then, nobody else can enter any more and the mount ends with its
-last user, or with a second signal. SIGHUP unmounts in the foreground only.")]
+SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with
+its last user or with a second signal. SIGHUP unmounts in the foreground only.")]
 pub struct Args {
     /// The image, a .bcow file
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
@@ -156,7 +156,10 @@ fn default_threads() -> usize {
 
 /// The library's error in the command's form.
 pub fn failure(error: &MountError) -> CommandError {
-    let failure = CommandError::new(error.to_string());
+    let mut failure = CommandError::new(error.to_string());
+    if let Some(source) = std::error::Error::source(error) {
+        failure = failure.caused_by(source);
+    }
     match error.hint() {
         Some(hint) => failure.hint(hint),
         None => failure,

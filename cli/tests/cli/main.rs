@@ -8,5 +8,6 @@ mod errors;
 mod extract;
 mod help;
 mod host;
+mod mount;
 mod outputs;
 mod support;

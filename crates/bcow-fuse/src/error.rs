@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Failure to mount or unmount. [`MountError::hint`] says what to do about it, where something can be done.
+/// Failure to mount or unmount. The host's error is the `source`; [`MountError::hint`] says what to do about it, where something can be done.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -18,6 +18,9 @@ pub enum MountError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// The mount shall be writable.
+    #[error("mount option \"rw\": writable mounts are not supported yet")]
+    ReadWrite,
     /// A known option that asks for what there is not.
     #[error("mount option {option:?} is not supported: {reason}")]
     UnsupportedOption {
@@ -30,10 +33,10 @@ pub enum MountError {
     #[error("mount option {0:?} is for root only")]
     RootOnly(&'static str),
     /// The FUSE device cannot be opened.
-    #[error("cannot open /dev/fuse: {0}")]
+    #[error("cannot open /dev/fuse")]
     NoDevice(#[source] io::Error),
     /// The mountpoint cannot be used.
-    #[error("mountpoint {}: {source}", path.display())]
+    #[error("cannot use mountpoint {}", path.display())]
     Mountpoint {
         /// The mountpoint as given.
         path: PathBuf,
@@ -47,7 +50,7 @@ pub enum MountError {
     #[error("a BCoW image is already mounted at {}", .0.display())]
     AlreadyMounted(PathBuf),
     /// The kernel refused the mount.
-    #[error("cannot mount at {}: {source}", path.display())]
+    #[error("cannot mount at {}", path.display())]
     Refused {
         /// The mountpoint.
         path: PathBuf,
@@ -55,7 +58,7 @@ pub enum MountError {
         source: io::Error,
     },
     /// `fusermount3` refused to mount or unmount.
-    #[error("fusermount3 at {}: {message}", path.display())]
+    #[error("fusermount3 refused {}: {message}", path.display())]
     Helper {
         /// The mountpoint.
         path: PathBuf,
@@ -63,13 +66,13 @@ pub enum MountError {
         message: String,
     },
     /// `fusermount3` cannot be run.
-    #[error("cannot run fusermount3: {0}")]
+    #[error("cannot run fusermount3")]
     NoHelper(#[source] io::Error),
     /// The conversation with the kernel failed.
-    #[error("FUSE session: {0}")]
+    #[error("the conversation with the kernel failed")]
     Session(#[source] io::Error),
     /// A process could not be started or its files not arranged.
-    #[error("cannot {action}: {source}")]
+    #[error("cannot {action}")]
     Process {
         /// What was being done.
         action: &'static str,
@@ -91,7 +94,7 @@ pub enum MountError {
     #[error("{} is in use", .0.display())]
     Busy(PathBuf),
     /// The kernel refused to unmount.
-    #[error("cannot unmount {}: {source}", path.display())]
+    #[error("cannot unmount {}", path.display())]
     Unmount {
         /// The mountpoint.
         path: PathBuf,

@@ -101,12 +101,7 @@ impl MountOptions {
         match bytes {
             // What this mount is anyway.
             b"ro" | b"defaults" | b"subtype=bcow" => {}
-            b"rw" => {
-                return Err(MountError::UnsupportedOption {
-                    option: shown(),
-                    reason: "writable mounts are not supported yet",
-                });
-            }
+            b"rw" => return Err(MountError::ReadWrite),
             _ if bytes.starts_with(b"subtype=") => {
                 return Err(MountError::UnsupportedOption {
                     option: shown(),
@@ -220,7 +215,7 @@ mod tests {
         let error = parsed(&["rw"]).unwrap_err().to_string();
         assert_eq!(
             error,
-            "mount option \"rw\" is not supported: writable mounts are not supported yet"
+            "mount option \"rw\": writable mounts are not supported yet"
         );
     }
 

@@ -1,0 +1,228 @@
+//! `bcow mount` and `bcow umount` on real mounts. What a mount promises in detail is tested in `bcow-fuse`.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::support::{Sandbox, is_root, missing, noise, snapshot};
+
+/// An image, and `mnt` to mount it on. Unmounts, however the test ends.
+struct Place(Sandbox);
+
+impl Place {
+    /// `None` where nothing can be mounted.
+    fn new() -> Option<Self> {
+        if let Err(error) = fs::File::options().read(true).write(true).open("/dev/fuse") {
+            missing("/dev/fuse", &error);
+            return None;
+        }
+        let sandbox = Sandbox::with_image();
+        fs::create_dir(sandbox.path("mnt")).unwrap();
+        Some(Place(sandbox))
+    }
+
+    fn file(&self, name: &str) -> std::path::PathBuf {
+        self.0.path("mnt").join(name)
+    }
+
+    /// Unmounts. A process that another test is just starting has our open files until it executes its
+    /// program, so the mount may be in use for a moment.
+    fn unmounted(&self) -> String {
+        let start = Instant::now();
+        loop {
+            let shown = self.0.shown(&["umount", "mnt"]);
+            if !shown.contains("is in use") || start.elapsed() > Duration::from_secs(10) {
+                return shown;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn foreground(&self) -> Child {
+        let child = self
+            .0
+            .command(&["mount", "-f", "image.bcow", "mnt"])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let start = Instant::now();
+        while !self.file("etc").exists() {
+            assert!(start.elapsed() < Duration::from_secs(20), "not mounted");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        child
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        if mounts.contains(self.0.path("mnt").to_str().unwrap()) {
+            self.0.run(&["umount", "--lazy", "mnt"]);
+        }
+    }
+}
+
+#[test]
+fn mounted_image_can_be_read_until_it_is_unmounted() {
+    let Some(place) = Place::new() else { return };
+    for options in ["--verify=checksums", "--verify=merkle"] {
+        assert_eq!(
+            place.0.shown(&["mount", options, "image.bcow", "mnt"]),
+            format!("$ bcow mount {options} image.bcow mnt\n--- exit status 0\n")
+        );
+        assert_eq!(fs::read(place.file("etc/motd")).unwrap(), b"Welcome.\n");
+        assert_eq!(fs::read(place.file("var/data")).unwrap(), noise(100_000));
+        assert_eq!(fs::read(place.file("var/zeros")).unwrap(), vec![0; 300_000]);
+        let su = fs::symlink_metadata(place.file("usr/bin/su")).unwrap();
+        assert_eq!((su.mode(), su.gid(), su.nlink()), (0o104_755, 42, 2));
+        assert_eq!(
+            su.ino(),
+            fs::symlink_metadata(place.file("bin/sudo")).unwrap().ino()
+        );
+        assert_eq!(place.unmounted(), "$ bcow umount mnt\n--- exit status 0\n");
+        assert!(!place.file("etc").exists());
+    }
+}
+
+#[test]
+fn mount_that_cannot_be_says_why() {
+    let Some(place) = Place::new() else { return };
+    place.0.write("text", b"no image");
+    place.0.ok(&["mount", "image.bcow", "mnt"]);
+    let shown: Vec<_> = [
+        &["mount", "missing.bcow", "mnt"][..],
+        &["mount", "mnt", "mnt"],
+        &["mount", "text", "mnt"],
+        &["mount", "image.bcow", "missing"],
+        &["mount", "image.bcow", "text"],
+        &["mount", "image.bcow", "mnt"],
+        &["mount", "-o", "ro,surprise", "image.bcow", "mnt"],
+        &["mount", "-o", "rw", "image.bcow", "mnt"],
+        &["mount", "-o", "subtype=other", "image.bcow", "mnt"],
+        &["mount", "-o", "fsname=", "image.bcow", "mnt"],
+        &["mount", "--threads=0", "image.bcow", "mnt"],
+    ]
+    .into_iter()
+    .map(|args| place.0.shown(args))
+    .collect();
+    snapshot!(shown.join("\n"));
+}
+
+#[test]
+fn umount_touches_nothing_but_images() {
+    let Some(place) = Place::new() else { return };
+    place.0.write("file", b"");
+    let shown: Vec<_> = [
+        &["umount", "mnt"][..],
+        &["umount", "file"],
+        &["umount", "missing"],
+        &["umount", "/proc"],
+    ]
+    .into_iter()
+    .map(|args| place.0.shown(args))
+    .collect();
+    snapshot!(shown.join("\n"));
+}
+
+#[test]
+fn busy_mount_is_left_alone_unless_lazy() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&["mount", "image.bcow", "mnt"]);
+    let mut file = fs::File::open(place.file("var/data")).unwrap();
+    if is_root() {
+        snapshot!(place.0.shown(&["umount", "mnt"]));
+    }
+    place.0.ok(&["umount", "--lazy", "mnt"]);
+    assert!(!place.file("etc").exists());
+    let mut content = Vec::new();
+    file.read_to_end(&mut content).unwrap();
+    assert_eq!(content, noise(100_000));
+}
+
+#[test]
+fn foreground_ends_on_signal_and_on_umount() {
+    let Some(place) = Place::new() else { return };
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let mut child = place.foreground();
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        assert!(child.wait().unwrap().success());
+        assert!(!place.file("etc").exists());
+    }
+    let mut child = place.foreground();
+    assert!(place.unmounted().ends_with("status 0\n"));
+    assert!(child.wait().unwrap().success());
+    let mut text = String::new();
+    child.stderr.unwrap().read_to_string(&mut text).unwrap();
+    assert_eq!(text, "image.bcow is mounted at mnt\n");
+}
+
+#[test]
+fn damaged_block_is_an_error_for_its_file_and_is_logged_once() {
+    let Some(place) = Place::new() else { return };
+    let needle = &noise(10_000)[..64];
+    place.0.patch("image.bcow", |file| {
+        let at = file.windows(64).position(|bytes| bytes == needle).unwrap();
+        file[at] ^= 0x40;
+    });
+    let mut child = place.foreground();
+    for _ in 0..3 {
+        let error = fs::read(place.file("usr/bin/su")).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(5), "{error}");
+    }
+    assert_eq!(fs::read(place.file("etc/motd")).unwrap(), b"Welcome.\n");
+    assert!(place.unmounted().ends_with("status 0\n"));
+    assert!(child.wait().unwrap().success());
+    let mut log = String::new();
+    child.stderr.unwrap().read_to_string(&mut log).unwrap();
+    assert_eq!(
+        log.matches("cannot read: block at byte").count(),
+        1,
+        "{log}"
+    );
+}
+
+#[test]
+fn ordinary_user_mounts_what_is_theirs() {
+    let Some(place) = Place::new() else { return };
+    if !is_root() {
+        // Then all the other tests here are this test.
+        return;
+    }
+    if let Err(error) = std::process::Command::new("fusermount3").arg("-V").output() {
+        return missing("fusermount3", &error);
+    }
+    const NOBODY: u32 = 65_534;
+    let sandbox = place.0.path("");
+    fs::set_permissions(&sandbox, fs::Permissions::from_mode(0o755)).unwrap();
+    std::os::unix::fs::chown(place.0.path("mnt"), Some(NOBODY), Some(NOBODY)).unwrap();
+    // The build directory may be closed to others. Copied by another process, lest a thread's child inherit
+    // the copy open for writing, and nobody could execute it.
+    let copied = std::process::Command::new("cp")
+        .args([env!("CARGO_BIN_EXE_bcow"), "bcow"])
+        .current_dir(&sandbox)
+        .status();
+    assert!(copied.unwrap().success());
+    let as_nobody = |program: &str, args: &[&str]| {
+        use std::os::unix::process::CommandExt;
+        std::process::Command::new(program)
+            .args(args)
+            .current_dir(&sandbox)
+            .uid(NOBODY)
+            .gid(NOBODY)
+            .output()
+            .unwrap()
+    };
+    let mounted = as_nobody("./bcow", &["mount", "image.bcow", "mnt"]);
+    assert!(mounted.status.success(), "{mounted:?}");
+    let read = as_nobody("cat", &["mnt/etc/motd"]);
+    assert_eq!(read.stdout, b"Welcome.\n");
+    let unmounted = as_nobody("./bcow", &["umount", "mnt"]);
+    assert!(unmounted.status.success(), "{unmounted:?}");
+    let read = as_nobody("cat", &["mnt/etc/motd"]);
+    assert!(!read.status.success());
+}
