@@ -291,8 +291,8 @@ impl<'b> LayerBuilder<'b> {
                 entry: link.entry.clone(),
                 problem,
             };
-            if self.tree.child(link.slot.dir, &link.slot.name) != Some(link.id) {
-                continue; // another entry took the name
+            if !self.is_named(&link.slot, link.id) {
+                continue; // a later entry took the place
             }
             let nothing = || TarProblem::LinkToNothing {
                 target: link.target.clone(),
@@ -418,6 +418,20 @@ impl<'b> LayerBuilder<'b> {
                 allowed: MAX_NAME_BYTES,
             }),
             _ => Ok(()),
+        }
+    }
+
+    /// Whether the path of `slot` still leads to this node: neither it nor a directory above it was replaced.
+    fn is_named(&self, slot: &Slot, id: NodeId) -> bool {
+        let (mut slot, mut id) = (slot, id);
+        loop {
+            if self.tree.child(slot.dir, &slot.name) != Some(id) {
+                return false;
+            }
+            match self.parents.get(&slot.dir) {
+                Some(above) => (slot, id) = (above, slot.dir),
+                None => return true,
+            }
         }
     }
 

@@ -520,7 +520,10 @@ impl<'r> Output<'r> {
             format,
             problem: match error.kind() {
                 io::ErrorKind::UnexpectedEof => "it ends too early".to_owned(),
-                _ => text,
+                _ => match text.strip_prefix("corrupt gzip stream") {
+                    Some(what) => format!("it{what}"),
+                    None => text,
+                },
             },
         }
     }

@@ -268,23 +268,23 @@ mod tests {
         let problem = |records: &[u8]| parse(records).unwrap_err();
         assert!(parse(b"10 path=ab\n").is_err());
         assert!(parse(b"11 path=ab\n").is_ok());
-        insta::assert_snapshot!(problem(b"10 path=ab\n"), @"");
-        insta::assert_snapshot!(problem(b"12 path=ab\n"), @"");
-        insta::assert_snapshot!(problem(b"1 path=ab\n"), @"");
-        insta::assert_snapshot!(problem(b"-9 path=ab\n"), @"");
-        insta::assert_snapshot!(problem(b"path=ab\n"), @"");
-        insta::assert_snapshot!(problem(b"18446744073709551616 a=b\n"), @"");
-        insta::assert_snapshot!(problem(b"18446744073709551615 a=b\n"), @"");
-        insta::assert_snapshot!(problem(b"7 path\n"), @"");
-        insta::assert_snapshot!(problem(b"8 path\n"), @"");
-        insta::assert_snapshot!(problem(b"5 =a\n"), @"");
-        insta::assert_snapshot!(problem(b"11 path=ab\n\0\0\0"), @"");
-        insta::assert_snapshot!(problem(&record(b"size", b"x")), @"");
-        insta::assert_snapshot!(problem(&record(b"size", b"-1")), @"");
-        insta::assert_snapshot!(problem(&record(b"mtime", b"1e9")), @"");
-        insta::assert_snapshot!(problem(&record(b"path", b"a\0b")), @"");
-        insta::assert_snapshot!(problem(&record(b"SCHILY.xattr.", b"a")), @"");
-        insta::assert_snapshot!(problem(&record(b"GNU.sparse.what", b"1")), @"");
+        insta::assert_snapshot!(problem(b"10 path=ab\n"), @"malformed PAX record: a record does not end where its length says");
+        insta::assert_snapshot!(problem(b"12 path=ab\n"), @"malformed PAX record: a record is longer than the header");
+        insta::assert_snapshot!(problem(b"1 path=ab\n"), @"malformed PAX record: a record does not end where its length says");
+        insta::assert_snapshot!(problem(b"-9 path=ab\n"), @"malformed PAX record: a record does not begin with its length");
+        insta::assert_snapshot!(problem(b"path=ab\n"), @"malformed PAX record: a record does not begin with its length");
+        insta::assert_snapshot!(problem(b"18446744073709551616 a=b\n"), @"malformed PAX record: a record does not begin with its length");
+        insta::assert_snapshot!(problem(b"18446744073709551615 a=b\n"), @"malformed PAX record: a record does not begin with its length");
+        insta::assert_snapshot!(problem(b"7 path\n"), @"malformed PAX record: a record has no value");
+        insta::assert_snapshot!(problem(b"8 path\n"), @"malformed PAX record: a record is longer than the header");
+        insta::assert_snapshot!(problem(b"5 =a\n"), @"malformed PAX record: a record has no key");
+        insta::assert_snapshot!(problem(b"11 path=ab\n\0\0\0"), @"malformed PAX record: a record does not begin with its length");
+        insta::assert_snapshot!(problem(&record(b"size", b"x")), @"malformed PAX record: size is no number");
+        insta::assert_snapshot!(problem(&record(b"size", b"-1")), @"malformed PAX record: size is no number");
+        insta::assert_snapshot!(problem(&record(b"mtime", b"1e9")), @"malformed PAX record: mtime is no number");
+        insta::assert_snapshot!(problem(&record(b"path", b"a\0b")), @"the name contains a zero byte");
+        insta::assert_snapshot!(problem(&record(b"SCHILY.xattr.", b"a")), @r#"extended attribute "": the name is empty"#);
+        insta::assert_snapshot!(problem(&record(b"GNU.sparse.what", b"1")), @"malformed sparse map: an unknown record");
     }
 
     #[test]

@@ -1,0 +1,367 @@
+//! Where images are found, and which.
+
+use bcow_oci::{ConvertOptions, Digest, Platform, Source};
+use serde_json::{Value, json};
+
+use crate::support::{CONFIG, INDEX, LAYER, Layout, convert_with, gzip, message, options};
+use crate::tarmaker::Tar;
+
+fn layer(name: &str) -> Vec<u8> {
+    Tar::new().file(name, "").done()
+}
+
+fn for_platform(platform: &str) -> ConvertOptions {
+    ConvertOptions {
+        platform: Some(platform.parse::<Platform>().unwrap()),
+        ..options()
+    }
+}
+
+/// A layout whose index leads to images for several platforms through another index.
+fn multi_platform() -> Layout {
+    let mut layout = Layout::new();
+    let mut manifests = Vec::new();
+    for (os, architecture, variant) in [
+        ("linux", "amd64", None),
+        ("linux", "arm64", Some("v8")),
+        ("linux", "arm", Some("v6")),
+        ("linux", "arm", Some("v7")),
+        ("linux", "riscv64", None),
+        ("unknown", "unknown", None),
+    ] {
+        let name = format!("{architecture}{}", variant.unwrap_or_default());
+        let tar = layer(&name);
+        let mut image = layout.image(
+            &format!("{os}/{architecture}"),
+            &[(LAYER, tar.clone(), tar)],
+        );
+        image["platform"] = json!({"os": os, "architecture": architecture});
+        if let Some(variant) = variant {
+            image["platform"]["variant"] = json!(variant);
+        }
+        manifests.push(image);
+    }
+    let index = json!({"schemaVersion": 2, "manifests": manifests});
+    let index = layout.blob(INDEX, index.to_string().as_bytes());
+    layout.list(index, Some("multi"));
+    layout
+}
+
+#[test]
+fn the_platform_picks_from_an_index() {
+    let layout = multi_platform();
+    for (platform, found) in [
+        ("linux/amd64", "/amd64 "),
+        ("linux/arm64", "/arm64v8 "),
+        ("linux/arm64/v8", "/arm64v8 "),
+        ("linux/arm/v7", "/armv7 "),
+        ("linux/arm", "/armv6 "),
+    ] {
+        let converted =
+            convert_with(&layout.source(Some("multi")), &for_platform(platform)).unwrap();
+        assert!(converted.lines().starts_with(found), "{platform}");
+    }
+    let failure = convert_with(&layout.source(None), &for_platform("linux/s390x"));
+    insta::assert_snapshot!(message(failure), @r"
+    Usage: TMP has no image for platform linux/s390x
+    hint: choose one with --platform: linux/amd64, linux/arm64/v8, linux/arm/v6, linux/arm/v7, linux/riscv64
+    ");
+}
+
+#[test]
+fn one_image_for_another_platform_is_taken_unless_one_was_asked_for() {
+    let mut layout = Layout::new();
+    let image = layout.image("plan9/mips", &[(LAYER, layer("x"), layer("x"))]);
+    layout.list(image, None);
+    assert!(convert_with(&layout.source(None), &options()).is_ok());
+    let failure = convert_with(&layout.source(None), &for_platform("linux/amd64"));
+    insta::assert_snapshot!(message(failure), @r"
+    Usage: TMP has no image for platform linux/amd64
+    hint: choose one with --platform: plan9/mips
+    ");
+}
+
+#[test]
+fn a_name_or_digest_picks_an_image_and_none_is_guessed() {
+    let mut layout = Layout::new();
+    let mut digests = Vec::new();
+    for name in ["one", "two"] {
+        let image = layout.image("linux/amd64", &[(LAYER, layer(name), layer(name))]);
+        digests.push(image["digest"].as_str().unwrap().to_owned());
+        layout.list(image, Some(name));
+    }
+    let convert = |reference| convert_with(&layout.source(reference), &options());
+    assert!(convert(Some("two")).unwrap().lines().starts_with("/two "));
+    let by_digest = format!("@{}", digests[0]);
+    assert!(
+        convert(Some(&by_digest))
+            .unwrap()
+            .lines()
+            .starts_with("/one ")
+    );
+    insta::assert_snapshot!(message(convert(None)), @r"
+    Usage: TMP has several images
+    hint: there is: one, two
+    ");
+    insta::assert_snapshot!(message(convert(Some("three"))), @r#"
+    Usage: TMP has no image "three"
+    hint: there is: one, two
+    "#);
+}
+
+#[test]
+fn one_image_under_two_names_is_not_ambiguous() {
+    let mut layout = Layout::new();
+    let image = layout.image("linux/amd64", &[(LAYER, layer("x"), layer("x"))]);
+    layout.list(image.clone(), Some("1.0"));
+    layout.list(image, Some("latest"));
+    assert!(convert_with(&layout.source(None), &options()).is_ok());
+}
+
+#[test]
+fn layers_may_be_compressed_in_any_known_way() {
+    let mut layout = Layout::new();
+    let (a, b, c) = (layer("a"), layer("b"), layer("c"));
+    let zstd = zstd::bulk::compress(&b, 3).unwrap();
+    let image = layout.image(
+        "linux/amd64",
+        &[
+            (
+                "application/vnd.docker.image.rootfs.diff.tar.gzip",
+                gzip(&a),
+                a,
+            ),
+            ("application/vnd.oci.image.layer.v1.tar+zstd", zstd, b),
+            (
+                "application/vnd.oci.image.layer.nondistributable.v1.tar",
+                c.clone(),
+                c,
+            ),
+        ],
+    );
+    layout.list(image, None);
+    let converted = convert_with(&layout.source(None), &options()).unwrap();
+    assert_eq!(converted.report.entries, 4);
+    let layers = &converted.metadata()["layers"];
+    assert_eq!(layers.as_array().unwrap().len(), 3);
+    assert_eq!(
+        layers[1]["media_type"],
+        "application/vnd.oci.image.layer.v1.tar+zstd"
+    );
+}
+
+#[test]
+fn sha512_digests_are_understood() {
+    use sha2::Digest as _;
+    let mut layout = Layout::new();
+    let tar = layer("x");
+    let hex: String = sha2::Sha512::digest(&tar)
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect();
+    std::fs::create_dir(layout.path().join("blobs/sha512")).unwrap();
+    std::fs::write(layout.path().join("blobs/sha512").join(&hex), &tar).unwrap();
+    let digest = format!("sha512:{hex}");
+    let config = json!({"rootfs": {"type": "layers", "diff_ids": [digest]}});
+    let config = layout.blob(CONFIG, config.to_string().as_bytes());
+    let descriptor = json!({"mediaType": LAYER, "digest": digest, "size": tar.len()});
+    let manifest = layout.manifest(config, vec![descriptor]);
+    layout.list(manifest, None);
+    let converted = convert_with(&layout.source(None), &options()).unwrap();
+    assert_eq!(converted.metadata()["layers"][0]["digest"], json!(digest));
+}
+
+#[test]
+fn the_metadata_says_where_the_image_comes_from_and_nothing_of_the_host() {
+    let layout = Layout::of(&[layer("x")]);
+    let options = ConvertOptions {
+        source_date_epoch: Some(1_700_000_000),
+        ..options()
+    };
+    let converted = convert_with(&layout.source(Some("test")), &options).unwrap();
+    insta::assert_snapshot!(format!("{:#}", converted.metadata()), @r#"
+    {
+      "tool": "bcow test",
+      "created": "2023-11-14T22:13:20Z",
+      "options": {
+        "compress": "zstd:3",
+        "plain": false,
+        "block_size": "auto"
+      },
+      "source": {
+        "transport": "oci",
+        "reference": "test",
+        "manifest_digest": "sha256:99da4b0ab77f9551369f2ad1842bf4447edc4462553086d91863f6d091c3c697",
+        "platform": "linux/amd64"
+      },
+      "layers": [
+        {
+          "digest": "sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9",
+          "diff_id": "sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9",
+          "media_type": "application/vnd.oci.image.layer.v1.tar",
+          "stored_bytes": 1536,
+          "tar_bytes": 1536
+        }
+      ],
+      "config": {
+        "os": "linux",
+        "architecture": "amd64",
+        "config": {
+          "Cmd": [
+            "sh"
+          ]
+        },
+        "rootfs": {
+          "type": "layers",
+          "diff_ids": [
+            "sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9"
+          ]
+        }
+      },
+      "content": {
+        "entries": 2,
+        "file_bytes": 0,
+        "deduplicated_bytes": 0,
+        "metadata_start": 4194304
+      }
+    }
+    "#);
+}
+
+/// All files of a layout in a tar archive.
+fn archive(layout: &Layout, prefix: &str) -> Vec<u8> {
+    let mut tar = Tar::new();
+    let mut names = vec!["index.json".to_owned(), "oci-layout".to_owned()];
+    for entry in std::fs::read_dir(layout.path().join("blobs/sha256")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        names.push(format!("blobs/sha256/{name}"));
+    }
+    for name in names {
+        let bytes = std::fs::read(layout.path().join(&name)).unwrap();
+        tar = tar.file(format!("{prefix}{name}"), bytes);
+    }
+    tar.done()
+}
+
+#[test]
+fn a_layout_in_an_archive_gives_the_same_tree() {
+    let layout = Layout::of(&[layer("x"), layer("y")]);
+    let expected = convert_with(&layout.source(None), &options())
+        .unwrap()
+        .dump();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.tar");
+    for prefix in ["", "./"] {
+        std::fs::write(&file, archive(&layout, prefix)).unwrap();
+        for source in ["oci-archive", "docker-archive"] {
+            let source: Source = format!("{source}:{}:test", file.display()).parse().unwrap();
+            assert_eq!(convert_with(&source, &options()).unwrap().dump(), expected);
+        }
+    }
+    std::fs::write(&file, gzip(&archive(&layout, ""))).unwrap();
+    let source: Source = format!("oci-archive:{}", file.display()).parse().unwrap();
+    insta::assert_snapshot!(message(convert_with(&source, &options())), @r"
+    Unsupported: TMP/a.tar: whole-archive gzip compression is not supported
+    hint: decompress the archive first; its layers may stay compressed
+    ");
+}
+
+/// What `docker save` wrote before it wrote layouts: a layer that occurs twice is there once, and a link.
+fn docker_archive() -> Tar {
+    let tar = layer("x");
+    let compressed = layer("y");
+    let diff_ids = [&tar, &compressed, &tar].map(|tar| Digest::of(tar).to_string());
+    let config = json!({
+        "os": "linux", "architecture": "amd64",
+        "rootfs": {"type": "layers", "diff_ids": diff_ids},
+    })
+    .to_string();
+    let config_name = format!("{}.json", Digest::of(config.as_bytes()).hex());
+    let manifest = json!([{
+        "Config": config_name,
+        "RepoTags": ["example.test/tools/box:latest", "box:1"],
+        "Layers": ["1/layer.tar", "2/layer.tar", "3/layer.tar"],
+    }]);
+    Tar::new()
+        .file(config_name, config)
+        .dir("1")
+        .file("1/layer.tar", tar)
+        .file("2/layer.tar", gzip(&compressed))
+        .symlink("3/layer.tar", "../1/layer.tar")
+        .file("manifest.json", manifest.to_string())
+}
+
+#[test]
+fn docker_archives_are_understood() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("saved.tar");
+    std::fs::write(&file, docker_archive().done()).unwrap();
+    let convert = |reference: &str| {
+        let source: Source = format!("docker-archive:{}{reference}", file.display())
+            .parse()
+            .unwrap();
+        convert_with(&source, &options())
+    };
+    for reference in [
+        "",
+        ":box:1",
+        ":tools/box",
+        ":example.test/tools/box:latest",
+        ":@0",
+    ] {
+        let converted = convert(reference).unwrap();
+        assert_eq!(converted.report.entries, 3, "{reference}");
+        assert_eq!(converted.report.layers.len(), 3);
+    }
+    insta::assert_snapshot!(message(convert(":nobox")), @r#"
+    Usage: TMP/saved.tar has no image "nobox"
+    hint: there is: example.test/tools/box:latest, box:1
+    "#);
+    insta::assert_snapshot!(message(convert(":@1")), @r#"
+    Usage: TMP/saved.tar has no image "@1"
+    hint: there is: example.test/tools/box:latest, box:1
+    "#);
+}
+
+#[test]
+fn a_docker_archive_that_lies_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("saved.tar");
+    let convert = |tar: Tar| {
+        std::fs::write(&file, tar.done()).unwrap();
+        let source: Source = format!("docker-archive:{}", file.display())
+            .parse()
+            .unwrap();
+        convert_with(&source, &options())
+    };
+    let other_layer = docker_archive().file("1/layer.tar", layer("evil"));
+    insta::assert_snapshot!(message(convert(other_layer)), @r"
+    Invalid: layer 3 of 3 (sha256:a48503828da2): diffID is sha256:12845cd236dfd257b59b3a509bd841579f11e33b62596a41cd9363c0df5027ef, expected sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9
+    hint: the input was damaged or tampered with; copy the image again
+    ");
+    let nothing = Tar::new().file("readme", "");
+    insta::assert_snapshot!(message(convert(nothing)), @"Invalid: TMP/saved.tar: this is no docker archive: it has no manifest.json");
+    let bad = Tar::new().file("manifest.json", "[{}]");
+    insta::assert_snapshot!(message(convert(bad)), @"Invalid: manifest.json in TMP/saved.tar: not as it should be: missing field `Config` at line 1 column 3");
+    let empty = Tar::new().file("manifest.json", "[]");
+    insta::assert_snapshot!(message(convert(empty)), @"Invalid: TMP/saved.tar: it lists no image");
+    let escape = json!([{"Config": "../../etc/passwd", "Layers": []}]);
+    let escape = Tar::new().file("manifest.json", escape.to_string());
+    insta::assert_snapshot!(message(convert(escape)), @r#"Invalid: manifest.json in TMP/saved.tar: the config "../../etc/passwd" is not in the archive"#);
+}
+
+#[test]
+fn an_index_of_platforms_without_names_is_one_image() {
+    let mut layout = Layout::new();
+    for architecture in ["amd64", "arm64"] {
+        let tar = layer(architecture);
+        let mut image: Value = layout.image(
+            &format!("linux/{architecture}"),
+            &[(LAYER, tar.clone(), tar)],
+        );
+        image["platform"] = json!({"os": "linux", "architecture": architecture});
+        layout.list(image, None);
+    }
+    let converted = convert_with(&layout.source(None), &for_platform("linux/arm64")).unwrap();
+    assert!(converted.lines().starts_with("/arm64 "));
+}

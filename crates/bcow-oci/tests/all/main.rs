@@ -1,0 +1,12 @@
+//! The converter from outside: archives and layouts in, images out.
+
+mod bad_input;
+mod bad_tar;
+mod dialects;
+mod directory;
+mod layers;
+mod layouts;
+mod model;
+mod output;
+mod support;
+mod tarmaker;

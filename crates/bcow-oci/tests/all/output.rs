@@ -1,0 +1,82 @@
+//! The destination: whole or not at all.
+
+use std::path::Path;
+
+use bcow_oci::{ConvertOptions, Source, convert};
+
+use crate::support::{Layout, options};
+use crate::tarmaker::Tar;
+
+fn layout() -> Layout {
+    Layout::of(&[Tar::new().file("a", "content").done()])
+}
+
+fn names(directory: &Path) -> Vec<String> {
+    let mut names: Vec<_> = std::fs::read_dir(directory)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn an_image_that_is_there_is_replaced_only_by_a_whole_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image");
+    std::fs::write(&path, "old").unwrap();
+    let missing: Source = "tar:/no/such.tar".parse().unwrap();
+    assert!(convert(&missing, &path, &options(), &()).is_err());
+    let broken = Layout::of(&[b"x".repeat(512)]);
+    assert!(convert(&broken.source(None), &path, &options(), &()).is_err());
+    assert_eq!(std::fs::read(&path).unwrap(), b"old");
+    convert(&layout().source(None), &path, &options(), &()).unwrap();
+    assert!(std::fs::read(&path).unwrap().len() > 4096);
+    assert_eq!(names(dir.path()), ["image"]);
+}
+
+#[test]
+fn a_full_disk_is_named_and_leaves_nothing() {
+    // Only root can make a small file system; others see this test skipped.
+    let dir = tempfile::tempdir().unwrap();
+    let mount = |args: &[&str]| {
+        std::process::Command::new(args[0])
+            .args(&args[1..])
+            .arg(dir.path())
+            .output()
+            .is_ok_and(|output| output.status.success())
+    };
+    if !mount(&["mount", "-t", "tmpfs", "-o", "size=256k", "none"]) {
+        eprintln!("skipped: needs root to mount a tmpfs");
+        return;
+    }
+    let noise: Vec<u8> = (0..1_000_000u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 7) as u8 ^ (i >> 9) as u8)
+        .collect();
+    let layout = Layout::of(&[Tar::new().file("noise", noise).done()]);
+    let path = dir.path().join("image");
+    let options = ConvertOptions {
+        compression: bcow_oci::Compression::None,
+        ..options()
+    };
+    let result = convert(&layout.source(None), &path, &options, &());
+    let left = names(dir.path());
+    assert!(mount(&["umount"]));
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), bcow_oci::ErrorKind::Io);
+    assert!(error.to_string().starts_with("cannot write"), "{error}");
+    assert!(error.hint().unwrap().starts_with("make room in "));
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn wrong_options_are_refused_before_anything_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = ConvertOptions {
+        block_bytes: Some(5000),
+        ..options()
+    };
+    let error = convert(&layout().source(None), &dir.path().join("x"), &options, &()).unwrap_err();
+    assert_eq!(error.kind(), bcow_oci::ErrorKind::Usage);
+    assert!(names(dir.path()).is_empty());
+}

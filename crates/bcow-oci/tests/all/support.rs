@@ -1,0 +1,226 @@
+//! Images made, converted and looked into.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::{Image, OpenOptions};
+use bcow_erofs::debug::{DumpOptions, dump};
+use bcow_erofs::reader::Filesystem;
+use bcow_oci::{ConvertError, ConvertOptions, Digest, Report, Source, TarInput, convert};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+pub const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+pub const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+pub const INDEX: &str = "application/vnd.oci.image.index.v1+json";
+pub const LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
+
+/// An OCI layout in a temporary directory.
+pub struct Layout {
+    pub dir: TempDir,
+    manifests: Vec<Value>,
+}
+
+impl Layout {
+    pub fn new() -> Layout {
+        let layout = Layout {
+            dir: tempfile::tempdir().unwrap(),
+            manifests: Vec::new(),
+        };
+        std::fs::create_dir_all(layout.path().join("blobs/sha256")).unwrap();
+        let version = json!({"imageLayoutVersion": "1.0.0"});
+        std::fs::write(layout.path().join("oci-layout"), version.to_string()).unwrap();
+        layout
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Stores a blob; gives its descriptor.
+    pub fn blob(&self, media_type: &str, bytes: &[u8]) -> Value {
+        let digest = Digest::of(bytes);
+        let path = self.path().join("blobs/sha256").join(digest.hex());
+        std::fs::write(path, bytes).unwrap();
+        json!({"mediaType": media_type, "digest": digest.to_string(), "size": bytes.len()})
+    }
+
+    /// Stores an image of these layers (media type, stored bytes, tar); gives its descriptor.
+    pub fn image(&self, platform: &str, layers: &[(&str, Vec<u8>, Vec<u8>)]) -> Value {
+        let diff_ids: Vec<_> = layers
+            .iter()
+            .map(|(_, _, tar)| Digest::of(tar).to_string())
+            .collect();
+        let (os, architecture) = platform.split_once('/').unwrap();
+        let config = json!({
+            "os": os, "architecture": architecture, "config": {"Cmd": ["sh"]},
+            "rootfs": {"type": "layers", "diff_ids": diff_ids},
+        });
+        let layers: Vec<_> = layers
+            .iter()
+            .map(|(media_type, stored, _)| self.blob(media_type, stored))
+            .collect();
+        let config = self.blob(CONFIG, config.to_string().as_bytes());
+        self.manifest(config, layers)
+    }
+
+    pub fn manifest(&self, config: Value, layers: Vec<Value>) -> Value {
+        let manifest = json!({"schemaVersion": 2, "config": config, "layers": layers});
+        self.blob(MANIFEST, manifest.to_string().as_bytes())
+    }
+
+    /// Puts a descriptor into index.json.
+    pub fn list(&mut self, mut descriptor: Value, name: Option<&str>) {
+        if let Some(name) = name {
+            descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": name});
+        }
+        self.manifests.push(descriptor);
+        let index = json!({"schemaVersion": 2, "manifests": self.manifests});
+        std::fs::write(self.path().join("index.json"), index.to_string()).unwrap();
+    }
+
+    /// A layout of one image of uncompressed layers.
+    pub fn of(layers: &[Vec<u8>]) -> Layout {
+        let mut layout = Layout::new();
+        let layers: Vec<_> = layers
+            .iter()
+            .map(|tar| (LAYER, tar.clone(), tar.clone()))
+            .collect();
+        let image = layout.image("linux/amd64", &layers);
+        layout.list(image, Some("test"));
+        layout
+    }
+
+    pub fn source(&self, reference: Option<&str>) -> Source {
+        Source::Oci {
+            directory: self.path().to_owned(),
+            reference: reference.map(str::to_owned),
+        }
+    }
+}
+
+pub fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+/// A converted image and the directory it is in.
+pub struct Converted {
+    pub dir: TempDir,
+    pub report: Report,
+}
+
+impl Converted {
+    pub fn path(&self) -> PathBuf {
+        self.dir.path().join("image.bcow")
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        std::fs::read(self.path()).unwrap()
+    }
+
+    pub fn image(&self) -> Arc<Image> {
+        Image::open(&self.path(), &OpenOptions::default()).unwrap()
+    }
+
+    pub fn filesystem(&self) -> Filesystem {
+        Filesystem::open(self.image()).unwrap()
+    }
+
+    pub fn metadata(&self) -> Value {
+        self.image().metadata().unwrap()
+    }
+
+    /// The tree, one line per entry.
+    pub fn dump(&self) -> String {
+        let mut text = String::new();
+        dump(&self.filesystem(), &DumpOptions::default(), &mut |line| {
+            text.push_str(line);
+            text.push('\n');
+        });
+        text
+    }
+
+    /// The lines of the tree that begin with these paths, or all but the root's.
+    pub fn lines(&self) -> String {
+        self.dump().lines().skip(1).collect::<Vec<_>>().join("\n")
+    }
+
+    pub fn read(&self, path: &str) -> Vec<u8> {
+        let fs = self.filesystem();
+        let nid = fs
+            .resolve(path.as_bytes())
+            .unwrap()
+            .unwrap_or_else(|| panic!("no {path}"));
+        let inode = fs.inode(nid).unwrap();
+        let mut bytes = vec![0; inode.size as usize];
+        assert_eq!(fs.read(&inode, 0, &mut bytes).unwrap(), bytes.len());
+        bytes
+    }
+}
+
+pub fn options() -> ConvertOptions {
+    ConvertOptions {
+        threads: 1,
+        tool_version: "test".into(),
+        platform: None,
+        ..ConvertOptions::default()
+    }
+}
+
+pub fn convert_with(source: &Source, options: &ConvertOptions) -> Result<Converted, ConvertError> {
+    let dir = tempfile::tempdir().unwrap();
+    let destination = dir.path().join("image.bcow");
+    match convert(source, &destination, options, &()) {
+        Ok(report) => Ok(Converted { dir, report }),
+        Err(error) => {
+            let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+            assert!(left.is_empty(), "{error} left {left:?}");
+            Err(error)
+        }
+    }
+}
+
+pub fn convert_layers(layers: &[Vec<u8>]) -> Result<Converted, ConvertError> {
+    convert_with(&Layout::of(layers).source(None), &options())
+}
+
+/// Converts one tar archive by way of a file.
+pub fn convert_tar(tar: &[u8]) -> Result<Converted, ConvertError> {
+    convert_tar_with(tar, &options())
+}
+
+pub fn convert_tar_with(tar: &[u8], options: &ConvertOptions) -> Result<Converted, ConvertError> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("in.tar");
+    std::fs::write(&path, tar).unwrap();
+    convert_with(&Source::Tar(TarInput::File(path)), options)
+}
+
+/// What the user sees of a failure, temporary directories left out.
+pub fn message(result: Result<Converted, ConvertError>) -> String {
+    let error = match result {
+        Ok(converted) => panic!("converted: {}", converted.dump()),
+        Err(error) => error,
+    };
+    let mut text = format!("{:?}: {error}", error.kind());
+    let mut cause: &dyn std::error::Error = &error;
+    while let Some(next) = cause.source() {
+        text.push_str(&format!(": {next}"));
+        cause = next;
+    }
+    if let Some(hint) = error.hint() {
+        text.push_str(&format!("\nhint: {hint}"));
+    }
+    let temp = std::env::temp_dir().display().to_string();
+    let mut clean = String::new();
+    let mut rest = &text[..];
+    while let Some(at) = rest.find(&format!("{temp}/.tmp")) {
+        clean.push_str(&rest[..at]);
+        clean.push_str("TMP");
+        rest = &rest[at + temp.len() + 5 + 6..];
+    }
+    clean + rest
+}
