@@ -1,1 +1,94 @@
-//! bcow-testkit
+//! Development only: storages that fail or remember, for tests of the other crates.
+
+use std::io;
+use std::sync::Mutex;
+
+use bcow::{MemoryStorage, Storage};
+
+/// A disk with room for so many bytes; writes past that fail as on a full disk.
+pub struct SmallDisk {
+    content: MemoryStorage,
+    room: u64,
+}
+
+impl SmallDisk {
+    /// An empty disk of `room` bytes.
+    pub fn new(room: u64) -> Self {
+        SmallDisk {
+            content: MemoryStorage::default(),
+            room,
+        }
+    }
+}
+
+impl Storage for SmallDisk {
+    fn len(&self) -> io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.content.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        if offset + bytes.len() as u64 > self.room {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.content.write_at(offset, bytes)
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.content.set_len(bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.content.sync()
+    }
+}
+
+/// A storage that remembers every write, so that a test can build what a crash would have left.
+#[derive(Default)]
+pub struct WriteLog {
+    content: MemoryStorage,
+    writes: Mutex<Vec<(u64, Vec<u8>)>>,
+}
+
+impl WriteLog {
+    /// Number of writes so far.
+    pub fn writes(&self) -> usize {
+        self.log().len()
+    }
+
+    /// The content after the first `count` writes.
+    pub fn after(&self, count: usize) -> MemoryStorage {
+        let content = MemoryStorage::default();
+        for (offset, bytes) in self.log().iter().take(count) {
+            content
+                .write_at(*offset, bytes)
+                .expect("memory holds what it held before");
+        }
+        content
+    }
+
+    fn log(&self) -> std::sync::MutexGuard<'_, Vec<(u64, Vec<u8>)>> {
+        self.writes
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Storage for WriteLog {
+    fn len(&self) -> io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.content.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.content.write_at(offset, bytes)?;
+        self.log().push((offset, bytes.to_vec()));
+        Ok(())
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.content.set_len(bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.content.sync()
+    }
+}

@@ -7,6 +7,7 @@ use bcow::{
     BlockDevice, Compression, Image, ImageWriter, Mapping, MemoryStorage, OpenOptions, Verify,
     WriterOptions, Written, verify_written,
 };
+use bcow_testkit::{SmallDisk, WriteLog};
 
 /// Content with everything a block can be: text, zeros, noise.
 fn content(bytes: usize) -> Vec<u8> {
@@ -205,30 +206,6 @@ fn an_address_space_of_a_terabyte_of_zeros_is_written_at_once() {
     assert!(storage.to_vec().len() < 5 << 20);
 }
 
-/// A storage that has room for so many bytes.
-struct SmallDisk(MemoryStorage, u64);
-
-impl bcow::Storage for SmallDisk {
-    fn len(&self) -> std::io::Result<u64> {
-        self.0.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
-        self.0.read_at(offset, buf)
-    }
-    fn write_at(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
-        if offset + bytes.len() as u64 > self.1 {
-            return Err(std::io::ErrorKind::StorageFull.into());
-        }
-        self.0.write_at(offset, bytes)
-    }
-    fn set_len(&self, bytes: u64) -> std::io::Result<()> {
-        self.0.set_len(bytes)
-    }
-    fn sync(&self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[test]
 fn full_disk_is_reported_by_append_or_finish() {
     let files = content(30_000_000);
@@ -239,7 +216,7 @@ fn full_disk_is_reported_by_append_or_finish() {
                 threads,
                 ..WriterOptions::default()
             };
-            let disk = Arc::new(SmallDisk(MemoryStorage::default(), room));
+            let disk = Arc::new(SmallDisk::new(room));
             let mut writer = ImageWriter::on_storage(disk, options).unwrap();
             let error = writer
                 .append(&files)
@@ -250,6 +227,24 @@ fn full_disk_is_reported_by_append_or_finish() {
                 error,
                 bcow::Error::Io { source, .. } if source.kind() == std::io::ErrorKind::StorageFull
             ));
+        }
+    }
+}
+
+/// The header is the last thing written, so what a crash leaves before it is no BCoW file.
+#[test]
+fn a_file_that_was_not_finished_does_not_open() {
+    for options in all_options() {
+        let log = Arc::new(WriteLog::default());
+        let mut writer = ImageWriter::on_storage(log.clone(), options.clone()).unwrap();
+        writer.append(&content(3_000_000)).unwrap();
+        writer
+            .finish(b"superblock", &serde_json::json!({}))
+            .unwrap();
+        for count in 0..=log.writes() {
+            let left = Arc::new(log.after(count));
+            let opened = Image::open_storage(left, &OpenOptions::default());
+            assert_eq!(opened.is_ok(), count == log.writes(), "{options:?}");
         }
     }
 }

@@ -1,0 +1,58 @@
+//! The rules of the house, kept by a test: who may depend on whom.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+/// Each crate and the crates of the workspace that it may use.
+const MAY_USE: [(&str, &[&str]); 7] = [
+    ("bcow-format", &[]),
+    ("bcow", &["bcow-format"]),
+    ("bcow-erofs", &["bcow", "bcow-format"]),
+    ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
+    ("bcow-fuse", &["bcow-erofs", "bcow", "bcow-format"]),
+    ("bcow-testkit", &["bcow"]),
+    (
+        "bcow-cli",
+        &["bcow-oci", "bcow-fuse", "bcow-erofs", "bcow", "bcow-format"],
+    ),
+];
+
+#[test]
+fn crates_depend_only_downwards() {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .expect("cargo runs");
+    assert!(output.status.success(), "{output:?}");
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let rules = BTreeMap::from(MAY_USE);
+    let mut seen = 0;
+    for package in metadata["packages"].as_array().expect("packages") {
+        let name = package["name"].as_str().expect("a name");
+        let allowed = rules
+            .get(name)
+            .unwrap_or_else(|| panic!("{name} is not in the house rules"));
+        seen += 1;
+        for dependency in package["dependencies"].as_array().expect("dependencies") {
+            let used = dependency["name"].as_str().expect("a name");
+            if !used.starts_with("bcow") {
+                continue;
+            }
+            let for_tests = dependency["kind"] == "dev";
+            assert!(
+                allowed.contains(&used) || (for_tests && used == "bcow-testkit"),
+                "{name} must not use {used}"
+            );
+        }
+        if name != "bcow-fuse" {
+            let uses_fuser = package["dependencies"]
+                .as_array()
+                .expect("dependencies")
+                .iter()
+                .any(|dependency| dependency["name"] == "fuser");
+            assert!(!uses_fuser, "only bcow-fuse knows fuser, not {name}");
+        }
+    }
+    assert_eq!(seen, rules.len());
+}
