@@ -20,9 +20,9 @@ TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(TOP, "tests", "oracle"))
 import tree  # noqa: E402
 
-BCOW = os.path.abspath(os.environ.get("BCOW", os.path.join(TOP, "target", "release", "bcow")))
+BCOW = os.path.abspath(os.environ.get("BCOW") or os.path.join(TOP, "target", "release", "bcow"))
 READER = os.path.join(TOP, "spec", "reader.py")
-WORK = os.path.abspath(os.environ.get("BCOW_E2E", os.path.join(TOP, "target", "e2e")))
+WORK = os.path.abspath(os.environ.get("BCOW_E2E") or os.path.join(TOP, "target", "e2e"))
 PEAK_BYTES = 256 << 20
 # A user who owns nothing: what runs as this one runs without privilege.
 NOBODY = 65534
