@@ -1,9 +1,7 @@
 //! Where the files of an image layout are: a directory, or a tar archive whose members are read in place.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::error::{ConvertError, LimitKind, Place};
@@ -66,7 +64,7 @@ impl Files {
 /// A tar archive, indexed by one pass over its headers.
 pub(crate) struct Archive {
     name: String,
-    file: Arc<File>,
+    blob: Blob,
     members: HashMap<Vec<u8>, Member>,
 }
 
@@ -86,7 +84,6 @@ impl Archive {
         let Some(blob) = open_regular(path)? else {
             return Err(read_error("open", &name, rustix::io::Errno::NOENT));
         };
-        let file = File::open(path).map_err(|e| read_error("open", &name, e))?;
         let mut start = [0; 8];
         let read = std::io::Read::read(&mut BlobReader::new(&blob, None), &mut start)
             .map_err(|e| read_error("read", &name, e))?;
@@ -144,7 +141,7 @@ impl Archive {
         drop(tar);
         Ok(Archive {
             name,
-            file: Arc::new(file),
+            blob,
             members,
         })
     }
@@ -157,7 +154,7 @@ impl Archive {
             match self.members.get(&key)? {
                 Member::File { offset, length } => {
                     let name = format!("{} in {}", path, self.name);
-                    return Some(Blob::range(name, self.file.clone(), *offset, *length));
+                    return self.blob.part(name, *offset, *length);
                 }
                 Member::Link(target) => key = target.clone(),
             }

@@ -45,6 +45,16 @@ impl Blob {
         }
     }
 
+    /// A part of this one, which is a file.
+    pub(crate) fn part(&self, name: String, start: u64, length: u64) -> Option<Blob> {
+        match &self.bytes {
+            Bytes::Range { file, offset, .. } => {
+                Some(Blob::range(name, file.clone(), offset + start, length))
+            }
+            Bytes::Stream(_) => None,
+        }
+    }
+
     /// Standard input.
     pub(crate) fn stdin() -> Result<Blob, ConvertError> {
         let name = "standard input".to_owned();

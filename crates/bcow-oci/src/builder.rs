@@ -83,7 +83,11 @@ enum Found {
     Nothing,
 }
 
+/// Symlinks followed for one path, as in Linux.
 const MAX_HOPS: usize = 40;
+/// Names passed on the way through them. Forty links of two thousand names each would be legal, but a
+/// million entries below them would take hours.
+const MAX_DETOUR: usize = 1024;
 
 impl<'b> LayerBuilder<'b> {
     pub(crate) fn new(budget: &'b mut Budget) -> Self {
@@ -120,7 +124,7 @@ impl<'b> LayerBuilder<'b> {
 
     fn enter_slowly(&mut self, from: NodeId, names: &[&[u8]]) -> Result<NodeId> {
         let mut dir = from;
-        let mut hops = 0;
+        let (mut hops, mut detour) = (0, 0);
         let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
         while let Some(name) = todo.pop() {
             if &*name == b".." {
@@ -139,7 +143,7 @@ impl<'b> LayerBuilder<'b> {
                     if target.starts_with(b"/") {
                         dir = LayerTree::ROOT;
                     }
-                    push_target(&mut todo, &target)?;
+                    detour += push_target(&mut todo, &target, detour)?;
                 }
                 None => dir = self.add_directory(dir, &name, false, true)?,
                 Some((_, NodeKind::Whiteout)) => {
@@ -286,62 +290,75 @@ impl<'b> LayerBuilder<'b> {
         mut linked: impl FnMut(&Self, &Slot, NodeId),
     ) -> std::result::Result<LayerTree, LinkError> {
         let pending = std::mem::take(&mut self.pending);
+        let by_id: HashMap<NodeId, usize> =
+            pending.iter().enumerate().map(|(i, l)| (l.id, i)).collect();
         for link in &pending {
+            if !self.is_named(&link.slot, link.id) {
+                continue; // a later entry took the place
+            }
             let error = |problem| LinkError {
                 entry: link.entry.clone(),
                 problem,
             };
-            if !self.is_named(&link.slot, link.id) {
-                continue; // a later entry took the place
+            let (chain, end) = self.follow_links(link.id).map_err(|cause| match cause {
+                PlaceError::Problem(problem) => error(problem),
+                // Nothing was added, so no limit was passed.
+                PlaceError::Limit { .. } => error(TarProblem::TooManyLinks),
+            })?;
+            let Some(end) = end else {
+                return Err(error(TarProblem::LinkToNothing {
+                    target: link.target.clone(),
+                }));
+            };
+            let kind = self.tree.node(end).kind.clone();
+            if matches!(kind, NodeKind::Directory(_)) {
+                return Err(error(TarProblem::LinkToDirectory {
+                    target: link.target.clone(),
+                }));
             }
-            let nothing = || TarProblem::LinkToNothing {
-                target: link.target.clone(),
-            };
-            // Links to links that wait themselves are followed to where they end.
-            let mut at = link.id;
-            let mut steps = 0;
-            let found = loop {
-                let NodeKind::LowerLink(target) = &self.tree.node(at).kind else {
-                    break Some(at);
+            // All links on the way lead there too; settled now, they need not be followed again.
+            for id in chain {
+                let Some(link) = by_id.get(&id).map(|&i| &pending[i]) else {
+                    continue;
                 };
-                let target = target.clone();
-                let names: Vec<&[u8]> = target.split(|&b| b == b'/').collect();
-                match self.find(&names).map_err(|p| error(p.into_problem()))? {
-                    Found::Nothing => break None,
-                    Found::Node(id) if matches!(self.tree.node(id).kind, NodeKind::Whiteout) => {
-                        break None;
-                    }
-                    Found::Node(id) => at = id,
+                if matches!(kind, NodeKind::LowerLink(_)) {
+                    self.tree.node_mut(id).kind = kind.clone();
+                } else if self.is_named(&link.slot, id) {
+                    self.tree.insert(link.slot.dir, &link.slot.name, end);
+                    linked(&self, &link.slot, end);
                 }
-                steps += 1;
-                if steps > pending.len() {
-                    return Err(error(nothing()));
-                }
-            };
-            match found {
-                Some(id) if matches!(self.tree.node(id).kind, NodeKind::Directory(_)) => {
-                    return Err(error(TarProblem::LinkToDirectory {
-                        target: link.target.clone(),
-                    }));
-                }
-                Some(id) => {
-                    self.tree.insert(link.slot.dir, &link.slot.name, id);
-                    linked(&self, &link.slot, id);
-                }
-                None if at != link.id => {
-                    let end = self.tree.node(at).kind.clone();
-                    self.tree.node_mut(link.id).kind = end;
-                }
-                None => {}
             }
         }
         Ok(self.tree)
     }
 
+    /// Follows a link to what its target is in this layer, through other links that wait. Gives the
+    /// links on the way, and the end: a file, or the last link if its target is not in this layer;
+    /// `None` if the links lead in a circle.
+    fn follow_links(&self, first: NodeId) -> Result<(Vec<NodeId>, Option<NodeId>)> {
+        let mut chain = Vec::new();
+        let mut seen = HashSet::new();
+        let mut at = first;
+        while let NodeKind::LowerLink(target) = &self.tree.node(at).kind {
+            if !seen.insert(at) {
+                return Ok((chain, None));
+            }
+            chain.push(at);
+            let names: Vec<&[u8]> = target.split(|&b| b == b'/').collect();
+            match self.find(&names)? {
+                Found::Node(id) if !matches!(self.tree.node(id).kind, NodeKind::Whiteout) => {
+                    at = id
+                }
+                _ => break,
+            }
+        }
+        Ok((chain, Some(at)))
+    }
+
     /// Follows a path without changing the tree. Symlinks are followed on the way, not at its end.
     fn find(&self, names: &[&[u8]]) -> Result<Found> {
         let mut dir = LayerTree::ROOT;
-        let mut hops = 0;
+        let (mut hops, mut detour) = (0, 0);
         let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
         while let Some(name) = todo.pop() {
             if &*name == b".." {
@@ -364,7 +381,7 @@ impl<'b> LayerBuilder<'b> {
                     if target.starts_with(b"/") {
                         dir = LayerTree::ROOT;
                     }
-                    push_target(&mut todo, target)?;
+                    detour += push_target(&mut todo, target, detour)?;
                 }
                 _ => return Ok(Found::Nothing),
             }
@@ -447,17 +464,9 @@ impl<'b> LayerBuilder<'b> {
     }
 }
 
-impl PlaceError {
-    fn into_problem(self) -> TarProblem {
-        match self {
-            PlaceError::Problem(problem) => problem,
-            PlaceError::Limit { .. } => TarProblem::TooManyLinks,
-        }
-    }
-}
-
-/// Puts a symlink's target in front of what is still to be walked.
-fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8]) -> Result<()> {
+/// Puts a symlink's target in front of what is still to be walked; says how many names that are.
+fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8], detour: usize) -> Result<usize> {
+    let before = todo.len();
     for name in target.rsplit(|&b| b == b'/') {
         match name {
             b"" | b"." => {}
@@ -467,5 +476,9 @@ fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8]) -> Result<()> {
             name => todo.push(name.into()),
         }
     }
-    Ok(())
+    let added = todo.len() - before;
+    match detour + added {
+        0..=MAX_DETOUR => Ok(added),
+        _ => Err(TarProblem::TooManyLinks.into()),
+    }
 }

@@ -49,15 +49,17 @@ pub(crate) trait Data {
 pub(crate) enum StoreError {
     /// The address space is full: what there would be, what is possible.
     AddressSpace { value: u64, allowed: u64 },
+    /// Sparse files whose few bytes lie so far apart that the blocks around them add up.
+    Fill { value: u64, allowed: u64 },
     /// Too many chunks.
     Chunks { value: u64, allowed: u64 },
     /// Reading or writing failed.
-    Other(ConvertError),
+    Other(Box<ConvertError>),
 }
 
 impl From<ConvertError> for StoreError {
     fn from(error: ConvertError) -> Self {
-        StoreError::Other(error)
+        StoreError::Other(error.into())
     }
 }
 
@@ -77,6 +79,9 @@ pub(crate) struct ContentWriter<S> {
     inline_max: usize,
     known: HashMap<[u8; 32], Stored>,
     chunks: u64,
+    /// Bytes of chunks of sparse files, most of which may be zeros that no archive had to hold.
+    sparse_bytes: u64,
+    max_bytes: u64,
     stats: ContentStats,
     scratch: Vec<u8>,
 }
@@ -89,14 +94,17 @@ struct Stored {
 }
 
 impl<S: ContentSink> ContentWriter<S> {
-    /// Tails of up to `inline_max` bytes are kept apart, to be stored beside their inodes.
-    pub(crate) fn new(sink: S, tails: TailStore, inline_max: u16) -> Self {
+    /// Tails of up to `inline_max` bytes are kept apart, to be stored beside their inodes. Chunks of sparse
+    /// files may take `max_bytes` together.
+    pub(crate) fn new(sink: S, tails: TailStore, inline_max: u16, max_bytes: u64) -> Self {
         ContentWriter {
             sink,
             tails,
             inline_max: inline_max.into(),
             known: HashMap::new(),
             chunks: 0,
+            sparse_bytes: 0,
+            max_bytes,
             stats: ContentStats::default(),
             scratch: Vec::new(),
         }
@@ -173,6 +181,13 @@ impl<S: ContentSink> ContentWriter<S> {
         let mut pieces = Pieces::new(map, chunk_bytes);
         while let Some(chunk) = pieces.next_chunk() {
             let length = chunk_bytes.min(map.size - chunk * chunk_bytes);
+            self.sparse_bytes += length;
+            if self.sparse_bytes > self.max_bytes {
+                return Err(StoreError::Fill {
+                    value: self.sparse_bytes,
+                    allowed: self.max_bytes,
+                });
+            }
             let start = match usize::try_from(length) {
                 Ok(length) if length <= PIECE_BYTES => {
                     let mut bytes = std::mem::take(&mut self.scratch);

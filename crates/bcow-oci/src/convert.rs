@@ -156,7 +156,12 @@ impl<'c> Conversion<'c> {
             path: path.clone(),
         };
         Ok(Conversion {
-            content: ContentWriter::new(sink, TailStore::new(output.directory()), inline_max),
+            content: ContentWriter::new(
+                sink,
+                TailStore::new(output.directory()),
+                inline_max,
+                options.limits.max_bytes,
+            ),
             options,
             progress,
             budget: Budget {
@@ -212,7 +217,14 @@ impl<'c> Conversion<'c> {
                     let read = rescue(wanted, name, &mut tar, &mut tree, &mut self.content);
                     whole_layer(read, &mut tar)
                 };
-                read_layer(input, &reading, parse)?;
+                // What was counted once is not counted again.
+                let again = Reading {
+                    progress: &(),
+                    bytes: &AtomicU64::new(0),
+                    ..reading
+                };
+                let (rescued, _) = read_layer(input, &again, parse)?;
+                hidden_bytes -= rescued;
             }
             uppers.push(tree);
             reports.push(LayerReport {

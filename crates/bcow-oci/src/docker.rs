@@ -79,7 +79,7 @@ pub(crate) fn find(
     {
         return Err(ConvertError::NoSuchPlatform {
             place: files.name(),
-            wanted: wanted.clone(),
+            wanted: wanted.clone().into(),
             available: vec![found.to_string()],
         });
     }

@@ -230,7 +230,7 @@ pub enum ConvertError {
         /// The layout or archive.
         place: String,
         /// What was asked for, or the host's.
-        wanted: Platform,
+        wanted: Box<Platform>,
         /// What there is.
         available: Vec<String>,
     },
@@ -396,7 +396,7 @@ pub enum TarProblem {
     RootNotDirectory,
     #[error("{} is no directory", quoted(parent))]
     ParentNotDirectory { parent: Vec<u8> },
-    #[error("more than 40 symbolic links on the way to the parent directory")]
+    #[error("too many symbolic links on the way to the parent directory")]
     TooManyLinks,
     #[error("a link without a target")]
     EmptyTarget,
@@ -411,7 +411,7 @@ pub enum TarProblem {
     #[error("whiteout of nothing")]
     BadWhiteout,
     #[error("{field} {value} does not fit")]
-    OutOfRange { field: &'static str, value: i128 },
+    OutOfRange { field: &'static str, value: String },
     #[error("extended attribute {}: {problem}", quoted(name))]
     BadXattr {
         name: Vec<u8>,

@@ -1,5 +1,6 @@
 //! Tar ingestion as a fuzzer sees it: bytes in, no disk, no threads.
 
+use std::io::Read;
 use std::path::Path;
 
 use bcow_erofs::merge::merge;
@@ -10,21 +11,38 @@ use crate::content::{ContentSink, ContentWriter};
 use crate::error::ConvertError;
 use crate::hidden::Uppers;
 use crate::ingest::LayerIngest;
+use crate::layer::Format;
 use crate::stream::{ChunkStream, MemorySource};
 use crate::tails::TailStore;
 use crate::tar::TarReader;
 use crate::warnings::Warnings;
 
-/// Reads `bytes` as the tar archives of two layers, merges them and lays the tree out. Header checksums
-/// are not looked at. The first byte says how finely the stream is cut, the second where the first layer
-/// ends. Errors are as good as success; only a panic or a hang is a finding.
+/// Decompressed bytes that are looked at.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// Reads `bytes`, plain or compressed, as the tar archives of two layers, merges them and lays the tree
+/// out. Header checksums are not looked at. The length says how finely the stream is cut; the last byte
+/// says after how many blocks the first layer ends, and is 0 in whole archives, which then are one layer
+/// on top of nothing. Errors are as good as success; only a panic or a hang is a finding.
 pub fn fuzz_ingest(bytes: &[u8]) {
-    let (Some((&cut, rest)), true) = (bytes.split_first(), bytes.len() > 2) else {
-        return;
+    let mut tar = Vec::new();
+    // What was decompressed before the damage is read all the same.
+    let _ = match Format::of(bytes) {
+        Format::Gzip => flate2::read::MultiGzDecoder::new(bytes)
+            .take(MAX_BYTES)
+            .read_to_end(&mut tar),
+        Format::Zstd => match zstd::stream::read::Decoder::new(bytes) {
+            Ok(decoder) => decoder.take(MAX_BYTES).read_to_end(&mut tar),
+            Err(error) => Err(error),
+        },
+        _ => Read::take(bytes, MAX_BYTES).read_to_end(&mut tar),
     };
-    let chunk_bytes = 1 + usize::from(cut) * 37;
-    let boundary = (usize::from(rest[0]) * 512).min(rest.len() - 1);
-    let (upper, lower) = rest[1..].split_at(boundary);
+    let chunk_bytes = 1 + bytes.len() % 97 * 37;
+    let boundary = usize::from(tar.last().copied().unwrap_or(0)) * 512;
+    let (upper, lower) = tar.split_at(match boundary {
+        0 => tar.len(),
+        boundary => boundary.min(tar.len()),
+    });
     // A real image ends long before these limits.
     let mut budget = Budget {
         entries: 0,
@@ -32,7 +50,7 @@ pub fn fuzz_ingest(bytes: &[u8]) {
         name_bytes: 0,
     };
     let tails = TailStore::new(Path::new("/nonexistent"));
-    let mut content = ContentWriter::new(Nowhere { position: 4096 }, tails, 300);
+    let mut content = ContentWriter::new(Nowhere { position: 4096 }, tails, 300, 1 << 40);
     let mut uppers = Uppers::default();
     for layer in [upper, lower] {
         let read = ingest(layer, chunk_bytes, &mut budget, &mut content, &mut uppers);

@@ -77,23 +77,24 @@ impl<S: ContentSink> LayerIngest<'_, S> {
     }
 }
 
-/// Stores the content of the entries in `rescue`, from a second reading of the layer.
+/// Stores the content of the entries in `rescue`, from a second reading of the layer; says how much it was.
 pub(crate) fn rescue<S: ContentSink>(
     rescue: &Rescue,
     name: &str,
     tar: &mut TarReader<'_>,
     tree: &mut LayerTree,
     content: &mut ContentWriter<S>,
-) -> Result<(), ConvertError> {
-    let mut number = 0;
+) -> Result<u64, ConvertError> {
+    let (mut number, mut bytes) = (0, 0);
     while let Some(entry) = tar.next_entry().map_err(|e| tar_error(name, e))? {
         if let Some(&id) = rescue.0.get(&number) {
-            let stored = store(name, &entry, tar, content)?;
+            let stored = store(name, &entry.path, &entry, tar, content)?;
             tree.node_mut(id).kind = NodeKind::Regular(stored);
+            bytes += entry.stored;
         }
         number += 1;
     }
-    Ok(())
+    Ok(bytes)
 }
 
 struct Layer<'i> {
@@ -111,27 +112,28 @@ impl Layer<'_> {
     fn entry<S: ContentSink>(
         &mut self,
         number: u64,
-        entry: Entry,
+        mut entry: Entry,
         tar: &mut TarReader<'_>,
         content: &mut ContentWriter<S>,
     ) -> Result<(), ConvertError> {
         let layer = self.name;
-        let error = |e| place_error(layer, &entry.path, e);
-        if entry.path.len() > MAX_PATH_BYTES {
+        let path = std::mem::take(&mut entry.path);
+        let error = |e| place_error(layer, &path, e);
+        if path.len() > MAX_PATH_BYTES {
             return Err(error(PlaceError::Limit {
                 kind: LimitKind::PathBytes,
-                value: entry.path.len() as u64,
+                value: path.len() as u64,
                 allowed: MAX_PATH_BYTES as u64,
             }));
         }
-        let names = components(&entry.path).map_err(|p| error(p.into()))?;
+        let names = components(&path).map_err(|p| error(p.into()))?;
         // What aufs kept for itself; the opaque mark has the same prefix.
         let internal = |name: &&[u8]| name.starts_with(b".wh..wh.");
         let Some((&last, parents)) = names.split_last() else {
             if entry.kind != EntryKind::Directory {
                 return Err(error(TarProblem::RootNotDirectory.into()));
             }
-            let attributes = self.attributes(&entry)?;
+            let attributes = self.attributes(&path, &mut entry)?;
             return self.builder.directory(None, attributes).map_err(error);
         };
         if last == b".wh..wh..opq" && !parents.iter().any(internal) {
@@ -153,12 +155,12 @@ impl Layer<'_> {
             dir,
             name: last.into(),
         };
-        let attributes = self.attributes(&entry)?;
+        let attributes = self.attributes(&path, &mut entry)?;
         let device = |major, minor| DeviceNumber { major, minor };
         let kind = match entry.kind {
             // Its attributes are those of the file it names.
             EntryKind::Hardlink => {
-                let linked = self.builder.hardlink(&slot, &entry.link, &entry.path);
+                let linked = self.builder.hardlink(&slot, &entry.link, &path);
                 if let Some(id) = linked.map_err(error)? {
                     self.see(&slot, id);
                 }
@@ -171,9 +173,9 @@ impl Layer<'_> {
                     .map_err(error);
             }
             EntryKind::Regular => {
-                return self.regular(number, &entry, &slot, attributes, tar, content);
+                return self.regular(number, &path, &entry, &slot, attributes, tar, content);
             }
-            EntryKind::Symlink => NodeKind::Symlink(self.target(&entry)?),
+            EntryKind::Symlink => NodeKind::Symlink(self.target(&path, &entry)?),
             EntryKind::CharDevice { major, minor } => NodeKind::CharDevice(device(major, minor)),
             EntryKind::BlockDevice { major, minor } => NodeKind::BlockDevice(device(major, minor)),
             EntryKind::Fifo => NodeKind::Fifo,
@@ -184,9 +186,14 @@ impl Layer<'_> {
         Ok(())
     }
 
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "one caller; a struct would only rename them"
+    )]
     fn regular<S: ContentSink>(
         &mut self,
         number: u64,
+        path: &[u8],
         entry: &Entry,
         slot: &Slot,
         attributes: Attributes,
@@ -202,7 +209,7 @@ impl Layer<'_> {
                 tail: None,
             }
         } else {
-            store(self.name, entry, tar, content)?
+            store(self.name, path, entry, tar, content)?
         };
         let node = Node {
             attributes,
@@ -211,7 +218,7 @@ impl Layer<'_> {
         let id = self
             .builder
             .node(slot, node)
-            .map_err(|e| place_error(self.name, &entry.path, e))?;
+            .map_err(|e| place_error(self.name, path, e))?;
         if hidden {
             self.dropped.insert(id, number);
         }
@@ -251,26 +258,22 @@ impl Layer<'_> {
         Ok((tree, rescue))
     }
 
-    fn target(&self, entry: &Entry) -> Result<Box<[u8]>, ConvertError> {
+    fn target(&self, path: &[u8], entry: &Entry) -> Result<Box<[u8]>, ConvertError> {
         let problem = match entry.link.len() {
             0 => TarProblem::EmptyTarget,
             bytes if bytes > MAX_TARGET_BYTES => TarProblem::TargetTooLong { bytes },
             _ => return Ok(entry.link.as_slice().into()),
         };
-        Err(place_error(self.name, &entry.path, problem.into()))
+        Err(place_error(self.name, path, problem.into()))
     }
 
-    fn attributes(&mut self, entry: &Entry) -> Result<Attributes, ConvertError> {
-        let mut xattrs = BTreeMap::new();
-        for (name, value) in &entry.xattrs {
-            if keep_xattr(name, self.warnings) {
-                xattrs.insert(name.clone(), value.clone());
-            }
-        }
+    fn attributes(&mut self, path: &[u8], entry: &mut Entry) -> Result<Attributes, ConvertError> {
+        let mut xattrs = std::mem::take(&mut entry.xattrs);
+        xattrs.retain(|name, _| keep_xattr(name, self.warnings));
         let xattrs = self
             .builder
             .share_xattrs(xattrs)
-            .map_err(|e| place_error(self.name, &entry.path, e))?;
+            .map_err(|e| place_error(self.name, path, e))?;
         Ok(Attributes {
             permissions: entry.permissions,
             uid: entry.uid,
@@ -305,6 +308,7 @@ pub(crate) fn keep_xattr(name: &[u8], warnings: &mut Warnings) -> bool {
 /// Stores an entry's data.
 fn store<S: ContentSink>(
     layer: &str,
+    path: &[u8],
     entry: &Entry,
     tar: &mut TarReader<'_>,
     content: &mut ContentWriter<S>,
@@ -314,15 +318,16 @@ fn store<S: ContentSink>(
         Some(map) => content.sparse(map, &mut data),
         None => content.file(entry.stored, &mut data),
     };
-    stored.map_err(|e| store_error(Place::entry(layer, &entry.path), e))
+    stored.map_err(|e| store_error(Place::entry(layer, path), e))
 }
 
 /// Says where the content could not be stored.
 pub(crate) fn store_error(place: Place, error: StoreError) -> ConvertError {
     let (kind, value, allowed) = match error {
+        StoreError::Fill { value, allowed } => (LimitKind::Bytes, value, allowed),
         StoreError::AddressSpace { value, allowed } => (LimitKind::AddressSpace, value, allowed),
         StoreError::Chunks { value, allowed } => (LimitKind::Chunks, value, allowed),
-        StoreError::Other(error) => return error,
+        StoreError::Other(error) => return *error,
     };
     ConvertError::Limit {
         place,
@@ -367,7 +372,7 @@ pub(crate) fn tar_error(layer: &str, error: TarError) -> ConvertError {
             value: Some(value),
             allowed,
         },
-        TarCause::Stream(error) => error,
+        TarCause::Stream(error) => *error,
     }
 }
 

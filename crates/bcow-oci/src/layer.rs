@@ -77,7 +77,7 @@ pub(crate) fn read_layer<R>(
             let mut output = Output::new(input, reading, chunks, reusable);
             let message = match produce(input, reading, &mut output) {
                 Ok(bytes) => Message::End(bytes),
-                Err(Stop::Failed(error)) => Message::Failed(error),
+                Err(Stop::Failed(error)) => Message::Failed(*error),
                 // Nobody listens any more.
                 Err(Stop::Dropped) => return,
             };
@@ -126,14 +126,14 @@ impl ChunkSource for FromThread {
 
 /// Why the reading thread stops before the end.
 enum Stop {
-    Failed(ConvertError),
+    Failed(Box<ConvertError>),
     /// The parser has given up, for a reason of its own.
     Dropped,
 }
 
 impl From<ConvertError> for Stop {
     fn from(error: ConvertError) -> Self {
-        Stop::Failed(error)
+        Stop::Failed(error.into())
     }
 }
 
@@ -190,7 +190,7 @@ fn produce(
     let decoded = decode(&mut raw, output);
     let decoded = match (decoded, shared.failed.take()) {
         (_, Some(error)) => return Err(error.into()),
-        (Err(Stop::Failed(error)), None) => Err(error),
+        (Err(Stop::Failed(error)), None) => Err(*error),
         (Err(stop), None) => return Err(stop),
         (Ok(()), None) => Ok(()),
     };
@@ -207,7 +207,7 @@ fn produce(
     })?;
     let stored = shared.count.get();
     if let Some(expected) = input.size.filter(|&size| size != stored) {
-        return Err(Stop::Failed(ConvertError::SizeMismatch {
+        return Err(Stop::from(ConvertError::SizeMismatch {
             place: input.name.clone(),
             expected,
             found: stored,
@@ -252,7 +252,7 @@ fn decode(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> 
     if let Some(media_type) = output.media_type {
         let expected = Format::of_media_type(media_type);
         if expected != format && !matches!(format, Format::Other(_)) {
-            return Err(Stop::Failed(ConvertError::Decompress {
+            return Err(Stop::from(ConvertError::Decompress {
                 place: name.to_owned(),
                 format: expected.name(),
                 problem: format!("it is {} (the media type is {media_type})", format.name()),
@@ -268,7 +268,7 @@ fn decode(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> 
                 .map_err(|e| read_error("decompress", name, e))?;
             output.fill("zstd", &mut decoder)
         }
-        Format::Other(compression) => Err(Stop::Failed(ConvertError::Compression {
+        Format::Other(compression) => Err(Stop::from(ConvertError::Compression {
             place: name.to_owned(),
             compression,
         })),
@@ -308,7 +308,7 @@ fn trailing_zeros(raw: &mut RawReader<'_>, name: &str) -> Result<(), Stop> {
 }
 
 fn trailing_garbage(name: &str) -> Stop {
-    Stop::Failed(ConvertError::Decompress {
+    Stop::from(ConvertError::Decompress {
         place: name.to_owned(),
         format: "gzip",
         problem: "there is something else behind its end".to_owned(),
@@ -458,7 +458,7 @@ impl<'r> Output<'r> {
                 Ok(0) => return Ok(()),
                 Ok(read) => read,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                Err(e) => return Err(Stop::Failed(self.decoder_error(format, e))),
+                Err(e) => return Err(self.decoder_error(format, e).into()),
             };
             self.filled += read;
             self.total += read as u64;
@@ -550,5 +550,56 @@ impl Decoder for flate2::bufread::GzDecoder<&mut RawReader<'_>> {
 impl Decoder for zstd::stream::read::Decoder<'_, &mut RawReader<'_>> {
     fn stored(&self) -> u64 {
         self.get_ref().stored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_are_told_by_their_first_bytes() {
+        assert_eq!(Format::of(b""), Format::Plain);
+        assert_eq!(Format::of(&[0x1f]), Format::Plain);
+        assert_eq!(Format::of(&[0x1f, 0x8b, 8]), Format::Gzip);
+        assert_eq!(Format::of(&[0x28, 0xb5, 0x2f, 0xfd]), Format::Zstd);
+        assert_eq!(Format::of(&[0x5a, 0x2a, 0x4d, 0x18]), Format::Zstd);
+        assert_eq!(Format::of(b"BZh9"), Format::Other("bzip2"));
+        assert_eq!(Format::of(b"\xfd7zXZ\0"), Format::Other("xz"));
+    }
+
+    /// Decompressed and compressed bytes so far, and whether that passes.
+    fn passes(tar: u64, stored: u64) -> bool {
+        let limits = Limits {
+            max_ratio: 2000,
+            max_bytes: 1 << 40,
+            ..Limits::default()
+        };
+        let bytes = AtomicU64::new(tar);
+        let (chunks, _received) = sync_channel(1);
+        let (_used, reusable) = channel();
+        let output = Output {
+            name: "layer",
+            media_type: None,
+            limits: &limits,
+            all_bytes: &bytes,
+            chunks,
+            reusable,
+            hasher: None,
+            chunk: Vec::new(),
+            filled: 0,
+            total: tar,
+        };
+        output.check_limits(stored, 0).is_ok()
+    }
+
+    #[test]
+    fn a_bomb_is_stopped_by_its_ratio_past_the_first_gigabytes() {
+        let gib = 1 << 30;
+        assert!(passes(4 * gib, 1000));
+        assert!(!passes(4 * gib + 1, 1000));
+        assert!(passes(8 * gib, 8 * gib / 2000));
+        assert!(!passes(9 * gib, 4 * gib / 1000));
+        assert!(!passes((1 << 40) + 1, 1 << 40));
     }
 }

@@ -117,7 +117,7 @@ pub(crate) fn find(
     {
         return Err(ConvertError::NoSuchPlatform {
             place: files.name(),
-            wanted: wanted.clone(),
+            wanted: wanted.clone().into(),
             available: vec![found.to_string()],
         });
     }
@@ -299,7 +299,7 @@ fn choose_platform(
         Some((_, descriptor)) => Ok(descriptor.clone()),
         None => Err(ConvertError::NoSuchPlatform {
             place: files.name(),
-            wanted: wanted.clone(),
+            wanted: wanted.clone().into(),
             available: manifests
                 .iter()
                 .filter_map(|d| d.platform().map(|p| p.to_string()))

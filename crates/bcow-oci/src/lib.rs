@@ -1,4 +1,24 @@
 //! Sources of container images, and their conversion into one flattened BCoW image.
+//!
+//! The way of an image through this crate: [`convert()`] opens the [`Source`] (`layout`, `docker`, `archive`
+//! find an image's layers; `directory` walks a directory of the host). For each layer, uppermost first, a
+//! thread reads, hashes and decompresses (`layer`, `blob`) and hands chunks on (`stream`); `tar` makes
+//! entries of them, `ingest` and `builder` a tree, and `content` puts the files' bytes into the image, each
+//! piece once, unless `hidden` says that an upper layer hides them. `convert` then has the trees merged,
+//! writes the file system's metadata and the JSON section, reads everything back (`verify`), and `output`
+//! gives the file its name.
+//!
+//! Everything read is hostile until proven otherwise: every limit is in [`Limits`] or a constant beside
+//! what it guards, and running into one is [`ConvertError::Limit`].
+//!
+//! ```no_run
+//! use bcow_oci::{ConvertOptions, Source, convert};
+//!
+//! let source: Source = "oci:layout:latest".parse()?;
+//! let report = convert(&source, "image.bcow".as_ref(), &ConvertOptions::default(), &())?;
+//! println!("{} inodes in {} bytes", report.entries, report.file_bytes);
+//! # Ok::<(), bcow_oci::ConvertError>(())
+//! ```
 
 mod archive;
 mod blob;

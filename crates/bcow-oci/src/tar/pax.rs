@@ -3,6 +3,8 @@
 //! Read strictly: tar-core's iterator stops without a word at a record whose length does not parse,
 //! and what one reader skips and another one honours is how archives are made to mean two things.
 
+use std::collections::BTreeMap;
+
 use bcow_erofs::tree::Timestamp;
 
 use super::number;
@@ -18,7 +20,7 @@ pub(crate) struct PaxHeader {
     pub uid: Option<u64>,
     pub gid: Option<u64>,
     pub mtime: Option<Timestamp>,
-    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
     pub sparse: SparseRecords,
 }
 
@@ -34,7 +36,7 @@ impl PaxHeader {
     }
 
     /// Reads a global header: defaults for all entries that follow. Only what can be meant for many
-    /// entries is allowed.
+    /// entries, and costs little to apply to each of them, is allowed.
     pub(crate) fn parse_global(
         records: &[u8],
         before: &PaxHeader,
@@ -43,10 +45,11 @@ impl PaxHeader {
         let single = header.path.is_some()
             || header.linkpath.is_some()
             || header.size.is_some()
+            || !header.xattrs.is_empty()
             || header.sparse != SparseRecords::default();
         match single {
             true => Err(bad(
-                "a global header names a single file's path, size or holes",
+                "a global header with path, size, holes or attributes of a file",
             )),
             false => Ok(header),
         }
@@ -93,10 +96,7 @@ impl PaxHeader {
                 problem,
             });
         }
-        match self.xattrs.iter_mut().find(|(n, _)| n == name) {
-            Some(slot) => slot.1 = value.to_vec(),
-            None => self.xattrs.push((name.to_vec(), value.to_vec())),
-        }
+        self.xattrs.insert(name.to_vec(), value.to_vec());
         Ok(())
     }
 }
@@ -245,14 +245,20 @@ mod tests {
             record(b"path", b"name\nwith=newline"),
         ];
         let header = parse(&records.concat()).unwrap();
-        assert_eq!(header.xattrs, [(b"user.x".to_vec(), value.to_vec())]);
+        assert_eq!(
+            header.xattrs,
+            BTreeMap::from([(b"user.x".to_vec(), value.to_vec())])
+        );
         assert_eq!(header.path.as_deref(), Some(&b"name\nwith=newline"[..]));
     }
 
     #[test]
     fn libarchive_attributes_are_decoded() {
         let header = parse(&record(b"LIBARCHIVE.xattr.user.a%3Db", b"AAEC")).unwrap();
-        assert_eq!(header.xattrs, [(b"user.a=b".to_vec(), vec![0, 1, 2])]);
+        assert_eq!(
+            header.xattrs,
+            BTreeMap::from([(b"user.a=b".to_vec(), vec![0, 1, 2])])
+        );
         assert_eq!(base64(b"YQ"), Some(b"a".to_vec()));
         assert_eq!(base64(b"YQ=="), Some(b"a".to_vec()));
         assert_eq!(base64(b"YWI"), Some(b"ab".to_vec()));

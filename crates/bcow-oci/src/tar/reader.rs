@@ -1,5 +1,7 @@
 //! From bytes to entries.
 
+use std::collections::BTreeMap;
+
 use bcow_erofs::tree::Timestamp;
 use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHeader};
 
@@ -26,7 +28,7 @@ pub(crate) struct Entry {
     pub uid: u32,
     pub gid: u32,
     pub mtime: Timestamp,
-    pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
     /// Bytes of data behind the header; 0 unless it is a regular file.
     pub stored: u64,
     /// Where the data belongs, if the file has holes.
@@ -61,7 +63,7 @@ pub(crate) enum TarCause {
         value: u64,
         allowed: u64,
     },
-    Stream(ConvertError),
+    Stream(Box<ConvertError>),
 }
 
 impl From<TarProblem> for TarCause {
@@ -72,7 +74,7 @@ impl From<TarProblem> for TarCause {
 
 impl From<ConvertError> for TarCause {
     fn from(error: ConvertError) -> Self {
-        TarCause::Stream(error)
+        TarCause::Stream(error.into())
     }
 }
 
@@ -304,7 +306,7 @@ impl<'s> TarReader<'s> {
         if size > i64::MAX as u64 - HEADER_SIZE as u64 {
             return Err(TarProblem::OutOfRange {
                 field: "size",
-                value: size.into(),
+                value: size.to_string(),
             }
             .into());
         }
@@ -473,7 +475,10 @@ fn identifier(pax: Option<u64>, field: &[u8], name: &'static str) -> Result<u32,
             .ok_or(TarProblem::BadNumber { field: name })?
             .into(),
     };
-    u32::try_from(value).map_err(|_| TarProblem::OutOfRange { field: name, value })
+    u32::try_from(value).map_err(|_| TarProblem::OutOfRange {
+        field: name,
+        value: value.to_string(),
+    })
 }
 
 /// The name in the header itself, with the prefix that ustar and star have.
@@ -513,7 +518,7 @@ fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
                 0.. if value < end => Ok(value as u32),
                 _ => Err(TarProblem::OutOfRange {
                     field: name,
-                    value: value.into(),
+                    value: value.to_string(),
                 }),
             }
         };

@@ -105,7 +105,7 @@ fn bad_links_are_refused() {
         .symlink("b", "a")
         .file("a/x", "")
         .done();
-    insta::assert_snapshot!(refused(&cycle), @r#"Invalid: in.tar, entry "a/x": more than 40 symbolic links on the way to the parent directory"#);
+    insta::assert_snapshot!(refused(&cycle), @r#"Invalid: in.tar, entry "a/x": too many symbolic links on the way to the parent directory"#);
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn bad_extension_headers_are_refused() {
         .pax_raw(b'g', &record("path", "everyone"))
         .file("f", "")
         .done();
-    insta::assert_snapshot!(refused(&global), @r#"Invalid: in.tar, entry "PaxHeaders/x": malformed PAX record: a global header names a single file's path, size or holes"#);
+    insta::assert_snapshot!(refused(&global), @r#"Invalid: in.tar, entry "PaxHeaders/x": malformed PAX record: a global header with path, size, holes or attributes of a file"#);
     let between = Tar::new()
         .pax(&[("uid", "1")])
         .pax_raw(b'g', b"")

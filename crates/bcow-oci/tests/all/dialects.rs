@@ -1,6 +1,6 @@
 //! Tar archives of every sort that must be understood.
 
-use crate::support::{convert_tar, convert_tar_with, gzip, options};
+use crate::support::{convert_tar, convert_tar_with, convert_with, gzip, options};
 use crate::tarmaker::{GNU, Header, Tar, USTAR, V7, record, seal};
 
 #[test]
@@ -343,6 +343,52 @@ fn hardlinks_are_resolved_whatever_the_order() {
     /through -0644 2 0:0 4 1000000000.000000000 = /d/f
     /to-symlink l0644 2 0:0 6 1000000000.000000000 = /s
     ");
+}
+
+#[test]
+fn a_link_that_waits_is_forgotten_with_its_directory() {
+    let tar = Tar::new()
+        .hardlink("a/link", "c")
+        .dir("c")
+        .symlink("a", "a")
+        .done();
+    insta::assert_snapshot!(convert_tar(&tar).unwrap().lines(), @r"
+    /a l0644 1 0:0 1 1000000000.000000000 -> a
+    /c d0755 2 0:0 1000000000.000000000
+    ");
+}
+
+#[test]
+fn a_long_chain_of_links_takes_no_longer_than_many_links() {
+    let count = 20_000;
+    let tar = (0..count).fold(Tar::new(), |tar, i| {
+        tar.hardlink(format!("l{i}"), format!("l{}", i + 1))
+    });
+    let tar = tar.file(format!("l{count}"), "end").done();
+    let converted = convert_tar(&tar).unwrap();
+    assert_eq!(converted.report.entries, 2);
+    assert_eq!(converted.read("l0"), b"end");
+}
+
+#[test]
+fn a_pipe_is_read_as_it_comes() {
+    let dir = tempfile::tempdir().unwrap();
+    let fifo = dir.path().join("fifo.tar");
+    let made = std::process::Command::new("mkfifo").arg(&fifo).status();
+    assert!(made.is_ok_and(|status| status.success()));
+    let tar = Tar::new()
+        .file("a", vec![7; 3_000_000])
+        .file("b", "")
+        .done();
+    let expected = convert_tar(&tar).unwrap().bytes();
+    let writer = std::thread::spawn({
+        let fifo = fifo.clone();
+        move || std::fs::write(fifo, gzip(&tar)).unwrap()
+    });
+    let source = bcow_oci::Source::Tar(bcow_oci::TarInput::File(fifo));
+    let converted = convert_with(&source, &options()).unwrap();
+    writer.join().unwrap();
+    assert!(converted.bytes() == expected);
 }
 
 #[test]
