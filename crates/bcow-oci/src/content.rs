@@ -2,7 +2,8 @@
 //!
 //! Files up to 1 MiB are one piece, larger ones a piece per MiB. Pieces are known by their BLAKE3 hash.
 //! So a file that is there already costs nothing, and one that is partly there costs the rest. A file
-//! whose pieces lie one behind the other is one run, as if nothing had been looked up.
+//! whose pieces lie one behind the other is one run, as if nothing had been looked up. Files so small that
+//! they lie beside their inodes are not looked up: there is nothing to share.
 
 use std::collections::HashMap;
 
@@ -273,6 +274,12 @@ impl<S: ContentSink> ContentWriter<S> {
                 tail: None,
             });
         }
+        self.stats.content_bytes += length as u64;
+        if may_tail && length <= self.inline_max {
+            // It will lie beside each inode, known or not.
+            let tail = Some(self.tails.push(first, second)?);
+            return Ok(Stored { start: 0, tail });
+        }
         let key = if second.is_empty() {
             *blake3::hash(first).as_bytes()
         } else {
@@ -280,7 +287,6 @@ impl<S: ContentSink> ContentWriter<S> {
             hasher.update(first).update(second);
             *hasher.finalize().as_bytes()
         };
-        self.stats.content_bytes += length as u64;
         match self.known.get(&key) {
             Some(stored) if may_tail || stored.tail.is_none() => {
                 self.stats.deduplicated_bytes += length as u64;
@@ -297,7 +303,7 @@ impl<S: ContentSink> ContentWriter<S> {
             self.sink.append(&second[..whole - cut])?;
             let tail = self.tails.push(&first[cut..], &second[whole - cut..])?;
             Stored {
-                start: if whole == 0 { 0 } else { start },
+                start,
                 tail: Some(tail),
             }
         } else {
