@@ -1,8 +1,9 @@
 //! The conversion itself: layers from the top, content as it comes, then the merged tree.
 
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::{Image as BcowImage, ImageWriter, OpenOptions, WriterOptions, Written};
 use bcow_erofs::merge::{MergeError, merge};
@@ -30,10 +31,14 @@ use crate::warnings::Warnings;
 use crate::{docker, layout};
 
 /// Longest file tail that is kept beside its inode in a compressed image, where the zeros behind a tail
-/// in a block of its own cost next to nothing, but a fatter inode table slows every lookup.
+/// in a block of its own cost next to nothing, but a fatter inode table slows every lookup. Measured on 1.4 GB
+/// of Debian with Python: 0 to 512 give the same file size within 0.1 %, 2000 gives 0.3 % more.
 const INLINE_MAX: u16 = 256;
-/// The same in a plain image, where such a tail costs a block of 4096 bytes.
+/// The same in a plain image, where such a tail costs a block of 4096 bytes: 5 % of the same image.
 const INLINE_MAX_PLAIN: u16 = 2000;
+
+/// What zstd knows, and bcow promises to.
+const ZSTD_LEVELS: RangeInclusive<i32> = -7..=22;
 
 /// Converts `source` into one flattened image at `destination`.
 ///
@@ -59,6 +64,10 @@ pub fn convert(
         progress.total(None);
         verify(&written, &output, options)?;
         report.verified = true;
+    }
+    let cancel = options.cancel.as_ref();
+    if cancel.is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
+        return Err(ConvertError::Interrupted);
     }
     output.publish()?;
     Ok(report)
@@ -136,11 +145,20 @@ impl<'c> Conversion<'c> {
         progress: &'c dyn Progress,
     ) -> Result<Self, ConvertError> {
         let path = destination.to_owned();
+        if let Compression::Zstd { level } = options.compression
+            && !ZSTD_LEVELS.contains(&level)
+        {
+            return Err(ConvertError::Options(format!(
+                "zstd has no level {level}, only {} to {}",
+                ZSTD_LEVELS.start(),
+                ZSTD_LEVELS.end()
+            )));
+        }
         let writer_options = WriterOptions {
             compression: options.compression,
             plain: options.plain,
             block_bytes: options.block_bytes,
-            threads: options.threads,
+            threads: options.threads.max(1),
             erofs: true,
         };
         let writer = ImageWriter::create(output.file()?, writer_options).map_err(|e| match e {

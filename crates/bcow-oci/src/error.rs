@@ -116,6 +116,8 @@ pub enum LimitKind {
     DocumentBytes,
     /// Indexes within indexes.
     IndexDepth,
+    /// Images in an index.
+    Manifests,
     /// Layers of an image.
     Layers,
     /// Members of an archive that holds an image.
@@ -139,6 +141,7 @@ impl LimitKind {
             LimitKind::Chunks => "chunks of sparse files",
             LimitKind::DocumentBytes => "bytes of a JSON document",
             LimitKind::IndexDepth => "nested image indexes",
+            LimitKind::Manifests => "images in an index",
             LimitKind::Layers => "layers",
             LimitKind::ArchiveMembers => "archive members",
             LimitKind::Window => "bytes of decompression window",

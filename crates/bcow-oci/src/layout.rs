@@ -276,11 +276,8 @@ fn choose_platform(
             let index: IndexDocument = parse(&place, &bytes)?;
             level.extend(index.manifests.unwrap_or_default());
             if manifests.len() + level.len() > MAX_MANIFESTS {
-                return Err(limit(
-                    LimitKind::DocumentBytes,
-                    manifests.len() + level.len(),
-                    MAX_MANIFESTS,
-                ));
+                let count = manifests.len() + level.len();
+                return Err(limit(LimitKind::Manifests, count, MAX_MANIFESTS));
             }
         }
     }

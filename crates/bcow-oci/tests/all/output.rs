@@ -72,11 +72,21 @@ fn a_full_disk_is_named_and_leaves_nothing() {
 #[test]
 fn wrong_options_are_refused_before_anything_is_read() {
     let dir = tempfile::tempdir().unwrap();
-    let options = ConvertOptions {
+    let refused = |options: &ConvertOptions| {
+        let path = dir.path().join("x");
+        let error = convert(&layout().source(None), &path, options, &()).unwrap_err();
+        assert_eq!(error.kind(), bcow_oci::ErrorKind::Usage);
+        error.to_string()
+    };
+    let block = ConvertOptions {
         block_bytes: Some(5000),
         ..options()
     };
-    let error = convert(&layout().source(None), &dir.path().join("x"), &options, &()).unwrap_err();
-    assert_eq!(error.kind(), bcow_oci::ErrorKind::Usage);
+    insta::assert_snapshot!(refused(&block), @"block size 5000: must be a power of two from 4096 to 4194304");
+    let level = ConvertOptions {
+        compression: bcow_oci::Compression::Zstd { level: 23 },
+        ..options()
+    };
+    insta::assert_snapshot!(refused(&level), @"zstd has no level 23, only -7 to 22");
     assert!(names(dir.path()).is_empty());
 }
