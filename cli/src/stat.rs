@@ -1,6 +1,7 @@
 //! An inode as `ls -l` shows it, and as JSON does.
 
 use bcow_erofs::reader::{FileType, Timestamp};
+use bcow_oci::rfc3339;
 
 /// The word for a file type in JSON.
 pub fn type_name(kind: FileType) -> &'static str {
@@ -44,11 +45,8 @@ pub fn mode_letters(kind: FileType, bits: u16) -> String {
 
 /// A time in UTC, to the minute: `2024-02-29 12:34`.
 pub fn short_time(time: Timestamp) -> String {
-    match civil(time.seconds) {
-        Some(c) => format!(
-            "{:04}-{:02}-{:02} {:02}:{:02}",
-            c.year, c.month, c.day, c.hour, c.minute
-        ),
+    match rfc3339(time.seconds) {
+        Some(text) => format!("{} {}", &text[..10], &text[11..16]),
         None => format!("@{}", time.seconds),
     }
 }
@@ -56,55 +54,10 @@ pub fn short_time(time: Timestamp) -> String {
 /// A time in UTC as RFC 3339 has it, with nine digits behind the second. Years that RFC 3339 cannot
 /// write come as `@SECONDS.NANOSECONDS`.
 pub fn full_time(time: Timestamp) -> String {
-    match civil(time.seconds) {
-        Some(c) => format!(
-            "{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:09}Z",
-            c.year, c.month, c.day, c.hour, c.minute, c.second, time.nanoseconds
-        ),
+    match rfc3339(time.seconds) {
+        Some(text) => format!("{}.{:09}Z", &text[..19], time.nanoseconds),
         None => format!("@{}.{:09}", time.seconds, time.nanoseconds),
     }
-}
-
-struct Civil {
-    year: i64,
-    month: i64,
-    day: i64,
-    hour: i64,
-    minute: i64,
-    second: i64,
-}
-
-/// Days and seconds since 1970 to a date of the Gregorian calendar, for the years 0 to 9999.
-fn civil(seconds: i64) -> Option<Civil> {
-    const YEAR_0: i64 = -62_167_219_200;
-    const YEAR_10000: i64 = 253_402_300_800;
-    if !(YEAR_0..YEAR_10000).contains(&seconds) {
-        return None;
-    }
-    // Counting years from March makes the leap day the last of its year (H. Hinnant, "chrono-
-    // Compatible Low-Level Date Algorithms").
-    let days = seconds.div_euclid(86400) + 719_468;
-    let second_of_day = seconds.rem_euclid(86400);
-    let era = days.div_euclid(146_097);
-    let day_of_era = days.rem_euclid(146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
-    Some(Civil {
-        year: era * 400 + year_of_era + i64::from(month <= 2),
-        month,
-        day,
-        hour: second_of_day / 3600,
-        minute: second_of_day / 60 % 60,
-        second: second_of_day % 60,
-    })
 }
 
 #[cfg(test)]

@@ -70,6 +70,17 @@ struct Finding {
     message: String,
 }
 
+impl From<check::Finding> for Finding {
+    fn from(found: check::Finding) -> Self {
+        Finding {
+            error: found.severity == check::Severity::Error,
+            code: found.code,
+            place: found.place,
+            message: found.message,
+        }
+    }
+}
+
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if args.repair {
         return Err(
@@ -105,16 +116,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
             Ok(_) => CommandError::new(format!("{} changes while it is checked", path.display())),
         });
     }
-    let mut findings: Vec<Finding> = report
-        .findings
-        .iter()
-        .map(|f| Finding {
-            error: f.severity == check::Severity::Error,
-            code: f.code,
-            place: f.place.clone(),
-            message: f.message.clone(),
-        })
-        .collect();
+    let mut findings: Vec<Finding> = report.findings.iter().cloned().map(Finding::from).collect();
     // Blocks that were all read and found good need no second reading; if some are bad, reading the
     // files says whose they are.
     let read_files = args.data && !report.is_sound();
@@ -225,12 +227,7 @@ fn check_tree(
     // Whether file content can be read is the business of the blocks' checks, and of `check_files`.
     let options = erofs_check::CheckOptions { read_data: false };
     let found = erofs_check::check(&filesystem, &options);
-    findings.extend(found.into_iter().map(|f| Finding {
-        error: f.severity == erofs_check::Severity::Error,
-        code: f.code,
-        place: f.place,
-        message: f.message,
-    }));
+    findings.extend(found.into_iter().map(Finding::from));
     let inodes = filesystem.superblock().inodes;
     if read_files {
         let bad = bad_ranges(&image);

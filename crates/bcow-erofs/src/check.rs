@@ -4,9 +4,13 @@
 //! of names compared with what is there. Time and memory grow with the metadata that there is, not with what
 //! it claims: an inode whose bytes overlap another's is reported and not looked into, so each byte of
 //! metadata is walked once; file data is read once however many files share it.
+//!
+//! A finding's code is one of [`CODES`], its place a path, `inode N`, `superblock` or `data`.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
+
+pub use bcow::check::{Finding, Severity};
 
 use crate::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode, InodeProblem, Nid};
 use crate::tree::show;
@@ -16,28 +20,6 @@ use crate::tree::show;
 pub struct CheckOptions {
     /// Also read every byte that a file's extents name.
     pub read_data: bool,
-}
-
-/// How bad a finding is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Severity {
-    /// Readers cope.
-    Warning,
-    /// Something cannot be read, or reads wrong.
-    Error,
-}
-
-/// One thing that is wrong.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Finding {
-    /// Stable code, `erofs-...`; [`CODES`] lists them.
-    pub code: &'static str,
-    /// How bad it is.
-    pub severity: Severity,
-    /// Path, `inode N`, `superblock` or `data`.
-    pub place: String,
-    /// What is wrong, for people.
-    pub message: String,
 }
 
 /// All codes and what they mean.

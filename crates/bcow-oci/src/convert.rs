@@ -396,8 +396,8 @@ impl Metadata {
             "tool".into(),
             json!(format!("bcow {}", options.tool_version)),
         );
-        if let Some(seconds) = options.source_date_epoch {
-            all.insert("created".into(), json!(crate::date::rfc3339(seconds)));
+        if let Some(created) = options.source_date_epoch.and_then(crate::rfc3339) {
+            all.insert("created".into(), json!(created));
         }
         let compress = match (options.plain, options.compression) {
             (true, _) | (_, Compression::None) => json!("none"),

@@ -47,6 +47,7 @@ mod verify;
 mod warnings;
 
 pub use convert::convert;
+pub use date::rfc3339;
 pub use digest::{DiffId, Digest};
 pub use error::{ConvertError, ErrorKind};
 pub use fuzz::fuzz_ingest;

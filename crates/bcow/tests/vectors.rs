@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::check::{CheckOptions, Severity, check};
+use bcow::check::{CheckOptions, Report, Severity, check};
 use bcow::format::{BackingEntry, BackingName, FormatError, Use};
 use bcow::{
     BackingResolver, BlockDevice, Error, Image, Mapping, MemoryStorage, OpenOptions, Storage,
@@ -33,6 +33,14 @@ fn vectors(name: &str) -> Vec<PathBuf> {
 
 fn storage(path: &Path) -> Arc<dyn Storage> {
     Arc::new(MemoryStorage::new(fs::read(path).unwrap()))
+}
+
+fn full_check(path: &Path) -> Report {
+    let options = CheckOptions {
+        data: true,
+        threads: 1,
+    };
+    check(storage(path), &options).unwrap()
 }
 
 /// Backings by digest from one folder; the digest of the whole file is checked.
@@ -125,11 +133,7 @@ fn has_windows(image: &Image) -> bool {
 fn valid_vectors_have_their_map_and_content() {
     for path in vectors("valid") {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-        let options = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(storage(&path), &options).unwrap();
+        let report = full_check(&path);
         assert!(report.is_sound(), "{name}: {:?}", report.findings);
 
         let image = Image::open_with_backings(
@@ -186,11 +190,7 @@ fn invalid_vectors_are_rejected_with_their_code() {
     let mut wrong = Vec::new();
     for path in vectors("invalid") {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-        let options = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(storage(&path), &options).unwrap();
+        let report = full_check(&path);
         let first = report
             .findings
             .iter()
@@ -228,11 +228,7 @@ fn invalid_vectors_are_never_read_in_full_with_the_merkle_tree_verified() {
 fn refused_vectors_fail_only_when_their_backing_is_read() {
     for path in vectors("refused") {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
-        let options = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(storage(&path), &options).unwrap();
+        let report = full_check(&path);
         assert!(report.is_sound(), "{name}: {:?}", report.findings);
         let code = Image::open_with_backings(
             storage(&path),
