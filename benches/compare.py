@@ -23,6 +23,12 @@ import tempfile
 import time
 
 MIB = 1 << 20
+# mkfs.erofs 1.5 fails on names of 255 bytes; the made image has a few under this path.
+NO_ODD_NAMES = "--exclude-regex=^srv/odd/names"
+
+
+class Failed(Exception):
+    """A command that did not end well."""
 
 
 class Cost:
@@ -41,7 +47,7 @@ def run(command, stdin=None, stdout=subprocess.DEVNULL):
     process.returncode = os.waitstatus_to_exitcode(status)
     wall = time.monotonic() - start
     if process.returncode != 0:
-        raise SystemExit(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors.decode(errors='replace')[-2000:]}")
+        raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors.decode(errors='replace')[-2000:]}")
     return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
@@ -90,11 +96,11 @@ def conversions(args):
         ("**bcow**, zstd 3, -j2", bcow + ["-j2", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
         ("**bcow**, zstd 3, -j2, --no-verify", bcow + ["-j2", "--no-verify", f"tar:{tar}", f"{out}.bcow"], f"{out}.bcow"),
         ("mksquashfs, zstd 3, from a directory", ["mksquashfs", str(args.tree), f"{out}.sqfs", "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-noappend"], f"{out}.sqfs"),
-        ("mkfs.erofs, " + args.erofs_codec + ", from a directory", ["mkfs.erofs", f"-z{args.erofs_codec}", "-C65536", f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
-        ("*copy:* `cp --sparse=never` of the tar", ["cp", "--sparse=never", tar, f"{out}.tar"], f"{out}.tar"),
+        ("mkfs.erofs, " + args.erofs_codec + ", from a directory", ["mkfs.erofs", f"-z{args.erofs_codec}", "-C65536", "--quiet", NO_ODD_NAMES, f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
+        ("*copy:* `dd conv=fsync` of the tar", ["dd", f"if={tar}", f"of={out}.tar", "bs=1M", "conv=fsync"], f"{out}.tar"),
         ("**bcow --plain**, -j2", bcow + ["-j2", "--plain", f"tar:{tar}", f"{out}.plain"], f"{out}.plain"),
         ("**bcow --plain**, -j2, --no-verify", bcow + ["-j2", "--plain", "--no-verify", f"tar:{tar}", f"{out}.plain"], f"{out}.plain"),
-        ("mkfs.erofs, uncompressed, from a directory", ["mkfs.erofs", f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
+        ("mkfs.erofs, uncompressed, from a directory", ["mkfs.erofs", "--quiet", NO_ODD_NAMES, f"{out}.erofs", str(args.tree)], f"{out}.erofs"),
         ("`tar -x`", ["sh", "-c", f"mkdir {out}.d && exec tar -xf {tar} -C {out}.d"], f"{out}.d"),
         ("gunzip of the layers (gzip -dc)", ["sh", "-c", "exec gzip -dc " + " ".join(map(str, args.layers)) + " > /dev/null"], None),
         ("**bcow**, zstd 3, -j2, from the gzip layers", bcow + ["-j2", f"oci:{args.layout}", f"{out}.bcow"], f"{out}.bcow"),
@@ -121,7 +127,14 @@ def bench_convert(args):
             remove(output)
             return cost
 
-        cost = best(args.rounds, once)
+        try:
+            cost = best(args.rounds, once)
+        except Failed as error:
+            if "bcow" in name:
+                raise
+            print(f"left out, for it failed: {error}")
+            remove(output)
+            continue
         limit = limit or cost
         size = f"{once.bytes / 1e6:.0f}" if once.bytes else "-"
         rows.append([name, f"{cost.cpu:.2f}", f"{cost.cpu / limit.cpu:.2f}", f"{cost.wall:.2f}", f"{cost.wall / limit.wall:.2f}", size, f"{cost.rss / MIB:.0f}"])
@@ -200,7 +213,6 @@ def mounts(args):
         ("**bcow mount**, zstd 3", [str(args.bcow), "mount", str(work / "img.bcow"), mnt]),
         ("**bcow mount**, --plain", [str(args.bcow), "mount", str(work / "img.plain"), mnt]),
         ("squashfuse_ll, zstd", ["squashfuse_ll", str(work / "img.sqfs"), mnt]),
-        ("squashfuse, zstd", ["squashfuse", str(work / "img.sqfs"), mnt]),
         ("erofsfuse, uncompressed", ["erofsfuse", str(work / "img.plain"), mnt]),
         ("fuse-overlayfs over a directory", ["fuse-overlayfs", "-o", f"lowerdir={args.tree}:{work / 'empty'}", mnt]),
     ]
@@ -224,6 +236,7 @@ def bench_read(args):
         run(["mksquashfs", str(args.tree), str(args.work / "img.sqfs"), "-quiet", "-no-progress", "-comp", "zstd", "-Xcompression-level", "3", "-noappend"])
     rows = []
     for name, command in mounts(args):
+        print(f"measuring {name}", file=sys.stderr, flush=True)
         samples = []
         for _ in range(args.rounds):
             drop_caches()
@@ -279,7 +292,7 @@ def main():
     codecs = subprocess.run(["mkfs.erofs", "--help"], capture_output=True, text=True)
     args.erofs_codec = "zstd,level=3" if "zstd" in codecs.stdout + codecs.stderr else "lz4hc"
     args.layers = layer_files(args.layout)
-    for tool in ("zstd", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
+    for tool in ("zstd", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
         if not have(tool):
             print(f"not installed, left out: {tool}")
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
