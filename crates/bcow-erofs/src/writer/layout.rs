@@ -4,7 +4,7 @@ use super::dirs::directory_bytes;
 use super::space::Space;
 use super::xattrs::XattrTable;
 use super::{WriteError, WriteOptions};
-use crate::format::{BLOCK_BYTES, CompactInode, ExtendedInode, layout};
+use crate::format::{BLOCK_BYTES, CompactInode, ExtendedInode, SLOT_BYTES, XattrHeader, layout};
 use crate::tree::{Blocks, NodeId, NodeKind, Timestamp, Tree};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -82,7 +82,24 @@ impl Layout {
         layout.blocks = builder.space.used_blocks();
         // Nearly sorted: only what filled a gap came late.
         layout.items.sort_unstable();
+        layout.pad_for_fsck();
         Ok(layout)
+    }
+
+    /// fsck.erofs (1.5) reads the xattr header behind every inode, also of one that has no xattrs, and
+    /// calls the image corrupt where that is beyond its end: one more block then.
+    fn pad_for_fsck(&mut self) {
+        let end = self.blocks * BLOCK;
+        let ends_with_inode = self.items.last().is_some_and(|item| {
+            let placed = self.placed[item.node.index()];
+            let inode_bytes = match placed.extended {
+                true => size_of::<ExtendedInode>(),
+                false => size_of::<CompactInode>(),
+            } as u64;
+            let behind = u64::from(item.slot) * SLOT_BYTES as u64 + inode_bytes;
+            !item.blocks && behind + size_of::<XattrHeader>() as u64 > end
+        });
+        self.blocks += u64::from(ends_with_inode);
     }
 
     pub(super) fn blocks(&self) -> u64 {
