@@ -182,6 +182,20 @@ pub struct SuperBlock {
     pub reserved: [u8; 24],
 }
 
+/// A slot of the device table, which has one for each extra device.
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct DeviceSlot {
+    /// What the device is called; unused by the kernel without fscache.
+    pub tag: [u8; 64],
+    /// Number of blocks on the device.
+    pub blocks: U32,
+    /// Where the device lies in the addresses of the first one; 0 if it does not.
+    pub mapped_block: U32,
+    /// Zero.
+    pub reserved: [u8; 56],
+}
+
 /// The 32-byte inode. Its time is the superblock's.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -295,6 +309,7 @@ pub struct Dirent {
 const _: () = {
     use std::mem::{offset_of, size_of};
     assert!(size_of::<SuperBlock>() == 128);
+    assert!(size_of::<DeviceSlot>() == 128);
     assert!(offset_of!(SuperBlock, checksum) == 4);
     assert!(offset_of!(SuperBlock, root_nid) == 14);
     assert!(offset_of!(SuperBlock, inodes) == 16);

@@ -5,7 +5,8 @@
 //! what the device holds, and nothing is allocated by a number that was not checked. There are no locks and
 //! no caches here: the device has one.
 //!
-//! Understood are the plain, inline and chunk-based layouts on one device, with blocks of 512 to 4096 bytes.
+//! Understood are the plain, inline and chunk-based layouts with blocks of 512 to 4096 bytes; of extra devices, what
+//! is shown in the addresses of the first.
 //! Compressed files can be listed but not read.
 
 mod data;

@@ -22,7 +22,7 @@ mod xattrs;
 
 use zerocopy::IntoBytes;
 
-use crate::format::{self, SuperBlock, compatible, incompatible};
+use crate::format::{self, DeviceSlot, SuperBlock, compatible, incompatible};
 use crate::tree::{TailSource, Tree, show};
 use emit::Emitter;
 use layout::Layout;
@@ -115,6 +115,15 @@ pub struct Plan<'t> {
     layout: Layout,
     xattrs: XattrTable<'t>,
     uuid: [u8; 16],
+    windows: Option<Windows>,
+    extra_devices: u16,
+}
+
+/// Content whose place in the address space is known only when the metadata is laid out.
+#[derive(Debug, Clone, Copy)]
+struct Windows {
+    from: u32,
+    to: u32,
 }
 
 impl<'t> Plan<'t> {
@@ -147,6 +156,8 @@ impl<'t> Plan<'t> {
             layout,
             xattrs,
             uuid: [0; 16],
+            windows: None,
+            extra_devices: 0,
         };
         let end = start.saturating_add(plan.metadata_bytes());
         if end / block >= u64::from(format::NULL_BLOCK) {
@@ -160,6 +171,42 @@ impl<'t> Plan<'t> {
     pub fn with_uuid(mut self, uuid: [u8; 16]) -> Self {
         self.uuid = uuid;
         self
+    }
+
+    /// Content at the tree's block addresses from `from` on lies from block `to` of the address space on;
+    /// `blocks` is how much of it there is. So what lies behind the metadata can be addressed before the size of the
+    /// metadata is known.
+    ///
+    /// [`WriteError::TooLarge`] if the end passes 2^32 blocks.
+    pub fn with_windows(mut self, from: u32, to: u32, blocks: u64) -> Result<Self, WriteError> {
+        let block = format::BLOCK_BYTES as u64;
+        let end = u64::from(to).saturating_add(blocks);
+        if end >= u64::from(format::NULL_BLOCK) {
+            return Err(WriteError::TooLarge {
+                start: u64::from(self.metadata_block) * block,
+                end: end.saturating_mul(block),
+            });
+        }
+        self.windows = Some(Windows { from, to });
+        Ok(self)
+    }
+
+    /// Says that a table of so many devices ([`device_table`]) stands at byte 4096, right behind the superblock's
+    /// block.
+    pub fn with_device_table(mut self, devices: u16) -> Self {
+        self.extra_devices = devices;
+        self
+    }
+
+    /// Where the content at this block of the tree's addresses lies in the address space.
+    fn place(&self, block: u32) -> u32 {
+        match self.windows {
+            Some(windows) if block >= windows.from => {
+                // In range for content within the `blocks` that `with_windows` has checked.
+                windows.to.wrapping_add(block - windows.from)
+            }
+            _ => block,
+        }
     }
 
     /// Size of the metadata in bytes, a multiple of 4096.
@@ -191,6 +238,11 @@ impl<'t> Plan<'t> {
         if self.layout.has_chunks() {
             features |= incompatible::CHUNKED_FILE;
         }
+        let mut device_table_slot = 0;
+        if self.extra_devices > 0 {
+            features |= incompatible::DEVICE_TABLE;
+            device_table_slot = format::BLOCK_BYTES / size_of::<DeviceSlot>();
+        }
         // No shared xattrs: the address is never used.
         let xattr_block = match self.xattrs.shared_bytes() {
             0 => 0,
@@ -213,8 +265,8 @@ impl<'t> Plan<'t> {
             volume_name: [0; 16],
             feature_incompat: features.into(),
             compression: 0.into(),
-            extra_devices: 0.into(),
-            device_table_slot: 0.into(),
+            extra_devices: self.extra_devices.into(),
+            device_table_slot: (device_table_slot as u16).into(),
             directory_block_shift: 0,
             xattr_prefix_count: 0,
             xattr_prefix_start: 0.into(),
@@ -227,4 +279,29 @@ impl<'t> Plan<'t> {
         bytes[..size_of::<SuperBlock>()].copy_from_slice(superblock.as_bytes());
         bytes
     }
+}
+
+/// A device beside the one that holds the metadata, for a kernel mount with `device=` options.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Device {
+    /// Size in blocks of 4096 bytes.
+    pub blocks: u32,
+    /// Block of the address space where it is shown; not 0.
+    pub start: u32,
+}
+
+/// The bytes of a device table, with zeros up to a multiple of 4096 bytes.
+pub fn device_table(devices: &[Device]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for device in devices {
+        let slot = DeviceSlot {
+            tag: [0; 64],
+            blocks: device.blocks.into(),
+            mapped_block: device.start.into(),
+            reserved: [0; 56],
+        };
+        bytes.extend_from_slice(slot.as_bytes());
+    }
+    bytes.resize(bytes.len().next_multiple_of(format::BLOCK_BYTES), 0);
+    bytes
 }

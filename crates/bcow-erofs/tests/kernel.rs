@@ -53,9 +53,21 @@ impl Mount {
 
     /// `None` where the kernel is older than 6.12.
     fn from_file(image: &[u8]) -> Option<Mount> {
+        Self::from_files(image, &[])
+    }
+
+    /// The same, with further devices.
+    fn from_files(image: &[u8], devices: &[Vec<u8>]) -> Option<Mount> {
         let (dir, file, point) = Self::dir(image);
         let flags = rustix::mount::MountFlags::RDONLY;
-        match rustix::mount::mount(&file, &point, "erofs", flags, None) {
+        let mut options = Vec::new();
+        for (i, device) in devices.iter().enumerate() {
+            let path = dir.path().join(format!("device{i}"));
+            fs::write(&path, device).unwrap();
+            options.push(format!("device={}", path.display()));
+        }
+        let options = CString::new(options.join(",")).unwrap();
+        match rustix::mount::mount(&file, &point, "erofs", flags, Some(&*options)) {
             Ok(()) => Some(Mount { dir }),
             Err(rustix::io::Errno::NOTBLK) => None,
             Err(e) => panic!("mount(2) of the file: {e}"),
@@ -187,6 +199,20 @@ fn the_kernel_sees_every_type_attribute_and_byte_in_the_file_itself() {
     let image = image();
     match Mount::from_file(&image) {
         Some(mount) => compare(&image, &mount.point()),
+        None => eprintln!("SKIPPED: this kernel mounts no files"),
+    }
+}
+
+#[test]
+fn the_kernel_mounts_a_stack_with_a_device_per_layer_or_as_one() {
+    if !can_mount() || !have("losetup") {
+        return;
+    }
+    let stack = stack();
+    let flat = stack.flat();
+    compare(&flat, &Mount::through_loop(&flat).point());
+    match Mount::from_files(&stack.primary, &stack.layers) {
+        Some(mount) => compare(&flat, &mount.point()),
         None => eprintln!("SKIPPED: this kernel mounts no files"),
     }
 }

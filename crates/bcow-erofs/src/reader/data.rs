@@ -266,22 +266,35 @@ impl<'a> Extents<'a> {
         }
         let at = ((index - self.batch_first) * entry_bytes) as usize;
         let bytes = &self.batch[at..at + entry_bytes as usize];
-        let block = match entry {
-            ChunkEntry::Address => u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        let (block, device) = match entry {
+            ChunkEntry::Address => {
+                let block = [bytes[0], bytes[1], bytes[2], bytes[3]];
+                (u32::from_le_bytes(block), 0)
+            }
             ChunkEntry::Index => match ChunkIndex::ref_from_bytes(bytes) {
-                Ok(index) if index.block.get() == NULL_BLOCK || index.device.get() == 0 => {
-                    index.block.get()
-                }
-                Ok(index) => {
-                    return Err(ErofsError::Inode {
-                        nid: self.inode.nid,
-                        problem: InodeProblem::ChunkDevice(index.device.get()),
-                    });
-                }
-                Err(_) => NULL_BLOCK,
+                Ok(index) => (index.block.get(), index.device.get()),
+                Err(_) => (NULL_BLOCK, 0),
             },
         };
-        Ok((block != NULL_BLOCK).then(|| u64::from(block) * self.fs.block_bytes()))
+        if block == NULL_BLOCK {
+            return Ok(None);
+        }
+        // What is on another device is readable if that is shown in the addresses of this one.
+        let device_start = match device {
+            0 => 0,
+            _ => match self.fs.superblock.devices.get(usize::from(device) - 1) {
+                Some(&start) if start > 0 => start,
+                _ => {
+                    return Err(ErofsError::Inode {
+                        nid: self.inode.nid,
+                        problem: InodeProblem::ChunkDevice(device),
+                    });
+                }
+            },
+        };
+        Ok(Some(
+            device_start + u64::from(block) * self.fs.block_bytes(),
+        ))
     }
 }
 

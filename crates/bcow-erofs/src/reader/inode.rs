@@ -6,8 +6,8 @@ use zerocopy::FromBytes;
 
 use super::{ErofsError, Filesystem, InodeProblem};
 use crate::format::{
-    self, CHUNK_INDEXES, CHUNK_SHIFT_MASK, ChunkIndex, CompactInode, ExtendedInode, NULL_BLOCK,
-    SLOT_BYTES, XattrHeader, layout,
+    self, BLOCK_SHIFT, CHUNK_INDEXES, CHUNK_SHIFT_MASK, ChunkIndex, CompactInode, ExtendedInode,
+    NULL_BLOCK, SLOT_BYTES, XattrHeader, layout,
 };
 use crate::tree::{DeviceNumber, Timestamp};
 
@@ -108,6 +108,19 @@ impl Inode {
     /// Whether it has extended attributes; cheaper than to look for one.
     pub fn has_xattrs(&self) -> bool {
         self.xattr_bytes > size_of::<XattrHeader>() as u32
+    }
+
+    /// Of files in chunks, log2 of the chunk size in blocks of 4096 bytes.
+    pub(crate) fn chunk_shift(&self) -> Option<u8> {
+        match self.data {
+            Data::Chunked { shift, .. } => Some(shift.saturating_sub(BLOCK_SHIFT)),
+            _ => None,
+        }
+    }
+
+    /// Whether the device byte where an extent of this file starts is that of its tail beside the inode.
+    pub(crate) fn is_inline_tail(&self, offset: u64) -> bool {
+        matches!(self.data, Data::Inline { tail_offset, .. } if tail_offset == offset)
     }
 
     /// First and last byte + 1 of the inode with all that lies beside it, on the device.

@@ -5,7 +5,7 @@ use zerocopy::FromBytes;
 
 use super::error::names;
 use super::{ErofsError, Nid};
-use crate::format::{self, SLOT_BYTES, SuperBlock, compatible, incompatible};
+use crate::format::{self, DeviceSlot, SLOT_BYTES, SuperBlock, compatible, incompatible};
 use crate::tree::Timestamp;
 
 /// The incompatible features that images may have. Those for compression only say that compressed files may
@@ -42,6 +42,8 @@ pub struct Superblock {
     pub metadata_offset: u64,
     /// First byte of the shared xattrs.
     pub xattr_offset: u64,
+    /// Where the extra devices are shown in this device's addresses, in bytes, first device first; 0 if one is not.
+    pub devices: Vec<u64>,
 }
 
 impl Superblock {
@@ -75,14 +77,6 @@ impl Superblock {
         if unknown != 0 {
             return Err(ErofsError::UnsupportedFeature { bits: unknown });
         }
-        // The same bit stands for a second compression algorithm, which is harmless.
-        if raw.feature_incompat.get() & incompatible::DEVICE_TABLE != 0
-            && raw.extra_devices.get() != 0
-        {
-            return Err(ErofsError::UnsupportedFeature {
-                bits: incompatible::DEVICE_TABLE,
-            });
-        }
         if !(9..=format::BLOCK_SHIFT).contains(&raw.block_shift) {
             return Err(ErofsError::UnsupportedValue {
                 what: "block size shift",
@@ -114,6 +108,7 @@ impl Superblock {
                 value: raw.metadata_block.get().into(),
             });
         }
+        let devices = read_devices(device, raw)?;
         let name = &raw.volume_name;
         let name_bytes = name.iter().position(|&b| b == 0).unwrap_or(name.len());
         Ok(Superblock {
@@ -128,8 +123,33 @@ impl Superblock {
             features_incompatible: raw.feature_incompat.get(),
             metadata_offset,
             xattr_offset: u64::from(raw.xattr_block.get()) << raw.block_shift,
+            devices,
         })
     }
+}
+
+fn read_devices(device: &dyn BlockDevice, raw: &SuperBlock) -> Result<Vec<u64>, ErofsError> {
+    // Without devices, the same bit stands for a second compression algorithm.
+    if raw.feature_incompat.get() & incompatible::DEVICE_TABLE == 0 {
+        return Ok(Vec::new());
+    }
+    let slot_bytes = size_of::<DeviceSlot>();
+    let offset = u64::from(raw.device_table_slot.get()) * slot_bytes as u64;
+    // At most 8 MiB, and on the device.
+    let bytes = usize::from(raw.extra_devices.get()) * slot_bytes;
+    if offset + bytes as u64 > device.size() {
+        return Err(ErofsError::Superblock {
+            field: "device table slot",
+            value: raw.device_table_slot.get().into(),
+        });
+    }
+    let mut table = vec![0; bytes];
+    device.read_at(offset, &mut table)?;
+    let slots = table.chunks_exact(slot_bytes);
+    Ok(slots
+        .filter_map(|slot| DeviceSlot::ref_from_bytes(slot).ok())
+        .map(|slot| u64::from(slot.mapped_block.get()) << raw.block_shift)
+        .collect())
 }
 
 // Cargo does not know the cfg that cargo-fuzz sets.

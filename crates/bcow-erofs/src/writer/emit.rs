@@ -104,7 +104,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
             NodeKind::Regular(content) => {
                 let tail = content.tail.map_or(0, |tail| tail.length.into());
                 let union = match &content.blocks {
-                    Blocks::Flat { start } if content.size > tail => *start,
+                    Blocks::Flat { start } if content.size > tail => plan.place(*start),
                     Blocks::Chunked { chunk_shift, .. } if content.size > 0 => {
                         (*chunk_shift).into()
                     }
@@ -190,7 +190,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
             let block = match runs.peek() {
                 // A valid tree's runs end below 2^32 blocks.
                 Some(run) if run.first <= chunk => {
-                    run.start + ((chunk - run.first) << chunk_shift) as u32
+                    self.plan.place(run.start) + ((chunk - run.first) << chunk_shift) as u32
                 }
                 _ => NULL_BLOCK,
             };

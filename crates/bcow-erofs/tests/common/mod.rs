@@ -9,9 +9,11 @@ use std::process::Command;
 use std::sync::Arc;
 
 use bcow_erofs::debug::{DumpOptions, dump_to_string};
+use bcow_erofs::merge::merge;
+use bcow_erofs::overlay::{ReadOptions, read_layer};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
-use bcow_erofs::writer::{Plan, WriteOptions};
+use bcow_erofs::writer::{Device, Plan, WriteOptions, device_table};
 
 pub const BLOCK: usize = 4096;
 
@@ -490,4 +492,96 @@ pub fn fsck(image: &[u8]) {
 pub fn check(image: &[u8]) {
     let options = bcow_erofs::check::CheckOptions { read_data: true };
     assert_eq!(bcow_erofs::check::check(&open(image), &options), []);
+}
+
+/// Two layers with content, the merged tree over both, and where each layer is shown.
+pub struct Stack {
+    pub layers: Vec<Vec<u8>>,
+    /// Superblock, device table, metadata.
+    pub primary: Vec<u8>,
+    pub starts: Vec<u32>,
+}
+
+pub fn stack() -> Stack {
+    let contents = |seed: u8| -> Vec<u8> { (0..100_000).map(|i| (i as u8) ^ seed).collect() };
+    let layers: Vec<Vec<u8>> = [1, 2]
+        .map(|seed| {
+            let mut space = Space::new(256);
+            let mut layer = LayerTree::new();
+            let mut file = |name: &str, content: Content| {
+                put(&mut layer, name, node(NodeKind::Regular(content)));
+            };
+            file("same", space.file(&contents(seed)));
+            file(&format!("large{seed}"), space.file(&contents(seed + 10)));
+            file(&format!("tail{seed}"), space.file(&contents(seed)[..4196]));
+            file(&format!("tiny{seed}"), space.file(&[seed; 9]));
+            let chunks = BTreeMap::from([(1, vec![seed; 4096]), (5, vec![seed; 4096])]);
+            file(&format!("sparse{seed}"), space.chunked(40_000, 0, &chunks));
+            space.image(&layer.into_overlay().unwrap())
+        })
+        .into();
+    let mut trees = Vec::new();
+    let mut tails = Vec::new();
+    let mut starts = Vec::new();
+    // Addresses behind the windows' start: one layer behind the other, with a gap.
+    let mut next = 0;
+    for image in &layers {
+        let options = ReadOptions {
+            place: &|offset, _| Some(next + (offset / BLOCK as u64) as u32),
+            tails: tails.len() as u64,
+            max_inodes: 1000,
+        };
+        trees.push(read_layer(&open(image), &options).unwrap());
+        tails.extend_from_slice(image);
+        starts.push(next);
+        next += (image.len() as u64 / BLOCK as u64) as u32 + 3;
+    }
+    let tree = merge(trees).unwrap();
+    let options = WriteOptions {
+        metadata_start: 2 * BLOCK as u64,
+        inline_max: 256,
+    };
+    let plan = Plan::new(&tree, &options).unwrap();
+    let end = 2 + (plan.metadata_bytes() / BLOCK as u64) as u32;
+    let to = end + 7;
+    let plan = plan
+        .with_windows(0, to, next.into())
+        .unwrap()
+        .with_device_table(2);
+    for start in &mut starts {
+        *start += to;
+    }
+    let devices: Vec<Device> = starts
+        .iter()
+        .zip(&layers)
+        .map(|(&start, image)| Device {
+            blocks: (image.len() as u64 / BLOCK as u64) as u32,
+            start,
+        })
+        .collect();
+    let mut primary = vec![0; BLOCK];
+    primary.extend(device_table(&devices));
+    plan.write::<std::convert::Infallible>(&tails, &mut |bytes| {
+        primary.extend_from_slice(bytes);
+        Ok(())
+    })
+    .unwrap();
+    primary[1024..4096].copy_from_slice(&plan.superblock(end.into()));
+    Stack {
+        layers,
+        primary,
+        starts,
+    }
+}
+
+impl Stack {
+    /// The address space with all layers in it.
+    pub fn flat(&self) -> Vec<u8> {
+        let mut flat = self.primary.clone();
+        for (layer, &start) in self.layers.iter().zip(&self.starts) {
+            flat.resize(start as usize * BLOCK, 0);
+            flat.extend_from_slice(layer);
+        }
+        flat
+    }
 }

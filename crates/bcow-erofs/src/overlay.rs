@@ -1,0 +1,384 @@
+//! A layer on its own as a file system, in the form in which overlayfs keeps a layer, and back.
+//!
+//! | in a [`LayerTree`] | in the file system |
+//! |---|---|
+//! | [`NodeKind::Whiteout`] | character device 0:0 |
+//! | [`Directory::opaque`] | [`OPAQUE`] = `y` |
+//! | [`Directory::implicit`] | [`IMPLICIT`] = `y` |
+//! | [`NodeKind::LowerLink`] | symbolic link to `/TARGET` with [`LINK`] = `y` |
+//! | character device 0:0 | the same with [`DEVICE`] = `y` |
+//!
+//! The first two are overlayfs's own (`Documentation/filesystems/overlayfs.rst`), so the kernel can stack such layers
+//! itself. For the others overlayfs has no form: it shows an implicit directory's own attributes, a link as a symbolic
+//! one, and takes the device for a whiteout.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use crate::format::BLOCK_BYTES;
+use crate::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid};
+use crate::tree::{
+    Attributes, Blocks, ChunkRun, Content, DeviceNumber, Directory, LayerTree, Node, NodeId,
+    NodeKind, Tail, Tree, TreeError, Xattrs,
+};
+
+/// Marks a directory that hides what the layers below have in it.
+pub const OPAQUE: &[u8] = b"trusted.overlay.opaque";
+/// Marks a directory that the layer does not list itself: a child needed it, and what is below decides its attributes.
+pub const IMPLICIT: &[u8] = b"trusted.bcow.implicit";
+/// Marks a symbolic link that stands for a hardlink to a file of a lower layer.
+pub const LINK: &[u8] = b"trusted.bcow.link";
+/// Marks a character device 0:0 that is no whiteout.
+pub const DEVICE: &[u8] = b"trusted.bcow.device";
+/// The value of all marks.
+const YES: &[u8] = b"y";
+
+/// Number of a whiteout.
+const WHITEOUT: DeviceNumber = DeviceNumber { major: 0, minor: 0 };
+/// Runs of chunks in one layer's files, at most: 16 bytes each.
+const MAX_RUNS: usize = 32 << 20;
+
+impl LayerTree {
+    /// This layer on its own as a file system: see the [module's text](crate::overlay).
+    pub fn into_overlay(mut self) -> Result<Tree, TreeError> {
+        for node in &mut self.nodes {
+            match &mut node.kind {
+                NodeKind::Whiteout => {
+                    *node = Node {
+                        attributes: Attributes::default(),
+                        kind: NodeKind::CharDevice(WHITEOUT),
+                    };
+                }
+                NodeKind::CharDevice(WHITEOUT) => mark(&mut node.attributes, DEVICE),
+                NodeKind::Directory(directory) => {
+                    if directory.opaque {
+                        mark(&mut node.attributes, OPAQUE);
+                    }
+                    if directory.implicit {
+                        mark(&mut node.attributes, IMPLICIT);
+                    }
+                }
+                NodeKind::LowerLink(target) => {
+                    let mut attributes = Attributes {
+                        permissions: 0o777,
+                        ..Attributes::default()
+                    };
+                    mark(&mut attributes, LINK);
+                    *node = Node {
+                        attributes,
+                        kind: NodeKind::Symlink([b"/", &target[..]].concat().into()),
+                    };
+                }
+                _ => {}
+            }
+        }
+        self.into_tree()
+    }
+}
+
+fn mark(attributes: &mut Attributes, name: &[u8]) {
+    let xattrs = attributes.xattrs.get_or_insert_default();
+    Arc::make_mut(xattrs).insert(name.to_vec(), YES.to_vec());
+}
+
+/// How a layer is read.
+pub struct ReadOptions<'a> {
+    /// Where content goes: given the device byte where a run of blocks starts and the run's length in bytes, the block
+    /// number that the tree shall name it by; `None` if there is no such place.
+    pub place: &'a dyn Fn(u64, u64) -> Option<u32>,
+    /// Added to the device bytes by which tails are named.
+    pub tails: u64,
+    /// Inodes, at most.
+    pub max_inodes: u64,
+}
+
+/// Why a layer cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayerError {
+    /// The file system is damaged.
+    #[error(transparent)]
+    Erofs(#[from] ErofsError),
+    /// A directory has a second name, so that the tree would have no end.
+    #[error("inode {}: the directory has a second name", .nid.0)]
+    DirectoryLinkedTwice {
+        /// The directory.
+        nid: Nid,
+    },
+    /// No layer that bcow made.
+    #[error("its file system has blocks of {block_bytes} bytes, not 4096")]
+    BlockBytes {
+        /// Block size in bytes.
+        block_bytes: u32,
+    },
+    /// There are more inodes than expected.
+    #[error("it has more than {allowed} inodes")]
+    TooMany {
+        /// How many there may be.
+        allowed: u64,
+    },
+    /// The files are in too many pieces.
+    #[error("its files are in more than {MAX_RUNS} pieces")]
+    TooManyRuns,
+    /// A file's content lies where no content can be.
+    #[error("inode {}: its content at byte {offset}, {length} bytes, is not where content lies", .nid.0)]
+    Place {
+        /// The file.
+        nid: Nid,
+        /// Device byte.
+        offset: u64,
+        /// Length in bytes.
+        length: u64,
+    },
+    /// A mark is on something that it does not fit.
+    #[error("inode {}: it is marked as a link, but has no target below the root", .nid.0)]
+    Mark {
+        /// The marked inode.
+        nid: Nid,
+    },
+}
+
+/// Reads a layer that [`LayerTree::into_overlay`] made a file system of.
+///
+/// Tails are named by their place on the device plus `options.tails`; who merges the layers reads them from there.
+/// A hostile file system costs no more than `max_inodes` nodes with their names.
+pub fn read_layer(fs: &Filesystem, options: &ReadOptions<'_>) -> Result<LayerTree, LayerError> {
+    let block_bytes = fs.superblock().block_bytes;
+    if block_bytes as usize != BLOCK_BYTES {
+        return Err(LayerError::BlockBytes { block_bytes });
+    }
+    let mut reader = LayerReader {
+        fs,
+        options,
+        tree: LayerTree::new(),
+        known: HashMap::new(),
+        xattrs: HashMap::new(),
+        runs: 0,
+        pending: Vec::new(),
+    };
+    let root = fs.inode(fs.root())?;
+    let node = reader.node(&root)?;
+    *reader.tree.node_mut(LayerTree::ROOT) = node;
+    reader.known.insert(root.nid.0, LayerTree::ROOT);
+    reader.pending.push((LayerTree::ROOT, root));
+    while let Some((id, inode)) = reader.pending.pop() {
+        reader.directory(id, &inode)?;
+    }
+    Ok(reader.tree)
+}
+
+struct LayerReader<'a> {
+    fs: &'a Filesystem,
+    options: &'a ReadOptions<'a>,
+    tree: LayerTree,
+    /// Directories, and whatever has several names.
+    known: HashMap<u64, NodeId>,
+    xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
+    runs: usize,
+    pending: Vec<(NodeId, Inode)>,
+}
+
+impl LayerReader<'_> {
+    fn directory(&mut self, id: NodeId, inode: &Inode) -> Result<(), LayerError> {
+        let mut names: Vec<(Box<[u8]>, Nid)> = Vec::new();
+        let allowed = self.options.max_inodes;
+        self.fs.read_dir(inode, 0, &mut |entry| {
+            if !matches!(entry.name, b"." | b"..") {
+                names.push((entry.name.into(), entry.nid));
+            }
+            match names.len() as u64 > allowed {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        })?;
+        if names.len() as u64 > allowed {
+            return Err(LayerError::TooMany { allowed });
+        }
+        for (name, nid) in names {
+            let child = match self.known.get(&nid.0) {
+                Some(&child) => match self.tree.node(child).kind {
+                    NodeKind::Directory(_) => {
+                        return Err(LayerError::DirectoryLinkedTwice { nid });
+                    }
+                    _ => child,
+                },
+                None => self.add(nid)?,
+            };
+            self.tree.insert(id, &name, child);
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, nid: Nid) -> Result<NodeId, LayerError> {
+        let allowed = self.options.max_inodes;
+        if self.tree.len() as u64 >= allowed {
+            return Err(LayerError::TooMany { allowed });
+        }
+        let inode = self.fs.inode(nid)?;
+        let node = self.node(&inode)?;
+        let id = self.tree.add(node);
+        let is_directory = inode.kind == FileType::Directory;
+        if is_directory || inode.nlink > 1 {
+            self.known.insert(nid.0, id);
+        }
+        if is_directory {
+            self.pending.push((id, inode));
+        }
+        Ok(id)
+    }
+
+    fn node(&mut self, inode: &Inode) -> Result<Node, LayerError> {
+        let mut marks = Marks::default();
+        let xattrs = self.xattrs(inode, &mut marks)?;
+        let kind = match inode.kind {
+            FileType::Directory => NodeKind::Directory(Directory {
+                opaque: marks.opaque,
+                implicit: marks.implicit,
+                ..Directory::default()
+            }),
+            FileType::Regular => NodeKind::Regular(self.content(inode)?),
+            FileType::Symlink => {
+                let target = self.fs.read_link(inode)?;
+                if marks.link {
+                    match target.strip_prefix(b"/") {
+                        Some(target) if !target.is_empty() => NodeKind::LowerLink(target.into()),
+                        _ => return Err(LayerError::Mark { nid: inode.nid }),
+                    }
+                } else {
+                    NodeKind::Symlink(target.into())
+                }
+            }
+            FileType::CharDevice => match inode.rdev.unwrap_or(WHITEOUT) {
+                WHITEOUT if !marks.device => NodeKind::Whiteout,
+                number => NodeKind::CharDevice(number),
+            },
+            FileType::BlockDevice => NodeKind::BlockDevice(inode.rdev.unwrap_or(WHITEOUT)),
+            FileType::Fifo => NodeKind::Fifo,
+            FileType::Socket => NodeKind::Socket,
+        };
+        Ok(Node {
+            attributes: Attributes {
+                permissions: inode.permissions,
+                uid: inode.uid,
+                gid: inode.gid,
+                mtime: inode.mtime,
+                xattrs,
+            },
+            kind,
+        })
+    }
+
+    fn xattrs(&mut self, inode: &Inode, marks: &mut Marks) -> Result<Option<Xattrs>, LayerError> {
+        if !inode.has_xattrs() {
+            return Ok(None);
+        }
+        let mut map = BTreeMap::new();
+        for (name, value) in self.fs.xattrs(inode)? {
+            match marks.flag(&name) {
+                Some(flag) => *flag = value == YES,
+                None => {
+                    map.insert(name, value);
+                }
+            }
+        }
+        if map.is_empty() {
+            return Ok(None);
+        }
+        if let Some(xattrs) = self.xattrs.get(&map) {
+            return Ok(Some(xattrs.clone()));
+        }
+        let xattrs = Arc::new(map.clone());
+        self.xattrs.insert(map, xattrs.clone());
+        Ok(Some(xattrs))
+    }
+
+    fn content(&mut self, inode: &Inode) -> Result<Content, LayerError> {
+        let size = inode.size;
+        let block = BLOCK_BYTES as u64;
+        if let Some(chunk_shift) = inode.chunk_shift() {
+            let mut runs = Vec::new();
+            for extent in self.fs.extents(inode, 0) {
+                let extent = extent?;
+                let ExtentSource::Device { offset } = extent.source else {
+                    continue;
+                };
+                self.runs += 1;
+                if self.runs > MAX_RUNS {
+                    return Err(LayerError::TooManyRuns);
+                }
+                runs.push(ChunkRun {
+                    first: (extent.offset / block) >> chunk_shift,
+                    count: extent.length.div_ceil(block << chunk_shift),
+                    start: self.place(inode, offset, extent.length.next_multiple_of(block))?,
+                });
+            }
+            return Ok(Content {
+                size,
+                blocks: Blocks::Chunked {
+                    chunk_shift,
+                    runs: runs.into(),
+                },
+                tail: None,
+            });
+        }
+        let mut content = Content {
+            size,
+            blocks: Blocks::Flat { start: 0 },
+            tail: None,
+        };
+        for extent in self.fs.extents(inode, 0) {
+            let extent = extent?;
+            match extent.source {
+                // An image may say of a whole file that it is a hole.
+                ExtentSource::Hole => {
+                    content.blocks = Blocks::Chunked {
+                        chunk_shift: 31,
+                        runs: Box::default(),
+                    };
+                }
+                ExtentSource::Device { offset } if inode.is_inline_tail(offset) => {
+                    content.tail = Some(Tail {
+                        offset: self.options.tails + offset,
+                        // Shorter than a block.
+                        length: extent.length as u16,
+                    });
+                }
+                ExtentSource::Device { offset } => {
+                    let length = extent.length.next_multiple_of(block);
+                    let start = self.place(inode, offset, length)?;
+                    content.blocks = Blocks::Flat { start };
+                }
+            }
+        }
+        Ok(content)
+    }
+
+    fn place(&self, inode: &Inode, offset: u64, length: u64) -> Result<u32, LayerError> {
+        (self.options.place)(offset, length).ok_or(LayerError::Place {
+            nid: inode.nid,
+            offset,
+            length,
+        })
+    }
+}
+
+#[derive(Default)]
+struct Marks {
+    opaque: bool,
+    implicit: bool,
+    link: bool,
+    device: bool,
+}
+
+impl Marks {
+    fn flag(&mut self, name: &[u8]) -> Option<&mut bool> {
+        match name {
+            OPAQUE => Some(&mut self.opaque),
+            IMPLICIT => Some(&mut self.implicit),
+            LINK => Some(&mut self.link),
+            DEVICE => Some(&mut self.device),
+            _ => None,
+        }
+    }
+}
