@@ -400,7 +400,7 @@ def check_fields(h):
     must(h.backing_bytes or h.backing_crc == 0, "backing_crc without backing table")
     # Section 4.
     must(not h.incompatible & (BACKING | WINDOWS) or h.backing_count >= 1, "backing or windows without backing table")
-    must(not h.incompatible & PLAIN or not h.incompatible & (BACKING | WINDOWS), "a plain file with backing or windows")
+    must(not h.incompatible & PLAIN or not h.incompatible & BACKING, "a plain file with the feature backing")
     must(bool(h.read_only_compatible & MERKLE) == bool(h.merkle_chunk_shift), "bit merkle against merkle_chunk_shift")
     # The record log. The bit `records` was refused before.
     must(not h.log_bytes, "a record log without the feature records")
@@ -767,8 +767,6 @@ class Bcow:
 
     def copy(self, start, end, write, shift):
         """Call write(at + shift, bytes) for the bytes start..end of the address space; what is not written is zero."""
-        if self.header.incompatible & PLAIN:
-            start = max(start, SLOTS_END)  # section 11: zeros
         for entry in self.entries(start, end):
             first = max(start, entry.lba)
             last = min(end, entry.lba + entry.block_length)

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::{BlockDevice, Image, MemoryStorage, OpenOptions, Verify};
+use bcow::{BlockCache, BlockDevice, Image, MemoryStorage, OpenOptions, Verify};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -17,7 +17,7 @@ fuzz_target!(|bytes: &[u8]| {
     let _ = check(storage.clone(), &options);
     for verify in [Verify::Checksums, Verify::Merkle] {
         let options = OpenOptions {
-            cache_bytes: 1 << 20,
+            cache: BlockCache::new(1 << 20),
             verify,
         };
         let Ok(image) = Image::open_storage(storage.clone(), &options) else {

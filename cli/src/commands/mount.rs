@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use bcow::{Image, OpenOptions, Verify};
+use bcow::{BlockCache, Image, OpenOptions, Verify};
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::daemon::{self, Launch};
 use bcow_fuse::options::Access;
@@ -103,7 +103,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let image = Image::open(
         &args.image,
         &OpenOptions {
-            cache_bytes: args.cache_size,
+            cache: BlockCache::new(args.cache_size),
             verify: match args.verify {
                 VerifyWhat::Checksums => Verify::Checksums,
                 VerifyWhat::Merkle => Verify::Merkle,

@@ -23,9 +23,10 @@ pub const MAX_METADATA_BYTES: u32 = 16 << 20;
 /// Longest backing table in bytes.
 pub const MAX_BACKING_BYTES: u32 = 16 << 20;
 /// Largest size of an address space or file.
-pub(crate) const MAX_ADDRESS: u64 = 1 << 48;
+pub const MAX_ADDRESS: u64 = 1 << 48;
+/// Most entries of a backing table.
+pub const MAX_BACKINGS: u32 = 65536;
 
-const MAX_BACKINGS: u32 = 65536;
 const MAGIC: [u8; 8] = *b"BCoW\r\n\x1a\n";
 const VERSION: u16 = 1;
 
@@ -299,9 +300,9 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     )?;
     require(
         !features.has_incompatible(incompatible::PLAIN)
-            || features.incompatible & needs_backing == 0,
+            || !features.has_incompatible(incompatible::BACKING),
         "incompatible",
-        || "plain, but with a backing or windows".into(),
+        || "plain, but with a backing below".into(),
     )?;
     let merkle = decode_merkle(raw, state, &features, file_bytes)?;
     let log = (raw.log_offset.get(), raw.log_bytes.get());

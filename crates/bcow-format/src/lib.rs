@@ -30,8 +30,9 @@ pub use error::{FormatError, SectionKind};
 pub use features::compatible;
 pub use features::{Features, incompatible, read_only_compatible};
 pub use header::{
-    BACKING_ENTRY_BYTES, HEADER_AREA_BYTES, Header, MAX_BACKING_BYTES, MAX_METADATA_BYTES,
-    MAX_ROOT_ENTRIES, MerkleTree, SECTOR_BYTES, SLOT_BYTES, Section, State, Use, choose_header,
+    BACKING_ENTRY_BYTES, HEADER_AREA_BYTES, Header, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_BACKINGS,
+    MAX_METADATA_BYTES, MAX_ROOT_ENTRIES, MerkleTree, SECTOR_BYTES, SLOT_BYTES, Section, State,
+    Use, choose_header,
 };
 pub use merkle::{HASH_BYTES, MerkleShape};
 pub use table::{

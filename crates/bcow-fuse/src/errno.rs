@@ -29,7 +29,7 @@ pub(crate) fn errno(error: &ErofsError) -> Errno {
 }
 
 fn device_errno(error: &bcow::Error) -> Errno {
-    match error {
+    match error.innermost() {
         bcow::Error::Io { source, .. } => match Errno::from_io_error(source) {
             // These say something about the host's state, not about the file.
             Some(errno @ (Errno::NOMEM | Errno::STALE | Errno::TIMEDOUT)) => errno,

@@ -160,6 +160,7 @@ impl<'c> Conversion<'c> {
             block_bytes: options.block_bytes,
             threads: options.threads.max(1),
             erofs: true,
+            ..WriterOptions::default()
         };
         let writer = ImageWriter::create(output.file()?, writer_options).map_err(|e| match e {
             bcow::Error::Unsupported(text) => ConvertError::Options(text),

@@ -9,13 +9,14 @@ use bcow_format::{
     incompatible,
 };
 
+use crate::cache::FileId;
 use crate::codec::Encoding;
 use crate::image::{
     CheckedFile, Piece, check_windows, read_block, read_header, read_metadata, read_table,
 };
 use crate::merkle::Verifier;
 use crate::storage::Storage;
-use crate::{Error, threads};
+use crate::{BlockCache, Error, threads};
 
 /// At most this many findings are kept; a file of garbage would have millions.
 const MOST_FINDINGS: usize = 1000;
@@ -110,7 +111,7 @@ pub fn check(storage: Arc<dyn Storage>, options: &CheckOptions) -> Result<Report
         }
     };
     check_slots(&*storage, &header, &mut report)?;
-    let verifier = Verifier::new(&header);
+    let verifier = Verifier::new(&header, FileId::next(), &BlockCache::default());
     let file = CheckedFile {
         storage,
         verifier: None,

@@ -55,6 +55,14 @@ pub enum Error {
         /// Bytes it has.
         found: u64,
     },
+    /// Something is wrong in a backing, or with reading it.
+    #[error("backing {name}: {source}")]
+    InBacking {
+        /// How the file names its backing.
+        name: String,
+        /// What, in the backing's own places.
+        source: Box<Error>,
+    },
     /// A read beyond the end of the address space.
     #[error("bytes {offset}+{length} lie beyond the end of the address space ({size} bytes)")]
     OutOfRange {
@@ -97,10 +105,27 @@ impl Error {
             }),
             Error::Merkle { .. } => Some("merkle"),
             Error::WrongBacking { .. } => Some("backing-entry"),
+            Error::InBacking { source, .. } => source.code(),
             Error::Io { .. }
             | Error::MissingBacking { .. }
             | Error::OutOfRange { .. }
             | Error::Unsupported(_) => None,
+        }
+    }
+
+    /// The error itself, out of however many backings it happened in.
+    pub fn innermost(&self) -> &Error {
+        match self {
+            Error::InBacking { source, .. } => source.innermost(),
+            other => other,
+        }
+    }
+
+    /// Says which backing this happened in.
+    pub(crate) fn in_backing(self, name: &bcow_format::BackingName) -> Self {
+        Error::InBacking {
+            name: name.to_string(),
+            source: Box::new(self),
         }
     }
 

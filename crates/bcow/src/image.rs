@@ -12,24 +12,21 @@ use bcow_format::{
     BackingEntry, Entry, FormatError, HEADER_AREA_BYTES, Header, SECTOR_BYTES, Section, Stored,
     SubBlockTable, choose_header, decode_backings, decode_root, decode_table, incompatible,
 };
-use quick_cache::sync::Cache;
-use quick_cache::{OptionsBuilder, Weighter};
 
+use crate::cache::{BlockKey, FileId, TableKey};
 use crate::codec::{Encoding, decode_block};
 use crate::device::checked_range;
 use crate::merkle::Verifier;
 use crate::storage::Storage;
-use crate::{BlockDevice, Error, Extent, Mapping};
+use crate::{BlockCache, BlockDevice, Error, Extent, Mapping};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
-/// Decoded sub-block tables are kept within an eighth of the block cache's budget.
-const TABLE_SHARE: u64 = 8;
 
 /// How to open a file for reading.
 #[derive(Debug, Clone)]
 pub struct OpenOptions {
-    /// Budget for decoded blocks in bytes.
-    pub cache_bytes: u64,
+    /// Where decoded blocks are kept. Files opened with clones of these options share the budget.
+    pub cache: BlockCache,
     /// What is checked on every read.
     pub verify: Verify,
 }
@@ -37,7 +34,7 @@ pub struct OpenOptions {
 impl Default for OpenOptions {
     fn default() -> Self {
         OpenOptions {
-            cache_bytes: 64 << 20,
+            cache: BlockCache::default(),
             verify: Verify::Checksums,
         }
     }
@@ -74,40 +71,14 @@ pub struct Image {
     header: Header,
     root: Vec<Entry>,
     backings: Vec<(BackingEntry, Option<Arc<dyn BlockDevice>>)>,
-    tables: Cache<u64, Arc<SubBlockTable>, TableWeight>,
-    blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
+    id: FileId,
+    cache: BlockCache,
 }
 
 /// The storage, with the Merkle tree in between if it is wanted.
 pub(crate) struct CheckedFile {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) verifier: Option<Verifier>,
-}
-
-/// All that decides a block's content. Entries that share a stored range share the decoded block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct BlockKey {
-    stored: Stored,
-    encoding: Encoding,
-    length: u32,
-}
-
-#[derive(Clone)]
-struct TableWeight;
-
-impl Weighter<u64, Arc<SubBlockTable>> for TableWeight {
-    fn weight(&self, _: &u64, table: &Arc<SubBlockTable>) -> u64 {
-        (table.entries.len() * size_of::<Entry>()) as u64 + 64
-    }
-}
-
-#[derive(Clone)]
-struct BlockWeight;
-
-impl Weighter<BlockKey, Arc<Vec<u8>>> for BlockWeight {
-    fn weight(&self, _: &BlockKey, block: &Arc<Vec<u8>>) -> u64 {
-        block.capacity() as u64 + 64
-    }
 }
 
 /// One entry's piece of the address space.
@@ -178,11 +149,14 @@ impl Image {
         resolver: &dyn BackingResolver,
     ) -> Result<Arc<Image>, Error> {
         let header = read_header(&*storage)?;
+        let id = FileId::next();
         let verifier = match options.verify {
             Verify::Checksums => None,
-            Verify::Merkle => Some(Verifier::new(&header).ok_or_else(|| {
-                Error::Unsupported("the file has no Merkle tree to verify by".into())
-            })?),
+            Verify::Merkle => {
+                Some(Verifier::new(&header, id, &options.cache).ok_or_else(|| {
+                    Error::Unsupported("the file has no Merkle tree to verify by".into())
+                })?)
+            }
         };
         let file = CheckedFile { storage, verifier };
         let root = decode_root(&file.read_section(&header.root)?, &header)?;
@@ -190,7 +164,9 @@ impl Image {
         check_windows(&root, &entries)?;
         let mut backings = Vec::with_capacity(entries.len());
         for entry in entries {
-            let device = resolver.resolve(&entry)?;
+            let device = resolver
+                .resolve(&entry)
+                .map_err(|error| error.in_backing(&entry.name))?;
             if let Some(device) = &device
                 && device.size() != entry.size
             {
@@ -203,8 +179,8 @@ impl Image {
             backings.push((entry, device));
         }
         Ok(Arc::new(Image {
-            tables: cache(options.cache_bytes / TABLE_SHARE, TableWeight),
-            blocks: cache(options.cache_bytes, BlockWeight),
+            id,
+            cache: options.cache.clone(),
             file,
             header,
             root,
@@ -306,10 +282,12 @@ impl Image {
     }
 
     fn table(&self, region: u64, stored: &Stored) -> Result<Arc<SubBlockTable>, Error> {
-        self.tables.get_or_insert_with(&region, || {
-            let table = read_table(&self.file, &self.header, region, stored)?;
-            Ok(Arc::new(table))
-        })
+        let key = TableKey {
+            file: self.id,
+            region,
+        };
+        self.cache
+            .table(key, || read_table(&self.file, &self.header, region, stored))
     }
 
     fn block(
@@ -319,13 +297,13 @@ impl Image {
         encoding: Encoding,
     ) -> Result<Arc<Vec<u8>>, Error> {
         let key = BlockKey {
+            file: self.id,
             stored,
             encoding,
             length: piece.length as u32,
         };
-        self.blocks.get_or_insert_with(&key, || {
-            read_block(&self.file, piece, &stored, encoding).map(Arc::new)
-        })
+        self.cache
+            .block(key, || read_block(&self.file, piece, &stored, encoding))
     }
 
     fn read_backing(
@@ -343,7 +321,9 @@ impl Image {
         })?;
         let there = entry.size.saturating_sub(offset).min(length);
         if there > 0 {
-            device.read_with(offset, there, sink)?;
+            device
+                .read_with(offset, there, sink)
+                .map_err(|error| error.in_backing(&entry.name))?;
         }
         give_zeros(length - there, sink);
         Ok(())
@@ -495,26 +475,5 @@ fn give_zeros(count: u64, sink: &mut dyn FnMut(&[u8])) {
         let n = left.min(ZEROS.len() as u64);
         sink(&ZEROS[..n as usize]);
         left -= n;
-    }
-}
-
-/// A sharded cache of `bytes`. Few shards, so that a shard holds several of the largest blocks.
-fn cache<K, V, W>(bytes: u64, weighter: W) -> Cache<K, V, W>
-where
-    K: Eq + std::hash::Hash + Clone,
-    V: Clone,
-    W: Weighter<K, V> + Clone,
-{
-    let options = OptionsBuilder::new()
-        .estimated_items_capacity((bytes >> 18).max(16) as usize)
-        .weight_capacity(bytes.max(1))
-        .shards(4)
-        .build();
-    match options {
-        Ok(options) => {
-            Cache::with_options(options, weighter, Default::default(), Default::default())
-        }
-        // The builder fails only where a field is missing, and then the plain constructor serves.
-        Err(_) => Cache::with_weighter(16, bytes.max(1), weighter),
     }
 }

@@ -20,6 +20,7 @@
 //! # Ok::<(), bcow::Error>(())
 //! ```
 
+mod cache;
 pub mod check;
 mod codec;
 pub mod device;
@@ -32,6 +33,7 @@ mod threads;
 mod writer;
 
 pub use bcow_format as format;
+pub use cache::BlockCache;
 pub use device::BlockDevice;
 pub use error::{BlockProblem, Error};
 pub use image::{BackingResolver, Image, NoBackings, OpenOptions, Verify};

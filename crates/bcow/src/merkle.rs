@@ -1,14 +1,13 @@
 //! The Merkle tree of a sealed file (spec section 9): built once, checked piece by piece.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bcow_format::{HASH_BYTES, HEADER_AREA_BYTES, Header, MerkleShape, MerkleTree};
-use quick_cache::sync::Cache;
 use sha2::{Digest, Sha256};
 
+use crate::cache::{FileId, PieceKey};
 use crate::storage::Storage;
-use crate::{Error, threads};
+use crate::{BlockCache, Error, threads};
 
 const LEAF: u8 = 0;
 const NODE: u8 = 1;
@@ -78,19 +77,21 @@ pub(crate) struct Verifier {
     tree: MerkleTree,
     shape: MerkleShape,
     canonical: [u8; HEADER_AREA_BYTES],
-    /// Checked pieces of the tree, by level and index. Sharded inside; no lock is held while hashing another piece.
-    pieces: Cache<(usize, u64), Arc<Vec<u8>>>,
+    file: FileId,
+    /// Keeps the checked pieces of the tree.
+    cache: BlockCache,
 }
 
 impl Verifier {
     /// `None` if the file has no tree.
-    pub(crate) fn new(header: &Header) -> Option<Self> {
+    pub(crate) fn new(header: &Header, file: FileId, cache: &BlockCache) -> Option<Self> {
         let tree = header.merkle.clone()?;
         Some(Verifier {
             shape: tree.shape(),
             canonical: header.canonical(),
             tree,
-            pieces: Cache::new(256),
+            file,
+            cache: cache.clone(),
         })
     }
 
@@ -145,7 +146,12 @@ impl Verifier {
         let place = index * HASH_BYTES;
         let piece_index = place / self.shape.chunk_bytes;
         let piece_start = piece_index * self.shape.chunk_bytes;
-        let piece = self.pieces.get_or_insert_with(&(level, piece_index), || {
+        let key = PieceKey {
+            file: self.file,
+            level,
+            index: piece_index,
+        };
+        let piece = self.cache.piece(key, || {
             let length = self.shape.chunk_bytes.min(level_bytes - piece_start);
             let mut bytes = vec![0; length as usize];
             let at = self.tree.offset + level_offset + piece_start;
@@ -161,7 +167,7 @@ impl Verifier {
                     end: at + length,
                 });
             }
-            Ok(Arc::new(bytes))
+            Ok(bytes)
         })?;
         let at = (place - piece_start) as usize;
         let mut hash = Hash::default();

@@ -3,25 +3,29 @@
 //! `append` fills blocks; full blocks go to the encoders (other threads, or this one), which check for zeros, compress
 //! and checksum; a sink puts them into the file in the order they came. So the bytes do not depend on the number of
 //! threads. At the end come tables, metadata and the Merkle tree, and last the header.
+//!
+//! Behind the content, windows may show what backings have. They store nothing but their root entries.
 
 mod encode;
 mod layout;
 mod pipeline;
 mod verify;
+mod windows;
 
 use std::fs::File;
 use std::sync::Arc;
 
 use bcow_format::{
-    BlockShift, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES,
-    MerkleShape, MerkleTree, SECTOR_BYTES, Section, State, Use, compatible, crc32c, encode_root,
-    incompatible, read_only_compatible,
+    BackingEntry, BlockShift, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES,
+    MAX_ROOT_ENTRIES, MerkleShape, MerkleTree, SECTOR_BYTES, Section, State, Use, compatible,
+    crc32c, encode_root, incompatible, read_only_compatible,
 };
 
 use crate::storage::Storage;
 use crate::{Error, merkle};
 use layout::Layout;
 use pipeline::Pipeline;
+use windows::Windows;
 
 pub use verify::verify_written;
 
@@ -63,6 +67,8 @@ pub struct WriterOptions {
     pub threads: usize,
     /// Whether the address space will hold an EROFS file system (a feature bit).
     pub erofs: bool,
+    /// There is no files' content: what is appended is file system metadata from the first byte on.
+    pub metadata_first: bool,
 }
 
 impl Default for WriterOptions {
@@ -73,6 +79,7 @@ impl Default for WriterOptions {
             block_bytes: None,
             threads: 1,
             erofs: false,
+            metadata_first: false,
         }
     }
 }
@@ -90,12 +97,14 @@ pub struct ImageWriter {
     first: Option<Vec<u8>>,
     layout: Layout,
     metadata_start: Option<u64>,
+    windows: Windows,
 }
 
 /// What was written.
 pub struct Written {
     storage: Arc<dyn Storage>,
     layout: Layout,
+    windows: Windows,
     /// The header as written.
     pub header: Header,
     /// Stored bytes of blocks before the file system metadata.
@@ -134,6 +143,7 @@ impl ImageWriter {
     pub fn on_storage(storage: Arc<dyn Storage>, options: WriterOptions) -> Result<Self, Error> {
         let shift = match options.block_bytes {
             None if options.plain => AUTO_PLAIN_SHIFT,
+            None if options.metadata_first => AUTO_METADATA_SHIFT,
             None => AUTO_CONTENT_SHIFT,
             Some(bytes) => BlockShift::from_bytes(bytes)
                 .filter(|shift| shift.get() <= REGION_SHIFT)
@@ -146,6 +156,7 @@ impl ImageWriter {
                 .get(),
         };
         let block_shift = shift_of(shift);
+        let metadata_start = options.metadata_first.then_some(0);
         let compression = if options.plain {
             Compression::None
         } else {
@@ -165,7 +176,8 @@ impl ImageWriter {
             block_shift,
             first: None,
             layout: Layout::default(),
-            metadata_start: None,
+            metadata_start,
+            windows: Windows::default(),
         };
         writer.layout.begin(0, block_shift);
         // The first sector belongs to header slots and superblock.
@@ -175,11 +187,15 @@ impl ImageWriter {
 
     /// The byte of the address space that the next appended byte gets. 4096 at first.
     pub fn position(&self) -> u64 {
-        self.block_start + self.block.len() as u64
+        match self.windows.end() {
+            Some(end) => end,
+            None => self.block_start + self.block.len() as u64,
+        }
     }
 
-    /// Appends content.
+    /// Appends content. Nothing but windows can stand behind a window.
     pub fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+        self.windows.refuse_content()?;
         let length = self.block_shift.bytes() as usize;
         while !bytes.is_empty() {
             let n = bytes.len().min(length - self.block.len());
@@ -194,6 +210,9 @@ impl ImageWriter {
 
     /// Appends zeros; whole blocks of them cost nothing.
     pub fn append_zeros(&mut self, mut count: u64) -> Result<(), Error> {
+        if count > 0 {
+            self.windows.refuse_content()?;
+        }
         let length = u64::from(self.block_shift.bytes());
         while count > 0 {
             let filled = self.block.len() as u64;
@@ -223,6 +242,11 @@ impl ImageWriter {
     /// Ends the files' content; what is appended from now on is file system metadata, in blocks of its own size.
     /// Returns where it starts: a multiple of 4096 bytes.
     pub fn begin_metadata(&mut self) -> Result<u64, Error> {
+        self.windows.refuse_content()?;
+        if self.options.metadata_first {
+            self.align(SECTOR_BYTES)?;
+            return Ok(self.position());
+        }
         let metadata_shift = match self.options.block_bytes {
             None if !self.options.plain => shift_of(AUTO_METADATA_SHIFT),
             _ => self.block_shift,
@@ -236,6 +260,24 @@ impl ImageWriter {
         }
         let start = self.position();
         self.metadata_start = Some(start);
+        Ok(start)
+    }
+
+    /// Names a backing, and returns its index. An image names backings by digest only; `finish` refuses others.
+    pub fn add_backing(&mut self, backing: BackingEntry) -> u32 {
+        self.windows.add_backing(backing)
+    }
+
+    /// Shows `bytes` bytes from byte `address` of a backing's address space, both multiples of 4096, from the next region
+    /// on. To be called when all content and metadata is appended. Returns the byte where the window starts.
+    pub fn append_window(&mut self, backing: u32, address: u64, bytes: u64) -> Result<u64, Error> {
+        let start = self
+            .windows
+            .check(self.position(), backing, address, bytes)?;
+        if self.windows.end().is_none() {
+            self.append_zeros(start - self.position())?;
+        }
+        self.windows.push(start, backing, address, bytes);
         Ok(start)
     }
 
@@ -277,7 +319,12 @@ impl ImageWriter {
         self.layout.check();
         let mut out = Appender {
             storage: &*self.storage,
-            at: if self.options.plain { size } else { end },
+            // What windows show is stored nowhere here, so a plain file need not be as long as its address space.
+            at: if self.options.plain && self.windows.is_empty() {
+                size
+            } else {
+                end
+            },
         };
 
         let region_shift = self.region_shift(size);
@@ -287,7 +334,8 @@ impl ImageWriter {
                 1u64 << region_shift
             )));
         }
-        let root = self.layout.write_tables(size, region_shift, &mut out)?;
+        let mut root = self.layout.write_tables(size, region_shift, &mut out)?;
+        self.windows.fill(&mut root);
         let root = out.section(&encode_root(&root), 16)?;
         let json = serde_json::to_vec(metadata)
             .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
@@ -298,6 +346,7 @@ impl ImageWriter {
             )));
         }
         let metadata = out.section(&json, 16)?;
+        let backings = out.section(&self.windows.backing_table()?, 16)?;
         out.pad(16)?;
 
         let mut header = Header {
@@ -310,8 +359,8 @@ impl ImageWriter {
             file_bytes: 0,
             root,
             metadata,
-            backings: Section::default(),
-            backing_count: 0,
+            backings,
+            backing_count: self.windows.backing_count(),
             merkle: Some(MerkleTree {
                 chunk_shift: MERKLE_CHUNK_SHIFT,
                 offset: out.at,
@@ -338,6 +387,7 @@ impl ImageWriter {
             metadata_stored_bytes: self.layout.stored_bytes(split, size),
             storage: self.storage,
             layout: self.layout,
+            windows: self.windows,
             header,
         })
     }
@@ -355,6 +405,9 @@ impl ImageWriter {
     }
 
     fn region_shift(&self, size: u64) -> u8 {
+        if !self.windows.is_empty() {
+            return REGION_SHIFT;
+        }
         match self.layout.uniform_shift() {
             Some(shift) if size.div_ceil(shift.bytes().into()) <= SINGLE_LEVEL_BLOCKS => {
                 shift.get()
@@ -371,6 +424,9 @@ impl ImageWriter {
         };
         if self.layout.has_zstd() {
             features.incompatible |= incompatible::ZSTD;
+        }
+        if !self.windows.is_empty() {
+            features.incompatible |= incompatible::WINDOWS;
         }
         if self.options.plain {
             features.incompatible |= incompatible::PLAIN;

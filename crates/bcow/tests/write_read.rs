@@ -57,7 +57,7 @@ fn all_options() -> Vec<WriterOptions> {
                 plain,
                 block_bytes,
                 threads: 1,
-                erofs: false,
+                ..WriterOptions::default()
             });
         }
     }

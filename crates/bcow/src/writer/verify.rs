@@ -29,6 +29,14 @@ pub fn verify_written(written: &Written, thread_count: usize) -> Result<(), Erro
     };
     let placed: Vec<Placed> = written.layout.placed().collect();
     let batches = placed.len().div_ceil(BATCH) as u64;
+    for (region, entry) in written.windows.entries() {
+        let found = image.piece(region << written.header.region_shift)?.entry;
+        if found != entry {
+            return Err(Error::Unsupported(format!(
+                "root entry {region} reads back as {found:?}, was written as {entry:?}"
+            )));
+        }
+    }
     threads::map_indexed(batches, thread_count, |batch| {
         let start = batch as usize * BATCH;
         placed[start..placed.len().min(start + BATCH)]

@@ -1,0 +1,209 @@
+//! What is kept of decoded content, within one budget for as many files as share it.
+//!
+//! A stack of a thousand layers is a thousand files; each with a budget of its own would take a thousand budgets.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bcow_format::{Entry, Stored, SubBlockTable};
+use quick_cache::sync::Cache;
+use quick_cache::{OptionsBuilder, Weighter};
+
+use crate::codec::Encoding;
+
+const DEFAULT_BYTES: u64 = 64 << 20;
+/// Decoded sub-block tables are kept within an eighth of the block cache's budget.
+const TABLE_SHARE: u64 = 8;
+/// Checked pieces of Merkle trees, within a sixteenth;
+const PIECE_SHARE: u64 = 16;
+/// but not less than this, as without them each read would hash its way up to the root.
+const LEAST_PIECE_BYTES: u64 = 1 << 20;
+
+/// A budget for decoded blocks. Clones share it; so do all files opened with it, each under keys of its own.
+///
+/// Sharded inside: no lock is held while another block is read or decoded.
+#[derive(Clone)]
+pub struct BlockCache(Arc<Caches>);
+
+struct Caches {
+    bytes: u64,
+    blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
+    tables: Cache<TableKey, Arc<SubBlockTable>, TableWeight>,
+    pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
+}
+
+/// Tells files that share a cache apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct FileId(u64);
+
+impl FileId {
+    pub(crate) fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        FileId(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// All that decides a block's content. Entries that share a stored range share the decoded block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct BlockKey {
+    pub(crate) file: FileId,
+    pub(crate) stored: Stored,
+    pub(crate) encoding: Encoding,
+    pub(crate) length: u32,
+}
+
+/// A region of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TableKey {
+    pub(crate) file: FileId,
+    pub(crate) region: u64,
+}
+
+/// A chunk-sized piece of a file's Merkle tree.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PieceKey {
+    pub(crate) file: FileId,
+    pub(crate) level: usize,
+    pub(crate) index: u64,
+}
+
+impl BlockCache {
+    /// A budget of `bytes` of decoded blocks. Beside it stand an eighth for sub-block tables, and a sixteenth (but 1 MiB at
+    /// least) for Merkle trees where they are asked for.
+    pub fn new(bytes: u64) -> Self {
+        BlockCache(Arc::new(Caches {
+            bytes,
+            blocks: cache(bytes, BlockWeight),
+            tables: cache(bytes / TABLE_SHARE, TableWeight),
+            pieces: cache((bytes / PIECE_SHARE).max(LEAST_PIECE_BYTES), BlockWeight),
+        }))
+    }
+
+    pub(crate) fn block<E>(
+        &self,
+        key: BlockKey,
+        read: impl FnOnce() -> Result<Vec<u8>, E>,
+    ) -> Result<Arc<Vec<u8>>, E> {
+        self.0
+            .blocks
+            .get_or_insert_with(&key, || read().map(Arc::new))
+    }
+
+    pub(crate) fn table<E>(
+        &self,
+        key: TableKey,
+        read: impl FnOnce() -> Result<SubBlockTable, E>,
+    ) -> Result<Arc<SubBlockTable>, E> {
+        self.0
+            .tables
+            .get_or_insert_with(&key, || read().map(Arc::new))
+    }
+
+    pub(crate) fn piece<E>(
+        &self,
+        key: PieceKey,
+        read: impl FnOnce() -> Result<Vec<u8>, E>,
+    ) -> Result<Arc<Vec<u8>>, E> {
+        self.0
+            .pieces
+            .get_or_insert_with(&key, || read().map(Arc::new))
+    }
+}
+
+/// 64 MiB, shared with nobody yet.
+impl Default for BlockCache {
+    fn default() -> Self {
+        BlockCache::new(DEFAULT_BYTES)
+    }
+}
+
+impl std::fmt::Debug for BlockCache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BlockCache")
+            .field("bytes", &self.0.bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone)]
+struct TableWeight;
+
+impl Weighter<TableKey, Arc<SubBlockTable>> for TableWeight {
+    fn weight(&self, _: &TableKey, table: &Arc<SubBlockTable>) -> u64 {
+        (table.entries.len() * size_of::<Entry>()) as u64 + 64
+    }
+}
+
+#[derive(Clone)]
+struct BlockWeight;
+
+impl<K> Weighter<K, Arc<Vec<u8>>> for BlockWeight {
+    fn weight(&self, _: &K, block: &Arc<Vec<u8>>) -> u64 {
+        block.capacity() as u64 + 64
+    }
+}
+
+/// A sharded cache of `bytes`. Few shards, so that a shard holds several of the largest blocks.
+fn cache<K, V, W>(bytes: u64, weighter: W) -> Cache<K, V, W>
+where
+    K: Eq + std::hash::Hash + Clone,
+    V: Clone,
+    W: Weighter<K, V> + Clone,
+{
+    let options = OptionsBuilder::new()
+        .estimated_items_capacity((bytes >> 18).max(16) as usize)
+        .weight_capacity(bytes.max(1))
+        .shards(4)
+        .build();
+    match options {
+        Ok(options) => {
+            Cache::with_options(options, weighter, Default::default(), Default::default())
+        }
+        // The builder fails only where a field is missing, and then the plain constructor serves.
+        Err(_) => Cache::with_weighter(16, bytes.max(1), weighter),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow_format::Uba;
+
+    use super::*;
+
+    fn key(file: FileId) -> BlockKey {
+        BlockKey {
+            file,
+            stored: Stored {
+                at: Uba(4096),
+                bytes: 4096,
+                crc: 0,
+            },
+            encoding: Encoding::Raw,
+            length: 4096,
+        }
+    }
+
+    #[test]
+    fn many_files_share_one_budget() {
+        let cache = BlockCache::new(1 << 20);
+        for _ in 0..1000 {
+            let shared = cache.clone();
+            let read = || Ok::<_, ()>(vec![1; 1 << 14]);
+            shared.block(key(FileId::next()), read).unwrap();
+        }
+        let held = cache.0.blocks.weight();
+        assert!((1 << 19..=1 << 20).contains(&held), "{held}");
+    }
+
+    #[test]
+    fn what_lies_at_one_place_of_two_files_is_not_mixed_up() {
+        let cache = BlockCache::default();
+        let (one, two) = (FileId::next(), FileId::next());
+        for _ in 0..2 {
+            for (file, byte) in [(one, 1), (two, 2)] {
+                let block = cache.block(key(file), || Ok::<_, ()>(vec![byte])).unwrap();
+                assert_eq!(*block, [byte]);
+            }
+        }
+    }
+}

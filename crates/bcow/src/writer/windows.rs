@@ -1,0 +1,165 @@
+//! Windows onto backings, behind the content.
+
+use bcow_format::{
+    BackingEntry, BackingName, Entry, MAX_ADDRESS, MAX_BACKINGS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
+    encode_backings,
+};
+
+use super::REGION_SHIFT;
+use crate::Error;
+
+const REGION_BYTES: u64 = 1 << REGION_SHIFT;
+
+/// The backings of an image being written, and what is shown of them.
+#[derive(Debug, Default)]
+pub(super) struct Windows {
+    backings: Vec<BackingEntry>,
+    windows: Vec<Window>,
+}
+
+/// A run of root entries that show one piece of a backing.
+#[derive(Debug, Clone, Copy)]
+struct Window {
+    start: u64,
+    backing: u32,
+    address: u64,
+    bytes: u64,
+}
+
+impl Windows {
+    pub(super) fn is_empty(&self) -> bool {
+        self.windows.is_empty()
+    }
+
+    /// End of the last window in the address space.
+    pub(super) fn end(&self) -> Option<u64> {
+        self.windows.last().map(|last| last.start + last.bytes)
+    }
+
+    pub(super) fn refuse_content(&self) -> Result<(), Error> {
+        match self.end() {
+            None => Ok(()),
+            Some(_) => Err(Error::Unsupported("content behind a window".into())),
+        }
+    }
+
+    pub(super) fn add_backing(&mut self, backing: BackingEntry) -> u32 {
+        self.backings.push(backing);
+        (self.backings.len() - 1) as u32
+    }
+
+    /// Where a window would start when `position` bytes are taken, if it may be made.
+    pub(super) fn check(
+        &self,
+        position: u64,
+        backing: u32,
+        address: u64,
+        bytes: u64,
+    ) -> Result<u64, Error> {
+        let refused = |why: String| {
+            Error::Unsupported(format!(
+                "a window of {bytes} bytes at byte {address} of backing {backing}: {why}"
+            ))
+        };
+        let Some(entry) = self.backings.get(backing as usize) else {
+            return Err(refused(format!("there are {}", self.backings.len())));
+        };
+        if bytes == 0
+            || !bytes.is_multiple_of(SECTOR_BYTES)
+            || !address.is_multiple_of(SECTOR_BYTES)
+        {
+            return Err(refused(format!(
+                "not in whole sectors of {SECTOR_BYTES} bytes"
+            )));
+        }
+        if address
+            .checked_add(bytes)
+            .is_none_or(|end| end > entry.size)
+        {
+            return Err(refused(format!("it has {} bytes", entry.size)));
+        }
+        position
+            .checked_next_multiple_of(REGION_BYTES)
+            .filter(|start| {
+                start
+                    .checked_add(bytes)
+                    .is_some_and(|end| end.div_ceil(REGION_BYTES) <= MAX_ROOT_ENTRIES)
+            })
+            .ok_or_else(|| {
+                refused(format!(
+                    "from byte {position} on, an address space of {} bytes has no room for it",
+                    MAX_ROOT_ENTRIES * REGION_BYTES
+                ))
+            })
+    }
+
+    /// A window that [`Windows::check`] let pass.
+    pub(super) fn push(&mut self, start: u64, backing: u32, address: u64, bytes: u64) {
+        self.windows.push(Window {
+            start,
+            backing,
+            address,
+            bytes,
+        });
+    }
+
+    /// Sets the windows' root entries.
+    pub(super) fn fill(&self, root: &mut [Entry]) {
+        for (region, entry) in self.entries() {
+            root[region as usize] = entry;
+        }
+    }
+
+    /// Each region that is a window, and its entry.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (u64, Entry)> + '_ {
+        self.windows.iter().flat_map(|window| {
+            let Window {
+                start,
+                backing,
+                address,
+                bytes,
+            } = *window;
+            (0..bytes.div_ceil(REGION_BYTES)).map(move |index| {
+                let done = index * REGION_BYTES;
+                let entry = Entry::Window {
+                    address: address + done,
+                    sectors: ((bytes - done).min(REGION_BYTES) / SECTOR_BYTES) as u32,
+                    backing,
+                };
+                ((start >> REGION_SHIFT) + index, entry)
+            })
+        })
+    }
+
+    pub(super) fn backing_count(&self) -> u32 {
+        self.backings.len() as u32
+    }
+
+    /// The backing table's bytes, if the format allows it in an image.
+    pub(super) fn backing_table(&self) -> Result<Vec<u8>, Error> {
+        if self.backings.len() > MAX_BACKINGS as usize {
+            return Err(Error::Unsupported(format!(
+                "{} backings; the format holds {MAX_BACKINGS}",
+                self.backings.len()
+            )));
+        }
+        let by_name = |entry: &&BackingEntry| matches!(entry.name, BackingName::FileName(_));
+        if let Some(entry) = self.backings.iter().find(by_name) {
+            return Err(Error::Unsupported(format!(
+                "backing {}: an image names its backings by digest",
+                entry.name
+            )));
+        }
+        if let Some(entry) = self
+            .backings
+            .iter()
+            .find(|entry| !entry.size.is_multiple_of(SECTOR_BYTES) || entry.size > MAX_ADDRESS)
+        {
+            return Err(Error::Unsupported(format!(
+                "backing {} of {} bytes",
+                entry.name, entry.size
+            )));
+        }
+        Ok(encode_backings(&self.backings))
+    }
+}

@@ -1,0 +1,367 @@
+//! Windows: a small image shows what other images have, and says which of them is at fault.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, check};
+use bcow::format::{BackingEntry, BackingName, Uba};
+use bcow::{
+    BackingResolver, BlockDevice, Compression, Error, Image, ImageWriter, Mapping, MemoryStorage,
+    OpenOptions, Verify, WriterOptions, Written, verify_written,
+};
+use sha2::{Digest, Sha256};
+
+const REGION: u64 = 4 << 20;
+
+/// Files by their digest.
+#[derive(Default)]
+struct Store(HashMap<[u8; 32], Vec<u8>>);
+
+impl Store {
+    fn add(&mut self, bytes: Vec<u8>, size: u64) -> BackingEntry {
+        let digest = Sha256::digest(&bytes).into();
+        self.0.insert(digest, bytes);
+        BackingEntry {
+            name: BackingName::Digest(digest),
+            size,
+        }
+    }
+}
+
+struct Resolver<'a>(&'a Store, OpenOptions);
+
+impl BackingResolver for Resolver<'_> {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        let BackingName::Digest(digest) = &backing.name else {
+            return Ok(None);
+        };
+        let Some(bytes) = self.0.0.get(digest) else {
+            return Ok(None);
+        };
+        let storage = Arc::new(MemoryStorage::new(bytes.clone()));
+        Ok(Some(Image::open_with_backings(storage, &self.1, self)?))
+    }
+}
+
+fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed;
+    (0..bytes)
+        .map(|_| {
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (state >> 56) as u8
+        })
+        .collect()
+}
+
+fn all_options() -> Vec<WriterOptions> {
+    let mut all = Vec::new();
+    for block_bytes in [None, Some(4096), Some(4 << 20)] {
+        for (compression, plain) in [
+            (Compression::Zstd { level: 1 }, false),
+            (Compression::None, true),
+        ] {
+            all.push(WriterOptions {
+                compression,
+                plain,
+                block_bytes,
+                threads: 2,
+                ..WriterOptions::default()
+            });
+        }
+    }
+    all
+}
+
+fn layer(store: &mut Store, options: &WriterOptions, content: &[u8]) -> BackingEntry {
+    let storage = Arc::new(MemoryStorage::default());
+    let mut writer = ImageWriter::on_storage(storage.clone(), options.clone()).unwrap();
+    writer.append(content).unwrap();
+    let written = writer.finish(b"layer", &serde_json::json!({})).unwrap();
+    store.add(storage.to_vec(), written.size())
+}
+
+fn stack(
+    options: &WriterOptions,
+    metadata: &[u8],
+    backings: &[&BackingEntry],
+) -> (Arc<MemoryStorage>, Written, Vec<u64>) {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = WriterOptions {
+        metadata_first: true,
+        ..options.clone()
+    };
+    let mut writer = ImageWriter::on_storage(storage.clone(), options.clone()).unwrap();
+    assert_eq!(writer.begin_metadata().unwrap(), 4096);
+    writer.append(metadata).unwrap();
+    let mut starts = Vec::new();
+    for backing in backings {
+        let index = writer.add_backing((*backing).clone());
+        starts.push(writer.append_window(index, 0, backing.size).unwrap());
+    }
+    let written = writer
+        .finish(b"stack", &serde_json::json!({"tool": "test"}))
+        .unwrap();
+    verify_written(&written, options.threads).unwrap();
+    (storage, written, starts)
+}
+
+fn open(storage: &Arc<MemoryStorage>, store: &Store, verify: Verify) -> Arc<Image> {
+    let options = OpenOptions {
+        verify,
+        ..OpenOptions::default()
+    };
+    let resolver = Resolver(store, options.clone());
+    Image::open_with_backings(storage.clone(), &options, &resolver).unwrap()
+}
+
+fn bytes_of(image: &Image, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; length];
+    image.read_at(offset, &mut bytes).unwrap();
+    bytes
+}
+
+fn findings(storage: Arc<MemoryStorage>) -> Vec<bcow::check::Finding> {
+    let options = CheckOptions {
+        data: true,
+        threads: 2,
+    };
+    check(storage, &options).unwrap().findings
+}
+
+#[test]
+fn a_stack_shows_its_layers_whole() {
+    let (one, two) = (noise(1, 5_000_000), noise(2, 70_000));
+    let tree = noise(3, 100_000);
+    for options in all_options() {
+        let mut store = Store::default();
+        let lower = layer(&mut store, &options, &one);
+        let upper = layer(&mut store, &options, &two);
+        let (storage, written, starts) = stack(&options, &tree, &[&lower, &upper, &lower]);
+        assert!(written.file_bytes() < 300_000 || options.block_bytes == Some(4 << 20));
+        assert_eq!(starts[0], REGION);
+        assert!(starts.iter().all(|start| start % REGION == 0));
+        assert_eq!(written.content_stored_bytes, 0);
+        for verify in [Verify::Checksums, Verify::Merkle] {
+            let image = open(&storage, &store, verify);
+            assert_eq!(bytes_of(&image, 1024, 5), b"stack");
+            assert!(bytes_of(&image, 4096, tree.len()) == tree);
+            for (start, content) in starts.iter().zip([&one, &two, &one]) {
+                assert_eq!(bytes_of(&image, start + 1024, 5), b"layer");
+                assert!(bytes_of(&image, start + 4096, content.len()) == *content);
+            }
+            // Across the end of a window come zeros, and then the next one.
+            let end = starts[0] + lower.size;
+            let gap = bytes_of(&image, end, (starts[1] - end) as usize);
+            assert!(gap.iter().all(|&byte| byte == 0));
+            let across = bytes_of(&image, end - 10, (starts[1] + 1029 - end + 10) as usize);
+            assert_eq!(across[across.len() - 5..], *b"layer");
+        }
+        assert_eq!(findings(storage), []);
+    }
+}
+
+#[test]
+fn map_shows_windows_region_by_region() {
+    let options = WriterOptions::default();
+    let mut store = Store::default();
+    let lower = layer(&mut store, &options, &noise(1, 5_000_000));
+    let (storage, _, starts) = stack(&options, b"tree", &[&lower]);
+    let image = Image::open_storage(storage, &OpenOptions::default()).unwrap();
+    let windows: Vec<_> = image
+        .extents()
+        .map(|extent| extent.unwrap())
+        .filter(|extent| extent.offset >= starts[0])
+        .map(|extent| (extent.offset, extent.length, extent.mapping))
+        .collect();
+    let rest = lower.size - REGION;
+    let backing = |offset, bytes| Mapping::Backing {
+        index: 0,
+        offset,
+        bytes,
+    };
+    assert_eq!(
+        windows,
+        [
+            (REGION, REGION, backing(0, REGION)),
+            (2 * REGION, rest, backing(REGION, rest)),
+        ]
+    );
+}
+
+#[test]
+fn a_plain_stack_is_an_image_up_to_its_last_stored_block() {
+    for block_bytes in [None, Some(4096)] {
+        let options = WriterOptions {
+            plain: true,
+            block_bytes,
+            ..WriterOptions::default()
+        };
+        let mut store = Store::default();
+        let lower = layer(&mut store, &options, &noise(1, 90_000));
+        let tree = noise(3, 100_000);
+        let (storage, written, _) = stack(&options, &tree, &[&lower]);
+        let file = storage.to_vec();
+        assert_eq!(file[1024..1029], *b"stack");
+        assert!(file[4096..4096 + tree.len()] == tree);
+        assert!(written.file_bytes() < 200_000);
+        let image = open(&storage, &store, Verify::Merkle);
+        for extent in image.extents() {
+            let extent = extent.unwrap();
+            if let Mapping::Raw { stored } = extent.mapping {
+                assert_eq!(stored.at, Uba(extent.offset));
+            }
+        }
+    }
+}
+
+#[test]
+fn windows_follow_content_and_reach_through_two_files() {
+    for options in all_options() {
+        let mut store = Store::default();
+        let shared = noise(1, 8192);
+        let lower = layer(&mut store, &options, &shared);
+        let storage = Arc::new(MemoryStorage::default());
+        let mut writer = ImageWriter::on_storage(storage.clone(), options.clone()).unwrap();
+        let own = noise(2, 6_000_000);
+        writer.append(&own).unwrap();
+        writer.begin_metadata().unwrap();
+        writer.append(b"tree").unwrap();
+        let index = writer.add_backing(lower.clone());
+        let start = writer.append_window(index, 4096, 8192).unwrap();
+        let written = writer.finish(b"layer", &serde_json::json!({})).unwrap();
+        verify_written(&written, 2).unwrap();
+        assert_eq!(written.size(), start + 8192);
+        assert_eq!(findings(storage.clone()), []);
+        let upper = store.add(storage.to_vec(), written.size());
+
+        let (storage, _, starts) = stack(&options, b"merged", &[&lower, &upper]);
+        let image = open(&storage, &store, Verify::Checksums);
+        assert!(bytes_of(&image, starts[1] + 4096, own.len()) == own);
+        assert!(bytes_of(&image, starts[1] + start, 8192) == shared);
+    }
+}
+
+#[test]
+fn bytes_of_a_stack_do_not_depend_on_the_number_of_threads() {
+    for options in all_options() {
+        let mut store = Store::default();
+        let lower = layer(&mut store, &options, b"content");
+        let tree = noise(3, 400_000);
+        let (two, ..) = stack(&options, &tree, &[&lower]);
+        let options = WriterOptions {
+            threads: 1,
+            ..options
+        };
+        let (one, ..) = stack(&options, &tree, &[&lower]);
+        assert!(one.to_vec() == two.to_vec(), "{options:?}");
+    }
+}
+
+#[test]
+fn windows_that_cannot_be_are_refused() {
+    let storage = Arc::new(MemoryStorage::default());
+    let mut writer = ImageWriter::on_storage(storage, WriterOptions::default()).unwrap();
+    let backing = |size| BackingEntry {
+        name: BackingName::Digest([7; 32]),
+        size,
+    };
+    let small = writer.add_backing(backing(8192));
+    let huge = writer.add_backing(backing(1 << 48));
+    for (index, address, bytes, why) in [
+        (9, 0, 4096, "there are 2"),
+        (small, 0, 0, "whole sectors"),
+        (small, 0, 4097, "whole sectors"),
+        (small, 512, 4096, "whole sectors"),
+        (small, 0, 12288, "it has 8192 bytes"),
+        (small, 8192, 4096, "it has 8192 bytes"),
+        (small, u64::MAX - 4095, 8192, "it has 8192 bytes"),
+        (huge, 0, 1 << 44, "no room"),
+        (huge, 0, 1 << 48, "no room"),
+    ] {
+        let error = writer.append_window(index, address, bytes).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+    }
+    // What was refused left nothing behind.
+    assert_eq!(writer.position(), 4096);
+    assert_eq!(writer.append_window(small, 4096, 4096).unwrap(), REGION);
+    assert_eq!(writer.position(), REGION + 4096);
+    for error in [
+        writer.append(b"x").unwrap_err(),
+        writer.append_zeros(1).unwrap_err(),
+        writer.begin_metadata().unwrap_err(),
+    ] {
+        assert_eq!(error.to_string(), "content behind a window");
+    }
+}
+
+#[test]
+fn backings_that_an_image_cannot_name_are_refused() {
+    let digest = BackingName::Digest([7; 32]);
+    let cases = [
+        (
+            BackingName::FileName("low.bcow".into()),
+            4096,
+            1,
+            "by digest",
+        ),
+        (digest.clone(), 4095, 1, "4095 bytes"),
+        (digest.clone(), (1 << 48) + 4096, 1, "bytes"),
+        (digest, 4096, 65537, "the format holds 65536"),
+    ];
+    for (name, size, count, why) in cases {
+        let storage = Arc::new(MemoryStorage::default());
+        let mut writer = ImageWriter::on_storage(storage, WriterOptions::default()).unwrap();
+        for _ in 0..count {
+            let name = name.clone();
+            writer.add_backing(BackingEntry { name, size });
+        }
+        let error = writer.finish(&[], &serde_json::json!({})).err().unwrap();
+        assert!(error.to_string().contains(why), "{error}");
+    }
+}
+
+#[test]
+fn errors_name_the_backing() {
+    let options = WriterOptions::default();
+    let mut store = Store::default();
+    let lower = layer(&mut store, &options, &noise(1, 90_000));
+    let (storage, _, starts) = stack(&options, b"tree", &[&lower]);
+    let name = lower.name.to_string();
+
+    let alone = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
+    assert_eq!(bytes_of(&alone, 4096, 4), b"tree");
+    let error = alone.read_at(starts[0] + 5, &mut [0]).unwrap_err();
+    assert!(
+        matches!(&error, Error::MissingBacking { name: found, logical }
+        if *found == name && *logical == starts[0] + 5)
+    );
+
+    for bytes in store.0.values_mut() {
+        bytes[50_000] ^= 1;
+    }
+    let damaged = open(&storage, &store, Verify::Checksums);
+    let error = damaged.read_at(starts[0] + 5, &mut [0]).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with(&format!("backing {name}: block at byte 0 "))
+    );
+    assert_eq!(error.code(), Some("block-crc"));
+    assert!(matches!(error.innermost(), Error::BadBlock { .. }));
+
+    for bytes in store.0.values_mut() {
+        bytes.truncate(20_000);
+    }
+    let resolver = Resolver(&store, OpenOptions::default());
+    let error = Image::open_with_backings(storage, &OpenOptions::default(), &resolver)
+        .err()
+        .unwrap();
+    assert!(
+        error
+            .to_string()
+            .starts_with(&format!("backing {name}: the file is 20000 bytes"))
+    );
+    assert_eq!(error.code(), Some("truncated"));
+}
