@@ -1,5 +1,7 @@
 //! OCI image layouts: from a name and a platform to one image.
 
+pub(crate) mod write;
+
 use std::collections::BTreeMap;
 
 use serde::Deserialize;

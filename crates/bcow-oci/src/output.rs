@@ -56,23 +56,36 @@ impl Output {
             Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
             _ => PathBuf::from("."),
         };
-        let (file, name) = match nameless(&directory) {
-            Ok(file) => (file, None),
-            Err(error) if is_lack_of_support(&error) => {
-                let name = temporary_name(&path, &directory);
-                let mut options = File::options();
-                options.read(true).write(true).create_new(true);
-                let file = options.open(&name).map_err(failed)?;
-                (file, Some(name))
-            }
-            Err(error) => return Err(failed(error)),
-        };
+        let (file, name) = temporary(&path, &directory).map_err(failed)?;
         Ok(Output {
             path,
             directory,
             file,
             name,
         })
+    }
+
+    /// Starts a file in `directory` that gets its name from [`Output::name_as`].
+    pub(crate) fn unnamed(directory: &Path) -> Result<Output, ConvertError> {
+        let (file, name) =
+            temporary(directory, directory).map_err(|source| ConvertError::Write {
+                action: "create a file in",
+                path: directory.to_owned(),
+                source,
+            })?;
+        Ok(Output {
+            path: directory.to_owned(),
+            directory: directory.to_owned(),
+            file,
+            name,
+        })
+    }
+
+    /// Makes the file visible in its directory, in place of one that has the name. The caller has synced it, and
+    /// syncs the directory.
+    pub(crate) fn name_as(mut self, name: &str) -> Result<(), ConvertError> {
+        self.path = self.directory.join(name);
+        self.rename()
     }
 
     /// Where temporary data of the conversion can go: there is room for the image, or there is not.
@@ -92,15 +105,20 @@ impl Output {
         self.file
             .sync_all()
             .map_err(|source| self.failed("sync", source))?;
+        self.rename()?;
+        File::open(&self.directory)
+            .and_then(|directory| directory.sync_all())
+            .map_err(|e| self.failed("sync the directory of", e))
+    }
+
+    fn rename(&mut self) -> Result<(), ConvertError> {
         let name = match self.name.clone() {
             Some(name) => name,
             None => self.give_name().map_err(|e| self.failed("name", e))?,
         };
         std::fs::rename(&name, &self.path).map_err(|e| self.failed("rename to", e))?;
         self.name = None;
-        File::open(&self.directory)
-            .and_then(|directory| directory.sync_all())
-            .map_err(|e| self.failed("sync the directory of", e))
+        Ok(())
     }
 
     fn give_name(&mut self) -> io::Result<PathBuf> {
@@ -131,6 +149,20 @@ impl Drop for Output {
             // Already on the way out with an error that says more.
             let _ = std::fs::remove_file(name);
         }
+    }
+}
+
+/// A new file in `directory`, and its name if it had to have one.
+fn temporary(path: &Path, directory: &Path) -> io::Result<(File, Option<PathBuf>)> {
+    match nameless(directory) {
+        Ok(file) => Ok((file, None)),
+        Err(error) if is_lack_of_support(&error) => {
+            let name = temporary_name(path, directory);
+            let mut options = File::options();
+            options.read(true).write(true).create_new(true);
+            Ok((options.open(&name)?, Some(name)))
+        }
+        Err(error) => Err(error),
     }
 }
 

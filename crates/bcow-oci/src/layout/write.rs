@@ -1,0 +1,295 @@
+//! Writing into OCI image layouts.
+//!
+//! Blobs are files without names until everything that refers to them is complete; then they get their names, and the
+//! index, rewritten under a lock, is renamed into place last. So whatever happens, the layout holds the old image or the
+//! new one, and another writer's images stay. A layout that was made for an image that then failed is taken away again.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use serde_json::{Map, Value, json};
+
+use super::{MAX_MANIFEST_BYTES, NAME, OCI_MANIFEST};
+use crate::blob::open_regular;
+use crate::digest::{Algorithm, Digest, Hasher};
+use crate::error::ConvertError;
+use crate::options::Platform;
+use crate::output::Output;
+
+/// What `oci-layout` says.
+const LAYOUT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
+
+/// A layout to write into.
+pub(crate) struct LayoutWriter {
+    directory: PathBuf,
+    blobs: PathBuf,
+    /// Directories that were made for this image, outermost first; taken away unless it is published.
+    made: Vec<PathBuf>,
+}
+
+/// A finished blob that has no name yet.
+pub(crate) struct NewBlob {
+    output: Output,
+    pub digest: Digest,
+    pub size: u64,
+}
+
+/// How the index names a manifest.
+pub(crate) struct ManifestEntry {
+    pub digest: Digest,
+    pub size: u64,
+    pub artifact_type: Option<&'static str>,
+    pub platform: Option<Platform>,
+    pub reference: Option<String>,
+}
+
+impl LayoutWriter {
+    /// Opens the layout in `directory`, or makes one where there is nothing or an empty directory.
+    pub(crate) fn open(directory: &Path) -> Result<LayoutWriter, ConvertError> {
+        let refuse = |problem| ConvertError::Destination {
+            path: directory.to_owned(),
+            problem,
+        };
+        match std::fs::read_dir(directory) {
+            Ok(mut entries) => {
+                let is_layout = directory.join("oci-layout").exists();
+                if !is_layout && entries.next().is_some() {
+                    return Err(refuse("it is neither an OCI image layout nor empty"));
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                return Err(refuse("it is no directory"));
+            }
+            Err(source) => {
+                return Err(ConvertError::Write {
+                    action: "open",
+                    path: directory.to_owned(),
+                    source,
+                });
+            }
+        }
+        let mut writer = LayoutWriter {
+            directory: directory.to_owned(),
+            blobs: directory.join("blobs/sha256"),
+            made: Vec::new(),
+        };
+        let blobs = writer.blobs.clone();
+        for path in [directory, &directory.join("blobs"), &blobs] {
+            writer.make_directory(path)?;
+        }
+        Ok(writer)
+    }
+
+    fn make_directory(&mut self, path: &Path) -> Result<(), ConvertError> {
+        match std::fs::create_dir(path) {
+            Ok(()) => self.made.push(path.to_owned()),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(source) => return Err(write_error("create", path, source)),
+        }
+        Ok(())
+    }
+
+    /// Where the layout is.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Where the blob with this digest is, or would be.
+    pub(crate) fn blob_path(&self, digest: &Digest) -> PathBuf {
+        self.directory.join(super::blob_path(digest))
+    }
+
+    /// Starts a blob. [`LayoutWriter::finish`] comes when it is written.
+    pub(crate) fn new_blob(&self) -> Result<Output, ConvertError> {
+        Output::unnamed(&self.blobs)
+    }
+
+    /// Takes the digest of a written blob and makes its bytes durable.
+    pub(crate) fn finish(&self, output: Output) -> Result<NewBlob, ConvertError> {
+        let file = output.file()?;
+        let (digest, size) =
+            digest_of(&file).map_err(|source| write_error("read back", &self.blobs, source))?;
+        file.sync_all()
+            .map_err(|source| write_error("sync", &self.blobs, source))?;
+        Ok(NewBlob {
+            output,
+            digest,
+            size,
+        })
+    }
+
+    /// A blob with these bytes.
+    pub(crate) fn document(&self, bytes: &[u8]) -> Result<NewBlob, ConvertError> {
+        let output = self.new_blob()?;
+        output
+            .file()?
+            .write_all(bytes)
+            .map_err(|source| write_error("write", &self.blobs, source))?;
+        self.finish(output)
+    }
+
+    /// Gives the blobs their names, and the manifest among them its own in the index.
+    pub(crate) fn publish(
+        mut self,
+        blobs: Vec<NewBlob>,
+        entry: &ManifestEntry,
+    ) -> Result<(), ConvertError> {
+        for blob in blobs {
+            blob.output.name_as(&blob.digest.hex())?;
+        }
+        sync_directory(&self.blobs)?;
+        // Two writers would each leave out what the other has just put in. The lock goes with the descriptor.
+        let lock = File::open(&self.directory)
+            .map_err(|source| write_error("open", &self.directory, source))?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive)
+            .map_err(|error| write_error("lock", &self.directory, error.into()))?;
+        let layout = self.directory.join("oci-layout");
+        if !layout.exists() {
+            replace(&layout, LAYOUT.as_bytes())?;
+        }
+        self.update_index(entry)?;
+        // From here on it is somebody's.
+        self.made.clear();
+        Ok(())
+    }
+
+    fn update_index(&self, entry: &ManifestEntry) -> Result<(), ConvertError> {
+        let path = self.directory.join("index.json");
+        let bad = |problem: String| ConvertError::Layout {
+            place: path.display().to_string(),
+            problem,
+        };
+        let mut index: Map<String, Value> = match open_regular(&path)? {
+            Some(blob) => serde_json::from_slice(&blob.document(MAX_MANIFEST_BYTES, None)?)
+                .map_err(|error| bad(format!("not as it should be: {error}")))?,
+            None => Map::from_iter([
+                ("schemaVersion".to_owned(), json!(2)),
+                (
+                    "mediaType".to_owned(),
+                    json!("application/vnd.oci.image.index.v1+json"),
+                ),
+            ]),
+        };
+        let manifests = index.entry("manifests").or_insert_with(|| json!([]));
+        if manifests.is_null() {
+            *manifests = json!([]);
+        }
+        let Value::Array(manifests) = manifests else {
+            return Err(bad("its manifests are no list".to_owned()));
+        };
+        // A name means one image: the new one. An image without a name takes the place of its like.
+        manifests.retain(|other| {
+            let name = other.get("annotations").and_then(|all| all.get(NAME));
+            match &entry.reference {
+                Some(reference) => name.and_then(Value::as_str) != Some(reference),
+                None => {
+                    name.is_some()
+                        || entry.artifact_type != other.get("artifactType").and_then(Value::as_str)
+                }
+            }
+        });
+        manifests.push(entry.descriptor());
+        let bytes = serde_json::to_vec(&index).map_err(|error| bad(error.to_string()))?;
+        replace(&path, &bytes)
+    }
+}
+
+impl Drop for LayoutWriter {
+    fn drop(&mut self) {
+        for path in self.made.iter().rev() {
+            // It stays if somebody else has put something into it.
+            let _ = std::fs::remove_dir(path);
+        }
+    }
+}
+
+impl NewBlob {
+    /// The bytes, to be read.
+    pub(crate) fn file(&self) -> Result<File, ConvertError> {
+        self.output.file()
+    }
+}
+
+impl ManifestEntry {
+    fn descriptor(&self) -> Value {
+        let mut all = descriptor(OCI_MANIFEST, &self.digest, self.size);
+        if let Some(artifact_type) = self.artifact_type {
+            all.insert("artifactType".into(), json!(artifact_type));
+        }
+        if let Some(reference) = &self.reference {
+            all.insert("annotations".into(), json!({NAME: reference}));
+        }
+        if let Some(platform) = &self.platform {
+            all.insert("platform".into(), json!(platform));
+        }
+        Value::Object(all)
+    }
+}
+
+/// A descriptor without annotations.
+pub(crate) fn descriptor(media_type: &str, digest: &Digest, size: u64) -> Map<String, Value> {
+    Map::from_iter([
+        ("mediaType".to_owned(), json!(media_type)),
+        ("digest".to_owned(), json!(digest)),
+        ("size".to_owned(), json!(size)),
+    ])
+}
+
+/// The same with annotations.
+pub(crate) fn annotated(
+    media_type: &str,
+    digest: &Digest,
+    size: u64,
+    annotations: &BTreeMap<&str, String>,
+) -> Value {
+    let mut all = descriptor(media_type, digest, size);
+    all.insert("annotations".into(), json!(annotations));
+    Value::Object(all)
+}
+
+/// SHA-256 digest and length of a file.
+pub(crate) fn digest_of(file: &File) -> io::Result<(Digest, u64)> {
+    let mut hasher = Hasher::new(Algorithm::Sha256);
+    let mut buffer = vec![0; 1 << 20];
+    let mut at = 0;
+    loop {
+        match file.read_at(&mut buffer, at) {
+            Ok(0) => return Ok((hasher.finish(), at)),
+            Ok(read) => {
+                hasher.update(&buffer[..read]);
+                at += read as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Puts a small file in place of another, at once.
+fn replace(path: &Path, bytes: &[u8]) -> Result<(), ConvertError> {
+    let output = Output::create(path)?;
+    output
+        .file()?
+        .write_all(bytes)
+        .map_err(|source| write_error("write", path, source))?;
+    output.publish()
+}
+
+fn sync_directory(path: &Path) -> Result<(), ConvertError> {
+    File::open(path)
+        .and_then(|directory| directory.sync_all())
+        .map_err(|source| write_error("sync", path, source))
+}
+
+pub(crate) fn write_error(action: &'static str, path: &Path, source: io::Error) -> ConvertError {
+    ConvertError::Write {
+        action,
+        path: path.to_owned(),
+        source,
+    }
+}
