@@ -115,15 +115,19 @@ pub struct Plan<'t> {
     layout: Layout,
     xattrs: XattrTable<'t>,
     uuid: [u8; 16],
-    windows: Option<Windows>,
+    windows: Vec<ContentWindow>,
     extra_devices: u16,
 }
 
 /// Content whose place in the address space is known only when the metadata is laid out.
-#[derive(Debug, Clone, Copy)]
-struct Windows {
-    from: u32,
-    to: u32,
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ContentWindow {
+    /// The block address from which on the tree names it.
+    pub from: u32,
+    /// The block of the address space where it lies.
+    pub to: u32,
+    /// How many blocks.
+    pub blocks: u32,
 }
 
 impl<'t> Plan<'t> {
@@ -156,7 +160,7 @@ impl<'t> Plan<'t> {
             layout,
             xattrs,
             uuid: [0; 16],
-            windows: None,
+            windows: Vec::new(),
             extra_devices: 0,
         };
         let end = start.saturating_add(plan.metadata_bytes());
@@ -173,21 +177,22 @@ impl<'t> Plan<'t> {
         self
     }
 
-    /// Content at the tree's block addresses from `from` on lies from block `to` of the address space on;
-    /// `blocks` is how much of it there is. So what lies behind the metadata can be addressed before the size of the
-    /// metadata is known.
+    /// Says where content lies that the tree names by other addresses: so what lies behind the metadata can be addressed
+    /// before the size of the metadata is known. `windows` are sorted by `from`; addresses in none of them stay.
     ///
-    /// [`WriteError::TooLarge`] if the end passes 2^32 blocks.
-    pub fn with_windows(mut self, from: u32, to: u32, blocks: u64) -> Result<Self, WriteError> {
+    /// [`WriteError::TooLarge`] if the end of a window passes 2^32 blocks.
+    pub fn with_windows(mut self, windows: Vec<ContentWindow>) -> Result<Self, WriteError> {
         let block = format::BLOCK_BYTES as u64;
-        let end = u64::from(to).saturating_add(blocks);
-        if end >= u64::from(format::NULL_BLOCK) {
-            return Err(WriteError::TooLarge {
-                start: u64::from(self.metadata_block) * block,
-                end: end.saturating_mul(block),
-            });
+        for window in &windows {
+            let end = u64::from(window.to) + u64::from(window.blocks);
+            if end >= u64::from(format::NULL_BLOCK) {
+                return Err(WriteError::TooLarge {
+                    start: u64::from(self.metadata_block) * block,
+                    end: end * block,
+                });
+            }
         }
-        self.windows = Some(Windows { from, to });
+        self.windows = windows;
         Ok(self)
     }
 
@@ -200,10 +205,10 @@ impl<'t> Plan<'t> {
 
     /// Where the content at this block of the tree's addresses lies in the address space.
     fn place(&self, block: u32) -> u32 {
-        match self.windows {
-            Some(windows) if block >= windows.from => {
-                // In range for content within the `blocks` that `with_windows` has checked.
-                windows.to.wrapping_add(block - windows.from)
+        let behind = self.windows.partition_point(|window| window.from <= block);
+        match self.windows[..behind].last() {
+            Some(window) if block - window.from < window.blocks => {
+                window.to + (block - window.from)
             }
             _ => block,
         }

@@ -8,7 +8,7 @@ use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{IMPLICIT, LayerError, OPAQUE, ReadOptions, read_layer};
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::*;
-use bcow_erofs::writer::{Plan, WriteOptions};
+use bcow_erofs::writer::{ContentWindow, Plan, WriteOptions};
 use common::*;
 
 /// Reads a layer back whose content stays where it is.
@@ -161,6 +161,13 @@ fn windows_beyond_the_addresses_are_refused() {
         inline_max: 0,
     };
     let plan = || Plan::new(&tree, &options).unwrap();
-    assert!(plan().with_windows(0, 5, u64::from(u32::MAX) - 6).is_ok());
-    assert!(plan().with_windows(0, 5, u64::from(u32::MAX) - 5).is_err());
+    let window = |blocks| {
+        vec![ContentWindow {
+            from: 0,
+            to: 5,
+            blocks,
+        }]
+    };
+    assert!(plan().with_windows(window(u32::MAX - 6)).is_ok());
+    assert!(plan().with_windows(window(u32::MAX - 5)).is_err());
 }

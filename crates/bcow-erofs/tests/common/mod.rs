@@ -13,7 +13,7 @@ use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, read_layer};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
-use bcow_erofs::writer::{Device, Plan, WriteOptions, device_table};
+use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteOptions, device_table};
 
 pub const BLOCK: usize = 4096;
 
@@ -545,7 +545,11 @@ pub fn stack() -> Stack {
     let end = 2 + (plan.metadata_bytes() / BLOCK as u64) as u32;
     let to = end + 7;
     let plan = plan
-        .with_windows(0, to, next.into())
+        .with_windows(vec![ContentWindow {
+            from: 0,
+            to,
+            blocks: next,
+        }])
         .unwrap()
         .with_device_table(2);
     for start in &mut starts {
