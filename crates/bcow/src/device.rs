@@ -1,6 +1,7 @@
 //! The seam between a block address space and whoever reads a file system out of it.
 
 use crate::Error;
+use crate::storage::FileIdentity;
 
 /// A readable block address space: a BCoW image, a plain file, bytes in memory.
 ///
@@ -32,6 +33,12 @@ pub trait BlockDevice: Send + Sync {
         }
         Ok(())
     }
+
+    /// The BCoW file whose address space this is, if that is known: devices that say the same have the same bytes
+    /// at the same places.
+    fn identity(&self) -> Option<FileIdentity> {
+        None
+    }
 }
 
 impl<T: BlockDevice + ?Sized> BlockDevice for std::sync::Arc<T> {
@@ -48,6 +55,9 @@ impl<T: BlockDevice + ?Sized> BlockDevice for std::sync::Arc<T> {
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
         (**self).read_with(offset, length, sink)
+    }
+    fn identity(&self) -> Option<FileIdentity> {
+        (**self).identity()
     }
 }
 

@@ -198,6 +198,11 @@ impl Image {
         self.backings.iter().map(|(entry, _)| entry)
     }
 
+    /// What a backing shows, if it could be had. `index` is that of the backing table.
+    pub fn backing(&self, index: u32) -> Option<&Arc<dyn BlockDevice>> {
+        self.backings.get(index as usize)?.1.as_ref()
+    }
+
     /// The metadata section (spec section 13); an empty object if there is none.
     pub fn metadata(&self) -> Result<serde_json::Value, Error> {
         read_metadata(&self.file, &self.header)
@@ -384,6 +389,10 @@ impl BlockDevice for Image {
             at += take;
         }
         Ok(())
+    }
+
+    fn identity(&self) -> Option<crate::storage::FileIdentity> {
+        self.file.storage.identity()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::RwLock;
 
 /// A flat run of bytes that can be read and written at any place, by several threads at once.
@@ -21,6 +21,17 @@ pub trait Storage: Send + Sync {
     fn set_len(&self, bytes: u64) -> io::Result<()>;
     /// Returns when all that was written is durable.
     fn sync(&self) -> io::Result<()>;
+    /// Which file of the host it is, if it is one: storages that say the same have the same bytes.
+    fn identity(&self) -> Option<FileIdentity> {
+        None
+    }
+}
+
+/// A file of the host, whatever its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FileIdentity {
+    device: u64,
+    inode: u64,
 }
 
 impl Storage for File {
@@ -38,6 +49,13 @@ impl Storage for File {
     }
     fn sync(&self) -> io::Result<()> {
         self.sync_all()
+    }
+    fn identity(&self) -> Option<FileIdentity> {
+        let metadata = self.metadata().ok()?;
+        Some(FileIdentity {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+        })
     }
 }
 
