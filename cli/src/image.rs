@@ -154,6 +154,20 @@ impl Tree {
         &self.filesystem
     }
 
+    /// What the user called the image.
+    pub fn image(&self) -> &Path {
+        &self.image
+    }
+
+    /// Reads something; `path` is for the message.
+    pub fn read<T>(
+        &self,
+        path: &[u8],
+        read: impl FnOnce(&Filesystem) -> Result<T, ErofsError>,
+    ) -> Result<T, CommandError> {
+        read(&self.filesystem).context(|| self.cannot_read(path))
+    }
+
     /// The inode that `path` names. Relative paths start at the root.
     pub fn find(&self, path: &[u8], last: LastLink) -> Result<Inode, CommandError> {
         let cannot = |error: ErofsError| self.cannot_look_up(path, &error);
@@ -204,9 +218,7 @@ impl Tree {
 
     /// Reads an inode; `path` is for the message.
     pub fn inode(&self, nid: Nid, path: &[u8]) -> Result<Inode, CommandError> {
-        self.filesystem
-            .inode(nid)
-            .context(|| self.cannot_read(path))
+        self.read(path, |fs| fs.inode(nid))
     }
 
     /// "cannot read PATH in IMAGE"

@@ -1,7 +1,12 @@
 //! An inode as `ls -l` shows it, and as JSON does.
 
-use bcow_erofs::reader::{FileType, Timestamp};
+use bcow_erofs::reader::{FileType, Inode, Timestamp};
 use bcow_oci::rfc3339;
+use serde_json::{Map, Value, json};
+
+use crate::error::CommandError;
+use crate::image::Tree;
+use crate::names;
 
 /// The word for a file type in JSON.
 pub fn type_name(kind: FileType) -> &'static str {
@@ -58,6 +63,47 @@ pub fn full_time(time: Timestamp) -> String {
         Some(text) => format!("{}.{:09}Z", &text[..19], time.nanoseconds),
         None => format!("@{}.{:09}", time.seconds, time.nanoseconds),
     }
+}
+
+/// Puts everything that an inode has into a JSON object; `path` is for messages.
+pub fn put_json(
+    object: &mut Map<String, Value>,
+    tree: &Tree,
+    inode: &Inode,
+    path: &[u8],
+) -> Result<(), CommandError> {
+    object.insert("type".into(), type_name(inode.kind).into());
+    object.insert("mode".into(), format!("{:04o}", inode.permissions).into());
+    object.insert("uid".into(), inode.uid.into());
+    object.insert("gid".into(), inode.gid.into());
+    object.insert("size".into(), inode.size.into());
+    object.insert("links".into(), inode.nlink.into());
+    object.insert("mtime".into(), full_time(inode.mtime).into());
+    object.insert("inode".into(), inode.ino.into());
+    if let Some(device) = inode.rdev {
+        object.insert(
+            "device".into(),
+            json!({ "major": device.major, "minor": device.minor }),
+        );
+    }
+    if inode.kind == FileType::Symlink {
+        let target = tree.read(path, |fs| fs.read_link(inode))?;
+        names::put_json(object, "target", &target);
+    }
+    let xattrs = tree.read(path, |fs| fs.xattrs(inode))?;
+    if !xattrs.is_empty() {
+        let xattrs: Vec<Value> = xattrs
+            .iter()
+            .map(|(name, value)| {
+                let mut object = Map::new();
+                names::put_json(&mut object, "name", name);
+                object.insert("value_hex".into(), names::hex(value).into());
+                Value::Object(object)
+            })
+            .collect();
+        object.insert("xattrs".into(), xattrs.into());
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -5,9 +5,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use bcow_erofs::reader::{FileType, Inode};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::image::{LastLink, OpenImage, Tree};
 use crate::ui::{Output, Ui};
 use crate::walk::{Entries, Seen, join};
@@ -176,49 +176,13 @@ impl Listing<'_> {
     }
 
     fn target(&self, inode: &Inode, path: &[u8]) -> Result<Vec<u8>, CommandError> {
-        self.tree
-            .filesystem()
-            .read_link(inode)
-            .context(|| self.tree.cannot_read(path))
+        self.tree.read(path, |fs| fs.read_link(inode))
     }
 
     fn as_json(&self, inode: &Inode, path: &[u8]) -> Result<Value, CommandError> {
         let mut object = Map::new();
         names::put_json(&mut object, "path", path);
-        object.insert("type".into(), stat::type_name(inode.kind).into());
-        object.insert("mode".into(), format!("{:04o}", inode.permissions).into());
-        object.insert("uid".into(), inode.uid.into());
-        object.insert("gid".into(), inode.gid.into());
-        object.insert("size".into(), inode.size.into());
-        object.insert("links".into(), inode.nlink.into());
-        object.insert("mtime".into(), stat::full_time(inode.mtime).into());
-        object.insert("inode".into(), inode.ino.into());
-        if let Some(device) = inode.rdev {
-            object.insert(
-                "device".into(),
-                json!({ "major": device.major, "minor": device.minor }),
-            );
-        }
-        if inode.kind == FileType::Symlink {
-            names::put_json(&mut object, "target", &self.target(inode, path)?);
-        }
-        let xattrs = self
-            .tree
-            .filesystem()
-            .xattrs(inode)
-            .context(|| self.tree.cannot_read(path))?;
-        if !xattrs.is_empty() {
-            let xattrs: Vec<Value> = xattrs
-                .iter()
-                .map(|(name, value)| {
-                    let mut object = Map::new();
-                    names::put_json(&mut object, "name", name);
-                    object.insert("value_hex".into(), names::hex(value).into());
-                    Value::Object(object)
-                })
-                .collect();
-            object.insert("xattrs".into(), xattrs.into());
-        }
+        stat::put_json(&mut object, self.tree, inode, path)?;
         Ok(Value::Object(object))
     }
 }

@@ -9,6 +9,7 @@
 //! is shown in the addresses of the first.
 //! Compressed files can be listed but not read.
 
+mod children;
 mod data;
 mod dir;
 mod error;
@@ -24,6 +25,7 @@ use bcow::BlockDevice;
 use crate::format::SLOT_BYTES;
 
 pub use crate::tree::{DeviceNumber, Timestamp};
+pub use children::{Child, Children};
 pub use data::{ExtentSource, FileExtent};
 pub use dir::DirEntry;
 pub use error::{DirectoryProblem, ErofsError, InodeProblem, XattrProblem};
@@ -102,7 +104,7 @@ impl Filesystem {
     }
 
     /// Fills `buf`; the caller has checked that the bytes lie on the device.
-    fn device_read(&self, offset: u64, buf: &mut [u8]) -> Result<(), ErofsError> {
+    pub(crate) fn device_read(&self, offset: u64, buf: &mut [u8]) -> Result<(), ErofsError> {
         Ok(self.device.read_at(offset, buf)?)
     }
 }

@@ -96,6 +96,24 @@ pub enum ErofsError {
         /// What it is.
         found: FileType,
     },
+    /// A directory is in the tree more than once; in a sound file system each has one parent.
+    #[error("directory {nid} is in the tree more than once")]
+    DirectoryTwice {
+        /// The directory.
+        nid: Nid,
+    },
+    /// A directory's names are not in the order that EROFS has them in.
+    #[error("directory {nid} is damaged: its names are not sorted")]
+    Unsorted {
+        /// The directory.
+        nid: Nid,
+    },
+    /// Directories within directories, more than anything real has.
+    #[error("directories are nested more than {limit} deep")]
+    TooDeep {
+        /// What is allowed.
+        limit: usize,
+    },
     /// A path passes more than 40 symbolic links.
     #[error("too many symbolic links on the way")]
     TooManyLinks,

@@ -1,0 +1,83 @@
+//! A directory's children, some at a time: no directory is held in memory whole.
+
+use std::ops::ControlFlow;
+
+use super::{ErofsError, FileType, Filesystem, Inode, Nid};
+
+/// Entries read at once.
+const PIECE: usize = 256;
+
+/// A name in a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Child {
+    /// The name: 1..=255 bytes without slash and NUL, neither `.` nor `..`.
+    pub name: Vec<u8>,
+    /// What it names. Not validated: [`Filesystem::inode`] does that.
+    pub nid: Nid,
+    /// Its type, as the directory says.
+    pub kind: FileType,
+}
+
+/// The entries of a directory without `.` and `..`, in the order in which they are stored: that of their bytes, if the
+/// file system is sound.
+#[derive(Debug)]
+pub struct Children {
+    directory: Inode,
+    cookie: u64,
+    read: std::vec::IntoIter<Child>,
+    is_complete: bool,
+}
+
+impl Children {
+    /// The children of `directory`.
+    pub fn new(directory: Inode) -> Self {
+        Children {
+            directory,
+            cookie: 0,
+            read: Vec::new().into_iter(),
+            is_complete: false,
+        }
+    }
+
+    /// The directory.
+    pub fn directory(&self) -> &Inode {
+        &self.directory
+    }
+
+    /// The next child, or `None` at the end. `fs` is the file system that the directory is from.
+    pub fn next(&mut self, fs: &Filesystem) -> Result<Option<Child>, ErofsError> {
+        loop {
+            if let Some(child) = self.read.next() {
+                return Ok(Some(child));
+            }
+            if self.is_complete {
+                return Ok(None);
+            }
+            self.read_piece(fs)?;
+        }
+    }
+
+    fn read_piece(&mut self, fs: &Filesystem) -> Result<(), ErofsError> {
+        let mut piece = Vec::new();
+        // Grows with every entry, so this comes to an end.
+        let mut cookie = self.cookie;
+        fs.read_dir(&self.directory, self.cookie, &mut |entry| {
+            cookie = entry.next_cookie;
+            if entry.name != b"." && entry.name != b".." {
+                piece.push(Child {
+                    name: entry.name.to_vec(),
+                    nid: entry.nid,
+                    kind: entry.kind,
+                });
+            }
+            match piece.len() < PIECE {
+                true => ControlFlow::Continue(()),
+                false => ControlFlow::Break(()),
+            }
+        })?;
+        self.is_complete = piece.len() < PIECE;
+        self.cookie = cookie;
+        self.read = piece.into_iter();
+        Ok(())
+    }
+}
