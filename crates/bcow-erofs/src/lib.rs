@@ -18,6 +18,7 @@
 
 pub mod check;
 pub mod debug;
+pub mod diff;
 pub mod format;
 pub mod merge;
 pub mod overlay;

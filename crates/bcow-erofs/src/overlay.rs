@@ -82,6 +82,13 @@ fn mark(attributes: &mut Attributes, name: &[u8]) {
     Arc::make_mut(xattrs).insert(name.to_vec(), YES.to_vec());
 }
 
+/// Whether an inode of a layer on its own is a whiteout.
+pub fn is_whiteout(fs: &Filesystem, inode: &Inode) -> Result<bool, ErofsError> {
+    Ok(inode.kind == FileType::CharDevice
+        && inode.rdev == Some(WHITEOUT)
+        && fs.xattr(inode, DEVICE)?.as_deref() != Some(YES))
+}
+
 /// How a layer is read.
 pub struct ReadOptions<'a> {
     /// Where content goes: given the device byte where a run of blocks starts and the run's length in bytes, the block
