@@ -18,6 +18,11 @@ pub mod exit {
     /// Whoever read standard output went away; what a shell reports for SIGPIPE.
     pub const PIPE_CLOSED: u8 = 141;
 
+    /// `bcow diff`: there are differences.
+    pub const DIFFERENT: u8 = 1;
+    /// `bcow diff`: the comparison could not be done.
+    pub const DIFF_TROUBLE: u8 = 2;
+
     /// fsck(8): errors are left uncorrected.
     pub const FSCK_ERRORS_LEFT: u8 = 4;
     /// fsck(8): the check itself could not be done.

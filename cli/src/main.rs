@@ -33,7 +33,7 @@ use crate::ui::{ColorWhen, Ui, UiOptions};
     max_term_width = 100,
     subcommand_required = true,
     arg_required_else_help = true,
-    after_help = "Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` has the statuses of fsck(8).",
+    after_help = "Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` and `bcow diff` have those of fsck(8) and diff(1).",
     after_long_help = "\
 Exit status:
   0    done
@@ -41,7 +41,7 @@ Exit status:
   2    the command line makes no sense
   130  interrupted
   141  whoever read standard output went away
-`bcow fsck` has the statuses of fsck(8); see `bcow fsck --help`.
+`bcow fsck` and `bcow diff` have the statuses of fsck(8) and diff(1); see their help.
 
 Environment:
   BCOW_LOG           what to log to standard error, as in BCOW_LOG=bcow=debug (see also -v)
@@ -87,6 +87,7 @@ enum Command {
     Cat(commands::cat::Args),
     Extract(commands::extract::Args),
     Export(commands::export::Args),
+    Diff(commands::diff::Args),
     Mount(commands::mount::Args),
     Umount(commands::umount::Args),
     Completions(commands::completions::Args),
@@ -106,8 +107,6 @@ enum Command {
     Serve(commands::later::Args),
     #[command(hide = true)]
     Commit(commands::later::Args),
-    #[command(hide = true)]
-    Diff(commands::later::Args),
     #[command(hide = true)]
     Stats(commands::later::Args),
 }
@@ -137,8 +136,9 @@ fn main() -> ExitCode {
 
 fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
     match command {
-        // fsck(8) has exit statuses of its own.
+        // fsck(8) and diff(1) have exit statuses of their own.
         Command::Fsck(args) => return commands::fsck::run(args, ui),
+        Command::Diff(args) => return commands::diff::run(args, ui),
         Command::Convert(args) => commands::convert::run(args, ui),
         Command::Inspect(args) => commands::inspect::run(args, ui),
         Command::Map(args) => commands::map::run(args, ui),
@@ -158,7 +158,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Seal(args) => commands::later::run("seal", args),
         Command::Serve(args) => commands::later::run("serve", args),
         Command::Commit(args) => commands::later::run("commit", args),
-        Command::Diff(args) => commands::later::run("diff", args),
         Command::Stats(args) => commands::later::run("stats", args),
     }
     .map(|()| exit::DONE)

@@ -3,6 +3,7 @@
 pub mod cat;
 pub mod completions;
 pub mod convert;
+pub mod diff;
 pub mod export;
 pub mod extract;
 pub mod fsck;

@@ -70,7 +70,7 @@ fn what_comes_later_says_so() {
         ],
     );
     for command in [
-        "resize", "rebase", "compact", "seal", "serve", "commit", "diff", "stats",
+        "resize", "rebase", "compact", "seal", "serve", "commit", "stats",
     ] {
         let output = sandbox.run(&[command, "--some", "thing"]);
         assert_eq!(output.status.code(), Some(1));

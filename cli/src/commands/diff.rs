@@ -1,0 +1,347 @@
+//! `bcow diff`
+
+use std::path::PathBuf;
+
+use bcow_erofs::diff::{
+    Change, Compare, ContentDifference, DiffError, DiffOptions, DiffSummary, Differences, Side,
+    Stopped, XattrChange, diff,
+};
+use bcow_erofs::overlay::is_whiteout;
+use bcow_erofs::reader::{FileType, Inode, Timestamp};
+use serde_json::{Map, Value, json};
+
+use crate::error::{CommandError, exit};
+use crate::image::{OpenImage, Tree};
+use crate::ui::{Output, Ui};
+use crate::{names, stat};
+
+/// Show what differs between two images
+///
+/// Compares the trees of two images, or of two layers, and prints a line for every path at which they
+/// differ: a letter, the path and what differs, with tabs between them. The letter is A for what only
+/// B has, D for what only A has, M for what is in both and differs, T for what is of another type.
+///
+/// Compared are types, permissions, owners, modification times, sizes, link targets, device numbers,
+/// extended attributes, which names are one inode, and content. Of directories neither size nor
+/// number of links is. What both images have in the same place of the same file is not read.
+///
+/// On a terminal, unusual names are quoted as GNU ls quotes them; elsewhere they come byte by byte.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Exit status: 0 no difference, 1 differences, 2 trouble.")]
+pub struct Args {
+    /// The one image
+    #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
+    a: PathBuf,
+    /// The other image
+    #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
+    b: PathBuf,
+    /// Compare only types, content, link targets and device numbers
+    #[arg(long, conflicts_with = "metadata")]
+    content: bool,
+    /// Compare everything but content
+    #[arg(long)]
+    metadata: bool,
+    /// Print only how many paths differ in what way
+    #[arg(long)]
+    summary: bool,
+    /// End lines with NUL rather than newline, and never quote
+    #[arg(short = '0', long, conflicts_with_all = ["json", "summary"])]
+    null: bool,
+    /// Print JSON (schema bcow.diff/1), with both inodes of every difference
+    #[arg(long)]
+    json: bool,
+}
+
+/// Compares; gives the exit status.
+pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
+    // As with cmp and diff, 1 is an answer and failures are something else.
+    match compare(args, ui) {
+        Ok(true) => Ok(exit::DONE),
+        Ok(false) => Ok(exit::DIFFERENT),
+        Err(error) if error.exit() == exit::FAILED => Err(error.exit_with(exit::DIFF_TROUBLE)),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether nothing differs.
+fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
+    let images = [OpenImage::open(&args.a)?, OpenImage::open(&args.b)?];
+    let [a, b] = [images[0].tree()?, images[1].tree()?];
+    let known_same = |here, there, length| {
+        bcow::known_same(images[0].image(), here, images[1].image(), there, length)
+    };
+    let options = DiffOptions {
+        compare: match (args.content, args.metadata) {
+            (true, _) => Compare::Content,
+            (_, true) => Compare::Metadata,
+            _ => Compare::All,
+        },
+        known_same: Some(&known_same),
+    };
+    let mut report = Report {
+        args,
+        a: &a,
+        b: &b,
+        quote: ui.stdout_is_terminal() && !args.null,
+        out: ui.output(),
+        is_first: true,
+    };
+    report.begin(options.compare)?;
+    let told = diff(
+        a.filesystem(),
+        b.filesystem(),
+        &options,
+        &mut |path, change| report.difference(path, &change),
+    );
+    let summary = match told {
+        Ok(summary) => summary,
+        Err(Stopped::Caller(error)) => return Err(error),
+        Err(Stopped::Trouble(error)) => {
+            // What was found until then is true, and may be what the user needs.
+            report.out.finish()?;
+            return Err(trouble(&error, &a, &b));
+        }
+    };
+    report.end(&summary)?;
+    if !args.json && !args.summary {
+        ui.status(told_in_words(&summary));
+    }
+    Ok(summary.is_same())
+}
+
+fn trouble(error: &DiffError, a: &Tree, b: &Tree) -> CommandError {
+    let tree = match error.side {
+        Side::A => a,
+        Side::B => b,
+    };
+    CommandError::new(tree.cannot_read(&error.path))
+        .caused_by(&error.source)
+        .hint(format!(
+            "the comparison is not complete; `bcow fsck --data {}` says what else is wrong",
+            tree.image().display()
+        ))
+}
+
+fn told_in_words(summary: &DiffSummary) -> String {
+    if summary.is_same() {
+        return format!("no difference in {} paths", summary.same);
+    }
+    format!(
+        "{} added, {} removed, {} changed, {} of another type, {} the same",
+        summary.added, summary.removed, summary.changed, summary.retyped, summary.same
+    )
+}
+
+struct Report<'a> {
+    args: &'a Args,
+    a: &'a Tree,
+    b: &'a Tree,
+    quote: bool,
+    out: Output,
+    is_first: bool,
+}
+
+impl Report<'_> {
+    fn begin(&mut self, compare: Compare) -> Result<(), CommandError> {
+        if !self.args.json {
+            return Ok(());
+        }
+        let compare = match compare {
+            Compare::All => "all",
+            Compare::Metadata => "metadata",
+            Compare::Content => "content",
+        };
+        let mut head = Map::new();
+        head.insert("schema".into(), "bcow.diff/1".into());
+        for (key, tree) in [("a", self.a), ("b", self.b)] {
+            let name = tree.image().as_os_str().as_encoded_bytes();
+            names::put_json(&mut head, key, name);
+        }
+        head.insert("compared".into(), compare.into());
+        let head = Value::Object(head).to_string();
+        // The object goes on with the entries, which are not held in memory.
+        write!(self.out, "{}", head.trim_end_matches('}'))?;
+        match self.args.summary {
+            true => Ok(()),
+            false => write!(self.out, ",\"entries\":["),
+        }
+    }
+
+    fn end(mut self, summary: &DiffSummary) -> Result<(), CommandError> {
+        if self.args.json {
+            if !self.args.summary {
+                write!(self.out, "\n]")?;
+            }
+            let summary = json!({
+                "added": summary.added,
+                "removed": summary.removed,
+                "changed": summary.changed,
+                "retyped": summary.retyped,
+                "same": summary.same,
+                "compared_bytes": summary.compared_bytes,
+            });
+            writeln!(self.out, ",\"summary\":{summary}}}")?;
+        } else if self.args.summary {
+            writeln!(self.out, "{}", told_in_words(summary))?;
+        }
+        self.out.finish()
+    }
+
+    fn difference(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
+        match (self.args.summary, self.args.json) {
+            (true, _) => Ok(()),
+            (false, true) => self.as_json(path, change),
+            (false, false) => self.as_line(path, change),
+        }
+    }
+
+    fn as_json(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
+        let mut entry = Map::new();
+        entry.insert("status".into(), letter(change).into());
+        names::put_json(&mut entry, "path", path);
+        let (before, after, what) = match change {
+            Change::Added(b) => (None, Some(*b), None),
+            Change::Removed(a) => (Some(*a), None, None),
+            Change::Retyped(a, b) => (Some(*a), Some(*b), None),
+            Change::Changed(a, b, what) => (Some(*a), Some(*b), Some(*what)),
+        };
+        if let Some(what) = what {
+            entry.insert("changes".into(), changes(what).into());
+            if let Some(ContentDifference::At(at)) = what.content {
+                entry.insert("content_differs_at".into(), at.into());
+            }
+        }
+        for (key, tree, inode) in [("a", self.a, before), ("b", self.b, after)] {
+            let Some(inode) = inode else { continue };
+            let mut object = Map::new();
+            stat::put_json(&mut object, tree, inode, path)?;
+            object.insert("type".into(), type_word(tree, inode, path)?.into());
+            entry.insert(key.into(), object.into());
+        }
+        let separator = if self.is_first { "" } else { "," };
+        self.is_first = false;
+        write!(self.out, "{separator}\n{}", Value::Object(entry))
+    }
+
+    fn as_line(&mut self, path: &[u8], change: &Change<'_>) -> Result<(), CommandError> {
+        write!(self.out, "{}\t", letter(change))?;
+        self.bytes(path)?;
+        write!(self.out, "\t")?;
+        match change {
+            Change::Added(b) => write!(self.out, "{}", type_word(self.b, b, path)?)?,
+            Change::Removed(a) => write!(self.out, "{}", type_word(self.a, a, path)?)?,
+            Change::Retyped(a, b) => {
+                let a = type_word(self.a, a, path)?;
+                let b = type_word(self.b, b, path)?;
+                write!(self.out, "{a}->{b}")?;
+            }
+            Change::Changed(a, b, what) => self.details(a, b, what)?,
+        }
+        self.out
+            .write_bytes(if self.args.null { b"\0" } else { b"\n" })
+    }
+
+    fn details(&mut self, a: &Inode, b: &Inode, what: &Differences) -> Result<(), CommandError> {
+        let mut words = Vec::new();
+        if what.permissions {
+            words.push(format!("mode {:04o}->{:04o}", a.permissions, b.permissions));
+        }
+        if what.uid {
+            words.push(format!("uid {}->{}", a.uid, b.uid));
+        }
+        if what.gid {
+            words.push(format!("gid {}->{}", a.gid, b.gid));
+        }
+        if what.size {
+            words.push(format!("size {}->{}", a.size, b.size));
+        }
+        if what.mtime {
+            words.push(format!("mtime {}->{}", time(a.mtime), time(b.mtime)));
+        }
+        if let (true, Some(a), Some(b)) = (what.device, a.rdev, b.rdev) {
+            let (a, b) = ((a.major, a.minor), (b.major, b.minor));
+            words.push(format!("device {}:{}->{}:{}", a.0, a.1, b.0, b.1));
+        }
+        if what.links {
+            words.push(match a.nlink == b.nlink {
+                true => "links with other names".to_owned(),
+                false => format!("links {}->{}", a.nlink, b.nlink),
+            });
+        }
+        match what.content {
+            Some(ContentDifference::Length) => words.push("content".to_owned()),
+            Some(ContentDifference::At(at)) => words.push(format!("content from byte {at}")),
+            None => {}
+        }
+        write!(self.out, "{}", words.join(", "))?;
+        // The rest are bytes of the image, so they are not put together as text.
+        let mut separator = if words.is_empty() { "" } else { ", " };
+        if let Some((a, b)) = &what.target {
+            write!(self.out, "{separator}target ")?;
+            self.bytes(a)?;
+            write!(self.out, "->")?;
+            self.bytes(b)?;
+            separator = ", ";
+        }
+        for (name, change) in &what.xattrs {
+            write!(self.out, "{separator}xattr ")?;
+            self.bytes(name)?;
+            let change = match change {
+                XattrChange::Added => "added",
+                XattrChange::Removed => "removed",
+                XattrChange::Changed => "changed",
+            };
+            write!(self.out, " {change}")?;
+            separator = ", ";
+        }
+        Ok(())
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) -> Result<(), CommandError> {
+        match self.quote {
+            true => self.out.write_bytes(names::quoted(bytes).as_bytes()),
+            false => self.out.write_bytes(bytes),
+        }
+    }
+}
+
+fn letter(change: &Change<'_>) -> &'static str {
+    match change {
+        Change::Added(_) => "A",
+        Change::Removed(_) => "D",
+        Change::Changed(..) => "M",
+        Change::Retyped(..) => "T",
+    }
+}
+
+/// The type as `ls --json` has it, or that it is a whiteout.
+fn type_word(tree: &Tree, inode: &Inode, path: &[u8]) -> Result<&'static str, CommandError> {
+    if inode.kind == FileType::CharDevice && tree.read(path, |fs| is_whiteout(fs, inode))? {
+        return Ok("whiteout");
+    }
+    Ok(stat::type_name(inode.kind))
+}
+
+/// What differs, by the words of the guide.
+fn changes(what: &Differences) -> Vec<&'static str> {
+    [
+        (what.permissions, "mode"),
+        (what.uid, "uid"),
+        (what.gid, "gid"),
+        (what.size, "size"),
+        (what.mtime, "mtime"),
+        (what.device, "device"),
+        (what.links, "links"),
+        (what.content.is_some(), "content"),
+        (what.target.is_some(), "target"),
+        (!what.xattrs.is_empty(), "xattrs"),
+    ]
+    .into_iter()
+    .filter_map(|(differs, word)| differs.then_some(word))
+    .collect()
+}
+
+/// A time without a fraction that is none.
+fn time(time: Timestamp) -> String {
+    stat::full_time(time).replace(".000000000", "")
+}

@@ -1,0 +1,190 @@
+//! `bcow diff` as its users meet it.
+
+use serde_json::Value;
+
+use crate::support::{Entry, Sandbox, Tar, noise, snapshot};
+
+fn image(sandbox: &Sandbox, name: &str, tar: Tar, options: &[&str]) {
+    let archive = format!("{name}.tar");
+    sandbox.write(&archive, &tar.finish());
+    let mut args = vec!["convert", "-q", &archive, name];
+    args.extend(options);
+    sandbox.ok(&args);
+}
+
+/// `a` and `b`, with a difference of every kind.
+fn two_images() -> Sandbox {
+    let sandbox = Sandbox::new();
+    let file = |name, mode, time, data| Entry {
+        name,
+        mode,
+        time,
+        data,
+        ..Entry::default()
+    };
+    let device = |name, device| Entry {
+        name,
+        kind: b'3',
+        device,
+        ..Entry::default()
+    };
+    let (old, new) = ("1600000000", "1600000001.5");
+    let big = noise(300_000);
+    let mut changed = big.clone();
+    changed[200_000] ^= 1;
+    let a = Tar::new()
+        .directory("./")
+        .add(file(b"big", 0o644, old, &big))
+        .directory("dir/")
+        .file("dir/gone", b"gone\n")
+        .add(device(b"hidden", (1, 3)))
+        .symlink("kind", "dir")
+        .file("linked", b"linked\n")
+        .hardlink("linked-too", "linked")
+        .add(Entry {
+            xattrs: &[("user.a", b"1"), ("user.b", b"1")],
+            ..file(b"marked", 0o644, old, b"x")
+        })
+        .add(device(b"null", (1, 3)))
+        .add(file(b"odd \n\xff", 0o644, old, b"1"))
+        .add(file(b"passwd", 0o644, old, b"root\n"))
+        .file("same", b"same\n")
+        .symlink("target", "from here");
+    let b = Tar::new()
+        .directory("./")
+        .add(file(b"big", 0o644, old, &changed))
+        .directory("dir/")
+        .add(device(b"hidden", (0, 0)))
+        .directory("kind/")
+        .file("kind/of", b"new\n")
+        .file("linked", b"linked\n")
+        .file("linked-too", b"linked\n")
+        .add(Entry {
+            owner: (5, 6),
+            xattrs: &[("user.b", b"2"), ("user.c", b"1")],
+            ..file(b"marked", 0o4755, old, b"x")
+        })
+        .add(device(b"new-null", (1, 3)))
+        .add(device(b"null", (1, 5)))
+        .add(file(b"odd \n\xff", 0o644, old, b"2"))
+        .add(file(b"passwd", 0o644, new, b"root\nuser\n"))
+        .file("same", b"same\n")
+        .symlink("target", "to there");
+    image(&sandbox, "a", a, &[]);
+    // Stored in quite another way.
+    image(&sandbox, "b", b, &["--plain", "--block-size=64K"]);
+    sandbox
+}
+
+#[test]
+fn differences_for_people() {
+    let sandbox = two_images();
+    snapshot!(sandbox.shown(&["diff", "a", "b"]));
+}
+
+#[test]
+fn only_content_or_only_metadata() {
+    let sandbox = two_images();
+    let shown = [
+        sandbox.shown(&["diff", "--content", "a", "b"]),
+        sandbox.shown(&["diff", "--metadata", "a", "b"]),
+        sandbox.shown(&["diff", "--summary", "a", "b"]),
+    ];
+    snapshot!(shown.join("\n"));
+}
+
+#[test]
+fn differences_for_programs() {
+    let sandbox = two_images();
+    snapshot!(sandbox.shown(&["diff", "--json", "a", "b"]));
+    let json: Value =
+        serde_json::from_slice(&sandbox.run(&["diff", "--json", "a", "b"]).stdout).unwrap();
+    assert_eq!(json["schema"], "bcow.diff/1");
+    let count = |status: &str| {
+        let entries = json["entries"].as_array().unwrap();
+        entries
+            .iter()
+            .filter(|entry| entry["status"] == status)
+            .count()
+    };
+    for (status, key) in [
+        ("A", "added"),
+        ("D", "removed"),
+        ("M", "changed"),
+        ("T", "retyped"),
+    ] {
+        assert_eq!(json["summary"][key], count(status), "{key}");
+    }
+    let short = sandbox.run(&["diff", "--json", "--summary", "a", "b"]);
+    let short: Value = serde_json::from_slice(&short.stdout).unwrap();
+    assert_eq!(short["summary"], json["summary"]);
+    assert!(short.get("entries").is_none());
+}
+
+#[test]
+fn lines_can_end_with_zeros() {
+    let sandbox = two_images();
+    let output = sandbox.run(&["diff", "-0", "-q", "a", "b"]);
+    assert!(output.stderr.is_empty());
+    let lines: Vec<&[u8]> = output.stdout.split(|&b| b == 0).collect();
+    assert!(lines.contains(&b"M\t/odd \n\xff\tcontent from byte 0".as_slice()));
+    assert_eq!(lines.last(), Some(&b"".as_slice()));
+}
+
+#[test]
+fn images_of_one_tree_do_not_differ_however_they_are_stored() {
+    let sandbox = Sandbox::with_image();
+    sandbox.ok(&["convert", "-q", "sample.tar", "other.bcow"]);
+    snapshot!(sandbox.shown(&["diff", "image.bcow", "other.bcow"]));
+    let empty = sandbox.ok(&["diff", "--json", "image.bcow", "other.bcow"]);
+    let json: Value = serde_json::from_slice(&empty).unwrap();
+    assert_eq!(json["entries"], serde_json::json!([]));
+    assert!(json["summary"]["compared_bytes"].as_u64().unwrap() > 200_000);
+}
+
+#[test]
+fn content_in_one_place_is_not_read() {
+    let sandbox = Sandbox::with_image();
+    std::fs::hard_link(sandbox.path("image.bcow"), sandbox.path("same.bcow")).unwrap();
+    let json = sandbox.ok(&["diff", "--json", "image.bcow", "same.bcow"]);
+    let json: Value = serde_json::from_slice(&json).unwrap();
+    assert_eq!(json["summary"]["compared_bytes"], 0);
+}
+
+#[test]
+fn trouble_is_something_else_than_a_difference() {
+    let sandbox = Sandbox::with_image();
+    sandbox.write("no-image", b"nothing of the kind");
+    sandbox.ok(&[
+        "convert",
+        "-q",
+        "sample.tar",
+        "--compress=none",
+        "--block-size=4K",
+        "damaged.bcow",
+    ]);
+    let needle = &noise(10_000)[..64];
+    sandbox.patch("damaged.bcow", |file| {
+        let at = file
+            .windows(64)
+            .position(|window| window == needle)
+            .unwrap();
+        file[at] ^= 1;
+    });
+    let shown = [
+        sandbox.shown(&["diff", "image.bcow", "no-image"]),
+        sandbox.shown(&["diff", "no-such-file", "image.bcow"]),
+        sandbox.shown(&["diff", "image.bcow", "damaged.bcow"]),
+        sandbox.shown(&["diff", "image.bcow"]),
+        sandbox.shown(&[
+            "diff",
+            "--content",
+            "--metadata",
+            "image.bcow",
+            "image.bcow",
+        ]),
+        // What is not read cannot be found damaged.
+        sandbox.shown(&["diff", "--metadata", "image.bcow", "damaged.bcow"]),
+    ];
+    snapshot!(shown.join("\n"));
+}
