@@ -45,7 +45,7 @@ impl From<TarProblem> for PlaceError {
 type Result<T> = std::result::Result<T, PlaceError>;
 
 /// A name in a directory of the tree.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Slot {
     pub dir: NodeId,
     pub name: Box<[u8]>,
@@ -58,6 +58,9 @@ pub(crate) struct LayerBuilder<'b> {
     /// Parent and name of each directory but the root.
     parents: HashMap<NodeId, Slot>,
     xattrs: HashSet<Xattrs>,
+    /// Places that have both a whiteout and an entry: a directory there hides what is below it, even if
+    /// a later entry put it there in place of something else.
+    whited: HashSet<Slot>,
     /// Hardlinks whose target was not there yet.
     pending: Vec<Pending>,
 }
@@ -96,6 +99,7 @@ impl<'b> LayerBuilder<'b> {
             budget,
             parents: HashMap::new(),
             xattrs: HashSet::new(),
+            whited: HashSet::new(),
             pending: Vec::new(),
         }
     }
@@ -146,8 +150,13 @@ impl<'b> LayerBuilder<'b> {
                     detour += push_target(&mut todo, &target, detour)?;
                 }
                 None => dir = self.add_directory(dir, &name, false, true)?,
+                // A new directory, which has nothing from below: not its attributes either.
                 Some((_, NodeKind::Whiteout)) => {
-                    dir = self.add_directory(dir, &name, true, true)?
+                    self.remember_whiteout(&Slot {
+                        dir,
+                        name: name.clone(),
+                    })?;
+                    dir = self.add_directory(dir, &name, true, false)?
                 }
                 Some(_) => {
                     return Err(TarProblem::ParentNotDirectory {
@@ -168,10 +177,11 @@ impl<'b> LayerBuilder<'b> {
                 let existing = self.tree.child(slot.dir, &slot.name);
                 match existing.map(|id| (id, &self.tree.node(id).kind)) {
                     Some((id, NodeKind::Directory(_))) => id,
-                    Some((_, NodeKind::Whiteout)) => {
-                        self.add_directory(slot.dir, &slot.name, true, false)?
+                    _ => {
+                        self.remember_whiteout(slot)?;
+                        let opaque = self.whited.contains(slot);
+                        self.add_directory(slot.dir, &slot.name, opaque, false)?
                     }
-                    _ => self.add_directory(slot.dir, &slot.name, false, false)?,
                 }
             }
         };
@@ -190,6 +200,7 @@ impl<'b> LayerBuilder<'b> {
         }
         let id = self.add(node)?;
         self.charge_names(slot.name.len())?;
+        self.remember_whiteout(slot)?;
         self.tree.insert(slot.dir, &slot.name, id);
         Ok(id)
     }
@@ -212,6 +223,7 @@ impl<'b> LayerBuilder<'b> {
             other => other,
         })?;
         self.charge_names(slot.name.len())?;
+        self.remember_whiteout(slot)?;
         if let Found::Node(id) = self.find(&names)? {
             match self.tree.node(id).kind {
                 NodeKind::Directory(_) => {
@@ -246,7 +258,15 @@ impl<'b> LayerBuilder<'b> {
     /// Hides a name of the lower layers.
     pub(crate) fn whiteout(&mut self, dir: NodeId, name: &[u8]) -> Result<()> {
         match self.tree.child(dir, name) {
-            Some(id) => self.set_opaque(id),
+            Some(id) => {
+                self.charge_names(name.len())?;
+                let name = name.into();
+                self.whited.insert(Slot { dir, name });
+                self.set_opaque(id);
+                if let NodeKind::Directory(directory) = &mut self.tree.node_mut(id).kind {
+                    directory.implicit = false;
+                }
+            }
             None => {
                 self.charge_names(name.len())?;
                 let id = self.add(Node {
@@ -255,6 +275,17 @@ impl<'b> LayerBuilder<'b> {
                 })?;
                 self.tree.insert(dir, name, id);
             }
+        }
+        Ok(())
+    }
+
+    /// To be called before an entry takes a place.
+    fn remember_whiteout(&mut self, slot: &Slot) -> Result<()> {
+        if let Some(id) = self.tree.child(slot.dir, &slot.name)
+            && matches!(self.tree.node(id).kind, NodeKind::Whiteout)
+        {
+            self.charge_names(slot.name.len())?;
+            self.whited.insert(slot.clone());
         }
         Ok(())
     }

@@ -5,8 +5,12 @@ use crate::error::TarProblem;
 /// Longest path, as in Linux. Also bounds the depth of the tree.
 pub(crate) const MAX_PATH_BYTES: usize = 4096;
 
+/// What the name of a whiteout begins with.
+pub(crate) const WHITEOUT: &[u8] = b".wh.";
+
 /// The names of a path from an archive: a leading slash, empty names and `.` are dropped, `..` takes
-/// back a name. Empty for the root itself.
+/// back a name. Empty for the root itself. The last name may be a whiteout's, longer by its prefix than
+/// names on disk.
 pub(crate) fn components(path: &[u8]) -> Result<Vec<&[u8]>, TarProblem> {
     if path.is_empty() {
         return Err(TarProblem::EmptyName);
@@ -21,10 +25,17 @@ pub(crate) fn components(path: &[u8]) -> Result<Vec<&[u8]>, TarProblem> {
             b".." => {
                 names.pop().ok_or(TarProblem::ClimbsOut)?;
             }
-            name if name.len() > 255 => {
-                return Err(TarProblem::NameTooLong { bytes: name.len() });
-            }
             name => names.push(name),
+        }
+    }
+    let last = names.len().saturating_sub(1);
+    for (i, name) in names.iter().enumerate() {
+        let prefix = match i == last && name.starts_with(WHITEOUT) {
+            true => WHITEOUT.len(),
+            false => 0,
+        };
+        if name.len() - prefix > 255 {
+            return Err(TarProblem::NameTooLong { bytes: name.len() });
         }
     }
     Ok(names)
@@ -51,5 +62,13 @@ mod tests {
             components(&[b'x'; 256]),
             Err(TarProblem::NameTooLong { bytes: 256 })
         );
+    }
+
+    #[test]
+    fn whiteout_of_the_longest_name_is_no_name_too_long() {
+        let whiteout = |bytes| [WHITEOUT, &vec![b'x'; bytes]].concat();
+        assert!(components(&whiteout(255)).is_ok());
+        assert!(components(&whiteout(256)).is_err());
+        assert!(components(&[whiteout(255), b"/a".to_vec()].concat()).is_err());
     }
 }

@@ -1,6 +1,6 @@
 //! Sequences of layers against a slow model that knows only paths.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode};
 use proptest::prelude::*;
@@ -125,7 +125,8 @@ fn walk(tree: &mut Flat, path: &[&str], make: bool) -> Result<Option<String>, ()
                 let node = Node::Dir {
                     mode: 0o755,
                     opaque,
-                    implicit: true,
+                    // One that was whited out before is a new one.
+                    implicit: !opaque,
                 };
                 tree.insert(next.clone(), node);
                 at = next;
@@ -142,6 +143,8 @@ fn walk(tree: &mut Flat, path: &[&str], make: bool) -> Result<Option<String>, ()
 fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
     let mut tree = Flat::new();
     let mut waiting = Vec::new();
+    // Paths that had a whiteout, whatever is there now.
+    let mut whited = BTreeSet::new();
     for (i, op) in layer.iter().enumerate() {
         let path = match op {
             Op::File(p, _) | Op::Dir(p, _) | Op::Symlink(p, _) | Op::Link(p, _) => p,
@@ -158,6 +161,10 @@ fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
         let parent = walk(&mut tree, parents, true)?.unwrap();
         let path = join(&parent, last);
         *inodes += 1;
+        if let Op::File(..) | Op::Symlink(..) | Op::Link(..) = op {
+            let below = format!("{path}/");
+            whited.retain(|p: &String| !p.starts_with(&below));
+        }
         match op {
             Op::File(_, n) => {
                 remove_tree(&mut tree, &path);
@@ -172,8 +179,8 @@ fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
             }
             Op::Dir(_, new_mode) => match tree.get_mut(&path) {
                 Some(Node::Dir { mode, implicit, .. }) => (*mode, *implicit) = (*new_mode, false),
-                before => {
-                    let opaque = before.is_some_and(|b| *b == Node::Whiteout);
+                _ => {
+                    let opaque = whited.contains(&path);
                     tree.insert(
                         path,
                         Node::Dir {
@@ -184,13 +191,18 @@ fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
                     );
                 }
             },
-            Op::Whiteout(_) => match tree.get_mut(&path) {
-                Some(Node::Dir { opaque, .. }) => *opaque = true,
-                Some(_) => {}
-                None => {
-                    tree.insert(path, Node::Whiteout);
+            Op::Whiteout(_) => {
+                whited.insert(path.clone());
+                match tree.get_mut(&path) {
+                    Some(Node::Dir {
+                        opaque, implicit, ..
+                    }) => (*opaque, *implicit) = (true, false),
+                    Some(_) => {}
+                    None => {
+                        tree.insert(path, Node::Whiteout);
+                    }
                 }
-            },
+            }
             Op::Link(_, target) => match find(&mut tree, target)? {
                 Some((_, Node::Dir { .. })) => return Err(()),
                 Some((_, node @ (Node::File(..) | Node::Symlink(..)))) => {
