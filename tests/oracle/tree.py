@@ -55,8 +55,12 @@ def content(path):
     return digest.hexdigest(), length
 
 
-def dump(directory):
-    """Every entry below a directory, itself included as `.`, by path."""
+def dump(directory, ghosts=False):
+    """Every entry below a directory, itself included as `.`, by path.
+
+    With `ghosts`, names that are listed but are not there are left out, as overlayfs has them: it lists whiteouts of a
+    directory that only one layer has.
+    """
     top = os.fsencode(directory)
     entries, inodes, hashed = {}, {}, {}
 
@@ -83,7 +87,9 @@ def dump(directory):
         entries[entry["path"]] = entry
         if kind == "dir":
             for name in sorted(os.listdir(full)):
-                visit(os.path.join(full, name), name if path == b"." else path + b"/" + name)
+                below = os.path.join(full, name)
+                if not ghosts or os.path.lexists(below):
+                    visit(below, name if path == b"." else path + b"/" + name)
 
     sys.setrecursionlimit(100000)
     visit(top, b".")

@@ -1,0 +1,157 @@
+"""Generated sequences of layers, merged by bcow and by the kernel's overlayfs: the same tree.
+
+What is generated and what the truth is: sequences.py, tests/oracle/overlay.py. A sequence that fails is cut down to a few
+entries before it is shown; `sequences.py SEED` prints the whole.
+
+$BCOW_SEEDS is a range of seeds to try instead, as `1000-1999`.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+import unittest
+
+from support import WORK, bcow, kernel_at_least, kernel_mounted, mounted, need, run
+import overlay
+import sequences
+import tree
+
+SEEDS = range(220)
+# How long to look for a smaller example of what failed.
+SHRINK_SECONDS = 40
+
+
+@contextlib.contextmanager
+def scratch():
+    """A tmpfs with a directory for bcow's images on a disk beside it, for the kernel mounts no images on a tmpfs."""
+    directory = tempfile.mkdtemp(prefix="merge-", dir=WORK)
+    ram = os.path.join(directory, "ram")
+    os.mkdir(ram)
+    run("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", ram)
+    try:
+        yield directory, ram
+    finally:
+        run("umount", ram)
+        shutil.rmtree(directory)
+
+
+def flattened(source, directory):
+    """The tree of one image of all layers; mounted by the kernel, which is quicker than starting a daemon."""
+    image = os.path.join(directory, "image.bcow")
+    if kernel_at_least(6, 12):
+        bcow("convert", "--plain", "-j1", source, image)
+        with kernel_mounted(image, "file") as where:
+            return tree.dump(where)
+    bcow("convert", source, image)
+    with mounted(image) as where:
+        return tree.dump(where)
+
+
+WAYS = {"flattened": flattened}
+
+
+def ways(seed):
+    return ["flattened"]
+
+
+def differences(expected, layers, way, directory, ram):
+    """What bcow shows otherwise than overlayfs. Its own refusal is a difference too."""
+    layout, out = os.path.join(ram, "layout"), os.path.join(directory, "out")
+    os.makedirs(out)
+    try:
+        return list(tree.differences(expected, WAYS[way](sequences.write_layout(layers, layout), out)))
+    except AssertionError as error:
+        return [str(error)]
+    finally:
+        shutil.rmtree(layout)
+        shutil.rmtree(out)
+
+
+@contextlib.contextmanager
+def stack(ram):
+    with tempfile.TemporaryDirectory(dir=ram) as directory:
+        yield overlay.Stack(directory)
+
+
+def check(seed):
+    """Tries one sequence; a message if it fails."""
+    with scratch() as (directory, ram):
+        with stack(ram) as truth:
+            layers = sequences.build(seed, truth)
+            expected = truth.dump()
+        for way in ways(seed):
+            found = differences(expected, layers, way, directory, ram)
+            if found:
+                return f"seed {seed}, {way}:\n" + "\n".join(found[:5]) + "\n" + smaller(layers, way, directory, ram)
+    return None
+
+
+def smaller(layers, way, directory, ram):
+    """The same failure with fewer entries, as text."""
+    deadline = time.monotonic() + SHRINK_SECONDS
+
+    def weight(layers):
+        return sum(1000 + len(repr(one)) for entries in layers for one in entries) + len(layers)
+
+    def short(path):
+        return path.replace(b"n" * 255, b"n*255")
+
+    def fails(candidate):
+        with stack(ram) as truth:
+            # An entry may need another one that was cut.
+            candidate = [truth.unpack(entries) for entries in candidate]
+            return candidate, differences(truth.dump(), candidate, way, directory, ram)
+
+    def cuts(current):
+        """Smaller candidates: layers out, then runs of entries out, then plainer entries."""
+        for number in range(len(current)):
+            yield current[:number] + current[number + 1:]
+        for number, entries in enumerate(current):
+            size = len(entries)
+            while size:
+                for at in range(0, len(entries), size):
+                    yield current[:number] + [entries[:at] + entries[at + size:]] + current[number + 1:]
+                size //= 2
+            for at, one in enumerate(entries):
+                plain = overlay.Entry(one.path, one.kind, link=one.link, rdev=one.rdev, mode=0o777 if one.kind == "symlink" else 0o644)
+                if one.kind != "dir" and plain != one:
+                    yield current[:number] + [entries[:at] + [plain] + entries[at + 1:]] + current[number + 1:]
+
+    layers, found = fails(layers)
+    progress = True
+    while progress and time.monotonic() < deadline:
+        progress = False
+        for candidate in cuts(layers):
+            if time.monotonic() > deadline:
+                break
+            candidate, now = fails(candidate)
+            if now and weight(candidate) < weight(layers):
+                layers, found, progress = candidate, now, True
+                break
+    shown = [f"  layer {number}: {one.kind} {short(one.path)!r}" + (f" -> {short(one.link)!r}" if one.link else "")
+             for number, entries in enumerate(layers) for one in entries]
+    return "cut down to:\n" + "\n".join(shown + found[:5])
+
+
+class Merge(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need(root=True, fuse=True)
+
+    def test_generated_layers_look_as_in_overlayfs(self):
+        seeds = SEEDS
+        if "BCOW_SEEDS" in os.environ:
+            first, last = os.environ["BCOW_SEEDS"].split("-")
+            seeds = range(int(first), int(last) + 1)
+        # Processes, not threads: the truth changes its working directory.
+        with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+            failed = [message for message in pool.map(check, seeds) if message]
+        self.assertEqual(failed, [], f"{len(failed)} of {len(seeds)} sequences:\n" + "\n\n".join(failed[:5]))
+
+
+if __name__ == "__main__":
+    unittest.main()
