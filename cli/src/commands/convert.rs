@@ -3,7 +3,11 @@
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
-use bcow_oci::{Compression, ConvertError, ConvertOptions, Limits, Platform, Report, Source};
+use bcow_oci::{
+    Compression, ConvertError, ConvertOptions, LayoutOptions, LayoutReport, Limits, Made, Platform,
+    Report, Source,
+};
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{CommandError, exit};
@@ -22,19 +26,26 @@ use crate::ui::{Progress, Ui};
 ///     dir:PATH                  a root file system in a directory
 ///     FILE.tar[.gz|.zst]        the same as tar:FILE
 ///
-/// Archives and layers may be compressed with gzip or zstd. The layers are flattened into one file
-/// system, DST, a .bcow file. Needs no privilege, no daemon, no network and no loop device; a layer's
-/// bytes are checked against their digests while they stream.
+/// Archives and layers may be compressed with gzip or zstd. DST is one of
+///
+///     FILE.bcow                 one file, the layers flattened into one file system
+///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, shared by all
+///                               images that have the layer, and a stack that merges them
+///
+/// Needs no privilege, no daemon, no network and no loop device; a layer's bytes are checked against
+/// their digests while they stream. Into an OCI layout, only layers are converted that neither the
+/// layout nor the cache has.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
-/// complete and verified; a file of that name is then replaced. Nothing is left when something fails.
+/// complete and verified; a file or image of that name is then replaced. Nothing is left when something
+/// fails.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// Where the image comes from
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// The image to make
+    /// The image to make: a file, or oci:DIR[:REF]
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Which image of a multi-platform source to take [default: this machine's]
@@ -52,6 +63,12 @@ pub struct Args {
     /// Threads that compress [default: one for each CPU]; the output does not depend on it
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
+    /// Keep converted layers in DIR and take them from there (into an OCI layout only)
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
+    /// Name content that lower layers have instead of storing it (into an OCI layout only); ties a layer to those below
+    #[arg(long)]
+    dedup_lower: bool,
     /// Do not read the image back before giving it its name
     #[arg(long)]
     no_verify: bool,
@@ -84,6 +101,12 @@ struct BlockSize(Option<u32>);
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let source = source(&args.source)?;
     let destination = destination(&args.destination)?;
+    if matches!(destination, Destination::File(_)) && (args.cache.is_some() || args.dedup_lower) {
+        return Err(
+            CommandError::usage("only an image in an OCI layout has layers of its own")
+                .hint("leave out --cache and --dedup-lower, or write to oci:DIR[:REF]"),
+        );
+    }
     if args.plain && matches!(args.compress, Some(Compression::Zstd { .. })) {
         return Err(CommandError::usage("a plain image is not compressed")
             .hint("leave out --plain or --compress"));
@@ -111,15 +134,46 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         tool_version: env!("CARGO_PKG_VERSION").to_owned(),
         cancel: Some(interrupt.flag()),
     };
-    let progress = ui.progress();
-    let report = bcow_oci::convert(&source, destination, &options, &progress)
-        .map_err(|error| failure(&error))?;
-    drop(progress);
-    if args.json {
-        ui.print_json(&as_json(&report)?)
-    } else {
-        tell(&report, destination, ui)
+    match destination {
+        Destination::File(path) => {
+            let progress = ui.progress();
+            let report = bcow_oci::convert(&source, path, &options, &progress)
+                .map_err(|error| failure(&error))?;
+            drop(progress);
+            match args.json {
+                true => ui.print_json(&as_json("bcow.convert/1", &report)?),
+                false => tell(&report, path, ui),
+            }
+        }
+        Destination::Layout {
+            directory,
+            reference,
+        } => {
+            let layout = LayoutOptions {
+                directory,
+                reference,
+                cache: args.cache.clone(),
+                dedup_lower: args.dedup_lower,
+            };
+            let progress = ui.progress();
+            let report = bcow_oci::convert_to_layout(&source, &layout, &options, &progress)
+                .map_err(|error| failure(&error))?;
+            drop(progress);
+            match args.json {
+                true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
+                false => tell_layout(&report, &layout.directory, ui),
+            }
+        }
     }
+}
+
+/// What is to be made.
+enum Destination<'a> {
+    File(&'a Path),
+    Layout {
+        directory: PathBuf,
+        reference: Option<String>,
+    },
 }
 
 fn source(text: &OsStr) -> Result<Source, CommandError> {
@@ -130,7 +184,7 @@ fn source(text: &OsStr) -> Result<Source, CommandError> {
     text.parse::<Source>().map_err(|error| failure(&error))
 }
 
-fn destination(path: &Path) -> Result<&Path, CommandError> {
+fn destination(path: &Path) -> Result<Destination<'_>, CommandError> {
     let text = path.as_os_str().as_encoded_bytes();
     if text == b"-" {
         return Err(
@@ -139,11 +193,23 @@ fn destination(path: &Path) -> Result<&Path, CommandError> {
         );
     }
     if text.starts_with(b"oci:") {
-        return Err(CommandError::not_supported_yet(
-            "an OCI layout as the destination",
-        ));
+        let source = path.to_str().ok_or_else(|| {
+            CommandError::usage(format!("{path:?} is no destination: it is not UTF-8"))
+        })?;
+        return match source.parse::<Source>() {
+            Ok(Source::Oci {
+                directory,
+                reference,
+            }) => Ok(Destination::Layout {
+                directory,
+                reference,
+            }),
+            _ => Err(CommandError::usage(format!(
+                "{path:?} is no destination: it has to be oci:DIR or oci:DIR:REF"
+            ))),
+        };
     }
-    Ok(path)
+    Ok(Destination::File(path))
 }
 
 /// The time to record, if the environment says one (reproducible-builds.org).
@@ -206,16 +272,22 @@ fn failure(error: &ConvertError) -> CommandError {
     }
 }
 
-fn as_json(report: &Report) -> Result<Value, CommandError> {
+fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandError> {
     let mut object = serde_json::Map::new();
-    object.insert("schema".into(), "bcow.convert/1".into());
+    object.insert("schema".into(), schema.into());
     match serde_json::to_value(report) {
-        Ok(Value::Object(mut fields)) => {
+        Ok(mut fields @ Value::Object(_)) => {
             // As `bcow inspect` writes it.
-            if let Some(root) = fields.get("merkle_root").and_then(Value::as_str) {
-                fields["merkle_root"] = format!("sha256:{root}").into();
+            for holder in ["/merkle_root", "/stack/merkle_root"] {
+                if let Some(root) = fields.pointer_mut(holder)
+                    && let Some(hex) = root.as_str()
+                {
+                    *root = format!("sha256:{hex}").into();
+                }
             }
-            object.extend(fields);
+            if let Value::Object(fields) = fields {
+                object.extend(fields);
+            }
         }
         Ok(_) => return Err(CommandError::new("the report is no JSON object")),
         Err(error) => return Err(CommandError::new("cannot write the report").caused_by(&error)),
@@ -240,6 +312,47 @@ fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError
         Count(report.entries),
         Human(report.content_bytes),
         Human(report.file_bytes),
+        if report.verified { ", verified" } else { "" }
+    )?;
+    out.finish()
+}
+
+fn tell_layout(report: &LayoutReport, directory: &Path, ui: &Ui) -> Result<(), CommandError> {
+    let mut out = ui.output();
+    for (i, layer) in report.layers.iter().enumerate() {
+        let made = match layer.made {
+            Made::Cache => ", from the cache",
+            Made::Layout => ", there already",
+            _ => "",
+        };
+        let lower = match layer.lower_bytes {
+            0 => String::new(),
+            bytes => format!(", {} of its content in lower layers", Human(bytes)),
+        };
+        writeln!(
+            out,
+            "layer {}: {}, {} entries, {} of file content{lower}{made}",
+            i + 1,
+            Human(layer.file_bytes),
+            Count(layer.entries),
+            Human(layer.content_bytes),
+        )?;
+    }
+    let name = match &report.reference {
+        Some(reference) => format!("oci:{}:{reference}", directory.display()),
+        None => format!("oci:{}", directory.display()),
+    };
+    let layers = match report.layers.len() {
+        1 => "1 layer".to_owned(),
+        n => format!("{n} layers"),
+    };
+    let bytes: u64 = report.layers.iter().map(|layer| layer.file_bytes).sum();
+    writeln!(
+        out,
+        "{name}: {layers} of {} in all, a stack of {} with {} entries{}",
+        Human(bytes),
+        Human(report.stack.file_bytes),
+        Count(report.stack.entries),
         if report.verified { ", verified" } else { "" }
     )?;
     out.finish()

@@ -65,7 +65,7 @@ fn what_comes_later_says_so() {
             &["create", "-b", "image.bcow", "new.bcow"],
             &["export", "image.bcow", "--to=tar", "-o", "x.tar"],
             &["export", "image.bcow", "--to=oci", "-o", "x"],
-            &["convert", "sample.tar", "oci:layout"],
+            &["convert", "dir:sample", "oci:layout"],
             &["fsck", "--repair", "image.bcow"],
         ],
     );

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
+use crate::cancel::Cancel;
 use crate::error::{ConvertError, LimitKind, Place};
 use crate::ingest::tar_error;
 use crate::layer::Format;
@@ -85,7 +86,7 @@ impl Archive {
             return Err(read_error("open", &name, rustix::io::Errno::NOENT));
         };
         let mut start = [0; 8];
-        let read = std::io::Read::read(&mut BlobReader::new(&blob, None), &mut start)
+        let read = std::io::Read::read(&mut BlobReader::new(&blob, Cancel::default()), &mut start)
             .map_err(|e| read_error("read", &name, e))?;
         match Format::of(&start[..read]) {
             Format::Plain => {}
@@ -104,7 +105,7 @@ impl Archive {
         let mut members = HashMap::new();
         let source = InPlace {
             name: &name,
-            reader: BlobReader::new(&blob, None),
+            reader: BlobReader::new(&blob, Cancel::default()),
         };
         let mut tar = TarReader::new(ChunkStream::new(Box::new(source)));
         while let Some(entry) = tar.next_entry().map_err(|e| tar_error(&name, e))? {

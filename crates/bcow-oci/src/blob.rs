@@ -6,10 +6,10 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 
+use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, Place};
 
@@ -112,7 +112,7 @@ impl Blob {
             return Err(too_large(length));
         }
         let mut bytes = Vec::new();
-        BlobReader::new(self, None)
+        BlobReader::new(self, Cancel::default())
             .take(limit + 1)
             .read_to_end(&mut bytes)
             .map_err(|e| read_error("read", &self.name, e))?;
@@ -140,11 +140,11 @@ impl Blob {
 pub(crate) struct BlobReader<'b> {
     blob: &'b Blob,
     at: u64,
-    cancel: Option<&'b AtomicBool>,
+    cancel: Cancel<'b>,
 }
 
 impl<'b> BlobReader<'b> {
-    pub(crate) fn new(blob: &'b Blob, cancel: Option<&'b AtomicBool>) -> Self {
+    pub(crate) fn new(blob: &'b Blob, cancel: Cancel<'b>) -> Self {
         BlobReader {
             blob,
             at: 0,
@@ -167,7 +167,7 @@ impl<'b> BlobReader<'b> {
 
 impl Read for BlobReader<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        if self.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
+        if self.cancel.is_set() {
             // Not `Interrupted`: that one would be tried again.
             return Err(io::Error::other(Cancelled));
         }

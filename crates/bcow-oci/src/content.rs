@@ -5,11 +5,13 @@
 //! whose pieces lie one behind the other is one run, as if nothing had been looked up. Files so small that
 //! they lie beside their inodes are not looked up: there is nothing to share.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
 
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
 
 use crate::error::ConvertError;
+use crate::layered::lower::{LOWER_FROM, LowerIndex, LowerPiece, LowerUsed};
 use crate::tails::TailStore;
 use crate::tar::SparseMap;
 
@@ -71,6 +73,8 @@ pub(crate) struct ContentStats {
     pub content_bytes: u64,
     /// Of it, what was there already.
     pub deduplicated_bytes: u64,
+    /// Of it, what a layer below has.
+    pub lower_bytes: u64,
 }
 
 /// Stores files.
@@ -79,6 +83,9 @@ pub(crate) struct ContentWriter<S> {
     tails: TailStore,
     inline_max: usize,
     known: HashMap<[u8; 32], Stored>,
+    lower: Option<Arc<LowerIndex>>,
+    /// Which layers below are referenced.
+    lower_used: BTreeSet<u32>,
     chunks: u64,
     /// Bytes of chunks of sparse files, most of which may be zeros that no archive had to hold.
     sparse_bytes: u64,
@@ -103,11 +110,26 @@ impl<S: ContentSink> ContentWriter<S> {
             tails,
             inline_max: inline_max.into(),
             known: HashMap::new(),
+            lower: None,
+            lower_used: BTreeSet::new(),
             chunks: 0,
             sparse_bytes: 0,
             max_bytes,
             stats: ContentStats::default(),
             scratch: Vec::new(),
+        }
+    }
+
+    /// What the layers below have is named there and not stored.
+    pub(crate) fn look_below(&mut self, lower: Arc<LowerIndex>) {
+        self.lower = Some(lower);
+    }
+
+    /// The layers below that are referenced.
+    pub(crate) fn lower_used(&self) -> LowerUsed {
+        match &self.lower {
+            Some(lower) => lower.used(&self.lower_used),
+            None => LowerUsed::default(),
         }
     }
 
@@ -294,6 +316,20 @@ impl<S: ContentSink> ContentWriter<S> {
             }
             _ => {}
         }
+        if let Some(found) = self.lower_piece(&key, may_tail) {
+            let whole = length - usize::from(found.tail);
+            let cut = whole.min(first.len());
+            let tail = match found.tail {
+                0 => None,
+                _ => Some(self.tails.push(&first[cut..], &second[whole - cut..])?),
+            };
+            let start = found.start;
+            let stored = Stored { start, tail };
+            self.stats.lower_bytes += whole as u64;
+            self.lower_used.insert(found.layer);
+            self.known.insert(key, stored);
+            return Ok(stored);
+        }
         let start = self.next_block(length as u64)?;
         let rest = length % BLOCK_BYTES as usize;
         let stored = if may_tail && rest > 0 && rest <= self.inline_max {
@@ -318,17 +354,26 @@ impl<S: ContentSink> ContentWriter<S> {
         Ok(stored)
     }
 
+    fn lower_piece(&self, key: &[u8; 32], may_tail: bool) -> Option<LowerPiece> {
+        let found = self.lower.as_ref()?.find(key)?;
+        (may_tail || found.tail == 0).then_some(found)
+    }
+
     /// Number of the block that comes next, if `bytes` more still fit.
     fn next_block(&self, bytes: u64) -> Result<u32, StoreError> {
         let position = self.sink.position();
         debug_assert!(position.is_multiple_of(BLOCK_BYTES));
         let block = position / BLOCK_BYTES;
         let end = block.saturating_add(bytes.div_ceil(BLOCK_BYTES));
+        let allowed = match self.lower {
+            Some(_) => LOWER_FROM.into(),
+            None => MAX_BLOCKS,
+        };
         match u32::try_from(block) {
-            Ok(block) if end < MAX_BLOCKS => Ok(block),
+            Ok(block) if end < allowed => Ok(block),
             _ => Err(StoreError::AddressSpace {
                 value: end.saturating_mul(BLOCK_BYTES),
-                allowed: MAX_BLOCKS * BLOCK_BYTES,
+                allowed: allowed * BLOCK_BYTES,
             }),
         }
     }

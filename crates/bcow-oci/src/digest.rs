@@ -54,6 +54,14 @@ impl Digest {
         format!("{}:{}", self.algorithm.name(), &self.hex()[..12])
     }
 
+    /// The hash, if it is a SHA-256.
+    pub fn sha256(&self) -> Option<[u8; 32]> {
+        match self.algorithm {
+            Algorithm::Sha256 => self.bytes[..].try_into().ok(),
+            Algorithm::Sha512 => None,
+        }
+    }
+
     /// The SHA-256 digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Digest {
         Digest {

@@ -14,7 +14,6 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_erofs::tree::{Attributes, DeviceNumber, LayerTree, Node, NodeId, NodeKind, Timestamp};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
@@ -22,6 +21,7 @@ use rustix::io::Errno;
 
 use crate::blob::read_error;
 use crate::builder::{Budget, LayerBuilder, Slot};
+use crate::cancel::Cancel;
 use crate::content::{ContentSink, ContentWriter, Data};
 use crate::error::{ConvertError, Place};
 use crate::ingest::{keep_xattr, place_error, store_error};
@@ -35,7 +35,7 @@ pub(crate) struct DirectoryIngest<'i, S> {
     pub budget: &'i mut Budget,
     pub warnings: &'i mut Warnings,
     pub progress: &'i dyn Progress,
-    pub cancel: Option<&'i AtomicBool>,
+    pub cancel: Cancel<'i>,
 }
 
 impl<S: ContentSink> DirectoryIngest<'_, S> {
@@ -78,7 +78,7 @@ struct Walk<'w, S> {
     builder: LayerBuilder<'w>,
     warnings: &'w mut Warnings,
     progress: &'w dyn Progress,
-    cancel: Option<&'w AtomicBool>,
+    cancel: Cancel<'w>,
     device: u64,
     /// Files with several names, by inode number.
     links: HashMap<u64, Vec<u8>>,
@@ -107,7 +107,7 @@ impl<S: ContentSink> Walk<'_, S> {
             names,
         }];
         while let Some(level) = levels.last_mut() {
-            if self.cancel.is_some_and(|c| c.load(Ordering::Relaxed)) {
+            if self.cancel.is_set() {
                 return Err(ConvertError::Interrupted);
             }
             let Some(name) = level.names.pop() else {

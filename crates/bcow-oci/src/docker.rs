@@ -105,8 +105,8 @@ pub(crate) fn find(
     Ok(Image {
         manifest: None,
         reference: image.repo_tags.iter().flatten().next().cloned(),
-        platform: config.platform,
-        config: Some(config.document),
+        platform: config.platform.clone(),
+        config: Some(config),
         layers,
     })
 }

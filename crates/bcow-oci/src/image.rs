@@ -16,14 +16,16 @@ pub(crate) struct Image {
     pub reference: Option<String>,
     pub platform: Option<Platform>,
     /// The OCI configuration as it was.
-    pub config: Option<Value>,
+    pub config: Option<ImageConfig>,
     /// Lowest first.
     pub layers: Vec<LayerInput>,
 }
 
-/// What is needed of an image configuration.
+/// An image configuration.
 #[derive(Debug)]
 pub(crate) struct ImageConfig {
+    /// As it was, byte for byte.
+    pub bytes: Vec<u8>,
     pub document: Value,
     pub platform: Option<Platform>,
     pub diff_ids: Vec<DiffId>,
@@ -75,6 +77,7 @@ impl ImageConfig {
                 variant: fields.variant.filter(|v| !v.is_empty()),
             });
         Ok(ImageConfig {
+            bytes: bytes.to_vec(),
             document,
             platform,
             diff_ids,

@@ -286,13 +286,13 @@ impl Layer<'_> {
 
 /// Whether an extended attribute goes into the image.
 ///
-/// Overlayfs's own would change what a later overlay mount shows; container engines that pass them on
+/// Overlayfs's own and bcow's would change what a later mount of the layer shows; container engines that pass them on
 /// have been attacked that way. EROFS has no place for names outside the kernel's namespaces.
 pub(crate) fn keep_xattr(name: &[u8], warnings: &mut Warnings) -> bool {
     const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
     const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
-    const OVERLAY: [&[u8]; 2] = [b"trusted.overlay.", b"user.overlay."];
-    if OVERLAY.iter().any(|prefix| name.starts_with(prefix)) {
+    const MARKS: [&[u8]; 3] = [b"trusted.overlay.", b"user.overlay.", b"trusted.bcow."];
+    if MARKS.iter().any(|prefix| name.starts_with(prefix)) {
         return false;
     }
     let known = ACLS.contains(&name)

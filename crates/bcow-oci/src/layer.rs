@@ -4,10 +4,11 @@
 use std::cell::{Cell, RefCell};
 use std::io::{self, BufRead, Read};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 
 use crate::blob::{Blob, BlobReader, read_error};
+use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::error::{ConvertError, LimitKind, Place};
 use crate::options::{Limits, Progress};
@@ -40,18 +41,35 @@ pub(crate) struct LayerInput {
 pub(crate) struct Reading<'r> {
     pub limits: &'r Limits,
     pub progress: &'r dyn Progress,
-    pub cancel: Option<&'r AtomicBool>,
+    pub cancel: Cancel<'r>,
+    /// Whether the digest of the decompressed bytes is wanted of layers that do not promise one.
+    pub find_diff_id: bool,
     /// Decompressed bytes of all layers.
     pub bytes: &'r AtomicU64,
 }
 
+impl<'r> Reading<'r> {
+    /// For a second look at what was counted already: nothing of it is counted again.
+    pub(crate) fn again(&self, bytes: &'r AtomicU64) -> Reading<'r> {
+        Reading {
+            limits: self.limits,
+            progress: &(),
+            cancel: self.cancel,
+            find_diff_id: false,
+            bytes,
+        }
+    }
+}
+
 /// What was read.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct LayerBytes {
     /// As stored.
     pub stored: u64,
     /// Decompressed.
     pub tar: u64,
+    /// Digest of the decompressed bytes, if there was reason to find it.
+    pub diff_id: Option<DiffId>,
 }
 
 /// Reads the layer through `parse`, to its last byte, and checks size and digests.
@@ -71,7 +89,7 @@ pub(crate) fn read_layer<R>(
     }
     let (chunks, received) = sync_channel(QUEUE);
     let (used, reusable) = channel();
-    let total = Rc::new(Cell::new(LayerBytes::default()));
+    let total = Rc::new(RefCell::new(LayerBytes::default()));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut output = Output::new(input, reading, chunks, reusable);
@@ -90,7 +108,7 @@ pub(crate) fn read_layer<R>(
         }));
         parse(stream)
     })
-    .map(|result| (result, total.get()))
+    .map(|result| (result, total.take()))
 }
 
 enum Message {
@@ -103,7 +121,7 @@ enum Message {
 struct FromThread {
     received: Receiver<Message>,
     used: Sender<Vec<u8>>,
-    total: Rc<Cell<LayerBytes>>,
+    total: Rc<RefCell<LayerBytes>>,
 }
 
 impl ChunkSource for FromThread {
@@ -115,7 +133,7 @@ impl ChunkSource for FromThread {
         match self.received.recv() {
             Ok(Message::Chunk(chunk)) => Ok(Some(chunk)),
             Ok(Message::End(total)) => {
-                self.total.set(total);
+                self.total.replace(total);
                 Ok(None)
             }
             Ok(Message::Failed(error)) => Err(error),
@@ -214,15 +232,16 @@ fn produce(
         }));
     }
     let found = raw.hasher.take().map(Hasher::finish);
-    check_digest(&input.name, "digest", input.digest.as_ref(), found)?;
+    check_digest(&input.name, "digest", input.digest.as_ref(), found.as_ref())?;
     decoded?;
     output.flush()?;
     let found = output.hasher.take().map(Hasher::finish);
     let expected = input.diff_id.as_ref().map(|id| &id.0);
-    check_digest(&input.name, "diffID", expected, found)?;
+    check_digest(&input.name, "diffID", expected, found.as_ref())?;
     Ok(LayerBytes {
         stored,
         tar: output.total,
+        diff_id: found.map(DiffId),
     })
 }
 
@@ -230,14 +249,14 @@ fn check_digest(
     place: &str,
     what: &'static str,
     expected: Option<&Digest>,
-    found: Option<Digest>,
+    found: Option<&Digest>,
 ) -> Result<(), ConvertError> {
     match (expected, found) {
-        (Some(expected), Some(found)) if *expected != found => Err(ConvertError::DigestMismatch {
+        (Some(expected), Some(found)) if expected != found => Err(ConvertError::DigestMismatch {
             place: place.to_owned(),
             what,
             expected: expected.clone(),
-            found,
+            found: found.clone(),
         }),
         _ => Ok(()),
     }
@@ -436,7 +455,8 @@ impl<'r> Output<'r> {
         chunks: SyncSender<Message>,
         reusable: Receiver<Vec<u8>>,
     ) -> Self {
-        let algorithm = input.diff_id.as_ref().map(|id| id.0.algorithm());
+        let promised = input.diff_id.as_ref().map(|id| id.0.algorithm());
+        let algorithm = promised.or(reading.find_diff_id.then_some(Algorithm::Sha256));
         Output {
             name: &input.name,
             media_type: input.media_type.as_deref(),

@@ -3,6 +3,7 @@
 pub(crate) mod write;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -26,7 +27,7 @@ const MAX_MANIFESTS: usize = 1000;
 pub(crate) const MAX_LAYERS: usize = 4096;
 
 const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
-const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
+pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const DOCKER_INDEX: &str = "application/vnd.docker.distribution.manifest.list.v2+json";
 const DOCKER_MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
 const CONFIGS: [&str; 2] = [
@@ -51,11 +52,11 @@ const NAME: &str = "org.opencontainers.image.ref.name";
 const FULL_NAME: &str = "io.containerd.image.name";
 
 #[derive(Debug, Clone, Deserialize)]
-struct Descriptor {
+pub(crate) struct Descriptor {
     #[serde(rename = "mediaType", default)]
-    media_type: String,
-    digest: String,
-    size: u64,
+    pub media_type: String,
+    pub digest: String,
+    pub size: u64,
     #[serde(default)]
     annotations: Option<BTreeMap<String, String>>,
     #[serde(default)]
@@ -126,6 +127,28 @@ pub(crate) fn find(
     Ok(image)
 }
 
+/// The manifests that the index of the layout in `directory` names, none where there is no layout. What does not fit its
+/// digest is left out.
+pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertError> {
+    if !directory.join("index.json").exists() {
+        return Ok(Vec::new());
+    }
+    let files = Files::directory(directory)?;
+    let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
+        Some(bytes) => parse(&in_files(&files, "index.json"), &bytes)?,
+        None => return Ok(Vec::new()),
+    };
+    let manifests = index.manifests.unwrap_or_default();
+    let ours = manifests
+        .iter()
+        .filter(|d| d.media_type == OCI_MANIFEST)
+        .take(MAX_MANIFESTS);
+    Ok(ours
+        .filter_map(|d| document(&files, "manifest", d, MAX_MANIFEST_BYTES).ok())
+        .map(|(_, bytes)| bytes)
+        .collect())
+}
+
 fn check_version(files: &Files) -> Result<(), ConvertError> {
     let Some(bytes) = files.document("oci-layout", 4096)? else {
         return Err(no_layout(files, "it has no file oci-layout"));
@@ -162,7 +185,7 @@ fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertErr
 }
 
 impl Descriptor {
-    fn annotation(&self, key: &str) -> Option<&str> {
+    pub(crate) fn annotation(&self, key: &str) -> Option<&str> {
         self.annotations.as_ref()?.get(key).map(String::as_str)
     }
 
@@ -361,7 +384,7 @@ fn digest(files: &Files, text: &str) -> Result<Digest, ConvertError> {
     })
 }
 
-fn blob_path(digest: &Digest) -> String {
+pub(crate) fn blob_path(digest: &Digest) -> String {
     format!("blobs/{}/{}", digest.algorithm().name(), digest.hex())
 }
 
@@ -408,7 +431,7 @@ fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
         manifest: Some(manifest_digest),
         reference: None,
         platform: config.platform.clone().or_else(|| descriptor.platform()),
-        config: Some(config.document),
+        config: Some(config),
         layers,
     })
 }

@@ -1,0 +1,477 @@
+//! The conversion into an OCI image layout: one sealed image per layer, and a stack that merges them.
+//!
+//! A layer's bytes depend on its archive and on the options, and on nothing else. So each is made once (`cache`), several
+//! at a time, and shared by all images that have it. The stack (`stack`) holds the merged file system's metadata, read
+//! from the layers as they are stored, and a window onto each of them. `manifest` says what belongs together.
+
+mod cache;
+pub(crate) mod lower;
+pub(crate) mod manifest;
+mod stack;
+mod stored;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::Instant;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::cancel::Cancel;
+use crate::conversion::{Conversion, INLINE_MAX, Target, tree_error, verify};
+use crate::convert::{Input, hex};
+use crate::digest::{DiffId, Digest};
+use crate::error::{ConvertError, LimitKind, Place};
+use crate::hidden::Uppers;
+use crate::image::{Image, ImageConfig};
+use crate::layer::{LayerInput, Reading};
+use crate::layout::write::{LayoutWriter, NewBlob};
+use crate::metadata::{Metadata, insert_some, options_json, tool};
+use crate::options::{ConvertOptions, Platform, Progress};
+use crate::parallel;
+use crate::source::Source;
+use cache::{LayerCache, LayoutLayers};
+use lower::LowerIndex;
+use stored::StoredLayer;
+
+/// Layers converted at the same time, at most: each takes some tens of megabytes.
+const MAX_AT_ONCE: usize = 16;
+
+/// Where a layered image goes, and what of it may be there already.
+#[derive(Debug, Clone, Default)]
+pub struct LayoutOptions {
+    /// The layout; made where there is nothing or an empty directory.
+    pub directory: PathBuf,
+    /// Name of the image in the layout.
+    pub reference: Option<String>,
+    /// Where converted layers are kept for other conversions.
+    pub cache: Option<PathBuf>,
+    /// Content that a lower layer of the image has is named there, not stored again: less space, but a layer that is of
+    /// use only above those. Not for plain images.
+    pub dedup_lower: bool,
+}
+
+/// What a conversion into a layout did.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct LayoutReport {
+    /// Digest of the new image's manifest.
+    pub manifest: Digest,
+    /// Digest of the source's manifest, if it has one.
+    pub source_manifest: Option<Digest>,
+    /// Name in the layout.
+    pub reference: Option<String>,
+    /// The image's platform, if it says so.
+    pub platform: Option<Platform>,
+    /// The layers, lowest first.
+    pub layers: Vec<StoredLayerReport>,
+    /// The stack.
+    pub stack: StackReport,
+    /// Milliseconds that reading the layers' trees, merging them and writing the stack took.
+    pub merge_milliseconds: u64,
+    /// Whether everything was read back, or checked against its digest.
+    pub verified: bool,
+}
+
+/// One layer of it.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct StoredLayerReport {
+    /// Digest of the BCoW file.
+    pub digest: Digest,
+    /// Its size in bytes.
+    pub file_bytes: u64,
+    /// Digest of the layer's archive, uncompressed.
+    pub diff_id: DiffId,
+    /// Digest of the source's blob, if it has one.
+    pub source: Option<Digest>,
+    /// Size of the source's blob in bytes, if it is known.
+    pub source_bytes: Option<u64>,
+    /// Size of the archive, uncompressed.
+    pub tar_bytes: u64,
+    /// Inodes.
+    pub entries: u64,
+    /// Bytes of file content.
+    pub content_bytes: u64,
+    /// Bytes of it that the layer has more than once and stores once.
+    pub deduplicated_bytes: u64,
+    /// Bytes of it that a lower layer has.
+    pub lower_bytes: u64,
+    /// Where it came from.
+    pub made: Made,
+}
+
+/// Where a converted layer came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Made {
+    /// Converted from the source now.
+    Converted,
+    /// From the cache.
+    Cache,
+    /// It was in the layout.
+    Layout,
+}
+
+/// The stack.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct StackReport {
+    /// Digest of the BCoW file.
+    pub digest: Digest,
+    /// Its size in bytes.
+    pub file_bytes: u64,
+    /// Root of its Merkle tree, in hexadecimal.
+    pub merkle_root: String,
+    /// Inodes of the merged tree.
+    pub entries: u64,
+    /// Size of the address space.
+    pub size: u64,
+}
+
+/// Converts `source` into an image in an OCI layout.
+///
+/// Blobs and index appear when everything is complete, or not at all; what else is in the layout stays. Several may
+/// write to one layout, and use one cache, at the same time.
+pub fn convert_to_layout(
+    source: &Source,
+    layout: &LayoutOptions,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<LayoutReport, ConvertError> {
+    if layout.dedup_lower && options.plain {
+        return Err(ConvertError::Options(
+            "a plain layer cannot name content of the layers below".to_owned(),
+        ));
+    }
+    // What is wrong with the options is known before anything is read.
+    crate::conversion::writer_options(options, 1)?;
+    let input = Input::open(source, options)?;
+    let Input::Image(image) = &input else {
+        return Err(ConvertError::Options(
+            "a directory into an OCI layout is not supported yet; make a tar archive of it, or a flattened image"
+                .to_owned(),
+        ));
+    };
+    let writer = LayoutWriter::open(&layout.directory)?;
+    let stop = AtomicBool::new(false);
+    let cancel = Cancel::new(options.cancel.as_deref()).or(&stop);
+    let work = Work {
+        image,
+        options,
+        progress,
+        cancel,
+        bytes: AtomicU64::new(0),
+        cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
+        present: LayoutLayers::find(&layout.directory)?,
+        layout: &writer,
+    };
+    progress.total(input.bytes());
+    let made = match layout.dedup_lower {
+        false => work.all(&stop)?,
+        true => work.all_over_lower()?,
+    };
+    let entries: u64 = made.layers.iter().map(|layer| layer.info.entries).sum();
+    if entries > options.limits.max_entries {
+        return Err(ConvertError::Limit {
+            place: Place::layer("all layers together"),
+            kind: LimitKind::Entries,
+            value: Some(entries),
+            allowed: options.limits.max_entries,
+        });
+    }
+    progress.phase("merge");
+    progress.total(None);
+    let begun = Instant::now();
+    let layers: Vec<&StoredLayer> = made.order.iter().map(|&i| &made.layers[i]).collect();
+    let described = layers
+        .iter()
+        .zip(&image.layers)
+        .map(|(layer, input)| layer_in_stack(layer, input))
+        .collect();
+    let metadata = Metadata::of_source(&input, source, options, described);
+    let names: Vec<String> = image.layers.iter().map(|l| l.name.clone()).collect();
+    let stack = stack::write(&layers, &names, metadata, &writer, options)?;
+    let merge_milliseconds = begun.elapsed().as_millis() as u64;
+    if options.verify {
+        progress.phase("verify");
+        stack.verify(&layers, options.threads)?;
+    }
+    let stack_report = stack.report();
+    let stack_blob = stack.into_blob();
+
+    let config = config(image, &layers, options)?;
+    let config_blob = writer.document(&config)?;
+    let manifest = manifest::Manifest {
+        config: &config_blob,
+        layers: layers.iter().copied().zip(&image.layers).collect(),
+        stack: &stack_blob,
+        source: image.manifest.as_ref(),
+        options,
+    };
+    let manifest_blob = writer.document(&manifest.to_json()?)?;
+    let report = LayoutReport {
+        manifest: manifest_blob.digest.clone(),
+        source_manifest: image.manifest.clone(),
+        reference: layout.reference.clone(),
+        platform: image.platform.clone(),
+        layers: layers
+            .iter()
+            .zip(&image.layers)
+            .map(|(layer, input)| layer.report(input))
+            .collect(),
+        stack: stack_report,
+        merge_milliseconds,
+        verified: options.verify,
+    };
+    if cancel.is_set() {
+        return Err(ConvertError::Interrupted);
+    }
+    let entry = manifest::entry(&manifest_blob, image, &config, layout.reference.clone());
+    let mut blobs: Vec<NewBlob> = made
+        .layers
+        .into_iter()
+        .filter_map(|layer| layer.new)
+        .collect();
+    blobs.extend([stack_blob, config_blob, manifest_blob]);
+    writer.publish(blobs, &entry)?;
+    Ok(report)
+}
+
+/// The layers of an image: the different ones, and which of them comes where.
+struct Layers {
+    layers: Vec<StoredLayer>,
+    order: Vec<usize>,
+}
+
+/// What all layers of a conversion are made with.
+struct Work<'w> {
+    image: &'w Image,
+    options: &'w ConvertOptions,
+    progress: &'w dyn Progress,
+    cancel: Cancel<'w>,
+    bytes: AtomicU64,
+    cache: Option<LayerCache>,
+    present: LayoutLayers,
+    layout: &'w LayoutWriter,
+}
+
+impl Work<'_> {
+    /// Makes the layers, several at a time.
+    fn all(&self, stop: &AtomicBool) -> Result<Layers, ConvertError> {
+        let inputs = &self.image.layers;
+        let (different, order) = different(inputs);
+        // The longest first, so that no long one is left over at the end.
+        let mut begin: Vec<usize> = (0..different.len()).collect();
+        let length = |i: usize| different[i].blob.length().unwrap_or(u64::MAX);
+        begin.sort_by_key(|&i| std::cmp::Reverse(length(i)));
+        let all: u64 = begin
+            .iter()
+            .fold(0, |sum, &i| length(i).saturating_add(sum));
+        let threads = self.options.threads.max(1);
+        let at_once = threads.min(different.len()).clamp(1, MAX_AT_ONCE);
+        let layers = parallel::run(&begin, at_once, stop, |i| {
+            // What is most of the work gets most of the threads.
+            let share = match length(i) > all / 2 {
+                true => threads,
+                false => threads.div_ceil(at_once),
+            };
+            self.layer(different[i], options_json(self.options), share, None)
+        })?;
+        Ok(Layers { layers, order })
+    }
+
+    /// Makes the layers from the lowest up, as each may name what those below it have.
+    fn all_over_lower(&self) -> Result<Layers, ConvertError> {
+        let inputs = &self.image.layers;
+        let (mut layers, mut order): (Vec<StoredLayer>, Vec<usize>) = Default::default();
+        let mut index = Arc::new(LowerIndex::default());
+        let mut below: Vec<Digest> = Vec::new();
+        for (i, input) in inputs.iter().enumerate() {
+            let mut options = options_json(self.options);
+            options["dedup_lower"] = json!(below);
+            let threads = self.options.threads.max(1);
+            let layer = self.layer(input, options, threads, Some(index.clone()))?;
+            below.push(layer.digest.clone());
+            if i + 1 < inputs.len() {
+                // No conversion holds it any more, so this copies nothing.
+                Arc::make_mut(&mut index)
+                    .add(
+                        &layer.image,
+                        layer.sha256()?,
+                        layer.own_bytes,
+                        layer.info.metadata_start,
+                    )
+                    .map_err(|error| layer.damaged(&error))?;
+            }
+            order.push(layers.len());
+            layers.push(layer);
+        }
+        Ok(Layers { layers, order })
+    }
+
+    /// One layer: from the layout, from the cache, or made of its archive.
+    fn layer(
+        &self,
+        input: &LayerInput,
+        options: Value,
+        threads: usize,
+        lower: Option<Arc<LowerIndex>>,
+    ) -> Result<StoredLayer, ConvertError> {
+        let wanted = |diff_id: &DiffId| stored::Wanted {
+            diff_id: diff_id.clone(),
+            options: options.clone(),
+            tool: tool(self.options),
+        };
+        if let Some(diff_id) = &input.diff_id {
+            let wanted = wanted(diff_id);
+            let verify = self.options.verify;
+            let found = self
+                .present
+                .get(&wanted, self.layout, verify, self.progress)?;
+            let found = match (found, &self.cache) {
+                (None, Some(cache)) => cache.get(&wanted, self.layout, self.progress)?,
+                (found, _) => found,
+            };
+            if let Some(layer) = found {
+                self.progress.phase(&input.name);
+                self.progress.advance(input.blob.length().unwrap_or(0));
+                return Ok(layer);
+            }
+        }
+        let (blob, diff_id) = self.convert(input, &options, threads, lower)?;
+        let layer = StoredLayer::new(blob, &wanted(&diff_id), self.layout)?;
+        if let Some(cache) = &self.cache {
+            cache.put(&wanted(&diff_id), &layer, self.progress);
+        }
+        Ok(layer)
+    }
+
+    /// Makes a layer of its archive.
+    fn convert(
+        &self,
+        input: &LayerInput,
+        options: &Value,
+        threads: usize,
+        lower: Option<Arc<LowerIndex>>,
+    ) -> Result<(NewBlob, DiffId), ConvertError> {
+        let output = self.layout.new_blob()?;
+        let target = Target {
+            output: &output,
+            path: self.layout.directory().to_owned(),
+            threads,
+            inline_max: INLINE_MAX,
+        };
+        let mut conversion = Conversion::start(target, self.options, self.progress)?;
+        if let Some(lower) = lower {
+            conversion.look_below(lower);
+        }
+        let reading = Reading {
+            limits: &self.options.limits,
+            progress: self.progress,
+            cancel: self.cancel,
+            find_diff_id: true,
+            bytes: &self.bytes,
+        };
+        let mut uppers = Uppers::default();
+        let read = conversion.layer(input, &reading, &mut uppers)?;
+        let diff_id = input.diff_id.clone().or(read.bytes.diff_id);
+        let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
+        let mut described = Map::new();
+        let fields = [
+            ("diff_id", Some(json!(diff_id))),
+            ("tar_bytes", Some(json!(read.bytes.tar))),
+            ("tar_entries", Some(json!(read.entries))),
+        ];
+        insert_some(&mut described, fields);
+        let metadata = Metadata::of_layer(
+            options.clone(),
+            &tool(self.options),
+            Value::Object(described),
+        );
+        let tree = uppers.into_layers().pop().unwrap_or_default();
+        let tree = tree.into_overlay().map_err(|source| {
+            let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
+            tree_error(std::slice::from_ref(&input.name), error)
+        })?;
+        let finished = conversion.finish(&tree, metadata)?;
+        drop(tree);
+        if self.options.verify {
+            verify(&finished.written, &output, threads)?;
+        }
+        Ok((self.layout.finish(output)?, diff_id))
+    }
+}
+
+/// The layers that differ, and for each layer of the image which of them it is.
+fn different(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
+    let mut known: HashMap<&DiffId, usize> = HashMap::new();
+    let mut different = Vec::new();
+    let mut order = Vec::new();
+    for input in inputs {
+        let next = different.len();
+        let index = match &input.diff_id {
+            Some(diff_id) => *known.entry(diff_id).or_insert(next),
+            None => next,
+        };
+        if index == next {
+            different.push(input);
+        }
+        order.push(index);
+    }
+    (different, order)
+}
+
+/// A layer as the stack's metadata has it.
+fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
+    let mut source = Map::new();
+    let fields = [
+        ("digest", input.digest.as_ref().map(|d| json!(d))),
+        ("media_type", input.media_type.as_ref().map(|m| json!(m))),
+        // An archive without a digest is the same however it was compressed.
+        (
+            "stored_bytes",
+            input.digest.as_ref().and(input.size).map(|n| json!(n)),
+        ),
+        ("tar_bytes", Some(json!(layer.info.tar_bytes))),
+    ];
+    insert_some(&mut source, fields);
+    json!({
+        "digest": layer.digest,
+        "file_bytes": layer.file_bytes,
+        "merkle_root": format!("sha256:{}", hex(&layer.merkle_root)),
+        "diff_id": layer.info.diff_id,
+        "entries": layer.info.entries,
+        "source": source,
+    })
+}
+
+/// The image's configuration: the source's, byte for byte. A bare archive has none, and gets one that says no more than
+/// it must.
+fn config(
+    image: &Image,
+    layers: &[&StoredLayer],
+    options: &ConvertOptions,
+) -> Result<Vec<u8>, ConvertError> {
+    if let Some(ImageConfig { bytes, .. }) = &image.config {
+        return Ok(bytes.clone());
+    }
+    let platform = options.platform.clone().unwrap_or_else(Platform::host);
+    let mut all = Map::from_iter([
+        ("architecture".to_owned(), json!(platform.architecture)),
+        ("os".to_owned(), json!(platform.os)),
+        ("config".to_owned(), json!({})),
+        (
+            "rootfs".to_owned(),
+            json!({
+                "type": "layers",
+                "diff_ids": layers.iter().map(|l| &l.info.diff_id).collect::<Vec<_>>(),
+            }),
+        ),
+    ]);
+    insert_some(&mut all, [("variant", platform.variant.map(|v| json!(v)))]);
+    manifest::to_bytes(&Value::Object(all), Path::new("config"))
+}

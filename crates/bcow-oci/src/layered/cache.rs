@@ -1,0 +1,229 @@
+//! Converted layers that are there already: in the layout that is written to, and in a cache.
+//!
+//! A cache is a directory. The layer of some diffID, made with some options by some version, is
+//! `DIFFID-OPTIONS/DIGEST.bcow` in it: OPTIONS is a hash of the latter two, DIGEST that of the file. An entry gets its
+//! name when it is complete, and is copied, hashed and compared with its name whenever it is used. So several may use a
+//! cache at once, anything in it may be deleted at any time, and what has rotted is dropped and made anew.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use super::Made;
+use super::manifest::{self, LayoutLayer};
+use super::stored::{StoredLayer, Wanted};
+use crate::blob::open_regular;
+use crate::digest::{Algorithm, Digest, Hasher};
+use crate::error::ConvertError;
+use crate::layout::write::{LayoutWriter, digest_of, write_error};
+use crate::options::Progress;
+use crate::output::Output;
+
+/// Directories and files of an entry, at most, that are looked at.
+const MAX_FILES: usize = 16;
+const ENDING: &str = "bcow";
+
+/// A directory of converted layers.
+pub(crate) struct LayerCache {
+    directory: PathBuf,
+}
+
+impl LayerCache {
+    pub(crate) fn open(directory: &Path) -> Result<LayerCache, ConvertError> {
+        std::fs::create_dir_all(directory)
+            .map_err(|source| write_error("create", directory, source))?;
+        Ok(LayerCache {
+            directory: directory.to_owned(),
+        })
+    }
+
+    fn entry(&self, wanted: &Wanted) -> PathBuf {
+        let options = format!("{}\n{}", wanted.tool, wanted.options);
+        let id = &wanted.diff_id.0;
+        self.directory.join(format!(
+            "{}-{}-{}",
+            id.algorithm().name(),
+            id.hex(),
+            &Digest::of(options.as_bytes()).hex()[..16]
+        ))
+    }
+
+    /// A copy of the wanted layer for the layout. What should be it and is not is taken away.
+    pub(crate) fn get(
+        &self,
+        wanted: &Wanted,
+        layout: &LayoutWriter,
+        progress: &dyn Progress,
+    ) -> Result<Option<StoredLayer>, ConvertError> {
+        let Ok(files) = std::fs::read_dir(self.entry(wanted)) else {
+            return Ok(None);
+        };
+        let mut paths: Vec<PathBuf> = files
+            .take(MAX_FILES)
+            .filter_map(|file| Some(file.ok()?.path()))
+            .filter(|path| path.extension().is_some_and(|e| e == ENDING))
+            .collect();
+        paths.sort();
+        for path in paths {
+            match self.copy(&path, wanted, layout)? {
+                Ok(layer) => return Ok(Some(layer)),
+                Err(problem) => {
+                    let dropped = match std::fs::remove_file(&path) {
+                        Ok(()) => "it was dropped",
+                        // Somebody else was faster.
+                        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was dropped",
+                        Err(_) => "it cannot be deleted",
+                    };
+                    progress.warning(&format!(
+                        "cache entry {}: {problem}; {dropped}, and the layer is converted again",
+                        path.display()
+                    ));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The inner error says why the entry is of no use.
+    fn copy(
+        &self,
+        path: &Path,
+        wanted: &Wanted,
+        layout: &LayoutWriter,
+    ) -> Result<Result<StoredLayer, String>, ConvertError> {
+        let named = path.file_stem().and_then(|name| name.to_str());
+        let named: Option<Digest> = named.and_then(|hex| format!("sha256:{hex}").parse().ok());
+        let Some(named) = named else {
+            return Ok(Err("its name is no digest".to_owned()));
+        };
+        let mut entry = match File::open(path) {
+            Ok(entry) => entry,
+            Err(error) => return Ok(Err(error.to_string())),
+        };
+        let output = layout.new_blob()?;
+        let mut file = output.file()?;
+        let mut hasher = Hasher::new(Algorithm::Sha256);
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            let read = match entry.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(read) => read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Ok(Err(error.to_string())),
+            };
+            hasher.update(&buffer[..read]);
+            file.write_all(&buffer[..read])
+                .map_err(|source| write_error("write to", layout.directory(), source))?;
+        }
+        if hasher.finish() != named {
+            return Ok(Err("it is damaged: its digest is not its name".to_owned()));
+        }
+        let blob = layout.finish(output)?;
+        let file = blob.file()?;
+        Ok(
+            StoredLayer::open(file, blob.digest.clone(), blob.size, wanted, Made::Cache).map(
+                |mut layer| {
+                    layer.new = Some(blob);
+                    layer
+                },
+            ),
+        )
+    }
+
+    /// Keeps a layer. That this fails is no reason to fail.
+    pub(crate) fn put(&self, wanted: &Wanted, layer: &StoredLayer, progress: &dyn Progress) {
+        if let Err(error) = self.try_put(wanted, layer) {
+            let cause = match std::error::Error::source(&error) {
+                Some(source) => format!(": {source}"),
+                None => String::new(),
+            };
+            progress.warning(&format!("the cache does not keep a layer: {error}{cause}"));
+        }
+    }
+
+    fn try_put(&self, wanted: &Wanted, layer: &StoredLayer) -> Result<(), ConvertError> {
+        let Some(blob) = &layer.new else {
+            return Ok(());
+        };
+        let directory = self.entry(wanted);
+        std::fs::create_dir_all(&directory)
+            .map_err(|source| write_error("create", &directory, source))?;
+        let output = Output::unnamed(&directory)?;
+        let mut from = blob.file()?;
+        // The descriptor's position is shared with whoever wrote it.
+        io::Seek::rewind(&mut from).map_err(|e| write_error("read back", &directory, e))?;
+        io::copy(&mut from, &mut output.file()?)
+            .map_err(|source| write_error("write to", &directory, source))?;
+        output.name_as(&format!("{}.{ENDING}", layer.digest.hex()))
+    }
+}
+
+/// The BCoW layers that the images of a layout have.
+pub(crate) struct LayoutLayers {
+    by_diff_id: HashMap<String, Vec<LayoutLayer>>,
+}
+
+impl LayoutLayers {
+    /// Looks through the manifests of the layout in `directory`, if there is one. Images that cannot be read are left
+    /// to those who use them.
+    pub(crate) fn find(directory: &Path) -> Result<LayoutLayers, ConvertError> {
+        let mut by_diff_id: HashMap<String, Vec<LayoutLayer>> = HashMap::new();
+        for layer in manifest::layers_in(directory)? {
+            by_diff_id
+                .entry(layer.diff_id.clone())
+                .or_default()
+                .push(layer);
+        }
+        Ok(LayoutLayers { by_diff_id })
+    }
+
+    /// The wanted layer, as it is in the layout.
+    pub(crate) fn get(
+        &self,
+        wanted: &Wanted,
+        layout: &LayoutWriter,
+        verify: bool,
+        progress: &dyn Progress,
+    ) -> Result<Option<StoredLayer>, ConvertError> {
+        let Some(layers) = self.by_diff_id.get(&wanted.diff_id.to_string()) else {
+            return Ok(None);
+        };
+        for layer in layers.iter().filter(|layer| layer.is_made_as(wanted)) {
+            let path = layout.blob_path(&layer.digest);
+            match open_layer(&path, layer, wanted, verify) {
+                Ok(Some(found)) => return Ok(Some(found)),
+                Ok(None) => {}
+                Err(problem) => progress.warning(&format!(
+                    "{}: {problem}; the layer is converted again",
+                    path.display()
+                )),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The error says why the blob is not what its manifest says.
+fn open_layer(
+    path: &Path,
+    layer: &LayoutLayer,
+    wanted: &Wanted,
+    verify: bool,
+) -> Result<Option<StoredLayer>, String> {
+    if open_regular(path).map_err(|e| e.to_string())?.is_none() {
+        return Ok(None);
+    }
+    let file = File::open(path).map_err(|e| e.to_string())?;
+    let found = file.metadata().map_err(|e| e.to_string())?.len();
+    if found != layer.size {
+        return Err(format!("it has {found} bytes, not {}", layer.size));
+    }
+    if verify {
+        let (digest, _) = digest_of(&file).map_err(|e| e.to_string())?;
+        if digest != layer.digest {
+            return Err("it is damaged: its digest is not its name".to_owned());
+        }
+    }
+    StoredLayer::open(file, layer.digest.clone(), layer.size, wanted, Made::Layout).map(Some)
+}

@@ -1,0 +1,211 @@
+//! Content that the layers below have, so that a layer can name it there instead of storing it.
+//!
+//! A layer that does so shows the layers it needs in windows behind its own metadata. Where those are is known only when
+//! the metadata is laid out, so until then their blocks are numbered from [`LOWER_FROM`] on.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BlockDevice, Error, Image, ImageWriter};
+use bcow_erofs::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode};
+use bcow_erofs::writer::ContentWindow;
+
+use crate::content::{BLOCK_BYTES, PIECE_BYTES};
+use crate::conversion::INLINE_MAX;
+
+/// Block numbers from here on name content of the layers below.
+pub(crate) const LOWER_FROM: u32 = 1 << 31;
+/// Windows start at a region.
+pub(crate) const REGION_BYTES: u64 = 4 << 20;
+
+/// Pieces of the layers below by their BLAKE3 hash.
+#[derive(Clone, Default)]
+pub(crate) struct LowerIndex {
+    pieces: HashMap<[u8; 32], LowerPiece>,
+    layers: Vec<LowerLayer>,
+}
+
+/// Where a piece is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LowerPiece {
+    /// Index of the layer.
+    pub layer: u32,
+    /// Its first block.
+    pub start: u32,
+    /// How many bytes at its end lie beside an inode there, and not in blocks.
+    pub tail: u16,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct LowerLayer {
+    digest: [u8; 32],
+    /// Size of its address space.
+    size: u64,
+    /// How much of it is its own and not a window.
+    own: u64,
+    /// Block number of its first byte.
+    first: u32,
+}
+
+impl LowerIndex {
+    /// Takes in a layer: reads all of its own content, which ends at byte `content_end`; its windows, if it has any,
+    /// start at `own`. Layers are added lowest first; what two have is the lower's.
+    ///
+    /// Nothing is taken in once there is no block number left.
+    pub(crate) fn add(
+        &mut self,
+        image: &Arc<Image>,
+        digest: [u8; 32],
+        own: u64,
+        content_end: u64,
+    ) -> Result<(), ErofsError> {
+        let first = self.layers.last().map_or(u64::from(LOWER_FROM), |last| {
+            u64::from(last.first) + last.own.next_multiple_of(REGION_BYTES) / BLOCK_BYTES
+        });
+        let end = first + own.div_ceil(BLOCK_BYTES);
+        let (Ok(first), true) = (u32::try_from(first), end < u64::from(u32::MAX)) else {
+            return Ok(());
+        };
+        let layer = self.layers.len() as u32;
+        self.layers.push(LowerLayer {
+            digest,
+            size: image.size(),
+            own,
+            first,
+        });
+        let fs = Filesystem::open(image.clone())?;
+        let mut pieces = Pieces {
+            fs: &fs,
+            content_end,
+            layer,
+            first,
+            buffer: Vec::new(),
+            index: self,
+        };
+        let mut pending = vec![fs.root()];
+        // The layer was read as a tree before, so that each directory comes by once.
+        while let Some(nid) = pending.pop() {
+            let inode = fs.inode(nid)?;
+            match inode.kind {
+                FileType::Directory => fs.read_dir(&inode, 0, &mut |entry| {
+                    let known = matches!(entry.name, b"." | b"..");
+                    if !known && matches!(entry.kind, FileType::Directory | FileType::Regular) {
+                        pending.push(entry.nid);
+                    }
+                    std::ops::ControlFlow::Continue(())
+                })?,
+                _ => pieces.file(&inode)?,
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn find(&self, key: &[u8; 32]) -> Option<LowerPiece> {
+        self.pieces.get(key).copied()
+    }
+
+    /// The layers of these indexes.
+    pub(crate) fn used(&self, layers: &BTreeSet<u32>) -> LowerUsed {
+        LowerUsed(layers.iter().map(|&i| self.layers[i as usize]).collect())
+    }
+}
+
+struct Pieces<'a> {
+    fs: &'a Filesystem,
+    content_end: u64,
+    layer: u32,
+    first: u32,
+    buffer: Vec<u8>,
+    index: &'a mut LowerIndex,
+}
+
+impl Pieces<'_> {
+    /// Cuts a file as the converter does.
+    fn file(&mut self, inode: &Inode) -> Result<(), ErofsError> {
+        let mut at = 0;
+        while at < inode.size {
+            let length = (inode.size - at).min(PIECE_BYTES as u64);
+            if let Some((offset, tail)) = self.place(inode, at, length)? {
+                self.buffer.resize(length as usize, 0);
+                self.fs.read(inode, at, &mut self.buffer)?;
+                let piece = LowerPiece {
+                    layer: self.layer,
+                    // Within the layer's own bytes, whose blocks have numbers.
+                    start: self.first + (offset / BLOCK_BYTES) as u32,
+                    tail,
+                };
+                let key = *blake3::hash(&self.buffer).as_bytes();
+                self.index.pieces.entry(key).or_insert(piece);
+            }
+            at += length;
+        }
+        Ok(())
+    }
+
+    /// Where a piece lies, and how much of its end lies elsewhere; `None` if it lies in several places, or below.
+    fn place(&self, inode: &Inode, at: u64, length: u64) -> Result<Option<(u64, u16)>, ErofsError> {
+        let Some(extent) = self.fs.extents(inode, at).next().transpose()? else {
+            return Ok(None);
+        };
+        let ExtentSource::Device { offset } = extent.source else {
+            return Ok(None);
+        };
+        let in_blocks = extent.length.min(length);
+        let tail = length - in_blocks;
+        let is_tail = tail <= INLINE_MAX.into() && at + length == inode.size;
+        let is_own = offset.is_multiple_of(BLOCK_BYTES) && offset + in_blocks <= self.content_end;
+        let is_whole = tail == 0 || in_blocks.is_multiple_of(BLOCK_BYTES);
+        Ok((is_tail && is_own && is_whole || tail == 0 && is_own).then_some((offset, tail as u16)))
+    }
+}
+
+/// The layers that a layer references, lowest first.
+#[derive(Default)]
+pub(crate) struct LowerUsed(Vec<LowerLayer>);
+
+impl LowerUsed {
+    /// Where they are shown in an address space whose own content ends at byte `end`.
+    pub(crate) fn windows(self, end: u64) -> LowerWindows {
+        let mut next = end;
+        let place = |layer: LowerLayer| {
+            let start = next.next_multiple_of(REGION_BYTES);
+            next = start + layer.own;
+            (layer, start)
+        };
+        LowerWindows(self.0.into_iter().map(place).collect())
+    }
+}
+
+/// Layers below and the bytes where they are shown.
+pub(crate) struct LowerWindows(Vec<(LowerLayer, u64)>);
+
+impl LowerWindows {
+    /// For the file system's addresses.
+    pub(crate) fn content(&self) -> Vec<ContentWindow> {
+        let window = |&(layer, start): &(LowerLayer, u64)| ContentWindow {
+            from: layer.first,
+            // A byte beyond what blocks can address is refused with the windows' ends.
+            to: u32::try_from(start / BLOCK_BYTES).unwrap_or(u32::MAX),
+            blocks: (layer.own / BLOCK_BYTES) as u32,
+        };
+        self.0.iter().map(window).collect()
+    }
+
+    /// Appends the windows.
+    pub(crate) fn append(&self, writer: &mut ImageWriter) -> Result<(), Error> {
+        for (layer, start) in &self.0 {
+            let backing = writer.add_backing(BackingEntry {
+                name: BackingName::Digest(layer.digest),
+                size: layer.size,
+            });
+            let found = writer.append_window(backing, 0, layer.own)?;
+            if found != *start {
+                return Err(Error::Unsupported(format!(
+                    "a window at byte {found} that was to be at byte {start}"
+                )));
+            }
+        }
+        Ok(())
+    }
+}

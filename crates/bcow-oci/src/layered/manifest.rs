@@ -1,0 +1,186 @@
+//! The manifest of a layered image: OCI image specification 1.1, with media types of our own.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::stored::{StoredLayer, Wanted};
+use crate::digest::Digest;
+use crate::error::ConvertError;
+use crate::image::{Image, ImageConfig};
+use crate::layer::LayerInput;
+use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor};
+use crate::layout::{self, OCI_MANIFEST};
+use crate::metadata::tool;
+use crate::options::ConvertOptions;
+
+/// What a manifest of ours is.
+pub(crate) const IMAGE: &str = "application/vnd.bcow.image.v1";
+/// A layer on its own.
+pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
+/// The stack; the last of the manifest's layers.
+pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
+const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+
+/// The digest of a layer's archive, uncompressed.
+const DIFF_ID: &str = "io.bcow.layer.diff-id";
+/// The options it was made with, as JSON.
+const OPTIONS: &str = "io.bcow.layer.options";
+/// The version that made it.
+const TOOL: &str = "io.bcow.tool";
+/// Digest, media type and size of the blob it was made of.
+const SOURCE_DIGEST: &str = "io.bcow.source.digest";
+const SOURCE_MEDIA_TYPE: &str = "io.bcow.source.media-type";
+const SOURCE_SIZE: &str = "io.bcow.source.size";
+/// The manifest that an image was made of.
+const SOURCE_MANIFEST: &str = "io.bcow.source.manifest";
+const CREATED: &str = "org.opencontainers.image.created";
+
+/// What a manifest says.
+pub(crate) struct Manifest<'m> {
+    pub config: &'m NewBlob,
+    /// Lowest first.
+    pub layers: Vec<(&'m StoredLayer, &'m LayerInput)>,
+    pub stack: &'m NewBlob,
+    pub source: Option<&'m Digest>,
+    pub options: &'m ConvertOptions,
+}
+
+impl Manifest<'_> {
+    pub(crate) fn to_json(&self) -> Result<Vec<u8>, ConvertError> {
+        let tool = tool(self.options);
+        let mut layers: Vec<Value> = self
+            .layers
+            .iter()
+            .map(|(layer, input)| {
+                let mut all = BTreeMap::from([
+                    (DIFF_ID, layer.info.diff_id.to_string()),
+                    (OPTIONS, layer.options.to_string()),
+                    (TOOL, tool.clone()),
+                ]);
+                if let Some(digest) = &input.digest {
+                    all.insert(SOURCE_DIGEST, digest.to_string());
+                }
+                if let Some(media_type) = &input.media_type {
+                    all.insert(SOURCE_MEDIA_TYPE, media_type.clone());
+                }
+                if let (Some(_), Some(size)) = (&input.digest, input.size) {
+                    all.insert(SOURCE_SIZE, size.to_string());
+                }
+                annotated(LAYER, &layer.digest, layer.file_bytes, &all)
+            })
+            .collect();
+        let stack = BTreeMap::from([(TOOL, tool.clone())]);
+        layers.push(annotated(
+            STACK,
+            &self.stack.digest,
+            self.stack.size,
+            &stack,
+        ));
+        let mut annotations = BTreeMap::from([(TOOL, tool)]);
+        if let Some(source) = self.source {
+            annotations.insert(SOURCE_MANIFEST, source.to_string());
+        }
+        let created = self.options.source_date_epoch.and_then(crate::rfc3339);
+        if let Some(created) = created {
+            annotations.insert(CREATED, created);
+        }
+        let all = json!({
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "artifactType": IMAGE,
+            "config": descriptor(OCI_CONFIG, &self.config.digest, self.config.size),
+            "layers": layers,
+            "annotations": annotations,
+        });
+        to_bytes(&all, Path::new("manifest"))
+    }
+}
+
+/// How the index names a manifest of ours.
+pub(crate) fn entry(
+    manifest: &NewBlob,
+    image: &Image,
+    config: &[u8],
+    reference: Option<String>,
+) -> ManifestEntry {
+    let from_config = || ImageConfig::parse("config", config).ok()?.platform;
+    ManifestEntry {
+        digest: manifest.digest.clone(),
+        size: manifest.size,
+        artifact_type: Some(IMAGE),
+        platform: image.platform.clone().or_else(from_config),
+        reference,
+    }
+}
+
+pub(crate) fn to_bytes(value: &Value, what: &Path) -> Result<Vec<u8>, ConvertError> {
+    serde_json::to_vec(value).map_err(|error| ConvertError::Layout {
+        place: what.display().to_string(),
+        problem: error.to_string(),
+    })
+}
+
+/// A BCoW layer in a layout, as its manifest describes it.
+#[derive(Debug, Clone)]
+pub(crate) struct LayoutLayer {
+    pub digest: Digest,
+    pub size: u64,
+    pub diff_id: String,
+    options: serde_json::Value,
+    tool: String,
+}
+
+impl LayoutLayer {
+    /// Whether its manifest says that it was made with these options by this version.
+    pub(crate) fn is_made_as(&self, wanted: &Wanted) -> bool {
+        self.tool == wanted.tool && self.options == wanted.options
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Document {
+    // In the manifest, not in the index: not all tools that copy images keep what the index says of them.
+    #[serde(default)]
+    artifact_type: String,
+    #[serde(default)]
+    layers: Vec<layout::Descriptor>,
+}
+
+/// The BCoW layers of all images in a layout; none where there is no layout.
+pub(crate) fn layers_in(directory: &Path) -> Result<Vec<LayoutLayer>, ConvertError> {
+    let mut found = Vec::new();
+    for bytes in layout::manifests_in(directory)? {
+        // A manifest that is none is nothing to us here.
+        let Ok(document) = serde_json::from_slice::<Document>(&bytes) else {
+            continue;
+        };
+        if document.artifact_type != IMAGE {
+            continue;
+        }
+        for layer in document.layers {
+            let annotation = |key| layer.annotation(key).map(str::to_owned);
+            let (Ok(digest), Some(diff_id), Some(options), Some(tool)) = (
+                layer.digest.parse::<Digest>(),
+                annotation(DIFF_ID),
+                annotation(OPTIONS).and_then(|text| serde_json::from_str(&text).ok()),
+                annotation(TOOL),
+            ) else {
+                continue;
+            };
+            if layer.media_type == LAYER {
+                found.push(LayoutLayer {
+                    digest,
+                    size: layer.size,
+                    diff_id,
+                    options,
+                    tool,
+                });
+            }
+        }
+    }
+    Ok(found)
+}

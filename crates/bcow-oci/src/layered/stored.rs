@@ -1,0 +1,245 @@
+//! A converted layer as it is stored, and what it says of itself.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use bcow::{BlockDevice, Image, Mapping, OpenOptions};
+use bcow_erofs::reader::Filesystem;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Made, StoredLayerReport};
+use crate::digest::{DiffId, Digest};
+use crate::error::ConvertError;
+use crate::layer::LayerInput;
+use crate::layout::write::{LayoutWriter, NewBlob};
+
+/// What a layer has to be.
+#[derive(Debug, Clone)]
+pub(crate) struct Wanted {
+    pub diff_id: DiffId,
+    pub options: Value,
+    pub tool: String,
+}
+
+/// A layer's file.
+pub(crate) struct StoredLayer {
+    pub image: Arc<Image>,
+    pub digest: Digest,
+    pub file_bytes: u64,
+    pub merkle_root: [u8; 32],
+    pub info: LayerInfo,
+    /// What it was made with.
+    pub options: Value,
+    /// How much of the address space is its own; windows onto lower layers lie behind.
+    pub own_bytes: u64,
+    /// Those windows.
+    pub windows: Vec<LowerWindow>,
+    pub made: Made,
+    /// The file, if it has no name yet.
+    pub new: Option<NewBlob>,
+    /// How messages call it.
+    name: String,
+}
+
+/// A piece of a lower layer in a layer's address space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LowerWindow {
+    pub start: u64,
+    pub bytes: u64,
+    /// Which backing.
+    pub backing: u32,
+    /// Where in it.
+    pub address: u64,
+}
+
+/// What a layer's metadata says.
+#[derive(Debug, Clone)]
+pub(crate) struct LayerInfo {
+    pub diff_id: DiffId,
+    pub tar_bytes: u64,
+    pub entries: u64,
+    pub content_bytes: u64,
+    pub deduplicated_bytes: u64,
+    pub lower_bytes: u64,
+    pub metadata_start: u64,
+}
+
+#[derive(Deserialize)]
+struct Document {
+    tool: String,
+    options: Value,
+    layer: LayerDocument,
+    content: ContentDocument,
+}
+
+#[derive(Deserialize)]
+struct LayerDocument {
+    diff_id: String,
+    tar_bytes: u64,
+}
+
+#[derive(Deserialize)]
+struct ContentDocument {
+    entries: u64,
+    file_bytes: u64,
+    deduplicated_bytes: u64,
+    #[serde(default)]
+    lower_bytes: u64,
+    metadata_start: u64,
+}
+
+impl StoredLayer {
+    /// A layer that was just made.
+    pub(crate) fn new(
+        blob: NewBlob,
+        wanted: &Wanted,
+        layout: &LayoutWriter,
+    ) -> Result<StoredLayer, ConvertError> {
+        let file = blob.file()?;
+        let path = layout.blob_path(&blob.digest);
+        let found = StoredLayer::open(
+            file,
+            blob.digest.clone(),
+            blob.size,
+            wanted,
+            Made::Converted,
+        );
+        let mut layer = found.map_err(|problem| ConvertError::Layout {
+            place: path.display().to_string(),
+            problem,
+        })?;
+        layer.new = Some(blob);
+        Ok(layer)
+    }
+
+    /// Opens a layer whose digest the caller vouches for. The error says in what it is not the wanted one.
+    pub(crate) fn open(
+        file: File,
+        digest: Digest,
+        file_bytes: u64,
+        wanted: &Wanted,
+        made: Made,
+    ) -> Result<StoredLayer, String> {
+        let image = Image::open_storage(Arc::new(file), &OpenOptions::default())
+            .map_err(|error| error.to_string())?;
+        let metadata = image.metadata().map_err(|error| error.to_string())?;
+        let document: Document = serde_json::from_value(metadata)
+            .map_err(|error| format!("its metadata is not that of a layer: {error}"))?;
+        if document.layer.diff_id != wanted.diff_id.to_string() {
+            return Err(format!(
+                "it is layer {}, not {}",
+                document.layer.diff_id.chars().take(80).collect::<String>(),
+                wanted.diff_id
+            ));
+        }
+        if document.tool != wanted.tool || document.options != wanted.options {
+            return Err("it was made by another version or with other options".to_owned());
+        }
+        let Some(merkle) = &image.header().merkle else {
+            return Err("it has no Merkle tree".to_owned());
+        };
+        if image.header().file_bytes != file_bytes {
+            return Err(format!(
+                "its header speaks of {} bytes, the file has {file_bytes}",
+                image.header().file_bytes
+            ));
+        }
+        let merkle_root = merkle.root;
+        let windows = windows(&image).map_err(|error| error.to_string())?;
+        let own_bytes = windows.first().map_or(image.size(), |first| first.start);
+        let content = document.content;
+        Ok(StoredLayer {
+            name: format!("layer {}", digest.short()),
+            image,
+            digest,
+            file_bytes,
+            merkle_root,
+            info: LayerInfo {
+                diff_id: wanted.diff_id.clone(),
+                tar_bytes: document.layer.tar_bytes,
+                entries: content.entries,
+                content_bytes: content.file_bytes,
+                deduplicated_bytes: content.deduplicated_bytes,
+                lower_bytes: content.lower_bytes,
+                metadata_start: content.metadata_start.min(own_bytes),
+            },
+            options: document.options,
+            own_bytes,
+            windows,
+            made,
+            new: None,
+        })
+    }
+
+    /// The file system in it.
+    pub(crate) fn filesystem(&self) -> Result<Filesystem, ConvertError> {
+        Filesystem::open(self.image.clone()).map_err(|error| self.damaged(&error))
+    }
+
+    /// The digest as backing tables have it.
+    pub(crate) fn sha256(&self) -> Result<[u8; 32], ConvertError> {
+        self.digest
+            .sha256()
+            .ok_or_else(|| self.damaged(&"its digest is no SHA-256"))
+    }
+
+    /// Says what is wrong with this layer.
+    pub(crate) fn damaged(&self, problem: &dyn std::fmt::Display) -> ConvertError {
+        ConvertError::Layout {
+            place: self.name.clone(),
+            problem: problem.to_string(),
+        }
+    }
+
+    pub(crate) fn report(&self, input: &LayerInput) -> StoredLayerReport {
+        StoredLayerReport {
+            digest: self.digest.clone(),
+            file_bytes: self.file_bytes,
+            diff_id: self.info.diff_id.clone(),
+            source: input.digest.clone(),
+            source_bytes: input.size.or(input.blob.length()),
+            tar_bytes: self.info.tar_bytes,
+            entries: self.info.entries,
+            content_bytes: self.info.content_bytes,
+            deduplicated_bytes: self.info.deduplicated_bytes,
+            lower_bytes: self.info.lower_bytes,
+            made: self.made,
+        }
+    }
+}
+
+/// The windows of an image, each as long as it can be.
+fn windows(image: &Image) -> Result<Vec<LowerWindow>, bcow::Error> {
+    let mut windows: Vec<LowerWindow> = Vec::new();
+    if image.backings().next().is_none() {
+        return Ok(windows);
+    }
+    for extent in image.extents() {
+        let extent = extent?;
+        let Mapping::Backing {
+            index,
+            offset,
+            bytes,
+        } = extent.mapping
+        else {
+            continue;
+        };
+        match windows.last_mut() {
+            Some(last)
+                if last.backing == index
+                    && last.start + last.bytes == extent.offset
+                    && last.address + last.bytes == offset =>
+            {
+                last.bytes += bytes;
+            }
+            _ => windows.push(LowerWindow {
+                start: extent.offset,
+                bytes,
+                backing: index,
+                address: offset,
+            }),
+        }
+    }
+    Ok(windows)
+}

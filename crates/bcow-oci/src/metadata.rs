@@ -1,0 +1,134 @@
+//! The JSON sections of the images made here (spec section 13). Nothing in them depends on the host, the time, or
+//! paths.
+
+use serde_json::{Map, Value, json};
+
+use crate::content::ContentStats;
+use crate::convert::Input;
+use crate::options::{Compression, ConvertOptions, LayerReport};
+use crate::source::Source;
+
+/// A section in the making.
+pub(crate) struct Metadata(Map<String, Value>);
+
+impl Metadata {
+    /// Of an image that stands for a whole source: flattened, or a stack.
+    pub(crate) fn of_source(
+        input: &Input,
+        source: &Source,
+        options: &ConvertOptions,
+        layers: Vec<Value>,
+    ) -> Self {
+        let mut all = Map::new();
+        let created = options.source_date_epoch.and_then(crate::rfc3339);
+        let fields = [
+            ("tool", Some(json!(tool(options)))),
+            ("created", created.map(|created| json!(created))),
+            ("options", Some(options_json(options))),
+        ];
+        insert_some(&mut all, fields);
+        let transport = match source {
+            Source::Oci { .. } => "oci",
+            Source::OciArchive { .. } => "oci-archive",
+            Source::DockerArchive { .. } => "docker-archive",
+            Source::Tar(_) => "tar",
+            Source::Directory(_) => "dir",
+        };
+        let mut origin = Map::new();
+        origin.insert("transport".into(), json!(transport));
+        if let Input::Image(image) = input {
+            let fields = [
+                ("reference", image.reference.as_ref().map(|r| json!(r))),
+                ("manifest_digest", image.manifest.as_ref().map(|d| json!(d))),
+                (
+                    "platform",
+                    image.platform.as_ref().map(|p| json!(p.to_string())),
+                ),
+            ];
+            insert_some(&mut origin, fields);
+        }
+        all.insert("source".into(), Value::Object(origin));
+        all.insert("layers".into(), Value::Array(layers));
+        if let Input::Image(image) = input
+            && let Some(config) = &image.config
+        {
+            all.insert("config".into(), config.document.clone());
+        }
+        Metadata(all)
+    }
+
+    /// Of a layer on its own. Whatever the source was, the same archive and options give the same text.
+    pub(crate) fn of_layer(options: Value, tool: &str, layer: Value) -> Self {
+        Metadata(Map::from_iter([
+            ("tool".to_owned(), json!(tool)),
+            ("options".to_owned(), options),
+            ("layer".to_owned(), layer),
+        ]))
+    }
+
+    /// Adds what was stored.
+    pub(crate) fn content(&mut self, entries: u64, stats: ContentStats, metadata_start: u64) {
+        let mut content = json!({
+            "entries": entries,
+            "file_bytes": stats.content_bytes,
+            "deduplicated_bytes": stats.deduplicated_bytes,
+            "metadata_start": metadata_start,
+        });
+        if stats.lower_bytes > 0 {
+            content["lower_bytes"] = json!(stats.lower_bytes);
+        }
+        self.0.insert("content".into(), content);
+    }
+
+    pub(crate) fn into_json(self) -> Value {
+        Value::Object(self.0)
+    }
+}
+
+/// Who writes.
+pub(crate) fn tool(options: &ConvertOptions) -> String {
+    format!("bcow {}", options.tool_version)
+}
+
+/// The options that decide an image's bytes.
+pub(crate) fn options_json(options: &ConvertOptions) -> Value {
+    let compress = match (options.plain, options.compression) {
+        (true, _) | (_, Compression::None) => json!("none"),
+        (_, Compression::Zstd { level }) => json!(format!("zstd:{level}")),
+    };
+    let block_size = match options.block_bytes {
+        Some(bytes) => json!(bytes),
+        None => json!("auto"),
+    };
+    json!({"compress": compress, "plain": options.plain, "block_size": block_size})
+}
+
+/// A source's layer in a flattened image.
+pub(crate) fn flattened_layer(layer: &LayerReport) -> Value {
+    let mut all = Map::new();
+    let fields = [
+        ("digest", layer.digest.as_ref().map(|d| json!(d))),
+        ("diff_id", layer.diff_id.as_ref().map(|d| json!(d))),
+        ("media_type", layer.media_type.as_ref().map(|m| json!(m))),
+        // An archive without a digest is the same however it was compressed.
+        (
+            "stored_bytes",
+            layer.digest.as_ref().map(|_| json!(layer.stored_bytes)),
+        ),
+        ("tar_bytes", Some(json!(layer.bytes))),
+    ];
+    insert_some(&mut all, fields);
+    Value::Object(all)
+}
+
+/// Inserts the fields that have a value.
+pub(crate) fn insert_some<const N: usize>(
+    all: &mut Map<String, Value>,
+    fields: [(&str, Option<Value>); N],
+) {
+    for (key, value) in fields {
+        if let Some(value) = value {
+            all.insert(key.into(), value);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Several pieces of work at once.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::error::ConvertError;
+
+/// `work(i)` for each `i` of `order` by up to `threads` threads, begun in that order; the results stand by index. After
+/// an error `stop` is set and nothing more begun; of several errors the one of the lowest index is returned that is not
+/// just the work's answer to `stop`.
+pub(crate) fn run<T: Send>(
+    order: &[usize],
+    threads: usize,
+    stop: &AtomicBool,
+    work: impl Fn(usize) -> Result<T, ConvertError> + Sync,
+) -> Result<Vec<T>, ConvertError> {
+    let next = AtomicUsize::new(0);
+    // Taken once per piece of work, when it is done, and with no other lock held.
+    let done: Mutex<Vec<(usize, Result<T, ConvertError>)>> = Mutex::default();
+    let worker = || {
+        while !stop.load(Ordering::Relaxed) {
+            let Some(&index) = order.get(next.fetch_add(1, Ordering::Relaxed)) else {
+                break;
+            };
+            let result = work(index);
+            if result.is_err() {
+                stop.store(true, Ordering::Relaxed);
+            }
+            done.lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner())
+                .push((index, result));
+        }
+    };
+    match threads.min(order.len()) {
+        0 | 1 => worker(),
+        threads => std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(worker);
+            }
+        }),
+    }
+    let mut done = done
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
+    done.sort_by_key(|(index, _)| *index);
+    let mut results = Vec::with_capacity(done.len());
+    let mut interrupted = false;
+    for (_, result) in done {
+        match result {
+            Ok(result) => results.push(result),
+            Err(ConvertError::Interrupted) => interrupted = true,
+            Err(error) => return Err(error),
+        }
+    }
+    match interrupted {
+        true => Err(ConvertError::Interrupted),
+        false => Ok(results),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_stand_by_index_whatever_the_order() {
+        let order = [3, 0, 2, 1];
+        for threads in 1..5 {
+            let found = run(&order, threads, &AtomicBool::new(false), |i| Ok(i * 10));
+            assert_eq!(found.unwrap(), [0, 10, 20, 30]);
+        }
+    }
+
+    #[test]
+    fn the_error_is_the_one_that_stopped_the_others() {
+        let stop = AtomicBool::new(false);
+        let order: Vec<usize> = (0..100).collect();
+        let found: Result<Vec<()>, _> = run(&order, 4, &stop, |i| match i {
+            17 => Err(ConvertError::Options("17".into())),
+            _ if stop.load(Ordering::Relaxed) => Err(ConvertError::Interrupted),
+            _ => Ok(()),
+        });
+        assert!(matches!(found, Err(ConvertError::Options(text)) if text == "17"));
+    }
+}
