@@ -8,11 +8,10 @@ use std::collections::{HashMap, HashSet};
 
 use crate::overlay::is_whiteout;
 use crate::reader::{
-    Child, Children, ErofsError, ExtentSource, FileExtent, FileType, Filesystem, Inode, Nid,
+    Child, Children, ErofsError, ExtentSource, FileExtent, FileType, Filesystem, Inode, MAX_DEPTH,
+    Nid,
 };
 
-/// Directories within directories. A path of 4096 bytes has no more.
-const MAX_DEPTH: usize = 4096;
 /// Content compared at once.
 const PIECE: u64 = 256 << 10;
 
@@ -220,11 +219,10 @@ struct Level {
     path_bytes: usize,
 }
 
-/// Children in strict order, with a look at the next one.
+/// Children with a look at the next one.
 struct Ordered {
     children: Children,
     next: Option<Child>,
-    last: Vec<u8>,
 }
 
 impl<'d> Tree<'d> {
@@ -241,9 +239,8 @@ impl<'d> Tree<'d> {
             return Err(ErofsError::DirectoryTwice { nid: directory.nid });
         }
         let mut ordered = Ordered {
-            children: Children::new(*directory),
+            children: Children::sorted(*directory),
             next: None,
-            last: Vec::new(),
         };
         ordered.advance(self.fs)?;
         Ok(ordered)
@@ -254,13 +251,6 @@ impl Ordered {
     /// Takes the next child.
     fn advance(&mut self, fs: &Filesystem) -> Result<Option<Child>, ErofsError> {
         let next = self.children.next(fs)?;
-        if let Some(child) = &next {
-            if child.name <= self.last {
-                let nid = self.children.directory().nid;
-                return Err(ErofsError::Unsorted { nid });
-            }
-            self.last.clone_from(&child.name);
-        }
         Ok(std::mem::replace(&mut self.next, next))
     }
 }

@@ -16,6 +16,7 @@ mod error;
 mod inode;
 mod path;
 mod superblock;
+mod walk;
 mod xattr;
 
 use std::sync::Arc;
@@ -32,6 +33,8 @@ pub use error::{DirectoryProblem, ErofsError, InodeProblem, XattrProblem};
 pub use inode::{FileType, Inode, Nid};
 pub use path::Symlinks;
 pub use superblock::Superblock;
+pub(crate) use walk::MAX_DEPTH;
+pub use walk::Walk;
 pub use xattr::XattrList;
 
 /// An EROFS file system on a block device.

@@ -26,6 +26,8 @@ pub struct Children {
     cookie: u64,
     read: std::vec::IntoIter<Child>,
     is_complete: bool,
+    /// The last name, if the next one has to be greater.
+    last: Option<Vec<u8>>,
 }
 
 impl Children {
@@ -36,18 +38,29 @@ impl Children {
             cookie: 0,
             read: Vec::new().into_iter(),
             is_complete: false,
+            last: None,
         }
     }
 
-    /// The directory.
-    pub fn directory(&self) -> &Inode {
-        &self.directory
+    /// The children of `directory`; names that are not in ascending order are [`ErofsError::Unsorted`].
+    pub fn sorted(directory: Inode) -> Self {
+        Children {
+            last: Some(Vec::new()),
+            ..Children::new(directory)
+        }
     }
 
     /// The next child, or `None` at the end. `fs` is the file system that the directory is from.
     pub fn next(&mut self, fs: &Filesystem) -> Result<Option<Child>, ErofsError> {
         loop {
             if let Some(child) = self.read.next() {
+                if let Some(last) = &mut self.last {
+                    if child.name <= *last {
+                        let nid = self.directory.nid;
+                        return Err(ErofsError::Unsorted { nid });
+                    }
+                    last.clone_from(&child.name);
+                }
                 return Ok(Some(child));
             }
             if self.is_complete {

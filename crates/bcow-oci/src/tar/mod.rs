@@ -12,4 +12,4 @@ pub(crate) mod reader;
 pub(crate) mod sparse;
 
 pub(crate) use reader::{Entry, EntryKind, TarError, TarReader};
-pub(crate) use sparse::{Run, SparseMap};
+pub(crate) use sparse::{MAX_RUNS, Run, SparseMap};

@@ -68,27 +68,22 @@ pub(crate) fn time(bytes: &[u8]) -> Option<Timestamp> {
         Some(dot) => (&digits[..dot], &digits[dot + 1..]),
         None => (digits, &[][..]),
     };
-    let seconds = i64::try_from(decimal(whole)?).ok()?;
+    let seconds = i128::from(decimal(whole)?);
     if !fraction.iter().all(u8::is_ascii_digit) {
         return None;
     }
     let nanoseconds = (0..9).fold(0u32, |value, i| {
         value * 10 + fraction.get(i).map_or(0, |d| u32::from(d - b'0'))
     });
-    Some(match (negative, nanoseconds) {
-        (false, nanoseconds) => Timestamp {
-            seconds,
-            nanoseconds,
-        },
-        (true, 0) => Timestamp {
-            seconds: -seconds,
-            nanoseconds: 0,
-        },
+    let (seconds, nanoseconds) = match (negative, nanoseconds) {
+        (false, nanoseconds) => (seconds, nanoseconds),
+        (true, 0) => (-seconds, 0),
         // -1.25 is three quarters of a second after -2.
-        (true, nanoseconds) => Timestamp {
-            seconds: -seconds - 1,
-            nanoseconds: 1_000_000_000 - nanoseconds,
-        },
+        (true, nanoseconds) => (-seconds - 1, 1_000_000_000 - nanoseconds),
+    };
+    Some(Timestamp {
+        seconds: i64::try_from(seconds).ok()?,
+        nanoseconds,
     })
 }
 
@@ -160,6 +155,10 @@ mod tests {
         assert_eq!(time(b"-1"), at(-1, 0));
         assert_eq!(time(b"-1.25"), at(-2, 750_000_000));
         assert_eq!(time(b"-0.5"), at(-1, 500_000_000));
+        assert_eq!(time(b"-9223372036854775808"), at(i64::MIN, 0));
+        assert_eq!(time(b"-9223372036854775807.9"), at(i64::MIN, 100_000_000));
+        assert_eq!(time(b"-9223372036854775808.1"), None);
+        assert_eq!(time(b"9223372036854775807.1"), at(i64::MAX, 100_000_000));
         for bad in [
             &b""[..],
             b"-",

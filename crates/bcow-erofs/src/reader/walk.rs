@@ -1,0 +1,82 @@
+//! Going through a whole tree.
+
+use std::collections::HashSet;
+
+use super::{Children, ErofsError, FileType, Filesystem, Inode, Nid};
+
+/// Directories within directories. A path of 4096 bytes has no more.
+pub(crate) const MAX_DEPTH: usize = 4096;
+
+/// All paths of a tree in the order of their names, a directory before what is in it.
+///
+/// Hostile trees end it: directories out of order, in the tree twice, or nested deeper than any path can be.
+pub struct Walk<'f> {
+    fs: &'f Filesystem,
+    /// The directories on the way, and how much of the path is theirs.
+    levels: Vec<(Children, usize)>,
+    seen: HashSet<Nid>,
+    path: Vec<u8>,
+    is_started: bool,
+}
+
+impl<'f> Walk<'f> {
+    /// Starts at the root.
+    pub fn new(fs: &'f Filesystem) -> Self {
+        Walk {
+            fs,
+            levels: Vec::new(),
+            seen: HashSet::new(),
+            path: Vec::new(),
+            is_started: false,
+        }
+    }
+
+    /// The next inode, whose path [`Walk::path`] tells; `None` at the end. After an error that is where it happened, and
+    /// there is nothing more.
+    #[allow(
+        clippy::should_implement_trait,
+        reason = "fails, and lends the path beside what it gives"
+    )]
+    pub fn next(&mut self) -> Result<Option<Inode>, ErofsError> {
+        if !self.is_started {
+            self.is_started = true;
+            let root = self.fs.inode(self.fs.root())?;
+            self.enter(root)?;
+            return Ok(Some(root));
+        }
+        while let Some((children, path_bytes)) = self.levels.last_mut() {
+            self.path.truncate(*path_bytes);
+            let Some(child) = children.next(self.fs)? else {
+                self.levels.pop();
+                continue;
+            };
+            if !self.path.is_empty() {
+                self.path.push(b'/');
+            }
+            self.path.extend_from_slice(&child.name);
+            let inode = self.fs.inode(child.nid)?;
+            if inode.kind == FileType::Directory {
+                self.enter(inode)?;
+            }
+            return Ok(Some(inode));
+        }
+        Ok(None)
+    }
+
+    /// Path of the last inode given: no leading slash, empty for the root.
+    pub fn path(&self) -> &[u8] {
+        &self.path
+    }
+
+    fn enter(&mut self, directory: Inode) -> Result<(), ErofsError> {
+        if !self.seen.insert(directory.nid) {
+            return Err(ErofsError::DirectoryTwice { nid: directory.nid });
+        }
+        if self.levels.len() == MAX_DEPTH {
+            return Err(ErofsError::TooDeep { limit: MAX_DEPTH });
+        }
+        let level = (Children::sorted(directory), self.path.len());
+        self.levels.push(level);
+        Ok(())
+    }
+}
