@@ -32,6 +32,7 @@ pub mod digest;
 mod directory;
 mod docker;
 pub mod error;
+pub mod export;
 mod fuzz;
 mod hidden;
 mod image;
