@@ -206,6 +206,11 @@ impl Output {
             .map_err(|e| CommandError::standard_output(&e))
     }
 
+    /// For libraries that write by themselves; [`CommandError::standard_output`] is for their errors.
+    pub fn stream(&mut self) -> &mut dyn Write {
+        &mut self.stream
+    }
+
     /// Writes out what is buffered: the only place where a full disk shows for short results.
     pub fn finish(mut self) -> Result<(), CommandError> {
         self.stream

@@ -1,30 +1,37 @@
 //! `bcow export`
 
+use std::io::{BufWriter, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bcow::{BlockDevice, Mapping};
+use bcow_oci::export::{ExportError, ExportOptions, TarReport, export_tar};
 
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, interrupted};
+use crate::names;
 use crate::new_file::NewFile;
-use crate::size::Human;
+use crate::size::{Count, Human};
 use crate::ui::{Progress, Ui};
 
 /// Write an image's content in another form
 ///
-/// `raw` is the address space, byte by byte. `erofs` is the EROFS file system in it, which Linux mounts
-/// (`mount -t erofs`) and fsck.erofs checks. Both come as a sparse file: what is zero in the image
-/// takes no space. Every block is checked on the way.
+/// `tar` is an archive of the tree, in the order of names. What the archive's headers cannot hold is in
+/// PAX records, as GNU tar and container engines read them; holes stay holes, sockets are left out.
 ///
-/// The file gets its name when it is complete; a file of that name is then replaced.
+/// `erofs` is the EROFS file system in the image, which Linux mounts (`mount -t erofs`) and fsck.erofs
+/// checks. `raw` is the address space, byte by byte. Both come as a sparse file: what is zero in the
+/// image takes no space.
+///
+/// Every block is checked on the way. The file gets its name when it is complete; a file of that name is
+/// then replaced.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// The form: erofs, raw, tar or oci (the last two are not supported yet)
+    /// The form: tar, erofs or raw (oci is not supported yet)
     #[arg(long, value_name = "FORMAT", hide_possible_values = true)]
     to: Format,
     /// Where to; - is standard output
@@ -42,14 +49,84 @@ enum Format {
 
 /// Read at once.
 const PIECE: u64 = 4 << 20;
+/// Written at once, of what comes in small pieces.
+const BUFFER_BYTES: usize = 1 << 20;
 
 /// Exports.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     match args.to {
-        Format::Erofs | Format::Raw => {}
-        Format::Tar => return Err(CommandError::not_supported_yet("export to tar")),
-        Format::Oci => return Err(CommandError::not_supported_yet("export to an OCI layout")),
+        Format::Erofs | Format::Raw => address_space(args, ui),
+        Format::Tar => archive(args, ui),
+        Format::Oci => Err(CommandError::not_supported_yet("export to an OCI layout")),
     }
+}
+
+fn archive(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let image = OpenImage::open(&args.image)?;
+    let tree = image.tree()?;
+    let interrupt = Interrupt::catch();
+    let options = ExportOptions {
+        cancel: Some(interrupt.flag()),
+    };
+    let progress = ui.progress();
+    progress.phase("exporting");
+    let write = |out: &mut dyn Write| export_tar(tree.filesystem(), out, &options, &progress);
+    if args.output == Path::new("-") {
+        let mut out = ui.output();
+        write(out.stream()).map_err(|error| match error {
+            ExportError::Write(error) => CommandError::standard_output(&error),
+            _ => export_failure(&image, &error),
+        })?;
+        return out.finish();
+    }
+    let new = NewFile::create(&args.output)?;
+    let cannot = || format!("cannot write {}", args.output.display());
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
+    let report = write(&mut out).map_err(|error| match error {
+        ExportError::Write(error) => CommandError::new(cannot()).caused_by(&error),
+        _ => export_failure(&image, &error),
+    })?;
+    out.flush().context(cannot)?;
+    drop(out);
+    progress.phase("syncing");
+    new.complete()?;
+    drop(progress);
+    let TarReport {
+        entries,
+        content_bytes,
+        ..
+    } = report;
+    ui.status(format_args!(
+        "{}: {} entries exported, {} of file content",
+        args.output.display(),
+        Count(entries),
+        Human(content_bytes)
+    ));
+    Ok(())
+}
+
+/// What to say when an export fails, but for its output.
+fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
+    let failure = |path: &[u8], doing: &str| {
+        CommandError::new(format!(
+            "cannot {doing} {} in {}",
+            names::quoted(path),
+            image.path().display()
+        ))
+    };
+    match error {
+        ExportError::Interrupted => interrupted(),
+        ExportError::Read { path, source } => failure(path, "read").caused_by(source),
+        ExportError::Unrepresentable { path, problem } => {
+            failure(path, "export").caused_by_text(problem)
+        }
+        _ => {
+            CommandError::new(format!("cannot export {}", image.path().display())).caused_by(error)
+        }
+    }
+}
+
+fn address_space(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let image = OpenImage::open(&args.image)?;
     let end = match args.to {
         Format::Erofs => erofs_bytes(&image)?,

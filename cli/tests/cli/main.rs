@@ -6,6 +6,7 @@
 mod damage;
 mod diff;
 mod errors;
+mod export;
 mod extract;
 mod help;
 mod host;
