@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
+use bcow::OpenOptions;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -168,6 +169,7 @@ pub fn convert_to_layout(
         cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
         present: LayoutLayers::find(&layout.directory)?,
         layout: &writer,
+        open: OpenOptions::default(),
     };
     progress.total(input.bytes());
     let made = match layout.dedup_lower {
@@ -257,6 +259,7 @@ struct Work<'w> {
     cache: Option<LayerCache>,
     present: LayoutLayers,
     layout: &'w LayoutWriter,
+    open: OpenOptions,
 }
 
 impl Work<'_> {
@@ -325,6 +328,7 @@ impl Work<'_> {
             diff_id: diff_id.clone(),
             options: options.clone(),
             tool: tool(self.options),
+            open: self.open.clone(),
         };
         if let Some(diff_id) = &input.diff_id {
             let wanted = wanted(diff_id);

@@ -97,6 +97,12 @@ impl LayerCache {
         let Some(named) = named else {
             return Ok(Err("its name is no digest".to_owned()));
         };
+        // A pipe or a device in its place would never end.
+        match open_regular(path) {
+            Ok(Some(_)) => {}
+            Ok(None) => return Ok(Err("it is gone".to_owned())),
+            Err(error) => return Ok(Err(error.to_string())),
+        }
         let mut entry = match File::open(path) {
             Ok(entry) => entry,
             Err(error) => return Ok(Err(error.to_string())),

@@ -20,6 +20,8 @@ pub(crate) struct Wanted {
     pub diff_id: DiffId,
     pub options: Value,
     pub tool: String,
+    /// How it is opened: with the cache that all layers of the image share.
+    pub open: OpenOptions,
 }
 
 /// A layer's file.
@@ -121,8 +123,8 @@ impl StoredLayer {
         wanted: &Wanted,
         made: Made,
     ) -> Result<StoredLayer, String> {
-        let image = Image::open_storage(Arc::new(file), &OpenOptions::default())
-            .map_err(|error| error.to_string())?;
+        let image =
+            Image::open_storage(Arc::new(file), &wanted.open).map_err(|error| error.to_string())?;
         let metadata = image.metadata().map_err(|error| error.to_string())?;
         let document: Document = serde_json::from_value(metadata)
             .map_err(|error| format!("its metadata is not that of a layer: {error}"))?;

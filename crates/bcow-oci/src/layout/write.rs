@@ -5,7 +5,7 @@
 //! new one, and another writer's images stay. A layout that was made for an image that then failed is taken away again.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{DirEntry, File};
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -57,7 +57,7 @@ impl LayoutWriter {
         match std::fs::read_dir(directory) {
             Ok(mut entries) => {
                 let is_layout = directory.join("oci-layout").exists();
-                if !is_layout && entries.next().is_some() {
+                if !is_layout && entries.any(|entry| !entry.is_ok_and(|entry| is_ours(&entry))) {
                     return Err(refuse("it is neither an OCI image layout nor empty"));
                 }
             }
@@ -229,6 +229,13 @@ impl ManifestEntry {
         }
         Value::Object(all)
     }
+}
+
+/// Whether this is the beginning of a layout: another writer's, who is at work or was killed.
+fn is_ours(entry: &DirEntry) -> bool {
+    let name = entry.file_name();
+    let name = name.as_encoded_bytes();
+    name == b"blobs" || (name.starts_with(b".oci-layout.") && name.ends_with(b".tmp"))
 }
 
 /// A descriptor without annotations.
