@@ -135,7 +135,7 @@ class Generator:
             xattrs["system.posix_acl_access"], mode = ACL, ACL_MODE
         if self.random.random() < 0.05:
             # What a layer may not say: the truth drops it too.
-            xattrs[pick(["trusted.overlay.opaque", "trusted.overlay.redirect"])] = b"y"
+            xattrs[pick(["trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.bcow.implicit", "trusted.bcow.link"])] = b"y"
         return {"mode": mode, "uid": pick([0] * 4 + [1, 1000, 65534, 3000000]), "gid": pick([0] * 4 + [1, 50, 3000000]),
                 "mtime": pick([0, NS, NS + 1, NS + self.random.randrange(10 ** 9), 10 ** 9]), "xattrs": tuple(xattrs.items())}
 

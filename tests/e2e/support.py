@@ -157,7 +157,7 @@ def mounted(image, *options, user=None):
 
 
 @contextlib.contextmanager
-def kernel_mounted(image, how):
+def kernel_mounted(image, how, options=""):
     """A kernel mount of an EROFS image: `file` by mount(2) on the file itself, `loop` through a loop device.
 
     mount(8) would make a loop device silently, so the file-backed mount calls the kernel directly.
@@ -168,7 +168,7 @@ def kernel_mounted(image, how):
             run("mount", "-t", "erofs", "-o", "ro,loop", image, where)
         else:
             libc = ctypes.CDLL(None, use_errno=True)
-            if libc.mount(os.fsencode(image), os.fsencode(where), b"erofs", ctypes.c_ulong(1), None) != 0:
+            if libc.mount(os.fsencode(image), os.fsencode(where), b"erofs", ctypes.c_ulong(1), os.fsencode(options)) != 0:
                 code = ctypes.get_errno()
                 raise AssertionError(f"mount(2) of {image} as erofs: {os.strerror(code)}")
         yield where
@@ -200,12 +200,13 @@ def image(name):
 
 @functools.cache
 def unpacked(name):
-    """The same image as umoci unpacks it, and the dump of that tree."""
+    """The same image as umoci unpacks it, and the dump of that tree. It stays until the tests end."""
     need("umoci")
     directory, tag = image(name)
     bundle = os.path.join(WORK, f"umoci-{name}")
     if os.path.exists(bundle):
         shutil.rmtree(bundle)
+    atexit.register(shutil.rmtree, bundle, ignore_errors=True)
     run("umoci", "unpack", "--image", f"{directory}:{tag}", bundle)
     rootfs = os.path.join(bundle, "rootfs")
     return rootfs, tree.dump(rootfs)
