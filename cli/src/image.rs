@@ -8,64 +8,167 @@ use std::sync::Arc;
 use bcow::format::FormatError;
 use bcow::{Error, Image, OpenOptions};
 use bcow_erofs::reader::{ErofsError, Filesystem, Inode, Nid, Symlinks};
+use bcow_oci::ImageName;
+use bcow_oci::store::{self, Opened, StoreError};
 
 use crate::error::{CommandError, Context};
 use crate::names;
+use crate::size::Count;
+use crate::ui::Ui;
+
+/// Where the layers of an image are looked up, beside the layout it stands in.
+#[derive(Debug, Default, clap::Args)]
+pub struct StoreArgs {
+    /// Look for layers in this directory too: an OCI layout, or files named by their digest (repeatable)
+    #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    stores: Vec<PathBuf>,
+}
+
+/// Stores for every command, as in PATH.
+const STORES: &str = "BCOW_STORE";
+
+impl StoreArgs {
+    /// The directories, those of the command line first.
+    pub fn directories(&self) -> Result<Vec<PathBuf>, CommandError> {
+        let variable = std::env::var_os(STORES).unwrap_or_default();
+        let named = std::env::split_paths(&variable).filter(|path| !path.as_os_str().is_empty());
+        let directories: Vec<PathBuf> = self.stores.iter().cloned().chain(named).collect();
+        for directory in &directories {
+            // A spelling mistake would else look like a missing layer.
+            let cannot = || format!("cannot look for layers in {}", directory.display());
+            if !std::fs::metadata(directory).context(cannot)?.is_dir() {
+                return Err(CommandError::new(cannot()).caused_by_text("it is no directory"));
+            }
+        }
+        Ok(directories)
+    }
+}
 
 /// An open image and the name the user gave it.
 pub struct OpenImage {
-    path: PathBuf,
-    image: Arc<Image>,
+    name: PathBuf,
+    opened: Opened,
 }
 
 impl OpenImage {
-    /// Opens the BCoW file at `path`.
-    pub fn open(path: &Path) -> Result<Self, CommandError> {
-        refuse_what_is_no_file(path)?;
-        let image = Image::open(path, &OpenOptions::default())
-            .map_err(|error| cannot_open(path, &error))?;
+    /// Opens the image that the user calls `name`, with everything it is made of.
+    pub fn open(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
+        OpenImage::open_with(name, stores, &OpenOptions::default())
+    }
+
+    /// As [`OpenImage::open`], with a cache and checks of the caller's choice.
+    pub fn open_with(
+        name: &Path,
+        stores: &StoreArgs,
+        options: &OpenOptions,
+    ) -> Result<Self, CommandError> {
+        let image = OpenImage::find(name, stores, options)?;
+        match image.opened.require_all() {
+            Ok(()) => Ok(image),
+            Err(error) => Err(cannot_open(name, &error)),
+        }
+    }
+
+    /// Opens an image of which only the tree and the tables are wanted: layers that are missing or wrong are told.
+    pub fn open_without_content(
+        name: &Path,
+        stores: &StoreArgs,
+        ui: &Ui,
+    ) -> Result<Self, CommandError> {
+        const MOST: usize = 10;
+        let image = OpenImage::find(name, stores, &OpenOptions::default())?;
+        let problems = &image.opened.problems;
+        for problem in problems.iter().take(MOST) {
+            ui.warning(problem);
+        }
+        if problems.len() > MOST {
+            ui.warning(format_args!(
+                "{} more layers are missing or wrong",
+                Count((problems.len() - MOST) as u64)
+            ));
+        }
+        Ok(image)
+    }
+
+    fn find(name: &Path, stores: &StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
+        let directories = stores.directories()?;
+        let opened = parse_name(name).and_then(|parsed| {
+            refuse_what_is_no_file(&parsed)?;
+            store::open(&parsed, &directories, options).map_err(|error| cannot_open(name, &error))
+        })?;
         Ok(OpenImage {
-            path: path.to_owned(),
-            image,
+            name: name.to_owned(),
+            opened,
         })
     }
 
     /// What the user called it.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.name
     }
 
     /// The address space.
     pub fn image(&self) -> &Arc<Image> {
-        &self.image
+        &self.opened.image
     }
 
     /// The file system in it.
     pub fn tree(&self) -> Result<Tree, CommandError> {
-        let filesystem = Filesystem::open(self.image.clone())
-            .context(|| format!("cannot read the file system in {}", self.path.display()))?;
-        Ok(Tree::new(&self.path, filesystem))
+        let filesystem = Filesystem::open(self.image().clone())
+            .context(|| format!("cannot read the file system in {}", self.name.display()))?;
+        Ok(Tree::new(&self.name, filesystem))
     }
 }
 
-/// Fails with a clear message if there is nothing at `path` that could be an image.
-pub fn refuse_what_is_no_file(path: &Path) -> Result<(), CommandError> {
+/// The name of an image as the user wrote it.
+pub fn parse_name(name: &Path) -> Result<ImageName, CommandError> {
+    ImageName::parse(name.as_os_str()).map_err(|error| cannot_open(name, &error))
+}
+
+/// Fails with a clear message if there is nothing that could be an image.
+pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
+    let ImageName::File(path) = name else {
+        return Ok(());
+    };
     let metadata = std::fs::metadata(path).context(|| format!("cannot open {}", path.display()))?;
     if metadata.is_dir() {
-        return Err(CommandError::new(format!(
-            "cannot open {}: it is a directory",
-            path.display()
-        ))
-        .hint(
-            "`bcow convert` makes an image of a directory (dir:PATH) or of an OCI layout (oci:DIR)",
-        ));
+        let failure =
+            CommandError::new(format!("cannot open {}: it is a directory", path.display()));
+        return Err(failure.hint(match path.join("oci-layout").exists() {
+            true => format!(
+                "it is an OCI image layout: name the image in it as oci:{}[:REF]",
+                path.display()
+            ),
+            false => "`bcow convert` makes an image of a directory (dir:PATH) or of an OCI layout (oci:DIR)"
+                .to_owned(),
+        }));
     }
     Ok(())
 }
 
-/// What to say when the file at `path` does not open as an image.
-pub fn cannot_open(path: &Path, error: &Error) -> CommandError {
-    let failure = CommandError::new(format!("cannot open {}", path.display()));
+/// What to say when the image that the user calls `name` does not open.
+pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
+    let shown = name.display();
+    let failure = CommandError::new(format!("cannot open {shown}"));
+    let failure = match error {
+        StoreError::NameSyntax { .. } => CommandError::usage(error.to_string()),
+        StoreError::Open { path, source } => return cannot_open_file(name, path, source),
+        StoreError::Layout(inner) => match std::error::Error::source(inner) {
+            // An error of the host, whose own text says less than what was being done.
+            Some(source) => failure.caused_by_text(format!("{inner}: {source}")),
+            None => failure.caused_by(inner),
+        },
+        other => failure.caused_by(other),
+    };
+    match error.hint() {
+        Some(hint) => failure.hint(hint),
+        None => failure,
+    }
+}
+
+/// What to say when the file at `path`, part of the image that the user calls `name`, does not open as an image.
+pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError {
+    let failure = CommandError::new(format!("cannot open {}", name.display()));
     let failure = match error {
         // "cannot open at byte 0" would tell nobody anything.
         Error::Io {
@@ -73,7 +176,8 @@ pub fn cannot_open(path: &Path, error: &Error) -> CommandError {
             source,
             ..
         } => failure.caused_by(source),
-        _ => failure.caused_by(error),
+        _ if name == path => failure.caused_by(error),
+        _ => failure.caused_by_text(format!("{}: {error}", path.display())),
     };
     match error {
         Error::Format(FormatError::NotBcow) => match guess(path) {
@@ -87,7 +191,7 @@ pub fn cannot_open(path: &Path, error: &Error) -> CommandError {
         }
         Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => failure.hint(format!(
             "`bcow fsck {}` says what else is wrong",
-            path.display()
+            name.display()
         )),
         _ => failure,
     }
@@ -166,6 +270,11 @@ impl Tree {
         read: impl FnOnce(&Filesystem) -> Result<T, ErofsError>,
     ) -> Result<T, CommandError> {
         read(&self.filesystem).context(|| self.cannot_read(path))
+    }
+
+    /// The file system's reader, for good.
+    pub fn into_filesystem(self) -> Filesystem {
+        self.filesystem
     }
 
     /// The inode that `path` names. Relative paths start at the root.

@@ -44,6 +44,7 @@ Exit status:
 `bcow fsck` and `bcow diff` have the statuses of fsck(8) and diff(1); see their help.
 
 Environment:
+  BCOW_STORE         where to look for layers, directories separated by colons (see also --store)
   BCOW_LOG           what to log to standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           no colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` records
@@ -122,6 +123,7 @@ fn main() -> ExitCode {
         color: cli.global.color,
     });
     ui.start_log();
+    raise_open_file_limit();
     match run(&cli.command, &ui) {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
@@ -161,6 +163,18 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Stats(args) => commands::later::run("stats", args),
     }
     .map(|()| exit::DONE)
+}
+
+/// A stack needs a descriptor for each layer, `bcow extract` one for each level of the tree.
+fn raise_open_file_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    // If it stays low, only those who need more fail, with an error of their own.
+    let _ = setrlimit(Resource::Nofile, raised);
 }
 
 /// Prints help, the version or what is wrong with the command line.

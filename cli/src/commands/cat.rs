@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use bcow_erofs::reader::FileType;
 
 use crate::error::{CommandError, Context};
-use crate::image::{LastLink, OpenImage};
+use crate::image::{LastLink, OpenImage, StoreArgs};
 use crate::ui::Ui;
 use crate::{names, stat};
 
@@ -17,12 +17,14 @@ use crate::{names, stat};
 /// written: damage ends the output early, with an error, and never changes it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Paths of regular files in it
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<OsString>,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// How much is read before the output is looked at again: `bcow cat IMG big | head -1` should not
@@ -31,7 +33,7 @@ const PIECE: u64 = 1 << 20;
 
 /// Writes the files one behind the other.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open(&args.image, &args.stores)?;
     let tree = image.tree()?;
     let mut out = ui.output();
     for path in &args.paths {

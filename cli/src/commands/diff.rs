@@ -11,7 +11,7 @@ use bcow_erofs::reader::{FileType, Inode, Timestamp};
 use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};
-use crate::image::{OpenImage, Tree};
+use crate::image::{OpenImage, StoreArgs, Tree};
 use crate::ui::{Output, Ui};
 use crate::{names, stat};
 
@@ -29,7 +29,7 @@ use crate::{names, stat};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 no difference, 1 differences, 2 trouble.")]
 pub struct Args {
-    /// The one image
+    /// The one image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
     a: PathBuf,
     /// The other image
@@ -50,6 +50,8 @@ pub struct Args {
     /// Print JSON (schema bcow.diff/1), with both inodes of every difference
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// Compares; gives the exit status.
@@ -65,7 +67,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
 /// Whether nothing differs.
 fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
-    let images = [OpenImage::open(&args.a)?, OpenImage::open(&args.b)?];
+    let images = [
+        OpenImage::open(&args.a, &args.stores)?,
+        OpenImage::open(&args.b, &args.stores)?,
+    ];
     let [a, b] = [images[0].tree()?, images[1].tree()?];
     let known_same = |here, there, length| {
         bcow::known_same(images[0].image(), here, images[1].image(), there, length)

@@ -8,7 +8,7 @@ use bcow::{BlockDevice, Mapping};
 use bcow_oci::export::{ExportError, ExportOptions, TarReport, export_tar};
 
 use crate::error::{CommandError, Context};
-use crate::image::OpenImage;
+use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::new_file::NewFile;
@@ -28,7 +28,7 @@ use crate::ui::{Progress, Ui};
 /// then replaced.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The form: tar, erofs or raw (oci is not supported yet)
@@ -37,6 +37,8 @@ pub struct Args {
     /// Where to; - is standard output
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -62,7 +64,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 fn archive(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open(&args.image, &args.stores)?;
     let tree = image.tree()?;
     let interrupt = Interrupt::catch();
     let options = ExportOptions {
@@ -127,7 +129,7 @@ fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
 }
 
 fn address_space(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open(&args.image, &args.stores)?;
     let end = match args.to {
         Format::Erofs => erofs_bytes(&image)?,
         _ => image.image().size(),

@@ -21,7 +21,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::error::{CommandError, Context};
-use crate::image::{LastLink, OpenImage, Tree};
+use crate::image::{LastLink, OpenImage, StoreArgs, Tree};
 use crate::interrupt::Interrupt;
 use crate::names;
 use crate::size::{Count, Human, plural};
@@ -46,7 +46,7 @@ use crate::walk::{Entries, Seen, join};
 #[derive(Debug, clap::Args)]
 #[command(override_usage = "bcow extract [OPTIONS] <IMG> [PATH] <DIR>")]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// A path in the image (its root, if not given), and the directory to unpack into
@@ -66,6 +66,8 @@ pub struct Args {
     /// Leave out extended attributes, ACLs and file capabilities
     #[arg(long)]
     no_xattrs: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// Unpacks.
@@ -75,10 +77,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => (&b"/"[..], Path::new(&args.path_or_directory)),
     };
     let interrupt = Interrupt::catch();
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open(&args.image, &args.stores)?;
     let tree = image.tree()?;
     let start = tree.find(path, LastLink::Follow)?;
-    raise_open_file_limit();
     // Modes are set as they are in the image, and nothing else runs in this process.
     rustix::process::umask(Mode::empty());
 
@@ -160,18 +161,6 @@ fn destination(directory: &Path) -> Result<(OwnedFd, bool), CommandError> {
 /// would have made it under a usual umask.
 fn chmod_like_mkdir(root: &OwnedFd, directory: &Path) -> Result<(), CommandError> {
     rustix::fs::fchmod(root, Mode::from_raw_mode(0o755)).context(|| cannot_make(directory, b""))
-}
-
-/// Deep trees need one descriptor per level.
-fn raise_open_file_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        maximum: limit.maximum,
-    };
-    // If it stays low, only very deep trees fail, with an error of their own.
-    let _ = setrlimit(Resource::Nofile, raised);
 }
 
 struct Extraction<'a> {

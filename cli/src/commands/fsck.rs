@@ -10,13 +10,17 @@ use bcow::format::compatible;
 use bcow::{BlockDevice, Image, Mapping, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
-use serde_json::json;
+use bcow_oci::Digest;
+use bcow_oci::store;
+use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context, exit};
-use crate::image::{Tree, cannot_open, refuse_what_is_no_file};
+use crate::image::{
+    StoreArgs, Tree, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
+};
 use crate::names::{self, printable};
 use crate::size::{Count, Human, plural};
-use crate::ui::Ui;
+use crate::ui::{Output, Ui};
 use crate::walk::{Entries, Seen, join};
 
 /// Check an image
@@ -36,7 +40,7 @@ Exit status, as in fsck(8):
   8   the check could not be done (also: not a BCoW file, or one of a newer version)
   16  the command line makes no sense")]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Read and check every byte
@@ -51,6 +55,8 @@ pub struct Args {
     /// Print JSON (schema bcow.fsck/1)
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// Checks; the exit status says what came out.
@@ -81,6 +87,39 @@ impl From<check::Finding> for Finding {
     }
 }
 
+/// A file to check: the image, or a layer below it.
+struct Target {
+    /// How the output names it.
+    name: String,
+    path: PathBuf,
+    file: Arc<File>,
+    /// What it should hash to.
+    digest: Option<Digest>,
+    /// The code if it does not.
+    digest_code: &'static str,
+}
+
+/// What came out for one file.
+struct Checked {
+    target: Target,
+    findings: Vec<Finding>,
+    omitted: u64,
+    tables: u64,
+    blocks: u64,
+    bytes_read: u64,
+    inodes: Option<u64>,
+}
+
+impl Checked {
+    fn errors(&self) -> u64 {
+        self.findings.iter().filter(|f| f.error).count() as u64 + self.omitted
+    }
+
+    fn warnings(&self) -> u64 {
+        self.findings.iter().filter(|f| !f.error).count() as u64
+    }
+}
+
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if args.repair {
         return Err(
@@ -89,9 +128,10 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
             ),
         );
     }
-    let path = &args.image;
-    refuse_what_is_no_file(path)?;
-    let storage = Arc::new(File::open(path).context(|| format!("cannot open {}", path.display()))?);
+    let stores = args.stores.directories()?;
+    let name = parse_name(&args.image)?;
+    refuse_what_is_no_file(&name)?;
+    let located = store::locate(&name).map_err(|error| cannot_open(&args.image, &error))?;
     let threads = match args.jobs {
         Some(jobs) => jobs.into(),
         None => std::thread::available_parallelism().map_or(1, |n| n.get()),
@@ -103,8 +143,61 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
     let progress = ui.progress();
     progress.phase("checking");
-    let report = check::check(storage.clone(), &options)
-        .context(|| format!("cannot check {}", path.display()))?;
+    let target = Target {
+        name: args.image.display().to_string(),
+        path: located.path,
+        file: located.file,
+        digest: located.digest,
+        digest_code: "blob-digest",
+    };
+    let mut files = vec![check_file(&args.image, target, &options)?];
+    // A damaged image may still name its layers; what is no image at all has said so.
+    if let Ok(opened) = store::open(&name, &stores, &OpenOptions::default()) {
+        let top = &mut files[0];
+        top.findings
+            .extend(opened.problems.iter().map(|problem| Finding {
+                error: true,
+                code: problem.code(),
+                place: "backing table".into(),
+                message: problem.to_string(),
+            }));
+        let count = opened.below.len();
+        for (index, layer) in opened.below.into_iter().enumerate() {
+            progress.phase(&format!("checking file {} of {count} below", index + 1));
+            let file = File::open(&layer.path)
+                .context(|| format!("cannot open {}", layer.path.display()))?;
+            let target = Target {
+                name: layer.name,
+                path: layer.path,
+                file: Arc::new(file),
+                digest: Some(layer.digest),
+                digest_code: "backing-entry",
+            };
+            files.push(check_file(&args.image, target, &options)?);
+        }
+    }
+    drop(progress);
+
+    let errors: u64 = files.iter().map(Checked::errors).sum();
+    match args.json {
+        true => ui.print_json(&as_json(args, &files))?,
+        false => tell(args, ui, &files)?,
+    }
+    Ok(match errors {
+        0 => exit::DONE,
+        _ => exit::FSCK_ERRORS_LEFT,
+    })
+}
+
+/// Checks one file, and the file system in it.
+fn check_file(
+    image: &Path,
+    target: Target,
+    options: &CheckOptions,
+) -> Result<Checked, CommandError> {
+    let path = &target.path;
+    let cannot = || format!("cannot check {}", path.display());
+    let report = check::check(target.file.clone(), options).context(cannot)?;
     // What this program does not know it cannot judge.
     if report
         .findings
@@ -112,88 +205,159 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         .any(|f| matches!(f.code, "not-bcow" | "version" | "unknown-feature"))
     {
         return Err(match Image::open(path, &OpenOptions::default()) {
-            Err(error) => cannot_open(path, &error),
+            Err(error) => cannot_open_file(image, path, &error),
             Ok(_) => CommandError::new(format!("{} changes while it is checked", path.display())),
         });
     }
-    let mut findings: Vec<Finding> = report.findings.iter().cloned().map(Finding::from).collect();
+    let mut findings: Vec<Finding> = Vec::new();
+    if let (Some(expected), true) = (&target.digest, options.data) {
+        let (found, _) = Digest::of_file(&target.file, expected.algorithm()).context(cannot)?;
+        if found != *expected {
+            findings.push(Finding {
+                error: true,
+                code: target.digest_code,
+                place: "file".into(),
+                message: format!("its digest is {found}, not {expected}"),
+            });
+        }
+    }
+    findings.extend(report.findings.iter().cloned().map(Finding::from));
     // Blocks that were all read and found good need no second reading; if some are bad, reading the
     // files says whose they are.
-    let read_files = args.data && !report.is_sound();
-    let inodes = check_tree(path, storage, read_files, &mut findings)?;
-    drop(progress);
+    let read_files = options.data && !report.is_sound();
+    let inodes = check_tree(path, target.file.clone(), read_files, &mut findings)?;
+    Ok(Checked {
+        target,
+        findings,
+        omitted: report.omitted,
+        tables: report.tables,
+        blocks: report.blocks,
+        bytes_read: report.bytes_read,
+        inodes,
+    })
+}
 
-    let errors = findings.iter().filter(|f| f.error).count() as u64 + report.omitted;
-    let warnings = findings.iter().filter(|f| !f.error).count() as u64;
-    let verdict = if errors > 0 { "errors" } else { "clean" };
-    if args.json {
-        let findings: Vec<_> = findings
-            .iter()
-            .map(|f| {
-                json!({
-                    "code": f.code,
-                    "severity": if f.error { "error" } else { "warning" },
-                    "place": f.place,
-                    "message": f.message,
-                })
+fn verdict(errors: u64) -> &'static str {
+    match errors {
+        0 => "clean",
+        _ => "errors",
+    }
+}
+
+fn as_json(args: &Args, files: &[Checked]) -> Value {
+    let sum = |of: fn(&Checked) -> u64| files.iter().map(of).sum::<u64>();
+    let findings: Vec<_> = files
+        .iter()
+        .flat_map(|file| file.findings.iter().map(move |finding| (file, finding)))
+        .map(|(file, finding)| {
+            json!({
+                "code": finding.code,
+                "severity": if finding.error { "error" } else { "warning" },
+                "file": file.target.name,
+                "place": finding.place,
+                "message": finding.message,
             })
-            .collect();
-        ui.print_json(&json!({
-            "schema": "bcow.fsck/1",
-            "verdict": verdict,
-            "errors": errors,
-            "warnings": warnings,
-            "findings": findings,
-            "findings_omitted": report.omitted,
-            "data": args.data,
-            "tables": report.tables,
-            "blocks": report.blocks,
-            "bytes_read": report.bytes_read,
-            "inodes": inodes,
-        }))?;
-    } else {
-        let mut out = ui.output();
-        for finding in &findings {
-            writeln!(
+        })
+        .collect();
+    let each: Vec<_> = files
+        .iter()
+        .map(|file| {
+            json!({
+                "name": file.target.name,
+                "path": file.target.path.to_string_lossy(),
+                "digest": file.target.digest,
+                "verdict": verdict(file.errors()),
+                "errors": file.errors(),
+                "warnings": file.warnings(),
+                "tables": file.tables,
+                "blocks": file.blocks,
+                "bytes_read": file.bytes_read,
+                "inodes": file.inodes,
+            })
+        })
+        .collect();
+    json!({
+        "schema": "bcow.fsck/1",
+        "verdict": verdict(sum(Checked::errors)),
+        "errors": sum(Checked::errors),
+        "warnings": sum(Checked::warnings),
+        "findings": findings,
+        "findings_omitted": sum(|file| file.omitted),
+        "data": args.data,
+        "tables": sum(|file| file.tables),
+        "blocks": sum(|file| file.blocks),
+        "bytes_read": sum(|file| file.bytes_read),
+        "inodes": files.first().and_then(|file| file.inodes),
+        "files": each,
+    })
+}
+
+fn tell(args: &Args, ui: &Ui, files: &[Checked]) -> Result<(), CommandError> {
+    let mut out = ui.output();
+    for (index, file) in files.iter().enumerate() {
+        for finding in &file.findings {
+            write!(
                 out,
-                "{} {}: {}: {}",
+                "{} {}: ",
                 if finding.error { "error" } else { "warning" },
                 finding.code,
+            )?;
+            if index > 0 {
+                write!(out, "{}: ", printable(&file.target.name))?;
+            }
+            writeln!(
+                out,
+                "{}: {}",
                 printable(&finding.place),
                 printable(&finding.message)
             )?;
         }
-        if report.omitted > 0 {
-            writeln!(out, "... and {} more", Count(report.omitted))?;
+        if file.omitted > 0 {
+            writeln!(out, "... and {} more", Count(file.omitted))?;
         }
-        if errors + warnings > 0 || !ui.quiet() {
-            let counts = match (errors, warnings) {
-                (0, 0) => String::new(),
-                (0, n) => format!(", {}", plural(n, "warning")),
-                (n, 0) => format!(" {} found", plural(n, "error")),
-                (n, m) => format!(" {} and {} found", plural(n, "error"), plural(m, "warning")),
-            };
-            let read = match args.data {
-                true => format!(", {} read", Human(report.bytes_read)),
-                false => ", data not read".to_owned(),
-            };
-            writeln!(
-                out,
-                "{}: {}{counts} ({}, {}{}{read})",
-                path.display(),
-                if errors > 0 { "damaged:" } else { "clean" },
-                plural(report.tables, "table"),
-                plural(report.blocks, "block"),
-                inodes.map_or(String::new(), |n| format!(", {}", plural(n, "inode"))),
-            )?;
+        if file.errors() + file.warnings() > 0 || !ui.quiet() {
+            tell_file(args, file, &mut out)?;
         }
-        out.finish()?;
     }
-    Ok(if errors > 0 {
-        exit::FSCK_ERRORS_LEFT
-    } else {
-        exit::DONE
-    })
+    let errors: u64 = files.iter().map(Checked::errors).sum();
+    if files.len() > 1 && (errors > 0 || !ui.quiet()) {
+        let bad = files.iter().filter(|file| file.errors() > 0).count() as u64;
+        let count = plural(files.len() as u64, "file");
+        match bad {
+            0 => writeln!(out, "{}: {count}, clean", args.image.display())?,
+            bad => writeln!(
+                out,
+                "{}: {count}, {} of them damaged",
+                args.image.display(),
+                Count(bad)
+            )?,
+        }
+    }
+    out.finish()
+}
+
+fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
+    let (errors, warnings) = (file.errors(), file.warnings());
+    let counts = match (errors, warnings) {
+        (0, 0) => String::new(),
+        (0, n) => format!(", {}", plural(n, "warning")),
+        (n, 0) => format!(" {} found", plural(n, "error")),
+        (n, m) => format!(" {} and {} found", plural(n, "error"), plural(m, "warning")),
+    };
+    let read = match args.data {
+        true => format!(", {} read", Human(file.bytes_read)),
+        false => ", data not read".to_owned(),
+    };
+    writeln!(
+        out,
+        "{}: {}{counts} ({}, {}{}{read})",
+        printable(&file.target.name),
+        if errors > 0 { "damaged:" } else { "clean" },
+        plural(file.tables, "table"),
+        plural(file.blocks, "block"),
+        file.inodes
+            .map_or(String::new(), |n| format!(", {}", plural(n, "inode"))),
+    )
 }
 
 /// Checks the file system, if there is one that can be opened; returns how many inodes it says it has.
@@ -207,7 +371,7 @@ fn check_tree(
         Ok(image) => image,
         // The first check has said what is wrong, if it is the file.
         Err(error) if error.code().is_some() && !findings.is_empty() => return Ok(None),
-        Err(error) => return Err(cannot_open(path, &error)),
+        Err(error) => return Err(cannot_open_file(path, path, &error)),
     };
     if !image.header().features.has_compatible(compatible::EROFS) {
         return Ok(None);

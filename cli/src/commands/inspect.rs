@@ -9,7 +9,7 @@ use bcow_erofs::reader::Superblock;
 use serde_json::{Value, json};
 
 use crate::error::CommandError;
-use crate::image::OpenImage;
+use crate::image::{OpenImage, StoreArgs};
 use crate::names::{self, printable};
 use crate::size::{Count, Human};
 use crate::stat::full_time;
@@ -25,17 +25,19 @@ use crate::ui::{Output, Ui};
 /// versions, never moved. Sizes are in bytes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Print JSON (schema bcow.inspect/1)
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// Inspects. Shows what can be shown of a damaged image, and then fails.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
     let shown = image.path().display();
     let mut failure = None;
     let mut note = |what: &str, error: &(dyn std::error::Error + 'static)| {

@@ -8,7 +8,7 @@ use bcow_erofs::reader::{FileType, Inode};
 use serde_json::{Map, Value};
 
 use crate::error::CommandError;
-use crate::image::{LastLink, OpenImage, Tree};
+use crate::image::{LastLink, OpenImage, StoreArgs, Tree};
 use crate::ui::{Output, Ui};
 use crate::walk::{Entries, Seen, join};
 use crate::{names, stat};
@@ -25,7 +25,7 @@ use crate::{names, stat};
 /// beside it: `"path"` and `"path_hex"`. Times are in UTC.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// A path in it
@@ -46,11 +46,13 @@ pub struct Args {
     /// Print JSON (schema bcow.ls/1), with everything an inode has
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// Lists.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
     let tree = image.tree()?;
     let path = args.path.as_bytes();
     // With -l a link is shown as a link; without, a link to a directory lists the directory.

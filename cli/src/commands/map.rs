@@ -2,25 +2,27 @@
 
 use std::path::PathBuf;
 
+use bcow::format::incompatible;
 use bcow::{Extent, Mapping};
 use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
-use crate::image::OpenImage;
+use crate::image::{OpenImage, StoreArgs};
 use crate::size;
 use crate::ui::{Output, Ui};
 
 /// Show where an image's address space is stored
 ///
-/// One line per stored block, and one per run of neighbouring zeros or holes: its first byte in the
-/// address space (LBA) and its length, what it is, and for stored blocks their first byte in the
-/// file (UBA) and the bytes they take there.
+/// One line per stored block, and one per run of neighbouring zeros or holes, or of windows onto one
+/// layer: its first byte in the address space (LBA) and its length, what it is, and for stored blocks
+/// their first byte in the file (UBA) and the bytes they take there. A window has instead the index of
+/// the file it shows, as `bcow inspect` lists them from 0 on, and the first byte in its address space.
 ///
 /// Kinds: `raw` (stored as it is), `zstd` (stored compressed), `zero` (zeros), `hole` (nothing was ever there;
-/// reads as zeros), `backing` (bytes of another file).
+/// reads as zeros), `window` (bytes of another file), `backing` (the same bytes of the file below).
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The image
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// Begin at this byte of the address space
@@ -32,11 +34,13 @@ pub struct Args {
     /// Print JSON (schema bcow.map/1)
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 /// Prints the map.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image)?;
+    let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
     let size = image.image().header().size;
     if args.start > size {
         return Err(CommandError::usage(format!(
@@ -49,8 +53,20 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => size,
     };
 
+    let names: Vec<String> = image
+        .image()
+        .backings()
+        .map(|backing| backing.name.to_string())
+        .collect();
+    let windows = image
+        .image()
+        .header()
+        .features
+        .has_incompatible(incompatible::WINDOWS);
     let mut map = Map {
         json: args.json,
+        names,
+        backing_kind: if windows { "window" } else { "backing" },
         out: ui.output(),
         first: true,
     };
@@ -63,13 +79,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .map(at)
             .context(|| format!("cannot read the map of {}", image.path().display()))?;
         at = extent.offset.saturating_add(extent.length);
-        match &mut pending {
-            Some(run) if joins(run, &extent) => run.length += extent.length,
-            _ => {
-                if let Some(run) = pending.replace(extent) {
-                    map.extent(&run)?;
-                }
-            }
+        if pending.as_mut().is_some_and(|run| join(run, &extent)) {
+            continue;
+        }
+        if let Some(run) = pending.replace(extent) {
+            map.extent(&run)?;
         }
     }
     if let Some(run) = pending {
@@ -78,16 +92,39 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     map.end()
 }
 
-/// Zeros and holes are not stored block by block, so there is nothing to tell block by block.
-fn joins(run: &Extent, next: &Extent) -> bool {
-    matches!(
-        (run.mapping, next.mapping),
-        (Mapping::Zero, Mapping::Zero) | (Mapping::Hole, Mapping::Hole)
-    )
+/// Makes the run longer by `next` if they belong together. Zeros, holes and windows are not stored block by block, so
+/// there is nothing to tell block by block.
+fn join(run: &mut Extent, next: &Extent) -> bool {
+    match (&mut run.mapping, next.mapping) {
+        (Mapping::Zero, Mapping::Zero) | (Mapping::Hole, Mapping::Hole) => {}
+        (
+            Mapping::Backing {
+                index,
+                offset,
+                bytes,
+            },
+            Mapping::Backing {
+                index: next_index,
+                offset: next_offset,
+                bytes: next_bytes,
+            },
+        ) if *index == next_index
+            && *bytes == run.length
+            && offset.checked_add(*bytes) == Some(next_offset) =>
+        {
+            *bytes += next_bytes;
+        }
+        _ => return false,
+    }
+    run.length += next.length;
+    true
 }
 
 struct Map {
     json: bool,
+    /// Of the backings, by index.
+    names: Vec<String>,
+    backing_kind: &'static str,
     out: Output,
     first: bool,
 }
@@ -112,14 +149,15 @@ impl Map {
         if self.json {
             let separator = if self.first { "" } else { "," };
             self.first = false;
-            return write!(self.out, "{separator}\n{}", as_json(extent));
+            let value = self.as_json(extent);
+            return write!(self.out, "{separator}\n{value}");
         }
         write!(
             self.out,
             "{:>16} {:>12} {:<8}",
             extent.offset,
             extent.length,
-            kind(&extent.mapping)
+            self.kind(&extent.mapping)
         )?;
         match extent.mapping {
             Mapping::Raw { stored } | Mapping::Compressed { stored } => {
@@ -138,40 +176,41 @@ impl Map {
         }
         self.out.finish()
     }
-}
 
-fn kind(mapping: &Mapping) -> &'static str {
-    match mapping {
-        Mapping::Raw { .. } => "raw",
-        Mapping::Compressed { .. } => "zstd",
-        Mapping::Zero => "zero",
-        Mapping::Hole => "hole",
-        Mapping::Backing { .. } => "backing",
+    fn kind(&self, mapping: &Mapping) -> &'static str {
+        match mapping {
+            Mapping::Raw { .. } => "raw",
+            Mapping::Compressed { .. } => "zstd",
+            Mapping::Zero => "zero",
+            Mapping::Hole => "hole",
+            Mapping::Backing { .. } => self.backing_kind,
+        }
     }
-}
 
-fn as_json(extent: &Extent) -> Value {
-    let mut value = json!({
-        "offset": extent.offset,
-        "length": extent.length,
-        "kind": kind(&extent.mapping),
-    });
-    match extent.mapping {
-        Mapping::Raw { stored } | Mapping::Compressed { stored } => {
-            value["uba"] = stored.at.0.into();
-            value["stored_bytes"] = stored.bytes.into();
-            value["crc32c"] = format!("{:08x}", stored.crc).into();
+    fn as_json(&self, extent: &Extent) -> Value {
+        let mut value = json!({
+            "offset": extent.offset,
+            "length": extent.length,
+            "kind": self.kind(&extent.mapping),
+        });
+        match extent.mapping {
+            Mapping::Raw { stored } | Mapping::Compressed { stored } => {
+                value["uba"] = stored.at.0.into();
+                value["stored_bytes"] = stored.bytes.into();
+                value["crc32c"] = format!("{:08x}", stored.crc).into();
+            }
+            Mapping::Backing {
+                index,
+                offset,
+                bytes,
+            } => {
+                value["backing"] = index.into();
+                value["backing_name"] = self.names.get(index as usize).cloned().into();
+                value["backing_offset"] = offset.into();
+                value["backing_bytes"] = bytes.into();
+            }
+            Mapping::Zero | Mapping::Hole => {}
         }
-        Mapping::Backing {
-            index,
-            offset,
-            bytes,
-        } => {
-            value["backing"] = index.into();
-            value["backing_offset"] = offset.into();
-            value["backing_bytes"] = bytes.into();
-        }
-        Mapping::Zero | Mapping::Hole => {}
+        value
     }
-    value
 }

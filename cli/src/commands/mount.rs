@@ -4,15 +4,14 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use bcow::{BlockCache, Image, OpenOptions, Verify};
-use bcow_erofs::reader::Filesystem;
+use bcow::{BlockCache, OpenOptions, Verify};
 use bcow_fuse::daemon::{self, Launch};
 use bcow_fuse::options::Access;
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::{ImageFs, MountError, MountOptions, Session};
 
-use crate::error::{CommandError, Context};
-use crate::image::{cannot_open, refuse_what_is_no_file};
+use crate::error::CommandError;
+use crate::image::{OpenImage, StoreArgs, parse_name};
 use crate::ui::Ui;
 
 /// Mount an image, read-only
@@ -45,7 +44,7 @@ The background process logs to the system log, in the foreground to standard err
 SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with
 its last user or with a second signal. SIGHUP unmounts in the foreground only.")]
 pub struct Args {
-    /// The image, a .bcow file
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The directory to mount on
@@ -66,6 +65,8 @@ pub struct Args {
     /// Threads that answer requests [default: one for each CPU, 2 to 16]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    #[command(flatten)]
+    stores: StoreArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -99,9 +100,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     })
     .map_err(|error| failure(&error))?;
     let shown = args.image.display();
-    refuse_what_is_no_file(&args.image)?;
-    let image = Image::open(
+    let image = OpenImage::open_with(
         &args.image,
+        &args.stores,
         &OpenOptions {
             cache: BlockCache::new(args.cache_size),
             verify: match args.verify {
@@ -109,15 +110,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 VerifyWhat::Merkle => Verify::Merkle,
             },
         },
-    )
-    .map_err(|error| cannot_open(&args.image, &error))?;
-    let fs =
-        Filesystem::open(image).context(|| format!("cannot read the file system in {shown}"))?;
-    let source = args
-        .image
-        .canonicalize()
-        .unwrap_or_else(|_| args.image.clone());
-    options.set_default_source(source.into());
+    )?;
+    let fs = image.tree()?.into_filesystem();
+    options.set_default_source(parse_name(&args.image)?.absolute());
     let session = Session::mount(
         ImageFs::new(Arc::new(fs)),
         &args.directory,

@@ -61,6 +61,7 @@ impl Sandbox {
             .stdin(Stdio::null());
         for name in [
             "BCOW_LOG",
+            "BCOW_STORE",
             "COLUMNS",
             "NO_COLOR",
             "SOURCE_DATE_EPOCH",

@@ -96,6 +96,16 @@ impl Blob {
         }
     }
 
+    /// The file, if it is all of one.
+    pub(crate) fn file(&self) -> Option<Arc<File>> {
+        match &self.bytes {
+            Bytes::Range {
+                file, offset: 0, ..
+            } => Some(file.clone()),
+            _ => None,
+        }
+    }
+
     /// Reads a document of at most `limit` bytes and checks it against a digest.
     pub(crate) fn document(
         &self,

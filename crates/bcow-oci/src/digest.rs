@@ -1,6 +1,9 @@
 //! Content digests: parsed before they are used for anything, and computed while bytes stream by.
 
 use std::fmt;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
 use sha2::{Digest as _, Sha256, Sha512};
@@ -54,11 +57,37 @@ impl Digest {
         format!("{}:{}", self.algorithm.name(), &self.hex()[..12])
     }
 
-    /// The hash, if it is a SHA-256.
+    /// The digest that SHA-256 gave.
+    pub fn from_sha256(bytes: [u8; 32]) -> Digest {
+        Digest {
+            algorithm: Algorithm::Sha256,
+            bytes: bytes.into(),
+        }
+    }
+
+    /// Its bytes, if it is a SHA-256.
     pub fn sha256(&self) -> Option<[u8; 32]> {
         match self.algorithm {
             Algorithm::Sha256 => self.bytes[..].try_into().ok(),
             Algorithm::Sha512 => None,
+        }
+    }
+
+    /// The digest and the length of all of a file, which is read by offset, so that others who read it are not disturbed.
+    pub fn of_file(file: &File, algorithm: Algorithm) -> io::Result<(Digest, u64)> {
+        let mut hasher = Hasher::new(algorithm);
+        let mut buffer = vec![0; 1 << 20];
+        let mut at = 0;
+        loop {
+            match file.read_at(&mut buffer, at) {
+                Ok(0) => return Ok((hasher.finish(), at)),
+                Ok(read) => {
+                    hasher.update(&buffer[..read]);
+                    at += read as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
         }
     }
 

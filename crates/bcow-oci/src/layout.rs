@@ -47,6 +47,12 @@ const LAYERS: [&str; 11] = [
     "application/vnd.docker.image.rootfs.foreign.diff.tar",
     "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip",
 ];
+/// An image in BCoW form: what its manifest is.
+pub(crate) const IMAGE: &str = "application/vnd.bcow.image.v1";
+/// A BCoW file of one layer.
+pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
+/// A BCoW file that shows an image's layers as one tree; the last of the manifest's layers.
+pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
 /// Where names of images stand.
 const NAME: &str = "org.opencontainers.image.ref.name";
 const FULL_NAME: &str = "io.containerd.image.name";
@@ -63,6 +69,8 @@ pub(crate) struct Descriptor {
     platform: Option<PlatformDocument>,
     #[serde(default)]
     urls: Option<Vec<String>>,
+    #[serde(rename = "artifactType", default)]
+    artifact_type: Option<String>,
 }
 
 #[derive(Debug, Clone, Deserialize)]
@@ -99,20 +107,54 @@ pub(crate) fn is_layout(files: &Files) -> Result<bool, ConvertError> {
     Ok(files.open("oci-layout")?.is_some())
 }
 
+/// Which images are meant where no name says it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Any,
+    Bcow,
+}
+
+/// What an image in BCoW form consists of.
+pub(crate) struct BcowManifest {
+    /// How messages name it.
+    pub place: String,
+    /// Digest and length of its stack; none if the image is not in BCoW form.
+    pub stack: Option<(Digest, u64)>,
+}
+
+/// Finds the image in BCoW form that `reference` means.
+pub(crate) fn find_bcow(
+    files: &Files,
+    reference: Option<&str>,
+) -> Result<BcowManifest, ConvertError> {
+    let (_, descriptor) = choose(files, reference, None, Form::Bcow)?;
+    let (_, place, manifest) = read_manifest(files, &descriptor)?;
+    let stacks: Vec<_> = manifest
+        .layers
+        .iter()
+        .filter(|layer| layer.media_type == STACK)
+        .collect();
+    let stack = match stacks[..] {
+        [] => None,
+        [stack] => Some((digest(files, &stack.digest)?, stack.size)),
+        _ => {
+            return Err(ConvertError::Layout {
+                place,
+                problem: format!("it has {} stacks", stacks.len()),
+            });
+        }
+    };
+    let place = format!("{place} in {}", files.name());
+    Ok(BcowManifest { place, stack })
+}
+
 /// Finds the image that `reference` and `platform` mean.
 pub(crate) fn find(
     files: &Files,
     reference: Option<&str>,
     platform: Option<&Platform>,
 ) -> Result<Image, ConvertError> {
-    check_version(files)?;
-    let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
-        Some(bytes) => parse(&in_files(files, "index.json"), &bytes)?,
-        None => return Err(no_layout(files, "it has no index.json")),
-    };
-    let named = choose_named(files, index.manifests.unwrap_or_default(), reference)?;
-    let name = named.iter().find_map(|d| d.name()).map(str::to_owned);
-    let manifest = choose_platform(files, named, platform)?;
+    let (name, manifest) = choose(files, reference, platform, Form::Any)?;
     let mut image = load(files, &manifest)?;
     image.reference = name;
     if let (Some(wanted), Some(found)) = (platform, &image.platform)
@@ -149,7 +191,30 @@ pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertErro
         .collect())
 }
 
-fn check_version(files: &Files) -> Result<(), ConvertError> {
+/// The name, if it has one, and the descriptor of the manifest that `reference` and `platform` mean.
+fn choose(
+    files: &Files,
+    reference: Option<&str>,
+    platform: Option<&Platform>,
+    form: Form,
+) -> Result<(Option<String>, Descriptor), ConvertError> {
+    check_version(files)?;
+    let index: IndexDocument = match files.document("index.json", MAX_MANIFEST_BYTES)? {
+        Some(bytes) => parse(&in_files(files, "index.json"), &bytes)?,
+        None => return Err(no_layout(files, "it has no index.json")),
+    };
+    let mut manifests = index.manifests.unwrap_or_default();
+    let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
+    // Who asks for a BCoW image and gives no name does not mean the image it was made of.
+    if form == Form::Bcow && reference.is_none() && manifests.iter().any(is_bcow) {
+        manifests.retain(is_bcow);
+    }
+    let named = choose_named(files, manifests, reference)?;
+    let name = named.iter().find_map(|d| d.name()).map(str::to_owned);
+    Ok((name, choose_platform(files, named, platform)?))
+}
+
+pub(crate) fn check_version(files: &Files) -> Result<(), ConvertError> {
     let Some(bytes) = files.document("oci-layout", 4096)? else {
         return Err(no_layout(files, "it has no file oci-layout"));
     };
@@ -395,15 +460,24 @@ fn media_type(place: String, descriptor: &Descriptor) -> ConvertError {
     }
 }
 
-/// Reads manifest and configuration, and finds the layers.
-fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
+/// Reads a manifest; gives its digest and how messages name it too.
+fn read_manifest(
+    files: &Files,
+    descriptor: &Descriptor,
+) -> Result<(Digest, String, ManifestDocument), ConvertError> {
     let manifest_digest = digest(files, &descriptor.digest)?;
     let place = format!("manifest {}", manifest_digest.short());
     if !matches!(&*descriptor.media_type, OCI_MANIFEST | DOCKER_MANIFEST) {
         return Err(media_type(place, descriptor));
     }
     let (in_files, bytes) = document(files, "manifest", descriptor, MAX_MANIFEST_BYTES)?;
-    let manifest: ManifestDocument = parse(&in_files, &bytes)?;
+    let manifest = parse(&in_files, &bytes)?;
+    Ok((manifest_digest, place, manifest))
+}
+
+/// Reads manifest and configuration, and finds the layers.
+fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
+    let (manifest_digest, place, manifest) = read_manifest(files, descriptor)?;
     if !CONFIGS.contains(&&*manifest.config.media_type) {
         let place = format!("config of {place}");
         return Err(media_type(place, &manifest.config));

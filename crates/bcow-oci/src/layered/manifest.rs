@@ -12,16 +12,10 @@ use crate::error::ConvertError;
 use crate::image::{Image, ImageConfig};
 use crate::layer::LayerInput;
 use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor};
-use crate::layout::{self, OCI_MANIFEST};
+use crate::layout::{self, IMAGE, LAYER, OCI_MANIFEST, STACK};
 use crate::metadata::tool;
 use crate::options::ConvertOptions;
 
-/// What a manifest of ours is.
-pub(crate) const IMAGE: &str = "application/vnd.bcow.image.v1";
-/// A layer on its own.
-pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
-/// The stack; the last of the manifest's layers.
-pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
 const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 
 /// The digest of a layer's archive, uncompressed.

@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::fs::{DirEntry, File};
 use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
@@ -15,7 +14,7 @@ use serde_json::{Map, Value, json};
 
 use super::{MAX_MANIFEST_BYTES, NAME, OCI_MANIFEST};
 use crate::blob::open_regular;
-use crate::digest::{Algorithm, Digest, Hasher};
+use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
 use crate::options::Platform;
 use crate::output::Output;
@@ -261,20 +260,7 @@ pub(crate) fn annotated(
 
 /// SHA-256 digest and length of a file.
 pub(crate) fn digest_of(file: &File) -> io::Result<(Digest, u64)> {
-    let mut hasher = Hasher::new(Algorithm::Sha256);
-    let mut buffer = vec![0; 1 << 20];
-    let mut at = 0;
-    loop {
-        match file.read_at(&mut buffer, at) {
-            Ok(0) => return Ok((hasher.finish(), at)),
-            Ok(read) => {
-                hasher.update(&buffer[..read]);
-                at += read as u64;
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
+    Digest::of_file(file, Algorithm::Sha256)
 }
 
 /// Puts a small file in place of another, at once.

@@ -10,5 +10,6 @@ mod makers;
 mod model;
 mod mutations;
 mod output;
+mod stores;
 mod support;
 mod tarmaker;

@@ -1,0 +1,152 @@
+//! How users name an image in BCoW form.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use crate::digest::Digest;
+use crate::store::StoreError;
+
+/// An image in BCoW form: `FILE`, `oci:DIR[:REF]` or `oci:DIR@sha256:HEX`.
+///
+/// As in [`crate::Source`], the first colon behind the transport ends DIR. A file whose name begins with `oci:` is
+/// `./oci:...`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ImageName {
+    /// A BCoW file.
+    File(PathBuf),
+    /// The stack of an image in an OCI image layout.
+    Layout {
+        /// The layout.
+        directory: PathBuf,
+        /// Name or digest of the image.
+        reference: Option<String>,
+    },
+    /// One BCoW file of an OCI image layout: a layer, or a stack.
+    Blob {
+        /// The layout.
+        directory: PathBuf,
+        /// The file's digest.
+        digest: Digest,
+    },
+}
+
+const TRANSPORT: &[u8] = b"oci:";
+
+impl ImageName {
+    /// Reads a name. Whatever has no transport is a file.
+    pub fn parse(text: &OsStr) -> Result<ImageName, StoreError> {
+        let Some(rest) = text.as_bytes().strip_prefix(TRANSPORT) else {
+            return Ok(ImageName::File(text.into()));
+        };
+        let bad = |problem| StoreError::NameSyntax {
+            text: text.to_string_lossy().into_owned(),
+            problem,
+        };
+        let path = |bytes: &[u8]| match bytes {
+            b"" => Err(bad("there is no directory in it")),
+            bytes => Ok(PathBuf::from(OsStr::from_bytes(bytes))),
+        };
+        let Some(colon) = rest.iter().position(|&b| b == b':') else {
+            return Ok(ImageName::Layout {
+                directory: path(rest)?,
+                reference: None,
+            });
+        };
+        let utf8 = |bytes| std::str::from_utf8(bytes).map_err(|_| bad("its end is not UTF-8"));
+        // `DIR@sha256:HEX`: the first colon stands in the digest.
+        if let Some(at) = rest[..colon].iter().rposition(|&b| b == b'@')
+            && rest[at + 1..colon] == *b"sha256"
+        {
+            return Ok(ImageName::Blob {
+                directory: path(&rest[..at])?,
+                digest: utf8(&rest[at + 1..])?.parse().map_err(bad)?,
+            });
+        }
+        match utf8(&rest[colon + 1..])? {
+            "" => Err(bad("there is nothing behind the second colon")),
+            reference => Ok(ImageName::Layout {
+                directory: path(&rest[..colon])?,
+                reference: Some(reference.to_owned()),
+            }),
+        }
+    }
+
+    /// The same name with the path made absolute, for those who read it elsewhere (`/proc/mounts`).
+    pub fn absolute(&self) -> OsString {
+        let absolute = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let (directory, end) = match self {
+            ImageName::File(path) => return absolute(path).into(),
+            ImageName::Layout {
+                directory,
+                reference: None,
+            } => (directory, String::new()),
+            ImageName::Layout {
+                directory,
+                reference: Some(reference),
+            } => (directory, format!(":{reference}")),
+            ImageName::Blob { directory, digest } => (directory, format!("@{digest}")),
+        };
+        let mut bytes = TRANSPORT.to_vec();
+        bytes.extend_from_slice(absolute(directory).as_os_str().as_bytes());
+        bytes.extend_from_slice(end.as_bytes());
+        OsString::from_vec(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIGEST: &str = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
+    fn parse(text: &str) -> Result<ImageName, String> {
+        ImageName::parse(text.as_ref()).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn files_layouts_and_blobs_are_told_apart() {
+        for file in ["a.bcow", "./oci:x", "dir/oci:x", "tar:x", "a@sha256:0"] {
+            assert_eq!(parse(file), Ok(ImageName::File(file.into())));
+        }
+        let layout = |directory: &str, reference: Option<&str>| {
+            Ok(ImageName::Layout {
+                directory: directory.into(),
+                reference: reference.map(str::to_owned),
+            })
+        };
+        assert_eq!(parse("oci:a/b"), layout("a/b", None));
+        assert_eq!(parse("oci:a@b"), layout("a@b", None));
+        assert_eq!(parse("oci:a:repo:tag@x"), layout("a", Some("repo:tag@x")));
+        assert_eq!(parse(&format!("oci:a:{DIGEST}")), layout("a", Some(DIGEST)));
+        assert_eq!(
+            parse(&format!("oci:a@b@{DIGEST}")),
+            Ok(ImageName::Blob {
+                directory: "a@b".into(),
+                digest: DIGEST.parse().unwrap(),
+            })
+        );
+    }
+
+    #[test]
+    fn what_is_no_name_says_why() {
+        for (text, why) in [
+            ("oci:", "there is no directory in it"),
+            ("oci::x", "there is no directory in it"),
+            ("oci:a:", "there is nothing behind the second colon"),
+            ("oci:a@sha256:12", "it has the wrong length"),
+            ("oci:a@sha256:", "it has the wrong length"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.ends_with(why), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn names_that_are_no_text_are_kept() {
+        let text = OsStr::from_bytes(b"oci:a\xff:tag");
+        let name = ImageName::parse(text).unwrap();
+        assert_eq!(name.absolute(), text);
+        assert!(ImageName::parse(OsStr::from_bytes(b"oci:a:\xff")).is_err());
+    }
+}

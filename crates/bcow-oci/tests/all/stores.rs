@@ -1,0 +1,380 @@
+//! Stacks are opened with the very layers they were made of, wherever the user keeps them, and from nowhere else.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BlockDevice, ImageWriter, MemoryStorage, OpenOptions, Verify, WriterOptions};
+use bcow_oci::store::{LayerProblem, Opened, StoreError, open};
+use bcow_oci::{Digest, ImageName};
+use serde_json::{Value, json};
+
+use crate::support::{CONFIG, LAYER, Layout};
+
+const BCOW_LAYER: &str = "application/vnd.bcow.layer.v1";
+const BCOW_STACK: &str = "application/vnd.bcow.stack.v1";
+
+/// A BCoW file and what a stack says of it.
+#[derive(Clone)]
+struct Made {
+    bytes: Vec<u8>,
+    digest: Digest,
+    size: u64,
+    facts: Value,
+}
+
+/// A file with this content, and a window onto each of the others. `facts` become its metadata.
+fn make(content: &[u8], below: &[&Made], facts: &[Value]) -> Made {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = WriterOptions {
+        metadata_first: true,
+        ..WriterOptions::default()
+    };
+    let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
+    writer.append(content).unwrap();
+    for made in below {
+        let backing = writer.add_backing(BackingEntry {
+            name: BackingName::Digest(made.digest.sha256().unwrap()),
+            size: made.size,
+        });
+        writer.append_window(backing, 0, made.size).unwrap();
+    }
+    let metadata = match facts {
+        [] => json!({}),
+        facts => json!({ "layers": facts }),
+    };
+    let written = writer.finish(b"", &metadata).unwrap();
+    let bytes = storage.to_vec();
+    let digest = Digest::of(&bytes);
+    Made {
+        size: written.size(),
+        facts: json!({
+            "digest": digest,
+            "file_bytes": written.file_bytes(),
+            "merkle_root": Digest::from_sha256(written.merkle_root()),
+        }),
+        digest,
+        bytes,
+    }
+}
+
+fn layer(content: &[u8]) -> Made {
+    make(content, &[], &[])
+}
+
+fn stack(layers: &[&Made]) -> Made {
+    let facts: Vec<Value> = layers.iter().map(|layer| layer.facts.clone()).collect();
+    make(b"tree", layers, &facts)
+}
+
+/// A layout with the stack of these layers under the name `x`.
+fn layout(layers: &[&Made]) -> (Layout, Made) {
+    let stack = stack(layers);
+    let mut layout = Layout::new();
+    let mut blobs: Vec<Value> = layers
+        .iter()
+        .map(|layer| layout.blob(BCOW_LAYER, &layer.bytes))
+        .collect();
+    blobs.push(layout.blob(BCOW_STACK, &stack.bytes));
+    let config = layout.blob(CONFIG, b"{}");
+    let manifest = layout.manifest(config, blobs);
+    layout.list(manifest, Some("x"));
+    (layout, stack)
+}
+
+fn blob_path(layout: &Layout, digest: &Digest) -> PathBuf {
+    layout.path().join("blobs/sha256").join(digest.hex())
+}
+
+fn name(layout: &Layout, end: &str) -> ImageName {
+    let text = format!("oci:{}{end}", layout.path().display());
+    ImageName::parse(text.as_ref()).unwrap()
+}
+
+fn opened(name: &ImageName, stores: &[&Path]) -> Result<Opened, StoreError> {
+    let stores: Vec<PathBuf> = stores.iter().map(|path| path.to_path_buf()).collect();
+    open(name, &stores, &OpenOptions::default())
+}
+
+/// The content at the start of what the n-th window shows.
+fn shown(opened: &Opened, window: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
+    let at = (window << 22) + 4096;
+    opened.image.read_at(at, &mut bytes).unwrap();
+    bytes
+}
+
+/// What is wrong, with digests cut short and directories out of the way.
+fn problems(opened: &Opened, layout: &Layout) -> Vec<String> {
+    opened
+        .problems
+        .iter()
+        .map(|problem| {
+            problem
+                .to_string()
+                .replace(&layout.path().display().to_string(), "LAYOUT")
+        })
+        .collect()
+}
+
+#[test]
+fn a_stack_opens_with_its_layers_by_every_name_it_has() {
+    let (one, two) = (layer(b"first"), layer(b"second"));
+    let (layout, stack) = layout(&[&one, &two]);
+    let bare = ImageName::File(blob_path(&layout, &stack.digest));
+    for name in [
+        name(&layout, ""),
+        name(&layout, ":x"),
+        name(&layout, &format!("@{}", stack.digest)),
+        bare,
+    ] {
+        let opened = opened(&name, &[]).unwrap();
+        opened.require_all().unwrap();
+        assert!(opened.is_stack());
+        assert_eq!(opened.layers.len(), 2);
+        assert!(opened.layers.iter().all(|layer| layer.file.is_some()));
+        assert_eq!(shown(&opened, 1, 5), b"first");
+        assert_eq!(shown(&opened, 2, 6), b"second");
+    }
+    let alone = opened(&name(&layout, &format!("@{}", two.digest)), &[]).unwrap();
+    assert!(!alone.is_stack());
+    assert_eq!(shown(&alone, 0, 6), b"second");
+}
+
+#[test]
+fn a_layer_that_is_listed_twice_is_opened_once() {
+    let one = layer(b"first");
+    let (layout, _) = layout(&[&one, &one]);
+    let opened = opened(&name(&layout, ":x"), &[]).unwrap();
+    opened.require_all().unwrap();
+    assert_eq!((opened.layers.len(), opened.below.len()), (2, 1));
+    assert_eq!(shown(&opened, 2, 5), b"first");
+}
+
+#[test]
+fn a_missing_layer_is_named_and_can_come_from_a_store() {
+    let (one, two) = (layer(b"first"), layer(b"second"));
+    let (layout, _) = layout(&[&one, &two]);
+    std::fs::remove_file(blob_path(&layout, &two.digest)).unwrap();
+    let without = opened(&name(&layout, ":x"), &[]).unwrap();
+    assert_eq!(
+        problems(&without, &layout),
+        [format!("layer 2 of 2 ({}) is not there", two.digest)]
+    );
+    assert!(matches!(*without.problems[0], LayerProblem::Missing { .. }));
+    let refused = without.require_all().unwrap_err();
+    assert!(refused.hint().unwrap().contains("--store"));
+    // What is there can be read all the same.
+    assert_eq!(shown(&without, 1, 5), b"first");
+
+    let hex = two.digest.hex();
+    for path in [
+        hex.clone(),
+        format!("sha256/{hex}"),
+        format!("blobs/sha256/{hex}"),
+    ] {
+        let store = tempfile::tempdir().unwrap();
+        let path = store.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, &two.bytes).unwrap();
+        let elsewhere = tempfile::tempdir().unwrap();
+        let found = opened(&name(&layout, ":x"), &[elsewhere.path(), store.path()]).unwrap();
+        found.require_all().unwrap();
+        assert_eq!(shown(&found, 2, 6), b"second");
+    }
+}
+
+#[test]
+fn another_file_under_a_layers_name_is_refused_and_a_right_one_behind_it_taken() {
+    let (one, two) = (layer(b"first"), layer(b"second"));
+    let (layout, _) = layout(&[&one, &two]);
+    let path = blob_path(&layout, &one.digest);
+    let root = |made: &Made| made.facts["merkle_root"].as_str().unwrap().to_owned();
+    let mut shorter = one.bytes.clone();
+    shorter.pop();
+    let longer = make(&[b"first".to_vec(), vec![0; 5000]].concat(), &[], &[]);
+    for (bytes, why) in [
+        (
+            two.bytes.clone(),
+            format!(
+                "LAYOUT/blobs/sha256/{} is not layer 1 of 2 ({}): its hash tree's root is {}, not {}",
+                one.digest.hex(),
+                one.digest,
+                root(&two),
+                root(&one)
+            ),
+        ),
+        (
+            longer.bytes.clone(),
+            format!("hash tree's root is {}", root(&longer)),
+        ),
+        (shorter, "it was cut short".into()),
+        (b"not an image".to_vec(), "not a BCoW file".into()),
+    ] {
+        std::fs::write(&path, bytes).unwrap();
+        let wrong = opened(&name(&layout, ":x"), &[]).unwrap();
+        let found = problems(&wrong, &layout);
+        assert!(found.len() == 1 && found[0].contains(&why), "{found:?}");
+        assert!(found[0].contains(&format!("layer 1 of 2 ({})", one.digest)));
+        assert!(wrong.image.read_at(4 << 20, &mut [0]).is_err());
+        assert_eq!(shown(&wrong, 2, 6), b"second");
+
+        let store = tempfile::tempdir().unwrap();
+        std::fs::write(store.path().join(one.digest.hex()), &one.bytes).unwrap();
+        let right = opened(&name(&layout, ":x"), &[store.path()]).unwrap();
+        right.require_all().unwrap();
+        assert_eq!(shown(&right, 1, 5), b"first");
+    }
+}
+
+#[test]
+fn layers_in_each_others_place_are_refused() {
+    let (one, two) = (layer(b"first"), layer(b"second"));
+    let (layout, _) = layout(&[&one, &two]);
+    std::fs::write(blob_path(&layout, &one.digest), &two.bytes).unwrap();
+    std::fs::write(blob_path(&layout, &two.digest), &one.bytes).unwrap();
+    let swapped = opened(&name(&layout, ":x"), &[]).unwrap();
+    assert_eq!(swapped.problems.len(), 2);
+    assert!(swapped.problems.iter().all(|p| p.code() == "backing-entry"));
+}
+
+#[test]
+fn layers_below_layers_are_found_the_same_way() {
+    let one = layer(b"first");
+    let two = make(b"second", &[&one], &[]);
+    let (layout, _) = layout(&[&one, &two]);
+    let both = opened(&name(&layout, ":x"), &[]).unwrap();
+    both.require_all().unwrap();
+    assert_eq!(both.below.len(), 2);
+    // The stack's second window shows the second layer, whose own window shows the first.
+    let mut bytes = [0; 5];
+    both.image.read_at((3 << 22) + 4096, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"first");
+
+    // Nothing vouches for what is below a layer that is opened on its own, so that is hashed.
+    let alone = name(&layout, &format!("@{}", two.digest));
+    opened(&alone, &[]).unwrap().require_all().unwrap();
+    let mut other = one.bytes.clone();
+    other.push(0);
+    std::fs::write(blob_path(&layout, &one.digest), other).unwrap();
+    let wrong = opened(&alone, &[]).unwrap();
+    let found = problems(&wrong, &layout);
+    assert!(found[0].contains(&format!("is not backing {}: its digest is", one.digest)));
+}
+
+#[test]
+fn chains_end_at_64_files() {
+    let mut layers = vec![layer(b"lowest")];
+    for depth in 1..65 {
+        let below = layers.last().unwrap().clone();
+        layers.push(make(format!("{depth}").as_bytes(), &[&below], &[]));
+    }
+    for (count, works) in [(64, true), (65, false)] {
+        // Whatever the order in which the stack names them.
+        for listed in [
+            layers[..count].iter().collect::<Vec<_>>(),
+            layers[..count].iter().rev().collect(),
+        ] {
+            let (layout, _) = layout(&listed);
+            let opened = opened(&name(&layout, ":x"), &[]).unwrap();
+            assert_eq!(opened.require_all().is_ok(), works, "{count}");
+            if !works {
+                let too_deep = |p: &Arc<LayerProblem>| matches!(**p, LayerProblem::TooDeep { .. });
+                assert!(opened.problems.iter().any(too_deep));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_file_below_itself_is_refused() {
+    let one = layer(b"first");
+    let two = make(b"second", &[&one], &[]);
+    // Under the name of the first stands a file that has the second below it. Nothing vouches for either.
+    let loops = make(b"third", &[&two], &[]);
+    let top = make(b"tree", &[&two], &[]);
+    let layout = Layout::new();
+    layout.blob(BCOW_LAYER, &two.bytes);
+    layout.blob(BCOW_STACK, &top.bytes);
+    std::fs::write(blob_path(&layout, &one.digest), &loops.bytes).unwrap();
+    let opened = opened(&name(&layout, &format!("@{}", top.digest)), &[]).unwrap();
+    let found = problems(&opened, &layout);
+    assert!(found[0].starts_with("more than 64 files"), "{found:?}");
+    opened.require_all().unwrap_err();
+}
+
+#[test]
+fn the_merkle_tree_vouches_for_layers_and_the_manifest_for_the_stack() {
+    let one = layer(b"first");
+    let (layout, stack) = layout(&[&one]);
+    let options = OpenOptions {
+        verify: Verify::Merkle,
+        ..OpenOptions::default()
+    };
+    let good = open(&name(&layout, ":x"), &[], &options).unwrap();
+    good.require_all().unwrap();
+    assert_eq!(shown(&good, 1, 5), b"first");
+    let other = make(b"TREE", &[&one], std::slice::from_ref(&one.facts));
+    std::fs::write(blob_path(&layout, &stack.digest), &other.bytes).unwrap();
+    let error = open(&name(&layout, ":x"), &[], &options).err().unwrap();
+    assert!(error.to_string().contains("digest is"), "{error}");
+}
+
+#[test]
+fn layouts_without_the_image_say_so() {
+    let mut ordinary = Layout::new();
+    let image = ordinary.image("linux/amd64", &[(LAYER, b"tar".to_vec(), b"tar".to_vec())]);
+    ordinary.list(image, Some("x"));
+    let message = |name: &ImageName| {
+        let error = opened(name, &[]).err().unwrap();
+        let hint = error.hint().unwrap_or_default();
+        format!("{error} / {hint}").replace(&ordinary.path().display().to_string(), "LAYOUT")
+    };
+    let text = message(&name(&ordinary, ":x"));
+    assert!(
+        text.contains("in LAYOUT is an ordinary OCI image / `bcow convert`"),
+        "{text}"
+    );
+    let text = message(&name(&ordinary, ":y"));
+    assert!(text.contains("has no image \"y\" / there is: x"), "{text}");
+    let text = message(&name(&ordinary, &format!("@{}", Digest::of(b"nothing"))));
+    assert!(text.contains("LAYOUT has no blob sha256:"), "{text}");
+    let nowhere = ImageName::parse("oci:nowhere".as_ref()).unwrap();
+    assert!(message(&nowhere).contains("cannot open nowhere"));
+}
+
+#[test]
+fn without_a_name_the_one_image_in_bcow_form_is_meant() {
+    let one = layer(b"first");
+    let (mut layout, _) = layout(&[&one]);
+    let image = layout.image("linux/amd64", &[(LAYER, b"tar".to_vec(), b"tar".to_vec())]);
+    layout.list(image, Some("ordinary"));
+    assert!(opened(&name(&layout, ""), &[]).is_err());
+    let mut index: Value =
+        serde_json::from_slice(&std::fs::read(layout.path().join("index.json")).unwrap()).unwrap();
+    index["manifests"][0]["artifactType"] = "application/vnd.bcow.image.v1".into();
+    std::fs::write(layout.path().join("index.json"), index.to_string()).unwrap();
+    opened(&name(&layout, ""), &[])
+        .unwrap()
+        .require_all()
+        .unwrap();
+}
+
+/// A stack whose layers the hostile maker says nothing true of cannot make the reader look elsewhere.
+#[test]
+fn nothing_in_a_file_leads_out_of_the_stores() {
+    let secret = layer(b"secret");
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("secret"), &secret.bytes).unwrap();
+    let path = dir.path().join("secret").display().to_string();
+    let facts = json!({
+        "digest": path, "path": path, "file_bytes": secret.bytes.len(),
+        "merkle_root": secret.facts["merkle_root"],
+    });
+    let top = make(b"tree", &[&secret], &[facts]);
+    let layout = Layout::new();
+    layout.blob(BCOW_STACK, &top.bytes);
+    let opened = opened(&name(&layout, &format!("@{}", top.digest)), &[]).unwrap();
+    assert_eq!(opened.problems.len(), 1);
+    assert!(matches!(*opened.problems[0], LayerProblem::Missing { .. }));
+}
