@@ -112,6 +112,11 @@ impl OpenImage {
         &self.opened.image
     }
 
+    /// The image with what is known of its layers.
+    pub fn opened(&self) -> &Opened {
+        &self.opened
+    }
+
     /// The file system in it.
     pub fn tree(&self) -> Result<Tree, CommandError> {
         let filesystem = Filesystem::open(self.image().clone())

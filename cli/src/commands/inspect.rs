@@ -1,13 +1,16 @@
 //! `bcow inspect`
 
+mod stack;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use bcow::format::{Header, State, Use};
-use bcow::{Extent, Mapping};
+use bcow::format::{Header, SECTOR_BYTES, State, Use};
+use bcow::{Extent, Image, Mapping};
 use bcow_erofs::reader::Superblock;
 use serde_json::{Value, json};
 
+use self::stack::Stack;
 use crate::error::CommandError;
 use crate::image::{OpenImage, StoreArgs};
 use crate::names::{self, printable};
@@ -21,6 +24,10 @@ use crate::ui::{Output, Ui};
 /// source the image was made from with its layers, and the file system's vital data. Reads the
 /// tables, not the data.
 ///
+/// Of a stack it also shows the layers: the size of each one's file, the names and bytes that it adds
+/// to the merged tree, how much it hides of the layers below and how much of it is hidden by those
+/// above, and how much of its content is named in lower layers instead of stored.
+///
 /// JSON has all of it and the OCI configuration (`.metadata.config`); fields are added in later
 /// versions, never moved. Sizes are in bytes.
 #[derive(Debug, clap::Args)]
@@ -31,6 +38,9 @@ pub struct Args {
     /// Print JSON (schema bcow.inspect/1)
     #[arg(long)]
     json: bool,
+    /// Print only the command by which root mounts a plain image on DIR with nothing but the kernel
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true, default_missing_value = "/mnt", conflicts_with = "json", value_hint = clap::ValueHint::DirPath)]
+    mount_command: Option<PathBuf>,
     #[command(flatten)]
     stores: StoreArgs,
 }
@@ -38,6 +48,9 @@ pub struct Args {
 /// Inspects. Shows what can be shown of a damaged image, and then fails.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
+    if let Some(directory) = &args.mount_command {
+        return stack::tell_mount_command(&image, directory, ui);
+    }
     let shown = image.path().display();
     let mut failure = None;
     let mut note = |what: &str, error: &(dyn std::error::Error + 'static)| {
@@ -52,7 +65,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Value::Null
     });
     let metadata_start = metadata["content"]["metadata_start"].as_u64();
-    let (storage, error) = Storage::measure(&image, metadata_start);
+    let (storage, error) = Storage::measure(image.image(), metadata_start);
     if let Some(error) = error {
         note("map", &error);
     }
@@ -63,8 +76,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             None
         }
     };
+    let (stack, stack_failure) = match image.opened().is_stack() {
+        true => {
+            let (stack, failure) = Stack::look(image.opened(), &metadata);
+            (Some(stack), failure)
+        }
+        false => (None, None),
+    };
     let facts = Facts {
         image: &image,
+        stack,
         header: image.image().header(),
         metadata,
         storage,
@@ -77,7 +98,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         facts.tell(&mut out)?;
         out.finish()?;
     }
-    match failure {
+    match failure.or(stack_failure) {
         Some(failure) => Err(failure),
         None => Ok(()),
     }
@@ -99,6 +120,7 @@ struct Class {
     raw_blocks: u64,
     zstd_blocks: u64,
     zero_bytes: u64,
+    /// Bytes of other files, beside `bytes`.
     backing_bytes: u64,
     /// Blocks by their size, and the bytes they take.
     sizes: BTreeMap<u64, (u64, u64)>,
@@ -106,6 +128,10 @@ struct Class {
 
 impl Class {
     fn add(&mut self, extent: &Extent) {
+        if let Mapping::Backing { .. } = extent.mapping {
+            self.backing_bytes += extent.length;
+            return;
+        }
         self.bytes += extent.length;
         let stored = match extent.mapping {
             Mapping::Raw { stored } => {
@@ -116,12 +142,8 @@ impl Class {
                 self.zstd_blocks += 1;
                 stored
             }
-            Mapping::Zero | Mapping::Hole => {
+            Mapping::Zero | Mapping::Hole | Mapping::Backing { .. } => {
                 self.zero_bytes += extent.length;
-                return;
-            }
-            Mapping::Backing { .. } => {
-                self.backing_bytes += extent.length;
                 return;
             }
         };
@@ -137,7 +159,7 @@ impl Class {
 
     /// Bytes that are stored, before compression.
     fn kept_bytes(&self) -> u64 {
-        self.bytes - self.zero_bytes - self.backing_bytes
+        self.bytes - self.zero_bytes
     }
 
     fn ratio(&self) -> Option<f64> {
@@ -166,9 +188,14 @@ impl Class {
 
 impl Storage {
     /// Goes through the map. After an error, what was seen until then is what there is.
-    fn measure(image: &OpenImage, metadata_start: Option<u64>) -> (Storage, Option<bcow::Error>) {
+    fn measure(image: &Image, metadata_start: Option<u64>) -> (Storage, Option<bcow::Error>) {
+        // Where there is no content, the superblock's block holds metadata too.
+        let metadata_start = metadata_start.map(|start| match start {
+            SECTOR_BYTES => 0,
+            start => start,
+        });
         let mut storage = Storage::default();
-        for extent in image.image().extents() {
+        for extent in image.extents() {
             match extent {
                 Ok(extent) if metadata_start.is_some_and(|start| extent.offset >= start) => {
                     storage.metadata.add(&extent);
@@ -183,6 +210,7 @@ impl Storage {
 
 struct Facts<'a> {
     image: &'a OpenImage,
+    stack: Option<Stack>,
     header: &'a Header,
     metadata: Value,
     storage: Storage,
@@ -245,6 +273,7 @@ impl Facts<'_> {
                 "chunk_bytes": 1u64 << tree.chunk_shift,
             })),
             "backings": backings,
+            "stack": self.stack.as_ref().map(Stack::as_json),
             "erofs": self.filesystem.as_ref().map(|fs| json!({
                 "block_bytes": fs.block_bytes,
                 "blocks": fs.blocks,
@@ -285,10 +314,10 @@ impl Facts<'_> {
         if let Some(root) = self.merkle_root() {
             line(out, "merkle root", &root)?;
         }
-        for backing in self.image.image().backings() {
+        for (index, backing) in self.image.image().backings().enumerate() {
             line(
                 out,
-                "backing",
+                &format!("backing {index}"),
                 &format!(
                     "{} ({})",
                     printable(&backing.name.to_string()),
@@ -297,6 +326,9 @@ impl Facts<'_> {
             )?;
         }
         self.tell_source(out)?;
+        if let Some(stack) = &self.stack {
+            stack.tell(out)?;
+        }
         self.tell_storage(out)?;
         self.tell_filesystem(out)
     }
@@ -330,7 +362,13 @@ impl Facts<'_> {
                 .unwrap_or_else(|| "(no digest)".into());
             let sizes: Vec<String> = [("stored_bytes", "as stored"), ("tar_bytes", "as tar")]
                 .iter()
-                .filter_map(|(key, what)| Some(format!("{} {what}", Human(layer[key].as_u64()?))))
+                .filter_map(|(key, what)| {
+                    // A stack tells apart the layer and what it was made of.
+                    let bytes = layer[key]
+                        .as_u64()
+                        .or_else(|| layer["source"][key].as_u64());
+                    Some(format!("{} {what}", Human(bytes?)))
+                })
                 .collect();
             writeln!(out, "  {name}  {}", sizes.join(", "))?;
         }
@@ -359,6 +397,11 @@ impl Facts<'_> {
                 Count(class.zstd_blocks).to_string(),
                 Count(class.raw_blocks).to_string(),
             )?;
+        }
+        let window_bytes = self.storage.content.backing_bytes + self.storage.metadata.backing_bytes;
+        if window_bytes > 0 {
+            let bytes = Human(window_bytes).to_string();
+            writeln!(out, "  {:<16} {bytes:>12}", "windows")?;
         }
         for (name, bytes) in [
             ("Merkle tree", self.merkle_bytes()),

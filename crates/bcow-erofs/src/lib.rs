@@ -16,6 +16,7 @@
 //! `device-table`, Linux 5.16). The format's source is the kernel's `Documentation/filesystems/erofs.rst` and
 //! `fs/erofs/erofs_fs.h`.
 
+pub mod account;
 pub mod check;
 pub mod debug;
 pub mod diff;

@@ -89,6 +89,35 @@ pub fn is_whiteout(fs: &Filesystem, inode: &Inode) -> Result<bool, ErofsError> {
         && fs.xattr(inode, DEVICE)?.as_deref() != Some(YES))
 }
 
+/// What an inode of a layer on its own stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// It hides what the layers below have under its name.
+    Whiteout,
+    /// A directory.
+    Directory {
+        /// It hides what the layers below have in it.
+        opaque: bool,
+    },
+    /// A symbolic link to the path, in the layers below, of a file that this is another name of.
+    LowerLink,
+    /// Itself.
+    Other,
+}
+
+/// What an inode of a layer on its own stands for.
+pub fn role(fs: &Filesystem, inode: &Inode) -> Result<Role, ErofsError> {
+    let has = |name| Ok::<_, ErofsError>(fs.xattr(inode, name)?.as_deref() == Some(YES));
+    Ok(match inode.kind {
+        FileType::Directory => Role::Directory {
+            opaque: has(OPAQUE)?,
+        },
+        FileType::Symlink if has(LINK)? => Role::LowerLink,
+        FileType::CharDevice if is_whiteout(fs, inode)? => Role::Whiteout,
+        _ => Role::Other,
+    })
+}
+
 /// How a layer is read.
 pub struct ReadOptions<'a> {
     /// Where content goes: given the device byte where a run of blocks starts and the run's length in bytes, the block

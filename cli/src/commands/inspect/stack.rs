@@ -1,0 +1,367 @@
+//! What the layers of a stack are, what each adds and hides, and how the kernel mounts them by itself.
+
+use std::collections::{HashMap, HashSet};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use bcow::format::incompatible;
+use bcow::{Image, Mapping};
+use bcow_erofs::account::{LayerAccount, account};
+use bcow_erofs::reader::Filesystem;
+use bcow_oci::store::{Opened, StackLayer};
+use serde_json::{Value, json};
+
+use super::Storage;
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
+use crate::names;
+use crate::size::{Count, Human, plural};
+use crate::ui::{Output, Ui};
+
+/// A stack's layers, lowest first.
+pub struct Stack {
+    layers: Vec<Layer>,
+    stack_bytes: u64,
+}
+
+struct Layer {
+    digest: String,
+    short: String,
+    file_bytes: u64,
+    /// The same file as another layer's further down.
+    is_again: bool,
+    path: Option<PathBuf>,
+    /// Known if all layers are there.
+    account: Option<LayerAccount>,
+    /// File content that it names in lower layers instead of storing it.
+    shared_bytes: u64,
+    /// What that content would take in the file, going by how the layers are compressed.
+    saved_bytes: u64,
+    /// What the stack says of the layer it was made of.
+    source: Value,
+    diff_id: Value,
+}
+
+impl Stack {
+    /// Looks into the layers. What cannot be read of them is left out, and the reason given too.
+    pub fn look(opened: &Opened, metadata: &Value) -> (Stack, Option<CommandError>) {
+        let mut failure = None;
+        let accounts = accounts(opened).unwrap_or_else(|error| {
+            failure = Some(error);
+            None
+        });
+        let ratio = stored_part(opened);
+        let described = metadata["layers"].as_array();
+        let mut seen = HashSet::new();
+        let layers = opened
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(index, layer)| {
+                let said = described
+                    .and_then(|all| all.iter().find(|one| is_about(one, layer)))
+                    .unwrap_or(&Value::Null);
+                let shared_bytes = layer.file.as_ref().map_or(0, |file| {
+                    let metadata = file.image.metadata().unwrap_or_default();
+                    metadata["content"]["lower_bytes"].as_u64().unwrap_or(0)
+                });
+                Layer {
+                    digest: layer.facts.digest.to_string(),
+                    short: layer.facts.digest.short(),
+                    file_bytes: layer.facts.file_bytes,
+                    is_again: !seen.insert(&layer.facts.digest),
+                    path: layer.file.as_ref().map(|file| file.path.clone()),
+                    account: accounts.as_ref().map(|all| all[index]),
+                    shared_bytes,
+                    saved_bytes: (shared_bytes as f64 * ratio) as u64,
+                    source: said["source"].clone(),
+                    diff_id: said["diff_id"].clone(),
+                }
+            })
+            .collect();
+        let stack = Stack {
+            layers,
+            stack_bytes: opened.image.header().file_bytes,
+        };
+        (stack, failure)
+    }
+
+    fn sum(&self, of: impl Fn(&Layer) -> u64) -> u64 {
+        self.layers
+            .iter()
+            .fold(0, |sum, layer| sum.saturating_add(of(layer)))
+    }
+
+    /// Bytes of the layers' files, each file once.
+    fn files_bytes(&self) -> u64 {
+        self.sum(|layer| if layer.is_again { 0 } else { layer.file_bytes })
+    }
+
+    fn files(&self) -> u64 {
+        self.sum(|layer| u64::from(!layer.is_again))
+    }
+
+    fn source_bytes(&self) -> u64 {
+        self.sum(|layer| layer.source["stored_bytes"].as_u64().unwrap_or(0))
+    }
+
+    pub fn as_json(&self) -> Value {
+        let layers: Vec<Value> = self
+            .layers
+            .iter()
+            .map(|layer| {
+                json!({
+                    "digest": layer.digest,
+                    "diff_id": layer.diff_id,
+                    "path": layer.path.as_ref().map(|path| path.to_string_lossy()),
+                    "file_bytes": layer.file_bytes,
+                    "adds": layer.account.map(|a| amount(a.added_entries, a.added_bytes)),
+                    "hides": layer.account.map(|a| amount(a.hides_entries, a.hides_bytes)),
+                    "hidden": layer.account.map(|a| amount(a.hidden_entries, a.hidden_bytes)),
+                    "whiteouts": layer.account.map(|a| a.whiteouts),
+                    "shared_bytes": layer.shared_bytes,
+                    "saved_bytes_estimate": layer.saved_bytes,
+                    "source": layer.source,
+                })
+            })
+            .collect();
+        json!({
+            "layers": layers,
+            "files": self.files(),
+            "layers_bytes": self.files_bytes(),
+            "stack_bytes": self.stack_bytes,
+            "source_bytes": self.source_bytes(),
+            "shared_bytes": self.sum(|layer| layer.shared_bytes),
+            "saved_bytes_estimate": self.sum(|layer| layer.saved_bytes),
+        })
+    }
+
+    pub fn tell(&self, out: &mut Output) -> Result<(), CommandError> {
+        writeln!(
+            out,
+            "\n{:<24} {:>10} {:>19} {:>19} {:>19} {:>10}",
+            "Stack, top layer first", "file", "adds", "hides", "hidden", "shares"
+        )?;
+        let row = |out: &mut Output,
+                   name: &str,
+                   file: u64,
+                   account: Option<&LayerAccount>,
+                   shared: u64| {
+            write!(out, "  {name:<22} {:>10}", Human(file).to_string())?;
+            match account {
+                Some(account) => {
+                    for (entries, bytes) in [
+                        (account.added_entries, account.added_bytes),
+                        (account.hides_entries, account.hides_bytes),
+                        (account.hidden_entries, account.hidden_bytes),
+                    ] {
+                        let (entries, bytes) = (Count(entries).to_string(), Human(bytes));
+                        write!(out, " {entries:>8} {:>10}", bytes.to_string())?;
+                    }
+                }
+                None => write!(out, " {:>19} {:>19} {:>19}", "?", "?", "?")?,
+            }
+            writeln!(out, " {:>10}", Human(shared).to_string())
+        };
+        let digits = self.layers.len().to_string().len();
+        for (index, layer) in self.layers.iter().enumerate().rev() {
+            let name = format!("{:>digits$} {}", index + 1, layer.short);
+            if layer.path.is_none() {
+                writeln!(
+                    out,
+                    "  {name:<22} {:>10}  missing",
+                    Human(layer.file_bytes).to_string()
+                )?;
+                continue;
+            }
+            row(
+                out,
+                &name,
+                layer.file_bytes,
+                layer.account.as_ref(),
+                layer.shared_bytes,
+            )?;
+        }
+        let total = self.layers.iter().try_fold(
+            LayerAccount::default(),
+            |sum, layer| -> Option<LayerAccount> {
+                let one = layer.account?;
+                Some(LayerAccount {
+                    added_entries: sum.added_entries.saturating_add(one.added_entries),
+                    added_bytes: sum.added_bytes.saturating_add(one.added_bytes),
+                    hidden_entries: sum.hidden_entries.saturating_add(one.hidden_entries),
+                    hidden_bytes: sum.hidden_bytes.saturating_add(one.hidden_bytes),
+                    hides_entries: sum.hides_entries.saturating_add(one.hides_entries),
+                    hides_bytes: sum.hides_bytes.saturating_add(one.hides_bytes),
+                    whiteouts: sum.whiteouts.saturating_add(one.whiteouts),
+                })
+            },
+        );
+        let shared = self.sum(|layer| layer.shared_bytes);
+        row(out, "all", self.files_bytes(), total.as_ref(), shared)?;
+        let source = match self.source_bytes() {
+            0 => String::new(),
+            bytes => format!("; {} at the source", Human(bytes)),
+        };
+        writeln!(
+            out,
+            "  {} in {}, {}; with the stack {}{source}",
+            plural(self.layers.len() as u64, "layer"),
+            plural(self.files(), "file"),
+            Human(self.files_bytes()),
+            Human(self.files_bytes().saturating_add(self.stack_bytes)),
+        )?;
+        match (shared, self.sum(|layer| layer.saved_bytes)) {
+            (0, _) => Ok(()),
+            (shared, saved) => writeln!(
+                out,
+                "  {} of content are named in lower layers instead of stored again, which saves about {}",
+                Human(shared),
+                Human(saved)
+            ),
+        }
+    }
+}
+
+fn amount(entries: u64, bytes: u64) -> Value {
+    json!({ "entries": entries, "bytes": bytes })
+}
+
+fn is_about(said: &Value, layer: &StackLayer) -> bool {
+    said["digest"].as_str() == Some(&layer.facts.digest.to_string())
+}
+
+/// What each layer adds and hides; nothing if one is missing.
+fn accounts(opened: &Opened) -> Result<Option<Vec<LayerAccount>>, CommandError> {
+    let mut filesystems = HashMap::new();
+    for layer in &opened.layers {
+        let Some(file) = &layer.file else {
+            return Ok(None);
+        };
+        if !filesystems.contains_key(&layer.facts.digest) {
+            let filesystem = Filesystem::open(file.image.clone())
+                .context(|| format!("cannot read the file system in {}", file.path.display()))?;
+            filesystems.insert(&layer.facts.digest, filesystem);
+        }
+    }
+    let layers: Vec<&Filesystem> = opened
+        .layers
+        .iter()
+        .filter_map(|layer| filesystems.get(&layer.facts.digest))
+        .collect();
+    let accounts = account(&layers).context(|| "cannot tell what the layers add and hide")?;
+    Ok(Some(accounts))
+}
+
+/// Stored bytes of file content for each byte of it, over all layers.
+fn stored_part(opened: &Opened) -> f64 {
+    let (mut kept, mut stored) = (0, 0);
+    for file in opened.layers.iter().filter_map(|layer| layer.file.as_ref()) {
+        let metadata = file.image.metadata().unwrap_or_default();
+        let start = metadata["content"]["metadata_start"].as_u64();
+        let (storage, _) = Storage::measure(&file.image, start);
+        kept += storage.content.kept_bytes();
+        stored += storage.content.stored_bytes;
+    }
+    match kept {
+        0 => 0.0,
+        kept => stored as f64 / kept as f64,
+    }
+}
+
+/// mount(2) takes its options as one page.
+const OPTIONS_BYTES: usize = 4096;
+
+/// Prints the command line by which root mounts the image with nothing but the kernel.
+pub fn tell_mount_command(
+    image: &OpenImage,
+    directory: &Path,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let opened = image.opened();
+    opened
+        .require_all()
+        .map_err(|error| crate::image::cannot_open(image.path(), &error))?;
+    let mut files = vec![(&*opened.image, opened.path.as_path())];
+    let tree = image.tree()?;
+    for &start in &tree.filesystem().superblock().devices {
+        let (layer, path) = device_at(opened, start).ok_or_else(|| {
+            CommandError::new(format!(
+                "cannot tell which layer the device at byte {start} of {} is",
+                image.path().display()
+            ))
+            .hint("convert the image again")
+        })?;
+        files.push((layer, path));
+    }
+    let has_windows = opened
+        .image
+        .header()
+        .features
+        .has_incompatible(incompatible::WINDOWS);
+    let is_plain = |image: &Image| {
+        image
+            .header()
+            .features
+            .has_incompatible(incompatible::PLAIN)
+    };
+    if !files.iter().all(|(image, _)| is_plain(image)) || (has_windows && files.len() == 1) {
+        return Err(CommandError::new(format!(
+            "the kernel cannot mount {} by itself",
+            image.path().display()
+        ))
+        .caused_by_text("it is not stored plain")
+        .hint("`bcow mount` mounts every image; `bcow convert --plain` makes one that the kernel mounts too"));
+    }
+    let quoted = |path: &Path| {
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        names::quoted(path.as_os_str().as_bytes())
+    };
+    let target = names::quoted(directory.as_os_str().as_bytes());
+    let mut out = ui.output();
+    match &files[..] {
+        [(_, file)] => writeln!(out, "mount -t erofs -o ro,loop {} {target}", quoted(file))?,
+        [(_, stack), layers @ ..] => {
+            // mount(8) makes a loop device of a file by itself, but then refuses files as further devices.
+            let device = |path: &Path| format!("\"$(losetup -rf --show {})\"", quoted(path));
+            write!(out, "mount -t erofs -o ro")?;
+            for (_, layer) in layers {
+                write!(out, ",device={}", device(layer))?;
+            }
+            writeln!(out, " {} {target}", device(stack))?;
+            let likely = "ro".len() + layers.len() * ",device=/dev/loop1000".len();
+            if likely > OPTIONS_BYTES {
+                ui.warning(format_args!(
+                    "with {} the options get longer than the {} bytes that mount(2) takes; only a mount(8) that uses fsconfig(2) can do it",
+                    plural(layers.len() as u64, "layer"),
+                    Count(OPTIONS_BYTES as u64),
+                ));
+            }
+        }
+        [] => {}
+    }
+    out.finish()
+}
+
+/// The layer that the byte `start` of the address space shows the first byte of.
+fn device_at(opened: &Opened, start: u64) -> Option<(&Image, &Path)> {
+    let extent = opened.image.map(start).ok()?;
+    let Mapping::Backing {
+        index, offset: 0, ..
+    } = extent.mapping
+    else {
+        return None;
+    };
+    let name = opened
+        .image
+        .backings()
+        .nth(index as usize)?
+        .name
+        .to_string();
+    let layer = opened
+        .layers
+        .iter()
+        .find(|layer| layer.facts.digest.to_string() == name)?;
+    let file = layer.file.as_ref()?;
+    (extent.offset == start).then_some((&*file.image, file.path.as_path()))
+}
