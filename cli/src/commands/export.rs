@@ -177,6 +177,10 @@ fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
     let tree = image.tree()?;
     let superblock = tree.filesystem().superblock();
     let size = image.image().size();
+    if !superblock.devices.is_empty() {
+        // The superblock counts the blocks of the first device; the others lie behind it here.
+        return Ok(size);
+    }
     match superblock.blocks.checked_mul(superblock.block_bytes.into()) {
         Some(bytes) if bytes <= size => Ok(bytes),
         _ => Err(CommandError::new(format!(
