@@ -10,6 +10,5 @@ mod makers;
 mod model;
 mod mutations;
 mod output;
-mod stores;
 mod support;
 mod tarmaker;
