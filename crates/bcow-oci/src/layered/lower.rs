@@ -123,40 +123,60 @@ struct Pieces<'a> {
 impl Pieces<'_> {
     /// Cuts a file as the converter does.
     fn file(&mut self, inode: &Inode) -> Result<(), ErofsError> {
+        const PIECE: u64 = PIECE_BYTES as u64;
         let mut at = 0;
-        while at < inode.size {
-            let length = (inode.size - at).min(PIECE_BYTES as u64);
-            if let Some((offset, tail)) = self.place(inode, at, length)? {
-                self.buffer.resize(length as usize, 0);
-                self.fs.read(inode, at, &mut self.buffer)?;
-                let piece = LowerPiece {
-                    layer: self.layer,
-                    // Within the layer's own bytes, whose blocks have numbers.
-                    start: self.first + (offset / BLOCK_BYTES) as u32,
-                    tail,
-                };
-                let key = *blake3::hash(&self.buffer).as_bytes();
-                self.index.pieces.entry(key).or_insert(piece);
+        while at < inode.size
+            && let Some(extent) = self.fs.extents(inode, at).next().transpose()?
+        {
+            let length = (inode.size - at).min(PIECE);
+            match extent.source {
+                // A hole can be longer than any number of pieces.
+                ExtentSource::Hole => {
+                    let end = at + extent.length;
+                    at = (at + PIECE).max(end - end % PIECE);
+                    continue;
+                }
+                ExtentSource::Device { offset } => {
+                    let in_blocks = extent.length.min(length);
+                    let tail = length - in_blocks;
+                    if self.is_piece(inode, at, offset, in_blocks, tail) {
+                        self.take(inode, at, length, offset, tail as u16)?;
+                    }
+                }
             }
             at += length;
         }
         Ok(())
     }
 
-    /// Where a piece lies, and how much of its end lies elsewhere; `None` if it lies in several places, or below.
-    fn place(&self, inode: &Inode, at: u64, length: u64) -> Result<Option<(u64, u16)>, ErofsError> {
-        let Some(extent) = self.fs.extents(inode, at).next().transpose()? else {
-            return Ok(None);
-        };
-        let ExtentSource::Device { offset } = extent.source else {
-            return Ok(None);
-        };
-        let in_blocks = extent.length.min(length);
-        let tail = length - in_blocks;
-        let is_tail = tail <= INLINE_MAX.into() && at + length == inode.size;
+    /// Whether a piece lies in this layer's own content, in one place but for a tail.
+    fn is_piece(&self, inode: &Inode, at: u64, offset: u64, in_blocks: u64, tail: u64) -> bool {
         let is_own = offset.is_multiple_of(BLOCK_BYTES) && offset + in_blocks <= self.content_end;
-        let is_whole = tail == 0 || in_blocks.is_multiple_of(BLOCK_BYTES);
-        Ok((is_tail && is_own && is_whole || tail == 0 && is_own).then_some((offset, tail as u16)))
+        let has_tail = tail <= INLINE_MAX.into()
+            && in_blocks.is_multiple_of(BLOCK_BYTES)
+            && at + in_blocks + tail == inode.size;
+        is_own && (tail == 0 || has_tail)
+    }
+
+    fn take(
+        &mut self,
+        inode: &Inode,
+        at: u64,
+        length: u64,
+        offset: u64,
+        tail: u16,
+    ) -> Result<(), ErofsError> {
+        self.buffer.resize(length as usize, 0);
+        self.fs.read(inode, at, &mut self.buffer)?;
+        let piece = LowerPiece {
+            layer: self.layer,
+            // Within the layer's own bytes, whose blocks have numbers.
+            start: self.first + (offset / BLOCK_BYTES) as u32,
+            tail,
+        };
+        let key = *blake3::hash(&self.buffer).as_bytes();
+        self.index.pieces.entry(key).or_insert(piece);
+        Ok(())
     }
 }
 

@@ -4,10 +4,14 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::{Image, OpenOptions};
+use bcow::format::BackingEntry;
+use bcow::{BackingResolver, BlockDevice, Image, OpenOptions};
 use bcow_erofs::debug::{DumpOptions, dump};
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::{ConvertError, ConvertOptions, Digest, Report, Source, TarInput, convert};
+use bcow_oci::{
+    ConvertError, ConvertOptions, Digest, LayoutOptions, LayoutReport, Report, Source, TarInput,
+    convert, convert_to_layout,
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -135,12 +139,7 @@ impl Converted {
 
     /// The tree, one line per entry.
     pub fn dump(&self) -> String {
-        let mut text = String::new();
-        dump(&self.filesystem(), &DumpOptions::default(), &mut |line| {
-            text.push_str(line);
-            text.push('\n');
-        });
-        text
+        dump_of(&self.filesystem())
     }
 
     /// The lines of the tree that begin with these paths, or all but the root's.
@@ -161,6 +160,113 @@ impl Converted {
     }
 }
 
+fn dump_of(fs: &Filesystem) -> String {
+    let mut text = String::new();
+    let options = DumpOptions {
+        // Some tests have holes of any size.
+        max_content_bytes: 1 << 28,
+        ..DumpOptions::default()
+    };
+    dump(fs, &options, &mut |line| {
+        text.push_str(line);
+        text.push('\n');
+    });
+    text
+}
+
+/// An image in a layout.
+pub struct Layered {
+    pub dir: TempDir,
+    pub report: LayoutReport,
+}
+
+/// Opens what is in a layout's blobs.
+struct Blobs(PathBuf);
+
+impl BackingResolver for Blobs {
+    fn resolve(&self, entry: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
+        let name = entry.name.to_string();
+        let path = self.0.join(name.trim_start_matches("sha256:"));
+        let file = Arc::new(std::fs::File::open(path).unwrap());
+        let image = Image::open_with_backings(file, &OpenOptions::default(), self)?;
+        Ok(Some(image))
+    }
+}
+
+impl Layered {
+    pub fn layout(&self) -> PathBuf {
+        self.dir.path().join("layout")
+    }
+
+    pub fn blobs(&self) -> PathBuf {
+        self.layout().join("blobs/sha256")
+    }
+
+    pub fn open(&self, digest: &Digest) -> Arc<Image> {
+        let blobs = Blobs(self.blobs());
+        let file = std::fs::File::open(blobs.0.join(digest.hex())).unwrap();
+        Image::open_with_backings(Arc::new(file), &OpenOptions::default(), &blobs).unwrap()
+    }
+
+    pub fn stack(&self) -> Arc<Image> {
+        self.open(&self.report.stack.digest)
+    }
+
+    /// The merged tree, one line per entry.
+    pub fn dump(&self) -> String {
+        dump_of(&Filesystem::open(self.stack()).unwrap())
+    }
+
+    /// Names and contents of all files in the layout.
+    pub fn files(&self) -> std::collections::BTreeMap<PathBuf, Vec<u8>> {
+        let mut files = std::collections::BTreeMap::new();
+        let mut pending = vec![self.layout()];
+        while let Some(path) = pending.pop() {
+            match path.is_dir() {
+                true => pending.extend(
+                    std::fs::read_dir(&path)
+                        .unwrap()
+                        .map(|entry| entry.unwrap().path()),
+                ),
+                false => {
+                    let name = path.strip_prefix(self.layout()).unwrap().to_owned();
+                    files.insert(name, std::fs::read(&path).unwrap());
+                }
+            }
+        }
+        files
+    }
+}
+
+/// Converts into a fresh layout; `change` sets what the layout options shall be.
+pub fn layered_with(
+    source: &Source,
+    options: &ConvertOptions,
+    change: impl FnOnce(&mut LayoutOptions),
+) -> Result<Layered, ConvertError> {
+    // Layouts are synced file by file, and most tests make one.
+    let in_memory = Path::new("/dev/shm");
+    let dir = match in_memory.is_dir() {
+        true => tempfile::tempdir_in(in_memory),
+        false => tempfile::tempdir(),
+    };
+    let dir = dir.unwrap();
+    let mut layout = LayoutOptions {
+        directory: dir.path().join("layout"),
+        reference: Some("test".into()),
+        ..LayoutOptions::default()
+    };
+    change(&mut layout);
+    match convert_to_layout(source, &layout, options, &()) {
+        Ok(report) => Ok(Layered { dir, report }),
+        Err(error) => {
+            let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+            assert!(left.is_empty(), "{error} left {left:?}");
+            Err(error)
+        }
+    }
+}
+
 pub fn options() -> ConvertOptions {
     ConvertOptions {
         threads: 1,
@@ -174,12 +280,32 @@ pub fn convert_with(source: &Source, options: &ConvertOptions) -> Result<Convert
     let dir = tempfile::tempdir().unwrap();
     let destination = dir.path().join("image.bcow");
     match convert(source, &destination, options, &()) {
-        Ok(report) => Ok(Converted { dir, report }),
+        Ok(report) => {
+            let converted = Converted { dir, report };
+            same_in_layers(source, options, &converted);
+            Ok(converted)
+        }
         Err(error) => {
             let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
             assert!(left.is_empty(), "{error} left {left:?}");
             Err(error)
         }
+    }
+}
+
+/// Layer by layer, the same source gives the same tree.
+fn same_in_layers(source: &Source, options: &ConvertOptions, flattened: &Converted) {
+    match source {
+        Source::Directory(_) | Source::Tar(TarInput::Stdin) => return,
+        // A pipe gives its content once.
+        Source::Tar(TarInput::File(path)) if !path.is_file() => return,
+        _ => {}
+    }
+    let layered = layered_with(source, options, |_| {}).unwrap();
+    assert_eq!(layered.dump(), flattened.dump());
+    if !options.plain {
+        let above = layered_with(source, options, |layout| layout.dedup_lower = true).unwrap();
+        assert_eq!(above.dump(), flattened.dump());
     }
 }
 

@@ -1,0 +1,368 @@
+//! Images layer by layer: what is shared, what is kept, what is made anew.
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use bcow_oci::{ConvertOptions, LayoutOptions, Made, Progress, Source, convert_to_layout};
+use serde_json::Value;
+
+use crate::support::{LAYER, Layered, Layout, gzip, layered_with, options};
+use crate::tarmaker::Tar;
+
+/// Content that can be recognised, and neither deduplicates nor compresses well.
+fn noise(seed: u32, bytes: u32) -> Vec<u8> {
+    (0..bytes)
+        .map(|i| ((i ^ seed.wrapping_mul(0x9e37_79b9)).wrapping_mul(2_654_435_761) >> 13) as u8)
+        .collect()
+}
+
+fn base() -> Vec<u8> {
+    let mut tar = Tar::new().dir("usr");
+    for i in 0..40 {
+        tar = tar.file(format!("usr/f{i}"), noise(i, 5000 * (i + 1)));
+    }
+    tar.done()
+}
+
+fn upper(seed: u32) -> Vec<u8> {
+    Tar::new()
+        .file(format!("usr/own{seed}"), noise(1000 + seed, 70_000))
+        // What the base has, under another name and with a tail beside the inode.
+        .file("usr/copy", noise(7, 5000 * 8))
+        .file("usr/tail", noise(3, 5000 * 4)[..4096 * 4 + 100].to_vec())
+        .file("usr/.wh.f3", "")
+        .done()
+}
+
+fn image(seeds: &[u32]) -> Layout {
+    let mut layers = vec![base()];
+    layers.extend(seeds.iter().map(|&seed| upper(seed)));
+    Layout::of(&layers)
+}
+
+fn layered(source: &Source, change: impl FnOnce(&mut LayoutOptions)) -> Layered {
+    layered_with(source, &options(), change).unwrap()
+}
+
+fn digests(layered: &Layered) -> Vec<String> {
+    let layers = layered.report.layers.iter().map(|l| l.digest.to_string());
+    layers
+        .chain([layered.report.manifest.to_string()])
+        .collect()
+}
+
+/// What was told on the way.
+#[derive(Default)]
+struct Told(Mutex<Vec<String>>);
+
+impl Progress for Told {
+    fn warning(&self, message: &str) {
+        self.0.lock().unwrap().push(message.to_owned());
+    }
+}
+
+#[test]
+fn the_same_input_gives_the_same_files_for_any_number_of_threads() {
+    let image = image(&[1, 2, 3]);
+    let source = image.source(None);
+    let first = layered(&source, |_| {}).files();
+    assert_eq!(
+        first.len(),
+        2 + 4 + 3,
+        "index, layout; layers; stack, config, manifest"
+    );
+    for threads in [1, 2, 7] {
+        let options = ConvertOptions {
+            threads,
+            ..options()
+        };
+        assert!(layered_with(&source, &options, |_| {}).unwrap().files() == first);
+    }
+}
+
+#[test]
+fn images_on_one_base_share_its_file() {
+    let (one, two) = (image(&[1]), image(&[2]));
+    let one = layered(&one.source(None), |_| {});
+    let two = layered(&two.source(None), |_| {});
+    let shared = &one.report.layers[0].digest;
+    assert_eq!(*shared, two.report.layers[0].digest);
+    let name = Path::new("blobs/sha256").join(shared.hex());
+    assert_eq!(one.files()[&name], two.files()[&name]);
+    assert_ne!(one.report.layers[1].digest, two.report.layers[1].digest);
+}
+
+#[test]
+fn how_a_layer_was_compressed_is_nothing_to_it() {
+    let plain = layered(&image(&[1]).source(None), |_| {});
+    let mut other = Layout::new();
+    let layers = [base(), upper(1)].map(|tar| (concat_gzip(), gzip(&tar), tar));
+    let layers: Vec<_> = layers
+        .iter()
+        .map(|(media_type, blob, tar)| (media_type.as_str(), blob.clone(), tar.clone()))
+        .collect();
+    let descriptor = other.image("linux/amd64", &layers);
+    other.list(descriptor, Some("x"));
+    let compressed = layered(&other.source(None), |_| {});
+    for (a, b) in plain.report.layers.iter().zip(&compressed.report.layers) {
+        assert_eq!(a.digest, b.digest);
+    }
+}
+
+fn concat_gzip() -> String {
+    format!("{LAYER}+gzip")
+}
+
+#[test]
+fn what_the_layout_has_is_not_made_again() {
+    let (one, two) = (image(&[1]), image(&[1, 2]));
+    let layered = layered(&one.source(None), |_| {});
+    let before = layered.files();
+    let layout = LayoutOptions {
+        directory: layered.layout(),
+        reference: Some("two".into()),
+        ..LayoutOptions::default()
+    };
+    let report = convert_to_layout(&two.source(None), &layout, &options(), &()).unwrap();
+    let made: Vec<Made> = report.layers.iter().map(|l| l.made).collect();
+    assert_eq!(made, [Made::Layout, Made::Layout, Made::Converted]);
+    let after = layered.files();
+    assert_eq!(
+        after.len(),
+        before.len() + 4,
+        "a layer, a stack, a config, a manifest"
+    );
+    // Both images stand in the index.
+    let index: Value = serde_json::from_slice(&after[Path::new("index.json")]).unwrap();
+    let names: Vec<_> = index["manifests"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|m| m["annotations"]["org.opencontainers.image.ref.name"].as_str())
+        .collect();
+    assert_eq!(names, [Some("test"), Some("two")]);
+    // Other options are other layers.
+    let other = ConvertOptions {
+        block_bytes: Some(65536),
+        ..options()
+    };
+    let report = convert_to_layout(&one.source(None), &layout, &other, &()).unwrap();
+    assert!(report.layers.iter().all(|l| l.made == Made::Converted));
+}
+
+fn entries(cache: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for directory in std::fs::read_dir(cache).unwrap() {
+        for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
+            found.push(file.unwrap().path());
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn the_cache_gives_what_it_was_given() {
+    let image = image(&[1, 2]);
+    let source = image.source(None);
+    let dir = tempfile::tempdir().unwrap();
+    let cached = |layout: &mut LayoutOptions| layout.cache = Some(dir.path().to_owned());
+    let first = layered(&source, cached);
+    assert_eq!(entries(dir.path()).len(), 3);
+    let second = layered(&source, cached);
+    assert!(second.report.layers.iter().all(|l| l.made == Made::Cache));
+    assert_eq!(first.files(), second.files());
+    assert_eq!(layered(&source, |_| {}).files(), second.files());
+}
+
+#[test]
+fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
+    let image = image(&[1]);
+    let source = image.source(None);
+    let dir = tempfile::tempdir().unwrap();
+    let convert = |told: &Told| {
+        let target = tempfile::tempdir().unwrap();
+        let layout = LayoutOptions {
+            directory: target.path().join("layout"),
+            cache: Some(dir.path().to_owned()),
+            ..LayoutOptions::default()
+        };
+        convert_to_layout(&source, &layout, &options(), told).unwrap()
+    };
+    let good = convert(&Told::default());
+    let whole: Vec<Vec<u8>> = entries(dir.path())
+        .iter()
+        .map(|path| std::fs::read(path).unwrap())
+        .collect();
+    let damage: [&dyn Fn(&Path, usize); 5] = [
+        &|path, _| std::fs::write(path, b"").unwrap(),
+        &|path, i| std::fs::write(path, &whole[i][..whole[i].len() / 2]).unwrap(),
+        // A bit of the content, of the header, and all of another layer.
+        &|path, i| flip(path, whole[i].len() as u64 / 3),
+        &|path, _| flip(path, 60),
+        &|path, i| std::fs::write(path, &whole[1 - i]).unwrap(),
+    ];
+    for damage in damage {
+        let paths = entries(dir.path());
+        assert_eq!(paths.len(), 2);
+        for (i, path) in paths.iter().enumerate() {
+            damage(path, i);
+        }
+        let told = Told::default();
+        let again = convert(&told);
+        assert_eq!(again.manifest, good.manifest);
+        assert!(again.layers.iter().all(|l| l.made == Made::Converted));
+        let told = told.0.into_inner().unwrap();
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(
+            told.iter().all(|t| t.contains("it was dropped")),
+            "{told:?}"
+        );
+        let files = entries(dir.path());
+        assert!(
+            files
+                .iter()
+                .zip(&whole)
+                .all(|(path, whole)| std::fs::read(path).unwrap() == *whole)
+        );
+    }
+}
+
+fn flip(path: &Path, at: u64) {
+    let file = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(path)
+        .unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).unwrap();
+    file.write_all_at(&[byte[0] ^ 1], at).unwrap();
+}
+
+#[test]
+fn a_damaged_layer_in_the_layout_is_replaced() {
+    let image = image(&[1]);
+    let source = image.source(None);
+    let layered = layered(&source, |_| {});
+    let before = layered.files();
+    let path = layered.blobs().join(layered.report.layers[0].digest.hex());
+    flip(&path, 200_000);
+    let layout = LayoutOptions {
+        directory: layered.layout(),
+        reference: Some("test".into()),
+        ..LayoutOptions::default()
+    };
+    let told = Told::default();
+    convert_to_layout(&source, &layout, &options(), &told).unwrap();
+    assert_eq!(told.0.into_inner().unwrap().len(), 1);
+    assert!(layered.files() == before);
+}
+
+#[test]
+fn several_converters_share_a_cache_and_a_layout() {
+    let images: Vec<Layout> = (0..4).map(|i| image(&[1, 10 + i])).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let (cache, directory) = (dir.path().join("cache"), dir.path().join("layout"));
+    let reports: Vec<_> = std::thread::scope(|scope| {
+        let convert = |i: usize| {
+            let layout = LayoutOptions {
+                directory: directory.clone(),
+                reference: Some(format!("image{i}")),
+                cache: Some(cache.clone()),
+                ..LayoutOptions::default()
+            };
+            convert_to_layout(&images[i].source(None), &layout, &options(), &()).unwrap()
+        };
+        let threads: Vec<_> = (0..4).map(|i| scope.spawn(move || convert(i))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert!(
+        reports
+            .windows(2)
+            .all(|pair| pair[0].layers[0].digest == pair[1].layers[0].digest)
+    );
+    // Two layers that all have, and one of each.
+    assert_eq!(entries(&cache).len(), 2 + 4);
+    let index = std::fs::read(directory.join("index.json")).unwrap();
+    let index: Value = serde_json::from_slice(&index).unwrap();
+    assert_eq!(index["manifests"].as_array().unwrap().len(), 4);
+}
+
+#[test]
+fn what_lower_layers_have_is_named_there_if_that_is_wanted() {
+    let image = image(&[1, 2]);
+    let source = image.source(None);
+    let alone = layered(&source, |_| {});
+    let tied = layered(&source, |layout| layout.dedup_lower = true);
+    assert_eq!(alone.dump(), tied.dump());
+    let lower: Vec<u64> = tied.report.layers.iter().map(|l| l.lower_bytes).collect();
+    // The copy; and above the first of the two, also the blocks of the file with a tail.
+    assert_eq!(lower, [0, 40_000, 40_000 + 4 * 4096]);
+    assert!(tied.report.layers[1].file_bytes + 30_000 < alone.report.layers[1].file_bytes);
+    // Only what is needed is named.
+    let needs = |i: usize| tied.open(&tied.report.layers[i].digest).backings().count();
+    assert_eq!([needs(0), needs(1), needs(2)], [0, 1, 2]);
+    // Made over other layers, it is another layer; the same again, it is found.
+    let layout = LayoutOptions {
+        directory: tied.layout(),
+        dedup_lower: true,
+        ..LayoutOptions::default()
+    };
+    let again = convert_to_layout(&source, &layout, &options(), &()).unwrap();
+    assert!(again.layers.iter().all(|l| l.made == Made::Layout));
+    let shorter = Layout::of(&[upper(9), upper(1)]);
+    let other = convert_to_layout(&shorter.source(None), &layout, &options(), &()).unwrap();
+    assert!(other.layers.iter().all(|l| l.made == Made::Converted));
+}
+
+#[test]
+fn odd_numbers_of_layers_are_images() {
+    let none = layered(&Layout::of(&[]).source(None), |_| {});
+    assert_eq!(none.dump().lines().count(), 1);
+    let empty = Layout::of(&[Tar::new().done(), Tar::new().done()]);
+    let empty = layered(&empty.source(None), |_| {});
+    assert_eq!(empty.dump().lines().count(), 1);
+    let many: Vec<Vec<u8>> = (0..300u32)
+        .map(|i| {
+            Tar::new()
+                .file(format!("f{i}"), i.to_string())
+                .file("same", i.to_string())
+                .done()
+        })
+        .collect();
+    let many = layered(&Layout::of(&many).source(None), |_| {});
+    assert_eq!(many.dump().lines().count(), 302);
+    assert_eq!(many.stack().backings().count(), 300);
+    // Twice the same layer, with something else in between.
+    let twice = Layout::of(&[base(), upper(1), base()]);
+    let twice = layered(&twice.source(None), |_| {});
+    assert_eq!(digests(&twice)[0], digests(&twice)[2]);
+    assert!(twice.dump().contains("/usr/f3 "));
+}
+
+#[test]
+fn what_is_no_layout_is_not_written_into() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("precious"), "x").unwrap();
+    let image = image(&[]);
+    let source = image.source(None);
+    let to = |directory: PathBuf| {
+        let layout = LayoutOptions {
+            directory,
+            ..LayoutOptions::default()
+        };
+        convert_to_layout(&source, &layout, &options(), &())
+            .unwrap_err()
+            .to_string()
+    };
+    let text = to(dir.path().to_owned());
+    assert!(
+        text.ends_with("it is neither an OCI image layout nor empty"),
+        "{text}"
+    );
+    let text = to(dir.path().join("precious"));
+    assert!(text.ends_with("it is no directory"), "{text}");
+    assert!(to(dir.path().join("no/such/parent")).starts_with("cannot create"));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}
