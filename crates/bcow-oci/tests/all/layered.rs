@@ -12,8 +12,15 @@ use crate::tarmaker::Tar;
 
 /// Content that can be recognised, and neither deduplicates nor compresses well.
 fn noise(seed: u32, bytes: u32) -> Vec<u8> {
+    let mut state = u64::from(seed) + 1;
     (0..bytes)
-        .map(|i| ((i ^ seed.wrapping_mul(0x9e37_79b9)).wrapping_mul(2_654_435_761) >> 13) as u8)
+        .map(|_| {
+            // xorshift64
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        })
         .collect()
 }
 
@@ -30,7 +37,7 @@ fn upper(seed: u32) -> Vec<u8> {
         .file(format!("usr/own{seed}"), noise(1000 + seed, 70_000))
         // What the base has, under another name and with a tail beside the inode.
         .file("usr/copy", noise(7, 5000 * 8))
-        .file("usr/tail", noise(3, 5000 * 4)[..4096 * 4 + 100].to_vec())
+        .file("usr/tail", &noise(3, 5000 * 4)[..4096 * 4 + 100])
         .file("usr/.wh.f3", "")
         .done()
 }
@@ -195,7 +202,8 @@ fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
         .iter()
         .map(|path| std::fs::read(path).unwrap())
         .collect();
-    let damage: [&dyn Fn(&Path, usize); 5] = [
+    type Damage<'d> = &'d dyn Fn(&Path, usize);
+    let damage: [Damage<'_>; 5] = [
         &|path, _| std::fs::write(path, b"").unwrap(),
         &|path, i| std::fs::write(path, &whole[i][..whole[i].len() / 2]).unwrap(),
         // A bit of the content, of the header, and all of another layer.
