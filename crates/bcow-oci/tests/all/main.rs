@@ -11,5 +11,6 @@ mod makers;
 mod model;
 mod mutations;
 mod output;
+mod stores;
 mod support;
 mod tarmaker;
