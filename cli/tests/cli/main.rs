@@ -12,4 +12,5 @@ mod help;
 mod host;
 mod mount;
 mod outputs;
+mod stacks;
 mod support;
