@@ -9,11 +9,14 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Verify};
+
+use rustix::io::Errno;
 
 use crate::archive::Files;
 use crate::blob::open_regular;
@@ -191,6 +194,16 @@ impl LayerProblem {
         match self {
             LayerProblem::Missing { .. } => {
                 "copy it from where the image came, or name a directory that has it with --store"
+            }
+            LayerProblem::Open { source, .. }
+                if source
+                    .downcast_ref::<io::Error>()
+                    .and_then(io::Error::raw_os_error)
+                    .is_some_and(|number| {
+                        [Errno::MFILE, Errno::NFILE].contains(&Errno::from_raw_os_error(number))
+                    }) =>
+            {
+                "every layer takes a file descriptor; raise the limit (ulimit -n)"
             }
             LayerProblem::Open { .. } | LayerProblem::Wrong { .. } => {
                 "copy it again from where the image came, or name a directory that has the right one with --store"
@@ -579,6 +592,8 @@ impl Finder {
         let file = match open_regular(&path) {
             Ok(Some(blob)) => blob.file(),
             Ok(None) => return Ok(None),
+            // The path is told beside it.
+            Err(ConvertError::Read { source, .. }) => return Err(failed(&path, source.into())),
             Err(error) => return Err(failed(&path, error.into())),
         };
         let Some(file) = file else {
