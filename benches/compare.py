@@ -11,7 +11,6 @@ installed is named and left out.
 """
 
 import argparse
-import contextlib
 import os
 import pathlib
 import resource
@@ -22,57 +21,10 @@ import sys
 import tempfile
 import time
 
-MIB = 1 << 20
+from measure import MIB, Failed, best, daemon_of, disk_bytes, drop_caches, have, machine, process_cpu, process_rss, run, table
+
 # mkfs.erofs 1.5 fails on names of 255 bytes; the made image has a few under this path.
 NO_ODD_NAMES = "--exclude-regex=^srv/odd/names"
-
-
-class Failed(Exception):
-    """A command that did not end well."""
-
-
-class Cost:
-    """What a run took."""
-
-    def __init__(self, wall, cpu, rss):
-        self.wall, self.cpu, self.rss = wall, cpu, rss
-
-
-def run(command, stdin=None, stdout=subprocess.DEVNULL):
-    """Runs a command to its end and returns its cost, its children's included."""
-    start = time.monotonic()
-    process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
-    errors = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    wall = time.monotonic() - start
-    if process.returncode != 0:
-        raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors.decode(errors='replace')[-2000:]}")
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
-
-
-def best(rounds, once):
-    costs = [once() for _ in range(rounds)]
-    return Cost(min(c.wall for c in costs), min(c.cpu for c in costs), max(c.rss for c in costs))
-
-
-def drop_caches():
-    os.sync()
-    pathlib.Path("/proc/sys/vm/drop_caches").write_text("3\n")
-
-
-def disk_bytes(path):
-    return os.stat(path).st_blocks * 512
-
-
-def table(title, head, rows):
-    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
-
-
-def have(tool):
-    return shutil.which(tool) is not None
 
 
 def layer_files(layout):
@@ -179,30 +131,6 @@ def bench_growth(args):
     table("### Peak memory of a conversion (zstd 3, -j2)", ["input", "peak RSS MiB", "wall s"], rows)
 
 
-def process_cpu(pid):
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def process_rss(pid):
-    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def daemon_of(marker):
-    """The newest process whose command line holds the mount point; 0 for a mount of the kernel's own."""
-    newest = 0
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
-            with contextlib.suppress(OSError):
-                line = pathlib.Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-                if marker.encode() in line:
-                    newest = max(newest, int(entry))
-    return newest
-
-
 def mounts(args):
     """Name, command that mounts on MNT (None for a directory as it is), how it is unmounted."""
     work, mnt = args.work, str(args.work / "mnt")
@@ -295,8 +223,7 @@ def main():
     for tool in ("zstd", "mksquashfs", "mkfs.erofs", "umoci", "squashfuse_ll", "erofsfuse", "fuse-overlayfs"):
         if not have(tool):
             print(f"not installed, left out: {tool}")
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
-    print(f"{os.cpu_count()} cores, {cpu}, Linux {os.uname().release}, {os.path.getsize(args.tar) / 1e6:.0f} MB of tar")
+    print(f"{machine()}, {os.path.getsize(args.tar) / 1e6:.0f} MB of tar")
     try:
         if args.only in (None, "convert"):
             bench_convert(args)

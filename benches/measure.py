@@ -1,0 +1,88 @@
+"""What the measuring programs share: running a command and what it cost, tables, mounts' daemons."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import subprocess
+import time
+
+MIB = 1 << 20
+
+
+class Failed(Exception):
+    """A command that did not end well."""
+
+
+class Cost:
+    """What a run took."""
+
+    def __init__(self, wall, cpu, rss):
+        self.wall, self.cpu, self.rss = wall, cpu, rss
+
+
+def run(command, stdin=None, stdout=subprocess.DEVNULL):
+    """Runs a command to its end and returns its cost, its children's included."""
+    start = time.monotonic()
+    process = subprocess.Popen(list(map(str, command)), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    wall = time.monotonic() - start
+    if process.returncode != 0:
+        raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors.decode(errors='replace')[-2000:]}")
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def best(rounds, once):
+    costs = [once() for _ in range(rounds)]
+    return Cost(min(c.wall for c in costs), min(c.cpu for c in costs), max(c.rss for c in costs))
+
+
+def drop_caches():
+    os.sync()
+    pathlib.Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+def disk_bytes(path):
+    return os.stat(path).st_blocks * 512
+
+
+def machine():
+    """One line about where this was measured."""
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    return f"{os.cpu_count()} cores, {cpu}, Linux {os.uname().release}"
+
+
+def table(title, head, rows):
+    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def have(tool):
+    return shutil.which(tool) is not None
+
+
+def process_cpu(pid):
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def process_rss(pid):
+    for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def daemon_of(marker):
+    """The newest process whose command line holds the mount point; 0 for a mount of the kernel's own."""
+    newest = 0
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):
+                line = pathlib.Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+                if marker.encode() in line:
+                    newest = max(newest, int(entry))
+    return newest

@@ -1,0 +1,549 @@
+"""Images in layers: what is shared, what is kept, and what goes wrong around both.
+
+The images are tiny layouts, made here. Trees are compared in test_merge.py and test_registry.py; here it is about blobs,
+digests, caches, layouts.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+import unittest
+
+from support import BCOW, NOBODY, PEAK_BYTES, WORK, bcow, for_everyone, image, need, run
+import sequences
+from sequences import ocilib
+from overlay import Entry
+
+LAYER, STACK = "application/vnd.bcow.layer.v1", "application/vnd.bcow.stack.v1"
+
+
+def part(number, size=300_000):
+    """A layer with content of its own: some that compresses, some that does not, and small files."""
+    noise = random.Random(number)
+    name = b"part-%d" % number
+    return [Entry(name, "dir"), Entry(name + b"/noise", data=noise.randbytes(size)),
+            Entry(name + b"/text", data=b"all work and no play, %d\n" % number * (size // 25)),
+            *(Entry(name + b"/small-%d" % n, data=noise.randbytes(n)) for n in range(40)),
+            Entry(b"last", data=b"%d" % number)]
+
+
+def content(path):
+    with open(path, "rb") as data:
+        return data.read()
+
+
+def tree_bytes(directory):
+    """Path to content, of all that is in a directory."""
+    found = {}
+    for at, directories, files in os.walk(directory):
+        for name in directories + files:
+            full = os.path.join(at, name)
+            found[os.path.relpath(full, directory)] = None if os.path.isdir(full) else content(full)
+    return found
+
+
+class Layout:
+    """An OCI layout as it is on disk."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def index(self):
+        with open(os.path.join(self.path, "index.json")) as text:
+            return json.load(text)
+
+    def blob_path(self, digest):
+        return os.path.join(self.path, "blobs", *digest.split(":"))
+
+    def entry(self, tag):
+        found = [one for one in self.index()["manifests"]
+                 if one.get("annotations", {}).get("org.opencontainers.image.ref.name") == tag]
+        if len(found) != 1:
+            raise AssertionError(f"{len(found)} images are named {tag} in {self.path}")
+        return found[0]
+
+    def manifest(self, tag):
+        with open(self.blob_path(self.entry(tag)["digest"])) as text:
+            return json.load(text)
+
+    def layers(self, tag):
+        """The digests of an image's BCoW layers, lowest first."""
+        return [one["digest"] for one in self.manifest(tag)["layers"] if one["mediaType"] == LAYER]
+
+    def stack(self, tag):
+        return self.manifest(tag)["layers"][-1]["digest"]
+
+    def check(self):
+        """Every blob is what its name says, and the index speaks only of blobs that are there."""
+        blobs = os.path.join(self.path, "blobs", "sha256")
+        for name in os.listdir(blobs):
+            with open(os.path.join(blobs, name), "rb") as data:
+                if hashlib.file_digest(data, "sha256").hexdigest() != name:
+                    raise AssertionError(f"{self.path}: blob {name} is not what its name says")
+        for entry in self.index()["manifests"]:
+            with open(self.blob_path(entry["digest"])) as text:
+                manifest = json.load(text)
+            for one in [manifest["config"], *manifest["layers"]]:
+                if os.path.getsize(self.blob_path(one["digest"])) != one["size"]:
+                    raise AssertionError(f"{self.path}: blob {one['digest']} has another size than its manifest says")
+
+
+class Layers(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("zstd", root=True, fuse=True)
+        cls.top = os.path.join(WORK, "layers")
+        shutil.rmtree(cls.top, ignore_errors=True)
+        os.makedirs(cls.top)
+        cls.parts = [part(number) for number in range(6)]
+        cls.a = sequences.write_layout(cls.parts[:4], os.path.join(cls.top, "source-a"))
+        cls.b = sequences.write_layout(cls.parts[:3] + [cls.parts[5]], os.path.join(cls.top, "source-b"))
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.top, ignore_errors=True)
+
+    def setUp(self):
+        self.directory = os.path.join(self.top, self._testMethodName)
+        os.makedirs(self.directory)
+
+    def tearDown(self):
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def path(self, name):
+        return os.path.join(self.directory, name)
+
+    def source(self, layers, name, **options):
+        return sequences.write_layout(layers, self.path(name), **options)
+
+    def convert(self, source, name, *options, tag="t", **more):
+        """Converts into a layout of this test; gives the layout and the report, with what was said on standard error."""
+        layout = Layout(self.path(name))
+        result = bcow("convert", "--json", source, f"oci:{layout.path}:{tag}", *options, **more)
+        report = json.loads(result.out)
+        report["said"] = result.err.decode()
+        report["result"] = result
+        return layout, report
+
+    def refused(self, result, *mention, code=1):
+        message = result.err.decode(errors="replace")
+        self.assertEqual(result.code, code, str(result))
+        self.assertNotIn("panicked", message)
+        self.assertEqual(len(re.findall(r"^error:", message, re.MULTILINE)), 1, message)
+        for pattern in mention:
+            self.assertRegex(message, pattern)
+
+    def made(self, report):
+        return [layer["made"] for layer in report["layers"]]
+
+    def digests(self, report):
+        return [layer["digest"] for layer in report["layers"]]
+
+    # What is written.
+
+    def test_manifest_ties_layers_to_their_source_and_keeps_the_configuration(self):
+        layout, report = self.convert(self.a, "out")
+        source = Layout(os.path.join(self.top, "source-a"))
+        manifest, before = layout.manifest("t"), source.manifest("t")
+        self.assertEqual(manifest["config"], before["config"])
+        with open(source.blob_path(before["config"]["digest"]), "rb") as one:
+            with open(layout.blob_path(manifest["config"]["digest"]), "rb") as two:
+                config = one.read()
+                self.assertEqual(config, two.read())
+        self.assertEqual([one["mediaType"] for one in manifest["layers"]], [LAYER] * 4 + [STACK])
+        for one, old, diff_id in zip(manifest["layers"], before["layers"], json.loads(config)["rootfs"]["diff_ids"]):
+            said = set(one["annotations"].values())
+            self.assertLessEqual({old["digest"], diff_id}, said)
+        self.assertEqual(layout.entry("t")["digest"], report["manifest"])
+        layout.check()
+
+    def test_images_that_share_layers_share_blobs(self):
+        both, one = self.convert(self.a, "both", tag="a")
+        _, two = self.convert(self.b, "both", tag="b")
+        alone, three = self.convert(self.b, "alone", tag="b")
+        self.assertEqual(both.layers("a")[:3], both.layers("b")[:3])
+        self.assertNotEqual(both.layers("a")[3], both.layers("b")[3])
+        self.assertEqual(self.made(two), ["layout"] * 3 + ["converted"])
+        self.assertEqual(self.made(three), ["converted"] * 4)
+        self.assertEqual(two["manifest"], three["manifest"], "what a layout had already shows in the result")
+        for digest in both.layers("b") + [both.stack("b")]:
+            with open(both.blob_path(digest), "rb") as here, open(alone.blob_path(digest), "rb") as there:
+                self.assertTrue(here.read() == there.read())
+        # Five layers, and for each image a stack, a configuration and a manifest.
+        self.assertEqual(len(os.listdir(os.path.join(both.path, "blobs/sha256"))), 5 + 2 * 3)
+        both.check()
+
+    def test_a_layer_is_the_same_blob_wherever_it_stands(self):
+        _, one = self.convert(self.source([self.parts[0], self.parts[1]], "one"), "out-one")
+        _, two = self.convert(self.source([self.parts[4], self.parts[1], self.parts[0]], "two"), "out-two")
+        self.assertEqual(self.digests(one), self.digests(two)[:0:-1])
+
+    def test_a_layer_that_is_listed_twice_is_stored_once(self):
+        layout, report = self.convert(self.source([self.parts[0], self.parts[1], self.parts[0]], "source"), "out")
+        digests = layout.layers("t")
+        self.assertEqual(digests[0], digests[2])
+        self.assertEqual(bcow("cat", f"oci:{layout.path}:t", "/last").out, b"0")
+        layout.check()
+
+    def test_digests_do_not_depend_on_threads_or_runs(self):
+        directory, tag = image("small")
+        reports = [self.convert(f"oci:{directory}:{tag}", f"out-{n}", "-j", str(n))[1] for n in (1, 2, 7)]
+        reports.append(self.convert(f"oci:{directory}:{tag}", "out-again")[1])
+        self.assertEqual(len({report["manifest"] for report in reports}), 1, [self.digests(r) for r in reports])
+
+    def test_cache_hits_and_misses_give_the_same_digests(self):
+        cache = self.path("cache")
+        _, without = self.convert(self.a, "without")
+        _, cold = self.convert(self.a, "cold", "--cache", cache)
+        _, warm = self.convert(self.a, "warm", "--cache", cache)
+        _, half = self.convert(self.b, "half", "--cache", cache)
+        _, again = self.convert(self.a, "warm", "--cache", cache)
+        self.assertEqual([self.made(one) for one in (without, cold, warm, half, again)],
+                         [["converted"] * 4, ["converted"] * 4, ["cache"] * 4, ["cache"] * 3 + ["converted"], ["layout"] * 4])
+        self.assertEqual(len({one["manifest"] for one in (without, cold, warm, again)}), 1)
+        Layout(self.path("warm")).check()
+
+    def test_a_recompressed_source_reuses_its_layers(self):
+        cache = self.path("cache")
+        reports = [self.convert(self.source(self.parts[:4], name, pack=pack), f"out-{name}", "--cache", cache)[1]
+                   for name, pack in (("plain", None), ("gzip", ocilib.gz), ("zstd", ocilib.zst))]
+        self.assertEqual([self.made(one) for one in reports], [["converted"] * 4, ["cache"] * 4, ["cache"] * 4])
+        self.assertEqual(self.digests(reports[0]), self.digests(reports[1]))
+        self.assertEqual(self.digests(reports[0]), self.digests(reports[2]))
+
+    def test_cache_keeps_layers_of_other_options_apart(self):
+        cache = self.path("cache")
+        ways = [[], ["--compress", "none"], ["--compress", "zstd:7"], ["--block-size", "64K"], ["--plain"]]
+        fresh = [self.convert(self.a, f"fresh-{n}", *way)[1] for n, way in enumerate(ways)]
+        self.assertEqual(len({one["manifest"] for one in fresh}), len(ways))
+        for expected in ("converted", "cache"):
+            for n, way in enumerate(ways):
+                _, report = self.convert(self.a, f"{expected}-{n}", "--cache", cache, *way)
+                self.assertEqual(self.made(report), [expected] * 4, way)
+                self.assertEqual(report["manifest"], fresh[n]["manifest"], way)
+
+    # A cache that is not as it was left.
+
+    def entries(self, cache):
+        """The files of a cache."""
+        return sorted(os.path.join(at, name) for at, _, names in os.walk(cache) for name in names)
+
+    def damages(self, whole, other):
+        """Ways a file may have rotted, as (what, new content)."""
+        def flipped(at):
+            return whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1:]
+
+        size = len(whole)
+        yield "emptied", b""
+        yield "cut to a byte", whole[:1]
+        yield "cut in the header", whole[:700]
+        yield "cut in the middle", whole[:size // 2]
+        yield "cut by a byte", whole[:-1]
+        yield "longer", whole + b"\0"
+        yield "zeros", bytes(size)
+        yield "another layer", other
+        for what, at in (("the header", 8), ("the second header", 520), ("the data", size // 3), ("the tables", size * 9 // 10),
+                         ("the end", size - 5)):
+            yield f"a bit of {what} flipped", flipped(at)
+
+    def test_rotten_cache_entries_are_dropped_remade_and_reported(self):
+        cache = self.path("cache")
+        source = self.source([part(0, 20_000), part(1, 20_000)], "source")
+        _, good = self.convert(source, "good", "--cache", cache)
+        one, two = ((path, content(path)) for path in self.entries(cache))
+        for n, (what, data) in enumerate(self.damages(one[1], two[1])):
+            with self.subTest(what=what):
+                with open(one[0], "wb") as entry:
+                    entry.write(data)
+                _, report = self.convert(source, f"out-{n}", "--cache", cache)
+                self.assertEqual(report["manifest"], good["manifest"])
+                self.assertEqual(sorted(self.made(report)), ["cache", "converted"])
+                self.assertRegex(report["said"], r"(?i)cache")
+                self.assertIn(os.path.basename(one[0]), report["said"])
+                Layout(self.path(f"out-{n}")).check()
+                self.assertEqual({path: content(path) for path in self.entries(cache)}, dict([one, two]))
+                _, report = self.convert(source, f"again-{n}", "--cache", cache)
+                self.assertEqual((self.made(report), report["said"]), (["cache"] * 2, ""))
+
+    def test_rotten_layers_in_the_layout_are_remade(self):
+        source = self.source([part(0, 20_000), part(1, 20_000)], "source")
+        layout, good = self.convert(source, "out")
+        one, two = (layout.blob_path(digest) for digest in layout.layers("t"))
+        whole, other = content(one), content(two)
+        for what, data in self.damages(whole, other):
+            with self.subTest(what=what):
+                with open(one, "wb") as blob:
+                    blob.write(data)
+                _, report = self.convert(source, "out")
+                self.assertEqual(report["manifest"], good["manifest"])
+                self.assertEqual(self.made(report), ["converted", "layout"])
+                self.assertIn(os.path.basename(one), report["said"])
+                layout.check()
+        os.unlink(one)
+        _, report = self.convert(source, "out")
+        self.assertEqual(report["manifest"], good["manifest"])
+        layout.check()
+
+    def test_rubbish_in_a_cache_does_no_harm(self):
+        cache = self.path("cache")
+        _, good = self.convert(self.a, "good", "--cache", cache)
+        entries = self.entries(cache)
+        with open(os.path.join(cache, "readme"), "w") as out:
+            out.write("not an entry")
+        for path in entries:
+            directory = os.path.dirname(path)
+            os.symlink("/dev/zero", os.path.join(directory, "0" * 64 + ".bcow"))
+            os.mkdir(os.path.join(directory, "1" * 64 + ".bcow"))
+            os.mkfifo(os.path.join(directory, "2" * 64 + ".bcow"))
+            os.symlink("nowhere", os.path.join(directory, "3" * 64 + ".bcow"))
+        _, report = self.convert(self.a, "out", "--cache", cache, timeout=60)
+        self.assertEqual(report["manifest"], good["manifest"])
+        Layout(self.path("out")).check()
+
+    def test_a_cache_that_cannot_be_written_is_used_as_it_is(self):
+        cache = self.path("cache")
+        os.makedirs(cache)
+        run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", cache)
+        try:
+            self.convert(self.source(self.parts[:2], "source"), "first", "--cache", cache)
+            run("mount", "-o", "remount,ro", cache)
+            _, report = self.convert(self.a, "out", "--cache", cache)
+            self.assertEqual(self.made(report), ["cache"] * 2 + ["converted"] * 2)
+            self.assertRegex(report["said"], r"(?i)warning.*cache.*read-only")
+            Layout(self.path("out")).check()
+        finally:
+            run("umount", cache)
+
+    def test_a_full_cache_does_not_stop_a_conversion(self):
+        cache = self.path("cache")
+        os.makedirs(cache)
+        run("mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", cache)
+        try:
+            _, report = self.convert(self.a, "out", "--cache", cache)
+            self.assertRegex(report["said"], r"(?i)warning.*cache.*no space left")
+            Layout(self.path("out")).check()
+            _, again = self.convert(self.a, "again", "--cache", cache)
+            self.assertEqual(report["manifest"], again["manifest"])
+        finally:
+            run("umount", cache)
+
+    # Bad sources and destinations.
+
+    def test_layers_in_the_wrong_order_are_refused(self):
+        layout = Layout(self.path("source"))
+        self.source(self.parts[:3], "source")
+        good = layout.manifest("t")
+        for what, order in (("swapped", [1, 0, 2]), ("one missing", [0, 1]), ("one twice", [0, 1, 2, 2])):
+            with self.subTest(what=what):
+                manifest = dict(good, layers=[good["layers"][n] for n in order])
+                writer = ocilib.Layout(layout.path)
+                writer.index([(writer.json_blob(manifest, ocilib.MEDIA_MANIFEST), "t", None)])
+                result = bcow("convert", f"oci:{layout.path}:t", f"oci:{self.path('out')}:t", check=False)
+                self.refused(result, r"(?i)diffID|2 layers.*3|4 layers.*3")
+                self.assertFalse(os.path.exists(self.path("out")))
+
+    def test_a_layer_that_is_not_what_its_diff_id_says_is_not_cached(self):
+        cache = self.path("cache")
+        layout = Layout(self.path("source"))
+        self.source(self.parts[:2], "source", pack=ocilib.gz)
+        manifest = layout.manifest("t")
+        writer = ocilib.Layout(layout.path)
+        other = writer.blob(ocilib.gz(sequences.tar(self.parts[2])), ocilib.MEDIA_TAR_GZIP)
+        writer.index([(writer.json_blob(dict(manifest, layers=[manifest["layers"][0], other]), ocilib.MEDIA_MANIFEST), "t", None)])
+        result = bcow("convert", f"oci:{layout.path}:t", f"oci:{self.path('out')}:t", "--cache", cache, check=False)
+        self.refused(result, r"(?i)diff.?id")
+        _, report = self.convert(self.source(self.parts[:2], "good"), "out", "--cache", cache)
+        _, fresh = self.convert(self.source(self.parts[:2], "good"), "fresh")
+        self.assertEqual(report["manifest"], fresh["manifest"])
+        self.assertEqual(report["layers"][1]["made"], "converted")
+
+    def test_destinations_that_are_no_layout_are_left_alone(self):
+        os.makedirs(self.path("full"))
+        for name in ("full/something", "file"):
+            with open(self.path(name), "w") as out:
+                out.write("precious")
+        before = tree_bytes(self.directory)
+        for name, mention in (("full", r"layout"), ("file", r"(?i)director"), ("not/there", r"(?i)no such")):
+            with self.subTest(name=name):
+                self.refused(bcow("convert", self.a, f"oci:{self.path(name)}:t", check=False), re.escape(self.path(name)), mention)
+                self.assertEqual(tree_bytes(self.directory), before)
+
+    def test_other_images_of_the_destination_stay(self):
+        source = Layout(self.path("layout"))
+        self.source(self.parts[:2], "layout", tag="ordinary")
+        index = source.index()
+        index["annotations"] = {"org.example.kept": "yes"}
+        index["manifests"].append({"mediaType": "application/vnd.example", "digest": "sha256:" + "0" * 64, "size": 0, "data": "e30="})
+        with open(os.path.join(source.path, "index.json"), "w") as out:
+            json.dump(index, out)
+        blobs = tree_bytes(os.path.join(source.path, "blobs"))
+        # The source's own layout is as good a destination as any.
+        self.convert(f"oci:{source.path}:ordinary", "layout", tag="one")
+        self.convert(self.a, "layout", tag="two")
+        after = source.index()
+        self.assertEqual(after["annotations"], index["annotations"])
+        for entry in index["manifests"]:
+            self.assertIn(entry, after["manifests"])
+        self.assertLessEqual(blobs.items(), tree_bytes(os.path.join(source.path, "blobs")).items())
+        self.assertEqual(len(after["manifests"]), 4)
+        # The same name again is the new image.
+        _, report = self.convert(self.b, "layout", tag="two")
+        self.assertEqual(source.entry("two")["digest"], report["manifest"])
+        self.assertEqual(len(source.index()["manifests"]), 4)
+
+    def test_a_full_disk_leaves_the_layout_as_it_was(self):
+        disk = self.path("disk")
+        os.makedirs(disk)
+        run("mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", disk)
+        try:
+            self.convert(self.source(self.parts[:2], "source"), "disk/layout", tag="old")
+            before = tree_bytes(disk)
+            result = bcow("convert", self.a, f"oci:{disk}/layout:new", check=False)
+            self.refused(result, r"(?i)no space left|full")
+            self.assertEqual(tree_bytes(disk), before)
+            result = bcow("convert", self.a, f"oci:{disk}/other:new", check=False)
+            self.refused(result, r"(?i)no space left|full")
+            self.assertEqual(tree_bytes(disk), before)
+        finally:
+            run("umount", disk)
+
+    def test_modes_follow_the_umask(self):
+        for umask, file_mode, directory_mode in (("022", 0o644, 0o755), ("077", 0o600, 0o700)):
+            with self.subTest(umask=umask):
+                out, cache = self.path(f"out-{umask}"), self.path(f"cache-{umask}")
+                run("sh", "-c", f'umask {umask}; exec "$@"', "sh", BCOW, "-q", "convert", self.a, f"oci:{out}:t", "--cache", cache)
+                for top in (out, cache):
+                    for at, directories, files in os.walk(top):
+                        self.assertEqual(os.stat(at).st_mode & 0o7777, directory_mode, at)
+                        for name in files:
+                            self.assertEqual(os.stat(os.path.join(at, name)).st_mode & 0o7777, file_mode, name)
+
+    def test_no_privilege_is_needed(self):
+        mine = self.path("nobody")
+        os.makedirs(mine)
+        os.chown(mine, NOBODY, NOBODY)
+        reach = for_everyone(mine)
+        source = f"oci:{for_everyone(os.path.join(self.top, 'source-a'))}:t"
+        bcow("convert", source, f"oci:{reach}/out:t", "--cache", f"{reach}/cache", user=NOBODY)
+        _, report = self.convert(self.a, "root")
+        self.assertEqual(Layout(os.path.join(mine, "out")).entry("t")["digest"], report["manifest"])
+
+    # Several, and sudden ends.
+
+    def test_several_converters_share_a_cache_and_a_layout(self):
+        sources = [self.source(self.parts[n:n + 3], f"source-{n}") for n in range(3)] + [self.a, self.b, self.a]
+        cache, out = self.path("cache"), self.path("out")
+        running = [subprocess.Popen([BCOW, "-q", "convert", source, f"oci:{out}:tag-{n}", "--cache", cache],
+                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for n, source in enumerate(sources)]
+        for process in running:
+            _, said = process.communicate(timeout=120)
+            self.assertEqual((process.returncode, said), (0, b""))
+        layout = Layout(out)
+        layout.check()
+        for n, source in enumerate(sources):
+            _, alone = self.convert(source, f"alone-{n}")
+            self.assertEqual(layout.entry(f"tag-{n}")["digest"], alone["manifest"])
+        self.check_cache(cache)
+
+    def check_cache(self, cache):
+        """Every entry of a cache is what its name says; what is not complete has no entry's name."""
+        for path in self.entries(cache):
+            stem, ending = os.path.splitext(os.path.basename(path))
+            if ending == ".bcow":
+                with open(path, "rb") as data:
+                    self.assertEqual(hashlib.file_digest(data, "sha256").hexdigest(), stem)
+
+    def test_killed_converters_leave_nothing_that_is_wrong(self):
+        cache, out = self.path("cache"), self.path("out")
+        layout = Layout(out)
+        source = self.source([part(n, 1_000_000) for n in range(4)], "source", pack=ocilib.gz)
+        started = time.monotonic()
+        _, good = self.convert(source, "good")
+        whole = time.monotonic() - started
+        dice = random.Random(3)
+        killed = 0
+        for n in range(30):
+            if n % 6 == 0:
+                shutil.rmtree(cache, ignore_errors=True)
+                shutil.rmtree(out, ignore_errors=True)
+            process = subprocess.Popen([BCOW, "-q", "convert", source, f"oci:{out}:t{n % 6}", "--cache", cache],
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(dice.uniform(0, whole * 1.1))
+            process.kill()
+            killed += process.wait() == -signal.SIGKILL
+            process.stderr.close()
+            if os.path.exists(cache):
+                self.check_cache(cache)
+            if os.path.exists(os.path.join(out, "index.json")):
+                layout.check()
+            if n % 6 == 5:
+                _, report = self.convert(source, "out", "--cache", cache)
+                self.assertEqual((report["manifest"], report["said"]), (good["manifest"], ""))
+                layout.check()
+        self.assertGreater(killed, 5, "hardly one was killed while it worked")
+
+    def test_a_thousand_layers(self):
+        layers = [[Entry(b"same", data=b"%d" % n), Entry(b"d/own-%d" % n, data=b"%d" % n)] + ([Entry(b".wh.gone-%d" % n)] * (n % 3 == 0))
+                  for n in range(1000)]
+        layout, report = self.convert(self.source(layers, "source"), "out", timeout=120)
+        self.assertLess(report["result"].peak_bytes, PEAK_BYTES)
+        self.assertEqual(len(report["layers"]), 1000)
+        layout.check()
+        listed = bcow("ls", f"oci:{layout.path}:t", "/d", timeout=60).out.split()
+        self.assertEqual(len(listed), 1000)
+        self.assertEqual(bcow("cat", f"oci:{layout.path}:t", "/same").out, b"999")
+        self.assertEqual(bcow("cat", f"oci:{layout.path}:t", "/d/own-500").out, b"500")
+
+    # Stacks whose layers are not as they were.
+
+    def test_damaged_stacks_are_refused_by_digest(self):
+        source = self.source([part(0, 20_000), part(1, 20_000)], "source")
+        layout, _ = self.convert(source, "out")
+        name = f"oci:{layout.path}:t"
+        bcow("fsck", "--data", name)
+        one, two = layout.layers("t")
+        whole, other = content(layout.blob_path(one)), content(layout.blob_path(two))
+        for what, data in (("missing", None), ("emptied", b""), ("cut", whole[:len(whole) // 2]), ("cut by a byte", whole[:-1]),
+                           ("another layer", other), ("no image", b"x" * len(whole))):
+            os.unlink(layout.blob_path(one))
+            if data is not None:
+                with open(layout.blob_path(one), "wb") as blob:
+                    blob.write(data)
+            mnt, out = self.path("mnt"), self.path("tree")
+            os.makedirs(mnt, exist_ok=True)
+            with self.subTest(what=what):
+                for command in (["mount", name, mnt], ["cat", name, "/part-0/noise"], ["extract", name, out]):
+                    result = bcow(*command, check=False, timeout=60)
+                    self.refused(result, one[len("sha256:"):][:12], r"(?m)^hint:")
+                self.assertFalse(os.path.exists(out))
+                self.assertIn(bcow("fsck", name, check=False).code, (4, 8))
+            with open(layout.blob_path(one), "wb") as blob:
+                blob.write(whole)
+        bcow("fsck", "--data", name)
+
+    def test_no_damaged_byte_of_a_layer_shows_as_wrong_data(self):
+        source = self.source([part(0, 20_000), part(1, 20_000)], "source")
+        layout, _ = self.convert(source, "out")
+        name, path = f"oci:{layout.path}:t", layout.blob_path(layout.layers("t")[0])
+        whole = content(path)
+        good = bcow("cat", name, "/part-0/noise").out
+        for at in range(0, len(whole), max(1, len(whole) // 40)):
+            with open(path, "wb") as blob:
+                blob.write(whole[:at] + bytes([whole[at] ^ 0x21]) + whole[at + 1:])
+            result = bcow("cat", name, "/part-0/noise", check=False)
+            if result.code == 0:
+                self.assertTrue(result.out == good, f"byte {at}")
+            else:
+                self.assertIn(b"error:", result.err)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,115 @@
+"""A real image in layers, through a real registry and back: the same blobs, and umoci's tree.
+
+The registry is Debian's docker-registry (CNCF distribution) on a port of this machine's own, for the length of the tests.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import unittest
+import urllib.request
+
+from support import PEAK_BYTES, WORK, assert_same_tree, bcow, image, mounted, need, run, unpacked
+
+CONFIG = """
+version: 0.1
+log: {level: error, accesslog: {disabled: true}}
+storage: {filesystem: {rootdirectory: "%s"}}
+http: {addr: "127.0.0.1:%d"}
+"""
+
+
+@contextlib.contextmanager
+def registry(directory):
+    """The address of a registry that runs as long as the with block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = os.path.join(directory, "config.yml")
+    with open(config, "w") as out:
+        out.write(CONFIG % (os.path.join(directory, "storage"), port))
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(["docker-registry", "serve", config], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=5).close()
+                    break
+                except OSError as error:
+                    if server.poll() is not None or time.monotonic() > deadline:
+                        log.seek(0)
+                        raise AssertionError(f"docker-registry does not answer: {error}\n{log.read().decode()}") from error
+                    time.sleep(0.05)
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+class Registry(unittest.TestCase):
+    NAME = "real"
+
+    @classmethod
+    def setUpClass(cls):
+        need("umoci", "skopeo", "docker-registry", root=True, fuse=True)
+        directory, tag = image(cls.NAME)
+        _, cls.reference = unpacked(cls.NAME)
+        cls.directory = os.path.join(WORK, "registry")
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        os.makedirs(cls.directory)
+        cls.layout, cls.pulled = (os.path.join(cls.directory, name) for name in ("layout", "pulled"))
+        cls.source = f"oci:{directory}:{tag}"
+        cls.conversion = bcow("convert", cls.source, f"oci:{cls.layout}:tag")
+        with registry(cls.directory) as address:
+            for source, destination in ((f"oci:{cls.layout}:tag", f"docker://{address}/team/image:1"),
+                                        (f"docker://{address}/team/image:1", f"oci:{cls.pulled}:tag")):
+                run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false", "--dest-tls-verify=false", source, destination)
+        shutil.rmtree(os.path.join(cls.directory, "storage"))
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.directory, ignore_errors=True)
+
+    def blobs(self, layout):
+        directory = os.path.join(layout, "blobs", "sha256")
+        return sorted(os.listdir(directory)), directory
+
+    def test_all_blobs_come_back_as_they_were(self):
+        (here, one), (there, two) = self.blobs(self.layout), self.blobs(self.pulled)
+        self.assertEqual(here, there)
+        for name in here:
+            run("cmp", os.path.join(one, name), os.path.join(two, name))
+
+    def test_the_manifest_keeps_its_digest(self):
+        def digest(layout):
+            with open(os.path.join(layout, "index.json")) as index:
+                return [entry["digest"] for entry in json.load(index)["manifests"]
+                        if entry["annotations"]["org.opencontainers.image.ref.name"] == "tag"]
+
+        self.assertEqual(len(digest(self.layout)), 1)
+        self.assertEqual(digest(self.layout), digest(self.pulled))
+
+    def test_the_pulled_image_mounts_with_the_tree_that_umoci_unpacks(self):
+        with mounted(f"oci:{self.pulled}:tag") as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_the_pulled_image_is_clean(self):
+        bcow("fsck", "--data", f"oci:{self.pulled}:tag")
+
+    def test_layers_of_the_pulled_image_are_not_converted_again(self):
+        result = bcow("convert", "--json", self.source, f"oci:{self.pulled}:again")
+        self.assertEqual({layer["made"] for layer in json.loads(result.out)["layers"]}, {"layout"})
+        self.assertEqual(self.blobs(self.layout)[0], self.blobs(self.pulled)[0])
+
+    def test_conversion_stays_within_its_memory(self):
+        self.assertLess(self.conversion.peak_bytes, PEAK_BYTES, str(self.conversion))
+
+
+if __name__ == "__main__":
+    unittest.main()
