@@ -55,6 +55,7 @@ def stacked(source, directory):
     """The tree of a stack, as bcow mounts it."""
     layout = os.path.join(directory, "layout")
     bcow("convert", "-j1", source, f"oci:{layout}:t")
+    bcow("fsck", f"oci:{layout}:t")
     with mounted(f"oci:{layout}:t") as where:
         return tree.dump(where)
 
@@ -86,7 +87,7 @@ def blobs_of(layout):
     return [path(layer) for layer in manifest["layers"]]
 
 
-WAYS = {"flattened": flattened, "plain": plain}
+WAYS = {"flattened": flattened, "stacked": stacked, "plain": plain}
 
 
 def ways():

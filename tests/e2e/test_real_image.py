@@ -45,8 +45,6 @@ class RealImage(unittest.TestCase):
     @classmethod
     def tearDownClass(cls):
         shutil.rmtree(cls.directory, ignore_errors=True)
-        shutil.rmtree(os.path.dirname(cls.rootfs), ignore_errors=True)
-        unpacked.cache_clear()
 
     def test_mounted_tree_equals_the_tree_that_umoci_unpacks(self):
         with mounted(self.compressed) as where:

@@ -23,8 +23,6 @@ class Sources(unittest.TestCase):
     @classmethod
     def tearDownClass(cls):
         shutil.rmtree(cls.directory, ignore_errors=True)
-        shutil.rmtree(os.path.dirname(cls.rootfs), ignore_errors=True)
-        unpacked.cache_clear()
 
     def path(self, name):
         return os.path.join(self.directory, name)
