@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""A Debian image kept layer by layer: the stack is the tree that umoci unpacks, however it is read, and by whom."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import unittest
+
+from support import (READER, WORK, assert_same_tree, bcow, image, is_mounted, kernel_at_least, mounted, need, run,
+                     unpacked)
+
+KINDS = {"compressed": [], "plain": ["--plain"], "dedup": ["--dedup-lower"]}
+
+
+class Stacks(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("umoci", root=True, fuse=True)
+        cls.directory = tempfile.mkdtemp(prefix="stacks-", dir=WORK)
+        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        cls.reference = unpacked("small")[1]
+        cls.layout = os.path.join(cls.directory, "layout")
+        source = "oci:" + ":".join(image("small"))
+        for name, options in KINDS.items():
+            bcow("convert", *options, source, f"oci:{cls.layout}:{name}")
+
+    def name(self, kind):
+        return f"oci:{self.layout}:{kind}"
+
+    def blobs(self, kind):
+        """The files of the layers, lowest first, and that of the stack."""
+        shown = json.loads(bcow("inspect", "--json", self.name(kind)).out)
+        with open(os.path.join(self.layout, "index.json")) as index:
+            manifests = json.load(index)["manifests"]
+        [manifest] = [one for one in manifests if one["annotations"]["org.opencontainers.image.ref.name"] == kind]
+        with open(os.path.join(self.layout, "blobs", *manifest["digest"].split(":"))) as text:
+            digests = [layer["digest"] for layer in json.load(text)["layers"]]
+        self.assertEqual(digests[:-1], [layer["digest"] for layer in shown["stack"]["layers"]])
+        return [os.path.join(self.layout, "blobs", *digest.split(":")) for digest in digests]
+
+    def test_the_mounted_stack_is_the_tree(self):
+        for kind in KINDS:
+            with self.subTest(kind), mounted(self.name(kind), "--verify", "merkle") as where:
+                assert_same_tree(self, self.reference, where)
+
+    def test_fsck_finds_every_file_clean(self):
+        for kind in KINDS:
+            out = bcow("fsck", "--data", "--json", self.name(kind)).out
+            self.assertEqual({one["verdict"] for one in json.loads(out)["files"]}, {"clean"})
+
+    def test_inspect_accounts_for_every_name_and_byte_of_the_tree(self):
+        shown = json.loads(bcow("inspect", "--json", self.name("compressed")).out)["stack"]["layers"]
+        names = json.loads(bcow("ls", "-R", "-a", "--json", self.name("compressed")).out)["entries"]
+        files = {entry["inode"]: entry["size"] for entry in names if entry["type"] == "file"}
+        self.assertEqual(sum(layer["adds"]["entries"] for layer in shown), len(names))
+        self.assertEqual(sum(layer["adds"]["bytes"] for layer in shown), sum(files.values()))
+        for what in ("entries", "bytes"):
+            self.assertEqual(sum(layer["hides"][what] for layer in shown), sum(layer["hidden"][what] for layer in shown))
+
+    def test_the_kernel_mounts_a_plain_stack_by_the_printed_line(self):
+        need("losetup", root=True)
+        if not kernel_at_least(5, 16):
+            self.skipTest("EROFS has extra devices since Linux 5.16")
+        where = tempfile.mkdtemp(prefix="the kernel's ", dir=WORK)
+        line = bcow("inspect", f"--mount-command={where}", self.name("plain")).out
+        try:
+            run("sh", "-ec", line)
+            assert_same_tree(self, self.reference, where)
+        finally:
+            if is_mounted(where):
+                run("umount", where)
+            for blob in self.blobs("plain"):
+                for device in run("losetup", "-n", "-O", "NAME", "-j", blob).out.split():
+                    run("losetup", "-d", os.fsdecode(device))
+            os.rmdir(where)
+
+    def test_the_second_reader_gives_the_same_address_space(self):
+        for kind in KINDS:
+            ours, theirs = (os.path.join(self.directory, name) for name in ("ours.raw", "theirs.raw"))
+            stack = self.blobs(kind)[-1]
+            bcow("export", self.name(kind), "--to", "raw", "-o", ours)
+            python = os.environ.get("BCOW_PYTHON", sys.executable)
+            run(python, READER, "check", stack, timeout=600)
+            run(python, READER, "extract", stack, theirs, "--store", self.layout, timeout=600)
+            run("cmp", ours, theirs)
+            os.unlink(ours)
+            os.unlink(theirs)
+
+
+if __name__ == "__main__":
+    unittest.main()
