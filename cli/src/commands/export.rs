@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bcow::{BlockDevice, Mapping};
-use bcow_oci::export::{ExportError, ExportOptions, TarReport, export_tar};
+use bcow_oci::export::{ExportError, ExportOptions, TarForm, TarReport, export_tar};
 
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -69,10 +69,13 @@ fn archive(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let interrupt = Interrupt::catch();
     let options = ExportOptions {
         cancel: Some(interrupt.flag()),
+        ..ExportOptions::default()
     };
     let progress = ui.progress();
     progress.phase("exporting");
-    let write = |out: &mut dyn Write| export_tar(tree.filesystem(), out, &options, &progress);
+    let write = |out: &mut dyn Write| {
+        export_tar(tree.filesystem(), TarForm::Tree, out, &options, &progress)
+    };
     if args.output == Path::new("-") {
         let mut out = ui.output();
         write(out.stream()).map_err(|error| match error {

@@ -4,19 +4,46 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::error::ConvertError;
+use crate::export::ExportError;
+
+/// An error that may be nothing but the answer to being told to stop.
+pub(crate) trait Stoppable {
+    /// That answer.
+    fn interrupted() -> Self;
+    /// Whether this is it.
+    fn is_interrupted(&self) -> bool;
+}
+
+impl Stoppable for ConvertError {
+    fn interrupted() -> Self {
+        ConvertError::Interrupted
+    }
+    fn is_interrupted(&self) -> bool {
+        matches!(self, ConvertError::Interrupted)
+    }
+}
+
+impl Stoppable for ExportError {
+    fn interrupted() -> Self {
+        ExportError::Interrupted
+    }
+    fn is_interrupted(&self) -> bool {
+        matches!(self, ExportError::Interrupted)
+    }
+}
 
 /// `work(i)` for each `i` of `order` by up to `threads` threads, begun in that order; the results stand by index. After
 /// an error `stop` is set and nothing more begun; of several errors the one of the lowest index is returned that is not
 /// just the work's answer to `stop`.
-pub(crate) fn run<T: Send>(
+pub(crate) fn run<T: Send, E: Stoppable + Send>(
     order: &[usize],
     threads: usize,
     stop: &AtomicBool,
-    work: impl Fn(usize) -> Result<T, ConvertError> + Sync,
-) -> Result<Vec<T>, ConvertError> {
+    work: impl Fn(usize) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
     let next = AtomicUsize::new(0);
     // Taken once per piece of work, when it is done, and with no other lock held.
-    let done: Mutex<Vec<(usize, Result<T, ConvertError>)>> = Mutex::default();
+    let done: Mutex<Vec<(usize, Result<T, E>)>> = Mutex::default();
     let worker = || {
         while !stop.load(Ordering::Relaxed) {
             let Some(&index) = order.get(next.fetch_add(1, Ordering::Relaxed)) else {
@@ -48,12 +75,12 @@ pub(crate) fn run<T: Send>(
     for (_, result) in done {
         match result {
             Ok(result) => results.push(result),
-            Err(ConvertError::Interrupted) => interrupted = true,
+            Err(error) if error.is_interrupted() => interrupted = true,
             Err(error) => return Err(error),
         }
     }
     match interrupted {
-        true => Err(ConvertError::Interrupted),
+        true => Err(E::interrupted()),
         false => Ok(results),
     }
 }
@@ -66,7 +93,9 @@ mod tests {
     fn results_stand_by_index_whatever_the_order() {
         let order = [3, 0, 2, 1];
         for threads in 1..5 {
-            let found = run(&order, threads, &AtomicBool::new(false), |i| Ok(i * 10));
+            let found = run(&order, threads, &AtomicBool::new(false), |i| {
+                Ok::<_, ConvertError>(i * 10)
+            });
             assert_eq!(found.unwrap(), [0, 10, 20, 30]);
         }
     }
@@ -75,7 +104,7 @@ mod tests {
     fn the_error_is_the_one_that_stopped_the_others() {
         let stop = AtomicBool::new(false);
         let order: Vec<usize> = (0..100).collect();
-        let found: Result<Vec<()>, _> = run(&order, 4, &stop, |i| match i {
+        let found: Result<Vec<()>, ConvertError> = run(&order, 4, &stop, |i| match i {
             17 => Err(ConvertError::Options("17".into())),
             _ if stop.load(Ordering::Relaxed) => Err(ConvertError::Interrupted),
             _ => Ok(()),

@@ -4,7 +4,7 @@ use std::io;
 
 use bcow_erofs::reader::ErofsError;
 
-use crate::error::quoted;
+use crate::error::{ConvertError, quoted};
 
 /// Failure of an export.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +36,15 @@ pub enum ExportError {
         /// How many they may take.
         allowed: usize,
     },
+    /// The image's configuration cannot become that of another image.
+    #[error("the image's configuration is not as it should be: {problem}")]
+    Config {
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// The layout cannot be written.
+    #[error(transparent)]
+    Layout(#[from] ConvertError),
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,

@@ -1,8 +1,11 @@
-//! Out of BCoW again: trees as tar archives, images as OCI layouts.
+//! Out of BCoW again: trees as tar archives, images as ordinary OCI images.
 //!
-//! `tree` walks a file system and tells `tar`, entry by entry, what to write. The same tree gives the same bytes.
+//! `tree` walks a file system and tells `tar`, entry by entry, what to write; `image` makes compressed layers of such archives,
+//! and the documents that belong to them. The same tree gives the same bytes.
 
+mod compress;
 mod error;
+mod image;
 mod tar;
 mod tree;
 
@@ -12,15 +15,39 @@ use std::sync::atomic::AtomicBool;
 
 use bcow_erofs::reader::Filesystem;
 
+use crate::cancel::Cancel;
 use crate::options::Progress;
 
+pub use compress::LayerCompression;
 pub use error::ExportError;
+pub use image::{ExportedLayer, Layers, LayoutExport, OciReport, export_layout};
 
 /// How to export.
-#[derive(Default)]
+#[derive(Debug, Clone)]
 pub struct ExportOptions {
+    /// Threads for compression. The output does not depend on it.
+    pub threads: usize,
     /// The export stops soon after this becomes true.
     pub cancel: Option<Arc<AtomicBool>>,
+}
+
+impl Default for ExportOptions {
+    fn default() -> Self {
+        ExportOptions {
+            threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
+            cancel: None,
+        }
+    }
+}
+
+/// What a file system is exported as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TarForm {
+    /// A tree.
+    Tree,
+    /// A layer of an image: the file system has one in overlayfs's form (see [`bcow_erofs::overlay`]), and whiteouts and
+    /// opaque directories become what the image specification has for them.
+    Layer,
 }
 
 /// What was written.
@@ -34,15 +61,21 @@ pub struct TarReport {
     pub sockets: u64,
 }
 
-/// Writes the tree of a file system as a tar archive: sorted by name, parents first, the root as `./`.
+/// Writes a file system as a tar archive: sorted by name, parents first, the root as `./`.
 ///
 /// Further names of an inode become hardlinks to the first one, and holes stay holes (GNU's sparse format 1.0). Sockets are
 /// left out, with a warning. Needs memory for the paths of inodes with several names, and for nothing else that grows.
 pub fn export_tar(
     fs: &Filesystem,
+    form: TarForm,
     out: &mut dyn Write,
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<TarReport, ExportError> {
-    tree::TreeExport::new(fs, tree::Form::Tree, options, progress).write(out)
+    let cancel = Cancel::new(options.cancel.as_deref());
+    let form = match form {
+        TarForm::Tree => tree::Form::Tree,
+        TarForm::Layer => tree::Form::Layer,
+    };
+    tree::TreeExport::new(fs, form, cancel, progress).write(out)
 }

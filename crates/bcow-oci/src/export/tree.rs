@@ -1,15 +1,17 @@
 //! From a file system to the entries of an archive.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Write;
-use std::sync::atomic::Ordering;
 
+use bcow_erofs::overlay::{DEVICE, IMPLICIT, LINK, OPAQUE, is_whiteout};
 use bcow_erofs::reader::{
-    DeviceNumber, ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid, Walk,
+    DeviceNumber, ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid, Symlinks, Timestamp,
+    Walk, XattrList,
 };
 
 use super::tar::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
-use super::{ExportError, ExportOptions, TarReport};
+use super::{ExportError, TarReport};
+use crate::cancel::Cancel;
 use crate::options::Progress;
 use crate::tar::{MAX_RUNS, Run};
 
@@ -19,24 +21,42 @@ const PIECE: u64 = 1 << 20;
 const MAX_LINK_BYTES: usize = 1 << 29;
 /// What whiteouts of layers begin with.
 const WHITEOUT: &[u8] = b".wh.";
+/// What makes a directory of a layer opaque.
+const OPAQUE_WHITEOUT: &[u8] = b".wh..wh..opq";
+/// Holes of a file that are worth the sparse format in a layer. The image specification advises against it, as not all
+/// tools have it; but a file that is one great hole should not become as many zeros.
+const LAYER_HOLE_BYTES: u64 = 64 << 20;
 
 /// What the archive is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// A tree for whoever unpacks tar archives.
     Tree,
+    /// The only layer of an image.
+    Flattened,
+    /// A layer among others, which the file system has in overlayfs's form.
+    Layer,
 }
 
 /// One file system on its way into an archive.
 pub(super) struct TreeExport<'e> {
     fs: &'e Filesystem,
     form: Form,
-    options: &'e ExportOptions,
+    cancel: Cancel<'e>,
     progress: &'e dyn Progress,
     /// The first path of each inode of which more names may come.
     links: HashMap<Nid, FirstName>,
     link_bytes: usize,
+    /// Directories that are in the archive already.
+    early: HashSet<Vec<u8>>,
     report: TarReport,
+}
+
+/// A hardlink to a file of a lower layer.
+struct LowerLink {
+    path: Vec<u8>,
+    target: Vec<u8>,
+    inode: Inode,
 }
 
 struct FirstName {
@@ -55,16 +75,17 @@ impl<'e> TreeExport<'e> {
     pub(super) fn new(
         fs: &'e Filesystem,
         form: Form,
-        options: &'e ExportOptions,
+        cancel: Cancel<'e>,
         progress: &'e dyn Progress,
     ) -> Self {
         TreeExport {
             fs,
             form,
-            options,
+            cancel,
             progress,
             links: HashMap::new(),
             link_bytes: 0,
+            early: HashSet::new(),
             report: TarReport::default(),
         }
     }
@@ -72,6 +93,9 @@ impl<'e> TreeExport<'e> {
     /// Writes the whole archive.
     pub(super) fn write<W: Write>(mut self, out: W) -> Result<TarReport, ExportError> {
         let mut tar = TarWriter::new(out);
+        if self.form == Form::Layer {
+            self.lower_links(&mut tar)?;
+        }
         let mut walk = Walk::new(self.fs);
         while let Some(inode) = walk.next().map_err(|e| read_error(walk.path(), e))? {
             self.check_cancel()?;
@@ -88,10 +112,134 @@ impl<'e> TreeExport<'e> {
     }
 
     fn check_cancel(&self) -> Result<(), ExportError> {
-        match &self.options.cancel {
-            Some(cancel) if cancel.load(Ordering::Relaxed) => Err(ExportError::Interrupted),
-            _ => Ok(()),
+        match self.cancel.is_set() {
+            true => Err(ExportError::Interrupted),
+            false => Ok(()),
         }
+    }
+
+    /// Hardlinks to lower layers come first of all. Whoever unpacks goes by the order, and what the layer says of other names
+    /// (a whiteout, another file, an opaque directory) may take away what a link names.
+    fn lower_links<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
+        let mut links = Vec::new();
+        let mut walk = Walk::new(self.fs);
+        while let Some(inode) = walk.next().map_err(|e| read_error(walk.path(), e))? {
+            self.check_cancel()?;
+            let path = walk.path();
+            if !self.is_lower_link(path, &inode)? {
+                continue;
+            }
+            let target = self.fs.read_link(&inode).map_err(|e| read_error(path, e))?;
+            self.remember(path.len() + target.len())?;
+            links.push(LowerLink {
+                path: path.to_vec(),
+                target: target.strip_prefix(b"/").unwrap_or(&target).to_vec(),
+                inode,
+            });
+        }
+        for link in &links {
+            self.check_name(&link.path)?;
+            self.parents(&link.path, tar)?;
+            let target = &link.target;
+            self.entry(&link.path, &link.inode, Kind::Hardlink { target }, &[], tar)?;
+        }
+        Ok(())
+    }
+
+    fn is_lower_link(&self, path: &[u8], inode: &Inode) -> Result<bool, ExportError> {
+        Ok(self.form == Form::Layer
+            && inode.kind == FileType::Symlink
+            && self.is_marked(path, inode, LINK)?)
+    }
+
+    fn is_marked(&self, path: &[u8], inode: &Inode, mark: &[u8]) -> Result<bool, ExportError> {
+        let value = self.fs.xattr(inode, mark);
+        Ok(value.map_err(|e| read_error(path, e))?.is_some())
+    }
+
+    /// The directories above `path` that the layer lists, as far as they are not in the archive.
+    fn parents<W: Write>(
+        &mut self,
+        path: &[u8],
+        tar: &mut TarWriter<W>,
+    ) -> Result<(), ExportError> {
+        let slashes = path.iter().enumerate().filter(|(_, b)| **b == b'/');
+        for parent in std::iter::once(0).chain(slashes.map(|(at, _)| at)) {
+            let parent = &path[..parent];
+            if self.early.contains(parent) {
+                continue;
+            }
+            let found = self.fs.resolve_with(parent, Symlinks::Keep);
+            let inode = found.and_then(|nid| nid.map(|nid| self.fs.inode(nid)).transpose());
+            let Some(inode) = inode.map_err(|e| read_error(parent, e))? else {
+                continue;
+            };
+            if !self.is_marked(parent, &inode, IMPLICIT)? {
+                let xattrs = self.xattrs(parent, &inode)?;
+                self.entry(parent, &inode, Kind::Directory, &xattrs, tar)?;
+            }
+            self.remember(parent.len())?;
+            self.early.insert(parent.to_vec());
+        }
+        Ok(())
+    }
+
+    /// The attributes that go into the archive.
+    fn xattrs(&self, path: &[u8], inode: &Inode) -> Result<XattrList, ExportError> {
+        let mut xattrs = self.fs.xattrs(inode).map_err(|e| read_error(path, e))?;
+        if self.form == Form::Layer {
+            const MARKS: [&[u8]; 4] = [DEVICE, IMPLICIT, LINK, OPAQUE];
+            xattrs.retain(|(name, _)| !MARKS.contains(&name.as_slice()));
+        }
+        Ok(xattrs)
+    }
+
+    /// What overlayfs's form says by other means than an entry.
+    fn marks<W: Write>(
+        &mut self,
+        path: &[u8],
+        inode: &Inode,
+        tar: &mut TarWriter<W>,
+    ) -> Result<bool, ExportError> {
+        let (parent, name) = match path.iter().rposition(|&b| b == b'/') {
+            Some(slash) => path.split_at(slash + 1),
+            None => (&[][..], path),
+        };
+        if inode.kind == FileType::Directory {
+            let is_listed = !self.is_marked(path, inode, IMPLICIT)?;
+            if is_listed && !self.early.contains(path) {
+                let xattrs = self.xattrs(path, inode)?;
+                self.entry(path, inode, Kind::Directory, &xattrs, tar)?;
+            }
+            // Before what is in the directory.
+            if self.is_marked(path, inode, OPAQUE)? {
+                let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
+                self.whiteout(&[path, slash, OPAQUE_WHITEOUT].concat(), tar)?;
+            }
+            return Ok(true);
+        }
+        if is_whiteout(self.fs, inode).map_err(|e| read_error(path, e))? {
+            self.whiteout(&[parent, WHITEOUT, name].concat(), tar)?;
+            return Ok(true);
+        }
+        self.is_lower_link(path, inode)
+    }
+
+    fn whiteout<W: Write>(
+        &mut self,
+        name: &[u8],
+        tar: &mut TarWriter<W>,
+    ) -> Result<(), ExportError> {
+        let entry = Entry {
+            path: name,
+            kind: Kind::Regular { size: 0 },
+            permissions: 0,
+            uid: 0,
+            gid: 0,
+            mtime: Timestamp::default(),
+            xattrs: &[],
+        };
+        self.put(name, &entry, tar)
     }
 
     fn inode<W: Write>(
@@ -105,14 +253,14 @@ impl<'e> TreeExport<'e> {
             self.report.sockets += 1;
             return Ok(());
         }
+        if self.form == Form::Layer && self.marks(path, inode, tar)? {
+            return Ok(());
+        }
         if let Some(first) = self.first_name(path, inode)? {
             let kind = Kind::Hardlink { target: &first };
             return self.entry(path, inode, kind, &[], tar);
         }
-        let xattrs = self
-            .fs
-            .xattrs(inode)
-            .map_err(|error| read_error(path, error))?;
+        let xattrs = self.xattrs(path, inode)?;
         let number = inode.rdev.unwrap_or(DeviceNumber { major: 0, minor: 0 });
         let kind = match inode.kind {
             FileType::Regular => return self.regular(path, inode, &xattrs, tar),
@@ -132,15 +280,32 @@ impl<'e> TreeExport<'e> {
     /// A file of this name is a whiteout to whoever reads the archive as a layer.
     fn check_name(&self, path: &[u8]) -> Result<(), ExportError> {
         let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
-        if name.starts_with(WHITEOUT) {
-            match self.form {
-                Form::Tree => self.progress.warning(&format!(
-                    "{} begins with .wh., which readers of image layers take for a whiteout",
-                    crate::error::quoted(path)
-                )),
-            }
+        if !name.starts_with(WHITEOUT) {
+            return Ok(());
         }
-        Ok(())
+        const PROBLEM: &str = "its name begins with .wh., which makes a whiteout of it in a layer";
+        match self.form {
+            Form::Tree => {
+                let shown = crate::error::quoted(&rooted(path));
+                self.progress.warning(&format!("{shown}: {PROBLEM}"));
+                Ok(())
+            }
+            Form::Flattened | Form::Layer => Err(ExportError::Unrepresentable {
+                path: rooted(path),
+                problem: PROBLEM.to_owned(),
+            }),
+        }
+    }
+
+    /// Counts bytes of paths that have to be remembered.
+    fn remember(&mut self, bytes: usize) -> Result<(), ExportError> {
+        self.link_bytes += bytes;
+        match self.link_bytes > MAX_LINK_BYTES {
+            true => Err(ExportError::Hardlinks {
+                allowed: MAX_LINK_BYTES,
+            }),
+            false => Ok(()),
+        }
     }
 
     /// The inode's first path, if this is a further one.
@@ -158,11 +323,7 @@ impl<'e> TreeExport<'e> {
             self.link_bytes -= first.as_ref().map_or(0, |first| first.path.len());
             return Ok(first.map(|first| first.path));
         }
-        self.link_bytes += path.len();
-        if self.link_bytes > MAX_LINK_BYTES {
-            let allowed = MAX_LINK_BYTES;
-            return Err(ExportError::Hardlinks { allowed });
-        }
+        self.remember(path.len())?;
         let first = FirstName {
             path: path.to_vec(),
             left: inode.nlink - 1,
@@ -193,7 +354,16 @@ impl<'e> TreeExport<'e> {
             mtime: inode.mtime,
             xattrs,
         };
-        tar.entry(&entry).map_err(|error| match error {
+        self.put(path, &entry, tar)
+    }
+
+    fn put<W: Write>(
+        &mut self,
+        path: &[u8],
+        entry: &Entry<'_>,
+        tar: &mut TarWriter<W>,
+    ) -> Result<(), ExportError> {
+        tar.entry(entry).map_err(|error| match error {
             EntryError::Io(error) => ExportError::Write(error),
             EntryError::PaxBytes(bytes) => ExportError::Unrepresentable {
                 path: rooted(path),
@@ -214,7 +384,11 @@ impl<'e> TreeExport<'e> {
         tar: &mut TarWriter<W>,
     ) -> Result<(), ExportError> {
         let size = inode.size;
-        let runs = runs(self.fs, inode).map_err(|e| read_error(path, e))?;
+        let worthwhile = match self.form {
+            Form::Tree => 1,
+            Form::Flattened | Form::Layer => LAYER_HOLE_BYTES,
+        };
+        let runs = runs(self.fs, inode, worthwhile).map_err(|e| read_error(path, e))?;
         let whole = [Run {
             offset: 0,
             length: size,
@@ -260,14 +434,14 @@ fn copy<W: Write>(
     written.map_err(Stop::Write)
 }
 
-/// Where a file has data, if it has holes. Where there are more runs than readers take, the smallest holes count as data.
-fn runs(fs: &Filesystem, inode: &Inode) -> Result<Option<Vec<Run>>, ErofsError> {
+/// Where a file has data, if it has holes of `worthwhile` bytes together. Where there are more runs than readers take, the
+/// smallest holes count as data.
+fn runs(fs: &Filesystem, inode: &Inode, worthwhile: u64) -> Result<Option<Vec<Run>>, ErofsError> {
     let mut smallest = 1;
     loop {
         if let Some(runs) = runs_between(fs, inode, smallest)? {
-            let is_whole = matches!(runs[..], [Run { offset: 0, length }] if length == inode.size);
-            let is_sparse = inode.size > 0 && !is_whole;
-            return Ok(is_sparse.then_some(runs));
+            let data: u64 = runs.iter().map(|run| run.length).sum();
+            return Ok((inode.size - data >= worthwhile).then_some(runs));
         }
         smallest = (smallest * 2).max(8192);
     }

@@ -16,7 +16,7 @@ use crate::layout::{self, IMAGE, LAYER, OCI_MANIFEST, STACK};
 use crate::metadata::tool;
 use crate::options::ConvertOptions;
 
-const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 
 /// The digest of a layer's archive, uncompressed.
 const DIFF_ID: &str = "io.bcow.layer.diff-id";

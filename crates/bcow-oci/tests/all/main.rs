@@ -4,6 +4,7 @@ mod bad_input;
 mod bad_tar;
 mod dialects;
 mod directory;
+mod export;
 mod layered;
 mod layers;
 mod layouts;

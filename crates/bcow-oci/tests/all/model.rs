@@ -10,7 +10,7 @@ use crate::tarmaker::{Header, Tar};
 
 /// One entry of a layer's archive. Paths are sequences of names.
 #[derive(Debug, Clone)]
-enum Op {
+pub enum Op {
     File(Path, u8),
     Dir(Path, u32),
     Symlink(Path, Path),
@@ -25,7 +25,7 @@ fn paths() -> impl Strategy<Value = Path> {
     proptest::collection::vec(prop_oneof![Just("a"), Just("b"), Just("c")], 1..4)
 }
 
-fn ops() -> impl Strategy<Value = Op> {
+pub fn ops() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => (paths(), any::<u8>()).prop_map(|(p, n)| Op::File(p, n)),
         3 => (paths(), 0u32..0o777).prop_map(|(p, m)| Op::Dir(p, m)),
@@ -36,7 +36,7 @@ fn ops() -> impl Strategy<Value = Op> {
     ]
 }
 
-fn archive(layer: &[Op], number: usize) -> Vec<u8> {
+pub fn archive(layer: &[Op], number: usize) -> Vec<u8> {
     let mut tar = Tar::new();
     for (i, op) in layer.iter().enumerate() {
         tar = match op {

@@ -1,0 +1,435 @@
+//! An ordinary OCI image in a layout: a tar archive per layer, configuration, manifest.
+
+use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use bcow_erofs::reader::Filesystem;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::compress::{Encoder, LayerCompression};
+use super::tree::{Form, TreeExport};
+use super::{ExportError, ExportOptions, TarReport};
+use crate::cancel::Cancel;
+use crate::digest::{Algorithm, DiffId, Digest, Hasher};
+use crate::image::ImageConfig;
+use crate::layered::manifest::{OCI_CONFIG, to_bytes};
+use crate::layout::OCI_MANIFEST;
+use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob, descriptor, write_error};
+use crate::metadata::insert_some;
+use crate::options::{Platform, Progress};
+use crate::parallel;
+
+/// Bytes that travel between threads at once.
+const CHUNK_BYTES: usize = 1 << 20;
+/// Chunks on their way.
+const QUEUE: usize = 4;
+
+/// What is exported.
+#[derive(Clone)]
+pub enum Layers<'e> {
+    /// A whole tree, as one layer.
+    Flattened(&'e Filesystem),
+    /// The layers of a stack, lowest first, each in overlayfs's form (see [`bcow_erofs::overlay`]).
+    Stack(Vec<&'e Filesystem>),
+}
+
+/// Where an image goes.
+#[derive(Debug, Clone, Default)]
+pub struct LayoutExport {
+    /// The layout; made where there is nothing or an empty directory.
+    pub directory: PathBuf,
+    /// Name of the image in the layout.
+    pub reference: Option<String>,
+    /// How the layers are compressed.
+    pub compression: LayerCompression,
+}
+
+/// What was written.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct OciReport {
+    /// Digest of the manifest.
+    pub manifest: Digest,
+    /// The layers, lowest first.
+    pub layers: Vec<ExportedLayer>,
+}
+
+/// A layer of it.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct ExportedLayer {
+    /// Digest of the blob.
+    pub digest: Digest,
+    /// Its size in bytes.
+    pub stored_bytes: u64,
+    /// Digest of the archive, uncompressed.
+    pub diff_id: DiffId,
+    /// Size of the archive, uncompressed.
+    pub tar_bytes: u64,
+    /// Entries of the archive.
+    pub entries: u64,
+}
+
+/// Writes an image into an OCI layout. `config` is the image's configuration as it was; digests of layers, and a history
+/// that does not fit them, are replaced.
+///
+/// Blobs and index appear when everything is complete, or not at all; what else is in the layout stays.
+pub fn export_layout(
+    layers: &Layers<'_>,
+    config: Option<&Value>,
+    destination: &LayoutExport,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<OciReport, ExportError> {
+    let (layers, form) = match layers {
+        Layers::Flattened(fs) => (vec![*fs], Form::Flattened),
+        Layers::Stack(layers) => (layers.clone(), Form::Layer),
+    };
+    // What is wrong with it is known before anything is written.
+    let template = ConfigTemplate::new(config)?;
+    let writer = LayoutWriter::open(&destination.directory)?;
+    let stop = AtomicBool::new(false);
+    let work = Work {
+        writer: &writer,
+        form,
+        compression: destination.compression,
+        is_piped: options.threads > 1,
+        cancel: Cancel::new(options.cancel.as_deref()).or(&stop),
+        progress,
+    };
+    let order: Vec<usize> = (0..layers.len()).collect();
+    // Each takes two.
+    let at_once = (options.threads / 2).max(1);
+    let written = parallel::run(&order, at_once, &stop, |index| work.layer(layers[index]))?;
+    progress.phase("syncing");
+    let diff_ids: Vec<&Digest> = written
+        .iter()
+        .map(|layer| &layer.report.diff_id.0)
+        .collect();
+    let platform = template.platform();
+    let config = writer.document(&to_bytes(
+        &template.fill(&diff_ids),
+        &destination.directory,
+    )?)?;
+    let media_type = destination.compression.media_type();
+    let descriptors: Vec<Value> = written
+        .iter()
+        .map(|layer| {
+            let (digest, size) = (&layer.blob.digest, layer.blob.size);
+            Value::Object(descriptor(media_type, digest, size))
+        })
+        .collect();
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": OCI_MANIFEST,
+        "config": descriptor(OCI_CONFIG, &config.digest, config.size),
+        "layers": descriptors,
+    });
+    let manifest = writer.document(&to_bytes(&manifest, &destination.directory)?)?;
+    let entry = ManifestEntry {
+        digest: manifest.digest.clone(),
+        size: manifest.size,
+        artifact_type: None,
+        platform,
+        reference: destination.reference.clone(),
+    };
+    if work.cancel.is_set() {
+        return Err(ExportError::Interrupted);
+    }
+    let (mut blobs, layers): (Vec<NewBlob>, Vec<ExportedLayer>) = written
+        .into_iter()
+        .map(|layer| (layer.blob, layer.report))
+        .unzip();
+    let report = OciReport {
+        manifest: manifest.digest.clone(),
+        layers,
+    };
+    blobs.extend([config, manifest]);
+    writer.publish(blobs, &entry)?;
+    Ok(report)
+}
+
+struct Work<'w> {
+    writer: &'w LayoutWriter,
+    form: Form,
+    compression: LayerCompression,
+    /// Whether compression has a thread of its own.
+    is_piped: bool,
+    cancel: Cancel<'w>,
+    progress: &'w dyn Progress,
+}
+
+struct WrittenLayer {
+    blob: NewBlob,
+    report: ExportedLayer,
+}
+
+impl Work<'_> {
+    fn layer(&self, fs: &Filesystem) -> Result<WrittenLayer, ExportError> {
+        let failed = |error| write_error("write", self.writer.directory(), error);
+        let output = self.writer.new_blob()?;
+        let file = BufWriter::with_capacity(CHUNK_BYTES, output.file()?);
+        let mut encoder = Encoder::new(file, self.compression).map_err(failed)?;
+        let archive = match self.is_piped {
+            false => self.archive(fs, &mut encoder),
+            true => self.piped(fs, &mut encoder),
+        };
+        let (tar, diff_id, tar_bytes) = archive.map_err(|error| match error {
+            ExportError::Write(error) => failed(error).into(),
+            other => other,
+        })?;
+        encoder
+            .finish()
+            .and_then(|mut file| file.flush())
+            .map_err(failed)?;
+        let blob = self.writer.finish(output)?;
+        Ok(WrittenLayer {
+            report: ExportedLayer {
+                digest: blob.digest.clone(),
+                stored_bytes: blob.size,
+                diff_id: DiffId(diff_id),
+                tar_bytes,
+                entries: tar.entries,
+            },
+            blob,
+        })
+    }
+
+    fn archive(
+        &self,
+        fs: &Filesystem,
+        out: &mut dyn Write,
+    ) -> Result<(TarReport, Digest, u64), ExportError> {
+        let mut hashed = Hashed {
+            out: Pieces {
+                out,
+                piece: Vec::with_capacity(CHUNK_BYTES),
+            },
+            hasher: Hasher::new(Algorithm::Sha256),
+            bytes: 0,
+        };
+        let export = TreeExport::new(fs, self.form, self.cancel, self.progress);
+        let report = export.write(&mut hashed)?;
+        hashed.out.finish().map_err(ExportError::Write)?;
+        Ok((report, hashed.hasher.finish(), hashed.bytes))
+    }
+
+    /// The same, with reading and hashing in one thread and compression in another.
+    fn piped(
+        &self,
+        fs: &Filesystem,
+        out: &mut (dyn Write + Send),
+    ) -> Result<(TarReport, Digest, u64), ExportError> {
+        let (sender, receiver) = sync_channel(QUEUE);
+        std::thread::scope(|scope| {
+            let compressor = scope.spawn(move || drain(receiver, out));
+            let mut chunks = Chunks(sender);
+            let archive = self.archive(fs, &mut chunks);
+            // The compressor ends with its input.
+            drop(chunks);
+            match compressor.join() {
+                // Why the other end went away says more than that it did.
+                Ok(Err(error)) => Err(ExportError::Write(error)),
+                Ok(Ok(())) => archive,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
+}
+
+fn drain(chunks: Receiver<Vec<u8>>, out: &mut (dyn Write + Send)) -> io::Result<()> {
+    chunks.iter().try_for_each(|chunk| out.write_all(&chunk))
+}
+
+/// Sends what is written to it to another thread.
+struct Chunks(SyncSender<Vec<u8>>);
+
+impl Write for Chunks {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self.0.send(bytes.to_vec()) {
+            Ok(()) => Ok(bytes.len()),
+            Err(_) => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Gathers what is written to it into pieces of one size. What deflate makes of its input depends on how it is cut; it should
+/// depend neither on how the image is stored nor on the number of threads.
+struct Pieces<'p> {
+    out: &'p mut dyn Write,
+    /// Shorter than [`CHUNK_BYTES`].
+    piece: Vec<u8>,
+}
+
+impl Pieces<'_> {
+    fn finish(self) -> io::Result<()> {
+        self.out.write_all(&self.piece)
+    }
+}
+
+impl Write for Pieces<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = bytes.len().min(CHUNK_BYTES - self.piece.len());
+        self.piece.extend_from_slice(&bytes[..taken]);
+        if self.piece.len() == CHUNK_BYTES {
+            self.out.write_all(&self.piece)?;
+            self.piece.clear();
+        }
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Hashes and counts what passes.
+struct Hashed<'h> {
+    out: Pieces<'h>,
+    hasher: Hasher,
+    bytes: u64,
+}
+
+impl Write for Hashed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.hasher.update(&bytes[..written]);
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// An image's configuration that waits for its layers.
+struct ConfigTemplate(Map<String, Value>);
+
+impl ConfigTemplate {
+    fn new(config: Option<&Value>) -> Result<Self, ExportError> {
+        let bad = |problem| ExportError::Config { problem };
+        let config = match config {
+            Some(Value::Object(config)) => config.clone(),
+            Some(_) => return Err(bad("it is no object")),
+            // Of an archive nobody knows where its programs run; here is as good a guess as any.
+            None => {
+                let host = Platform::host();
+                let mut config = Map::new();
+                let fields = [
+                    ("architecture", Some(json!(host.architecture))),
+                    ("variant", host.variant.map(|variant| json!(variant))),
+                    ("os", Some(json!(host.os))),
+                ];
+                insert_some(&mut config, fields);
+                config
+            }
+        };
+        match config.get("rootfs") {
+            None | Some(Value::Object(_)) => Ok(ConfigTemplate(config)),
+            Some(_) => Err(bad("its rootfs is no object")),
+        }
+    }
+
+    fn platform(&self) -> Option<Platform> {
+        let bytes = serde_json::to_vec(&self.fill(&[])).ok()?;
+        ImageConfig::parse("configuration", &bytes).ok()?.platform
+    }
+
+    /// The configuration of an image with these layers.
+    fn fill(&self, diff_ids: &[&Digest]) -> Value {
+        let mut config = self.0.clone();
+        let rootfs = config.entry("rootfs").or_insert_with(|| json!({}));
+        rootfs["type"] = json!("layers");
+        rootfs["diff_ids"] = json!(diff_ids);
+        if let Some(history) = config.get("history")
+            && layers_in_history(history) != Some(diff_ids.len())
+        {
+            match diff_ids.len() {
+                1 => {
+                    let mut entry = Map::new();
+                    if let Some(created) = config.get("created") {
+                        entry.insert("created".into(), created.clone());
+                    }
+                    entry.insert("created_by".into(), json!("bcow export"));
+                    entry.insert("comment".into(), json!("all layers merged into one"));
+                    config.insert("history".into(), json!([entry]));
+                }
+                _ => {
+                    config.shift_remove("history");
+                }
+            }
+        }
+        Value::Object(config)
+    }
+}
+
+/// How many layers a history speaks of.
+fn layers_in_history(history: &Value) -> Option<usize> {
+    let entries = history.as_array()?.iter();
+    let layers = entries.filter(|entry| entry.get("empty_layer") != Some(&json!(true)));
+    Some(layers.count())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filled(config: &Value, layers: usize) -> String {
+        let digest = Digest::of(b"layer");
+        let template = ConfigTemplate::new(Some(config)).unwrap();
+        let filled = template.fill(&vec![&digest; layers]);
+        filled.to_string().replace(&digest.to_string(), "LAYER")
+    }
+
+    #[test]
+    fn a_configuration_stays_as_it_was_but_for_its_layers() {
+        let config = json!({
+            "created": "2024-01-01T00:00:00Z", "zebra": {"b": 1, "a": 2}, "architecture": "riscv64", "os": "linux",
+            "rootfs": {"type": "layers", "diff_ids": ["sha256:old", "sha256:older"]},
+            "history": [{"created_by": "one"}, {"created_by": "none", "empty_layer": true}, {"created_by": "two"}],
+            "config": {"Cmd": ["sh"]},
+        });
+        let same = r#"{"created":"2024-01-01T00:00:00Z","zebra":{"b":1,"a":2},"architecture":"riscv64","os":"linux","rootfs":{"type":"layers","diff_ids":["LAYER","LAYER"]},"history":[{"created_by":"one"},{"created_by":"none","empty_layer":true},{"created_by":"two"}],"config":{"Cmd":["sh"]}}"#;
+        assert_eq!(filled(&config, 2), same);
+        let (before, rest) = same.split_once(r#","rootfs":"#).unwrap();
+        let (_, behind) = rest.split_once("}],").unwrap();
+        assert_eq!(
+            filled(&config, 1),
+            format!(
+                r#"{before},"rootfs":{{"type":"layers","diff_ids":["LAYER"]}},"history":[{{"created":"2024-01-01T00:00:00Z","created_by":"bcow export","comment":"all layers merged into one"}}],{behind}"#
+            )
+        );
+        assert_eq!(
+            filled(&config, 3),
+            format!(
+                r#"{before},"rootfs":{{"type":"layers","diff_ids":["LAYER","LAYER","LAYER"]}},{behind}"#
+            )
+        );
+        let platform = ConfigTemplate::new(Some(&config)).unwrap().platform();
+        assert_eq!(platform.unwrap().to_string(), "linux/riscv64");
+    }
+
+    #[test]
+    fn a_configuration_that_is_none_is_refused() {
+        for config in [json!([]), json!("x"), json!({"rootfs": []})] {
+            assert!(matches!(
+                ConfigTemplate::new(Some(&config)),
+                Err(ExportError::Config { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn without_a_configuration_there_is_a_platform_all_the_same() {
+        let template = ConfigTemplate::new(None).unwrap();
+        assert_eq!(template.platform(), Some(Platform::host()));
+    }
+}

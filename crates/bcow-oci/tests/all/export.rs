@@ -1,0 +1,468 @@
+//! Out of BCoW and back in again.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::{Image, OpenOptions};
+use bcow_erofs::diff::{Change, Compare, DiffOptions, Differences, diff};
+use bcow_erofs::reader::Filesystem;
+use bcow_oci::export::{
+    ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, OciReport, TarForm,
+    export_layout, export_tar,
+};
+use bcow_oci::{ConvertError, ConvertOptions, LayoutOptions, Source, convert_to_layout};
+use proptest::prelude::*;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::model::{archive, ops};
+use crate::support::{
+    Converted, Layout, convert_layers, convert_tar, convert_tar_with, convert_with, options,
+};
+use crate::tarmaker::{Header, Tar};
+
+/// An image in a layout of one BCoW file per layer.
+struct Stack {
+    /// Holds the files.
+    _layout: TempDir,
+    layers: Vec<Filesystem>,
+    config: Value,
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn blob(layout: &Path, descriptor: &Value) -> std::path::PathBuf {
+    let digest = descriptor["digest"].as_str().unwrap();
+    layout
+        .join("blobs/sha256")
+        .join(digest.strip_prefix("sha256:").unwrap())
+}
+
+fn manifest(layout: &Path) -> Value {
+    json(&blob(
+        layout,
+        &json(&layout.join("index.json"))["manifests"][0],
+    ))
+}
+
+fn stack(layers: &[Vec<u8>]) -> Result<Stack, ConvertError> {
+    let layout = tempfile::tempdir().unwrap();
+    let destination = LayoutOptions {
+        directory: layout.path().to_owned(),
+        ..LayoutOptions::default()
+    };
+    let source = Layout::of(layers);
+    convert_to_layout(&source.source(None), &destination, &options(), &())?;
+    let manifest = manifest(layout.path());
+    let mut descriptors = manifest["layers"].as_array().unwrap().clone();
+    // The last one is the stack.
+    descriptors.pop();
+    let layers = descriptors
+        .iter()
+        .map(|layer| {
+            let path = blob(layout.path(), layer);
+            let image: Arc<Image> = Image::open(&path, &OpenOptions::default()).unwrap();
+            Filesystem::open(image).unwrap()
+        })
+        .collect();
+    let config = json(&blob(layout.path(), &manifest["config"]));
+    Ok(Stack {
+        _layout: layout,
+        layers,
+        config,
+    })
+}
+
+impl Stack {
+    fn layers(&self) -> Layers<'_> {
+        Layers::Stack(self.layers.iter().collect())
+    }
+
+    fn export(&self) -> Exported {
+        exported(
+            &self.layers(),
+            Some(&self.config),
+            1,
+            LayerCompression::None,
+        )
+    }
+}
+
+struct Exported {
+    layout: TempDir,
+    report: OciReport,
+}
+
+impl Exported {
+    fn convert(&self) -> Result<Converted, ConvertError> {
+        let source = Source::Oci {
+            directory: self.layout.path().to_owned(),
+            reference: Some("new".into()),
+        };
+        convert_with(&source, &options())
+    }
+
+    /// The names in a layer that is not compressed.
+    fn names(&self, layer: usize) -> Vec<String> {
+        let path = blob(
+            self.layout.path(),
+            &manifest(self.layout.path())["layers"][layer],
+        );
+        let listed = std::process::Command::new("tar")
+            .arg("-tf")
+            .arg(path)
+            .output()
+            .unwrap();
+        assert!(listed.status.success());
+        let text = String::from_utf8(listed.stdout).unwrap();
+        text.lines().map(str::to_owned).collect()
+    }
+}
+
+fn exported(
+    layers: &Layers<'_>,
+    config: Option<&Value>,
+    threads: usize,
+    compression: LayerCompression,
+) -> Exported {
+    let layout = tempfile::tempdir().unwrap();
+    let report = export_to(layout.path(), layers, config, threads, compression).unwrap();
+    Exported { layout, report }
+}
+
+fn export_to(
+    directory: &Path,
+    layers: &Layers<'_>,
+    config: Option<&Value>,
+    threads: usize,
+    compression: LayerCompression,
+) -> Result<OciReport, ExportError> {
+    let destination = LayoutExport {
+        directory: directory.to_owned(),
+        reference: Some("new".into()),
+        compression,
+    };
+    let options = ExportOptions {
+        threads,
+        cancel: None,
+    };
+    export_layout(layers, config, &destination, &options, &())
+}
+
+/// What two trees differ in.
+fn differences(a: &Filesystem, b: &Filesystem, compare: Compare) -> Vec<String> {
+    let options = DiffOptions {
+        compare,
+        known_same: None,
+    };
+    let mut lines = Vec::new();
+    diff(a, b, &options, &mut |path, change| {
+        let what: Option<&Differences> = match &change {
+            Change::Changed(_, _, what) => Some(what),
+            _ => None,
+        };
+        lines.push(format!("{} {what:?}", String::from_utf8_lossy(path)));
+        Ok::<_, std::convert::Infallible>(())
+    })
+    .unwrap();
+    lines
+}
+
+/// Layers with everything that goes by the order of entries, or that overlayfs has no form for.
+fn hard_layers() -> Vec<Vec<u8>> {
+    let mut device = Header::new("device", b'3');
+    device.device = (0, 0);
+    let lower = Tar::new()
+        .dir("a/")
+        .file("a/old", "moved")
+        .file("a/replaced", "before")
+        .dir("gone/")
+        .file("gone/target", "kept by a link")
+        .dir("opaque/")
+        .file("opaque/hidden", "hidden")
+        .file("opaque/renamed", "in an opaque directory")
+        .dir("becomes-file/")
+        .file("becomes-file/x", "x")
+        .symlink("link", "a")
+        .file("z", "z");
+    let upper = Tar::new()
+        // Links to what the same layer takes away.
+        .hardlink("b-moved", "a/old")
+        .hardlink("b-before", "a/replaced")
+        .hardlink("b-kept", "gone/target")
+        .hardlink("b-symlink", "link")
+        .file("a/.wh.old", "")
+        .file("a/replaced", "after")
+        .file(".wh.gone", "")
+        .dir("opaque/")
+        .hardlink("opaque/new", "opaque/renamed")
+        .file("opaque/.wh..wh..opq", "")
+        .file("opaque/own", "own")
+        .file("becomes-file", "now a file")
+        .entry(&device, b"")
+        .dir("deep/")
+        .dir("deep/er/")
+        .hardlink("deep/er/link", "z");
+    let top = Tar::new()
+        // Directories that this layer does not list.
+        .file("deep/er/new", "new")
+        .file("a/.wh.replaced", "")
+        .file("opaque/own", "other");
+    vec![lower.done(), upper.done(), top.done()]
+}
+
+#[test]
+fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
+    let layers = hard_layers();
+    let expected = convert_layers(&layers).unwrap();
+    let exported = stack(&layers).unwrap().export();
+    let found = exported.convert().unwrap();
+    let none: [String; 0] = [];
+    assert_eq!(
+        differences(&expected.filesystem(), &found.filesystem(), Compare::All),
+        none
+    );
+    assert_eq!(exported.report.layers.len(), 3);
+    assert_eq!(
+        exported.names(1),
+        [
+            // Before anything takes away what they name.
+            "b-kept",
+            "b-moved",
+            "b-symlink",
+            "deep/",
+            "deep/er/",
+            "deep/er/link",
+            "opaque/",
+            "opaque/new",
+            // The rest. What is linked to and written in one layer is this layer's.
+            "a/.wh.old",
+            "a/replaced",
+            "b-before",
+            "becomes-file",
+            "device",
+            ".wh.gone",
+            "opaque/.wh..wh..opq",
+            "opaque/own",
+        ]
+    );
+    // Not the directories that only a child needed.
+    assert_eq!(
+        exported.names(2),
+        ["a/.wh.replaced", "deep/er/new", "opaque/own"]
+    );
+}
+
+#[test]
+fn an_exported_image_exports_to_the_same_digests_again() {
+    let stacked = stack(&hard_layers()).unwrap();
+    let gzip = LayerCompression::Gzip { level: 6 };
+    let zstd = LayerCompression::Zstd { level: 3 };
+    for compression in [LayerCompression::None, gzip, zstd] {
+        let all = |threads| {
+            let exported = exported(
+                &stacked.layers(),
+                Some(&stacked.config),
+                threads,
+                compression,
+            );
+            (exported.report.manifest.clone(), exported)
+        };
+        let (digest, first) = all(1);
+        for threads in [2, 3, 8] {
+            assert_eq!(all(threads).0, digest, "{compression:?}, {threads} threads");
+        }
+        // Through other layers, which are the same after all.
+        let layers: Vec<Vec<u8>> = manifest(first.layout.path())["layers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|layer| unpacked(&blob(first.layout.path(), layer)))
+            .collect();
+        let again = stack(&layers).unwrap();
+        let again = exported(&again.layers(), Some(&stacked.config), 2, compression);
+        assert_eq!(again.report.manifest, digest, "{compression:?}");
+    }
+}
+
+fn unpacked(path: &Path) -> Vec<u8> {
+    use std::io::Read;
+    let bytes = std::fs::read(path).unwrap();
+    let mut out = Vec::new();
+    match bytes[..2] {
+        [0x1f, 0x8b] => flate2::read::GzDecoder::new(&bytes[..])
+            .read_to_end(&mut out)
+            .unwrap(),
+        [0x28, 0xb5] => return zstd::decode_all(&bytes[..]).unwrap(),
+        _ => return bytes,
+    };
+    out
+}
+
+#[test]
+fn how_an_image_is_stored_makes_no_difference_to_what_it_is_exported_as() {
+    let noise: Vec<u8> = (0..3_000_000u32)
+        .map(|i| (i.wrapping_mul(2_654_435_761) >> 20) as u8)
+        .collect();
+    let tar = Tar::new()
+        .file("noise", noise)
+        .file("text", "some text".repeat(100_000))
+        .done();
+    let mut digests = Vec::new();
+    for block_bytes in [None, Some(4096), Some(1 << 20)] {
+        let options = ConvertOptions {
+            block_bytes,
+            ..options()
+        };
+        let converted = convert_tar_with(&tar, &options).unwrap();
+        let fs = converted.filesystem();
+        for threads in [1, 2] {
+            let gzip = LayerCompression::default();
+            let exported = exported(&Layers::Flattened(&fs), None, threads, gzip);
+            digests.push(exported.report.manifest);
+        }
+    }
+    digests.dedup();
+    assert_eq!(digests.len(), 1);
+}
+
+#[test]
+fn a_flattened_image_is_exported_as_one_layer() {
+    let expected = convert_layers(&hard_layers()).unwrap();
+    let fs = expected.filesystem();
+    let config = expected.metadata()["config"].clone();
+    let exported = exported(
+        &Layers::Flattened(&fs),
+        Some(&config),
+        2,
+        LayerCompression::default(),
+    );
+    let found = exported.convert().unwrap();
+    let none: [String; 0] = [];
+    assert_eq!(differences(&fs, &found.filesystem(), Compare::All), none);
+    assert_eq!(exported.report.layers.len(), 1);
+    let manifest = manifest(exported.layout.path());
+    let written = json(&blob(exported.layout.path(), &manifest["config"]));
+    assert_eq!(written["config"], config["config"]);
+    assert_eq!(
+        written["rootfs"]["diff_ids"],
+        serde_json::json!([exported.report.layers[0].diff_id.to_string()])
+    );
+}
+
+#[test]
+fn other_images_of_the_layout_stay() {
+    let converted = convert_tar(&Tar::new().file("a", "a").done()).unwrap();
+    let mut layout = Layout::of(&[Tar::new().file("b", "b").done()]);
+    let other = layout.image("linux/arm64", &[]);
+    layout.list(other, Some("other"));
+    let fs = converted.filesystem();
+    let layers = Layers::Flattened(&fs);
+    let none = LayerCompression::None;
+    for _ in 0..2 {
+        export_to(layout.path(), &layers, None, 1, none).unwrap();
+        let index = json(&layout.path().join("index.json"));
+        let names: Vec<&str> = index["manifests"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|entry| {
+                entry["annotations"]["org.opencontainers.image.ref.name"]
+                    .as_str()
+                    .unwrap()
+            })
+            .collect();
+        assert_eq!(names, ["test", "other", "new"]);
+    }
+}
+
+#[test]
+fn a_name_that_would_be_a_whiteout_is_refused_and_nothing_is_left() {
+    let tree = tempfile::tempdir().unwrap();
+    std::fs::write(tree.path().join(".wh.file"), "x").unwrap();
+    let converted = convert_with(&Source::Directory(tree.path().to_owned()), &options()).unwrap();
+    let fs = converted.filesystem();
+    let place = tempfile::tempdir().unwrap();
+    let directory = place.path().join("layout");
+    for threads in [1, 4] {
+        let none = LayerCompression::None;
+        let error = export_to(&directory, &Layers::Flattened(&fs), None, threads, none);
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(error.unwrap_err(), @r#""/.wh.file": its name begins with .wh., which makes a whiteout of it in a layer"#);
+        }
+        assert!(!directory.exists());
+    }
+}
+
+#[test]
+fn sparse_files_are_zeros_in_layers_unless_they_are_great_holes() {
+    let sparse = |name: &str, size: u64| {
+        let map = format!("1\n{size}\n0\n");
+        let mut data = map.into_bytes();
+        data.resize(512, 0);
+        let tar = Tar::new().pax(&[
+            ("GNU.sparse.major", "1"),
+            ("GNU.sparse.minor", "0"),
+            ("GNU.sparse.name", name),
+            ("GNU.sparse.realsize", &size.to_string()),
+        ]);
+        tar.file("x", data)
+    };
+    let tar = sparse("small", 1 << 20).raw(&sparse("great", 1 << 50).done());
+    let converted = convert_tar(&tar.bytes).unwrap();
+    let fs = converted.filesystem();
+    let exported = exported(&Layers::Flattened(&fs), None, 1, LayerCompression::None);
+    let bytes = exported.report.layers[0].tar_bytes;
+    assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");
+    let found = exported.convert().unwrap();
+    let none: [String; 0] = [];
+    assert_eq!(differences(&fs, &found.filesystem(), Compare::All), none);
+}
+
+#[test]
+fn writing_that_fails_is_told_as_such() {
+    struct Full;
+    impl std::io::Write for Full {
+        fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+            Err(std::io::ErrorKind::StorageFull.into())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let converted = convert_tar(&Tar::new().file("a", "a").done()).unwrap();
+    let options = ExportOptions::default();
+    let error = export_tar(
+        &converted.filesystem(),
+        TarForm::Tree,
+        &mut Full,
+        &options,
+        &(),
+    )
+    .unwrap_err();
+    assert!(matches!(error, ExportError::Write(_)), "{error:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+
+    /// Whatever layers there are, what they are exported as is the same image.
+    #[test]
+    fn exported_layers_convert_to_the_same_tree(
+        layers in proptest::collection::vec(proptest::collection::vec(ops(), 0..8), 1..5)
+    ) {
+        let archives: Vec<Vec<u8>> = layers
+            .iter()
+            .enumerate()
+            .map(|(number, layer)| archive(layer, number))
+            .collect();
+        // What the converter refuses is no image.
+        let Ok(expected) = convert_layers(&archives) else { return Ok(()) };
+        let exported = stack(&archives).unwrap().export();
+        let found = exported.convert().map_err(|e| TestCaseError::fail(e.to_string()))?;
+        let found = differences(&expected.filesystem(), &found.filesystem(), Compare::All);
+        prop_assert!(found.is_empty(), "{found:?}");
+    }
+}
