@@ -253,7 +253,8 @@ fn block_size(text: &str) -> Result<BlockSize, String> {
     }
 }
 
-fn failure(error: &ConvertError) -> CommandError {
+/// What to say when a conversion fails, or writing into a layout.
+pub fn failure(error: &ConvertError) -> CommandError {
     if matches!(error, ConvertError::Interrupted) {
         return interrupted();
     }

@@ -5,7 +5,15 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bcow::{BlockDevice, Mapping};
-use bcow_oci::export::{ExportError, ExportOptions, TarForm, TarReport, export_tar};
+use bcow_erofs::reader::Filesystem;
+use bcow_oci::Source;
+use bcow_oci::export::{
+    ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, TarForm, TarReport,
+    export_layout, export_tar,
+};
+use serde_json::Value;
+
+use super::convert::failure as convert_failure;
 
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
@@ -17,36 +25,69 @@ use crate::ui::{Progress, Ui};
 
 /// Write an image's content in another form
 ///
-/// `tar` is an archive of the tree, in the order of names. What the archive's headers cannot hold is in
-/// PAX records, as GNU tar and container engines read them; holes stay holes, sockets are left out.
+/// FORM is one of
 ///
-/// `erofs` is the EROFS file system in the image, which Linux mounts (`mount -t erofs`) and fsck.erofs
-/// checks. `raw` is the address space, byte by byte. Both come as a sparse file: what is zero in the
-/// image takes no space.
+///     tar              an archive of the tree, in the order of names; of a layer on its own, the layer
+///     oci:DIR[:REF]    an ordinary image in an OCI layout, as other tools take it: a stack layer by
+///                      layer, other images as one layer
+///     erofs            the EROFS file system in the image, which Linux mounts (mount -t erofs)
+///     raw              the address space, byte by byte
 ///
-/// Every block is checked on the way. The file gets its name when it is complete; a file of that name is
-/// then replaced.
+/// What the headers of an archive cannot hold is in PAX records, as GNU tar and container engines read
+/// them; holes stay holes, sockets are left out. `erofs` and `raw` come as a sparse file.
+///
+/// The same tree gives the same bytes, however it is stored. Every block is checked on the way. A file
+/// or an image gets its name when it is complete, and replaces one of that name.
 #[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// The form: tar, erofs or raw (oci is not supported yet)
-    #[arg(long, value_name = "FORMAT", hide_possible_values = true)]
-    to: Format,
-    /// Where to; - is standard output
+    /// tar, oci:DIR[:REF], erofs or raw
+    #[arg(long, value_name = "FORM", value_parser = form)]
+    to: Form,
+    /// The file to write; - is standard output
     #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
+    output: Option<PathBuf>,
+    /// How to compress the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default: gzip:6]
+    #[arg(long, value_name = "HOW")]
+    compress: Option<LayerCompression>,
+    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: Option<u16>,
     #[command(flatten)]
     stores: StoreArgs,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Form {
     Erofs,
     Raw,
     Tar,
-    Oci,
+    Oci {
+        directory: PathBuf,
+        reference: Option<String>,
+    },
+}
+
+fn form(text: &str) -> Result<Form, String> {
+    match text {
+        "erofs" => Ok(Form::Erofs),
+        "raw" => Ok(Form::Raw),
+        "tar" => Ok(Form::Tar),
+        "oci" => Err("write oci:DIR[:REF]".to_owned()),
+        _ => match text.parse::<Source>() {
+            Ok(Source::Oci {
+                directory,
+                reference,
+            }) => Ok(Form::Oci {
+                directory,
+                reference,
+            }),
+            _ => Err("there are tar, oci:DIR[:REF], erofs and raw".to_owned()),
+        },
+    }
 }
 
 /// Read at once.
@@ -56,40 +97,80 @@ const BUFFER_BYTES: usize = 1 << 20;
 
 /// Exports.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    match args.to {
-        Format::Erofs | Format::Raw => address_space(args, ui),
-        Format::Tar => archive(args, ui),
-        Format::Oci => Err(CommandError::not_supported_yet("export to an OCI layout")),
+    let destination = match (&args.to, &args.output) {
+        (Form::Oci { .. }, None) => None,
+        (Form::Oci { .. }, Some(_)) => {
+            return Err(
+                CommandError::usage("the image goes into the layout that --to names")
+                    .hint("leave out -o"),
+            );
+        }
+        (_, Some(output)) => Some(output.as_path()),
+        (_, None) => {
+            return Err(CommandError::usage("there is no file to write to")
+                .hint("name one with -o FILE; -o - is standard output"));
+        }
+    };
+    if destination.is_some() && args.compress.is_some() {
+        return Err(
+            CommandError::usage("only the layers of an OCI image are compressed")
+                .hint("leave out --compress; -o - writes into a pipe"),
+        );
+    }
+    let image = OpenImage::open(&args.image, &args.stores)?;
+    match (&args.to, destination) {
+        (Form::Tar, Some(output)) => archive(args, &image, output, ui),
+        (Form::Oci { directory, .. }, _) => oci(args, &image, directory, ui),
+        (_, Some(output)) => address_space(args, &image, output, ui),
+        (_, None) => Ok(()),
     }
 }
 
-fn archive(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image, &args.stores)?;
-    let tree = image.tree()?;
-    let interrupt = Interrupt::catch();
-    let options = ExportOptions {
+fn options(args: &Args, interrupt: &Interrupt) -> ExportOptions {
+    let defaults = ExportOptions::default();
+    ExportOptions {
+        threads: args.jobs.map_or(defaults.threads, usize::from),
         cancel: Some(interrupt.flag()),
-        ..ExportOptions::default()
+    }
+}
+
+/// Whether the image is a layer on its own.
+fn is_layer(image: &OpenImage) -> Result<bool, CommandError> {
+    Ok(metadata(image)?.get("layer").is_some())
+}
+
+fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
+    image
+        .image()
+        .metadata()
+        .context(|| format!("cannot read {}", image.path().display()))
+}
+
+fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(), CommandError> {
+    let tree = image.tree()?;
+    let form = match is_layer(image)? {
+        true => TarForm::Layer,
+        false => TarForm::Tree,
     };
+    let interrupt = Interrupt::catch();
+    let options = options(args, &interrupt);
     let progress = ui.progress();
     progress.phase("exporting");
-    let write = |out: &mut dyn Write| {
-        export_tar(tree.filesystem(), TarForm::Tree, out, &options, &progress)
-    };
-    if args.output == Path::new("-") {
+    let write = |out: &mut dyn Write| export_tar(tree.filesystem(), form, out, &options, &progress);
+    if output == Path::new("-") {
         let mut out = ui.output();
         write(out.stream()).map_err(|error| match error {
             ExportError::Write(error) => CommandError::standard_output(&error),
-            _ => export_failure(&image, &error),
+            _ => export_failure(image, &error),
         })?;
         return out.finish();
     }
-    let new = NewFile::create(&args.output)?;
-    let cannot = || format!("cannot write {}", args.output.display());
+    let new = NewFile::create(output)?;
+    let cannot = || format!("cannot write {}", output.display());
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
     let report = write(&mut out).map_err(|error| match error {
         ExportError::Write(error) => CommandError::new(cannot()).caused_by(&error),
-        _ => export_failure(&image, &error),
+        _ => export_failure(image, &error),
     })?;
     out.flush().context(cannot)?;
     drop(out);
@@ -103,11 +184,87 @@ fn archive(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     } = report;
     ui.status(format_args!(
         "{}: {} entries exported, {} of file content",
-        args.output.display(),
+        output.display(),
         Count(entries),
         Human(content_bytes)
     ));
     Ok(())
+}
+
+fn oci(args: &Args, image: &OpenImage, directory: &Path, ui: &Ui) -> Result<(), CommandError> {
+    let reference = match &args.to {
+        Form::Oci { reference, .. } => reference.clone(),
+        _ => None,
+    };
+    let metadata = metadata(image)?;
+    let whole = image.tree()?;
+    let trees = layers_of_stack(image, &metadata)?;
+    let layers = match (&trees[..], metadata.get("layer")) {
+        ([], None) => Layers::Flattened(whole.filesystem()),
+        ([], Some(_)) => Layers::Stack(vec![whole.filesystem()]),
+        (trees, _) => Layers::Stack(trees.iter().collect()),
+    };
+    let destination = LayoutExport {
+        directory: directory.to_owned(),
+        reference,
+        compression: args.compress.unwrap_or_default(),
+    };
+    let interrupt = Interrupt::catch();
+    let options = options(args, &interrupt);
+    let progress = ui.progress();
+    progress.phase("exporting");
+    let report = export_layout(
+        &layers,
+        metadata.get("config"),
+        &destination,
+        &options,
+        &progress,
+    )
+    .map_err(|error| export_failure(image, &error))?;
+    drop(progress);
+    let stored = report.layers.iter().map(|layer| layer.stored_bytes).sum();
+    let layers = match report.layers.len() {
+        1 => "1 layer".to_owned(),
+        n => format!("{} layers", Count(n as u64)),
+    };
+    ui.status(format_args!(
+        "oci:{}: {layers} exported, {}, manifest {}",
+        directory.display(),
+        Human(stored),
+        report.manifest
+    ));
+    Ok(())
+}
+
+/// The file systems of a stack's layers, lowest first; none of other images.
+fn layers_of_stack(image: &OpenImage, metadata: &Value) -> Result<Vec<Filesystem>, CommandError> {
+    let opened = image.opened();
+    let backings: Vec<String> = image
+        .image()
+        .backings()
+        .map(|b| b.name.to_string())
+        .collect();
+    let layers: Vec<String> = opened
+        .layers
+        .iter()
+        .map(|layer| layer.facts.digest.to_string())
+        .collect();
+    // What the metadata leaves out would be missing from the new image.
+    let described = metadata["layers"].as_array().map_or(0, Vec::len);
+    let is_complete = described == layers.len() && backings.iter().all(|b| layers.contains(b));
+    if !backings.is_empty() && !is_complete {
+        return Err(
+            CommandError::new(format!("cannot export {}", image.path().display()))
+                .caused_by_text("its metadata does not say which layers it is made of"),
+        );
+    }
+    let files = opened.layers.iter().filter_map(|layer| layer.file.as_ref());
+    files
+        .map(|file| {
+            Filesystem::open(file.image.clone())
+                .context(|| format!("cannot read the file system in {}", file.path.display()))
+        })
+        .collect()
 }
 
 /// What to say when an export fails, but for its output.
@@ -125,16 +282,21 @@ fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
         ExportError::Unrepresentable { path, problem } => {
             failure(path, "export").caused_by_text(problem)
         }
+        ExportError::Layout(error) => convert_failure(error),
         _ => {
             CommandError::new(format!("cannot export {}", image.path().display())).caused_by(error)
         }
     }
 }
 
-fn address_space(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image, &args.stores)?;
+fn address_space(
+    args: &Args,
+    image: &OpenImage,
+    output: &Path,
+    ui: &Ui,
+) -> Result<(), CommandError> {
     let end = match args.to {
-        Format::Erofs => erofs_bytes(&image)?,
+        Form::Erofs => erofs_bytes(image)?,
         _ => image.image().size(),
     };
     let interrupt = Interrupt::catch();
@@ -142,12 +304,12 @@ fn address_space(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     progress.phase("exporting");
     progress.total(Some(end));
     let export = Export {
-        image: &image,
+        image,
         end,
         interrupt: &interrupt,
         progress: &progress,
     };
-    if args.output == Path::new("-") {
+    if output == Path::new("-") {
         let mut out = ui.output();
         export.copy(&mut |piece| match piece {
             Piece::Data { bytes, .. } => out.write_bytes(bytes),
@@ -155,8 +317,8 @@ fn address_space(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         })?;
         out.finish()
     } else {
-        let new = NewFile::create(&args.output)?;
-        let cannot = || format!("cannot write {}", args.output.display());
+        let new = NewFile::create(output)?;
+        let cannot = || format!("cannot write {}", output.display());
         // The length first: what nobody writes to is then a hole.
         new.file().set_len(end).context(cannot)?;
         export.copy(&mut |piece| match piece {
@@ -168,7 +330,7 @@ fn address_space(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         drop(progress);
         ui.status(format_args!(
             "{}: {} exported",
-            args.output.display(),
+            output.display(),
             Human(end)
         ));
         Ok(())

@@ -38,6 +38,18 @@ fn command_lines_that_make_no_sense() {
             &["fsck", "--bogus", "image.bcow"],
             &["export", "image.bcow", "--to=vhd", "-o", "x"],
             &["export", "image.bcow", "--to=raw"],
+            &["export", "image.bcow", "--to=oci", "-o", "x"],
+            &["export", "image.bcow", "--to=oci:"],
+            &["export", "image.bcow", "--to=oci:layout:x", "-o", "x"],
+            &["export", "image.bcow", "--to=oci:layout", "--compress=lz4"],
+            &[
+                "export",
+                "image.bcow",
+                "--to=tar",
+                "-o",
+                "x",
+                "--compress=gzip"
+            ],
             &["map", "--start=4Q", "image.bcow"],
             &["map", "--start=1T", "image.bcow"],
             &["completions", "tcsh"],
@@ -63,7 +75,6 @@ fn what_comes_later_says_so() {
         &sandbox,
         &[
             &["create", "-b", "image.bcow", "new.bcow"],
-            &["export", "image.bcow", "--to=oci", "-o", "x"],
             &["convert", "dir:sample", "oci:layout"],
             &["fsck", "--repair", "image.bcow"],
         ],

@@ -1,4 +1,4 @@
-//! `bcow export --to tar` as its users meet it.
+//! `bcow export --to tar` and `--to oci:DIR` as their users meet them.
 
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
@@ -129,5 +129,91 @@ fn a_damaged_image_gives_no_archive() {
     });
     let before = sandbox.names();
     snapshot!(sandbox.shown(&["export", "image.bcow", "--to=tar", "-o", "x.tar"]));
+    assert_eq!(sandbox.names(), before);
+}
+
+/// A second layer on top of the sample: changes, deletions, an opaque directory, a link into the layer below.
+fn two_layers(sandbox: &Sandbox) {
+    sandbox.write("base.tar", &crate::support::sample());
+    let upper = Tar::new()
+        .file("etc/.wh.motd", b"")
+        .file("etc/passwd", b"root:x:0:0:root:/root:/bin/bash\n")
+        .hardlink("su", "usr/bin/su")
+        .file("usr/bin/.wh.su", b"")
+        .directory("var/")
+        .file("var/.wh..wh..opq", b"")
+        .file("var/new", b"new\n")
+        .finish();
+    sandbox.write("upper.tar", &upper);
+    sandbox.layout("layers", "two", &["base.tar", "upper.tar"]);
+}
+
+#[test]
+fn an_image_in_an_oci_layout_goes_out_and_in_again() {
+    let sandbox = Sandbox::new();
+    two_layers(&sandbox);
+    sandbox.ok(&["convert", "-q", "oci:layers:two", "flat.bcow"]);
+    sandbox.ok(&["convert", "-q", "oci:layers:two", "oci:stack:two"]);
+    for (image, name) in [("flat.bcow", "one"), ("oci:stack:two", "two")] {
+        for compress in ["gzip", "zstd:5", "none"] {
+            let compress = format!("--compress={compress}");
+            let to = format!("--to=oci:out:{name}");
+            sandbox.ok(&["export", image, &to, &compress]);
+            let out = format!("oci:out:{name}");
+            sandbox.ok(&["convert", "-q", &out, "again.bcow"]);
+            sandbox.ok(&["diff", "flat.bcow", "again.bcow"]);
+        }
+    }
+    snapshot!(sandbox.shown(&[
+        "export",
+        "oci:stack:two",
+        "--to=oci:out:two",
+        "--compress=none"
+    ]));
+    let index: serde_json::Value = serde_json::from_slice(&sandbox.read("out/index.json")).unwrap();
+    assert_eq!(index["manifests"].as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn a_layer_on_its_own_is_exported_as_a_layer() {
+    let sandbox = Sandbox::new();
+    two_layers(&sandbox);
+    sandbox.ok(&["convert", "-q", "oci:layers:two", "oci:stack:two"]);
+    let stack: serde_json::Value =
+        serde_json::from_slice(&sandbox.ok(&["inspect", "--json", "oci:stack:two"])).unwrap();
+    let digest = stack["metadata"]["layers"][1]["digest"].as_str().unwrap();
+    let layer = format!("oci:stack@{digest}");
+    sandbox.ok(&["export", &layer, "--to=tar", "-o", "layer.tar"]);
+    let listed = Command::new("tar")
+        .arg("-tf")
+        .arg(sandbox.path("layer.tar"))
+        .output()
+        .unwrap();
+    assert_eq!(
+        String::from_utf8(listed.stdout).unwrap(),
+        "su\netc/.wh.motd\netc/passwd\nusr/bin/.wh.su\nvar/\nvar/.wh..wh..opq\nvar/new\n"
+    );
+    // It says the same as the one that it was made of.
+    sandbox.layout("again", "two", &["base.tar", "layer.tar"]);
+    sandbox.ok(&["convert", "-q", "oci:layers:two", "flat.bcow"]);
+    sandbox.ok(&["convert", "-q", "oci:again:two", "again.bcow"]);
+    sandbox.ok(&["diff", "flat.bcow", "again.bcow"]);
+}
+
+#[test]
+fn export_to_a_layout_where_it_cannot() {
+    let sandbox = Sandbox::with_image();
+    std::fs::create_dir(sandbox.path("tree")).unwrap();
+    sandbox.write("tree/.wh.name", b"");
+    sandbox.ok(&["convert", "-q", "dir:tree", "tree.bcow"]);
+    let before = sandbox.names();
+    let shown = [
+        sandbox.shown(&["export", "image.bcow", "--to=oci:tree"]),
+        sandbox.shown(&["export", "image.bcow", "--to=oci:image.bcow"]),
+        sandbox.shown(&["export", "image.bcow", "--to=oci:no/such/place"]),
+        sandbox.shown(&["export", "tree.bcow", "--to=oci:layout"]),
+        sandbox.shown(&["export", "oci:layout", "--to=oci:other"]),
+    ];
+    snapshot!(shown.join("\n"));
     assert_eq!(sandbox.names(), before);
 }

@@ -7,6 +7,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use serde_json::json;
+
 /// A directory of its own for one test. Commands run in it, so messages show bare file names.
 pub struct Sandbox(tempfile::TempDir);
 
@@ -91,6 +93,49 @@ impl Sandbox {
     /// Runs, and shows all there is to see.
     pub fn shown(&self, args: &[&str]) -> String {
         show(args, &self.run(args))
+    }
+
+    /// Puts an image of these archives into the OCI layout `directory`.
+    pub fn layout(&self, directory: &str, name: &str, archives: &[&str]) {
+        let blobs = self.path(directory).join("blobs/sha256");
+        fs::create_dir_all(&blobs).unwrap();
+        let blob = |media_type: &str, bytes: &[u8]| {
+            let digest = bcow_oci::Digest::of(bytes);
+            fs::write(blobs.join(digest.hex()), bytes).unwrap();
+            json!({"mediaType": media_type, "digest": digest.to_string(), "size": bytes.len()})
+        };
+        let layers: Vec<_> = archives
+            .iter()
+            .map(|archive| {
+                blob(
+                    "application/vnd.oci.image.layer.v1.tar",
+                    &self.read(archive),
+                )
+            })
+            .collect();
+        let diff_ids: Vec<_> = layers.iter().map(|layer| &layer["digest"]).collect();
+        let config = json!({
+            "architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids},
+        });
+        let config = blob(
+            "application/vnd.oci.image.config.v1+json",
+            config.to_string().as_bytes(),
+        );
+        let manifest = json!({"schemaVersion": 2, "config": config, "layers": layers});
+        let mut manifest = blob(
+            "application/vnd.oci.image.manifest.v1+json",
+            manifest.to_string().as_bytes(),
+        );
+        manifest["annotations"] = json!({"org.opencontainers.image.ref.name": name});
+        let index = json!({"schemaVersion": 2, "manifests": [manifest]});
+        self.write(
+            &format!("{directory}/index.json"),
+            index.to_string().as_bytes(),
+        );
+        self.write(
+            &format!("{directory}/oci-layout"),
+            br#"{"imageLayoutVersion":"1.0.0"}"#,
+        );
     }
 
     /// Overwrites bytes of a file.
