@@ -87,7 +87,15 @@ def blobs_of(layout):
     return [path(layer) for layer in manifest["layers"]]
 
 
-WAYS = {"flattened": flattened, "stacked": stacked, "plain": plain}
+def exported(source, directory):
+    """The tree of what a stack is exported as, layer by layer."""
+    layout, out = os.path.join(directory, "layout"), os.path.join(directory, "exported")
+    bcow("convert", "-j1", source, f"oci:{layout}:t")
+    bcow("export", "-j1", f"oci:{layout}:t", "--to", f"oci:{out}:t", "--compress=none")
+    return flattened(f"oci:{out}:t", directory)
+
+
+WAYS = {"flattened": flattened, "stacked": stacked, "plain": plain, "exported": exported}
 
 
 def ways():

@@ -1,0 +1,133 @@
+"""What bcow exports, taken by tools that are not ours, is the tree that umoci unpacks from the source."""
+
+import json
+import os
+import shutil
+import unittest
+
+from support import (PEAK_BYTES, WORK, assert_same_tree, bcow, image, mounted, need, run, unpacked)
+import tree
+
+
+class Export(unittest.TestCase):
+    """The conversions are made once; tests share them."""
+
+    NAME = "small"
+    COMPRESS = "gzip:6"
+
+    @classmethod
+    def setUpClass(cls):
+        need("umoci", "skopeo", "tar", root=True, fuse=True)
+        directory, tag = image(cls.NAME)
+        cls.source = f"oci:{directory}:{tag}"
+        cls.rootfs, cls.reference = unpacked(cls.NAME)
+        cls.directory = os.path.join(WORK, f"export-{cls.NAME}")
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        os.makedirs(cls.directory)
+        cls.flat = os.path.join(cls.directory, "flat.bcow")
+        cls.stack = f"oci:{cls.directory}/stack:t"
+        bcow("convert", cls.source, cls.flat)
+        bcow("convert", cls.source, cls.stack)
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.directory, ignore_errors=True)
+        shutil.rmtree(os.path.dirname(cls.rootfs), ignore_errors=True)
+        unpacked.cache_clear()
+
+    def path(self, name):
+        return os.path.join(self.directory, name)
+
+    def umoci(self, layout):
+        """The tree that umoci makes of an image."""
+        bundle = self.path("bundle")
+        run("umoci", "unpack", "--image", f"{layout}:t", bundle)
+        try:
+            return tree.dump(os.path.join(bundle, "rootfs"))
+        finally:
+            shutil.rmtree(bundle)
+
+    def manifest(self, layout):
+        def read(descriptor):
+            with open(os.path.join(layout, "blobs", *descriptor["digest"].split(":"))) as text:
+                return json.load(text)
+        with open(os.path.join(layout, "index.json")) as index:
+            manifest = read(json.load(index)["manifests"][0])
+        return manifest, read(manifest["config"])
+
+    def to_layout(self, source, name, *options):
+        layout = self.path(name)
+        exported = bcow("export", source, "--to", f"oci:{layout}:t", "--compress", self.COMPRESS, *options)
+        self.assertLess(exported.peak_bytes, PEAK_BYTES, str(exported))
+        return layout
+
+    def test_gnu_tar_unpacks_the_tree_from_an_archive(self):
+        for number, source in enumerate((self.flat, self.stack)):
+            archive, where = self.path(f"{number}.tar"), self.path("unpacked")
+            exported = bcow("export", source, "--to", "tar", "-o", archive)
+            self.assertLess(exported.peak_bytes, PEAK_BYTES, str(exported))
+            os.makedirs(where)
+            run("tar", "-C", where, "--xattrs", "--xattrs-include=*", "--numeric-owner", "-xpf", archive)
+            assert_same_tree(self, self.reference, where)
+            shutil.rmtree(where)
+        # However it was stored.
+        run("cmp", self.path("0.tar"), self.path("1.tar"))
+
+    def test_an_archive_converts_to_the_same_tree_and_exports_to_the_same_bytes(self):
+        first, second, again = self.path("first.tar"), self.path("second.tar"), self.path("again.bcow")
+        bcow("export", self.stack, "--to", "tar", "-o", first)
+        bcow("convert", f"tar:{first}", again)
+        bcow("diff", self.flat, again)
+        bcow("export", again, "--to", "tar", "-o", second)
+        run("cmp", first, second)
+        os.unlink(first)
+        os.unlink(second)
+
+    def test_umoci_unpacks_the_tree_from_an_image_layer_by_layer(self):
+        layout = self.to_layout(self.stack, "layers")
+        assert_same_tree(self, self.reference, self.umoci(layout))
+        manifest, config = self.manifest(layout)
+        source_manifest, source_config = self.manifest(self.source.split(":")[1])
+        self.assertEqual(len(manifest["layers"]), len(source_manifest["layers"]))
+        for one in (config, source_config):
+            one["rootfs"].pop("diff_ids")
+        self.assertEqual(json.dumps(config), json.dumps(source_config))
+
+    def test_umoci_unpacks_the_tree_from_an_image_of_one_layer(self):
+        layout = self.to_layout(self.flat, "flattened")
+        assert_same_tree(self, self.reference, self.umoci(layout))
+        self.assertEqual(len(self.manifest(layout)[0]["layers"]), 1)
+
+    def test_skopeo_takes_an_exported_image_and_it_converts_to_the_same_tree(self):
+        layout, copy = self.to_layout(self.stack, "copied"), self.path("copy")
+        run("skopeo", "--insecure-policy", "copy", f"oci:{layout}:t", f"oci:{copy}:t")
+        again = self.path("copy.bcow")
+        bcow("convert", f"oci:{copy}:t", again)
+        bcow("diff", self.flat, again)
+        with mounted(again) as where:
+            assert_same_tree(self, self.reference, where)
+
+    def test_an_exported_image_does_not_depend_on_the_number_of_threads(self):
+        manifests = []
+        for threads in ("1", "2", "5"):
+            layout = self.to_layout(self.stack, f"threads-{threads}", "-j", threads)
+            manifests.append(self.manifest(layout))
+            shutil.rmtree(layout)
+        self.assertEqual(manifests[0], manifests[1])
+        self.assertEqual(manifests[0], manifests[2])
+
+    def test_a_stack_and_a_flattened_image_do_not_differ(self):
+        compared = bcow("diff", "--json", "--summary", self.flat, self.stack)
+        self.assertLess(compared.peak_bytes, PEAK_BYTES, str(compared))
+        summary = json.loads(compared.out)["summary"]
+        self.assertEqual(summary["same"], len(self.reference))
+
+
+class ExportOfTheRealImage(Export):
+    NAME = "real"
+    # gzip would take minutes and tell nothing more.
+    COMPRESS = "zstd:1"
+
+
+if __name__ == "__main__":
+    unittest.main()
