@@ -89,8 +89,9 @@ impl From<check::Finding> for Finding {
 
 /// A file to check: the image, or a layer below it.
 struct Target {
-    /// How the output names it.
+    /// How the output names it, and how a finding does.
     name: String,
+    label: String,
     path: PathBuf,
     file: Arc<File>,
     /// What it should hash to.
@@ -145,6 +146,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     progress.phase("checking");
     let target = Target {
         name: args.image.display().to_string(),
+        label: args.image.display().to_string(),
         path: located.path,
         file: located.file,
         digest: located.digest,
@@ -168,6 +170,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
                 .context(|| format!("cannot open {}", layer.path.display()))?;
             let target = Target {
                 name: layer.name,
+                label: layer.label,
                 path: layer.path,
                 file: Arc::new(file),
                 digest: Some(layer.digest),
@@ -303,7 +306,7 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked]) -> Result<(), CommandError> {
                 finding.code,
             )?;
             if index > 0 {
-                write!(out, "{}: ", printable(&file.target.name))?;
+                write!(out, "{}: ", printable(&file.target.label))?;
             }
             writeln!(
                 out,

@@ -72,6 +72,8 @@ pub struct LayerFile {
 
 /// A file below an image.
 pub struct BelowFile {
+    /// A short name: `layer 2 of 5` or `backing sha256:0123456789ab`.
+    pub label: String,
     /// How messages name it: `layer 2 of 5 (sha256:...)` or `backing sha256:...`.
     pub name: String,
     /// Its digest.
@@ -448,6 +450,7 @@ impl BackingResolver for NoLayers {
 struct Finder {
     directories: Vec<PathBuf>,
     options: OpenOptions,
+    /// What is known of layers, and their labels.
     facts: RefCell<HashMap<Digest, (String, LayerFacts)>>,
     known: RefCell<HashMap<Digest, Known>>,
     problems: RefCell<Vec<Arc<LayerProblem>>>,
@@ -477,18 +480,25 @@ impl Finder {
         let count = layers.len();
         let mut facts = self.facts.borrow_mut();
         for (index, layer) in layers.iter().enumerate() {
-            let name = format!("layer {} of {count} ({})", index + 1, layer.digest);
+            let label = format!("layer {} of {count}", index + 1);
             facts
                 .entry(layer.digest.clone())
-                .or_insert_with(|| (name, layer.clone()));
+                .or_insert_with(|| (label, layer.clone()));
         }
     }
 
     /// How messages name what has this digest.
     fn name(&self, digest: &Digest) -> String {
         match self.facts.borrow().get(digest) {
-            Some((name, _)) => name.clone(),
+            Some((label, _)) => format!("{label} ({digest})"),
             None => format!("backing {digest}"),
+        }
+    }
+
+    fn label(&self, digest: &Digest) -> String {
+        match self.facts.borrow().get(digest) {
+            Some((label, _)) => label.clone(),
+            None => format!("backing {}", digest.short()),
         }
     }
 
@@ -505,6 +515,7 @@ impl Finder {
             .filter(|digest| seen.insert(*digest))
             .filter_map(|digest| match known.get(digest)? {
                 Known::Open(file, _) => Some(BelowFile {
+                    label: self.label(digest),
                     name: self.name(digest),
                     digest: digest.clone(),
                     path: file.path.clone(),

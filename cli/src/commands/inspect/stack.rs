@@ -51,22 +51,26 @@ impl Stack {
             None
         });
         let ratio = stored_part(opened);
-        let described = metadata["layers"].as_array();
+        let described: HashMap<&str, &Value> = metadata["layers"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|layer| Some((layer["digest"].as_str()?, layer)))
+            .collect();
         let mut seen = HashSet::new();
         let layers = opened
             .layers
             .iter()
             .enumerate()
             .map(|(index, layer)| {
-                let said = described
-                    .and_then(|all| all.iter().find(|one| is_about(one, layer)))
-                    .unwrap_or(&Value::Null);
+                let digest = layer.facts.digest.to_string();
+                let said = described.get(&*digest).copied().unwrap_or(&Value::Null);
                 let shared_bytes = layer.file.as_ref().map_or(0, |file| {
                     let metadata = file.image.metadata().unwrap_or_default();
                     metadata["content"]["lower_bytes"].as_u64().unwrap_or(0)
                 });
                 Layer {
-                    digest: layer.facts.digest.to_string(),
+                    digest,
                     short: layer.facts.digest.short(),
                     file_bytes: layer.facts.file_bytes,
                     is_again: !seen.insert(&layer.facts.digest),
@@ -227,10 +231,6 @@ fn amount(entries: u64, bytes: u64) -> Value {
     json!({ "entries": entries, "bytes": bytes })
 }
 
-fn is_about(said: &Value, layer: &StackLayer) -> bool {
-    said["digest"].as_str() == Some(&layer.facts.digest.to_string())
-}
-
 /// What each layer adds and hides; nothing if one is missing.
 fn accounts(opened: &Opened) -> Result<Option<Vec<LayerAccount>>, CommandError> {
     let mut filesystems = HashMap::new();
@@ -284,8 +284,9 @@ pub fn tell_mount_command(
         .map_err(|error| crate::image::cannot_open(image.path(), &error))?;
     let mut files = vec![(&*opened.image, opened.path.as_path())];
     let tree = image.tree()?;
+    let windows = Windows::new(opened);
     for &start in &tree.filesystem().superblock().devices {
-        let (layer, path) = device_at(opened, start).ok_or_else(|| {
+        let (layer, path) = windows.device_at(start).ok_or_else(|| {
             CommandError::new(format!(
                 "cannot tell which layer the device at byte {start} of {} is",
                 image.path().display()
@@ -343,25 +344,39 @@ pub fn tell_mount_command(
     out.finish()
 }
 
-/// The layer that the byte `start` of the address space shows the first byte of.
-fn device_at(opened: &Opened, start: u64) -> Option<(&Image, &Path)> {
-    let extent = opened.image.map(start).ok()?;
-    let Mapping::Backing {
-        index, offset: 0, ..
-    } = extent.mapping
-    else {
-        return None;
-    };
-    let name = opened
-        .image
-        .backings()
-        .nth(index as usize)?
-        .name
-        .to_string();
-    let layer = opened
-        .layers
-        .iter()
-        .find(|layer| layer.facts.digest.to_string() == name)?;
-    let file = layer.file.as_ref()?;
-    (extent.offset == start).then_some((&*file.image, file.path.as_path()))
+/// Which layer a stack shows where.
+struct Windows<'o> {
+    image: &'o Image,
+    /// Digests of the backings, by index.
+    backings: Vec<String>,
+    layers: HashMap<String, &'o StackLayer>,
+}
+
+impl<'o> Windows<'o> {
+    fn new(opened: &'o Opened) -> Self {
+        let by_digest = |layer: &'o StackLayer| (layer.facts.digest.to_string(), layer);
+        Windows {
+            image: &opened.image,
+            backings: opened
+                .image
+                .backings()
+                .map(|backing| backing.name.to_string())
+                .collect(),
+            layers: opened.layers.iter().map(by_digest).collect(),
+        }
+    }
+
+    /// The layer that the byte `start` of the address space shows the first byte of.
+    fn device_at(&self, start: u64) -> Option<(&'o Image, &'o Path)> {
+        let extent = self.image.map(start).ok()?;
+        let Mapping::Backing {
+            index, offset: 0, ..
+        } = extent.mapping
+        else {
+            return None;
+        };
+        let layer = self.layers.get(self.backings.get(index as usize)?)?;
+        let file = layer.file.as_ref()?;
+        (extent.offset == start).then_some((&*file.image, file.path.as_path()))
+    }
 }
