@@ -4,10 +4,9 @@
 //! merges them; no tree is held in memory.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::ops::ControlFlow;
 
 use crate::overlay::{Role, role};
-use crate::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
+use crate::reader::{Children, ErofsError, FileType, Filesystem, Inode, Nid};
 
 /// What became of one layer's names and of the bytes of its files.
 ///
@@ -127,25 +126,20 @@ impl Walk<'_> {
         directories: Vec<(usize, Inode)>,
         fate: Fate,
     ) -> Result<(), AccountError> {
-        let mut names: BTreeMap<Box<[u8]>, Vec<(usize, Nid)>> = BTreeMap::new();
-        for (layer, inode) in &directories {
-            if !self.seen.insert((*layer, inode.nid)) {
-                let source = ErofsError::WrongKind {
-                    nid: inode.nid,
-                    expected: "directory with one name",
-                    found: FileType::Directory,
-                };
-                return Err(Self::failed(*layer)(source));
+        let mut names: BTreeMap<Vec<u8>, Vec<(usize, Nid)>> = BTreeMap::new();
+        for (layer, inode) in directories {
+            let nid = inode.nid;
+            if !self.seen.insert((layer, nid)) {
+                return Err(Self::failed(layer)(ErofsError::DirectoryTwice { nid }));
             }
-            self.layers[*layer]
-                .read_dir(inode, 0, &mut |entry| {
-                    if !matches!(entry.name, b"." | b"..") {
-                        let found = names.entry(entry.name.into()).or_default();
-                        found.push((*layer, entry.nid));
-                    }
-                    ControlFlow::Continue(())
-                })
-                .map_err(Self::failed(*layer))?;
+            let mut children = Children::sorted(inode);
+            while let Some(child) = children
+                .next(self.layers[layer])
+                .map_err(Self::failed(layer))?
+            {
+                let found = names.entry(child.name).or_default();
+                found.push((layer, child.nid));
+            }
         }
         for found in names.into_values() {
             let mut merged = Merged::Nothing;

@@ -115,6 +115,8 @@ pub fn fuzz_read(bytes: &[u8]) {
         let _ = fs.xattr(&root, b"user.x");
         let _ = fs.lookup(&root, b"..");
     }
+    // As the layers of a stack, one over the other.
+    let _ = crate::account::account(&[&fs, &fs]);
     // What follows reads each device byte a bounded number of times.
     let _ = check(&fs, &CheckOptions { read_data: true });
 }
