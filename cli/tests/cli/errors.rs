@@ -75,7 +75,6 @@ fn what_comes_later_says_so() {
         &sandbox,
         &[
             &["create", "-b", "image.bcow", "new.bcow"],
-            &["convert", "dir:sample", "oci:layout"],
             &["fsck", "--repair", "image.bcow"],
         ],
     );

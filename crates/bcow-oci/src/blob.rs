@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -66,6 +66,14 @@ impl Blob {
             name,
             bytes: Bytes::Stream(Arc::new(File::from(fd))),
         })
+    }
+
+    /// What comes out of a pipe.
+    pub(crate) fn pipe(name: String, reader: io::PipeReader) -> Blob {
+        Blob {
+            name,
+            bytes: Bytes::Stream(Arc::new(File::from(OwnedFd::from(reader)))),
+        }
     }
 
     /// A file, or a pipe with a name.

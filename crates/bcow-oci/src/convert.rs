@@ -62,7 +62,7 @@ pub fn convert(
     progress.phase("metadata");
     progress.total(None);
     let layer_metadata = report.layers.iter().map(flattened_layer).collect();
-    let metadata = Metadata::of_source(&input, source, options, layer_metadata);
+    let metadata = Metadata::of_source(input.image(), source, options, layer_metadata);
     let tree = merge(layers).map_err(|e| tree_error(&names, e))?;
     let finished = conversion.finish(&tree, metadata)?;
     drop(tree);
@@ -147,6 +147,14 @@ impl Input {
         Ok(Input::Image(image.into()))
     }
 
+    /// The image, if it is not a directory.
+    fn image(&self) -> Option<&Image> {
+        match self {
+            Input::Image(image) => Some(image),
+            Input::Directory(_) => None,
+        }
+    }
+
     /// How many bytes there are to read, if that is known.
     pub(crate) fn bytes(&self) -> Option<u64> {
         match self {
@@ -160,7 +168,7 @@ impl Input {
 }
 
 /// A root file system in one tar archive. Nothing promises its digest, so none is computed.
-fn single_layer(blob: Blob) -> Image {
+pub(crate) fn single_layer(blob: Blob) -> Image {
     Image {
         manifest: None,
         reference: None,

@@ -5,6 +5,7 @@
 //! from the layers as they are stored, and a window onto each of them. `manifest` says what belongs together.
 
 mod cache;
+mod directory;
 pub(crate) mod lower;
 pub(crate) mod manifest;
 mod stack;
@@ -28,7 +29,7 @@ use crate::error::{ConvertError, LimitKind, Place};
 use crate::hidden::Uppers;
 use crate::image::{Image, ImageConfig};
 use crate::layer::{LayerInput, Reading};
-use crate::layout::write::{LayoutWriter, NewBlob};
+use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob};
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Platform, Progress};
 use crate::parallel;
@@ -151,13 +152,32 @@ pub fn convert_to_layout(
     // What is wrong with the options is known before anything is read.
     crate::conversion::writer_options(options, 1)?;
     let input = Input::open(source, options)?;
-    let Input::Image(image) = &input else {
-        return Err(ConvertError::Options(
-            "a directory into an OCI layout is not supported yet; make a tar archive of it, or a flattened image"
-                .to_owned(),
-        ));
-    };
     let writer = LayoutWriter::open(&layout.directory)?;
+    progress.total(input.bytes());
+    let convert = |image: &Image, writer: &LayoutWriter| {
+        convert_image(image, source, layout, writer, options, progress)
+    };
+    let (blobs, entry, report) = match input {
+        Input::Image(image) => convert(&image, &writer)?,
+        Input::Directory(path) => {
+            directory::as_image(&path, &writer, options, progress, |image| {
+                convert(&image, &writer)
+            })?
+        }
+    };
+    writer.publish(blobs, &entry)?;
+    Ok(report)
+}
+
+/// Makes all that the image consists of. Nothing of it has a name yet.
+fn convert_image(
+    image: &Image,
+    source: &Source,
+    layout: &LayoutOptions,
+    writer: &LayoutWriter,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<(Vec<NewBlob>, ManifestEntry, LayoutReport), ConvertError> {
     let stop = AtomicBool::new(false);
     let cancel = Cancel::new(options.cancel.as_deref()).or(&stop);
     let work = Work {
@@ -168,10 +188,9 @@ pub fn convert_to_layout(
         bytes: AtomicU64::new(0),
         cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
         present: LayoutLayers::find(&layout.directory)?,
-        layout: &writer,
+        layout: writer,
         open: OpenOptions::default(),
     };
-    progress.total(input.bytes());
     let made = match layout.dedup_lower {
         false => work.all(&stop)?,
         true => work.all_over_lower()?,
@@ -194,9 +213,9 @@ pub fn convert_to_layout(
         .zip(&image.layers)
         .map(|(layer, input)| layer_in_stack(layer, input))
         .collect();
-    let metadata = Metadata::of_source(&input, source, options, described);
+    let metadata = Metadata::of_source(Some(image), source, options, described);
     let names: Vec<String> = image.layers.iter().map(|l| l.name.clone()).collect();
-    let stack = stack::write(&layers, &names, metadata, &writer, options)?;
+    let stack = stack::write(&layers, &names, metadata, writer, options)?;
     let merge_milliseconds = begun.elapsed().as_millis() as u64;
     if options.verify {
         progress.phase("verify");
@@ -239,8 +258,7 @@ pub fn convert_to_layout(
         .filter_map(|layer| layer.new)
         .collect();
     blobs.extend([stack_blob, config_blob, manifest_blob]);
-    writer.publish(blobs, &entry)?;
-    Ok(report)
+    Ok((blobs, entry, report))
 }
 
 /// The layers of an image: the different ones, and which of them comes where.

@@ -4,7 +4,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::content::ContentStats;
-use crate::convert::Input;
+use crate::image::Image;
 use crate::options::{Compression, ConvertOptions, LayerReport};
 use crate::source::Source;
 
@@ -14,7 +14,7 @@ pub(crate) struct Metadata(Map<String, Value>);
 impl Metadata {
     /// Of an image that stands for a whole source: flattened, or a stack.
     pub(crate) fn of_source(
-        input: &Input,
+        image: Option<&Image>,
         source: &Source,
         options: &ConvertOptions,
         layers: Vec<Value>,
@@ -36,7 +36,7 @@ impl Metadata {
         };
         let mut origin = Map::new();
         origin.insert("transport".into(), json!(transport));
-        if let Input::Image(image) = input {
+        if let Some(image) = image {
             let fields = [
                 ("reference", image.reference.as_ref().map(|r| json!(r))),
                 ("manifest_digest", image.manifest.as_ref().map(|d| json!(d))),
@@ -49,9 +49,7 @@ impl Metadata {
         }
         all.insert("source".into(), Value::Object(origin));
         all.insert("layers".into(), Value::Array(layers));
-        if let Input::Image(image) = input
-            && let Some(config) = &image.config
-        {
+        if let Some(config) = image.and_then(|image| image.config.as_ref()) {
             all.insert("config".into(), config.document.clone());
         }
         Metadata(all)

@@ -45,6 +45,8 @@ impl Default for ExportOptions {
 pub enum TarForm {
     /// A tree.
     Tree,
+    /// The only layer of an image: as a tree, but a name that makes a whiteout of a file is an error.
+    Flattened,
     /// A layer of an image: the file system has one in overlayfs's form (see [`bcow_erofs::overlay`]), and whiteouts and
     /// opaque directories become what the image specification has for them.
     Layer,
@@ -75,6 +77,7 @@ pub fn export_tar(
     let cancel = Cancel::new(options.cancel.as_deref());
     let form = match form {
         TarForm::Tree => tree::Form::Tree,
+        TarForm::Flattened => tree::Form::Flattened,
         TarForm::Layer => tree::Form::Layer,
     };
     tree::TreeExport::new(fs, form, cancel, progress).write(out)

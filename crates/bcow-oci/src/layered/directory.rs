@@ -1,0 +1,108 @@
+//! A directory of the host as an image of one layer.
+//!
+//! A layer is named by the digest of its archive, and a directory has none. So one is made of it, as `bcow export --to tar`
+//! would for an image of one layer: the directory is read into a scratch image, and the archive of that goes through a pipe into the conversion. The
+//! layer is the same as if the image had been exported and came back.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::AtomicU64;
+
+use bcow::{Compression, Image as BcowImage, OpenOptions};
+use bcow_erofs::reader::Filesystem;
+
+use crate::blob::{Blob, read_error};
+use crate::cancel::Cancel;
+use crate::conversion::{Conversion, INLINE_MAX, Target, tree_error};
+use crate::convert::single_layer;
+use crate::error::ConvertError;
+use crate::export::{ExportError, ExportOptions, TarForm, export_tar};
+use crate::image::Image;
+use crate::layer::Reading;
+use crate::layout::write::LayoutWriter;
+use crate::metadata::Metadata;
+use crate::options::{ConvertOptions, Progress};
+
+/// Calls `convert` with an image whose only layer is an archive of the directory at `path`.
+pub(crate) fn as_image<R>(
+    path: &Path,
+    layout: &LayoutWriter,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+    convert: impl FnOnce(Image) -> Result<R, ConvertError>,
+) -> Result<R, ConvertError> {
+    let scratch = scratch(path, layout, options, progress)?;
+    let name = path.display().to_string();
+    let failed = |error: io::Error| read_error("make an archive of", &name, error);
+    let (reader, mut writer) = io::pipe().map_err(failed)?;
+    let export_options = ExportOptions {
+        threads: 1,
+        cancel: options.cancel.clone(),
+    };
+    std::thread::scope(|scope| {
+        let export = scope.spawn(move || {
+            export_tar(
+                &scratch,
+                TarForm::Flattened,
+                &mut writer,
+                &export_options,
+                progress,
+            )
+        });
+        // The image has the reading end; both are gone when the conversion ends, however it does.
+        let converted = convert(single_layer(Blob::pipe(name.clone(), reader)));
+        let exported = export
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        match (converted, exported) {
+            // The conversion was the first to fail.
+            (Err(error), Err(ExportError::Write(_)) | Ok(_)) => Err(error),
+            (_, Err(ExportError::Interrupted)) => Err(ConvertError::Interrupted),
+            (_, Err(ExportError::Layout(error))) => Err(error),
+            (_, Err(error)) => Err(failed(io::Error::other(error))),
+            (Ok(converted), Ok(_)) => Ok(converted),
+        }
+    })
+}
+
+/// Reads the directory into an image that never gets a name.
+fn scratch(
+    path: &Path,
+    layout: &LayoutWriter,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<Filesystem, ConvertError> {
+    let options = ConvertOptions {
+        compression: Compression::None,
+        plain: false,
+        block_bytes: None,
+        ..options.clone()
+    };
+    let output = layout.new_blob()?;
+    let target = Target {
+        output: &output,
+        path: layout.directory().to_owned(),
+        threads: options.threads.max(1),
+        inline_max: INLINE_MAX,
+    };
+    let mut conversion = Conversion::start(target, &options, progress)?;
+    let reading = Reading {
+        limits: &options.limits,
+        progress,
+        cancel: Cancel::new(options.cancel.as_deref()),
+        find_diff_id: false,
+        bytes: &AtomicU64::new(0),
+    };
+    let tree = conversion.directory(path, &reading)?;
+    let tree = tree.into_tree().map_err(|source| {
+        let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
+        tree_error(&[path.display().to_string()], error)
+    })?;
+    let nothing = Metadata::of_layer(serde_json::Value::Null, "", serde_json::Value::Null);
+    conversion.finish(&tree, nothing)?;
+    let unreadable = |error: Box<dyn std::error::Error + Send + Sync>| ConvertError::Verify(error);
+    let image =
+        BcowImage::open_storage(std::sync::Arc::new(output.file()?), &OpenOptions::default())
+            .map_err(|e| unreadable(Box::new(e)))?;
+    Filesystem::open(image).map_err(|e| unreadable(Box::new(e)))
+}
