@@ -28,12 +28,13 @@ use crate::digest::{DiffId, Digest};
 use crate::error::{ConvertError, LimitKind, Place};
 use crate::hidden::Uppers;
 use crate::image::{Image, ImageConfig};
-use crate::layer::{LayerInput, Reading};
+use crate::layer::{LayerInput, Reading, read_layer};
 use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob};
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Platform, Progress};
 use crate::parallel;
 use crate::source::Source;
+use crate::tar::TarReader;
 use cache::{LayerCache, LayoutLayers};
 use lower::LowerIndex;
 use stored::StoredLayer;
@@ -269,16 +270,53 @@ impl Work<'_> {
             };
             if let Some(layer) = found {
                 self.progress.phase(&input.name);
-                self.progress.advance(input.blob.length().unwrap_or(0));
+                self.check_source(input, &wanted)?;
                 return Ok(layer);
             }
         }
         let (blob, diff_id) = self.convert(input, &options, threads, lower)?;
         let layer = StoredLayer::new(blob, &wanted(&diff_id), self.layout)?;
         if let Some(cache) = &self.cache {
-            cache.put(&wanted(&diff_id), &layer, self.progress);
+            let wanted = wanted(&diff_id);
+            cache.put(&wanted, &layer, self.progress);
+            cache.learn(&wanted, input.digest.as_ref());
         }
         Ok(layer)
+    }
+
+    /// That the source's blob is the layer that it is said to be, where the layer itself was there already. Otherwise an
+    /// image whose manifest and configuration contradict each other would be one error or none, as the cache has it.
+    /// What was found out once is not looked at again.
+    fn check_source(
+        &self,
+        input: &LayerInput,
+        wanted: &stored::Wanted,
+    ) -> Result<(), ConvertError> {
+        let digest = input.digest.as_ref();
+        let cache = self.cache.as_ref();
+        if !self.options.verify
+            || self.present.knows(wanted, digest)
+            || cache.is_some_and(|cache| cache.knows(wanted, digest))
+        {
+            self.progress.advance(input.blob.length().unwrap_or(0));
+            return Ok(());
+        }
+        let reading = self.reading();
+        read_layer(input, &reading, |stream| TarReader::new(stream).finish())?;
+        if let Some(cache) = cache {
+            cache.learn(wanted, digest);
+        }
+        Ok(())
+    }
+
+    fn reading(&self) -> Reading<'_> {
+        Reading {
+            limits: &self.options.limits,
+            progress: self.progress,
+            cancel: self.cancel,
+            find_diff_id: true,
+            bytes: &self.bytes,
+        }
     }
 
     /// Makes a layer of its archive.
@@ -300,13 +338,7 @@ impl Work<'_> {
         if let Some(lower) = lower {
             conversion.look_below(lower);
         }
-        let reading = Reading {
-            limits: &self.options.limits,
-            progress: self.progress,
-            cancel: self.cancel,
-            find_diff_id: true,
-            bytes: &self.bytes,
-        };
+        let reading = self.reading();
         let mut uppers = Uppers::default();
         let read = conversion.layer(input, &reading, &mut uppers)?;
         let diff_id = input.diff_id.clone().or(read.bytes.diff_id);

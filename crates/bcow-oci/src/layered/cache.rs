@@ -3,7 +3,8 @@
 //! A cache is a directory. The layer of some diffID, made with some options by some version, is
 //! `DIFFID-OPTIONS/DIGEST.bcow` in it: OPTIONS is a hash of the latter two, DIGEST that of the file. An entry gets its
 //! name when it is complete, and is copied, hashed and compared with its name whenever it is used. So several may use a
-//! cache at once, anything in it may be deleted at any time, and what has rotted is dropped and made anew.
+//! cache at once, anything in it may be deleted at any time, and what has rotted is dropped and made anew. Empty files
+//! `ALGORITHM-HEX.source` beside it say which blobs were found to be the layer.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,7 +21,7 @@ use crate::layout::write::{LayoutWriter, digest_of, write_error};
 use crate::options::Progress;
 use crate::output::Output;
 
-/// Directories and files of an entry, at most, that are looked at.
+/// Files of an entry, at most, that are looked at.
 const MAX_FILES: usize = 16;
 const ENDING: &str = "bcow";
 
@@ -60,9 +61,9 @@ impl LayerCache {
             return Ok(None);
         };
         let mut paths: Vec<PathBuf> = files
-            .take(MAX_FILES)
             .filter_map(|file| Some(file.ok()?.path()))
             .filter(|path| path.extension().is_some_and(|e| e == ENDING))
+            .take(MAX_FILES)
             .collect();
         paths.sort();
         for path in paths {
@@ -137,6 +138,26 @@ impl LayerCache {
         )
     }
 
+    /// Whether the blob of this digest was found to be the layer before.
+    pub(crate) fn knows(&self, wanted: &Wanted, source: Option<&Digest>) -> bool {
+        source.is_some_and(|source| self.mark(wanted, source).exists())
+    }
+
+    /// Remembers that. If it cannot be, the next one finds it out again.
+    pub(crate) fn learn(&self, wanted: &Wanted, source: Option<&Digest>) {
+        if let Some(source) = source {
+            let _ = File::create(self.mark(wanted, source));
+        }
+    }
+
+    fn mark(&self, wanted: &Wanted, source: &Digest) -> PathBuf {
+        self.entry(wanted).join(format!(
+            "{}-{}.source",
+            source.algorithm().name(),
+            source.hex()
+        ))
+    }
+
     /// Keeps a layer. That this fails is no reason to fail.
     pub(crate) fn put(&self, wanted: &Wanted, layer: &StoredLayer, progress: &dyn Progress) {
         if let Err(error) = self.try_put(wanted, layer) {
@@ -182,6 +203,14 @@ impl LayoutLayers {
                 .push(layer);
         }
         Ok(LayoutLayers { by_diff_id })
+    }
+
+    /// Whether the blob of this digest was found to be the layer before.
+    pub(crate) fn knows(&self, wanted: &Wanted, source: Option<&Digest>) -> bool {
+        let layers = self.by_diff_id.get(&wanted.diff_id.to_string());
+        let source = source.map(Digest::to_string);
+        source.is_some()
+            && layers.is_some_and(|layers| layers.iter().any(|layer| layer.source == source))
     }
 
     /// The wanted layer, as it is in the layout.

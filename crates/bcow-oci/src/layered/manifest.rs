@@ -123,6 +123,8 @@ pub(crate) struct LayoutLayer {
     pub digest: Digest,
     pub size: u64,
     pub diff_id: String,
+    /// Digest of the blob it was made of.
+    pub source: Option<String>,
     options: serde_json::Value,
     tool: String,
 }
@@ -170,6 +172,7 @@ pub(crate) fn layers_in(directory: &Path) -> Result<Vec<LayoutLayer>, ConvertErr
                     digest,
                     size: layer.size,
                     diff_id,
+                    source: layer.annotation(SOURCE_DIGEST).map(str::to_owned),
                     options,
                     tool,
                 });

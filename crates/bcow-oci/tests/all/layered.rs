@@ -162,7 +162,10 @@ fn entries(cache: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for directory in std::fs::read_dir(cache).unwrap() {
         for file in std::fs::read_dir(directory.unwrap().path()).unwrap() {
-            found.push(file.unwrap().path());
+            let path = file.unwrap().path();
+            if path.extension().is_some_and(|ending| ending == "bcow") {
+                found.push(path);
+            }
         }
     }
     found.sort();
@@ -235,6 +238,31 @@ fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
                 .all(|(path, whole)| std::fs::read(path).unwrap() == *whole)
         );
     }
+}
+
+#[test]
+fn a_layer_that_is_there_does_not_hide_that_the_source_contradicts_itself() {
+    let good = image(&[1]);
+    let dir = tempfile::tempdir().unwrap();
+    let cached = |layout: &mut LayoutOptions| layout.cache = Some(dir.path().to_owned());
+    layered(&good.source(None), cached);
+    // The same layers, but each under the other's diffID.
+    let mut swapped = Layout::new();
+    let (a, b) = (base(), upper(1));
+    let layers = [(LAYER, a.clone(), b.clone()), (LAYER, b, a)];
+    let descriptor = swapped.image("linux/amd64", &layers);
+    swapped.list(descriptor, None);
+    let source = swapped.source(None);
+    for _ in 0..2 {
+        let error = layered_with(&source, &options(), cached).err().unwrap();
+        assert!(error.to_string().contains("diffID"), "{error}");
+    }
+    // Nobody looks who was told not to.
+    let trusting = ConvertOptions {
+        verify: false,
+        ..options()
+    };
+    assert!(layered_with(&source, &trusting, cached).is_ok());
 }
 
 fn flip(path: &Path, at: u64) {
