@@ -103,7 +103,9 @@ pub fn export_layout(
     let order: Vec<usize> = (0..layers.len()).collect();
     // Each takes two.
     let at_once = (options.threads / 2).max(1);
-    let written = parallel::run(&order, at_once, &stop, |index| work.layer(layers[index]))?;
+    let written = parallel::run(&order, at_once, &stop, |index| {
+        work.layer(layers[index], &layers[..index])
+    })?;
     progress.phase("syncing");
     let diff_ids: Vec<&Digest> = written
         .iter()
@@ -168,14 +170,14 @@ struct WrittenLayer {
 }
 
 impl Work<'_> {
-    fn layer(&self, fs: &Filesystem) -> Result<WrittenLayer, ExportError> {
+    fn layer(&self, fs: &Filesystem, below: &[&Filesystem]) -> Result<WrittenLayer, ExportError> {
         let failed = |error| write_error("write", self.writer.directory(), error);
         let output = self.writer.new_blob()?;
         let file = BufWriter::with_capacity(CHUNK_BYTES, output.file()?);
         let mut encoder = Encoder::new(file, self.compression).map_err(failed)?;
         let archive = match self.is_piped {
-            false => self.archive(fs, &mut encoder),
-            true => self.piped(fs, &mut encoder),
+            false => self.archive(fs, below, &mut encoder),
+            true => self.piped(fs, below, &mut encoder),
         };
         let (tar, diff_id, tar_bytes) = archive.map_err(|error| match error {
             ExportError::Write(error) => failed(error).into(),
@@ -201,6 +203,7 @@ impl Work<'_> {
     fn archive(
         &self,
         fs: &Filesystem,
+        below: &[&Filesystem],
         out: &mut dyn Write,
     ) -> Result<(TarReport, Digest, u64), ExportError> {
         let mut hashed = Hashed {
@@ -212,7 +215,7 @@ impl Work<'_> {
             bytes: 0,
         };
         let export = TreeExport::new(fs, self.form, self.cancel, self.progress);
-        let report = export.write(&mut hashed)?;
+        let report = export.above(below).write(&mut hashed)?;
         hashed.out.finish().map_err(ExportError::Write)?;
         Ok((report, hashed.hasher.finish(), hashed.bytes))
     }
@@ -221,13 +224,14 @@ impl Work<'_> {
     fn piped(
         &self,
         fs: &Filesystem,
+        below: &[&Filesystem],
         out: &mut (dyn Write + Send),
     ) -> Result<(TarReport, Digest, u64), ExportError> {
         let (sender, receiver) = sync_channel(QUEUE);
         std::thread::scope(|scope| {
             let compressor = scope.spawn(move || drain(receiver, out));
             let mut chunks = Chunks(sender);
-            let archive = self.archive(fs, &mut chunks);
+            let archive = self.archive(fs, below, &mut chunks);
             // The compressor ends with its input.
             drop(chunks);
             match compressor.join() {

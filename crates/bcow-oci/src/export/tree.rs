@@ -34,20 +34,30 @@ pub(super) enum Form {
     Tree,
     /// The only layer of an image.
     Flattened,
-    /// A layer among others, which the file system has in overlayfs's form.
+    /// A layer, which the file system has in overlayfs's form.
     Layer,
+}
+
+/// What is known of the layers below a layer.
+#[derive(Clone, Copy)]
+pub(super) enum Below<'e> {
+    /// Nothing, or there are none to speak of.
+    Unknown,
+    /// All of them, lowest first, in overlayfs's form.
+    Layers(&'e [&'e Filesystem]),
 }
 
 /// One file system on its way into an archive.
 pub(super) struct TreeExport<'e> {
     fs: &'e Filesystem,
     form: Form,
+    below: Below<'e>,
     cancel: Cancel<'e>,
     progress: &'e dyn Progress,
     /// The first path of each inode of which more names may come.
     links: HashMap<Nid, FirstName>,
     link_bytes: usize,
-    /// Directories that are in the archive already.
+    /// Directories above hardlinks to lower layers, which are in the archive already.
     early: HashSet<Vec<u8>>,
     report: TarReport,
 }
@@ -81,12 +91,21 @@ impl<'e> TreeExport<'e> {
         TreeExport {
             fs,
             form,
+            below: Below::Unknown,
             cancel,
             progress,
             links: HashMap::new(),
             link_bytes: 0,
             early: HashSet::new(),
             report: TarReport::default(),
+        }
+    }
+
+    /// Says what is below the layer.
+    pub(super) fn above(self, layers: &'e [&'e Filesystem]) -> Self {
+        TreeExport {
+            below: Below::Layers(layers),
+            ..self
         }
     }
 
@@ -137,10 +156,30 @@ impl<'e> TreeExport<'e> {
                 inode,
             });
         }
-        for link in &links {
+        // One that takes the place of a directory above a target comes last.
+        let mut targets: Vec<&[u8]> = links.iter().map(|link| &link.target[..]).collect();
+        targets.sort_unstable();
+        let is_above_a_target = |link: &LowerLink| {
+            let directory = [&link.path[..], b"/"].concat();
+            let next = targets.partition_point(|target| *target < &directory[..]);
+            targets
+                .get(next)
+                .is_some_and(|target| target.starts_with(&directory))
+        };
+        let (late, early): (Vec<_>, Vec<_>) =
+            links.iter().partition(|link| is_above_a_target(link));
+        // Further names of a file link to the first, which stays.
+        let mut firsts: HashMap<&[u8], &[u8]> = HashMap::new();
+        for link in early.into_iter().chain(late) {
             self.check_name(&link.path)?;
             self.parents(&link.path, tar)?;
-            let target = &link.target;
+            let target = match firsts.get(&link.target[..]) {
+                Some(first) => first,
+                None => {
+                    firsts.insert(&link.target, &link.path);
+                    &link.target[..]
+                }
+            };
             self.entry(&link.path, &link.inode, Kind::Hardlink { target }, &[], tar)?;
         }
         Ok(())
@@ -174,7 +213,7 @@ impl<'e> TreeExport<'e> {
             let Some(inode) = inode.map_err(|e| read_error(parent, e))? else {
                 continue;
             };
-            if !self.is_marked(parent, &inode, IMPLICIT)? {
+            if self.is_listed(parent, &inode)? {
                 let xattrs = self.xattrs(parent, &inode)?;
                 self.entry(parent, &inode, Kind::Directory, &xattrs, tar)?;
             }
@@ -182,6 +221,31 @@ impl<'e> TreeExport<'e> {
             self.early.insert(parent.to_vec());
         }
         Ok(())
+    }
+
+    /// Whether a directory of a layer gets an entry. One that only a child needed does not if it is below, where its attributes
+    /// come from; else it is new, and not all who unpack layers would give it the same attributes.
+    fn is_listed(&self, path: &[u8], directory: &Inode) -> Result<bool, ExportError> {
+        if !self.is_marked(path, directory, IMPLICIT)? {
+            return Ok(true);
+        }
+        let Below::Layers(layers) = self.below else {
+            return Ok(false);
+        };
+        let error = |e| read_error(path, e);
+        let mut hides = Place::find(self.fs, path).map_err(error)?.is_below_opaque;
+        for layer in layers.iter().rev() {
+            if hides {
+                break;
+            }
+            let place = Place::find(layer, path).map_err(error)?;
+            match place.kind {
+                Some(FileType::Directory) => return Ok(false),
+                Some(_) => return Ok(true),
+                None => hides = place.is_below_opaque,
+            }
+        }
+        Ok(true)
     }
 
     /// The attributes that go into the archive.
@@ -201,13 +265,9 @@ impl<'e> TreeExport<'e> {
         inode: &Inode,
         tar: &mut TarWriter<W>,
     ) -> Result<bool, ExportError> {
-        let (parent, name) = match path.iter().rposition(|&b| b == b'/') {
-            Some(slash) => path.split_at(slash + 1),
-            None => (&[][..], path),
-        };
         if inode.kind == FileType::Directory {
-            let is_listed = !self.is_marked(path, inode, IMPLICIT)?;
-            if is_listed && !self.early.contains(path) {
+            // Those that came early come again: an opaque mark above them may have changed their times meanwhile.
+            if self.is_listed(path, inode)? {
                 let xattrs = self.xattrs(path, inode)?;
                 self.entry(path, inode, Kind::Directory, &xattrs, tar)?;
             }
@@ -219,6 +279,7 @@ impl<'e> TreeExport<'e> {
             return Ok(true);
         }
         if is_whiteout(self.fs, inode).map_err(|e| read_error(path, e))? {
+            let (parent, name) = path.split_at(path.len() - name_of(path).len());
             self.whiteout(&[parent, WHITEOUT, name].concat(), tar)?;
             return Ok(true);
         }
@@ -279,8 +340,7 @@ impl<'e> TreeExport<'e> {
 
     /// A file of this name is a whiteout to whoever reads the archive as a layer.
     fn check_name(&self, path: &[u8]) -> Result<(), ExportError> {
-        let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
-        if !name.starts_with(WHITEOUT) {
+        if !name_of(path).starts_with(WHITEOUT) {
             return Ok(());
         }
         const PROBLEM: &str = "its name begins with .wh., which makes a whiteout of it in a layer";
@@ -474,6 +534,42 @@ fn runs_between(
         }
     }
     Ok(Some(runs))
+}
+
+/// What a layer has at a path.
+struct Place {
+    /// Its type, or that of what stands in its way; `None` if there is nothing.
+    kind: Option<FileType>,
+    /// Whether a directory on the way hides the layers below.
+    is_below_opaque: bool,
+}
+
+impl Place {
+    fn find(layer: &Filesystem, path: &[u8]) -> Result<Place, ErofsError> {
+        let mut at = layer.inode(layer.root())?;
+        let mut is_below_opaque = false;
+        for name in path.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
+            if at.kind != FileType::Directory {
+                break;
+            }
+            is_below_opaque |= layer.xattr(&at, OPAQUE)?.is_some();
+            let Some(entry) = layer.lookup(&at, name)? else {
+                return Ok(Place {
+                    kind: None,
+                    is_below_opaque,
+                });
+            };
+            at = layer.inode(entry.nid)?;
+        }
+        Ok(Place {
+            kind: Some(at.kind),
+            is_below_opaque,
+        })
+    }
+}
+
+fn name_of(path: &[u8]) -> &[u8] {
+    path.rsplit(|&b| b == b'/').next().unwrap_or(path)
 }
 
 fn rooted(path: &[u8]) -> Vec<u8> {

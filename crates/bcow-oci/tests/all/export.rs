@@ -186,6 +186,10 @@ fn hard_layers() -> Vec<Vec<u8>> {
         .dir("becomes-file/")
         .file("becomes-file/x", "x")
         .symlink("link", "a")
+        .dir("opaque-too/")
+        .dir("opaque-too/sub/")
+        .dir("up/")
+        .file("up/file", "takes the place of its directory")
         .file("z", "z");
     let upper = Tar::new()
         // Links to what the same layer takes away.
@@ -204,12 +208,20 @@ fn hard_layers() -> Vec<Vec<u8>> {
         .entry(&device, b"")
         .dir("deep/")
         .dir("deep/er/")
-        .hardlink("deep/er/link", "z");
+        .hardlink("deep/er/link", "z")
+        .hardlink("up", "up/file")
+        .hardlink("up-too", "up/file");
     let top = Tar::new()
         // Directories that this layer does not list.
         .file("deep/er/new", "new")
         .file("a/.wh.replaced", "")
-        .file("opaque/own", "other");
+        .file("opaque/own", "other")
+        // And one that no layer has, one where there is a file, and one in an opaque directory.
+        .file("new/er/x", "x")
+        .file("z/x", "x")
+        .dir("opaque-too/")
+        .file("opaque-too/.wh..wh..opq", "")
+        .file("opaque-too/sub/y", "y");
     vec![lower.done(), upper.done(), top.done()]
 }
 
@@ -237,21 +249,40 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
             "deep/er/link",
             "opaque/",
             "opaque/new",
+            // In the place of the directory that the other link needs.
+            "up-too",
+            "up",
             // The rest. What is linked to and written in one layer is this layer's.
             "a/.wh.old",
             "a/replaced",
             "b-before",
             "becomes-file",
+            "deep/",
+            "deep/er/",
             "device",
             ".wh.gone",
+            "opaque/",
             "opaque/.wh..wh..opq",
             "opaque/own",
         ]
     );
-    // Not the directories that only a child needed.
+    // Not the directories that are below, where their attributes come from.
     assert_eq!(
         exported.names(2),
-        ["a/.wh.replaced", "deep/er/new", "opaque/own"]
+        [
+            "a/.wh.replaced",
+            "deep/er/new",
+            "new/",
+            "new/er/",
+            "new/er/x",
+            "opaque/own",
+            "opaque-too/",
+            "opaque-too/.wh..wh..opq",
+            "opaque-too/sub/",
+            "opaque-too/sub/y",
+            "z/",
+            "z/x",
+        ]
     );
 }
 
