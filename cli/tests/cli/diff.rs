@@ -188,3 +188,70 @@ fn trouble_is_something_else_than_a_difference() {
     ];
     snapshot!(shown.join("\n"));
 }
+
+#[test]
+fn layers_that_two_stacks_share_are_not_read() {
+    let sandbox = Sandbox::new();
+    sandbox.write("base.tar", &crate::support::sample());
+    let upper = Tar::new()
+        .file("etc/.wh.motd", b"")
+        .file("etc/passwd", b"root:x:0:0:root:/root:/bin/bash\n");
+    sandbox.write("upper.tar", &upper.finish());
+    sandbox.layout("one", "x", &["base.tar"]);
+    sandbox.layout("two", "x", &["base.tar", "upper.tar"]);
+    for name in ["one", "two"] {
+        let (from, to) = (format!("oci:{name}:x"), format!("oci:stacks:{name}"));
+        sandbox.ok(&["convert", "-q", &from, &to]);
+    }
+    let shown = sandbox.shown(&["diff", "oci:stacks:one", "oci:stacks:two"]);
+    snapshot!(shown);
+    let summary = |a: &str, b: &str| -> Value {
+        let output = sandbox.run(&["diff", "--json", "--summary", a, b]);
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        json["summary"].clone()
+    };
+    // Only what lies beside the inodes, in the stacks themselves.
+    let shared = summary("oci:stacks:one", "oci:stacks:two");
+    assert!(
+        shared["compared_bytes"].as_u64().unwrap() < 10_000,
+        "{shared}"
+    );
+    // A copy of the layout has the same digests, and is another place.
+    let copied = std::process::Command::new("cp")
+        .args(["-r", "stacks", "copies"])
+        .current_dir(sandbox.path(""))
+        .status();
+    assert!(copied.unwrap().success());
+    let copied = summary("oci:stacks:one", "oci:copies:one");
+    assert!(
+        copied["compared_bytes"].as_u64().unwrap() > 100_000,
+        "{copied}"
+    );
+    assert_eq!(copied["changed"], 0);
+}
+
+#[test]
+fn a_layer_against_another_shows_its_whiteouts() {
+    let sandbox = Sandbox::new();
+    sandbox.write(
+        "base.tar",
+        &Tar::new().directory("a/").file("a/b", b"b").finish(),
+    );
+    let upper = Tar::new()
+        .directory("a/")
+        .file("a/.wh.b", b"")
+        .file("a/.wh..wh..opq", b"");
+    sandbox.write("upper.tar", &upper.finish());
+    sandbox.layout("source", "x", &["base.tar", "upper.tar"]);
+    sandbox.ok(&["convert", "-q", "oci:source:x", "oci:stack:x"]);
+    let facts = sandbox.ok(&["inspect", "--json", "oci:stack:x"]);
+    let facts: Value = serde_json::from_slice(&facts).unwrap();
+    let layer = |index: usize| {
+        let digest = &facts["metadata"]["layers"][index]["digest"];
+        format!("oci:stack@{}", digest.as_str().unwrap())
+    };
+    let output = sandbox.run(&["diff", "-q", &layer(0), &layer(1)]);
+    assert_eq!(output.status.code(), Some(1));
+    let shown = String::from_utf8(output.stdout).unwrap();
+    snapshot!(shown);
+}
