@@ -245,6 +245,20 @@ pub enum ConvertError {
         /// Its media type.
         media_type: String,
     },
+    /// What is to be converted was converted before.
+    #[error("{place} is a BCoW image already")]
+    AlreadyConverted {
+        /// The manifest.
+        place: String,
+    },
+    /// The new image would have the name of the one it is made of, in the same layout.
+    #[error("the image would take the name {reference:?} in {} from the one it is made of", path.display())]
+    ReplacesSource {
+        /// The layout.
+        path: PathBuf,
+        /// The name.
+        reference: String,
+    },
     /// Compression of a kind bcow does not know.
     #[error("{place}: {compression} compression is not supported")]
     Compression {
@@ -447,7 +461,10 @@ impl ConvertError {
                 TarProblem::UnknownType { .. } | TarProblem::MultiVolume => ErrorKind::Unsupported,
                 _ => ErrorKind::Invalid,
             },
-            E::MediaType { .. } | E::Compression { .. } => ErrorKind::Unsupported,
+            E::MediaType { .. } | E::Compression { .. } | E::AlreadyConverted { .. } => {
+                ErrorKind::Unsupported
+            }
+            E::ReplacesSource { .. } => ErrorKind::Usage,
             E::Limit { .. } => ErrorKind::Limit,
             E::Interrupted => ErrorKind::Interrupted,
         }
@@ -469,6 +486,8 @@ impl ConvertError {
             E::MissingBlob { foreign: true, .. } => "the layer is a foreign one, which its registry does not pass on; put the blob into the layout".into(),
             E::MissingBlob { .. } => "the layout is incomplete; copy the image again".into(),
             E::DigestMismatch { .. } | E::SizeMismatch { .. } => "the input was damaged or tampered with; copy the image again".into(),
+            E::AlreadyConverted { .. } => "`bcow export --to oci:DIR` makes an ordinary image of it".into(),
+            E::ReplacesSource { .. } => "give it another name, or another layout".into(),
             E::Compression { compression, .. } if compression.starts_with("whole-archive") => {
                 "decompress the archive first; its layers may stay compressed".into()
             }

@@ -62,6 +62,7 @@ pub fn convert_to_layout(
     // What is wrong with the options is known before anything is read.
     crate::conversion::writer_options(options, 1)?;
     let input = Input::open(source, options)?;
+    refuse_to_replace(source, &input, layout)?;
     let writer = LayoutWriter::open(&layout.directory)?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
@@ -77,6 +78,30 @@ pub fn convert_to_layout(
     };
     writer.publish(blobs, &entry)?;
     Ok(report)
+}
+
+/// Fails if the image would take its source's name, and so make the source hard to find.
+fn refuse_to_replace(
+    source: &Source,
+    input: &Input,
+    layout: &LayoutOptions,
+) -> Result<(), ConvertError> {
+    let (Source::Oci { directory, .. }, Input::Image(image)) = (source, input) else {
+        return Ok(());
+    };
+    let same_layout = match (directory.canonicalize(), layout.directory.canonicalize()) {
+        (Ok(source), Ok(destination)) => source == destination,
+        _ => false,
+    };
+    match &layout.reference {
+        Some(reference) if same_layout && image.reference.as_ref() == Some(reference) => {
+            Err(ConvertError::ReplacesSource {
+                path: layout.directory.clone(),
+                reference: reference.clone(),
+            })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Makes all that the image consists of. Nothing of it has a name yet.

@@ -478,6 +478,15 @@ fn read_manifest(
 /// Reads manifest and configuration, and finds the layers.
 fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
     let (manifest_digest, place, manifest) = read_manifest(files, descriptor)?;
+    if manifest
+        .layers
+        .iter()
+        .any(|layer| layer.media_type == STACK)
+    {
+        return Err(ConvertError::AlreadyConverted {
+            place: format!("{place} in {}", files.name()),
+        });
+    }
     if !CONFIGS.contains(&&*manifest.config.media_type) {
         let place = format!("config of {place}");
         return Err(media_type(place, &manifest.config));

@@ -265,6 +265,35 @@ fn a_layer_that_is_there_does_not_hide_that_the_source_contradicts_itself() {
     assert!(layered_with(&source, &trusting, cached).is_ok());
 }
 
+#[test]
+fn an_image_does_not_replace_its_own_source() {
+    let mut source = Layout::new();
+    let tar = base();
+    let descriptor = source.image("linux/amd64", &[(LAYER, tar.clone(), tar)]);
+    source.list(descriptor, Some("name"));
+    let into = |reference: &str| LayoutOptions {
+        directory: source.path().to_owned(),
+        reference: Some(reference.into()),
+        ..LayoutOptions::default()
+    };
+    let convert = |from: Option<&str>, to: &str| {
+        convert_to_layout(&source.source(from), &into(to), &options(), &())
+    };
+    let error = convert(None, "name").unwrap_err();
+    assert!(
+        error.to_string().contains("from the one it is made of"),
+        "{error}"
+    );
+    convert(None, "other").unwrap();
+    // What was made is not made again of itself.
+    let error = convert(Some("other"), "third").unwrap_err();
+    assert!(
+        error.to_string().ends_with("is a BCoW image already"),
+        "{error}"
+    );
+    convert(Some("name"), "other").unwrap();
+}
+
 fn flip(path: &Path, at: u64) {
     let file = std::fs::File::options()
         .read(true)
