@@ -15,7 +15,10 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use crate::check::{CheckOptions, check};
+use crate::merge::merge;
+use crate::overlay::{ReadOptions, read_layer};
 use crate::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
+use crate::writer::{MAX_INLINE, Plan, WriteOptions};
 
 /// What a dump contains, and where it stops.
 #[derive(Debug, Clone, Copy)]
@@ -117,8 +120,31 @@ pub fn fuzz_read(bytes: &[u8]) {
     }
     // As the layers of a stack, one over the other.
     let _ = crate::account::account(&[&fs, &fs]);
+    merge_with_itself(&fs);
     // What follows reads each device byte a bounded number of times.
     let _ = check(&fs, &CheckOptions { read_data: true });
+}
+
+/// Reads the file system as a layer and puts it over itself; lays out what comes of it.
+fn merge_with_itself(fs: &Filesystem) {
+    let options = ReadOptions {
+        place: &|offset, _| u32::try_from(offset / 4096).ok(),
+        tails: 0,
+        max_inodes: 2_000,
+    };
+    let layer = || read_layer(fs, &options).ok();
+    let Some(layers) = [layer(), layer()].into_iter().collect::<Option<Vec<_>>>() else {
+        return;
+    };
+    if let Ok(tree) = merge(layers) {
+        let _ = Plan::new(
+            &tree,
+            &WriteOptions {
+                metadata_start: 4096,
+                inline_max: MAX_INLINE,
+            },
+        );
+    }
 }
 
 struct Dumper<'a> {
