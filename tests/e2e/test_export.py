@@ -34,8 +34,6 @@ class Export(unittest.TestCase):
     @classmethod
     def tearDownClass(cls):
         shutil.rmtree(cls.directory, ignore_errors=True)
-        shutil.rmtree(os.path.dirname(cls.rootfs), ignore_errors=True)
-        unpacked.cache_clear()
 
     def path(self, name):
         return os.path.join(self.directory, name)
