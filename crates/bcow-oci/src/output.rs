@@ -114,7 +114,14 @@ impl Output {
     fn rename(&mut self) -> Result<(), ConvertError> {
         let name = match self.name.clone() {
             Some(name) => name,
-            None => self.give_name().map_err(|e| self.failed("name", e))?,
+            // Straight to the name if it is free: whoever is killed between two names leaves one.
+            None => match self.link(&self.path) {
+                Ok(()) => return Ok(()),
+                Err(rustix::io::Errno::EXIST) => {
+                    self.give_name().map_err(|e| self.failed("name", e))?
+                }
+                Err(error) => return Err(self.failed("name", error.into())),
+            },
         };
         std::fs::rename(&name, &self.path).map_err(|e| self.failed("rename to", e))?;
         self.name = None;
@@ -123,15 +130,14 @@ impl Output {
 
     fn give_name(&mut self) -> io::Result<PathBuf> {
         let name = temporary_name(&self.path, &self.directory);
-        rustix::fs::linkat(
-            CWD,
-            link_path(&self.file),
-            CWD,
-            &name,
-            AtFlags::SYMLINK_FOLLOW,
-        )?;
+        self.link(&name)?;
         self.name = Some(name.clone());
         Ok(name)
+    }
+
+    fn link(&self, name: &Path) -> rustix::io::Result<()> {
+        let file = link_path(&self.file);
+        rustix::fs::linkat(CWD, file, CWD, name, AtFlags::SYMLINK_FOLLOW)
     }
 
     fn failed(&self, action: &'static str, source: io::Error) -> ConvertError {
