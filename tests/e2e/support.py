@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -184,6 +185,16 @@ def assert_same_tree(test, first, second, **rules):
     found = list(tree.differences(a, b, **rules))
     if found:
         test.fail(f"{len(found)} differences between {len(a)} and {len(b)} entries:\n" + "\n".join(found[:30]))
+
+
+def assert_refused(test, result, *mention, code=1):
+    """Fails unless a command ended with this code and one error, which mentions all this (regular expressions)."""
+    message = result.err.decode(errors="replace")
+    test.assertEqual(result.code, code, str(result))
+    test.assertNotIn("panicked", message)
+    test.assertEqual(len(re.findall(r"^error:", message, re.MULTILINE)), 1, message)
+    for pattern in mention:
+        test.assertRegex(message, pattern)
 
 
 @functools.cache

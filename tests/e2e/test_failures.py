@@ -1,7 +1,6 @@
 """What goes wrong around bcow: full disks, wrong files, wrong places, signals. One clear error, nothing left."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import tempfile
 import time
 import unittest
 
-from support import BCOW, TOP, WORK, assert_same_tree, bcow, is_mounted, mounted, need, run
+from support import BCOW, TOP, WORK, assert_refused, assert_same_tree, bcow, is_mounted, mounted, need, run
 import tree
 
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
@@ -31,13 +30,7 @@ class Failures(unittest.TestCase):
     def tearDownClass(cls):
         shutil.rmtree(cls.directory, ignore_errors=True)
 
-    def refused(self, result, *mention, code=1):
-        message = result.err.decode(errors="replace")
-        self.assertEqual(result.code, code, str(result))
-        self.assertNotIn("panicked", message)
-        self.assertEqual(len(re.findall(r"^error:", message, re.MULTILINE)), 1, message)
-        for pattern in mention:
-            self.assertRegex(message, pattern)
+    refused = assert_refused
 
     def path(self, name, data=None):
         path = os.path.join(self.directory, name)

@@ -16,7 +16,7 @@ import subprocess
 import time
 import unittest
 
-from support import BCOW, NOBODY, PEAK_BYTES, WORK, bcow, for_everyone, image, need, run
+from support import BCOW, NOBODY, PEAK_BYTES, WORK, assert_refused, bcow, for_everyone, image, need, run
 import sequences
 from sequences import ocilib
 from overlay import Entry
@@ -135,13 +135,7 @@ class Layers(unittest.TestCase):
         report["result"] = result
         return layout, report
 
-    def refused(self, result, *mention, code=1):
-        message = result.err.decode(errors="replace")
-        self.assertEqual(result.code, code, str(result))
-        self.assertNotIn("panicked", message)
-        self.assertEqual(len(re.findall(r"^error:", message, re.MULTILINE)), 1, message)
-        for pattern in mention:
-            self.assertRegex(message, pattern)
+    refused = assert_refused
 
     def made(self, report):
         return [layer["made"] for layer in report["layers"]]

@@ -129,7 +129,7 @@ impl<W: Write> TarWriter<W> {
         self.data_left = self
             .data_left
             .checked_sub(bytes.len() as u64)
-            .expect("no more data than the entry announced");
+            .ok_or_else(|| io::Error::other("more data than the entry announced"))?;
         self.out.write_all(bytes)?;
         if self.data_left == 0 {
             let padding = std::mem::take(&mut self.padding);
