@@ -1,4 +1,4 @@
-//! The seam between a block address space and whoever reads a file system out of it.
+//! The seam between a block address space and whoever uses it: a file system's reader, a mount, a server.
 
 use crate::Error;
 use crate::storage::FileIdentity;
@@ -34,10 +34,91 @@ pub trait BlockDevice: Send + Sync {
         Ok(())
     }
 
+    /// What is known of the bytes from `offset` on without reading them, and how far it holds: at least 1 byte, at
+    /// most `length`. Neighbouring pieces may say the same.
+    ///
+    /// A device that knows nothing of itself says that all of it is data.
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        let range = checked_range(offset, length.max(1), self.size())?;
+        Ok(Status {
+            length: range.end - range.start,
+            content: Content::Data,
+            depth: 1,
+        })
+    }
+
     /// The BCoW file whose address space this is, if that is known: devices that say the same have the same bytes
     /// at the same places.
     fn identity(&self) -> Option<FileIdentity> {
         None
+    }
+}
+
+/// What is known of a piece of an address space without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// Bytes it holds for.
+    pub length: u64,
+    /// What is there.
+    pub content: Content,
+    /// Which file of the chain says so: 1 for this one, 2 for its backing, and so on; 0 if none does (a hole).
+    pub depth: u32,
+}
+
+/// What stands at a piece of an address space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    /// Stored bytes, which may be anything.
+    Data,
+    /// Zeros, and said so; takes no space.
+    Zero,
+    /// Nothing was ever there; reads as zeros.
+    Hole,
+}
+
+/// An address space that can be changed.
+///
+/// As with a disk: a write, once it has returned, is seen by every later read; it is durable when a [`flush`]
+/// that began after it returned has succeeded. Calls from several threads run side by side; overlapping writes that do so
+/// leave one or the other in each block of 4096 bytes.
+///
+/// [`flush`]: WritableDevice::flush
+pub trait WritableDevice: BlockDevice {
+    /// Writes all of `bytes` at `offset`. After an error each byte of the range is as it was or as it should be.
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error>;
+
+    /// Makes a range read as zeros.
+    fn write_zeroes(&self, offset: u64, length: u64, space: Space) -> Result<(), Error>;
+
+    /// Says that nobody needs the content of a range any more. What is given back reads as zeros; what is too
+    /// small to be given back keeps its content.
+    fn discard(&self, offset: u64, length: u64) -> Result<(), Error>;
+
+    /// Returns when every write that returned before is durable.
+    fn flush(&self) -> Result<(), Error>;
+}
+
+/// What becomes of the space under zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Space {
+    /// Give it back where possible.
+    Free,
+    /// Take it, so that later writes there do not fail for want of it.
+    Keep,
+}
+
+impl<T: WritableDevice + ?Sized> WritableDevice for std::sync::Arc<T> {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        (**self).write_at(offset, bytes)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, space: Space) -> Result<(), Error> {
+        (**self).write_zeroes(offset, length, space)
+    }
+    fn discard(&self, offset: u64, length: u64) -> Result<(), Error> {
+        (**self).discard(offset, length)
+    }
+    fn flush(&self) -> Result<(), Error> {
+        (**self).flush()
     }
 }
 
@@ -55,6 +136,9 @@ impl<T: BlockDevice + ?Sized> BlockDevice for std::sync::Arc<T> {
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Error> {
         (**self).read_with(offset, length, sink)
+    }
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        (**self).status(offset, length)
     }
     fn identity(&self) -> Option<FileIdentity> {
         (**self).identity()

@@ -18,7 +18,7 @@ use crate::codec::{Encoding, decode_block};
 use crate::device::checked_range;
 use crate::merkle::Verifier;
 use crate::storage::Storage;
-use crate::{BlockCache, BlockDevice, Error, Extent, Mapping};
+use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, Status};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
@@ -391,8 +391,67 @@ impl BlockDevice for Image {
         Ok(())
     }
 
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        let range = checked_range(offset, length.max(1), self.header.size)?;
+        let extent = self.map(range.start)?;
+        let skip = range.start - extent.offset;
+        let length = (extent.length - skip).min(range.end - range.start);
+        let status = |content, depth| Status {
+            length,
+            content,
+            depth,
+        };
+        match extent.mapping {
+            Mapping::Raw { .. } | Mapping::Compressed { .. } => Ok(status(Content::Data, 1)),
+            Mapping::Zero => Ok(status(Content::Zero, 1)),
+            Mapping::Hole => Ok(status(Content::Hole, 0)),
+            Mapping::Backing {
+                index,
+                offset,
+                bytes,
+            } => self.backing_status(index, offset, skip, bytes, length),
+        }
+    }
+
     fn identity(&self) -> Option<crate::storage::FileIdentity> {
         self.file.storage.identity()
+    }
+}
+
+impl Image {
+    /// The status of what is shown of a backing: `bytes` from `offset` on, the rest zeros; `length` of it from `skip` on.
+    fn backing_status(
+        &self,
+        index: u32,
+        offset: u64,
+        skip: u64,
+        bytes: u64,
+        length: u64,
+    ) -> Result<Status, Error> {
+        let (entry, device) = &self.backings[index as usize];
+        let shown = bytes.min(entry.size.saturating_sub(offset));
+        if skip >= shown {
+            return Ok(Status {
+                length,
+                content: Content::Hole,
+                depth: 0,
+            });
+        }
+        let length = length.min(shown - skip);
+        let device = device.as_ref().ok_or_else(|| Error::MissingBacking {
+            name: entry.name.to_string(),
+            logical: offset,
+        })?;
+        let below = device
+            .status(offset + skip, length)
+            .map_err(|error| error.in_backing(&entry.name))?;
+        Ok(Status {
+            depth: match below.depth {
+                0 => 0,
+                depth => depth + 1,
+            },
+            ..below
+        })
     }
 }
 

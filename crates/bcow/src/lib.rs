@@ -35,7 +35,7 @@ mod writer;
 
 pub use bcow_format as format;
 pub use cache::BlockCache;
-pub use device::BlockDevice;
+pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use error::{BlockProblem, Error};
 pub use image::{BackingResolver, Image, NoBackings, OpenOptions, Verify};
 pub use map::{Extent, Mapping};

@@ -5,6 +5,9 @@ use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::RwLock;
 
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+
 /// A flat run of bytes that can be read and written at any place, by several threads at once.
 pub trait Storage: Send + Sync {
     /// Length in bytes.
@@ -19,8 +22,14 @@ pub trait Storage: Send + Sync {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
     /// Cuts or grows (with zeros) to `bytes`.
     fn set_len(&self, bytes: u64) -> io::Result<()>;
-    /// Returns when all that was written is durable.
+    /// Returns when all that was written is durable, with as much of the length as is needed to find it.
     fn sync(&self) -> io::Result<()>;
+    /// Says that nobody needs these bytes any more: the space may be given back, and they read as zeros or as they
+    /// were. The length stays. A storage that cannot give space back does nothing.
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        let _ = (offset, bytes);
+        Ok(())
+    }
     /// Which file of the host it is, if it is one: storages that say the same have the same bytes.
     fn identity(&self) -> Option<FileIdentity> {
         None
@@ -48,7 +57,15 @@ impl Storage for File {
         File::set_len(self, bytes)
     }
     fn sync(&self) -> io::Result<()> {
-        self.sync_all()
+        // Without the times of the last change, which nobody reads and which cost a write of the inode.
+        self.sync_data()
+    }
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(self, flags, offset, bytes) {
+            Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
     fn identity(&self) -> Option<FileIdentity> {
         let metadata = self.metadata().ok()?;
