@@ -519,7 +519,6 @@ def decode_backing(table, index, header):
         must(name_bytes == 0 and name_offset == 0, "a name in an entry by digest")
         return Backing(kind, size, digest, None)
     must(header.use != 1, "an image with a backing by file name")
-    must(digest == bytes(32), "a digest in an entry by file name")
     must(1 <= name_bytes <= 255, f"name_bytes {name_bytes}")
     must(64 * header.backing_count <= name_offset, "the name lies in the entries")
     must(name_offset + name_bytes <= len(table), "the name ends behind the backing table")

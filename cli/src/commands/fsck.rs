@@ -413,7 +413,7 @@ fn bad_ranges(image: &Image) -> Vec<(Range<u64>, String)> {
             Ok(extent) => {
                 let stored = matches!(
                     extent.mapping,
-                    Mapping::Raw { .. } | Mapping::Compressed { .. }
+                    Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. }
                 );
                 let end = extent.offset + extent.length;
                 if stored

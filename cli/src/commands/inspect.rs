@@ -134,7 +134,7 @@ impl Class {
         }
         self.bytes += extent.length;
         let stored = match extent.mapping {
-            Mapping::Raw { stored } => {
+            Mapping::Raw { stored } | Mapping::Open { stored } => {
                 self.raw_blocks += 1;
                 stored
             }

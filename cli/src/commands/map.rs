@@ -160,7 +160,7 @@ impl Map {
             self.kind(&extent.mapping)
         )?;
         match extent.mapping {
-            Mapping::Raw { stored } | Mapping::Compressed { stored } => {
+            Mapping::Raw { stored } | Mapping::Compressed { stored } | Mapping::Open { stored } => {
                 writeln!(self.out, " {:>16} {:>12}", stored.at.0, stored.bytes)
             }
             Mapping::Zero | Mapping::Hole => writeln!(self.out, " {:>16} {:>12}", "-", "-"),
@@ -181,6 +181,7 @@ impl Map {
         match mapping {
             Mapping::Raw { .. } => "raw",
             Mapping::Compressed { .. } => "zstd",
+            Mapping::Open { .. } => "open",
             Mapping::Zero => "zero",
             Mapping::Hole => "hole",
             Mapping::Backing { .. } => self.backing_kind,
@@ -208,6 +209,10 @@ impl Map {
                 value["backing_name"] = self.names.get(index as usize).cloned().into();
                 value["backing_offset"] = offset.into();
                 value["backing_bytes"] = bytes.into();
+            }
+            Mapping::Open { stored } => {
+                value["uba"] = stored.at.0.into();
+                value["stored_bytes"] = stored.bytes.into();
             }
             Mapping::Zero | Mapping::Hole => {}
         }

@@ -34,7 +34,12 @@ pub enum BackingName {
     /// SHA-256 of the whole backing file.
     Digest([u8; 32]),
     /// A file name without directories, looked up only where the user allows it.
-    FileName(String),
+    FileName {
+        /// The name.
+        name: String,
+        /// What the backing is recognised by (spec section 8), if it was recorded.
+        identity: Option<[u8; 32]>,
+    },
 }
 
 impl std::fmt::Display for BackingName {
@@ -44,7 +49,7 @@ impl std::fmt::Display for BackingName {
                 f.write_str("sha256:")?;
                 digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
             }
-            BackingName::FileName(name) => f.write_str(name),
+            BackingName::FileName { name, .. } => f.write_str(name),
         }
     }
 }
@@ -92,9 +97,6 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
             if header.purpose == Use::Image {
                 return Err("an image names a backing by file name".into());
             }
-            if raw.digest != [0; 32] {
-                return Err("a name that also has a digest".into());
-            }
             let name = name_offset
                 .checked_add(name_bytes)
                 .filter(|_| name_offset >= entries_end)
@@ -108,7 +110,10 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
             {
                 return Err("its name is no plain file name".into());
             }
-            BackingName::FileName(name.to_owned())
+            BackingName::FileName {
+                name: name.to_owned(),
+                identity: (raw.digest != [0; 32]).then_some(raw.digest),
+            }
         }
         kind => return Err(format!("kind {kind}")),
     };
@@ -123,7 +128,9 @@ pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
     for backing in backings {
         let (kind, digest, name) = match &backing.name {
             BackingName::Digest(digest) => (1, *digest, ""),
-            BackingName::FileName(name) => (2, [0; 32], name.as_str()),
+            BackingName::FileName { name, identity } => {
+                (2, identity.unwrap_or_default(), name.as_str())
+            }
         };
         let raw = RawBacking {
             kind,

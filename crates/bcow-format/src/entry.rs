@@ -30,6 +30,8 @@ pub enum Entry {
     Raw(Stored),
     /// Stored as one zstd frame.
     Zstd(Stored),
+    /// Stored as it is, and changed in place by the file's writer: no checksum (its `crc` is 0).
+    Open(Stored),
     /// A sub-block table (root only).
     Table(Stored),
     /// A piece of a backing (root only).
@@ -54,6 +56,19 @@ pub struct Stored {
     pub crc: u32,
 }
 
+impl Entry {
+    /// The stored range it names, if it names one.
+    pub fn stored(&self) -> Option<Stored> {
+        match *self {
+            Entry::Raw(stored)
+            | Entry::Zstd(stored)
+            | Entry::Open(stored)
+            | Entry::Table(stored) => Some(stored),
+            Entry::Absent | Entry::Zero | Entry::Window { .. } => None,
+        }
+    }
+}
+
 impl Stored {
     /// First byte behind the stored range.
     pub fn end(&self) -> u64 {
@@ -66,6 +81,8 @@ impl Stored {
 pub struct EntryContext<'a> {
     /// The file's header.
     pub header: &'a Header,
+    /// Length of the file that the entry may name: that of the header, or of the record it stands in.
+    pub file_bytes: u64,
     /// Length of the region or block in bytes.
     pub length: u64,
     /// First byte of the region or block in the address space.
@@ -191,6 +208,23 @@ pub fn decode_entry(
                 backing: check,
             })
         }
+        6 => {
+            check_block_length(context)?;
+            if !features.has_incompatible(incompatible::RECORDS) {
+                return Err(wrong("open block without the feature `records`"));
+            }
+            if features.has_incompatible(incompatible::PLAIN) {
+                return Err(wrong("open block in a plain file"));
+            }
+            if u64::from(length) != context.length || check != 0 {
+                return Err(wrong(format!(
+                    "open block of {} bytes stored as {length} bytes, check {check:#x}",
+                    context.length
+                )));
+            }
+            check_place(&stored, context)?;
+            Ok(Entry::Open(stored))
+        }
         kind => Err(wrong(format!("kind {kind} is not allowed here"))),
     }
 }
@@ -203,6 +237,7 @@ pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
         Entry::Raw(s) => (2, s.at.0, s.bytes, s.crc),
         Entry::Zstd(s) => (3, s.at.0, s.bytes, s.crc),
         Entry::Table(s) => (4, s.at.0, s.bytes, s.crc),
+        Entry::Open(s) => (6, s.at.0, s.bytes, s.crc),
         Entry::Window {
             address,
             sectors,
@@ -247,12 +282,12 @@ fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryP
             stored.at
         )));
     }
-    if stored.end() > context.header.file_bytes {
+    if stored.end() > context.file_bytes {
         return Err(wrong(format!(
             "stored at bytes {}..{}, but the file has {}",
             stored.at,
             stored.end(),
-            context.header.file_bytes
+            context.file_bytes
         )));
     }
     Ok(())

@@ -102,6 +102,17 @@ pub enum FormatError {
         /// What is wrong.
         problem: String,
     },
+    /// A record of the log is intact and breaks a rule.
+    #[error("record {sequence}: {problem}")]
+    Record {
+        /// Its sequence number.
+        sequence: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The free list has another checksum than the header says, or breaks a rule.
+    #[error("free list: {0}")]
+    FreeList(String),
     /// The metadata is not a JSON object.
     #[error("metadata: {0}")]
     MetadataJson(String),
@@ -151,6 +162,8 @@ impl FormatError {
             FormatError::TableEntry { .. } => "table-entry",
             FormatError::WindowRange { .. } => "window-range",
             FormatError::BackingEntry { .. } => "backing-entry",
+            FormatError::Record { .. } => "record",
+            FormatError::FreeList(_) => "free-list",
             FormatError::MetadataJson(_) => "metadata-json",
         }
     }

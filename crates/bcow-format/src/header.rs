@@ -22,6 +22,10 @@ pub const MAX_ROOT_ENTRIES: u64 = 1 << 22;
 pub const MAX_METADATA_BYTES: u32 = 16 << 20;
 /// Longest backing table in bytes.
 pub const MAX_BACKING_BYTES: u32 = 16 << 20;
+/// Most room for a record log in bytes.
+pub const MAX_LOG_BYTES: u64 = 64 << 20;
+/// Longest free list in bytes.
+pub const MAX_FREE_BYTES: u32 = 16 << 20;
 /// Largest size of an address space or file.
 pub const MAX_ADDRESS: u64 = 1 << 48;
 /// Most entries of a backing table.
@@ -64,7 +68,10 @@ struct RawHeader {
     merkle_root: [u8; 32],
     log_offset: U64,
     log_bytes: U64,
-    reserved_3: [u8; 320],
+    free_offset: U64,
+    free_bytes: U32,
+    free_crc: U32,
+    reserved_3: [u8; 304],
 }
 const _: () = {
     assert!(size_of::<RawHeader>() == SLOT_BYTES);
@@ -72,6 +79,7 @@ const _: () = {
     assert!(std::mem::offset_of!(RawHeader, root_offset) == 72);
     assert!(std::mem::offset_of!(RawHeader, merkle_root) == 144);
     assert!(std::mem::offset_of!(RawHeader, log_bytes) == 184);
+    assert!(std::mem::offset_of!(RawHeader, free_crc) == 204);
 };
 
 /// What a file is for.
@@ -152,6 +160,8 @@ pub struct Header {
     pub merkle: Option<MerkleTree>,
     /// Record log: offset and bytes, both 0 if there is none.
     pub log: (u64, u64),
+    /// The free list of a writable file.
+    pub free: Section,
 }
 
 /// Finds the header among the two slots in `area`, the first [`HEADER_AREA_BYTES`] of a file or what there is of them,
@@ -232,7 +242,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         format!("{region_shift}")
     })?;
     require(
-        raw.reserved_1.get() == 0 && raw.reserved_2.get() == 0 && raw.reserved_3 == [0; 320],
+        raw.reserved_1.get() == 0 && raw.reserved_2.get() == 0 && raw.reserved_3 == [0; 304],
         "reserved",
         || "not zero".into(),
     )?;
@@ -307,6 +317,20 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     let merkle = decode_merkle(raw, state, &features, file_bytes)?;
     let log = (raw.log_offset.get(), raw.log_bytes.get());
     check_log(log, state, &features, file_bytes)?;
+    let free = Section {
+        offset: raw.free_offset.get(),
+        bytes: raw.free_bytes.get(),
+        crc: raw.free_crc.get(),
+    };
+    check_section("free_offset", &free, 16, MAX_FREE_BYTES, file_bytes)?;
+    require(free.bytes.is_multiple_of(16), "free_bytes", || {
+        format!("{}", free.bytes)
+    })?;
+    require(
+        free.bytes == 0 || state == State::Writable,
+        "free_bytes",
+        || "a free list in a sealed file".into(),
+    )?;
     Ok(Header {
         generation: raw.generation.get(),
         features,
@@ -321,6 +345,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         backing_count,
         merkle,
         log,
+        free,
     })
 }
 
@@ -375,21 +400,27 @@ fn check_log(
     features: &Features,
     file_bytes: u64,
 ) -> Result<(), FormatError> {
+    require(
+        features.has_incompatible(incompatible::RECORDS) == (bytes != 0),
+        "log_bytes",
+        || format!("{bytes}, and the feature `records` says otherwise"),
+    )?;
     if bytes == 0 {
-        require(offset == 0, "log_offset", || {
+        return require(offset == 0, "log_offset", || {
             format!("{offset}, but there is no log")
-        })?;
-        return require(
-            !features.has_incompatible(incompatible::RECORDS),
-            "log_bytes",
-            || "0, but the features say there is a record log".into(),
-        );
+        });
     }
     require(state == State::Writable, "log_bytes", || {
         "a record log in a sealed file".into()
     })?;
     require(
+        bytes.is_multiple_of(SECTOR_BYTES) && bytes <= MAX_LOG_BYTES,
+        "log_bytes",
+        || format!("{bytes}"),
+    )?;
+    require(
         offset >= SECTOR_BYTES
+            && offset.is_multiple_of(SECTOR_BYTES)
             && offset
                 .checked_add(bytes)
                 .is_some_and(|end| end <= file_bytes),
@@ -522,7 +553,10 @@ impl Header {
             merkle_root,
             log_offset: U64::new(self.log.0),
             log_bytes: U64::new(self.log.1),
-            reserved_3: [0; 320],
+            free_offset: U64::new(self.free.offset),
+            free_bytes: U32::new(self.free.bytes),
+            free_crc: U32::new(self.free.crc),
+            reserved_3: [0; 304],
         }
     }
 }
@@ -556,6 +590,7 @@ mod tests {
             backing_count: 0,
             merkle: None,
             log: (0, 0),
+            free: Section::default(),
         }
     }
 

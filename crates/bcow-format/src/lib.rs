@@ -16,8 +16,10 @@ mod checksum;
 mod entry;
 mod error;
 mod features;
+mod free;
 mod header;
 mod merkle;
+mod record;
 mod table;
 
 pub use address::{BlockShift, Lba, Uba};
@@ -29,12 +31,17 @@ pub use entry::{
 pub use error::{FormatError, SectionKind};
 pub use features::compatible;
 pub use features::{Features, incompatible, read_only_compatible};
+pub use free::{FreeRange, decode_free, encode_free};
 pub use header::{
     BACKING_ENTRY_BYTES, HEADER_AREA_BYTES, Header, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_BACKINGS,
-    MAX_METADATA_BYTES, MAX_ROOT_ENTRIES, MerkleTree, SECTOR_BYTES, SLOT_BYTES, Section, State,
-    Use, choose_header,
+    MAX_FREE_BYTES, MAX_LOG_BYTES, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES, MerkleTree, SECTOR_BYTES,
+    SLOT_BYTES, Section, State, Use, choose_header,
 };
 pub use merkle::{HASH_BYTES, MerkleShape};
+pub use record::{
+    LogMapping, MAPPING_BYTES, RECORD_HEADER_BYTES, Record, RecordPrefix, encode_record,
+    record_bytes,
+};
 pub use table::{
     SubBlockTable, TABLE_HEADER_BYTES, decode_root, decode_table, encode_root, encode_table,
 };

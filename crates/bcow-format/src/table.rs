@@ -47,6 +47,7 @@ pub fn decode_root(bytes: &[u8], header: &Header) -> Result<Vec<Entry>, FormatEr
     for (region, raw) in (0..).zip(bytes.as_chunks::<ENTRY_BYTES>().0) {
         let context = EntryContext {
             header,
+            file_bytes: header.file_bytes,
             length: header.region_length(region),
             logical: region << header.region_shift,
             root: true,
@@ -110,6 +111,7 @@ pub fn decode_table(
         let start = index << block_shift.get();
         let context = EntryContext {
             header,
+            file_bytes: header.file_bytes,
             length: (region_length - start).min(block_shift.bytes().into()),
             logical: (region << header.region_shift) + start,
             root: false,

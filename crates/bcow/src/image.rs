@@ -245,6 +245,7 @@ impl Image {
             Entry::Zero => Mapping::Zero,
             Entry::Raw(stored) => Mapping::Raw { stored },
             Entry::Zstd(stored) => Mapping::Compressed { stored },
+            Entry::Open(stored) => Mapping::Open { stored },
             Entry::Window {
                 address,
                 sectors,
@@ -311,6 +312,19 @@ impl Image {
             .block(key, || read_block(&self.file, piece, &stored, encoding))
     }
 
+    /// Bytes of the file as they are, past the cache: whoever changes them in place does not tell it.
+    fn read_stored(&self, at: u64, length: u64, sink: &mut dyn FnMut(&[u8])) -> Result<(), Error> {
+        let mut buf = vec![0; length.min(1 << 18) as usize];
+        let mut done = 0;
+        while done < length {
+            let n = (length - done).min(buf.len() as u64) as usize;
+            self.file.read_at(at + done, &mut buf[..n])?;
+            sink(&buf[..n]);
+            done += n as u64;
+        }
+        Ok(())
+    }
+
     fn read_backing(
         &self,
         index: u32,
@@ -369,6 +383,7 @@ impl BlockDevice for Image {
                     let block = self.block(&piece, stored, Encoding::Zstd)?;
                     sink(&block[skip as usize..(skip + take) as usize]);
                 }
+                Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
                 Entry::Window {
                     address,
                     sectors,
@@ -402,7 +417,9 @@ impl BlockDevice for Image {
             depth,
         };
         match extent.mapping {
-            Mapping::Raw { .. } | Mapping::Compressed { .. } => Ok(status(Content::Data, 1)),
+            Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
+                Ok(status(Content::Data, 1))
+            }
             Mapping::Zero => Ok(status(Content::Zero, 1)),
             Mapping::Hole => Ok(status(Content::Hole, 0)),
             Mapping::Backing {

@@ -26,6 +26,11 @@ pub enum Mapping {
         /// Where, how long, and its checksum.
         stored: Stored,
     },
+    /// Stored as it is, and changed in place by the file's writer.
+    Open {
+        /// Where and how long; it has no checksum.
+        stored: Stored,
+    },
     /// Zeros, and said so.
     Zero,
     /// Nothing was ever there; reads as zeros.

@@ -56,6 +56,7 @@ impl Run {
         };
         Some(match extent.mapping {
             Mapping::Zero | Mapping::Hole => zeros(own),
+            Mapping::Open { .. } => own,
             Mapping::Raw { stored } => Run {
                 block: Some((Encoded::Raw(stored), skip)),
                 ..own

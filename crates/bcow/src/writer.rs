@@ -367,6 +367,7 @@ impl ImageWriter {
                 root: [0; 32],
             }),
             log: (0, 0),
+            free: Section::default(),
         };
         let shape = MerkleShape::new(out.at, MERKLE_CHUNK_SHIFT);
         header.file_bytes = out.at + shape.total_bytes();

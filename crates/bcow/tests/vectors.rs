@@ -102,6 +102,7 @@ fn map_text(image: &Image, slot: char) -> String {
             Mapping::Compressed { stored } => {
                 ("zstd", stored.at.0, stored.bytes.into(), Some(stored.crc))
             }
+            Mapping::Open { stored } => ("open", stored.at.0, stored.bytes.into(), None),
             // An absent entry with a backing and a window both lead to a backing; only the entry tells them apart.
             Mapping::Backing {
                 index: 0,

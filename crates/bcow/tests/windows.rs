@@ -301,7 +301,10 @@ fn backings_that_an_image_cannot_name_are_refused() {
     let digest = BackingName::Digest([7; 32]);
     let cases = [
         (
-            BackingName::FileName("low.bcow".into()),
+            BackingName::FileName {
+                name: "low.bcow".into(),
+                identity: None,
+            },
             4096,
             1,
             "by digest",

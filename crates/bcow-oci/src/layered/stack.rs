@@ -183,7 +183,7 @@ impl BackingResolver for Known {
                 let image = self.0.get(digest).cloned();
                 image.map(|image| image as Arc<dyn BlockDevice>)
             }
-            BackingName::FileName(_) => None,
+            BackingName::FileName { .. } => None,
         })
     }
 }

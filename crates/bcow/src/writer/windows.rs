@@ -143,7 +143,7 @@ impl Windows {
                 self.backings.len()
             )));
         }
-        let by_name = |entry: &&BackingEntry| matches!(entry.name, BackingName::FileName(_));
+        let by_name = |entry: &&BackingEntry| matches!(entry.name, BackingName::FileName { .. });
         if let Some(entry) = self.backings.iter().find(by_name) {
             return Err(Error::Unsupported(format!(
                 "backing {}: an image names its backings by digest",

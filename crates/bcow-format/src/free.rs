@@ -1,0 +1,67 @@
+//! The free list of a writable file (spec section 10).
+
+use zerocopy::byteorder::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::{FormatError, Header, SECTOR_BYTES, crc32c, crc32c_matches};
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RawRange {
+    start: U64,
+    bytes: U64,
+}
+const _: () = assert!(size_of::<RawRange>() == 16);
+
+/// A range of the file that nothing uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FreeRange {
+    /// First byte in the file, a multiple of 4096.
+    pub start: u64,
+    /// Length in bytes, a multiple of 4096.
+    pub bytes: u64,
+}
+
+/// Validates the free list's bytes, `header.free.bytes` of them.
+pub fn decode_free(bytes: &[u8], header: &Header) -> Result<Vec<FreeRange>, FormatError> {
+    let found = crc32c(bytes);
+    if !crc32c_matches(header.free.crc, found) {
+        return Err(FormatError::FreeList(format!(
+            "checksum is {found:#010x}, the header says {:#010x}",
+            header.free.crc
+        )));
+    }
+    let mut ranges = Vec::with_capacity(bytes.len() / size_of::<RawRange>());
+    // An entry must begin behind the end of the one before; none before the end of the first sector.
+    let mut last_end = SECTOR_BYTES - 1;
+    for raw in bytes.chunks_exact(size_of::<RawRange>()) {
+        let Ok(raw) = RawRange::ref_from_bytes(raw) else {
+            continue;
+        };
+        let (start, bytes) = (raw.start.get(), raw.bytes.get());
+        let end = start.checked_add(bytes).filter(|&end| {
+            start > last_end
+                && bytes > 0
+                && start.is_multiple_of(SECTOR_BYTES)
+                && bytes.is_multiple_of(SECTOR_BYTES)
+                && end <= header.file_bytes
+        });
+        last_end = end.ok_or_else(|| {
+            FormatError::FreeList(format!("entry {} is {start}+{bytes}", ranges.len()))
+        })?;
+        ranges.push(FreeRange { start, bytes });
+    }
+    Ok(ranges)
+}
+
+/// The bytes of a free list.
+pub fn encode_free(ranges: &[FreeRange]) -> Vec<u8> {
+    let raw = |range: &FreeRange| RawRange {
+        start: U64::new(range.start),
+        bytes: U64::new(range.bytes),
+    };
+    ranges
+        .iter()
+        .flat_map(|range| raw(range).as_bytes().to_vec())
+        .collect()
+}

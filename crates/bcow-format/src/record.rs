@@ -1,0 +1,210 @@
+//! Commit records of a writable file (spec section 10).
+
+use zerocopy::byteorder::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::entry::EntryProblem;
+use crate::{
+    Entry, EntryContext, FormatError, Header, Lba, SECTOR_BYTES, crc32c, crc32c_matches,
+    decode_entry, encode_entry,
+};
+
+/// Bytes of a record before its mappings.
+pub const RECORD_HEADER_BYTES: usize = 48;
+/// Bytes of one mapping.
+pub const MAPPING_BYTES: usize = 24;
+
+const MAGIC: [u8; 4] = *b"BCRC";
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone)]
+#[repr(C)]
+struct RawRecord {
+    magic: [u8; 4],
+    crc: U32,
+    generation: U64,
+    sequence: U64,
+    bytes: U32,
+    count: U32,
+    size: U64,
+    file_bytes: U64,
+}
+const _: () = assert!(size_of::<RawRecord>() == RECORD_HEADER_BYTES);
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RawMapping {
+    sector: [u8; 6],
+    shift: u8,
+    reserved: u8,
+    entry: [u8; 16],
+}
+const _: () = assert!(size_of::<RawMapping>() == MAPPING_BYTES);
+
+/// A record of the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// Its place among the records of its header's generation, from 1.
+    pub sequence: u64,
+    /// Length of the file with all it names.
+    pub file_bytes: u64,
+    /// What it maps, in order.
+    pub mappings: Vec<LogMapping>,
+}
+
+/// One mapping of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LogMapping {
+    /// First byte in the address space.
+    pub at: Lba,
+    /// log2 of the bytes it is for (less at the end of a region).
+    pub shift: u8,
+    /// What stands there: never a table or a window.
+    pub entry: Entry,
+}
+
+/// What the first bytes of a record say; not to be trusted before the whole record was decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordPrefix {
+    /// Length of the record in bytes, at least [`RECORD_HEADER_BYTES`].
+    pub bytes: u32,
+}
+
+impl RecordPrefix {
+    /// `None` if no record of this generation and sequence begins here.
+    pub fn read(bytes: &[u8], generation: u64, sequence: u64) -> Option<Self> {
+        let (raw, _) = RawRecord::ref_from_prefix(bytes).ok()?;
+        let bytes = raw.bytes.get();
+        let expected = raw.magic == MAGIC
+            && raw.generation.get() == generation
+            && raw.sequence.get() == sequence
+            && bytes as usize >= RECORD_HEADER_BYTES
+            && bytes.is_multiple_of(16);
+        expected.then_some(RecordPrefix { bytes })
+    }
+}
+
+/// Length in bytes of a record of `count` mappings.
+pub fn record_bytes(count: usize) -> usize {
+    (RECORD_HEADER_BYTES + count * MAPPING_BYTES).next_multiple_of(16)
+}
+
+impl Record {
+    /// The record in `bytes`, whose prefix was read; `None` if its checksum says that it was not written completely.
+    /// `least_file_bytes` is that of the record or header before it.
+    pub fn decode(
+        bytes: &[u8],
+        header: &Header,
+        least_file_bytes: u64,
+    ) -> Result<Option<Record>, FormatError> {
+        let Ok((raw, mappings)) = RawRecord::ref_from_prefix(bytes) else {
+            return Ok(None);
+        };
+        let mut unsigned = bytes.to_vec();
+        unsigned[4..8].fill(0);
+        if !crc32c_matches(raw.crc.get(), crc32c(&unsigned)) {
+            return Ok(None);
+        }
+        let sequence = raw.sequence.get();
+        let wrong = |problem: String| FormatError::Record { sequence, problem };
+        let (count, file_bytes) = (raw.count.get() as usize, raw.file_bytes.get());
+        if bytes.len() != record_bytes(count) {
+            return Err(wrong(format!("{count} mappings in {} bytes", bytes.len())));
+        }
+        if raw.size.get() != header.size {
+            return Err(wrong(format!(
+                "size {}, the header says {}",
+                raw.size, header.size
+            )));
+        }
+        if !(least_file_bytes..=crate::MAX_ADDRESS).contains(&file_bytes) {
+            return Err(wrong(format!(
+                "file_bytes {file_bytes}, before it was {least_file_bytes}"
+            )));
+        }
+        let (mappings, padding) = mappings.split_at(count * MAPPING_BYTES);
+        if padding.iter().any(|byte| *byte != 0) {
+            return Err(wrong("padding is not zero".into()));
+        }
+        let mappings = mappings
+            .chunks_exact(MAPPING_BYTES)
+            .enumerate()
+            .map(|(index, raw)| {
+                decode_mapping(raw, header, file_bytes)
+                    .map_err(|problem| wrong(format!("mapping {index}: {problem}")))
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Some(Record {
+            sequence,
+            file_bytes,
+            mappings,
+        }))
+    }
+}
+
+fn decode_mapping(bytes: &[u8], header: &Header, file_bytes: u64) -> Result<LogMapping, String> {
+    let raw = RawMapping::ref_from_bytes(bytes).map_err(|_| "unreadable")?;
+    if raw.reserved != 0 {
+        return Err("reserved byte is not zero".into());
+    }
+    let mut sector = [0; 8];
+    sector[..6].copy_from_slice(&raw.sector);
+    let at = u64::from_le_bytes(sector)
+        .checked_mul(SECTOR_BYTES)
+        .filter(|&at| at < header.size)
+        .ok_or("beyond the end of the address space")?;
+    let shift = raw.shift;
+    if !(12..=header.region_shift).contains(&shift) || !at.is_multiple_of(1 << shift) {
+        return Err(format!("shift {shift} at byte {at}"));
+    }
+    let region = at >> header.region_shift;
+    let left = header.region_length(region) - (at - (region << header.region_shift));
+    let context = EntryContext {
+        header,
+        file_bytes,
+        length: left.min(1 << shift),
+        logical: at,
+        root: shift == header.region_shift,
+    };
+    let entry = decode_entry(&raw.entry, &context).map_err(|problem| match problem {
+        EntryProblem::Entry(problem) | EntryProblem::Window(problem) => problem,
+    })?;
+    match entry {
+        Entry::Table(_) | Entry::Window { .. } => return Err("a table or window".into()),
+        Entry::Raw(_) | Entry::Zstd(_) | Entry::Open(_) if shift > 24 => {
+            return Err(format!("a block of 2^{shift} bytes"));
+        }
+        _ => {}
+    }
+    Ok(LogMapping {
+        at: Lba(at),
+        shift,
+        entry,
+    })
+}
+
+/// The bytes of a record that extends `header`.
+pub fn encode_record(record: &Record, header: &Header) -> Vec<u8> {
+    let length = record_bytes(record.mappings.len());
+    let raw = RawRecord {
+        magic: MAGIC,
+        crc: U32::new(0),
+        generation: U64::new(header.generation),
+        sequence: U64::new(record.sequence),
+        bytes: U32::new(length as u32),
+        count: U32::new(record.mappings.len() as u32),
+        size: U64::new(header.size),
+        file_bytes: U64::new(record.file_bytes),
+    };
+    let mut bytes = Vec::with_capacity(length);
+    bytes.extend_from_slice(raw.as_bytes());
+    for mapping in &record.mappings {
+        debug_assert!(mapping.at.0.is_multiple_of(1 << mapping.shift));
+        bytes.extend_from_slice(&(mapping.at.0 / SECTOR_BYTES).to_le_bytes()[..6]);
+        bytes.extend_from_slice(&[mapping.shift, 0]);
+        bytes.extend_from_slice(&encode_entry(&mapping.entry));
+    }
+    bytes.resize(length, 0);
+    let crc = crc32c(&bytes);
+    bytes[4..8].copy_from_slice(&crc.to_le_bytes());
+    bytes
+}
