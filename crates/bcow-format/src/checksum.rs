@@ -1,10 +1,32 @@
 //! CRC32C (spec, preamble).
 
-use crc_fast::{CrcAlgorithm, checksum};
+use crc_fast::{CrcAlgorithm, Digest, checksum};
 
 /// CRC32C of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// CRC32C of bytes that come in pieces.
+#[derive(Debug, Clone)]
+pub struct Crc32c(Digest);
+
+impl Crc32c {
+    /// Of no bytes yet.
+    #[expect(clippy::new_without_default, reason = "`default` would say less")]
+    pub fn new() -> Self {
+        Crc32c(Digest::new(CrcAlgorithm::Crc32Iscsi))
+    }
+
+    /// Goes on with these bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The CRC32C of all bytes so far.
+    pub fn finish(&self) -> u32 {
+        self.0.finalize() as u32
+    }
 }
 
 /// Whether `found` is the `expected` checksum. Always true in fuzzing builds, where a checksum would only keep
@@ -18,5 +40,9 @@ mod tests {
     #[test]
     fn check_value_is_the_specs() {
         assert_eq!(super::crc32c(b"123456789"), 0xE306_9283);
+        let mut pieces = super::Crc32c::new();
+        pieces.update(b"1234");
+        pieces.update(b"56789");
+        assert_eq!(pieces.finish(), 0xE306_9283);
     }
 }

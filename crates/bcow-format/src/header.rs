@@ -314,6 +314,12 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         "incompatible",
         || "plain, but with a backing below".into(),
     )?;
+    require(
+        !features.has_incompatible(incompatible::PLAIN)
+            || !features.has_incompatible(incompatible::RECORDS),
+        "incompatible",
+        || "plain, but with a record log".into(),
+    )?;
     let merkle = decode_merkle(raw, state, &features, file_bytes)?;
     let log = (raw.log_offset.get(), raw.log_bytes.get());
     check_log(log, state, &features, file_bytes)?;

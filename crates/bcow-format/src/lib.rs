@@ -24,7 +24,7 @@ mod table;
 
 pub use address::{BlockShift, Lba, Uba};
 pub use backing::{BackingEntry, BackingName, decode_backings, encode_backings};
-pub use checksum::{crc32c, crc32c_matches};
+pub use checksum::{Crc32c, crc32c, crc32c_matches};
 pub use entry::{
     ENTRY_BYTES, Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry,
 };

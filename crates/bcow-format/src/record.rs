@@ -5,7 +5,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::entry::EntryProblem;
 use crate::{
-    Entry, EntryContext, FormatError, Header, Lba, SECTOR_BYTES, crc32c, crc32c_matches,
+    Crc32c, Entry, EntryContext, FormatError, Header, Lba, SECTOR_BYTES, crc32c, crc32c_matches,
     decode_entry, encode_entry,
 };
 
@@ -99,9 +99,11 @@ impl Record {
         let Ok((raw, mappings)) = RawRecord::ref_from_prefix(bytes) else {
             return Ok(None);
         };
-        let mut unsigned = bytes.to_vec();
-        unsigned[4..8].fill(0);
-        if !crc32c_matches(raw.crc.get(), crc32c(&unsigned)) {
+        let mut crc = Crc32c::new();
+        crc.update(&bytes[..4]);
+        crc.update(&[0; 4]);
+        crc.update(&bytes[8..]);
+        if !crc32c_matches(raw.crc.get(), crc.finish()) {
             return Ok(None);
         }
         let sequence = raw.sequence.get();
@@ -133,11 +135,28 @@ impl Record {
                     .map_err(|problem| wrong(format!("mapping {index}: {problem}")))
             })
             .collect::<Result<Vec<_>, _>>()?;
+        check_apart(&mappings).map_err(wrong)?;
         Ok(Some(Record {
             sequence,
             file_bytes,
             mappings,
         }))
+    }
+}
+
+/// The stored ranges of a record do not overlap each other. So checking its blocks reads no more than the file has.
+fn check_apart(mappings: &[LogMapping]) -> Result<(), String> {
+    let mut stored: Vec<_> = mappings
+        .iter()
+        .filter_map(|mapping| mapping.entry.stored())
+        .collect();
+    stored.sort_unstable_by_key(|stored| stored.at);
+    match stored.windows(2).find(|pair| pair[1].at.0 < pair[0].end()) {
+        Some(pair) => Err(format!(
+            "two of its stored ranges overlap at byte {} of the file",
+            pair[1].at
+        )),
+        None => Ok(()),
     }
 }
 

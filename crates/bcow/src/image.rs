@@ -12,11 +12,14 @@ use bcow_format::{
     BackingEntry, Entry, FormatError, HEADER_AREA_BYTES, Header, SECTOR_BYTES, Section, Stored,
     SubBlockTable, choose_header, decode_backings, decode_root, decode_table, incompatible,
 };
+use sha2::{Digest, Sha256};
 
 use crate::cache::{BlockKey, FileId, TableKey};
 use crate::codec::{Encoding, decode_block};
 use crate::device::checked_range;
+use crate::log;
 use crate::merkle::Verifier;
+use crate::overlay::Overlay;
 use crate::storage::Storage;
 use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, Status};
 
@@ -70,6 +73,9 @@ pub struct Image {
     file: CheckedFile,
     header: Header,
     root: Vec<Entry>,
+    /// What the record log says over the tables.
+    logged: Overlay,
+    last_sequence: u64,
     backings: Vec<(BackingEntry, Option<Arc<dyn BlockDevice>>)>,
     id: FileId,
     cache: BlockCache,
@@ -121,9 +127,6 @@ pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
         .map_err(|source| Error::io("read", 0, source))?;
     let header = choose_header(&area[..there])?;
     header.check_file_length(length)?;
-    if header.features.has_incompatible(incompatible::RECORDS) {
-        return Err(FormatError::UnsupportedFeature("records").into());
-    }
     Ok(header)
 }
 
@@ -178,14 +181,35 @@ impl Image {
             }
             backings.push((entry, device));
         }
-        Ok(Arc::new(Image {
+        let mut image = Image {
             id,
             cache: options.cache.clone(),
             file,
             header,
             root,
+            logged: Overlay::default(),
+            last_sequence: 0,
             backings,
-        }))
+        };
+        image.replay()?;
+        Ok(Arc::new(image))
+    }
+
+    fn replay(&mut self) -> Result<(), Error> {
+        let replayed = log::replay(&*self.file.storage, &self.header)?;
+        self.logged = Overlay::new(
+            &replayed.records,
+            &self.header,
+            &self.root,
+            |region, stored| Ok(self.table(region, stored)?.block_shift),
+        )?;
+        self.last_sequence = replayed.last_sequence();
+        Ok(())
+    }
+
+    /// What the file is recognised by, as a backing by name (spec section 8). It changes with the content.
+    pub fn identity_hash(&self) -> [u8; 32] {
+        identity(&self.header, self.last_sequence)
     }
 
     /// The file's header.
@@ -268,6 +292,16 @@ impl Image {
         let region = offset >> self.header.region_shift;
         let region_start = region << self.header.region_shift;
         let region_length = self.header.region_length(region);
+        if let Some(logged) = self.logged.region(region) {
+            let piece = logged.piece(offset - region_start, region_length);
+            if let Some(entry) = piece.entry {
+                return Ok(Piece {
+                    start: region_start + piece.start,
+                    length: piece.length,
+                    entry,
+                });
+            }
+        }
         match self.root[region as usize] {
             Entry::Table(stored) => {
                 let table = self.table(region, &stored)?;
@@ -433,6 +467,18 @@ impl BlockDevice for Image {
     fn identity(&self) -> Option<crate::storage::FileIdentity> {
         self.file.storage.identity()
     }
+}
+
+/// What the file with this header is recognised by, as a backing by name (spec section 8). `last_sequence` is that of the last
+/// record that counts in its log, 0 if there is none.
+pub fn identity(header: &Header, last_sequence: u64) -> [u8; 32] {
+    if let Some(tree) = &header.merkle {
+        return tree.root;
+    }
+    let mut hasher = Sha256::new();
+    hasher.update(header.encode());
+    hasher.update(last_sequence.to_le_bytes());
+    hasher.finalize().into()
 }
 
 impl Image {

@@ -1,0 +1,317 @@
+//! The record log of a writable file, read from its start (spec section 10).
+
+use bcow_format::{
+    Crc32c, Entry, FormatError, Header, RECORD_HEADER_BYTES, Record, RecordPrefix, Stored,
+    crc32c_matches,
+};
+
+use crate::Error;
+use crate::storage::Storage;
+
+/// How much of the log is read at a time; a longer record is read whole.
+const READ_BYTES: u64 = 1 << 18;
+
+/// What the log of a file says. Needs no more memory than some multiple of the log's own bytes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Replayed {
+    /// The records that count, in order.
+    pub(crate) records: Vec<Record>,
+    /// The sequence that the next record has.
+    pub(crate) next_sequence: u64,
+    /// Where the next record goes: byte offset in the log.
+    pub(crate) tail: u64,
+    /// Length of the file with all that header and records name.
+    pub(crate) file_bytes: u64,
+    /// Whether a record that was written completely does not count, as its blocks are not there.
+    pub(crate) dropped: bool,
+}
+
+impl Replayed {
+    /// The sequence of the last record that counts; 0 if there is none.
+    pub(crate) fn last_sequence(&self) -> u64 {
+        self.next_sequence - 1
+    }
+}
+
+/// Reads the log that `header` names. Everything of the records is checked but how their mappings fit the tables.
+pub(crate) fn replay(storage: &dyn Storage, header: &Header) -> Result<Replayed, Error> {
+    let length = storage
+        .len()
+        .map_err(|source| Error::io("read the length, not a", 0, source))?;
+    let mut replayed = Replayed {
+        next_sequence: 1,
+        file_bytes: header.file_bytes,
+        ..Replayed::default()
+    };
+    let mut log = Log {
+        storage,
+        start: header.log.0,
+        bytes: header.log.1,
+        buffer: Vec::new(),
+        at: 0,
+    };
+    let mut last_start = 0;
+    while let Some(record) = next_record(&mut log, header, &replayed)? {
+        last_start = replayed.tail;
+        replayed.tail += bcow_format::record_bytes(record.mappings.len()) as u64;
+        replayed.next_sequence += 1;
+        replayed.file_bytes = record.file_bytes;
+        replayed.records.push(record);
+    }
+    if let Some(last) = replayed.records.last()
+        && !is_complete(storage, last, length)?
+    {
+        replayed.records.pop();
+        replayed.next_sequence -= 1;
+        replayed.tail = last_start;
+        replayed.dropped = true;
+        replayed.file_bytes = replayed
+            .records
+            .last()
+            .map_or(header.file_bytes, |record| record.file_bytes);
+    }
+    check_length(&replayed.records, length)?;
+    Ok(replayed)
+}
+
+/// The log's bytes, through a buffer.
+struct Log<'a> {
+    storage: &'a dyn Storage,
+    start: u64,
+    bytes: u64,
+    buffer: Vec<u8>,
+    /// Place in the log of the buffer's first byte.
+    at: u64,
+}
+
+impl Log<'_> {
+    /// `bytes` of the log from `at` on, which lie inside it.
+    fn get(&mut self, at: u64, bytes: u64) -> Result<&[u8], Error> {
+        let held = self.at..self.at + self.buffer.len() as u64;
+        if at < held.start || at + bytes > held.end {
+            let take = bytes.max(READ_BYTES).min(self.bytes - at);
+            self.buffer.resize(take as usize, 0);
+            self.at = at;
+            let place = self.start + at;
+            self.storage
+                .read_at(place, &mut self.buffer)
+                .map_err(|source| Error::io("read the record log", place, source))?;
+        }
+        let skip = (at - self.at) as usize;
+        Ok(&self.buffer[skip..skip + bytes as usize])
+    }
+}
+
+/// The record behind those that were found; `None` if the log ends there.
+fn next_record(
+    log: &mut Log<'_>,
+    header: &Header,
+    before: &Replayed,
+) -> Result<Option<Record>, Error> {
+    let (at, left) = (before.tail, log.bytes - before.tail);
+    if left < RECORD_HEADER_BYTES as u64 {
+        return Ok(None);
+    }
+    let prefix = log.get(at, RECORD_HEADER_BYTES as u64)?;
+    let Some(prefix) = RecordPrefix::read(prefix, header.generation, before.next_sequence) else {
+        return Ok(None);
+    };
+    if u64::from(prefix.bytes) > left {
+        return Ok(None);
+    }
+    let bytes = log.get(at, prefix.bytes.into())?;
+    Ok(Record::decode(bytes, header, before.file_bytes)?)
+}
+
+/// Whether the blocks of the log's last record are there. The record is durable together with them, not after them.
+fn is_complete(storage: &dyn Storage, record: &Record, length: u64) -> Result<bool, Error> {
+    let mut buffer = vec![0; READ_BYTES as usize];
+    for mapping in &record.mappings {
+        let (Entry::Raw(stored) | Entry::Zstd(stored)) = mapping.entry else {
+            continue;
+        };
+        if stored.end() > length || !matches_checksum(storage, &stored, &mut buffer)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn matches_checksum(
+    storage: &dyn Storage,
+    stored: &Stored,
+    buffer: &mut [u8],
+) -> Result<bool, Error> {
+    let mut at = stored.at.0;
+    let mut crc = Crc32c::new();
+    while at < stored.end() {
+        let n = (stored.end() - at).min(buffer.len() as u64) as usize;
+        storage
+            .read_at(at, &mut buffer[..n])
+            .map_err(|source| Error::io("read", at, source))?;
+        crc.update(&buffer[..n]);
+        at += n as u64;
+    }
+    Ok(crc32c_matches(stored.crc, crc.finish()))
+}
+
+/// A file that ends before what a record that counts names was cut short.
+fn check_length(records: &[Record], found: u64) -> Result<(), FormatError> {
+    let ends = records
+        .iter()
+        .flat_map(|record| &record.mappings)
+        .filter_map(|mapping| Some(mapping.entry.stored()?.end()));
+    match ends.max() {
+        Some(expected) if expected > found => Err(FormatError::Truncated { expected, found }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow_format::{
+        Features, Lba, LogMapping, Section, State, Uba, Use, crc32c, encode_record, incompatible,
+    };
+
+    use super::*;
+    use crate::MemoryStorage;
+
+    const LOG: u64 = 4096;
+    const BLOCKS: u64 = 8192;
+
+    fn header() -> Header {
+        Header {
+            generation: 7,
+            features: Features {
+                incompatible: incompatible::RECORDS,
+                ..Features::default()
+            },
+            purpose: Use::Disk,
+            state: State::Writable,
+            region_shift: 22,
+            size: 8 << 20,
+            file_bytes: BLOCKS,
+            root: Section::default(),
+            metadata: Section::default(),
+            backings: Section::default(),
+            backing_count: 0,
+            merkle: None,
+            log: (LOG, 4096),
+            free: Section::default(),
+        }
+    }
+
+    fn content(block: u64) -> Vec<u8> {
+        vec![block as u8 + 1; 4096]
+    }
+
+    /// A record that maps one block, the n-th of the file to the n-th of the address space.
+    fn record(sequence: u64) -> Record {
+        let block = sequence - 1;
+        let stored = Stored {
+            at: Uba(BLOCKS + block * 4096),
+            bytes: 4096,
+            crc: crc32c(&content(block)),
+        };
+        Record {
+            sequence,
+            file_bytes: stored.end(),
+            mappings: vec![LogMapping {
+                at: Lba(block * 4096),
+                shift: 12,
+                entry: Entry::Raw(stored),
+            }],
+        }
+    }
+
+    /// A file with `count` records and their blocks.
+    fn file(count: u64) -> MemoryStorage {
+        let storage = MemoryStorage::default();
+        storage.set_len(BLOCKS).unwrap();
+        let mut at = LOG;
+        for sequence in 1..=count {
+            let bytes = encode_record(&record(sequence), &header());
+            storage.write_at(at, &bytes).unwrap();
+            storage
+                .write_at(BLOCKS + (sequence - 1) * 4096, &content(sequence - 1))
+                .unwrap();
+            at += bytes.len() as u64;
+        }
+        storage
+    }
+
+    const RECORD: u64 = 80;
+
+    fn last(storage: &MemoryStorage) -> (u64, u64, u64) {
+        let replayed = replay(storage, &header()).unwrap();
+        let expected: Vec<_> = (1..replayed.next_sequence).map(record).collect();
+        assert_eq!(replayed.records, expected);
+        (replayed.last_sequence(), replayed.tail, replayed.file_bytes)
+    }
+
+    #[test]
+    fn records_are_found_up_to_the_first_that_is_not_whole() {
+        assert_eq!(last(&file(0)), (0, 0, BLOCKS));
+        assert_eq!(last(&file(3)), (3, 3 * RECORD, BLOCKS + 3 * 4096));
+        for byte in [0, 4, 8, 16, 24, 50, 79] {
+            let storage = file(3);
+            storage.write_at(LOG + RECORD + byte, &[0xAA]).unwrap();
+            assert_eq!(last(&storage), (1, RECORD, BLOCKS + 4096), "{byte}");
+        }
+    }
+
+    #[test]
+    fn a_log_that_is_full_ends_there() {
+        let fit = 4096 / RECORD;
+        assert_eq!(last(&file(fit)).0, fit);
+    }
+
+    #[test]
+    fn the_last_record_counts_only_with_its_blocks() {
+        let storage = file(3);
+        storage.write_at(BLOCKS + 2 * 4096 + 9, &[0xAA]).unwrap();
+        assert_eq!(last(&storage), (2, 2 * RECORD, BLOCKS + 2 * 4096));
+        assert!(replay(&storage, &header()).unwrap().dropped);
+        let storage = file(3);
+        storage.set_len(BLOCKS + 3 * 4096 - 1).unwrap();
+        assert_eq!(last(&storage).0, 2);
+        // What the second names, nobody looks at here.
+        storage.write_at(BLOCKS, &[0xAA]).unwrap();
+        assert_eq!(last(&storage).0, 2);
+    }
+
+    #[test]
+    fn a_file_shorter_than_its_records_was_cut() {
+        let storage = file(3);
+        let mut empty = record(4);
+        empty.file_bytes = record(3).file_bytes;
+        empty.mappings.clear();
+        let bytes = encode_record(&empty, &header());
+        storage.write_at(LOG + 3 * RECORD, &bytes).unwrap();
+        storage.set_len(BLOCKS + 2 * 4096).unwrap();
+        let error = replay(&storage, &header()).unwrap_err();
+        assert_eq!(error.code(), Some("truncated"));
+    }
+
+    #[test]
+    fn an_intact_record_that_breaks_a_rule_is_an_error() {
+        let code = |record: &Record| {
+            let storage = file(0);
+            let bytes = encode_record(record, &header());
+            storage.write_at(LOG, &bytes).unwrap();
+            replay(&storage, &header()).unwrap_err().code()
+        };
+        let mut smaller = record(1);
+        smaller.file_bytes = BLOCKS - 1;
+        assert_eq!(code(&smaller), Some("record"));
+        let mut outside = record(1);
+        outside.mappings[0].at = Lba(8 << 20);
+        assert_eq!(code(&outside), Some("record"));
+        let mut twice = record(1);
+        twice.mappings.push(LogMapping {
+            at: Lba(4096),
+            ..twice.mappings[0]
+        });
+        assert_eq!(code(&twice), Some("record"));
+    }
+}

@@ -1,0 +1,306 @@
+//! What the record log maps, over what the tables map (spec section 10, "A mapping").
+//!
+//! Kept piece by piece: a mapping of 24 bytes may give a region a table of millions of entries, and costs one piece here.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map;
+
+use bcow_format::{BlockShift, Entry, FormatError, Header, LogMapping, Record, Stored};
+
+use crate::Error;
+
+/// The regions that the records of a log change.
+#[derive(Debug, Default)]
+pub(crate) struct Overlay(BTreeMap<u64, LoggedRegion>);
+
+/// One region as the records leave it.
+#[derive(Debug, Clone)]
+pub(crate) struct LoggedRegion {
+    /// What stands where there is no piece; with `blocks`, the table or the entry that it was made from.
+    pub(crate) base: Entry,
+    /// Set if the region has a table, of its own or made by a record.
+    blocks: Option<Blocks>,
+}
+
+#[derive(Debug, Clone)]
+struct Blocks {
+    shift: BlockShift,
+    /// By first byte in the region: disjoint, whole blocks. What is stored has one block, zero and absent any number.
+    pieces: BTreeMap<u64, (u64, Entry)>,
+}
+
+/// One block of a logged region, or the region itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LoggedPiece {
+    /// First byte in the region.
+    pub(crate) start: u64,
+    /// Length in bytes.
+    pub(crate) length: u64,
+    /// What stands there; `None` if it is for the region's stored table to say.
+    pub(crate) entry: Option<Entry>,
+}
+
+impl Overlay {
+    /// Applies `records` over `root`. `table_shift` gives the block size of a stored table, by region.
+    pub(crate) fn new(
+        records: &[Record],
+        header: &Header,
+        root: &[Entry],
+        mut table_shift: impl FnMut(u64, &Stored) -> Result<BlockShift, Error>,
+    ) -> Result<Overlay, Error> {
+        let mut regions = BTreeMap::new();
+        for record in records {
+            for (index, mapping) in record.mappings.iter().enumerate() {
+                let region = mapping.at.0 >> header.region_shift;
+                let logged = match regions.entry(region) {
+                    btree_map::Entry::Occupied(held) => held.into_mut(),
+                    btree_map::Entry::Vacant(free) => {
+                        let base = root[region as usize];
+                        let shift = match &base {
+                            Entry::Table(stored) => Some(table_shift(region, stored)?),
+                            _ => None,
+                        };
+                        free.insert(LoggedRegion::new(base, shift))
+                    }
+                };
+                logged
+                    .apply(mapping, header)
+                    .map_err(|problem| FormatError::Record {
+                        sequence: record.sequence,
+                        problem: format!("mapping {index}: {problem}"),
+                    })?;
+            }
+        }
+        Ok(Overlay(regions))
+    }
+
+    /// A region that the log changes.
+    pub(crate) fn region(&self, region: u64) -> Option<&LoggedRegion> {
+        self.0.get(&region)
+    }
+}
+
+impl LoggedRegion {
+    /// A region as the tables have it: its root entry, and the block size if that is a table.
+    pub(crate) fn new(base: Entry, table_shift: Option<BlockShift>) -> Self {
+        LoggedRegion {
+            base,
+            blocks: table_shift.map(|shift| Blocks {
+                shift,
+                pieces: BTreeMap::new(),
+            }),
+        }
+    }
+
+    /// Applies one mapping of this region; a problem leaves it as it was.
+    pub(crate) fn apply(&mut self, mapping: &LogMapping, header: &Header) -> Result<(), String> {
+        let LogMapping { at, shift, entry } = *mapping;
+        if shift == header.region_shift {
+            *self = LoggedRegion::new(entry, None);
+            return Ok(());
+        }
+        if self.blocks.is_none() {
+            if !matches!(self.base, Entry::Absent | Entry::Zero) {
+                return Err(format!(
+                    "blocks of 2^{shift} bytes in a region of one block"
+                ));
+            }
+            let made =
+                BlockShift::new(shift).ok_or_else(|| format!("blocks of 2^{shift} bytes"))?;
+            self.blocks = Some(Blocks {
+                shift: made,
+                pieces: BTreeMap::new(),
+            });
+        }
+        let Some(blocks) = &mut self.blocks else {
+            return Ok(());
+        };
+        let of_many = matches!(entry, Entry::Absent | Entry::Zero);
+        if shift != blocks.shift.get() && !(of_many && shift > blocks.shift.get()) {
+            return Err(format!(
+                "2^{shift} bytes in a region of blocks of 2^{} bytes",
+                blocks.shift.get()
+            ));
+        }
+        let region = at.0 >> header.region_shift;
+        let start = at.0 - (region << header.region_shift);
+        let end = (start + (1 << shift)).min(header.region_length(region));
+        blocks.replace(start, end, entry);
+        Ok(())
+    }
+
+    /// The block that covers byte `offset` of the region, `length` bytes long.
+    pub(crate) fn piece(&self, offset: u64, length: u64) -> LoggedPiece {
+        let Some(blocks) = &self.blocks else {
+            return LoggedPiece {
+                start: 0,
+                length,
+                entry: Some(self.base),
+            };
+        };
+        let block = u64::from(blocks.shift.bytes());
+        let start = offset / block * block;
+        let logged = blocks.pieces.range(..=offset).next_back();
+        let entry = match (logged, self.base) {
+            (Some((_, &(end, entry))), _) if offset < end => Some(entry),
+            (_, Entry::Table(_)) => None,
+            (_, base) => Some(base),
+        };
+        LoggedPiece {
+            start,
+            length: block.min(length - start),
+            entry,
+        }
+    }
+}
+
+impl Blocks {
+    fn replace(&mut self, start: u64, end: u64, entry: Entry) {
+        // What lies across an edge keeps its part outside.
+        if let Some((&first, &(last, before))) = self.pieces.range(..start).next_back()
+            && last > start
+        {
+            self.pieces.insert(first, (start, before));
+            if last > end {
+                self.pieces.insert(end, (last, before));
+            }
+        }
+        while let Some((&first, &(last, covered))) = self.pieces.range(start..end).next() {
+            self.pieces.remove(&first);
+            if last > end {
+                self.pieces.insert(end, (last, covered));
+            }
+        }
+        self.pieces.insert(start, (end, entry));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow_format::{Features, Lba, Section, State, Uba, Use, incompatible};
+
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            generation: 1,
+            features: Features {
+                incompatible: incompatible::RECORDS,
+                ..Features::default()
+            },
+            purpose: Use::Disk,
+            state: State::Writable,
+            region_shift: 16,
+            size: (1 << 17) + (1 << 13),
+            file_bytes: 1 << 20,
+            root: Section::default(),
+            metadata: Section::default(),
+            backings: Section::default(),
+            backing_count: 0,
+            merkle: None,
+            log: (4096, 4096),
+            free: Section::default(),
+        }
+    }
+
+    fn stored(at: u64) -> Entry {
+        Entry::Raw(Stored {
+            at: Uba(at),
+            bytes: 4096,
+            crc: 0,
+        })
+    }
+
+    fn mapping(at: u64, shift: u8, entry: Entry) -> LogMapping {
+        LogMapping {
+            at: Lba(at),
+            shift,
+            entry,
+        }
+    }
+
+    /// The entry of each of the region's blocks of 4 KiB.
+    fn entries(region: &LoggedRegion) -> Vec<Option<Entry>> {
+        (0..16)
+            .map(|block| region.piece(block << 12, 1 << 16).entry)
+            .collect()
+    }
+
+    #[test]
+    fn later_mappings_replace_parts_of_earlier_ones() {
+        let mut region = LoggedRegion::new(Entry::Absent, None);
+        let mut expected = vec![Some(Entry::Absent); 16];
+        let steps = [
+            (3, 12, stored(8192)),
+            (0, 15, Entry::Zero),
+            (4, 14, Entry::Absent),
+            (5, 12, stored(12288)),
+            (8, 15, Entry::Zero),
+            (6, 13, Entry::Zero),
+            (4, 13, Entry::Zero),
+            (15, 12, stored(16384)),
+            (12, 14, Entry::Absent),
+        ];
+        for (block, shift, entry) in steps {
+            region
+                .apply(&mapping(block << 12, shift, entry), &header())
+                .unwrap();
+            let blocks = 1 << (shift - 12);
+            expected[block as usize..block as usize + blocks].fill(Some(entry));
+            assert_eq!(entries(&region), expected);
+        }
+        region
+            .apply(&mapping(0, 16, Entry::Zero), &header())
+            .unwrap();
+        assert_eq!(entries(&region), vec![Some(Entry::Zero); 16]);
+        assert_eq!(region.piece(4096, 1 << 16).length, 1 << 16);
+    }
+
+    #[test]
+    fn a_mapping_must_fit_the_block_size() {
+        let table = Entry::Table(Stored {
+            at: Uba(4096),
+            bytes: 16 + 8 * 16,
+            crc: 0,
+        });
+        let mut region = LoggedRegion::new(table, BlockShift::new(13));
+        let header = header();
+        assert!(
+            region
+                .apply(&mapping(0, 12, stored(8192)), &header)
+                .is_err()
+        );
+        assert!(region.apply(&mapping(0, 12, Entry::Zero), &header).is_err());
+        assert!(
+            region
+                .apply(&mapping(0, 14, stored(8192)), &header)
+                .is_err()
+        );
+        region
+            .apply(&mapping(1 << 14, 14, Entry::Zero), &header)
+            .unwrap();
+        assert_eq!(region.piece(0, 1 << 16).entry, None);
+        let block = LoggedPiece {
+            start: 3 << 13,
+            length: 1 << 13,
+            entry: Some(Entry::Zero),
+        };
+        assert_eq!(region.piece((3 << 13) + 5, 1 << 16), block);
+        let mut region = LoggedRegion::new(stored(8192), None);
+        assert!(region.apply(&mapping(0, 12, Entry::Zero), &header).is_err());
+    }
+
+    #[test]
+    fn the_last_region_ends_with_the_address_space() {
+        let mut region = LoggedRegion::new(Entry::Absent, None);
+        region
+            .apply(&mapping(1 << 17, 14, Entry::Zero), &header())
+            .unwrap();
+        let whole = LoggedPiece {
+            start: 0,
+            length: 1 << 13,
+            entry: Some(Entry::Zero),
+        };
+        assert_eq!(region.piece(4096, 1 << 13), whole);
+    }
+}
