@@ -91,6 +91,7 @@ enum Command {
     Diff(commands::diff::Args),
     Mount(commands::mount::Args),
     Umount(commands::umount::Args),
+    Serve(commands::serve::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
@@ -104,8 +105,6 @@ enum Command {
     Compact(commands::later::Args),
     #[command(hide = true)]
     Seal(commands::later::Args),
-    #[command(hide = true)]
-    Serve(commands::later::Args),
     #[command(hide = true)]
     Commit(commands::later::Args),
     #[command(hide = true)]
@@ -150,6 +149,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Export(args) => commands::export::run(args, ui),
         Command::Mount(args) => commands::mount::run(args, ui),
         Command::Umount(args) => commands::umount::run(args, ui),
+        Command::Serve(args) => commands::serve::run(args, ui),
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),
@@ -158,7 +158,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Rebase(args) => commands::later::run("rebase", args),
         Command::Compact(args) => commands::later::run("compact", args),
         Command::Seal(args) => commands::later::run("seal", args),
-        Command::Serve(args) => commands::later::run("serve", args),
         Command::Commit(args) => commands::later::run("commit", args),
         Command::Stats(args) => commands::later::run("stats", args),
     }

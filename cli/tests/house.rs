@@ -4,16 +4,24 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 7] = [
+const MAY_USE: [(&str, &[&str]); 8] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
     ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
     ("bcow-fuse", &["bcow-erofs", "bcow", "bcow-format"]),
+    ("bcow-nbd", &["bcow"]),
     ("bcow-testkit", &["bcow"]),
     (
         "bcow-cli",
-        &["bcow-oci", "bcow-fuse", "bcow-erofs", "bcow", "bcow-format"],
+        &[
+            "bcow-oci",
+            "bcow-fuse",
+            "bcow-nbd",
+            "bcow-erofs",
+            "bcow",
+            "bcow-format",
+        ],
     ),
 ];
 

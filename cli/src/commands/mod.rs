@@ -13,5 +13,6 @@ pub mod ls;
 pub mod man;
 pub mod map;
 pub mod mount;
+pub mod serve;
 pub mod umount;
 pub mod version;

@@ -1,0 +1,434 @@
+//! The transmission phase of one connection.
+//!
+//! Whoever has the [`Turn`] receives a request. If its kind was quick lately, the same thread carries it out on the
+//! spot, keeping the turn: no other thread is woken, content goes from the receive buffer to the device and from the
+//! device to the send buffer, and replies to requests that came together leave together. If its kind was slow (a disk that
+//! has to be waited for), the turn goes to another worker first, so that the requests behind it are not held up.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::context::Contexts;
+use crate::errno::Failure;
+use crate::error::SessionEnd;
+use crate::execute;
+use crate::export::Export;
+use crate::limits::Rate;
+use crate::proto::{Command, Errno, Framing, MAX_PAYLOAD_BYTES, Request, command_flag};
+use crate::receive::Receiver;
+use crate::reply::Replies;
+use crate::server::Shared;
+use crate::socket::{Patience, Socket};
+use crate::turn::{Next, Turn};
+
+/// A payload up to this size is lent from the receive buffer.
+const LENT_BYTES: usize = 128 << 10;
+/// What a worker may keep without asking for memory.
+const SMALL_BYTES: usize = 64 << 10;
+/// Large requests are carried out in pieces of this size, if there is memory for it.
+const LARGE_BYTES: usize = 1 << 20;
+/// Replies that wait for each other are sent when there are so many,
+const BATCH: usize = 8;
+/// or so many bytes of them.
+const BATCH_BYTES: usize = 64 << 10;
+/// Requests slower than this are worth another thread. Waking one costs 5 to 10 us.
+const SLOW_NS: u64 = 40_000;
+/// How long a large simple read waits for memory.
+const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What client and server agreed on.
+#[derive(Clone)]
+pub(crate) struct Agreed {
+    pub(crate) export: Arc<Export>,
+    pub(crate) framing: Framing,
+    pub(crate) contexts: Contexts,
+}
+
+/// A connection in the transmission phase.
+pub(crate) struct Connection {
+    pub(crate) agreed: Agreed,
+    pub(crate) shared: Arc<Shared>,
+    socket: Arc<Socket>,
+    turn: Turn,
+    costs: Costs,
+    rate: Option<Rate>,
+}
+
+impl Connection {
+    /// Serves until the client leaves, the connection fails or the server stops. All replies are sent then.
+    pub(crate) fn serve(
+        shared: Arc<Shared>,
+        socket: Arc<Socket>,
+        receiver: Receiver,
+        agreed: Agreed,
+    ) -> Result<(), SessionEnd> {
+        let options = &shared.options;
+        let connection = Arc::new(Connection {
+            agreed,
+            socket,
+            turn: Turn::new(options.in_flight),
+            costs: Costs::default(),
+            rate: options.rate.map(Rate::new),
+            shared: shared.clone(),
+        });
+        let ended = Worker::new(&connection).work(Box::new(receiver));
+        connection.turn.wait_for_all();
+        ended
+    }
+
+    pub(crate) fn send(&self, replies: &mut Replies) -> Result<(), SessionEnd> {
+        if !replies.bytes().is_empty() {
+            let sent = self.socket.send(
+                &mut [IoSlice::new(replies.bytes())],
+                Patience(self.shared.options.request_timeout),
+            );
+            replies.clear();
+            if let Err(error) = sent {
+                // Half a reply may be out; nothing can be said behind it.
+                self.socket.cut();
+                return Err(error.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn add_worker(self: &Arc<Self>) {
+        let connection = self.clone();
+        let started = std::thread::Builder::new()
+            .name("nbd-worker".into())
+            .stack_size(crate::server::STACK_BYTES)
+            .spawn(move || {
+                if let Some(receiver) = connection.turn.take() {
+                    // Who began the session tells how it ended.
+                    let _ = Worker::new(&connection).work(receiver);
+                }
+            });
+        if started.is_err() {
+            // Then there are fewer: this one comes back for the turn.
+            self.turn.not_added();
+        }
+    }
+}
+
+/// One thread of a connection.
+struct Worker<'a> {
+    connection: &'a Arc<Connection>,
+    replies: Replies,
+    payload: Vec<u8>,
+    /// Bytes of the server's memory that this worker holds.
+    held: u64,
+}
+
+/// What became of the turn.
+enum Turned {
+    Kept(Box<Receiver>),
+    Given,
+}
+
+impl<'a> Worker<'a> {
+    fn new(connection: &'a Arc<Connection>) -> Self {
+        Worker {
+            connection,
+            replies: Replies::new(connection.agreed.framing),
+            payload: Vec::new(),
+            held: 0,
+        }
+    }
+
+    /// Begins with the turn.
+    fn work(mut self, mut receiver: Box<Receiver>) -> Result<(), SessionEnd> {
+        loop {
+            match self.step(receiver) {
+                Ok(Some(Turned::Kept(kept))) => receiver = kept,
+                Ok(Some(Turned::Given)) => match self.connection.turn.take() {
+                    Some(taken) => receiver = taken,
+                    None => return Ok(()),
+                },
+                Ok(None) => {
+                    let sent = self.connection.send(&mut self.replies);
+                    self.connection.turn.close();
+                    return sent;
+                }
+                Err(error) => {
+                    let _ = self.connection.send(&mut self.replies);
+                    self.connection.turn.close();
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Receives a request and carries it out. `None` when there will be no more.
+    fn step(&mut self, mut receiver: Box<Receiver>) -> Result<Option<Turned>, SessionEnd> {
+        let connection = self.connection;
+        let socket = &*connection.socket;
+        let header_bytes = connection.agreed.framing.request_bytes();
+        if !self.is_complete(&receiver) {
+            // Nobody waits for replies while this thread waits for requests.
+            connection.send(&mut self.replies)?;
+        }
+        if !receiver.wait(socket)? {
+            return Ok(None);
+        }
+        receiver.fill(socket, header_bytes)?;
+        let request = Request::decode(connection.agreed.framing, receiver.available()).ok_or(
+            SessionEnd::Protocol("a request does not begin with the magic"),
+        )?;
+        if request.command == Command::Disconnect {
+            return Ok(None);
+        }
+        let payload_bytes = payload_bytes(connection.agreed.framing, &request)?;
+        if let Err(failure) = self.admit(&request) {
+            receiver.consume(header_bytes);
+            receiver.skip(socket, payload_bytes as u64)?;
+            let replies = &mut self.replies;
+            replies.failed(request.cookie, request.offset, &failure);
+            return Ok(Some(Turned::Kept(receiver)));
+        }
+        self.hold_to_rate(&request);
+        let kind = Kind::of(&request);
+        let quick = connection.costs.is_quick(kind);
+
+        let lent = payload_bytes <= LENT_BYTES && header_bytes + payload_bytes <= receiver.room();
+        if lent {
+            receiver.fill(socket, header_bytes + payload_bytes)?;
+        }
+        if quick && lent {
+            let content = &receiver.available()[header_bytes..header_bytes + payload_bytes];
+            self.carry_out(&request, content, kind)?;
+            receiver.consume(header_bytes + payload_bytes);
+            if self.replies.count() >= BATCH || self.replies.bytes().len() >= BATCH_BYTES {
+                connection.send(&mut self.replies)?;
+            }
+            return Ok(Some(Turned::Kept(receiver)));
+        }
+        // What waits to be sent shall not wait for a slow request.
+        connection.send(&mut self.replies)?;
+        if !lent && !self.payload_fits(payload_bytes) {
+            receiver.consume(header_bytes);
+            let piece = self.piece_bytes();
+            let mut buf = std::mem::take(&mut self.payload);
+            buf.resize(buf.len().max(piece), 0);
+            let begin = Instant::now();
+            let done = execute::write_in_pieces(
+                self.connection,
+                &request,
+                &mut buf[..piece],
+                |into| receiver.read_exact(socket, into),
+                &mut self.replies,
+            );
+            connection.costs.note(kind, begin.elapsed());
+            self.payload = buf;
+            done?;
+            connection.send(&mut self.replies)?;
+            return Ok(Some(Turned::Kept(receiver)));
+        }
+        let mut payload = std::mem::take(&mut self.payload);
+        if payload.len() < payload_bytes {
+            payload.resize(payload_bytes, 0);
+        }
+        if lent {
+            let content = &receiver.available()[header_bytes..header_bytes + payload_bytes];
+            payload[..payload_bytes].copy_from_slice(content);
+            receiver.consume(header_bytes + payload_bytes);
+        } else {
+            receiver.consume(header_bytes);
+            receiver.read_exact(socket, &mut payload[..payload_bytes])?;
+        }
+        let turned = match quick {
+            true => Turned::Kept(receiver),
+            false => {
+                if connection.turn.give(receiver) == Next::AddWorker {
+                    connection.add_worker();
+                }
+                Turned::Given
+            }
+        };
+        let done = self.carry_out(&request, &payload[..payload_bytes], kind);
+        self.payload = payload;
+        let sent = done.and_then(|()| connection.send(&mut self.replies));
+        match (turned, sent) {
+            (Turned::Kept(_), Err(error)) => Err(error),
+            // Whoever has the turn now finds that the connection is gone.
+            (turned, _) => {
+                self.release_what_is_rarely_needed();
+                Ok(Some(turned))
+            }
+        }
+    }
+
+    /// Whether the next request is there with all it brings.
+    fn is_complete(&self, receiver: &Receiver) -> bool {
+        let framing = self.connection.agreed.framing;
+        let available = receiver.available();
+        Request::decode(framing, available).is_some_and(|request| {
+            let payload = match request.command {
+                Command::Write => request.length,
+                _ => 0,
+            };
+            payload <= (available.len() - framing.request_bytes()) as u64
+        })
+    }
+
+    /// Whether the request makes sense here.
+    fn admit(&self, request: &Request) -> Result<(), Failure> {
+        if self.connection.shared.is_stopping() {
+            return Err(Failure::new(Errno::Shutdown, "the server is ending"));
+        }
+        execute::check(&self.connection.agreed, request)
+    }
+
+    fn hold_to_rate(&self, request: &Request) {
+        if let Some(rate) = &self.connection.rate
+            && matches!(request.command, Command::Read | Command::Write)
+        {
+            let end = Instant::now() + rate.delay(request.length);
+            // In short naps, so that a stopping server does not wait for them.
+            while !self.connection.shared.is_stopping() {
+                let left = end.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    break;
+                }
+                std::thread::sleep(left.min(Duration::from_millis(100)));
+            }
+        }
+    }
+
+    fn carry_out(
+        &mut self,
+        request: &Request,
+        payload: &[u8],
+        kind: Kind,
+    ) -> Result<(), SessionEnd> {
+        let begin = Instant::now();
+        let piece = match request.command {
+            Command::Read if request.length > SMALL_BYTES as u64 => self.piece_bytes(),
+            _ => SMALL_BYTES,
+        };
+        let connection = self.connection;
+        let done = if self.needs_whole_buffer(request, piece) {
+            let bytes = request.length;
+            match connection.shared.memory.take(bytes, MEMORY_PATIENCE) {
+                true => {
+                    connection.send(&mut self.replies)?;
+                    let done = execute::run(
+                        connection,
+                        request,
+                        payload,
+                        bytes as usize,
+                        &mut self.replies,
+                    )
+                    .and_then(|()| connection.send(&mut self.replies));
+                    self.replies.release();
+                    connection.shared.memory.give(bytes);
+                    done
+                }
+                false => {
+                    let failure =
+                        Failure::new(Errno::NoMemory, "the server has no memory for it now");
+                    let replies = &mut self.replies;
+                    replies.failed(request.cookie, request.offset, &failure);
+                    Ok(())
+                }
+            }
+        } else {
+            execute::run(connection, request, payload, piece, &mut self.replies)
+        };
+        connection.costs.note(kind, begin.elapsed());
+        done
+    }
+
+    /// A simple reply has its error in front, and an unfragmented one is one chunk: all must be read before.
+    fn needs_whole_buffer(&self, request: &Request, piece: usize) -> bool {
+        let whole = self.replies.framing() == Framing::Simple || request.has(command_flag::DF);
+        whole && request.command == Command::Read && request.length > piece as u64
+    }
+
+    /// Whether a payload of this size can be received whole.
+    fn payload_fits(&mut self, bytes: usize) -> bool {
+        bytes <= self.piece_bytes()
+    }
+
+    /// How large pieces of a large request may be.
+    fn piece_bytes(&mut self) -> usize {
+        // One for what is received, one for what is sent.
+        const BOTH: u64 = 2 * LARGE_BYTES as u64;
+        if self.held == 0 && self.connection.shared.memory.take(BOTH, Duration::ZERO) {
+            self.held = BOTH;
+        }
+        match self.held {
+            0 => SMALL_BYTES,
+            _ => LARGE_BYTES,
+        }
+    }
+
+    fn release_what_is_rarely_needed(&mut self) {
+        if self.held == 0 && self.replies.capacity() > 2 * SMALL_BYTES {
+            self.replies.release();
+        }
+    }
+}
+
+impl Drop for Worker<'_> {
+    fn drop(&mut self) {
+        self.connection.shared.memory.give(self.held);
+    }
+}
+
+/// Bytes of content that follow a request's header.
+fn payload_bytes(framing: Framing, request: &Request) -> Result<usize, SessionEnd> {
+    let announced = framing == Framing::Extended && request.has(command_flag::PAYLOAD_LEN);
+    if request.command != Command::Write && !announced {
+        return Ok(0);
+    }
+    if request.length > u64::from(MAX_PAYLOAD_BYTES) {
+        return Err(SessionEnd::Protocol("a payload is larger than 32 MiB"));
+    }
+    Ok(request.length as usize)
+}
+
+/// Kinds of requests that take about equally long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Read,
+    LargeRead,
+    Write,
+    LargeWrite,
+    Flush,
+    Other,
+}
+
+impl Kind {
+    fn of(request: &Request) -> Self {
+        let large = request.length > SMALL_BYTES as u64;
+        match (request.command, large) {
+            _ if request.has(command_flag::FUA) => Kind::Flush,
+            (Command::Flush, _) => Kind::Flush,
+            (Command::Read, false) => Kind::Read,
+            (Command::Read, true) => Kind::LargeRead,
+            (Command::Write, false) => Kind::Write,
+            (Command::Write, true) => Kind::LargeWrite,
+            _ => Kind::Other,
+        }
+    }
+}
+
+/// How long each kind of request took lately: a moving average in ns. Lost updates do no harm.
+#[derive(Default)]
+struct Costs([AtomicU64; 6]);
+
+impl Costs {
+    fn is_quick(&self, kind: Kind) -> bool {
+        self.0[kind as usize].load(Ordering::Relaxed) < SLOW_NS
+    }
+
+    fn note(&self, kind: Kind, took: Duration) {
+        // One very slow request shall not count for thousands of quick ones behind it.
+        let took = took.as_nanos().min(1 << 20) as u64;
+        let cost = &self.0[kind as usize];
+        let before = cost.load(Ordering::Relaxed);
+        cost.store(before - before / 8 + took / 8, Ordering::Relaxed);
+    }
+}

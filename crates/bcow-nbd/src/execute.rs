@@ -1,0 +1,333 @@
+//! What requests do to the device.
+
+use bcow::{BlockDevice, Content, Space, WritableDevice};
+
+use crate::connection::{Agreed, Connection};
+use crate::context::Context;
+use crate::errno::{Failure, out_of_range};
+use crate::error::SessionEnd;
+use crate::proto::{Command, Errno, Framing, MAX_PAYLOAD_BYTES, Request, command_flag};
+use crate::reply::{Last, Replies, StatusExtent};
+
+/// Most extents of one context in one reply; the client asks again for the rest.
+const MOST_EXTENTS: usize = 4096;
+/// Most pieces that one reply to BLOCK_STATUS looks at: alike ones are told as one.
+const MOST_PIECES: usize = 1 << 16;
+/// Reads this small are not worth asking whether they are zeros.
+const HOLE_WORTH_BYTES: u64 = 64 << 10;
+/// CACHE reads no more than this ahead.
+const MOST_CACHED_BYTES: u64 = 64 << 20;
+
+/// Whether the request makes sense: known, with flags that belong to it, allowed, and inside the device.
+pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
+    let invalid = |message: &str| Err(Failure::new(Errno::Invalid, message));
+    let structured = agreed.framing >= Framing::Structured;
+    let allowed = match request.command {
+        Command::Read if structured => command_flag::DF,
+        Command::Write if agreed.framing == Framing::Extended => command_flag::PAYLOAD_LEN,
+        Command::WriteZeroes => command_flag::NO_HOLE | command_flag::FAST_ZERO,
+        Command::BlockStatus => command_flag::REQ_ONE,
+        Command::Unknown(number) => {
+            return invalid(&format!("command {number} is not known"));
+        }
+        _ => 0,
+    };
+    // FUA is allowed with every command, and has a meaning only where something is written.
+    if request.flags & !(allowed | command_flag::FUA) != 0 {
+        return invalid("a flag is not known, or does not belong to the command");
+    }
+    let changes = matches!(
+        request.command,
+        Command::Write | Command::Trim | Command::WriteZeroes
+    );
+    if changes && agreed.export.device.writer().is_none() {
+        return Err(Failure::new(Errno::Perm, "the export is read-only"));
+    }
+    let size = agreed.export.device.reader().size();
+    let end = request.offset.checked_add(request.length);
+    if request.command != Command::Flush && end.is_none_or(|end| end > size) {
+        let message = format!("the range ends beyond the end of the export ({size} bytes)");
+        return Err(Failure::new(out_of_range(request.command), message));
+    }
+    if request.command == Command::Read && request.length > u64::from(MAX_PAYLOAD_BYTES) {
+        let errno = match structured {
+            true => Errno::Overflow,
+            false => Errno::Invalid,
+        };
+        return Err(Failure::new(errno, "a read is larger than 32 MiB"));
+    }
+    if request.command == Command::BlockStatus {
+        if agreed.contexts.is_empty() {
+            return invalid("no metadata context was chosen");
+        }
+        if request.length == 0 {
+            return invalid("the status of no bytes");
+        }
+    }
+    Ok(())
+}
+
+/// Carries out a request that [`check`] admitted. Replies of reads larger than `piece` bytes are sent on the way; all
+/// others wait in `replies`. Errors of the device are replies; an error here is the end of the session.
+pub(crate) fn run(
+    connection: &Connection,
+    request: &Request,
+    payload: &[u8],
+    piece: usize,
+    replies: &mut Replies,
+) -> Result<(), SessionEnd> {
+    match request.command {
+        Command::Read => return read(connection, request, piece, replies),
+        Command::BlockStatus => status(connection, request, replies),
+        command => {
+            let done = match connection.agreed.export.device.writer() {
+                Some(device) => change(device, request, payload),
+                None => Ok(()),
+            };
+            let done = match command {
+                Command::Cache => cache(connection.agreed.export.device.reader(), request),
+                _ => done,
+            };
+            reply(connection, request, done, replies);
+        }
+    }
+    Ok(())
+}
+
+fn reply(
+    connection: &Connection,
+    request: &Request,
+    done: Result<(), bcow::Error>,
+    replies: &mut Replies,
+) {
+    match done {
+        Ok(()) => replies.done(request.cookie),
+        Err(error) => {
+            let failure = failure(connection, request, &error);
+            replies.failed(request.cookie, request.offset, &failure);
+        }
+    }
+}
+
+/// Logs a device's error and puts it into the protocol's words.
+fn failure(connection: &Connection, request: &Request, error: &bcow::Error) -> Failure {
+    connection
+        .shared
+        .failures
+        .report(&connection.agreed.export.name, request, error);
+    Failure::of_device(request.command, error)
+}
+
+fn change(
+    device: &dyn WritableDevice,
+    request: &Request,
+    payload: &[u8],
+) -> Result<(), bcow::Error> {
+    let Request { offset, length, .. } = *request;
+    match request.command {
+        Command::Write => device.write_at(offset, payload)?,
+        Command::WriteZeroes => {
+            let keep = request.has(command_flag::NO_HOLE);
+            if keep && request.has(command_flag::FAST_ZERO) {
+                // Zeros that take space are written like anything else.
+                return Err(bcow::Error::Unsupported(
+                    "zeros that take space are not faster than a write".into(),
+                ));
+            }
+            let space = match keep {
+                true => Space::Keep,
+                false => Space::Free,
+            };
+            device.write_zeroes(offset, length, space)?;
+        }
+        Command::Trim => device.discard(offset, length)?,
+        Command::Flush => return device.flush(),
+        _ => return Ok(()),
+    }
+    match request.has(command_flag::FUA) {
+        true => device.flush(),
+        false => Ok(()),
+    }
+}
+
+fn cache(device: &dyn BlockDevice, request: &Request) -> Result<(), bcow::Error> {
+    let length = request.length.min(MOST_CACHED_BYTES);
+    device.read_with(request.offset, length, &mut |_| {})
+}
+
+/// A write whose payload is larger than what there is memory for. After an error the rest is received and dropped.
+pub(crate) fn write_in_pieces(
+    connection: &Connection,
+    request: &Request,
+    buf: &mut [u8],
+    mut receive: impl FnMut(&mut [u8]) -> Result<(), SessionEnd>,
+    replies: &mut Replies,
+) -> Result<(), SessionEnd> {
+    let mut done = Ok(());
+    let mut at = 0;
+    while at < request.length {
+        let n = (request.length - at).min(buf.len() as u64);
+        let piece = &mut buf[..n as usize];
+        receive(piece)?;
+        if let (Ok(()), Some(device)) = (&done, connection.agreed.export.device.writer()) {
+            done = device.write_at(request.offset + at, piece);
+        }
+        at += n;
+    }
+    if let (Ok(()), true, Some(device)) = (
+        &done,
+        request.has(command_flag::FUA),
+        connection.agreed.export.device.writer(),
+    ) {
+        done = device.flush();
+    }
+    reply(connection, request, done, replies);
+    Ok(())
+}
+
+fn read(
+    connection: &Connection,
+    request: &Request,
+    piece: usize,
+    replies: &mut Replies,
+) -> Result<(), SessionEnd> {
+    let device = connection.agreed.export.device.reader();
+    let Request {
+        cookie,
+        offset,
+        length,
+        ..
+    } = *request;
+    let structured = replies.framing() != Framing::Simple;
+    if structured && length == 0 {
+        replies.done(cookie);
+        return Ok(());
+    }
+    let may_split = structured && !request.has(command_flag::DF);
+    let tell_holes = may_split && length >= HOLE_WORTH_BYTES;
+    let mut at = 0;
+    loop {
+        let here = offset + at;
+        let left = length - at;
+        let hole = match tell_holes {
+            true => zeros(device, here, left),
+            false => Zeros::Not(left),
+        };
+        let (n, is_hole) = match hole {
+            Zeros::These(n) => (n, true),
+            Zeros::Not(n) => (n.min(piece as u64), false),
+        };
+        let last = match at + n == length {
+            true => Last::Yes,
+            false => Last::No,
+        };
+        if is_hole {
+            // A read has at most 32 MiB.
+            replies.hole(cookie, offset, here, n as u32, last);
+        } else {
+            let filled = replies.data(cookie, offset, here, n as usize, last, |buf| {
+                device.read_at(here, buf)
+            });
+            if let Err(error) = filled {
+                let failure = failure(connection, request, &error);
+                replies.failed_at(cookie, offset, &failure, here);
+                return Ok(());
+            }
+        }
+        at += n;
+        if last == Last::Yes {
+            return Ok(());
+        }
+        if replies.bytes().len() >= piece {
+            connection.send(replies)?;
+        }
+    }
+}
+
+enum Zeros {
+    /// So many bytes of zeros.
+    These(u64),
+    /// So many bytes that may be anything.
+    Not(u64),
+}
+
+/// Runs of zeros from `offset` on that are long enough to be told as such.
+fn zeros(device: &dyn BlockDevice, offset: u64, length: u64) -> Zeros {
+    let run = |from: u64, zero: bool| {
+        let mut end = from;
+        while end < offset + length {
+            // What cannot be told is read, and then the error shows.
+            match device.status(end, offset + length - end) {
+                Ok(status) if (status.content != Content::Data) == zero => {
+                    end += status.length.max(1);
+                }
+                Ok(_) => break,
+                Err(_) if zero => break,
+                Err(_) => return offset + length,
+            }
+        }
+        end.min(offset + length)
+    };
+    let end = run(offset, true);
+    if end - offset >= HOLE_WORTH_BYTES || end == offset + length {
+        return Zeros::These(end - offset);
+    }
+    Zeros::Not(run(end, false) - offset)
+}
+
+fn status(connection: &Connection, request: &Request, replies: &mut Replies) {
+    let device = connection.agreed.export.device.reader();
+    let contexts = connection.agreed.contexts;
+    let count = contexts.iter().count();
+    let mut told = Vec::with_capacity(count);
+    for context in contexts.iter() {
+        match extents(device, context, request) {
+            Ok(extents) => told.push((context, extents)),
+            Err(error) => {
+                let failure = failure(connection, request, &error);
+                return replies.failed(request.cookie, request.offset, &failure);
+            }
+        }
+    }
+    for (index, (context, extents)) in told.iter().enumerate() {
+        let last = match index + 1 == count {
+            true => Last::Yes,
+            false => Last::No,
+        };
+        replies.status(request.cookie, request.offset, context.id(), extents, last);
+    }
+}
+
+fn extents(
+    device: &dyn BlockDevice,
+    context: Context,
+    request: &Request,
+) -> Result<Vec<StatusExtent>, bcow::Error> {
+    let most = match request.has(command_flag::REQ_ONE) {
+        true => 1,
+        false => MOST_EXTENTS,
+    };
+    let mut extents: Vec<StatusExtent> = Vec::new();
+    let mut at = 0;
+    for _ in 0..MOST_PIECES {
+        if at >= request.length {
+            break;
+        }
+        let status = match device.status(request.offset + at, request.length - at) {
+            Ok(status) => status,
+            // What was found before it is an answer too; the client asks again from there.
+            Err(error) if extents.is_empty() => return Err(error),
+            Err(_) => break,
+        };
+        let length = status.length.clamp(1, request.length - at);
+        let flags = context.flags(&status);
+        let full = extents.len() == most;
+        match extents.last_mut() {
+            Some(last) if last.flags == flags => last.length += length,
+            _ if full => break,
+            _ => extents.push(StatusExtent { length, flags }),
+        }
+        at += length;
+    }
+    Ok(extents)
+}

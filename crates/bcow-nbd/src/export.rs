@@ -1,0 +1,131 @@
+//! What is served: block devices under names.
+
+use std::sync::Arc;
+
+use bcow::{BlockDevice, WritableDevice};
+
+use crate::error::Error;
+use crate::proto::{Framing, MAX_STRING_BYTES, transmission_flag as flag};
+
+/// A device that clients may only read, or write too.
+#[derive(Clone)]
+pub enum Device {
+    /// Only read.
+    ReadOnly(Arc<dyn BlockDevice>),
+    /// Read and written.
+    Writable(Arc<dyn WritableDevice>),
+}
+
+impl Device {
+    /// For reading.
+    pub fn reader(&self) -> &dyn BlockDevice {
+        match self {
+            Device::ReadOnly(device) => &**device,
+            Device::Writable(device) => &**device,
+        }
+    }
+
+    /// For writing, if that is allowed.
+    pub fn writer(&self) -> Option<&dyn WritableDevice> {
+        match self {
+            Device::ReadOnly(_) => None,
+            Device::Writable(device) => Some(&**device),
+        }
+    }
+}
+
+/// A device under a name.
+#[derive(Clone)]
+pub struct Export {
+    /// By which clients ask for it; at most 4096 bytes.
+    pub name: String,
+    /// For people, in lists; may be empty, at most 4096 bytes.
+    pub description: String,
+    /// What is served.
+    pub device: Device,
+}
+
+impl Export {
+    /// What the export can do (see [`crate::proto::transmission_flag`]).
+    pub fn transmission_flags(&self, framing: Framing) -> u16 {
+        let mut flags = flag::HAS_FLAGS | flag::SEND_FLUSH | flag::SEND_FUA | flag::SEND_CACHE;
+        // Both kinds of device promise that a flush covers what any thread wrote before.
+        flags |= flag::CAN_MULTI_CONN;
+        flags |= match self.device {
+            Device::ReadOnly(_) => flag::READ_ONLY,
+            Device::Writable(_) => flag::SEND_TRIM | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO,
+        };
+        if framing >= Framing::Structured {
+            flags |= flag::SEND_DF;
+        }
+        flags
+    }
+}
+
+/// Everything that one server serves.
+#[derive(Clone)]
+pub struct Exports(Vec<Arc<Export>>);
+
+impl Exports {
+    /// Fails if there is none, if two have one name, or if a name or description is too long.
+    pub fn new(exports: Vec<Export>) -> Result<Self, Error> {
+        if exports.is_empty() {
+            return Err(Error::NoExport);
+        }
+        for (index, export) in exports.iter().enumerate() {
+            if export.name.len() > MAX_STRING_BYTES || export.description.len() > MAX_STRING_BYTES {
+                return Err(Error::NameTooLong(export.name.clone()));
+            }
+            if exports[..index]
+                .iter()
+                .any(|other| other.name == export.name)
+            {
+                return Err(Error::SameName(export.name.clone()));
+            }
+        }
+        Ok(Exports(exports.into_iter().map(Arc::new).collect()))
+    }
+
+    /// The export of this name. An only export also has the name "".
+    pub fn find(&self, name: &[u8]) -> Option<&Arc<Export>> {
+        let named = self.0.iter().find(|export| export.name.as_bytes() == name);
+        match (named, &self.0[..]) {
+            (None, [only]) if name.is_empty() => Some(only),
+            (named, _) => named,
+        }
+    }
+
+    /// All of them, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Export>> {
+        self.0.iter()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn export(name: &str) -> Export {
+        Export {
+            name: name.into(),
+            description: String::new(),
+            device: Device::ReadOnly(Arc::new(vec![0; 512])),
+        }
+    }
+
+    #[test]
+    fn only_an_only_export_is_the_default() {
+        let one = Exports::new(vec![export("a")]).unwrap();
+        assert!(one.find(b"").is_some());
+        assert!(one.find(b"b").is_none());
+        let two = Exports::new(vec![export("a"), export("b")]).unwrap();
+        assert!(two.find(b"").is_none());
+        assert_eq!(two.find(b"b").unwrap().name, "b");
+    }
+
+    #[test]
+    fn two_exports_of_one_name_are_refused() {
+        let twice = Exports::new(vec![export("a"), export("a")]);
+        assert!(matches!(twice, Err(Error::SameName(name)) if name == "a"));
+    }
+}

@@ -1,0 +1,398 @@
+//! The handshake: from the greeting until client and server agree on an export.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::connection::Agreed;
+use crate::context::{Context, Contexts};
+use crate::error::SessionEnd;
+use crate::export::Export;
+use crate::proto::{
+    Framing, INIT_MAGIC, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC,
+    client_flag, handshake_flag, info, option, option_reply, take_bytes, take_u16, take_u32,
+    take_u64,
+};
+use crate::receive::Receiver;
+use crate::reply::truncated;
+use crate::server::Shared;
+use crate::socket::{Patience, Socket};
+
+/// An option's data are no longer than this: a name and some dozens of queries.
+const MOST_OPTION_BYTES: usize = 64 << 10;
+/// Longer data are received and dropped up to this length, so that the option can be answered.
+const MOST_SKIPPED_BYTES: u32 = 1 << 20;
+/// Blocks of this size suit the device best.
+const PREFERRED_BYTES: u32 = 4096;
+/// The longest text that goes with an error.
+const MESSAGE_BYTES: usize = 1024;
+
+/// How a handshake ended, if the connection is still good.
+pub(crate) enum Outcome {
+    /// Transmission begins.
+    Agreed(Agreed),
+    /// The client has what it came for.
+    Left,
+}
+
+/// Why every option is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// There are as many clients as the server takes.
+    TooManyClients,
+}
+
+/// The server's side of a handshake.
+pub(crate) struct Handshake<'a> {
+    pub(crate) shared: &'a Arc<Shared>,
+    pub(crate) socket: &'a Socket,
+    pub(crate) receiver: &'a mut Receiver,
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) refusal: Option<Refusal>,
+}
+
+/// What was agreed on so far; TLS sets it back.
+#[derive(Default)]
+struct Negotiated {
+    framing: Framing,
+    /// Contexts, and the export they were chosen for.
+    contexts: Option<(Arc<Export>, Contexts)>,
+}
+
+/// What came of one option.
+enum Step {
+    Next,
+    Done(Outcome),
+}
+
+impl Handshake<'_> {
+    /// Talks to the client until it has chosen an export or leaves.
+    pub(crate) fn run(mut self) -> Result<Outcome, SessionEnd> {
+        let mut greeting = Vec::with_capacity(18);
+        greeting.extend(INIT_MAGIC.to_be_bytes());
+        greeting.extend(OPTION_MAGIC.to_be_bytes());
+        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        greeting.extend(flags.to_be_bytes());
+        self.send(&greeting)?;
+
+        let flags = self.take(4, take_u32)?;
+        let known = client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES;
+        if flags & !known != 0 {
+            return Err(SessionEnd::Protocol("the client's flags are not known"));
+        }
+        let no_zeroes = flags & client_flag::NO_ZEROES != 0;
+
+        let mut negotiated = Negotiated::default();
+        loop {
+            match self.option(&mut negotiated, no_zeroes)? {
+                Step::Next => {}
+                Step::Done(outcome) => return Ok(outcome),
+            }
+        }
+    }
+
+    fn option(&mut self, negotiated: &mut Negotiated, no_zeroes: bool) -> Result<Step, SessionEnd> {
+        let (magic, option, length) = self.take(16, |bytes| {
+            Some((take_u64(bytes)?, take_u32(bytes)?, take_u32(bytes)?))
+        })?;
+        if magic != OPTION_MAGIC {
+            return Err(SessionEnd::Protocol(
+                "an option does not begin with the magic",
+            ));
+        }
+        if length as usize > MOST_OPTION_BYTES {
+            if length > MOST_SKIPPED_BYTES || option == option::EXPORT_NAME {
+                return Err(SessionEnd::Protocol("an option is too long"));
+            }
+            self.receiver.skip(self.socket, u64::from(length))?;
+            self.refuse(option, option_reply::ERR_TOO_BIG, "the option is too long")?;
+            return Ok(Step::Next);
+        }
+        let length = length as usize;
+        self.receiver
+            .fill_until(self.socket, length, self.deadline)?;
+        let data = self.receiver.available()[..length].to_vec();
+        self.receiver.consume(length);
+        self.answer(option, &data, negotiated, no_zeroes)
+    }
+
+    fn answer(
+        &mut self,
+        option: u32,
+        data: &[u8],
+        negotiated: &mut Negotiated,
+        no_zeroes: bool,
+    ) -> Result<Step, SessionEnd> {
+        if option == option::ABORT {
+            // The client may be gone already, and that is no failure.
+            let _ = self.reply(option, option_reply::ACK, &[]);
+            return Ok(Step::Done(Outcome::Left));
+        }
+        if let Some((kind, message)) = self.refused() {
+            if option == option::EXPORT_NAME {
+                return Err(SessionEnd::Protocol(message));
+            }
+            self.refuse(option, kind, message)?;
+            return Ok(Step::Next);
+        }
+        match option {
+            option::EXPORT_NAME => return self.export_name(data, negotiated, no_zeroes),
+            option::LIST if data.is_empty() => self.list()?,
+            option::INFO | option::GO => return self.info(option, data, negotiated),
+            option::STRUCTURED_REPLY if data.is_empty() => {
+                if negotiated.framing == Framing::Extended {
+                    let message = "extended headers were chosen, which have structured replies";
+                    self.refuse(option, option_reply::ERR_INVALID, message)?;
+                } else {
+                    negotiated.framing = Framing::Structured;
+                    self.reply(option, option_reply::ACK, &[])?;
+                }
+            }
+            option::EXTENDED_HEADERS if data.is_empty() => {
+                negotiated.framing = Framing::Extended;
+                self.reply(option, option_reply::ACK, &[])?;
+            }
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                self.meta_context(option, data, negotiated)?;
+            }
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
+                let message = "the option has data where it has none";
+                self.refuse(option, option_reply::ERR_INVALID, message)?;
+            }
+            _ => self.refuse(option, option_reply::ERR_UNSUP, "the option is not known")?,
+        }
+        Ok(Step::Next)
+    }
+
+    /// Why nothing is answered now, if that is so.
+    fn refused(&self) -> Option<(u32, &'static str)> {
+        if self.shared.is_stopping() {
+            return Some((option_reply::ERR_SHUTDOWN, "the server is ending"));
+        }
+        self.refusal.map(|refusal| match refusal {
+            Refusal::TooManyClients => (
+                option_reply::ERR_POLICY,
+                "the server has as many clients as it takes",
+            ),
+        })
+    }
+
+    fn export_name(
+        &mut self,
+        name: &[u8],
+        negotiated: &mut Negotiated,
+        no_zeroes: bool,
+    ) -> Result<Step, SessionEnd> {
+        // This option has no way to refuse.
+        let Some(export) = self.shared.exports.find(name).cloned() else {
+            return Err(SessionEnd::Protocol("there is no export of that name"));
+        };
+        let mut reply = Vec::with_capacity(134);
+        reply.extend(export.device.reader().size().to_be_bytes());
+        reply.extend(export.transmission_flags(negotiated.framing).to_be_bytes());
+        if !no_zeroes {
+            reply.resize(reply.len() + 124, 0);
+        }
+        self.send(&reply)?;
+        Ok(Step::Done(agree(export, negotiated)))
+    }
+
+    fn list(&mut self) -> Result<(), SessionEnd> {
+        let exports = &self.shared.exports;
+        for export in exports.iter() {
+            let mut data = Vec::new();
+            data.extend((export.name.len() as u32).to_be_bytes());
+            data.extend(export.name.as_bytes());
+            data.extend(export.description.as_bytes());
+            self.reply(option::LIST, option_reply::SERVER, &data)?;
+        }
+        self.reply(option::LIST, option_reply::ACK, &[])
+    }
+
+    fn info(
+        &mut self,
+        option: u32,
+        data: &[u8],
+        negotiated: &mut Negotiated,
+    ) -> Result<Step, SessionEnd> {
+        let Some((name, wanted)) = parse_info(data) else {
+            let message = "the option's data make no sense";
+            self.refuse(option, option_reply::ERR_INVALID, message)?;
+            return Ok(Step::Next);
+        };
+        let Some(export) = self.find_or_refuse(option, name)? else {
+            return Ok(Step::Next);
+        };
+        let size = export.device.reader().size();
+        let mut data = info::EXPORT.to_be_bytes().to_vec();
+        data.extend(size.to_be_bytes());
+        data.extend(export.transmission_flags(negotiated.framing).to_be_bytes());
+        self.reply(option, option_reply::INFO, &data)?;
+
+        let mut data = info::BLOCK_SIZE.to_be_bytes().to_vec();
+        for bytes in [1, PREFERRED_BYTES, MAX_PAYLOAD_BYTES] {
+            data.extend(bytes.to_be_bytes());
+        }
+        self.reply(option, option_reply::INFO, &data)?;
+
+        for (kind, text) in [
+            (info::NAME, &export.name),
+            (info::DESCRIPTION, &export.description),
+        ] {
+            if wanted.contains(&kind) {
+                let mut data = kind.to_be_bytes().to_vec();
+                data.extend(text.as_bytes());
+                self.reply(option, option_reply::INFO, &data)?;
+            }
+        }
+        self.reply(option, option_reply::ACK, &[])?;
+        Ok(match option {
+            option::GO => Step::Done(agree(export, negotiated)),
+            _ => Step::Next,
+        })
+    }
+
+    fn meta_context(
+        &mut self,
+        option: u32,
+        data: &[u8],
+        negotiated: &mut Negotiated,
+    ) -> Result<(), SessionEnd> {
+        let choose = option == option::SET_META_CONTEXT;
+        if choose {
+            // Whatever comes of it, what was chosen before is void.
+            negotiated.contexts = None;
+        }
+        if choose && negotiated.framing == Framing::Simple {
+            let message = "metadata contexts need structured replies";
+            return self.refuse(option, option_reply::ERR_INVALID, message);
+        }
+        let Some((name, queries)) = parse_queries(data) else {
+            let message = "the option's data make no sense";
+            return self.refuse(option, option_reply::ERR_INVALID, message);
+        };
+        let Some(export) = self.find_or_refuse(option, name)? else {
+            return Ok(());
+        };
+        let mut contexts = Contexts::default();
+        for query in &queries {
+            for context in Context::listed_by(query) {
+                // To choose, a context must be named whole.
+                if !choose || context.name().as_bytes() == *query {
+                    contexts.insert(context);
+                }
+            }
+        }
+        if !choose && queries.is_empty() {
+            for context in Context::ALL {
+                contexts.insert(context);
+            }
+        }
+        for context in contexts.iter() {
+            let id = if choose { context.id() } else { 0 };
+            let mut data = id.to_be_bytes().to_vec();
+            data.extend(context.name().as_bytes());
+            self.reply(option, option_reply::META_CONTEXT, &data)?;
+        }
+        self.reply(option, option_reply::ACK, &[])?;
+        if choose {
+            negotiated.contexts = Some((export, contexts));
+        }
+        Ok(())
+    }
+
+    fn find_or_refuse(
+        &mut self,
+        option: u32,
+        name: &[u8],
+    ) -> Result<Option<Arc<Export>>, SessionEnd> {
+        let found = self.shared.exports.find(name).cloned();
+        if found.is_none() {
+            let shown = String::from_utf8_lossy(name);
+            let message = format!("there is no export {shown:?}");
+            self.refuse(option, option_reply::ERR_UNKNOWN, &message)?;
+        }
+        Ok(found)
+    }
+
+    fn refuse(&mut self, option: u32, kind: u32, message: &str) -> Result<(), SessionEnd> {
+        let message = truncated(message, MESSAGE_BYTES);
+        self.reply(option, kind, message.as_bytes())
+    }
+
+    fn reply(&mut self, option: u32, kind: u32, data: &[u8]) -> Result<(), SessionEnd> {
+        let mut bytes = Vec::with_capacity(20 + data.len());
+        bytes.extend(OPTION_REPLY_MAGIC.to_be_bytes());
+        bytes.extend(option.to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        // Data are names, texts and numbers, all of them short.
+        bytes.extend((data.len() as u32).to_be_bytes());
+        bytes.extend(data);
+        self.send(&bytes)
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<(), SessionEnd> {
+        let left = self
+            .deadline
+            .map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        self.socket
+            .send(&mut [IoSlice::new(bytes)], Patience(left))?;
+        Ok(())
+    }
+
+    /// Receives and decodes `length` bytes.
+    fn take<T>(
+        &mut self,
+        length: usize,
+        decode: impl FnOnce(&mut &[u8]) -> Option<T>,
+    ) -> Result<T, SessionEnd> {
+        self.receiver
+            .fill_until(self.socket, length, self.deadline)?;
+        let decoded = decode(&mut &self.receiver.available()[..length]);
+        self.receiver.consume(length);
+        decoded.ok_or(SessionEnd::Protocol("a message is too short"))
+    }
+}
+
+fn agree(export: Arc<Export>, negotiated: &mut Negotiated) -> Outcome {
+    // Contexts chosen for another export do not count.
+    let contexts = match negotiated.contexts.take() {
+        Some((chosen, contexts)) if Arc::ptr_eq(&chosen, &export) => contexts,
+        _ => Contexts::default(),
+    };
+    Outcome::Agreed(Agreed {
+        export,
+        framing: negotiated.framing,
+        contexts,
+    })
+}
+
+/// Data of INFO and GO: a name, and which information is wanted.
+fn parse_info(mut data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
+    let name = take_string(&mut data)?;
+    let count = take_u16(&mut data)?;
+    let mut wanted = Vec::new();
+    for _ in 0..count {
+        wanted.push(take_u16(&mut data)?);
+    }
+    data.is_empty().then_some((name, wanted))
+}
+
+/// Data of LIST_META_CONTEXT and SET_META_CONTEXT: a name, and queries.
+fn parse_queries(mut data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
+    let name = take_string(&mut data)?;
+    let count = take_u32(&mut data)?;
+    let mut queries = Vec::new();
+    for _ in 0..count {
+        queries.push(take_string(&mut data)?);
+    }
+    data.is_empty().then_some((name, queries))
+}
+
+fn take_string<'a>(data: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let length = take_u32(data)? as usize;
+    if length > MAX_STRING_BYTES {
+        return None;
+    }
+    take_bytes(data, length)
+}

@@ -1,0 +1,44 @@
+//! The NBD door: block devices served over the network block device protocol.
+//!
+//! The way of a request: a client connects to a [`Listener`], [`Server`] gives it a thread, the handshake agrees on
+//! an [`Export`], and then the connection's workers receive requests, carry them out on a [`bcow::BlockDevice`] or
+//! [`bcow::WritableDevice`], and reply.
+//!
+//! ```no_run
+//! use std::{path::Path, sync::Arc};
+//! use bcow_nbd::{Device, Export, Exports, Listener, Server, ServerOptions};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let export = Export {
+//!     name: "zeros".into(),
+//!     description: "a mebibyte of zeros".into(),
+//!     device: Device::ReadOnly(Arc::new(vec![0; 1 << 20])),
+//! };
+//! let server = Server::new(Exports::new(vec![export])?, ServerOptions::default())?;
+//! // Until somebody calls `stop` of `server.stopper()`.
+//! server.serve(&[Listener::unix(Path::new("/run/zeros.sock"))?])?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod connection;
+mod context;
+mod errno;
+pub mod error;
+mod execute;
+pub mod export;
+mod failures;
+mod handshake;
+mod limits;
+pub mod listen;
+pub mod proto;
+mod receive;
+mod reply;
+pub mod server;
+mod socket;
+mod turn;
+
+pub use error::Error;
+pub use export::{Device, Export, Exports};
+pub use listen::Listener;
+pub use server::{Server, ServerOptions, Stopper};

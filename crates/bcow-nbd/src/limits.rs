@@ -1,0 +1,102 @@
+//! What clients may take of the host: memory and speed.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Memory for large requests, one budget for a whole server.
+pub(crate) struct Memory {
+    left: Mutex<u64>,
+    freed: Condvar,
+}
+
+impl Memory {
+    pub(crate) fn new(bytes: u64) -> Self {
+        Memory {
+            left: Mutex::new(bytes),
+            freed: Condvar::new(),
+        }
+    }
+
+    /// Takes `bytes`, waiting for them up to `patience`; `false` if they could not be had.
+    pub(crate) fn take(&self, bytes: u64, patience: Duration) -> bool {
+        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self
+            .freed
+            .wait_timeout_while(left, patience, |left| *left < bytes);
+        let (mut left, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match left.checked_sub(bytes) {
+            Some(rest) => {
+                *left = rest;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Gives back what was taken.
+    pub(crate) fn give(&self, bytes: u64) {
+        *self.left.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
+        self.freed.notify_all();
+    }
+}
+
+/// What was not used stays for so long.
+const BURST: Duration = Duration::from_secs(1);
+
+/// Holds a client to so many bytes a second, with a second's worth at once.
+pub(crate) struct Rate {
+    bytes_per_second: u64,
+    /// When all that was asked for so far will have been due.
+    due: Mutex<Instant>,
+}
+
+impl Rate {
+    pub(crate) fn new(bytes_per_second: u64) -> Self {
+        let now = Instant::now();
+        Rate {
+            bytes_per_second: bytes_per_second.max(1),
+            due: Mutex::new(now.checked_sub(BURST).unwrap_or(now)),
+        }
+    }
+
+    /// How long to wait before `bytes` more.
+    pub(crate) fn delay(&self, bytes: u64) -> Duration {
+        self.delay_at(Instant::now(), bytes)
+    }
+
+    fn delay_at(&self, now: Instant, bytes: u64) -> Duration {
+        let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
+        let delay = due.saturating_duration_since(now);
+        let cost = bytes as f64 / self.bytes_per_second as f64;
+        // A year is for ever.
+        let from = now.checked_sub(BURST).map_or(*due, |least| least.max(*due));
+        *due = from + Duration::from_secs_f64(cost.min(3e7));
+        delay
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_runs_out_and_comes_back() {
+        let memory = Memory::new(10);
+        assert!(memory.take(8, Duration::ZERO));
+        assert!(!memory.take(3, Duration::ZERO));
+        memory.give(8);
+        assert!(memory.take(10, Duration::ZERO));
+    }
+
+    #[test]
+    fn whoever_asks_for_too_much_waits() {
+        let rate = Rate::new(1000);
+        let start = *rate.due.lock().unwrap() + BURST;
+        let later = |ms: u64| start + Duration::from_millis(ms);
+        assert_eq!(rate.delay_at(later(0), 1000), Duration::ZERO);
+        // The first second's worth came on credit.
+        assert_eq!(rate.delay_at(later(0), 500), Duration::ZERO);
+        assert_eq!(rate.delay_at(later(0), 1), Duration::from_millis(500));
+        assert_eq!(rate.delay_at(later(501), 1), Duration::ZERO);
+    }
+}

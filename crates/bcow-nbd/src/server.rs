@@ -1,0 +1,328 @@
+//! A server: listens, takes clients, and ends when it is told to.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+
+use crate::connection::Connection;
+use crate::error::{Error, SessionEnd};
+use crate::export::Exports;
+use crate::failures::FailureLog;
+use crate::handshake::{Handshake, Outcome, Refusal};
+use crate::limits::Memory;
+use crate::listen::Listener;
+use crate::receive::Receiver;
+use crate::socket::Socket;
+
+/// Threads need little; a thousand of them shall not need much.
+pub(crate) const STACK_BYTES: usize = 512 << 10;
+/// Clients beyond the limit that are told so, at a time. Still more are disconnected without a word.
+const REFUSED_AT_ONCE: usize = 16;
+/// How long clients may take to receive their last replies when the server ends.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// How to serve.
+#[derive(Debug, Clone)]
+pub struct ServerOptions {
+    /// Most clients at a time.
+    pub max_clients: usize,
+    /// Most requests of one client that are carried out at a time.
+    pub in_flight: u32,
+    /// Bytes per second that each connection may read and write together; `None` for as many as it can.
+    pub rate: Option<u64>,
+    /// Memory for large requests of all clients together, in bytes.
+    pub memory_bytes: u64,
+    /// How long a client may take to choose an export; `None` for ever.
+    pub handshake_timeout: Option<Duration>,
+    /// How long a client may stop in the middle of a request, or take nothing of a reply; `None` for ever.
+    pub request_timeout: Option<Duration>,
+    /// End when there was no client for so long.
+    pub exit_on_idle: Option<Duration>,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        ServerOptions {
+            max_clients: 256,
+            in_flight: 16,
+            rate: None,
+            memory_bytes: 256 << 20,
+            handshake_timeout: Some(Duration::from_secs(10)),
+            request_timeout: Some(Duration::from_secs(60)),
+            exit_on_idle: None,
+        }
+    }
+}
+
+/// What all connections of a server share.
+pub(crate) struct Shared {
+    pub(crate) exports: Exports,
+    pub(crate) options: ServerOptions,
+    pub(crate) memory: Memory,
+    pub(crate) failures: FailureLog,
+    stopping: AtomicBool,
+    wake: OwnedFd,
+    clients: Mutex<Clients>,
+    left: Condvar,
+    next_client: AtomicU64,
+}
+
+#[derive(Default)]
+struct Clients {
+    sockets: HashMap<u64, Arc<Socket>>,
+    /// When the last one left, or the server began.
+    idle_since: Option<Instant>,
+}
+
+impl Shared {
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    fn clients(&self) -> MutexGuard<'_, Clients> {
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Serves exports to clients.
+pub struct Server {
+    shared: Arc<Shared>,
+}
+
+/// Tells a server to end, from any thread.
+#[derive(Clone)]
+pub struct Stopper(Arc<Shared>);
+
+impl Stopper {
+    /// No client is taken from now on; requests that are being carried out are finished and answered, and then
+    /// [`Server::serve`] returns.
+    pub fn stop(&self) {
+        self.0.stopping.store(true, Ordering::SeqCst);
+        // The counter cannot overflow, so this cannot fail in a way that leaves the server asleep.
+        let _ = rustix::io::write(&self.0.wake, &1u64.to_ne_bytes());
+        for socket in self.0.clients().sockets.values() {
+            socket.stop_receiving();
+        }
+    }
+}
+
+impl Server {
+    /// A server for these exports, with no client yet.
+    pub fn new(exports: Exports, options: ServerOptions) -> Result<Self, Error> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| Error::host("make an event descriptor", errno))?;
+        Ok(Server {
+            shared: Arc::new(Shared {
+                exports,
+                memory: Memory::new(options.memory_bytes),
+                options,
+                failures: FailureLog::default(),
+                stopping: AtomicBool::new(false),
+                wake,
+                clients: Mutex::default(),
+                left: Condvar::new(),
+                next_client: AtomicU64::new(0),
+            }),
+        })
+    }
+
+    /// What ends [`Server::serve`].
+    pub fn stopper(&self) -> Stopper {
+        Stopper(self.shared.clone())
+    }
+
+    /// Takes clients from all listeners until it is stopped or was idle for too long. Then all connections are
+    /// closed, and all that was written is durable or the error is returned.
+    pub fn serve(&self, listeners: &[Listener]) -> Result<(), Error> {
+        self.shared.clients().idle_since = Some(Instant::now());
+        let served = self.take_clients(listeners);
+        self.stopper().stop();
+        self.wait_for_clients();
+        let flushed = self.flush();
+        served.and(flushed)
+    }
+
+    /// Serves one client on a connected stream socket, from the greeting on, until it leaves.
+    pub fn serve_client(&self, socket: OwnedFd) {
+        let id = self.register(Arc::new(Socket::new(socket)));
+        converse(&self.shared, id, None);
+    }
+
+    /// Makes durable what clients wrote.
+    fn flush(&self) -> Result<(), Error> {
+        let mut result = Ok(());
+        for export in self.shared.exports.iter() {
+            if let Some(device) = export.device.writer()
+                && let Err(error) = device.flush()
+            {
+                let action = format!("make durable what was written to {:?}", export.name);
+                result = Err(Error::host(action, std::io::Error::other(error)));
+            }
+        }
+        result
+    }
+
+    fn take_clients(&self, listeners: &[Listener]) -> Result<(), Error> {
+        let mut fds: Vec<PollFd<'_>> = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
+        for listener in listeners {
+            fds.push(PollFd::new(listener, PollFlags::IN));
+        }
+        while !self.shared.is_stopping() {
+            let timeout = match self.idle_left() {
+                Some(Duration::ZERO) => return Ok(()),
+                // A timeout that does not fit is as good as none.
+                Some(left) => Timespec::try_from(left).ok(),
+                None => None,
+            };
+            match poll(&mut fds, timeout.as_ref()) {
+                Ok(_) => {}
+                Err(Errno::INTR) => continue,
+                Err(errno) => return Err(Error::host("wait for clients", errno)),
+            }
+            for (fd, listener) in fds[1..].iter().zip(listeners) {
+                if !fd.revents().is_empty() {
+                    self.accept(listener);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn accept(&self, listener: &Listener) {
+        match accept_with(listener, SocketFlags::CLOEXEC) {
+            Ok(socket) => {
+                listener.prepare(&socket);
+                self.start(socket);
+            }
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                tracing::warn!("no client can be taken now: too many open files, or no memory");
+                // The client still waits, and so would come up again at once.
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            // The client is gone again, or another process was quicker.
+            Err(errno) => tracing::debug!("a client could not be taken: {errno}"),
+        }
+    }
+
+    fn start(&self, socket: OwnedFd) {
+        let most = self.shared.options.max_clients;
+        let clients = self.shared.clients().sockets.len();
+        let refusal = (clients >= most).then_some(Refusal::TooManyClients);
+        if refusal.is_some() {
+            tracing::warn!("a client is refused: there are {most} already");
+        }
+        if clients >= most.saturating_add(REFUSED_AT_ONCE) {
+            return;
+        }
+        let id = self.register(Arc::new(Socket::new(socket)));
+        let shared = self.shared.clone();
+        let started = std::thread::Builder::new()
+            .name(format!("nbd-{id}"))
+            .stack_size(STACK_BYTES)
+            .spawn(move || converse(&shared, id, refusal));
+        if let Err(error) = started {
+            tracing::warn!("a client is refused: {error}");
+            self.shared.clients().leave(id);
+        }
+    }
+
+    fn register(&self, socket: Arc<Socket>) -> u64 {
+        let id = self.shared.next_client.fetch_add(1, Ordering::Relaxed);
+        let mut clients = self.shared.clients();
+        clients.idle_since = None;
+        clients.sockets.insert(id, socket.clone());
+        drop(clients);
+        // Who came while the server was being stopped was not told.
+        if self.shared.is_stopping() {
+            socket.stop_receiving();
+        }
+        id
+    }
+
+    /// How long there may still be no client; `None` if there are some, or if it does not matter.
+    fn idle_left(&self) -> Option<Duration> {
+        let most = self.shared.options.exit_on_idle?;
+        let since = self.shared.clients().idle_since?;
+        Some(most.saturating_sub(since.elapsed()))
+    }
+
+    fn wait_for_clients(&self) {
+        let clients = self.shared.clients();
+        let waited = self
+            .shared
+            .left
+            .wait_timeout_while(clients, GRACE, |clients| !clients.sockets.is_empty());
+        let (mut clients, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        if timeout.timed_out() {
+            for socket in clients.sockets.values() {
+                socket.cut();
+            }
+        }
+        // What the device is busy with is waited for as long as it takes.
+        while !clients.sockets.is_empty() {
+            clients = self
+                .shared
+                .left
+                .wait(clients)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Clients {
+    fn leave(&mut self, id: u64) {
+        self.sockets.remove(&id);
+        if self.sockets.is_empty() {
+            self.idle_since = Some(Instant::now());
+        }
+    }
+}
+
+/// One client, from the greeting to the end.
+fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
+    let socket = shared.clients().sockets.get(&id).cloned();
+    if let Some(socket) = socket {
+        tracing::debug!("client {id} comes");
+        match session(shared, &socket, refusal) {
+            Ok(()) => tracing::debug!("client {id} leaves"),
+            Err(error) => tracing::info!("client {id} is disconnected: {error}"),
+        }
+        socket.cut();
+    }
+    shared.clients().leave(id);
+    shared.left.notify_all();
+    if shared.options.exit_on_idle.is_some() {
+        // The time begins now.
+        let _ = rustix::io::write(&shared.wake, &1u64.to_ne_bytes());
+    }
+}
+
+fn session(
+    shared: &Arc<Shared>,
+    socket: &Arc<Socket>,
+    refusal: Option<Refusal>,
+) -> Result<(), SessionEnd> {
+    let mut receiver = Receiver::new(shared.options.request_timeout);
+    let handshake = Handshake {
+        shared,
+        socket,
+        receiver: &mut receiver,
+        deadline: shared
+            .options
+            .handshake_timeout
+            .map(|timeout| Instant::now() + timeout),
+        refusal,
+    };
+    match handshake.run()? {
+        Outcome::Agreed(agreed) => {
+            Connection::serve(shared.clone(), socket.clone(), receiver, agreed)
+        }
+        Outcome::Left => Ok(()),
+    }
+}
