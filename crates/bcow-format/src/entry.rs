@@ -272,6 +272,13 @@ fn check_block_length(context: &EntryContext<'_>) -> Result<(), EntryProblem> {
 }
 
 fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
+    let features = &context.header.features;
+    if features.has_incompatible(incompatible::RECORDS) && !stored.at.0.is_multiple_of(4096) {
+        return Err(wrong(format!(
+            "stored at byte {}, which is no multiple of 4096, in a file with a record log",
+            stored.at
+        )));
+    }
     let plain = context
         .header
         .features

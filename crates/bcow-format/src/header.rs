@@ -258,6 +258,14 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         "file_bytes",
         || format!("{file_bytes}"),
     )?;
+    let logged = features.has_incompatible(incompatible::RECORDS);
+    require(
+        !logged || file_bytes.is_multiple_of(SECTOR_BYTES),
+        "file_bytes",
+        || format!("{file_bytes}, no multiple of 4096, in a file with a record log"),
+    )?;
+    // Where things come and go, nothing shares a sector (spec section 10, "Places").
+    let align = |usual| if logged { SECTOR_BYTES } else { usual };
     let root_entries = u64::from(raw.root_entries.get());
     require(
         root_entries == size.div_ceil(1 << region_shift) && root_entries <= MAX_ROOT_ENTRIES,
@@ -269,7 +277,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         bytes: (root_entries * ENTRY_BYTES as u64) as u32,
         crc: raw.root_crc.get(),
     };
-    check_section("root_offset", &root, 16, u32::MAX, file_bytes)?;
+    check_section("root_offset", &root, align(16), u32::MAX, file_bytes)?;
     let metadata = Section {
         offset: raw.metadata_offset.get(),
         bytes: raw.metadata_bytes.get(),
@@ -278,7 +286,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     check_section(
         "metadata_offset",
         &metadata,
-        1,
+        align(1),
         MAX_METADATA_BYTES,
         file_bytes,
     )?;
@@ -290,7 +298,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     check_section(
         "backing_offset",
         &backings,
-        16,
+        align(16),
         MAX_BACKING_BYTES,
         file_bytes,
     )?;
@@ -328,7 +336,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         bytes: raw.free_bytes.get(),
         crc: raw.free_crc.get(),
     };
-    check_section("free_offset", &free, 16, MAX_FREE_BYTES, file_bytes)?;
+    check_section("free_offset", &free, align(16), MAX_FREE_BYTES, file_bytes)?;
     require(free.bytes.is_multiple_of(16), "free_bytes", || {
         format!("{}", free.bytes)
     })?;

@@ -118,7 +118,9 @@ impl Record {
                 raw.size, header.size
             )));
         }
-        if !(least_file_bytes..=crate::MAX_ADDRESS).contains(&file_bytes) {
+        if !(least_file_bytes..=crate::MAX_ADDRESS).contains(&file_bytes)
+            || !file_bytes.is_multiple_of(SECTOR_BYTES)
+        {
             return Err(wrong(format!(
                 "file_bytes {file_bytes}, before it was {least_file_bytes}"
             )));

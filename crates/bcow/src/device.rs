@@ -65,6 +65,19 @@ pub struct Status {
     pub depth: u32,
 }
 
+impl Status {
+    /// The same, seen from a file above.
+    pub(crate) fn one_deeper(self) -> Self {
+        Status {
+            depth: match self.depth {
+                0 => 0,
+                depth => depth + 1,
+            },
+            ..self
+        }
+    }
+}
+
 /// What stands at a piece of an address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {

@@ -73,6 +73,12 @@ pub enum Error {
         /// Size of the address space.
         size: u64,
     },
+    /// A barrier failed before: what the host kept of the writes before it is unknown, so that nothing more is written.
+    #[error("no more is written to this file: {cause}")]
+    WriteRefused {
+        /// The failure.
+        cause: String,
+    },
     /// The caller asked a writer for something the format cannot hold.
     #[error("{0}")]
     Unsupported(String),
@@ -109,6 +115,7 @@ impl Error {
             Error::Io { .. }
             | Error::MissingBacking { .. }
             | Error::OutOfRange { .. }
+            | Error::WriteRefused { .. }
             | Error::Unsupported(_) => None,
         }
     }

@@ -287,6 +287,29 @@ impl Image {
         }
     }
 
+    /// The root table, without what the log says.
+    pub(crate) fn root(&self) -> &[Entry] {
+        &self.root
+    }
+
+    pub(crate) fn file_id(&self) -> FileId {
+        self.id
+    }
+
+    pub(crate) fn read_section(&self, section: &Section) -> Result<Vec<u8>, Error> {
+        self.file.read_section(section)
+    }
+
+    /// The regions that the log changes.
+    pub(crate) fn logged_regions(&self) -> impl Iterator<Item = u64> + '_ {
+        self.logged.regions()
+    }
+
+    /// The blocks that the log maps to places in the file.
+    pub(crate) fn logged_blocks(&self) -> impl Iterator<Item = Stored> + '_ {
+        self.logged.stored()
+    }
+
     /// The piece that covers `offset`, which lies inside the address space.
     pub(crate) fn piece(&self, offset: u64) -> Result<Piece, Error> {
         let region = offset >> self.header.region_shift;
@@ -508,13 +531,7 @@ impl Image {
         let below = device
             .status(offset + skip, length)
             .map_err(|error| error.in_backing(&entry.name))?;
-        Ok(Status {
-            depth: match below.depth {
-                0 => 0,
-                depth => depth + 1,
-            },
-            ..below
-        })
+        Ok(below.one_deeper())
     }
 }
 

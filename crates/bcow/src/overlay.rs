@@ -74,6 +74,16 @@ impl Overlay {
         Ok(Overlay(regions))
     }
 
+    /// The regions that the log changes, in order.
+    pub(crate) fn regions(&self) -> impl Iterator<Item = u64> + '_ {
+        self.0.keys().copied()
+    }
+
+    /// What the log maps to places in the file and nothing after it replaces.
+    pub(crate) fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
+        self.0.values().flat_map(LoggedRegion::stored)
+    }
+
     /// A region that the log changes.
     pub(crate) fn region(&self, region: u64) -> Option<&LoggedRegion> {
         self.0.get(&region)
@@ -127,6 +137,18 @@ impl LoggedRegion {
         let end = (start + (1 << shift)).min(header.region_length(region));
         blocks.replace(start, end, entry);
         Ok(())
+    }
+
+    fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
+        let base = match self.base {
+            // A table is as old as the header, and so is what it names; any other stored base came with a record, or
+            // stays as it is.
+            Entry::Table(_) => None,
+            entry => entry.stored(),
+        };
+        let pieces = self.blocks.iter().flat_map(|blocks| blocks.pieces.values());
+        base.into_iter()
+            .chain(pieces.filter_map(|(_, entry)| entry.stored()))
     }
 
     /// The block that covers byte `offset` of the region, `length` bytes long.

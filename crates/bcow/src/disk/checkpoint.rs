@@ -1,0 +1,315 @@
+//! Checkpoint: the records become tables, and the log begins anew (spec section 10, "Checkpoint").
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_format::{
+    Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, Stored, Uba,
+    crc32c, encode_free, encode_root, encode_table,
+};
+
+use super::commit::{Committer, Taken};
+use super::extents::Extents;
+use super::locks::{lock, write};
+use super::region::{Blocks, Region};
+use super::space::sectors;
+use super::{Disk, Frame, Inner};
+use crate::Error;
+
+/// Ranges more than the free list has when its place is taken: taking it cuts ranges.
+const FREE_SLACK: usize = 16;
+const FREE_ENTRY_BYTES: usize = 16;
+
+/// New tables and sections, which nothing names yet, and what they will replace.
+#[derive(Default)]
+pub(super) struct Change {
+    pub(super) used: Vec<Range<u64>>,
+    pub(super) freed: Vec<Range<u64>>,
+}
+
+impl Disk {
+    /// Writes everything into the tables, so that whoever opens the file next has nothing to replay.
+    pub fn checkpoint(&self) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        self.inner.checkpoint_now(&frame)
+    }
+}
+
+impl Inner {
+    fn checkpoint_now(&self, frame: &Frame) -> Result<(), Error> {
+        let mut committer = lock(&self.committer);
+        self.commit(frame, &mut committer)?;
+        if committer.tail == 0 {
+            return Ok(());
+        }
+        self.checkpoint(frame, &mut committer, &Taken::default())
+    }
+
+    /// Flush, checkpoint, and an end of the file where its content ends.
+    pub(super) fn close(&self, frame: &Frame) -> Result<(), Error> {
+        self.fills.stop();
+        self.checkpoint_now(frame)?;
+        let committer = lock(&self.committer);
+        let io = |source| Error::io("cut off the end", committer.file_bytes, source);
+        self.file
+            .storage
+            .set_len(committer.file_bytes)
+            .map_err(io)?;
+        self.barrier()
+    }
+
+    /// Folds the log, and what was taken for a record that does not fit, into the tables.
+    pub(super) fn checkpoint(
+        &self,
+        frame: &Frame,
+        committer: &mut Committer,
+        taken: &Taken,
+    ) -> Result<(), Error> {
+        let mut change = Change::default();
+        let mut root = self.regions.root();
+        let mut changed = committer.logged.clone();
+        changed.extend(taken.regions.iter().cloned());
+        changed.sort_by_key(|region| region.index);
+        changed.dedup_by_key(|region| region.index);
+        let header = committer.header.clone();
+        let written = self
+            .write_tables(frame, &changed, &mut root, &mut change)
+            .and_then(|()| self.prepare(committer, header, &root, taken.used(), &mut change));
+        let prepared = self.or_free(written, &change)?;
+        self.switch(committer, prepared)?;
+        self.regions.set_root(root);
+        for region in &changed {
+            let mut state = write(&region.state);
+            state.record_is_durable(&mut Vec::new());
+            state.logged = false;
+        }
+        committer.logged.clear();
+        self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
+        self.give_back(change.freed);
+        self.write_other_slot(committer)
+    }
+
+    fn write_tables(
+        &self,
+        frame: &Frame,
+        regions: &[Arc<Region>],
+        root: &mut [Entry],
+        change: &mut Change,
+    ) -> Result<(), Error> {
+        for region in regions {
+            let blocks = {
+                let state = self.regions.read(region, &self.file, &frame.header)?;
+                change.freed.extend(state.freed_by_record().map(sectors));
+                state.published()
+            };
+            self.write_table(region.index, &blocks, root, change)?;
+        }
+        Ok(())
+    }
+
+    /// Puts a region's entries into the root table, or into a new sub-block table that it names.
+    pub(super) fn write_table(
+        &self,
+        region: u64,
+        blocks: &Blocks,
+        root: &mut [Entry],
+        change: &mut Change,
+    ) -> Result<(), Error> {
+        let slot = &mut root[region as usize];
+        if let Entry::Table(stored) = *slot {
+            change.freed.push(sectors(stored));
+        }
+        *slot = match blocks {
+            Blocks::Whole(entry) => *entry,
+            Blocks::Cut(table) => match uniform(&table.entries) {
+                Some(entry) => entry,
+                None => {
+                    let bytes = encode_table(region, table);
+                    let section = self.write_section(&bytes, change)?;
+                    Entry::Table(Stored {
+                        at: Uba(section.offset),
+                        bytes: section.bytes,
+                        crc: section.crc,
+                    })
+                }
+            },
+        };
+        Ok(())
+    }
+
+    pub(super) fn write_section(
+        &self,
+        bytes: &[u8],
+        change: &mut Change,
+    ) -> Result<Section, Error> {
+        if bytes.is_empty() {
+            return Ok(Section::default());
+        }
+        let piece = self.space.allocate_section(bytes.len() as u64)?;
+        change.used.push(piece.start..piece.start + piece.bytes);
+        self.write_storage(piece.start, bytes)?;
+        Ok(Section {
+            offset: piece.start,
+            bytes: bytes.len() as u32,
+            crc: crc32c(bytes),
+        })
+    }
+
+    /// Frees what was taken for a change that did not come to be.
+    pub(super) fn or_free<T>(
+        &self,
+        outcome: Result<T, Error>,
+        change: &Change,
+    ) -> Result<T, Error> {
+        outcome.inspect_err(|_| self.space.free(change.used.iter().cloned()))
+    }
+
+    /// Writes root table and free list, and makes `header` one that names them. `mapped` is in use from now on, beside
+    /// what `change` has.
+    pub(super) fn prepare(
+        &self,
+        committer: &Committer,
+        mut header: Header,
+        root: &[Entry],
+        mapped: impl Iterator<Item = Range<u64>>,
+        change: &mut Change,
+    ) -> Result<Prepared, Error> {
+        let old = &committer.header;
+        for section in [&old.root, &old.free] {
+            change.freed.push(section_range(section));
+        }
+        header.root = self.write_section(&encode_root(root), change)?;
+        let mut free = committer.free.clone();
+        let mut end = committer.file_bytes;
+        let mut used: Vec<Range<u64>> = mapped.collect();
+        used.extend(change.used.iter().cloned());
+        // The list as it will be with all but its own place in it, to know how large a place it needs.
+        let last = used.iter().map(|range| range.end).fold(end, u64::max);
+        free.insert(end..last);
+        end = last;
+        let freed = change.freed.iter().cloned();
+        freed.for_each(|range| free.insert(range));
+        used.iter().for_each(|range| free.remove(range.clone()));
+        let most = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
+        let count = free.iter().count().min(most) + FREE_SLACK;
+        let place = self
+            .space
+            .allocate_section((count * FREE_ENTRY_BYTES) as u64)?;
+        let own = place.start..place.start + place.bytes;
+        change.used.push(own.clone());
+        free.insert(end..own.start.max(end));
+        free.remove(own.clone());
+        end = end.max(own.end);
+        // What is free at the end is no part of the file.
+        loop {
+            let last = free.iter().next_back();
+            let Some(last) = last.filter(|last| last.end == end) else {
+                break;
+            };
+            end = last.start;
+            free.remove(last);
+        }
+        let bytes = encode_free(&largest(&free, most));
+        if bytes.is_empty() {
+            header.free = Section::default();
+            change.freed.push(own.clone());
+            match own.end == end {
+                true => end = own.start,
+                false => free.insert(own),
+            }
+        } else {
+            self.write_storage(own.start, &bytes)?;
+            header.free = Section {
+                offset: own.start,
+                bytes: bytes.len() as u32,
+                crc: crc32c(&bytes),
+            };
+        }
+        header.generation = old.generation + 1;
+        header.file_bytes = end;
+        // Sections lie inside the file also if their last sector was not filled.
+        self.lengthen(end)?;
+        Ok(Prepared { header, free })
+    }
+
+    /// Makes the prepared header the file's. Whatever fails from here on, no more is written: which header the file has is
+    /// for the next opening to see.
+    pub(super) fn switch(
+        &self,
+        committer: &mut Committer,
+        prepared: Prepared,
+    ) -> Result<(), Error> {
+        let Prepared { header, free } = prepared;
+        self.barrier()?;
+        let slot = 1 - committer.slot;
+        self.write_slot(slot, &header)?;
+        self.barrier()?;
+        committer.slot = slot;
+        committer.tail = 0;
+        committer.sequence = 1;
+        committer.file_bytes = header.file_bytes;
+        committer.free = free;
+        committer.header = header;
+        self.marked.store(true, Ordering::Release);
+        self.checkpoints.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Puts the newest header into the other slot too. The next barrier, whatever it is for, makes that durable.
+    pub(super) fn write_other_slot(&self, committer: &Committer) -> Result<(), Error> {
+        self.write_slot(1 - committer.slot, &committer.header)
+    }
+
+    fn write_slot(&self, slot: usize, header: &Header) -> Result<(), Error> {
+        self.write_storage((slot * SLOT_BYTES) as u64, &header.encode())
+            .inspect_err(|error| {
+                let _ = self.failed.set(error.to_string());
+            })
+    }
+
+    fn lengthen(&self, file_bytes: u64) -> Result<(), Error> {
+        let storage = &self.file.storage;
+        let io = |source| Error::io("lengthen the file", file_bytes, source);
+        if storage.len().map_err(io)? < file_bytes {
+            storage.set_len(file_bytes).map_err(io)?;
+        }
+        Ok(())
+    }
+}
+
+/// A header whose sections are written.
+pub(super) struct Prepared {
+    header: Header,
+    free: Extents,
+}
+
+/// The sectors of a section.
+pub(super) fn section_range(section: &Section) -> Range<u64> {
+    section.offset..(section.offset + u64::from(section.bytes)).next_multiple_of(SECTOR_BYTES)
+}
+
+/// The entry that all blocks have, if that takes no space.
+fn uniform(entries: &[Entry]) -> Option<Entry> {
+    let first = *entries.first()?;
+    let all =
+        matches!(first, Entry::Absent | Entry::Zero) && entries.iter().all(|entry| *entry == first);
+    all.then_some(first)
+}
+
+/// The free ranges, if they are too many the largest of them, in order.
+fn largest(free: &Extents, most: usize) -> Vec<FreeRange> {
+    let mut ranges: Vec<FreeRange> = free
+        .iter()
+        .map(|range| FreeRange {
+            start: range.start,
+            bytes: range.end - range.start,
+        })
+        .collect();
+    if ranges.len() > most {
+        ranges.sort_unstable_by_key(|range| std::cmp::Reverse(range.bytes));
+        ranges.truncate(most);
+        ranges.sort_unstable_by_key(|range| range.start);
+    }
+    ranges
+}

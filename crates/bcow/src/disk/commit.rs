@@ -1,0 +1,312 @@
+//! Flush: one record, one barrier (spec section 10, "Commit").
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex};
+
+use bcow_format::{Entry, Header, LogMapping, Record, Stored, crc32c, encode_record, record_bytes};
+
+use super::extents::Extents;
+use super::locks::{lock, wait, write};
+use super::region::Region;
+use super::space::sectors;
+use super::{Frame, Inner};
+use crate::Error;
+
+/// Regions that are newer in the log than in their tables, at most: they stay in memory until the next checkpoint.
+const MOST_LOGGED: usize = 2048;
+/// Runs of freed bytes at least this long go back to the host; shorter ones are written again soon.
+const PUNCH_BYTES: u64 = 128 << 10;
+
+/// What the newest record or header says; changed by one flush or checkpoint at a time, when it is durable.
+pub(super) struct Committer {
+    /// The newest header.
+    pub(super) header: Header,
+    /// The slot that has it, 0 or 1; the other has it too, or an older one.
+    pub(super) slot: usize,
+    /// Where in the log the next record goes.
+    pub(super) tail: u64,
+    /// Its number.
+    pub(super) sequence: u64,
+    /// Length of the file as the newest record or header has it.
+    pub(super) file_bytes: u64,
+    /// What neither the header nor a record uses.
+    pub(super) free: Extents,
+    /// Regions whose tables are older than the log.
+    pub(super) logged: Vec<Arc<Region>>,
+}
+
+/// Flushes one at a time; those who ask while one is running share the next.
+#[derive(Default)]
+pub(super) struct Turns {
+    state: Mutex<Turn>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct Turn {
+    begun: u64,
+    done: u64,
+    running: bool,
+    /// Of the newest that is done.
+    failed: Option<Failure>,
+}
+
+/// An error that several callers are told.
+struct Failure {
+    kind: std::io::ErrorKind,
+    text: String,
+}
+
+impl Turns {
+    /// Runs `work` after this call began: here, or in another thread that asked for the same.
+    fn take(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        let mut state = lock(&self.state);
+        // The one that is running may have begun too early to see what the caller wrote.
+        let mine = state.begun + 1;
+        loop {
+            if state.done >= mine {
+                return match &state.failed {
+                    None => Ok(()),
+                    Some(failure) => Err(Error::io(
+                        "flush, that is to write",
+                        0,
+                        std::io::Error::new(failure.kind, failure.text.clone()),
+                    )),
+                };
+            }
+            if !state.running {
+                break;
+            }
+            state = wait(&self.ended, state);
+        }
+        state.running = true;
+        state.begun += 1;
+        let turn = state.begun;
+        drop(state);
+        let outcome = work();
+        let mut state = lock(&self.state);
+        state.running = false;
+        state.done = turn;
+        state.failed = outcome.as_ref().err().map(|error| Failure {
+            kind: match error.innermost() {
+                Error::Io { source, .. } => source.kind(),
+                _ => std::io::ErrorKind::Other,
+            },
+            text: error.to_string(),
+        });
+        drop(state);
+        self.ended.notify_all();
+        outcome
+    }
+}
+
+/// What a record is to say.
+#[derive(Default)]
+pub(super) struct Taken {
+    pub(super) mappings: Vec<LogMapping>,
+    pub(super) regions: Vec<Arc<Region>>,
+    /// Blocks among it.
+    pub(super) blocks: u64,
+}
+
+impl Taken {
+    /// Places that are in use from now on.
+    pub(super) fn used(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.mappings
+            .iter()
+            .filter_map(|mapping| mapping.entry.stored())
+            .map(sectors)
+    }
+}
+
+impl Inner {
+    pub(super) fn flush(&self, frame: &Frame) -> Result<(), Error> {
+        self.check_alive()?;
+        self.turns
+            .take(|| self.commit(frame, &mut lock(&self.committer)))
+    }
+
+    /// Records everything that is complete, after completing what is not.
+    pub(super) fn commit(&self, frame: &Frame, committer: &mut Committer) -> Result<(), Error> {
+        self.check_alive()?;
+        self.flush_queued.store(false, Ordering::Release);
+        let touched = self.touched.swap(false, Ordering::AcqRel);
+        let mut taken = Taken::default();
+        let incomplete = self.take(frame, &mut taken);
+        let outcome = if touched || !taken.mappings.is_empty() {
+            self.publish(frame, committer, &taken)
+        } else {
+            Ok(())
+        };
+        if outcome.is_err() {
+            self.put_back(&taken);
+            self.touched.store(true, Ordering::Release);
+        }
+        outcome.and(incomplete)?;
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Takes what is pending out of all changed regions. What cannot be completed stays pending; the first such error is
+    /// returned, and everything else taken nevertheless.
+    fn take(&self, frame: &Frame, taken: &mut Taken) -> Result<(), Error> {
+        let mut outcome = Ok(());
+        for shard in &self.changed {
+            let changed = std::mem::take(&mut *lock(shard));
+            for region in changed {
+                region.listed.store(false, Ordering::Release);
+                let took = self.take_region(frame, &region, taken);
+                if took.is_err() {
+                    self.list(&region);
+                }
+                outcome = outcome.and(took);
+            }
+        }
+        outcome
+    }
+
+    fn take_region(
+        &self,
+        frame: &Frame,
+        region: &Arc<Region>,
+        taken: &mut Taken,
+    ) -> Result<(), Error> {
+        let in_transit: Vec<u32> = {
+            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let pending = state.pending.iter();
+            pending
+                .filter(|(_, pending)| pending.transit.is_some())
+                .map(|(index, _)| *index)
+                .collect()
+        };
+        let mut outcome = Ok(());
+        for index in in_transit {
+            outcome = outcome.and(self.complete(frame, region, index));
+        }
+        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let checked = state.blocks().shift(self.region_shift) == super::write::CHECKED_SHIFT;
+        let before = state.pending.len();
+        state.take_for_record(
+            region.start(self.region_shift),
+            self.region_shift,
+            |entry| match entry {
+                Entry::Open(stored) if checked => self.with_checksum(stored),
+                entry => Ok(entry),
+            },
+            &mut taken.mappings,
+        )?;
+        taken.blocks += (before - state.pending.len()) as u64;
+        taken.regions.push(Arc::clone(region));
+        if !state.pending.is_empty() {
+            self.list(region);
+        }
+        outcome
+    }
+
+    /// A block that was written in parts.
+    fn with_checksum(&self, stored: Stored) -> Result<Entry, Error> {
+        let mut block = vec![0; stored.bytes as usize];
+        self.read_stored(stored.at.0, &mut block)?;
+        Ok(Entry::Raw(Stored {
+            crc: crc32c(&block),
+            ..stored
+        }))
+    }
+
+    /// Makes durable what was taken, as a record if there is room for one.
+    fn publish(
+        &self,
+        frame: &Frame,
+        committer: &mut Committer,
+        taken: &Taken,
+    ) -> Result<(), Error> {
+        // No checksum tells whether an open block is there: it must be before it is named.
+        let opened = |mapping: &LogMapping| matches!(mapping.entry, Entry::Open(_));
+        let needs_barrier = taken.mappings.iter().any(opened);
+        let bytes = record_bytes(taken.mappings.len()) as u64;
+        let fits = bytes <= committer.header.log.1 - committer.tail
+            && committer.logged.len() + taken.regions.len() <= MOST_LOGGED;
+        if !fits {
+            // Its first barrier covers the blocks too.
+            return self.checkpoint(frame, committer, taken);
+        }
+        if needs_barrier {
+            self.barrier()?;
+        }
+        let file_bytes = taken
+            .used()
+            .map(|range| range.end)
+            .fold(committer.file_bytes, u64::max);
+        let record = Record {
+            sequence: committer.sequence,
+            file_bytes,
+            mappings: taken.mappings.clone(),
+        };
+        let bytes = encode_record(&record, &committer.header);
+        self.write_storage(committer.header.log.0 + committer.tail, &bytes)?;
+        self.barrier()?;
+        committer.tail += bytes.len() as u64;
+        committer.sequence += 1;
+        self.marked.store(true, Ordering::Release);
+
+        let mut freed = Vec::new();
+        for region in &taken.regions {
+            let mut state = write(&region.state);
+            let before = state.logged;
+            state.record_is_durable(&mut freed);
+            if state.logged && !before {
+                committer.logged.push(Arc::clone(region));
+            }
+        }
+        self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
+        committer.grow(file_bytes);
+        taken.used().for_each(|range| committer.free.remove(range));
+        for stored in &freed {
+            committer.free.insert(sectors(*stored));
+        }
+        self.give_back(freed.into_iter().map(sectors));
+        Ok(())
+    }
+
+    /// What was taken is pending again.
+    fn put_back(&self, taken: &Taken) {
+        let mut freed = Vec::new();
+        let mut again = 0;
+        for region in &taken.regions {
+            again += write(&region.state).record_failed(&mut freed);
+            self.list(region);
+        }
+        self.unflushed
+            .fetch_sub(taken.blocks - again, Ordering::Relaxed);
+        self.space.free(freed.into_iter().map(sectors));
+    }
+
+    /// Nothing durable names these bytes any more: they may be written again.
+    pub(super) fn give_back(&self, freed: impl IntoIterator<Item = Range<u64>>) {
+        let mut runs = Extents::default();
+        freed.into_iter().for_each(|range| runs.insert(range));
+        self.punch(&runs);
+        self.space.free(runs.iter());
+    }
+
+    /// Gives long runs of what nobody uses to the host.
+    pub(super) fn punch(&self, free: &Extents) {
+        for run in free.iter() {
+            if run.end - run.start >= PUNCH_BYTES {
+                // Should the host refuse, nothing is lost but its space, and that only until the bytes are written again.
+                let _ = self.file.storage.punch(run.start, run.end - run.start);
+            }
+        }
+    }
+}
+
+impl Committer {
+    /// The file is longer now; what is new of it is free until something is said to use it.
+    pub(super) fn grow(&mut self, file_bytes: u64) {
+        if file_bytes > self.file_bytes {
+            self.free.insert(self.file_bytes..file_bytes);
+            self.file_bytes = file_bytes;
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Locks, whatever became of the thread that held one before.
+//!
+//! A panic is a bug of ours and ends the program where it is built for use; in tests the invariants are looked at,
+//! poisoned or not.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+pub(super) fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+pub(super) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+pub(super) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condition
+        .wait(guard)
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+const DOORS: usize = 16;
+
+/// Lets many pass and knows when nobody is inside: every operation holds one of its doors shared, and who changes what
+/// all operations rely on (the size, the backing) closes all doors. An operation always takes the door of its thread, so
+/// operations of different threads do not touch the same cache line.
+pub(super) struct Gate<T>([Door<T>; DOORS]);
+
+#[repr(align(128))]
+struct Door<T>(RwLock<Arc<T>>);
+
+pub(super) type Pass<'a, T> = RwLockReadGuard<'a, Arc<T>>;
+
+impl<T> Gate<T> {
+    pub(super) fn new(inside: T) -> Self {
+        let inside = Arc::new(inside);
+        Gate(std::array::from_fn(|_| {
+            Door(RwLock::new(Arc::clone(&inside)))
+        }))
+    }
+
+    /// Waits while the gate is closed. A thread inside must not enter again.
+    pub(super) fn enter(&self) -> Pass<'_, T> {
+        read(&self.0[this_thread() % DOORS].0)
+    }
+
+    /// Waits until nobody is inside.
+    pub(super) fn close(&self) -> Closed<'_, T> {
+        // In order, so that two who close do not wait for each other.
+        Closed(self.0.iter().map(|door| write(&door.0)).collect())
+    }
+}
+
+/// A closed gate; opens when dropped.
+pub(super) struct Closed<'a, T>(Vec<RwLockWriteGuard<'a, Arc<T>>>);
+
+impl<T> Closed<'_, T> {
+    pub(super) fn get(&self) -> &Arc<T> {
+        &self.0[0]
+    }
+
+    /// What those who enter from now on see.
+    pub(super) fn replace(&mut self, inside: T) {
+        let inside = Arc::new(inside);
+        for door in &mut self.0 {
+            **door = Arc::clone(&inside);
+        }
+    }
+}
+
+fn this_thread() -> usize {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    NUMBER.with(|number| *number)
+}

@@ -1,0 +1,340 @@
+//! What changes a file as a whole: its size, its backing, everything to nothing, the free list made anew.
+//!
+//! All of it happens behind the closed gate, when everything is in the tables: each is one checkpoint with another header.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bcow_format::{
+    BackingEntry, BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES, Section,
+    Stored, SubBlockTable, Uba, crc32c, encode_backings, incompatible,
+};
+
+use super::checkpoint::{Change, section_range};
+use super::commit::{Committer, Taken};
+use super::extents::Extents;
+use super::locks::{Closed, lock};
+use super::region::{Blocks, Region};
+use super::regions::read_blocks;
+use super::space::sectors;
+use super::write::CHECKED_SHIFT;
+use super::{Backing, BlockPlace, Disk, Frame, Inner, Layout};
+use crate::{BlockDevice, Error};
+
+impl Disk {
+    /// Changes the size of the address space to `size` bytes. What is new reads as zeros, also where the backing has more;
+    /// what is cut off is gone for good, also if the disk grows again.
+    ///
+    /// Waits for all operations to end, and makes everything durable.
+    pub fn resize(&self, size: u64) -> Result<(), Error> {
+        let inner = &self.inner;
+        inner.maintain(|frame, committer, work| {
+            let old = committer.header.clone();
+            check_size(size, old.region_shift)?;
+            work.header.size = size;
+            inner.fit_regions(frame, &old, work)
+        })
+    }
+
+    /// Makes another file the backing, or none. Only the reference changes: it is the caller's to see to it that what is
+    /// read afterwards is what should be.
+    pub fn set_backing(
+        &self,
+        backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
+    ) -> Result<(), Error> {
+        let inner = &self.inner;
+        inner.maintain(|_, _, work| {
+            work.change.freed.push(section_range(&work.header.backings));
+            work.header.backings = match &backing {
+                Some((entry, _)) => {
+                    let bytes = encode_backings(std::slice::from_ref(entry));
+                    inner.write_section(&bytes, &mut work.change)?
+                }
+                None => Section::default(),
+            };
+            work.header.backing_count = backing.is_some().into();
+            let bits = &mut work.header.features.incompatible;
+            match backing {
+                Some(_) => *bits |= incompatible::BACKING,
+                None => *bits &= !incompatible::BACKING,
+            }
+            work.backing = backing.map(|(entry, device)| Backing { entry, device });
+            Ok(())
+        })
+    }
+
+    /// Gives up everything that is stored: the disk shows its backing again, or zeros.
+    pub fn clear(&self) -> Result<(), Error> {
+        let inner = &self.inner;
+        inner.maintain(|_, committer, work| {
+            work.root.fill(Entry::Absent);
+            let mut used = Extents::default();
+            used.insert(SECTOR_BYTES..committer.file_bytes);
+            for section in sections(&committer.header) {
+                used.remove(section);
+            }
+            work.change.freed.extend(used.iter());
+            Ok(())
+        })
+    }
+
+    /// Makes the free list anew from what the tables use, so that space which was lost to it is found. Gives the bytes that
+    /// were.
+    pub fn rebuild_free_list(&self) -> Result<u64, Error> {
+        let inner = &self.inner;
+        let mut found = 0;
+        inner.maintain(|frame, committer, work| {
+            let mut lost = Extents::default();
+            lost.insert(SECTOR_BYTES..committer.file_bytes);
+            for section in sections(&committer.header) {
+                lost.remove(section);
+            }
+            for range in committer.free.iter() {
+                lost.remove(range);
+            }
+            for (region, entry) in (0..).zip(&work.root) {
+                let entries = entry.stored().into_iter();
+                entries.map(sectors).for_each(|range| lost.remove(range));
+                if let Entry::Table(_) = entry {
+                    let blocks = read_blocks(&inner.file, &frame.header, region, *entry)?;
+                    let entries = blocks.entries().iter().filter_map(Entry::stored);
+                    entries.map(sectors).for_each(|range| lost.remove(range));
+                }
+            }
+            found = lost.total();
+            work.change.freed.extend(lost.iter());
+            Ok(())
+        })?;
+        Ok(found)
+    }
+}
+
+/// What will be when the work is done.
+struct Work {
+    header: Header,
+    root: Vec<Entry>,
+    backing: Option<Backing>,
+    change: Change,
+}
+
+impl Inner {
+    fn maintain(
+        &self,
+        work: impl FnOnce(&Frame, &Committer, &mut Work) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut closed: Closed<'_, Frame> = self.gate.close();
+        let frame = Arc::clone(closed.get());
+        let mut committer = lock(&self.committer);
+        self.commit(&frame, &mut committer)?;
+        if committer.tail > 0 {
+            self.checkpoint(&frame, &mut committer, &Taken::default())?;
+        }
+        let mut next = Work {
+            header: committer.header.clone(),
+            root: self.regions.root(),
+            backing: frame.backing.as_ref().map(|backing| Backing {
+                entry: backing.entry.clone(),
+                device: Arc::clone(&backing.device),
+            }),
+            change: Change::default(),
+        };
+        let worked = work(&frame, &committer, &mut next);
+        self.or_free(worked, &next.change)?;
+        let Work {
+            header,
+            root,
+            backing,
+            mut change,
+        } = next;
+        let prepared = self.prepare(&committer, header, &root, std::iter::empty(), &mut change);
+        let prepared = self.or_free(prepared, &change)?;
+        self.switch(&mut committer, prepared)?;
+        closed.replace(Frame::new(&committer.header, backing));
+        self.regions.set_root(root);
+        self.regions.clear();
+        self.write_other_slot(&committer)?;
+        // Nothing is pending, so what the header does not use, nobody does.
+        let end = committer.file_bytes;
+        let io = |source| Error::io("cut off the end", end, source);
+        self.file.storage.set_len(end).map_err(io)?;
+        self.punch(&committer.free);
+        self.space.reset(committer.free.clone(), end);
+        Ok(())
+    }
+
+    /// Makes the root table one for another size.
+    fn fit_regions(&self, frame: &Frame, old: &Header, work: &mut Work) -> Result<(), Error> {
+        let shift = old.region_shift;
+        let new_size = work.header.size;
+        let boundary = old.size.min(new_size);
+        let regions = new_size.div_ceil(1 << shift) as usize;
+        for (region, entry) in (0..).zip(&work.root).skip(regions) {
+            let blocks = read_blocks(&self.file, old, region, *entry)?;
+            let stored = blocks.entries().iter().filter_map(Entry::stored);
+            work.change.freed.extend(stored.map(sectors));
+            work.change.freed.extend(
+                entry
+                    .stored()
+                    .filter(|_| matches!(entry, Entry::Table(_)))
+                    .map(sectors),
+            );
+        }
+        let covered = |at: u64| {
+            let backing = frame.backing.as_ref();
+            backing.is_some_and(|backing| backing.entry.size > at)
+        };
+        let edge = boundary >> shift;
+        if boundary & ((1 << shift) - 1) != 0 {
+            let lengths = (old.region_length(edge), work.header.region_length(edge));
+            let blocks = read_blocks(&self.file, old, edge, work.root[edge as usize])?;
+            let fit = Fit {
+                region: Region::new(edge, lengths.0, None),
+                old: lengths.0,
+                new: lengths.1,
+                covered: covered(boundary),
+            };
+            let blocks = self.fit_blocks(frame, fit, blocks, &mut work.change)?;
+            self.write_table(edge, &blocks, &mut work.root, &mut work.change)?;
+        }
+        work.root.truncate(regions);
+        while work.root.len() < regions {
+            let start = (work.root.len() as u64) << shift;
+            work.root.push(match covered(start.max(boundary)) {
+                true => Entry::Zero,
+                false => Entry::Absent,
+            });
+        }
+        Ok(())
+    }
+
+    /// The blocks of the region in which the old or the new end lies.
+    fn fit_blocks(
+        &self,
+        frame: &Frame,
+        fit: Fit,
+        blocks: Blocks,
+        change: &mut Change,
+    ) -> Result<Blocks, Error> {
+        let grown = if fit.covered {
+            Entry::Zero
+        } else {
+            Entry::Absent
+        };
+        let grows = fit.new > fit.old;
+        let table = match blocks {
+            // What is new of an absent region is not the backing's.
+            Blocks::Whole(Entry::Absent) if grows && fit.covered => {
+                if self.layout == Layout::Performance {
+                    let entry =
+                        self.refit(frame, &fit, 0, self.region_shift, Entry::Absent, change)?;
+                    return Ok(Blocks::Whole(entry));
+                }
+                let shift = BlockShift::new(CHECKED_SHIFT).unwrap_or(BlockShift::MIN);
+                let count = fit.old.div_ceil(shift.bytes().into());
+                SubBlockTable {
+                    block_shift: shift,
+                    entries: vec![Entry::Absent; count as usize].into(),
+                }
+            }
+            Blocks::Whole(entry @ (Entry::Absent | Entry::Zero)) => {
+                return Ok(Blocks::Whole(entry));
+            }
+            Blocks::Whole(entry) => {
+                let entry = self.refit(frame, &fit, 0, self.region_shift, entry, change)?;
+                return Ok(Blocks::Whole(entry));
+            }
+            Blocks::Cut(table) => table,
+        };
+        let shift = table.block_shift.get();
+        let count = fit.new.div_ceil(1 << shift) as usize;
+        let mut entries = table.entries.into_vec();
+        let gone = entries.iter().skip(count).filter_map(Entry::stored);
+        change.freed.extend(gone.map(sectors));
+        entries.truncate(count);
+        let edge = (fit.old.min(fit.new) >> shift) as usize;
+        if fit.old.min(fit.new) & ((1 << shift) - 1) != 0 {
+            entries[edge] = self.refit(frame, &fit, edge as u32, shift, entries[edge], change)?;
+        }
+        entries.resize(count, grown);
+        Ok(Blocks::Cut(SubBlockTable {
+            block_shift: table.block_shift,
+            entries: entries.into(),
+        }))
+    }
+
+    /// The block in which the old or the new end lies, with its new length.
+    fn refit(
+        &self,
+        frame: &Frame,
+        fit: &Fit,
+        index: u32,
+        shift: u8,
+        entry: Entry,
+        change: &mut Change,
+    ) -> Result<Entry, Error> {
+        let was = super::place(u64::from(index) << shift, shift, fit.old);
+        let is = super::place(u64::from(index) << shift, shift, fit.new);
+        let from_below = entry == Entry::Absent && fit.covered && is.length > was.length;
+        if entry.stored().is_none() && !from_below {
+            return Ok(entry);
+        }
+        let kept = was.length.min(is.length);
+        let mut bytes = vec![0; is.length as usize];
+        let block = BlockPlace { ..was };
+        self.read_entry(
+            frame,
+            &fit.region,
+            &block,
+            &entry,
+            0..kept as u32,
+            &mut bytes[..kept as usize],
+        )?;
+        change.freed.extend(entry.stored().map(sectors));
+        if bytes.iter().all(|byte| *byte == 0) {
+            return Ok(Entry::Zero);
+        }
+        let section = self.write_section(&bytes, change)?;
+        Ok(Entry::Raw(Stored {
+            at: Uba(section.offset),
+            bytes: section.bytes,
+            crc: crc32c(&bytes),
+        }))
+    }
+}
+
+/// How the region at the end changes: its old and new length, and whether the backing has something where it grows.
+struct Fit {
+    region: Region,
+    old: u64,
+    new: u64,
+    covered: bool,
+}
+
+fn check_size(size: u64, region_shift: u8) -> Result<(), Error> {
+    if !size.is_multiple_of(SECTOR_BYTES) || size > MAX_ADDRESS {
+        return Err(Error::Unsupported(format!(
+            "a size of {size} bytes: it must be a multiple of 4096, and at most 2^48"
+        )));
+    }
+    if size.div_ceil(1 << region_shift) > MAX_ROOT_ENTRIES {
+        return Err(Error::Unsupported(format!(
+            "{size} bytes: with its regions of {} bytes the file has room for {}",
+            1u64 << region_shift,
+            MAX_ROOT_ENTRIES << region_shift
+        )));
+    }
+    Ok(())
+}
+
+/// The places that a header names beside the tables.
+fn sections(header: &Header) -> impl Iterator<Item = Range<u64>> {
+    let (log, log_bytes) = header.log;
+    [
+        log..log + log_bytes,
+        section_range(&header.metadata),
+        section_range(&header.backings),
+        section_range(&header.root),
+        section_range(&header.free),
+    ]
+    .into_iter()
+}

@@ -1,0 +1,411 @@
+//! Reading: what is stored here, from here; what is not, from the backing.
+
+use std::ops::Range;
+
+use bcow_format::{Entry, Stored, crc32c, crc32c_matches};
+
+use super::region::{Region, State};
+use super::regions::Found;
+use super::{BlockPlace, Disk, Frame, Inner, by_region, place};
+use crate::cache::BlockKey;
+use crate::codec::Encoding;
+use crate::device::checked_range;
+use crate::image::{Piece, read_block};
+use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, Status};
+
+/// Blocks up to this size are read as a whole, to compare their checksums, on the stack's scale of memory.
+const SECTOR: usize = 4096;
+
+impl BlockDevice for Disk {
+    fn size(&self) -> u64 {
+        self.inner.enter().header.size
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        checked_range(offset, buf.len() as u64, frame.header.size)?;
+        self.inner.read(&frame, offset, buf)
+    }
+
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        let frame = self.inner.enter();
+        let range = checked_range(offset, length.max(1), frame.header.size)?;
+        self.inner.status(&frame, range)
+    }
+
+    fn identity(&self) -> Option<crate::FileIdentity> {
+        // Its bytes change, so that no two looks at it are known to be the same.
+        None
+    }
+}
+
+impl Disk {
+    /// Where the byte `offset` of the address space is stored, and how far that holds: one entry's piece.
+    pub fn map(&self, offset: u64) -> Result<Extent, Error> {
+        let frame = self.inner.enter();
+        checked_range(offset, 1, frame.header.size)?;
+        self.inner.map(&frame, offset)
+    }
+}
+
+impl Inner {
+    pub(super) fn read(&self, frame: &Frame, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let mut buf = buf;
+        for (index, at, length) in by_region(offset, buf.len() as u64, self.region_shift) {
+            let (piece, rest) = std::mem::take(&mut buf).split_at_mut(length as usize);
+            buf = rest;
+            let length = frame.header.region_length(index);
+            match self.regions.find(index, length) {
+                Found::Region(region) => self.read_region(frame, &region, at, piece)?,
+                Found::Whole(entry) => {
+                    let start = (index << self.region_shift) + at;
+                    self.read_below(frame, &entry, start, piece)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn read_region(
+        &self,
+        frame: &Frame,
+        region: &Region,
+        at: u64,
+        buf: &mut [u8],
+    ) -> Result<(), Error> {
+        loop {
+            match self.try_read_region(frame, region, at, buf)? {
+                None => return Ok(()),
+                Some(index) => self.complete(frame, region, index)?,
+            }
+        }
+    }
+
+    /// Reads, or gives the index of a block that must be completed first. What the backing has is read when the region's
+    /// lock is dropped: it does not change.
+    fn try_read_region(
+        &self,
+        frame: &Frame,
+        region: &Region,
+        at: u64,
+        buf: &mut [u8],
+    ) -> Result<Option<u32>, Error> {
+        let mut below: Vec<(Range<usize>, Entry)> = Vec::new();
+        {
+            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let shift = state.blocks().shift(self.region_shift);
+            let mut done = 0;
+            while done < buf.len() {
+                let from = at + done as u64;
+                let block = place(from, shift, region.length);
+                let entry = state.blocks().entry(block.index);
+                let run = self.run_length(&state, region, &block, entry);
+                let take = ((block.start + run - from) as usize).min(buf.len() - done);
+                let piece = &mut buf[done..done + take];
+                match entry {
+                    Entry::Open(_) if state.is_in_transit(block.index) => {
+                        return Ok(Some(block.index));
+                    }
+                    Entry::Open(stored) => {
+                        self.read_stored(stored.at.0 + (from - block.start), piece)?;
+                    }
+                    Entry::Raw(_) => {
+                        self.read_raw(&state, region, from, shift, piece)?;
+                    }
+                    Entry::Zstd(stored) => {
+                        let skip = (from - block.start) as usize;
+                        let block = self.read_zstd(region, &block, stored)?;
+                        piece.copy_from_slice(&block[skip..skip + take]);
+                    }
+                    entry => match below.last_mut() {
+                        Some((range, last)) if range.end == done && *last == entry => {
+                            range.end += take;
+                        }
+                        _ => below.push((done..done + take, entry)),
+                    },
+                }
+                done += take;
+            }
+        }
+        for (range, entry) in below {
+            let start = self.lba(region, at + range.start as u64).0;
+            self.read_below(frame, &entry, start, &mut buf[range])?;
+        }
+        Ok(None)
+    }
+
+    /// Bytes from a block's start up to which blocks of the same kind lie one behind the other in the file too.
+    fn run_length(&self, state: &State, region: &Region, block: &BlockPlace, entry: Entry) -> u64 {
+        let Entry::Raw(first) = entry else {
+            return block.length;
+        };
+        let mut length = block.length;
+        let entries = &state.blocks().entries()[block.index as usize + 1..];
+        for next in entries {
+            match next {
+                Entry::Raw(stored) if stored.at.0 == first.at.0 + length => {
+                    length += u64::from(stored.bytes);
+                }
+                _ => break,
+            }
+        }
+        length.min(region.length - block.start)
+    }
+
+    /// Raw blocks that lie one behind the other in the file. Those that `buf` has as a whole are read in one go.
+    fn read_raw(
+        &self,
+        state: &State,
+        region: &Region,
+        at: u64,
+        shift: u8,
+        buf: &mut [u8],
+    ) -> Result<(), Error> {
+        let mut at = at;
+        let mut buf = buf;
+        while !buf.is_empty() {
+            let block = place(at, shift, region.length);
+            let skip = at - block.start;
+            let take;
+            if skip > 0 || (buf.len() as u64) < block.length {
+                take = ((block.length - skip) as usize).min(buf.len());
+                let stored = raw(state, block.index);
+                let copy = |block: &[u8], buf: &mut [u8]| {
+                    buf[..take].copy_from_slice(&block[skip as usize..skip as usize + take]);
+                };
+                if block.length as usize <= SECTOR {
+                    let mut sector = [0; SECTOR];
+                    let whole = &mut sector[..block.length as usize];
+                    self.read_stored(stored.at.0, whole)?;
+                    self.check_raw(region, &block, &stored, whole)?;
+                    copy(whole, buf);
+                } else {
+                    let mut whole = vec![0; block.length as usize];
+                    self.read_stored(stored.at.0, &mut whole)?;
+                    self.check_raw(region, &block, &stored, &whole)?;
+                    copy(&whole, buf);
+                }
+            } else {
+                // Whole blocks; the last of the region may be shorter than the others.
+                let mut whole = 0;
+                while let Some(next) = (whole < buf.len())
+                    .then(|| place(at + whole as u64, shift, region.length))
+                    .filter(|next| whole + next.length as usize <= buf.len())
+                {
+                    whole += next.length as usize;
+                }
+                take = whole;
+                self.read_stored(raw(state, block.index).at.0, &mut buf[..take])?;
+                let mut seen = 0;
+                while seen < take {
+                    let block = place(at + seen as u64, shift, region.length);
+                    let end = seen + block.length as usize;
+                    let stored = raw(state, block.index);
+                    self.check_raw(region, &block, &stored, &buf[seen..end])?;
+                    seen = end;
+                }
+            }
+            at += take as u64;
+            buf = &mut buf[take..];
+        }
+        Ok(())
+    }
+
+    fn check_raw(
+        &self,
+        region: &Region,
+        block: &BlockPlace,
+        stored: &Stored,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let found = crc32c(bytes);
+        if crc32c_matches(stored.crc, found) {
+            return Ok(());
+        }
+        Err(Error::BadBlock {
+            logical: self.lba(region, block.start).0,
+            stored: stored.at.0,
+            problem: BlockProblem::Checksum {
+                expected: stored.crc,
+                found,
+            },
+        })
+    }
+
+    fn read_zstd(
+        &self,
+        region: &Region,
+        block: &BlockPlace,
+        stored: Stored,
+    ) -> Result<std::sync::Arc<Vec<u8>>, Error> {
+        let key = BlockKey {
+            file: self.id,
+            stored,
+            encoding: Encoding::Zstd,
+            length: block.length as u32,
+        };
+        self.cache.block(key, || {
+            let piece = Piece {
+                start: self.lba(region, block.start).0,
+                length: block.length,
+                entry: Entry::Zstd(stored),
+            };
+            read_block(&self.file, &piece, &stored, Encoding::Zstd)
+        })
+    }
+
+    pub(super) fn read_stored(&self, at: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.file.read_at(at, buf)
+    }
+
+    /// What stands at `start` of the address space where the entry is absent or zero.
+    pub(super) fn read_below(
+        &self,
+        frame: &Frame,
+        entry: &Entry,
+        start: u64,
+        buf: &mut [u8],
+    ) -> Result<(), Error> {
+        let there = match (&frame.backing, entry) {
+            (Some(backing), Entry::Absent) => {
+                let there = backing.entry.size.saturating_sub(start);
+                let there = there.min(buf.len() as u64) as usize;
+                if there > 0 {
+                    backing
+                        .device
+                        .read_at(start, &mut buf[..there])
+                        .map_err(|error| error.in_backing(&backing.entry.name))?;
+                }
+                there
+            }
+            _ => 0,
+        };
+        buf[there..].fill(0);
+        Ok(())
+    }
+
+    /// One whole block as an entry has it: for copying the rest of a block from, and for rewriting one.
+    pub(super) fn read_entry(
+        &self,
+        frame: &Frame,
+        region: &Region,
+        block: &BlockPlace,
+        entry: &Entry,
+        range: Range<u32>,
+        buf: &mut [u8],
+    ) -> Result<(), Error> {
+        let (start, end) = (range.start as usize, range.end as usize);
+        match entry {
+            Entry::Open(stored) => self.read_stored(stored.at.0 + u64::from(range.start), buf),
+            Entry::Raw(stored) => {
+                let mut whole = vec![0; block.length as usize];
+                self.read_stored(stored.at.0, &mut whole)?;
+                self.check_raw(region, block, stored, &whole)?;
+                buf.copy_from_slice(&whole[start..end]);
+                Ok(())
+            }
+            Entry::Zstd(stored) => {
+                let whole = self.read_zstd(region, block, *stored)?;
+                buf.copy_from_slice(&whole[start..end]);
+                Ok(())
+            }
+            entry => {
+                let at = self.lba(region, block.start + u64::from(range.start)).0;
+                self.read_below(frame, entry, at, buf)
+            }
+        }
+    }
+
+    fn map(&self, frame: &Frame, offset: u64) -> Result<Extent, Error> {
+        let index = offset >> self.region_shift;
+        let length = frame.header.region_length(index);
+        let start = index << self.region_shift;
+        let (block, entry) = match self.regions.find(index, length) {
+            Found::Whole(entry) => (place(0, self.region_shift, length), entry),
+            Found::Region(region) => {
+                let state = self.regions.read(&region, &self.file, &frame.header)?;
+                let shift = state.blocks().shift(self.region_shift);
+                let block = place(offset - start, shift, length);
+                (block, state.blocks().entry(block.index))
+            }
+        };
+        let offset = start + block.start;
+        let mapping = match entry {
+            Entry::Absent => match frame.backing {
+                Some(_) => Mapping::Backing {
+                    index: 0,
+                    offset,
+                    bytes: block.length,
+                },
+                None => Mapping::Hole,
+            },
+            Entry::Raw(stored) => Mapping::Raw { stored },
+            Entry::Zstd(stored) => Mapping::Compressed { stored },
+            Entry::Open(stored) => Mapping::Open { stored },
+            // A disk that is open for writing has no windows, and a block is no table.
+            Entry::Zero | Entry::Table(_) | Entry::Window { .. } => Mapping::Zero,
+        };
+        Ok(Extent {
+            offset,
+            length: block.length,
+            mapping,
+        })
+    }
+
+    fn status(&self, frame: &Frame, range: Range<u64>) -> Result<Status, Error> {
+        let index = range.start >> self.region_shift;
+        let start = index << self.region_shift;
+        let length = frame.header.region_length(index);
+        let most = range.end - range.start;
+        let (entry, holds) = match self.regions.find(index, length) {
+            Found::Whole(entry) => (entry, start + length - range.start),
+            Found::Region(region) => {
+                let state = self.regions.read(&region, &self.file, &frame.header)?;
+                let shift = state.blocks().shift(self.region_shift);
+                let at = range.start - start;
+                let first = place(at, shift, length);
+                let entries = state.blocks().entries();
+                let kind = std::mem::discriminant(&entries[first.index as usize]);
+                let same = entries[first.index as usize..]
+                    .iter()
+                    .take_while(|entry| std::mem::discriminant(*entry) == kind)
+                    .count() as u64;
+                let end = (first.start + (same << shift)).min(length);
+                (entries[first.index as usize], end - at)
+            }
+        };
+        let length = holds.min(most);
+        let here = |content, depth| Status {
+            length,
+            content,
+            depth,
+        };
+        match (&frame.backing, entry) {
+            (Some(backing), Entry::Absent) => {
+                let there = backing.entry.size.saturating_sub(range.start).min(length);
+                if there == 0 {
+                    return Ok(here(Content::Hole, 0));
+                }
+                let below = backing
+                    .device
+                    .status(range.start, there)
+                    .map_err(|error| error.in_backing(&backing.entry.name))?;
+                Ok(below.one_deeper())
+            }
+            (None, Entry::Absent) => Ok(here(Content::Hole, 0)),
+            (_, Entry::Zero) => Ok(here(Content::Zero, 1)),
+            _ => Ok(here(Content::Data, 1)),
+        }
+    }
+}
+
+/// The stored range of a block that is known to be raw.
+fn raw(state: &State, index: u32) -> Stored {
+    // Where nothing is stored there is nothing that would have the checksum.
+    const NOWHERE: Stored = Stored {
+        at: bcow_format::Uba(0),
+        bytes: 0,
+        crc: 0,
+    };
+    state.blocks().entry(index).stored().unwrap_or(NOWHERE)
+}

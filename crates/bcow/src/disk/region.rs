@@ -1,0 +1,377 @@
+//! One region of an open disk: what stands at each of its blocks, and what of that no record has said yet.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bcow_format::{BlockShift, Entry, Lba, LogMapping, Stored, SubBlockTable};
+
+use super::extents::Ranges;
+
+/// A region. Its lock is held shared by those who read its blocks or write into them in place, and exclusively to
+/// change an entry; so whoever holds it exclusively knows that nobody is at any block of the region.
+pub(super) struct Region {
+    pub(super) index: u64,
+    /// Bytes of the address space in it.
+    pub(super) length: u64,
+    /// Whether it stands in the list of changed regions.
+    pub(super) listed: AtomicBool,
+    /// Whether it was used since it was last looked at for eviction.
+    pub(super) used: AtomicBool,
+    pub(super) state: RwLock<State>,
+}
+
+/// What stands in a region.
+#[derive(Debug)]
+pub(super) struct State {
+    /// `None` until it was read.
+    pub(super) blocks: Option<Blocks>,
+    /// Blocks that are not as the newest record or table has them. In a region that is a whole, block 0 is all of it.
+    pub(super) pending: BTreeMap<u32, Pending>,
+    /// A region that was cut into blocks while, as a whole, it was pending: what it was made then, and what it is
+    /// published as.
+    whole: Option<(Entry, Entry)>,
+    /// What the record being written has of this region.
+    committing: Option<Committing>,
+    /// Whether the table in the file is older than the newest record.
+    pub(super) logged: bool,
+}
+
+/// The entries of a region.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Blocks {
+    /// One entry for all of it: a block, or absent or zero.
+    Whole(Entry),
+    /// Cut into blocks.
+    Cut(SubBlockTable),
+}
+
+/// A block that is not as the newest record or table has it.
+#[derive(Debug)]
+pub(super) struct Pending {
+    /// What that has. Its space is free when the next record is durable.
+    pub(super) published: Entry,
+    /// Set while the block is not complete.
+    pub(super) transit: Option<Transit>,
+}
+
+/// A block that was written in part; the rest is still to be copied.
+#[derive(Debug, Clone)]
+pub(super) struct Transit {
+    /// What the rest is copied from.
+    pub(super) source: Entry,
+    /// What was written.
+    pub(super) written: Ranges,
+}
+
+/// What a record being written says of a region: what was published before.
+#[derive(Debug, Default)]
+struct Committing {
+    whole: Option<(Entry, Entry)>,
+    blocks: BTreeMap<u32, Entry>,
+}
+
+impl Region {
+    pub(super) fn new(index: u64, length: u64, blocks: Option<Blocks>) -> Self {
+        Region {
+            index,
+            length,
+            listed: AtomicBool::new(false),
+            used: AtomicBool::new(true),
+            state: RwLock::new(State {
+                blocks,
+                pending: BTreeMap::new(),
+                whole: None,
+                committing: None,
+                logged: false,
+            }),
+        }
+    }
+
+    pub(super) fn touch(&self) {
+        // Only the first use since the last look writes to the shared line.
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether nothing of it would be lost if it were forgotten. The caller has the only reference.
+    pub(super) fn is_clean(&self) -> bool {
+        self.state.try_read().is_ok_and(|state| {
+            state.pending.is_empty()
+                && state.whole.is_none()
+                && state.committing.is_none()
+                && !state.logged
+        })
+    }
+
+    /// First byte of the region in the address space.
+    pub(super) fn start(&self, region_shift: u8) -> u64 {
+        self.index << region_shift
+    }
+}
+
+impl Blocks {
+    /// log2 of the block size; that of the region if it is one block.
+    pub(super) fn shift(&self, region_shift: u8) -> u8 {
+        match self {
+            Blocks::Whole(_) => region_shift,
+            Blocks::Cut(table) => table.block_shift.get(),
+        }
+    }
+
+    pub(super) fn entry(&self, index: u32) -> Entry {
+        match self {
+            Blocks::Whole(entry) => *entry,
+            Blocks::Cut(table) => table.entries[index as usize],
+        }
+    }
+
+    pub(super) fn count(&self) -> u32 {
+        match self {
+            Blocks::Whole(_) => 1,
+            Blocks::Cut(table) => table.entries.len() as u32,
+        }
+    }
+
+    pub(super) fn entries(&self) -> &[Entry] {
+        match self {
+            Blocks::Whole(entry) => std::slice::from_ref(entry),
+            Blocks::Cut(table) => &table.entries,
+        }
+    }
+
+    fn replace(&mut self, index: u32, entry: Entry) -> Entry {
+        let slot = match self {
+            Blocks::Whole(slot) => slot,
+            Blocks::Cut(table) => &mut table.entries[index as usize],
+        };
+        std::mem::replace(slot, entry)
+    }
+}
+
+impl State {
+    /// The entries, once the region was read.
+    pub(super) fn blocks(&self) -> &Blocks {
+        const UNREAD: &Blocks = &Blocks::Whole(Entry::Absent);
+        debug_assert!(self.blocks.is_some());
+        self.blocks.as_ref().unwrap_or(UNREAD)
+    }
+
+    pub(super) fn is_in_transit(&self, index: u32) -> bool {
+        self.transit(index).is_some()
+    }
+
+    pub(super) fn transit(&self, index: u32) -> Option<&Transit> {
+        self.pending.get(&index)?.transit.as_ref()
+    }
+
+    /// Whether the block was written since the last record and may so be written again in place.
+    pub(super) fn is_fresh(&self, index: u32) -> bool {
+        self.pending.contains_key(&index)
+    }
+
+    /// Cuts a region that is absent or zero as a whole into blocks.
+    pub(super) fn cut(&mut self, shift: BlockShift, length: u64) {
+        let Some(Blocks::Whole(entry @ (Entry::Absent | Entry::Zero))) = self.blocks else {
+            return;
+        };
+        // What was said of the region as a whole is not about its block 0.
+        if let Some(pending) = self.pending.remove(&0) {
+            self.whole = Some((entry, pending.published));
+        }
+        if let Some(committing) = &mut self.committing
+            && let Some(published) = committing.blocks.remove(&0)
+        {
+            committing.whole = Some((entry, published));
+        }
+        let count = length.div_ceil(shift.bytes().into());
+        self.blocks = Some(Blocks::Cut(SubBlockTable {
+            block_shift: shift,
+            entries: vec![entry; count as usize].into(),
+        }));
+    }
+
+    /// Puts an entry into its place. Gives back the space of the one before, if no record ever named it, and whether
+    /// the block is newly pending.
+    pub(super) fn set(
+        &mut self,
+        index: u32,
+        entry: Entry,
+        transit: Option<Transit>,
+    ) -> (Option<Stored>, bool) {
+        let Some(blocks) = &mut self.blocks else {
+            return (None, false);
+        };
+        let before = blocks.replace(index, entry);
+        match self.pending.get_mut(&index) {
+            Some(pending) => {
+                pending.transit = transit;
+                (before.stored(), false)
+            }
+            None => {
+                let published = before;
+                self.pending.insert(index, Pending { published, transit });
+                (None, true)
+            }
+        }
+    }
+
+    /// Changes the entry of a fresh block, which stays at its place.
+    pub(super) fn rewrite(&mut self, index: u32, entry: Entry) {
+        if let Some(blocks) = &mut self.blocks {
+            blocks.replace(index, entry);
+        }
+    }
+
+    /// A block has all its bytes.
+    pub(super) fn completed(&mut self, index: u32) {
+        if let Some(pending) = self.pending.get_mut(&index) {
+            pending.transit = None;
+        }
+    }
+
+    /// A further part of a block in transit was written.
+    pub(super) fn wrote_in_transit(&mut self, index: u32, range: Range<u32>, length: u32) {
+        if let Some(pending) = self.pending.get_mut(&index)
+            && let Some(transit) = &mut pending.transit
+        {
+            transit.written.insert(range);
+            if transit.written.gaps(length).is_empty() {
+                pending.transit = None;
+            }
+        }
+    }
+
+    /// The entry that the newest record or table has, and the record being written, if there is one.
+    pub(super) fn published(&self) -> Blocks {
+        let mut blocks = self.blocks().clone();
+        for (index, pending) in &self.pending {
+            blocks.replace(*index, pending.published);
+        }
+        match self.whole {
+            // Before it was cut it was one and the same everywhere.
+            Some((_, published)) => Blocks::Whole(published),
+            None => blocks,
+        }
+    }
+
+    /// Takes all complete pending blocks for a record and says what it must say. `finish` makes the entry of a block
+    /// the one to be recorded. If it fails, nothing was taken.
+    pub(super) fn take_for_record<E>(
+        &mut self,
+        region_start: u64,
+        region_shift: u8,
+        finish: impl Fn(Entry) -> Result<Entry, E>,
+        mappings: &mut Vec<LogMapping>,
+    ) -> Result<(), E> {
+        let Some(blocks) = &mut self.blocks else {
+            return Ok(());
+        };
+        let shift = blocks.shift(region_shift);
+        let first = mappings.len();
+        if let Some((entry, _)) = self.whole {
+            mappings.push(LogMapping {
+                at: Lba(region_start),
+                shift: region_shift,
+                entry,
+            });
+        }
+        let complete: Vec<u32> = self
+            .pending
+            .iter()
+            .filter(|(_, pending)| pending.transit.is_none())
+            .map(|(index, _)| *index)
+            .collect();
+        let all_zero = shift < region_shift
+            && complete.len() == blocks.count() as usize
+            && blocks
+                .entries()
+                .iter()
+                .all(|entry| *entry == blocks.entry(0))
+            && matches!(blocks.entry(0), Entry::Zero | Entry::Absent);
+        if all_zero {
+            mappings.truncate(first);
+            mappings.push(LogMapping {
+                at: Lba(region_start),
+                shift: region_shift,
+                entry: blocks.entry(0),
+            });
+        } else {
+            for &index in &complete {
+                let entry = match finish(blocks.entry(index)) {
+                    Ok(entry) => entry,
+                    Err(error) => {
+                        mappings.truncate(first);
+                        return Err(error);
+                    }
+                };
+                blocks.replace(index, entry);
+                mappings.push(LogMapping {
+                    at: Lba(region_start + (u64::from(index) << shift)),
+                    shift,
+                    entry,
+                });
+            }
+        }
+        let mut committing = Committing {
+            whole: self.whole.take(),
+            blocks: BTreeMap::new(),
+        };
+        for index in complete {
+            if let Some(pending) = self.pending.remove(&index) {
+                committing.blocks.insert(index, pending.published);
+            }
+        }
+        debug_assert!(self.committing.is_none());
+        self.committing = Some(committing);
+        Ok(())
+    }
+
+    /// The space that the record being written frees.
+    pub(super) fn freed_by_record(&self) -> impl Iterator<Item = Stored> + '_ {
+        let blocks = self.committing.iter().flat_map(|c| c.blocks.values());
+        blocks.filter_map(Entry::stored)
+    }
+
+    /// The record is durable. Gives the space that it freed.
+    pub(super) fn record_is_durable(&mut self, freed: &mut Vec<Stored>) {
+        if let Some(committing) = self.committing.take() {
+            self.logged = true;
+            freed.extend(committing.blocks.values().filter_map(Entry::stored));
+        }
+    }
+
+    /// The record was not written: what it was to say is pending again. Gives the space of blocks that were written
+    /// again since, and the number of blocks that are pending again.
+    pub(super) fn record_failed(&mut self, freed: &mut Vec<Stored>) -> u64 {
+        let Some(committing) = self.committing.take() else {
+            return 0;
+        };
+        let mut again = 0;
+        for (index, published) in committing.blocks {
+            match self.pending.get_mut(&index) {
+                Some(pending) => {
+                    let between = std::mem::replace(&mut pending.published, published);
+                    // A block in transit may still be copied from it.
+                    match &pending.transit {
+                        Some(transit) if transit.source == between => {
+                            // Keeps it as what is published, and leaks it if the file is not closed before.
+                        }
+                        _ => freed.extend(between.stored()),
+                    }
+                }
+                None => {
+                    again += 1;
+                    let transit = None;
+                    self.pending.insert(index, Pending { published, transit });
+                }
+            }
+        }
+        if let Some(whole) = committing.whole {
+            self.whole = Some(whole);
+        }
+        again
+    }
+}

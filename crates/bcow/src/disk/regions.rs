@@ -1,0 +1,156 @@
+//! The regions of an open disk that were used lately, and the root table.
+//!
+//! Locks: a *shard* of the map (never held across I/O or while another lock is taken, but the root's), a region's own, the root's.
+//! A region that is not in the map is as its root entry says. It is read under its own lock, by whoever needs it first.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as Slot;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use bcow_format::{Entry, Header};
+
+use super::locks::{lock, read, write};
+use super::region::{Blocks, Region, State};
+use crate::Error;
+use crate::image::{CheckedFile, read_table};
+
+const SHARDS: u64 = 64;
+/// Regions kept in memory: with 24 KiB for a table of 1024 blocks, some 24 MiB. Those that a checkpoint has yet to write are not
+/// counted, as they cannot be left.
+const MOST_PER_SHARD: usize = 16;
+
+pub(super) struct Regions {
+    shards: Vec<Mutex<HashMap<u64, Arc<Region>>>>,
+    /// As of the newest checkpoint.
+    root: RwLock<Vec<Entry>>,
+}
+
+/// A region, or the one entry that stands for all of it.
+pub(super) enum Found {
+    Region(Arc<Region>),
+    Whole(Entry),
+}
+
+impl Regions {
+    pub(super) fn new(root: Vec<Entry>) -> Self {
+        Regions {
+            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            root: RwLock::new(root),
+        }
+    }
+
+    /// The region, to be changed.
+    pub(super) fn get(&self, index: u64, length: u64) -> Arc<Region> {
+        let mut shard = lock(&self.shards[(index % SHARDS) as usize]);
+        if shard.len() >= MOST_PER_SHARD && !shard.contains_key(&index) {
+            forget_one(&mut shard);
+        }
+        match shard.entry(index) {
+            Slot::Occupied(slot) => {
+                slot.get().touch();
+                Arc::clone(slot.get())
+            }
+            Slot::Vacant(slot) => {
+                let blocks = match read(&self.root)[index as usize] {
+                    Entry::Table(_) => None,
+                    entry => Some(Blocks::Whole(entry)),
+                };
+                Arc::clone(slot.insert(Arc::new(Region::new(index, length, blocks))))
+            }
+        }
+    }
+
+    /// The region, to be looked at: one that was never written need not be held in memory for that.
+    pub(super) fn find(&self, index: u64, length: u64) -> Found {
+        {
+            let shard = lock(&self.shards[(index % SHARDS) as usize]);
+            if let Some(region) = shard.get(&index) {
+                region.touch();
+                return Found::Region(Arc::clone(region));
+            }
+            let entry = read(&self.root)[index as usize];
+            if matches!(entry, Entry::Absent | Entry::Zero) {
+                return Found::Whole(entry);
+            }
+        }
+        Found::Region(self.get(index, length))
+    }
+
+    /// The region's state, read from the file if nobody did yet.
+    pub(super) fn read<'a>(
+        &self,
+        region: &'a Region,
+        file: &CheckedFile,
+        header: &Header,
+    ) -> Result<RwLockReadGuard<'a, State>, Error> {
+        loop {
+            let state = read(&region.state);
+            if state.blocks.is_some() {
+                return Ok(state);
+            }
+            drop(state);
+            drop(self.write(region, file, header)?);
+        }
+    }
+
+    /// The same, to be changed.
+    pub(super) fn write<'a>(
+        &self,
+        region: &'a Region,
+        file: &CheckedFile,
+        header: &Header,
+    ) -> Result<RwLockWriteGuard<'a, State>, Error> {
+        let mut state = write(&region.state);
+        if state.blocks.is_none() {
+            let entry = read(&self.root)[region.index as usize];
+            state.blocks = Some(read_blocks(file, header, region.index, entry)?);
+        }
+        Ok(state)
+    }
+
+    /// The root table as of the newest checkpoint.
+    pub(super) fn root(&self) -> Vec<Entry> {
+        read(&self.root).clone()
+    }
+
+    /// A checkpoint was made.
+    pub(super) fn set_root(&self, root: Vec<Entry>) {
+        *write(&self.root) = root;
+    }
+
+    /// Forgets all regions: the root table says everything.
+    pub(super) fn clear(&self) {
+        for shard in &self.shards {
+            lock(shard).clear();
+        }
+    }
+}
+
+/// What a root entry stands for.
+pub(super) fn read_blocks(
+    file: &CheckedFile,
+    header: &Header,
+    region: u64,
+    entry: Entry,
+) -> Result<Blocks, Error> {
+    Ok(match entry {
+        Entry::Table(stored) => Blocks::Cut(read_table(file, header, region, &stored)?),
+        entry => Blocks::Whole(entry),
+    })
+}
+
+/// Forgets a region that nobody has at hand, of which all is in the file, and that was not used for a while.
+fn forget_one(shard: &mut HashMap<u64, Arc<Region>>) {
+    let victim = shard
+        .iter()
+        .find(|(_, region)| {
+            Arc::strong_count(region) == 1
+                && !region.used.swap(false, Ordering::Relaxed)
+                && region.is_clean()
+        })
+        .map(|(index, _)| *index);
+    if let Some(index) = victim {
+        shard.remove(&index);
+    }
+}

@@ -1,0 +1,193 @@
+//! Which bytes of the file are free to be written.
+//!
+//! Two locks, taken in this order and never held across I/O: a *chunk* (one of several; a region always asks the same one), and
+//! the *pool* that chunks are cut from. The pool is asked once per chunk, so writers to different regions
+//! rarely meet.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Mutex;
+
+use bcow_format::{MAX_ADDRESS, SECTOR_BYTES, Stored};
+
+use super::extents::Extents;
+use super::locks::lock;
+use crate::Error;
+
+const CHUNKS: usize = 16;
+/// What a chunk takes from the pool at a time.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Free space is used again once there is this much of it, or an eighth of the file: until then the file grows, since
+/// what is written one behind the other is also read so.
+const LEAST_REUSE_BYTES: u64 = 16 << 20;
+
+pub(super) struct Space {
+    chunks: [Mutex<Piece>; CHUNKS],
+    pool: Mutex<Pool>,
+}
+
+struct Pool {
+    free: Extents,
+    /// Everything from here on is free, and reads as zeros.
+    end: u64,
+}
+
+/// A range to be written.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Piece {
+    pub(super) start: u64,
+    pub(super) bytes: u64,
+    /// Whether it reads as zeros.
+    pub(super) blank: bool,
+}
+
+impl Piece {
+    fn cut(&mut self, bytes: u64) -> Piece {
+        let piece = Piece { bytes, ..*self };
+        self.start += bytes;
+        self.bytes -= bytes;
+        piece
+    }
+
+    pub(super) fn range(&self) -> Range<u64> {
+        self.start..self.start + self.bytes
+    }
+}
+
+impl Space {
+    /// Free are the ranges `free`, and everything from `end` on, where the file ends.
+    pub(super) fn new(free: Extents, end: u64) -> Self {
+        Space {
+            chunks: Default::default(),
+            pool: Mutex::new(Pool {
+                free,
+                end: end.next_multiple_of(SECTOR_BYTES),
+            }),
+        }
+    }
+
+    /// A range of at least `unit` and at most `most` bytes, a multiple of `unit`, which is a multiple of the sector.
+    /// `near`: who asks with the same number gets neighbouring ranges.
+    pub(super) fn allocate(&self, near: u64, unit: u64, most: u64) -> Result<Piece, Error> {
+        let mut chunk = lock(&self.chunks[near as usize % CHUNKS]);
+        if chunk.bytes < unit {
+            let mut pool = lock(&self.pool);
+            let left = std::mem::take(&mut *chunk);
+            pool.free.insert(left.range());
+            *chunk = pool.cut(unit, most.max(CHUNK_BYTES))?;
+        }
+        let bytes = chunk.bytes.min(most) / unit * unit;
+        Ok(chunk.cut(bytes))
+    }
+
+    /// A range of `bytes`, rounded up to sectors, for tables and sections.
+    pub(super) fn allocate_section(&self, bytes: u64) -> Result<Piece, Error> {
+        let bytes = bytes.next_multiple_of(SECTOR_BYTES);
+        let mut pool = lock(&self.pool);
+        // A gap that fits is as good a place as any, and keeps the file short.
+        match pool.free.take(bytes, bytes) {
+            Some(range) => Ok(Piece {
+                start: range.start,
+                bytes,
+                blank: false,
+            }),
+            None => pool.cut(bytes, bytes),
+        }
+    }
+
+    /// Gives ranges back.
+    pub(super) fn free(&self, ranges: impl IntoIterator<Item = Range<u64>>) {
+        let mut pool = lock(&self.pool);
+        for range in ranges {
+            pool.free.insert(range);
+        }
+    }
+
+    /// Begins anew: free are the ranges `free` and everything from `end` on. The caller knows that nothing else is taken.
+    pub(super) fn reset(&self, free: Extents, end: u64) {
+        for chunk in &self.chunks {
+            *lock(chunk) = Piece::default();
+        }
+        *lock(&self.pool) = Pool {
+            free,
+            end: end.next_multiple_of(SECTOR_BYTES),
+        };
+    }
+
+    /// Bytes in front of the end that are free.
+    pub(super) fn free_bytes(&self) -> u64 {
+        let in_chunks: u64 = self.chunks.iter().map(|chunk| lock(chunk).bytes).sum();
+        in_chunks + lock(&self.pool).free.total()
+    }
+}
+
+impl Pool {
+    fn cut(&mut self, unit: u64, most: u64) -> Result<Piece, Error> {
+        let most = most.next_multiple_of(unit);
+        if self.free.total() >= LEAST_REUSE_BYTES.max(self.end / 8)
+            && let Some(range) = self.free.take(unit, most)
+        {
+            return Ok(Piece {
+                start: range.start,
+                bytes: range.end - range.start,
+                blank: false,
+            });
+        }
+        if self.end + most > MAX_ADDRESS {
+            let full = io::Error::new(
+                io::ErrorKind::StorageFull,
+                "the file has reached 2^48 bytes, which is all the format has room for",
+            );
+            return Err(Error::io("write", self.end, full));
+        }
+        let start = self.end;
+        self.end += most;
+        Ok(Piece {
+            start,
+            bytes: most,
+            blank: true,
+        })
+    }
+}
+
+/// The sectors of a stored range. In a writable file everything begins with a sector, so that it has them for itself (spec
+/// section 10, "Places").
+pub(super) fn sectors(stored: Stored) -> Range<u64> {
+    debug_assert!(stored.at.0.is_multiple_of(SECTOR_BYTES));
+    stored.at.0..stored.end().next_multiple_of(SECTOR_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_get_one_range_behind_the_other() {
+        let space = Space::new(Extents::default(), 5000);
+        let first = space.allocate(3, 4096, 8192).unwrap();
+        let second = space.allocate(3, 4096, 4096).unwrap();
+        let other = space.allocate(4, 4096, 4096).unwrap();
+        assert_eq!((first.start, first.bytes, first.blank), (8192, 8192, true));
+        assert_eq!(second.start, 16384);
+        assert_eq!(other.start, 8192 + CHUNK_BYTES);
+    }
+
+    #[test]
+    fn much_free_space_is_used_before_the_file_grows() {
+        let space = Space::new(Extents::default(), 4096);
+        let large = space.allocate(0, 32 << 20, 32 << 20).unwrap();
+        space.free([large.range()]);
+        let again = space.allocate(0, 4096, 4096).unwrap();
+        assert!(large.range().contains(&again.start) && !again.blank);
+    }
+
+    #[test]
+    fn the_rest_of_the_last_sector_comes_back_too() {
+        let stored = Stored {
+            at: bcow_format::Uba(8192),
+            bytes: 5000,
+            crc: 0,
+        };
+        assert_eq!(sectors(stored), 8192..16384);
+    }
+}

@@ -1,0 +1,174 @@
+//! Copy-after-write: a block that was written in part is completed later, from what stood there before.
+//!
+//! Until then its bytes lie at their place in the file, and what was written of it is known in memory only; no record
+//! names it. A read, a flush, or the filler in the background completes it.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::thread;
+
+use super::locks::{lock, wait};
+use super::region::Region;
+use super::{Frame, Inner, place};
+use crate::Error;
+
+/// Blocks waiting to be filled; beyond it, who writes one fills it.
+const MOST_WAITING: usize = 1024;
+
+/// The filler and its queue.
+#[derive(Default)]
+pub(super) struct Fills {
+    queue: Mutex<Queue>,
+    /// Something is in the queue, or it ended.
+    changed: Condvar,
+    waiting: AtomicUsize,
+    done: AtomicU64,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    /// Set once; the thread is only started when there is something to do.
+    filler: Option<thread::JoinHandle<()>>,
+    ended: bool,
+}
+
+/// What the background does.
+pub(super) enum Job {
+    /// Complete a block.
+    Fill(Arc<Region>, u32),
+    /// So much is pending that it is better recorded, though nobody asked.
+    Flush,
+}
+
+impl Fills {
+    pub(super) fn done(&self) -> u64 {
+        self.done.load(Ordering::Relaxed)
+    }
+
+    /// Whether the filler is so far behind that writers should fill for themselves.
+    pub(super) fn is_behind(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) >= MOST_WAITING
+    }
+
+    /// No further job is begun; waits for the one at hand.
+    pub(super) fn stop(&self) {
+        let filler = {
+            let mut queue = lock(&self.queue);
+            queue.ended = true;
+            queue.jobs.clear();
+            queue.filler.take()
+        };
+        self.changed.notify_all();
+        if let Some(filler) = filler
+            && filler.thread().id() != thread::current().id()
+        {
+            // A panic in there is a bug that has been shown already.
+            let _ = filler.join();
+        }
+    }
+}
+
+impl Inner {
+    /// Leaves a job to the background.
+    pub(super) fn later(self: &Arc<Self>, job: Job) {
+        let fills = &self.fills;
+        let mut queue = lock(&fills.queue);
+        if queue.ended {
+            return;
+        }
+        if queue.filler.is_none() {
+            let disk = Arc::downgrade(self);
+            let builder = thread::Builder::new().name("bcow-fill".into());
+            // Without a thread, reads and flushes complete what they meet.
+            let Ok(filler) = builder.spawn(move || fill_forever(&disk)) else {
+                return;
+            };
+            queue.filler = Some(filler);
+        }
+        fills.waiting.fetch_add(1, Ordering::Relaxed);
+        queue.jobs.push_back(job);
+        drop(queue);
+        fills.changed.notify_one();
+    }
+
+    fn next_job(&self) -> Option<Job> {
+        let mut queue = lock(&self.fills.queue);
+        loop {
+            if queue.ended {
+                return None;
+            }
+            if let Some(job) = queue.jobs.pop_front() {
+                self.fills.waiting.fetch_sub(1, Ordering::Relaxed);
+                return Some(job);
+            }
+            queue = wait(&self.fills.changed, queue);
+        }
+    }
+
+    /// Completes a block, if it is in transit. Its lock is not held while what stood there before is read.
+    pub(super) fn complete(&self, frame: &Frame, region: &Region, index: u32) -> Result<(), Error> {
+        loop {
+            let (transit, stored, shift) = {
+                let state = self.regions.read(region, &self.file, &frame.header)?;
+                let Some(transit) = state.transit(index) else {
+                    return Ok(());
+                };
+                let Some(stored) = state.blocks().entry(index).stored() else {
+                    return Ok(());
+                };
+                let shift = state.blocks().shift(self.region_shift);
+                (transit.clone(), stored, shift)
+            };
+            let block = place(u64::from(index) << shift, shift, region.length);
+            let mut old = Vec::new();
+            for gap in transit.written.gaps(block.length as u32) {
+                let mut bytes = vec![0; gap.len()];
+                let range = gap.clone();
+                self.read_entry(frame, region, &block, &transit.source, range, &mut bytes)?;
+                old.push((gap, bytes));
+            }
+            let mut state = self.regions.write(region, &self.file, &frame.header)?;
+            let same = state.blocks().entry(index).stored() == Some(stored);
+            let Some(pending) = state.pending.get_mut(&index).filter(|_| same) else {
+                continue;
+            };
+            let Some(transit) = &pending.transit else {
+                return Ok(());
+            };
+            // What is missing now was missing before: since then it can only have become less.
+            for gap in transit.written.gaps(block.length as u32) {
+                let held = old
+                    .iter()
+                    .find(|(range, _)| range.start <= gap.start && gap.end <= range.end);
+                if let Some((range, bytes)) = held {
+                    let from = (gap.start - range.start) as usize;
+                    let at = stored.at.0 + u64::from(gap.start);
+                    self.write_storage(at, &bytes[from..from + gap.len()])?;
+                }
+            }
+            pending.transit = None;
+            self.fills.done.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        }
+    }
+}
+
+fn fill_forever(disk: &Weak<Inner>) {
+    loop {
+        // The disk ends the queue before it goes, so that this is not the last to hold it for long.
+        let Some(disk) = disk.upgrade() else {
+            return;
+        };
+        let Some(job) = disk.next_job() else {
+            return;
+        };
+        let frame = disk.enter();
+        // What cannot be done now is met again by the read or the flush that needs it, and reported there.
+        let _ = match job {
+            Job::Fill(region, index) => disk.complete(&frame, &region, index),
+            Job::Flush => disk.flush(&frame),
+        };
+    }
+}

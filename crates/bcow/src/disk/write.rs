@@ -1,0 +1,534 @@
+//! Writing, zeroing, discarding.
+//!
+//! Blocks of one sector carry a checksum and are never overwritten once a record names them: each write goes to a new
+//! place. Larger blocks are *open*: they are written in place.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
+
+use super::extents::Ranges;
+use super::region::{Blocks, Region, State, Transit};
+use super::regions::Found;
+use super::space::{Piece, sectors};
+use super::transit::Job;
+use super::{BlockPlace, Disk, Frame, Inner, by_region, place};
+use crate::device::checked_range;
+use crate::{Error, Layout, Space as Under, WritableDevice};
+
+/// Blocks with a checksum.
+pub(super) const CHECKED_SHIFT: u8 = 12;
+/// Blocks where much is written at once.
+const STREAM_SHIFT: u8 = 16;
+/// This much.
+const STREAM_BYTES: u64 = 128 << 10;
+/// Blocks up to this size over zeros are written as a whole rather than completed later.
+const WHOLE_BYTES: u64 = 64 << 10;
+/// Zeros that must be stored are written in pieces of this size.
+const ZEROS: &[u8] = &[0; 256 << 10];
+/// With so many blocks pending, they are recorded in the background, and with four times as many by who writes: each costs some
+/// hundred bytes of memory.
+const MANY_PENDING: u64 = 1 << 16;
+
+impl WritableDevice for Disk {
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        checked_range(offset, bytes.len() as u64, frame.header.size)?;
+        self.inner.check_alive()?;
+        self.inner.write(&frame, offset, bytes)?;
+        self.inner.limit_pending(&frame)
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, space: Under) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        checked_range(offset, length, frame.header.size)?;
+        self.inner.check_alive()?;
+        match space {
+            Under::Free => self.inner.zero(&frame, offset, length, Edges::Write)?,
+            Under::Keep => self.inner.write_zeros(&frame, offset, length)?,
+        }
+        self.inner.limit_pending(&frame)
+    }
+
+    fn discard(&self, offset: u64, length: u64) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        checked_range(offset, length, frame.header.size)?;
+        self.inner.check_alive()?;
+        self.inner.zero(&frame, offset, length, Edges::Leave)?;
+        self.inner.limit_pending(&frame)
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        self.inner.flush(&frame)
+    }
+}
+
+/// What happens to blocks of which a zeroed range covers a part only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Edges {
+    Write,
+    Leave,
+}
+
+impl Inner {
+    pub(super) fn write(
+        self: &Arc<Self>,
+        frame: &Frame,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let mut bytes = bytes;
+        for (index, at, length) in by_region(offset, bytes.len() as u64, self.region_shift) {
+            let (piece, rest) = bytes.split_at(length as usize);
+            bytes = rest;
+            let region = self.region(frame, index);
+            self.write_region(frame, &region, at, piece)?;
+        }
+        Ok(())
+    }
+
+    fn write_zeros(self: &Arc<Self>, frame: &Frame, offset: u64, length: u64) -> Result<(), Error> {
+        let mut done = 0;
+        while done < length {
+            let n = (length - done).min(ZEROS.len() as u64);
+            self.write(frame, offset + done, &ZEROS[..n as usize])?;
+            done += n;
+        }
+        Ok(())
+    }
+
+    fn write_region(
+        self: &Arc<Self>,
+        frame: &Frame,
+        region: &Arc<Region>,
+        at: u64,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let shift = self.cut(frame, region, bytes.len() as u64)?;
+        let mut done = 0;
+        while done < bytes.len() {
+            let from = at + done as u64;
+            let left = &bytes[done..];
+            let block = place(from, shift, region.length);
+            let skip = from - block.start;
+            if skip > 0 || (left.len() as u64) < block.length {
+                let take = left.len().min((block.length - skip) as usize);
+                self.write_part(frame, region, &block, skip as u32, &left[..take])?;
+                done += take;
+            } else if shift == CHECKED_SHIFT {
+                let take = left.len() >> CHECKED_SHIFT << CHECKED_SHIFT;
+                self.write_checked(frame, region, block.index, &left[..take])?;
+                done += take;
+            } else {
+                let take = block.length as usize;
+                self.write_open(frame, region, &block, &left[..take])?;
+                done += take;
+            }
+        }
+        Ok(())
+    }
+
+    /// The block size of a region that is to be written, chosen now if it was not before.
+    fn cut(&self, frame: &Frame, region: &Region, length: u64) -> Result<u8, Error> {
+        let wanted = self.shift_for(length);
+        {
+            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let shift = state.blocks().shift(self.region_shift);
+            let uncut = matches!(state.blocks(), Blocks::Whole(Entry::Absent | Entry::Zero));
+            if !uncut || wanted.get() == self.region_shift {
+                return Ok(shift);
+            }
+        }
+        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        state.cut(wanted, region.length);
+        Ok(state.blocks().shift(self.region_shift))
+    }
+
+    /// Block size for a region whose first write has `length` bytes.
+    fn shift_for(&self, length: u64) -> BlockShift {
+        let shift = match (self.layout, self.block_shift) {
+            (Layout::Performance, _) => self.region_shift,
+            (_, Some(chosen)) => chosen.get(),
+            (Layout::Space, None) => CHECKED_SHIFT,
+            (Layout::Auto, None) if length >= STREAM_BYTES => STREAM_SHIFT,
+            (Layout::Auto, None) => CHECKED_SHIFT,
+        };
+        BlockShift::new(shift.min(self.region_shift)).unwrap_or(BlockShift::MIN)
+    }
+
+    /// Whole blocks with checksums.
+    fn write_checked(
+        self: &Arc<Self>,
+        frame: &Frame,
+        region: &Arc<Region>,
+        first: u32,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        let block_bytes = 1 << CHECKED_SHIFT;
+        if bytes.len() == block_bytes && self.rewrite_fresh(frame, region, first, bytes)? {
+            return Ok(());
+        }
+        let mut entries = Vec::with_capacity(bytes.len() / block_bytes);
+        let mut written = 0;
+        while written < bytes.len() {
+            let left = &bytes[written..];
+            let outcome = self
+                .space
+                .allocate(region.index, block_bytes as u64, left.len() as u64)
+                .and_then(|piece| {
+                    let part = &left[..piece.bytes as usize];
+                    self.write_or_free(&piece, part)?;
+                    for (at, block) in (piece.start..)
+                        .step_by(block_bytes)
+                        .zip(part.chunks(block_bytes))
+                    {
+                        entries.push(Stored {
+                            at: Uba(at),
+                            bytes: block_bytes as u32,
+                            crc: crc32c(block),
+                        });
+                    }
+                    Ok(part.len())
+                });
+            match outcome {
+                Ok(bytes) => written += bytes,
+                Err(error) => {
+                    self.space.free(entries.iter().copied().map(sectors));
+                    return Err(error);
+                }
+            }
+        }
+        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let mut freed = Vec::new();
+        for (index, stored) in (first..).zip(entries) {
+            self.set(
+                region,
+                &mut state,
+                index,
+                Entry::Raw(stored),
+                None,
+                &mut freed,
+            );
+        }
+        drop(state);
+        self.free_now(freed);
+        Ok(())
+    }
+
+    /// Writes a block once more at its place, if no record names it.
+    fn rewrite_fresh(
+        &self,
+        frame: &Frame,
+        region: &Region,
+        index: u32,
+        bytes: &[u8],
+    ) -> Result<bool, Error> {
+        {
+            let state = self.regions.read(region, &self.file, &frame.header)?;
+            if !state.is_fresh(index) {
+                return Ok(false);
+            }
+        }
+        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let entry = state.blocks().entry(index);
+        let (Entry::Raw(stored) | Entry::Open(stored)) = entry else {
+            return Ok(false);
+        };
+        if !state.is_fresh(index) {
+            return Ok(false);
+        }
+        // Should the write fail in the middle, the checksum is that of nothing; the block is open then.
+        state.rewrite(index, Entry::Open(Stored { crc: 0, ..stored }));
+        self.write_storage(stored.at.0, bytes)?;
+        let crc = crc32c(bytes);
+        state.rewrite(index, Entry::Raw(Stored { crc, ..stored }));
+        state.completed(index);
+        Ok(true)
+    }
+
+    /// A whole block of the kind that is written in place.
+    fn write_open(
+        self: &Arc<Self>,
+        frame: &Frame,
+        region: &Arc<Region>,
+        block: &BlockPlace,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        if self.write_in_place(frame, region, block, 0, bytes)? {
+            return Ok(());
+        }
+        let piece = self
+            .space
+            .allocate(region.index, block.length, block.length)?;
+        self.write_or_free(&piece, bytes)?;
+        let mut state = self.regions.write(region, &self.file, &frame.header)?;
+        let mut freed = Vec::new();
+        let entry = open_entry(&piece);
+        self.set(region, &mut state, block.index, entry, None, &mut freed);
+        drop(state);
+        self.free_now(freed);
+        Ok(())
+    }
+
+    /// Writes into a complete open block where it lies, if the block is one.
+    fn write_in_place(
+        self: &Arc<Self>,
+        frame: &Frame,
+        region: &Region,
+        block: &BlockPlace,
+        skip: u32,
+        bytes: &[u8],
+    ) -> Result<bool, Error> {
+        loop {
+            {
+                let state = self.regions.read(region, &self.file, &frame.header)?;
+                let Entry::Open(stored) = state.blocks().entry(block.index) else {
+                    return Ok(false);
+                };
+                if state.is_in_transit(block.index) {
+                    return Ok(false);
+                }
+                if state.is_fresh(block.index) || self.marked.load(Ordering::Acquire) {
+                    self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
+                    self.touched.store(true, Ordering::Release);
+                    return Ok(true);
+                }
+            }
+            // The first change in place of something that an earlier opening left: whoever recognises the file by its
+            // identity must not take it for what it was.
+            self.touched.store(true, Ordering::Release);
+            self.flush(frame)?;
+        }
+    }
+
+    /// A part of a block.
+    fn write_part(
+        self: &Arc<Self>,
+        frame: &Frame,
+        region: &Arc<Region>,
+        block: &BlockPlace,
+        skip: u32,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
+        loop {
+            if self.write_in_place(frame, region, block, skip, bytes)? {
+                return Ok(());
+            }
+            let mut freed = Vec::new();
+            let mut state = self.regions.write(region, &self.file, &frame.header)?;
+            let outcome = self
+                .write_part_exclusively(frame, region, &mut state, block, skip, bytes, &mut freed);
+            drop(state);
+            self.free_now(freed);
+            match outcome? {
+                Part::Written => return Ok(()),
+                Part::Changed => continue,
+                Part::InTransit if self.fills.is_behind() => {
+                    return self.complete(frame, region, block.index);
+                }
+                Part::InTransit => {
+                    self.later(Job::Fill(Arc::clone(region), block.index));
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn write_part_exclusively(
+        &self,
+        frame: &Frame,
+        region: &Arc<Region>,
+        state: &mut State,
+        block: &BlockPlace,
+        skip: u32,
+        bytes: &[u8],
+        freed: &mut Vec<Stored>,
+    ) -> Result<Part, Error> {
+        let index = block.index;
+        let range = skip..skip + bytes.len() as u32;
+        match state.blocks().entry(index) {
+            Entry::Open(stored) => {
+                if !state.is_in_transit(index) {
+                    return Ok(Part::Changed);
+                }
+                self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
+                state.wrote_in_transit(index, range, block.length as u32);
+                self.touched.store(true, Ordering::Release);
+                Ok(Part::Written)
+            }
+            Entry::Raw(stored) if state.is_fresh(index) => {
+                // Its checksum is taken anew when it is recorded.
+                state.rewrite(index, Entry::Open(Stored { crc: 0, ..stored }));
+                self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
+                Ok(Part::Written)
+            }
+            before => {
+                let piece = self
+                    .space
+                    .allocate(region.index, block.length, block.length)?;
+                let zeros = frame.is_zeros(&before);
+                if zeros && block.length <= WHOLE_BYTES {
+                    let mut whole = vec![0; block.length as usize];
+                    whole[range.start as usize..range.end as usize].copy_from_slice(bytes);
+                    self.write_or_free(&piece, &whole)?;
+                    self.set(region, state, index, open_entry(&piece), None, freed);
+                    return Ok(Part::Written);
+                }
+                let part = Piece {
+                    start: piece.start + u64::from(skip),
+                    ..piece
+                };
+                self.write_storage(part.start, bytes).inspect_err(|_| {
+                    self.space.free(Some(piece.range()));
+                })?;
+                if zeros && piece.blank {
+                    self.set(region, state, index, open_entry(&piece), None, freed);
+                    return Ok(Part::Written);
+                }
+                let mut written = Ranges::default();
+                written.insert(range);
+                let transit = Transit {
+                    source: before,
+                    written,
+                };
+                let entry = open_entry(&piece);
+                self.set(region, state, index, entry, Some(transit), freed);
+                Ok(Part::InTransit)
+            }
+        }
+    }
+
+    /// Makes a range read as zeros without storing them, but for edges.
+    fn zero(
+        self: &Arc<Self>,
+        frame: &Frame,
+        offset: u64,
+        length: u64,
+        edges: Edges,
+    ) -> Result<(), Error> {
+        for (index, at, length) in by_region(offset, length, self.region_shift) {
+            let region_length = frame.header.region_length(index);
+            if let Found::Whole(entry) = self.regions.find(index, region_length)
+                && frame.is_zeros(&entry)
+            {
+                continue;
+            }
+            let region = self.region(frame, index);
+            self.zero_region(frame, &region, at, length, edges)?;
+            self.limit_pending(frame)?;
+        }
+        Ok(())
+    }
+
+    fn zero_region(
+        self: &Arc<Self>,
+        frame: &Frame,
+        region: &Arc<Region>,
+        at: u64,
+        length: u64,
+        edges: Edges,
+    ) -> Result<(), Error> {
+        let end = at + length;
+        let mut left = Vec::new();
+        let mut freed = Vec::new();
+        {
+            let mut state = self.regions.write(region, &self.file, &frame.header)?;
+            let whole = length == region.length;
+            if !whole && self.shift_for(0).get() < self.region_shift {
+                state.cut(self.shift_for(0), region.length);
+            }
+            let shift = state.blocks().shift(self.region_shift);
+            let mut from = at;
+            while from < end {
+                let block = place(from, shift, region.length);
+                let block_end = block.start + block.length;
+                let take = block_end.min(end) - from;
+                if frame.is_zeros(&state.blocks().entry(block.index)) {
+                    // Nothing to do.
+                } else if take == block.length {
+                    self.set(
+                        region,
+                        &mut state,
+                        block.index,
+                        frame.zeros(),
+                        None,
+                        &mut freed,
+                    );
+                } else if edges == Edges::Write {
+                    left.push((from, take));
+                }
+                from += take;
+            }
+        }
+        self.free_now(freed);
+        for (from, take) in left {
+            let start = self.lba(region, from).0;
+            self.write_zeros(frame, start, take)?;
+        }
+        Ok(())
+    }
+
+    /// Changes an entry, and sees to it that the next record says so.
+    fn set(
+        &self,
+        region: &Arc<Region>,
+        state: &mut State,
+        index: u32,
+        entry: Entry,
+        transit: Option<Transit>,
+        freed: &mut Vec<Stored>,
+    ) {
+        let (unused, newly) = state.set(index, entry, transit);
+        freed.extend(unused);
+        if newly {
+            self.unflushed.fetch_add(1, Ordering::Relaxed);
+        }
+        self.list(region);
+        self.touched.store(true, Ordering::Release);
+    }
+
+    /// Space that no record ever named can be used at once.
+    fn free_now(&self, freed: Vec<Stored>) {
+        if !freed.is_empty() {
+            self.space.free(freed.into_iter().map(sectors));
+        }
+    }
+
+    fn write_or_free(&self, piece: &Piece, bytes: &[u8]) -> Result<(), Error> {
+        self.write_storage(piece.start, bytes).inspect_err(|_| {
+            self.space.free(Some(piece.range()));
+        })
+    }
+
+    /// Bounds what is held in memory until the next flush.
+    fn limit_pending(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
+        let pending = self.unflushed.load(Ordering::Relaxed);
+        if pending >= 4 * MANY_PENDING {
+            return self.flush(frame);
+        }
+        if pending >= MANY_PENDING && !self.flush_queued.swap(true, Ordering::AcqRel) {
+            self.later(Job::Flush);
+        }
+        Ok(())
+    }
+}
+
+/// What became of a write to a part of a block.
+enum Part {
+    Written,
+    /// The rest is to be copied.
+    InTransit,
+    /// The block is not what it was a moment ago.
+    Changed,
+}
+
+fn open_entry(piece: &Piece) -> Entry {
+    Entry::Open(Stored {
+        at: Uba(piece.start),
+        bytes: piece.bytes as u32,
+        crc: 0,
+    })
+}

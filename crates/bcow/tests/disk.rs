@@ -1,0 +1,402 @@
+//! Writable files: what is written is read, at once, after a flush, and after opening again.
+
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, check};
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{
+    BlockDevice, Content, CreateOptions, Disk, Error, Image, Layout, Mapping, MemoryStorage,
+    OpenOptions, Space, Storage, WritableDevice,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn create(storage: &Arc<MemoryStorage>, options: CreateOptions) -> Disk {
+    Disk::create_alone(storage.clone(), &options).unwrap()
+}
+
+fn layouts(size: u64) -> Vec<CreateOptions> {
+    let with = |layout, block_bytes| CreateOptions {
+        layout,
+        block_bytes,
+        ..CreateOptions::disk(size)
+    };
+    vec![
+        with(Layout::Auto, None),
+        with(Layout::Space, None),
+        with(Layout::Performance, None),
+        with(Layout::Space, Some(65536)),
+        with(Layout::Performance, Some(1 << 20)),
+    ]
+}
+
+fn backing(bytes: Vec<u8>) -> (BackingEntry, Arc<dyn BlockDevice>) {
+    let entry = BackingEntry {
+        name: BackingName::Digest([7; 32]),
+        size: bytes.len() as u64,
+    };
+    (entry, Arc::new(bytes))
+}
+
+struct Only(Arc<dyn BlockDevice>);
+
+impl bcow::BackingResolver for Only {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+fn reopen(storage: &Arc<MemoryStorage>, backing: Option<&Arc<dyn BlockDevice>>) -> Disk {
+    let storage = storage.clone();
+    match backing {
+        Some(device) => Disk::open(storage, &OpenOptions::default(), &Only(device.clone())),
+        None => Disk::open(storage, &OpenOptions::default(), &bcow::NoBackings),
+    }
+    .unwrap()
+}
+
+/// What a power cut leaves if everything written so far reached the disk.
+fn crashed(storage: &Arc<MemoryStorage>) -> Arc<MemoryStorage> {
+    Arc::new(MemoryStorage::new(storage.to_vec()))
+}
+
+fn read(device: &dyn BlockDevice, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; length];
+    device.read_at(offset, &mut bytes).unwrap();
+    bytes
+}
+
+fn assert_sound(storage: &Arc<MemoryStorage>) {
+    let options = CheckOptions {
+        data: true,
+        threads: 1,
+    };
+    let report = check(storage.clone(), &options).unwrap();
+    assert!(report.findings.is_empty(), "{:?}", report.findings);
+}
+
+/// Bytes that differ everywhere.
+fn pattern(length: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..length)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state as u8
+        })
+        .collect()
+}
+
+#[test]
+fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
+    for options in layouts(9 * MIB + 4096) {
+        for with_backing in [false, true] {
+            let storage = Arc::new(MemoryStorage::default());
+            let below = pattern(7 * MIB as usize, 1);
+            let given = with_backing.then(|| backing(below.clone()));
+            let device = given.as_ref().map(|(_, device)| device.clone());
+            let disk = Disk::create(storage.clone(), &options, given, &OpenOptions::default());
+            let disk = disk.unwrap();
+            let mut model = vec![0; options.size as usize];
+            if with_backing {
+                model[..below.len()].copy_from_slice(&below);
+            }
+            let writes: [(u64, usize); 12] = [
+                (0, 4096),
+                (4096 * 3, 8192),
+                (100, 50),
+                (4096 * 5 - 10, 20),
+                (MIB, 300_000),
+                (4 * MIB - 5000, 10_000),
+                (9 * MIB, 4096),
+                (9 * MIB + 10, 3),
+                (7 * MIB - 2048, 4096),
+                (5 * MIB, 2 * MIB as usize),
+                (6 * MIB + 1, 511),
+                (100, 50),
+            ];
+            for (index, (offset, length)) in writes.into_iter().enumerate() {
+                let bytes = pattern(length, index as u64 + 10);
+                disk.write_at(offset, &bytes).unwrap();
+                model[offset as usize..offset as usize + length].copy_from_slice(&bytes);
+                assert_eq!(read(&disk, offset, length), bytes);
+                if index % 3 == 2 {
+                    disk.flush().unwrap();
+                }
+            }
+            assert!(read(&disk, 0, model.len()) == model, "{options:?}");
+            disk.flush().unwrap();
+            let after_crash = crashed(&storage);
+            let again = reopen(&after_crash, device.as_ref());
+            assert!(read(&again, 0, model.len()) == model, "{options:?}");
+            again.close().unwrap();
+            assert_sound(&after_crash);
+            disk.close().unwrap();
+            assert_sound(&storage);
+            let image = match &device {
+                Some(device) => Image::open_with_backings(
+                    storage.clone(),
+                    &OpenOptions::default(),
+                    &Only(device.clone()),
+                ),
+                None => Image::open_storage(storage.clone(), &OpenOptions::default()),
+            };
+            assert!(read(&*image.unwrap(), 0, model.len()) == model);
+        }
+    }
+}
+
+#[test]
+fn the_log_is_seen_by_readers_of_the_file() {
+    let storage = Arc::new(MemoryStorage::default());
+    let disk = create(&storage, CreateOptions::disk(8 * MIB));
+    let bytes = pattern(4096, 1);
+    disk.write_at(MIB, &bytes).unwrap();
+    disk.flush().unwrap();
+    let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
+    assert_eq!(read(&*image, MIB, 4096), bytes);
+    assert_sound(&storage);
+}
+
+#[test]
+fn what_was_not_flushed_may_be_lost_and_nothing_else_is() {
+    let storage = Arc::new(MemoryStorage::default());
+    let disk = create(&storage, CreateOptions::disk(8 * MIB));
+    disk.write_at(0, &pattern(4096, 1)).unwrap();
+    disk.flush().unwrap();
+    disk.write_at(0, &pattern(4096, 2)).unwrap();
+    let again = reopen(&crashed(&storage), None);
+    assert_eq!(read(&again, 0, 4096), pattern(4096, 1));
+}
+
+#[test]
+fn a_partial_write_over_a_backing_returns_before_the_rest_is_copied() {
+    let storage = Arc::new(MemoryStorage::default());
+    let below = pattern(MIB as usize, 1);
+    let options = CreateOptions {
+        layout: Layout::Space,
+        ..CreateOptions::disk(MIB)
+    };
+    let disk = Disk::create(
+        storage.clone(),
+        &options,
+        Some(backing(below.clone())),
+        &OpenOptions::default(),
+    )
+    .unwrap();
+    disk.write_at(5000, b"new").unwrap();
+    let mut expected = below[4096..8192].to_vec();
+    expected[904..907].copy_from_slice(b"new");
+    assert_eq!(read(&disk, 4096, 4096), expected);
+    disk.flush().unwrap();
+    assert_eq!(disk.statistics().filled_blocks, 1);
+    assert_eq!(
+        read(
+            &reopen(&crashed(&storage), Some(&backing(below).1)),
+            4096,
+            4096
+        ),
+        expected
+    );
+}
+
+#[test]
+fn discarded_and_zeroed_ranges_read_as_zeros_and_take_no_space() {
+    for options in layouts(8 * MIB) {
+        let storage = Arc::new(MemoryStorage::default());
+        let (entry, device) = backing(pattern(8 * MIB as usize, 1));
+        let open = OpenOptions::default();
+        let disk = Disk::create(
+            storage.clone(),
+            &options,
+            Some((entry, device.clone())),
+            &open,
+        )
+        .unwrap();
+        disk.write_at(0, &pattern(5 * MIB as usize, 2)).unwrap();
+        disk.flush().unwrap();
+        disk.write_zeroes(1000, 6 * MIB, Space::Free).unwrap();
+        assert!(read(&disk, 1000, 6 * MIB as usize).iter().all(|b| *b == 0));
+        assert_eq!(read(&disk, 0, 1000), pattern(5 * MIB as usize, 2)[..1000]);
+        disk.discard(0, 8 * MIB).unwrap();
+        disk.flush().unwrap();
+        let again = reopen(&crashed(&storage), Some(&device));
+        assert!(read(&again, 0, 8 * MIB as usize).iter().all(|b| *b == 0));
+        let status = again.status(0, 8 * MIB).unwrap();
+        assert_eq!((status.content, status.depth), (Content::Zero, 1));
+        let used = storage.len().unwrap() - disk.statistics().free_bytes;
+        assert!(used < 5 * MIB, "{options:?} {used}");
+        disk.close().unwrap();
+        assert_sound(&storage);
+    }
+}
+
+#[test]
+fn zeros_that_keep_their_space_are_stored() {
+    let storage = Arc::new(MemoryStorage::default());
+    let disk = create(&storage, CreateOptions::disk(4 * MIB));
+    disk.write_zeroes(0, MIB, Space::Keep).unwrap();
+    assert_eq!(disk.status(0, MIB).unwrap().content, Content::Data);
+    assert!(read(&disk, 0, MIB as usize).iter().all(|b| *b == 0));
+}
+
+#[test]
+fn freed_space_is_used_again() {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = CreateOptions {
+        layout: Layout::Space,
+        ..CreateOptions::disk(32 * MIB)
+    };
+    let disk = create(&storage, options);
+    for round in 0..20 {
+        disk.write_at(0, &pattern(8 * MIB as usize, round)).unwrap();
+        disk.flush().unwrap();
+    }
+    let length = storage.len().unwrap();
+    assert!(length < 64 * MIB, "{length}");
+    disk.close().unwrap();
+    assert_sound(&storage);
+}
+
+#[test]
+fn a_full_log_becomes_tables() {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = CreateOptions {
+        purpose: bcow::format::Use::Sketch,
+        ..CreateOptions::disk(64 * MIB)
+    };
+    let disk = create(&storage, options);
+    let mut model = vec![0; 64 * MIB as usize];
+    for round in 0..4000u64 {
+        let at = (round * 7919 % 16384) * 4096;
+        let bytes = pattern(4096, round);
+        disk.write_at(at, &bytes).unwrap();
+        model[at as usize..at as usize + 4096].copy_from_slice(&bytes);
+        disk.flush().unwrap();
+    }
+    assert!(disk.statistics().checkpoints > 0);
+    assert!(read(&disk, 0, model.len()) == model);
+    let again = reopen(&crashed(&storage), None);
+    assert!(read(&again, 0, model.len()) == model);
+    again.close().unwrap();
+    disk.close().unwrap();
+    assert_sound(&storage);
+}
+
+#[test]
+fn a_disk_that_grew_shows_zeros_and_one_that_shrank_forgot() {
+    for options in layouts(5 * MIB + 8192) {
+        let storage = Arc::new(MemoryStorage::default());
+        let below = pattern(9 * MIB as usize, 1);
+        let (entry, device) = backing(below.clone());
+        let open = OpenOptions::default();
+        let disk = Disk::create(
+            storage.clone(),
+            &options,
+            Some((entry, device.clone())),
+            &open,
+        )
+        .unwrap();
+        let mut model = below[..options.size as usize].to_vec();
+        disk.write_at(5 * MIB, &pattern(100, 3)).unwrap();
+        model[5 * MIB as usize..5 * MIB as usize + 100].copy_from_slice(&pattern(100, 3));
+        for size in [8 * MIB, 6 * MIB - 4096, 2 * MIB + 4096, 10 * MIB, 4096, MIB] {
+            disk.resize(size).unwrap();
+            model.resize(size as usize, 0);
+            assert_eq!(disk.size(), size);
+            assert!(read(&disk, 0, model.len()) == model, "{options:?} {size}");
+            disk.write_at(size - 100, &pattern(100, size)).unwrap();
+            model[size as usize - 100..].copy_from_slice(&pattern(100, size));
+            disk.flush().unwrap();
+            let again = reopen(&crashed(&storage), Some(&device));
+            assert!(read(&again, 0, model.len()) == model, "{options:?} {size}");
+        }
+        disk.close().unwrap();
+        assert_sound(&storage);
+    }
+}
+
+#[test]
+fn a_cleared_disk_shows_its_backing_again() {
+    let storage = Arc::new(MemoryStorage::default());
+    let below = pattern(4 * MIB as usize, 1);
+    let (entry, device) = backing(below.clone());
+    let open = OpenOptions::default();
+    let options = CreateOptions::disk(4 * MIB);
+    let disk = Disk::create(storage.clone(), &options, Some((entry, device)), &open).unwrap();
+    disk.write_at(0, &pattern(3 * MIB as usize, 2)).unwrap();
+    disk.clear().unwrap();
+    assert!(read(&disk, 0, below.len()) == below);
+    disk.write_at(10, b"again").unwrap();
+    disk.set_backing(None).unwrap();
+    assert_eq!(read(&disk, 10, 5), b"again");
+    assert!(read(&disk, 4096, 8192).iter().all(|byte| *byte == 0));
+    assert_eq!(disk.rebuild_free_list().unwrap(), 0);
+    disk.close().unwrap();
+    assert_sound(&storage);
+}
+
+#[test]
+fn a_sealed_file_is_not_opened_for_writing() {
+    let storage = Arc::new(MemoryStorage::default());
+    let writer =
+        bcow::ImageWriter::on_storage(storage.clone(), bcow::WriterOptions::default()).unwrap();
+    writer.finish(&[], &serde_json::json!({})).unwrap();
+    let refused = Disk::open(storage, &OpenOptions::default(), &bcow::NoBackings);
+    assert!(matches!(refused.err(), Some(Error::Unsupported(_))));
+}
+
+#[test]
+fn blocks_of_a_long_first_write_are_larger() {
+    let storage = Arc::new(MemoryStorage::default());
+    let disk = create(&storage, CreateOptions::disk(8 * MIB));
+    disk.write_at(0, &pattern(MIB as usize, 1)).unwrap();
+    disk.write_at(4 * MIB, &pattern(4096, 2)).unwrap();
+    assert_eq!(disk.map(0).unwrap().length, 65536);
+    assert_eq!(disk.map(4 * MIB).unwrap().length, 4096);
+    disk.flush().unwrap();
+    assert!(matches!(disk.map(0).unwrap().mapping, Mapping::Open { .. }));
+    assert!(matches!(
+        disk.map(4 * MIB).unwrap().mapping,
+        Mapping::Raw { .. }
+    ));
+}
+
+#[test]
+fn writers_and_flushers_side_by_side_lose_nothing() {
+    let storage = Arc::new(MemoryStorage::default());
+    let below = pattern(16 * MIB as usize, 1);
+    let (entry, device) = backing(below.clone());
+    let open = OpenOptions::default();
+    let options = CreateOptions::disk(16 * MIB);
+    let disk = Disk::create(storage.clone(), &options, Some((entry, device)), &open).unwrap();
+    let share = 2 * MIB as usize;
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (disk, below) = (&disk, &below);
+            scope.spawn(move || {
+                let start = thread * share;
+                let mut model = below[start..start + share].to_vec();
+                for round in 0..300u64 {
+                    let seed = round * 8 + thread as u64;
+                    let random = pattern(8, seed);
+                    let at = (u32::from_le_bytes([random[0], random[1], random[2], 0]) as usize)
+                        % (share - 20_000);
+                    let length =
+                        1 + (usize::from(random[3]) << 8 | usize::from(random[4])) % 20_000;
+                    let bytes = pattern(length, seed);
+                    disk.write_at((start + at) as u64, &bytes).unwrap();
+                    model[at..at + length].copy_from_slice(&bytes);
+                    if round % 16 == thread as u64 {
+                        disk.flush().unwrap();
+                    }
+                    assert!(read(disk, (start + at) as u64, length) == bytes);
+                }
+                assert!(read(disk, start as u64, share) == model);
+            });
+        }
+    });
+    disk.close().unwrap();
+    assert_sound(&storage);
+}
