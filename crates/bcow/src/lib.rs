@@ -45,4 +45,6 @@ pub use image::{BackingResolver, Image, NoBackings, OpenOptions, Verify, identit
 pub use map::{Extent, Mapping};
 pub use same::known_same;
 pub use storage::{FileIdentity, MemoryStorage, Storage};
-pub use writer::{Compression, ImageWriter, WriterOptions, Written, verify_written};
+pub use writer::{
+    Compression, DiskForm, ImageWriter, Keep, WriterOptions, Written, append_disk, verify_written,
+};

@@ -1,4 +1,4 @@
-//! Makes a sealed image in one pass, from a stream of content.
+//! Makes a file in one pass, from a stream of content: a sealed image, or a disk.
 //!
 //! `append` fills blocks; full blocks go to the encoders (other threads, or this one), which check for zeros, compress
 //! and checksum; a sink puts them into the file in the order they came. So the bytes do not depend on the number of
@@ -6,6 +6,7 @@
 //!
 //! Behind the content, windows may show what backings have. They store nothing but their root entries.
 
+mod disk;
 mod encode;
 mod layout;
 mod pipeline;
@@ -16,7 +17,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, BlockShift, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES,
+    BackingEntry, BlockShift, Entry, Features, HEADER_AREA_BYTES, Header, MAX_METADATA_BYTES,
     MAX_ROOT_ENTRIES, MerkleShape, MerkleTree, SECTOR_BYTES, Section, State, Use, compatible,
     crc32c, encode_root, incompatible, read_only_compatible,
 };
@@ -24,9 +25,10 @@ use bcow_format::{
 use crate::storage::Storage;
 use crate::{Error, merkle};
 use layout::Layout;
-use pipeline::Pipeline;
+use pipeline::{Pipeline, Placement};
 use windows::Windows;
 
+pub use disk::{DiskForm, Keep, append_disk};
 pub use verify::verify_written;
 
 /// Blocks of file content where nobody chose: large, for they compress better, and cold reads take neighbours along.
@@ -69,6 +71,8 @@ pub struct WriterOptions {
     pub erofs: bool,
     /// There is no files' content: what is appended is file system metadata from the first byte on.
     pub metadata_first: bool,
+    /// The file is a disk of this form, not an image.
+    pub disk: Option<DiskForm>,
 }
 
 impl Default for WriterOptions {
@@ -80,11 +84,12 @@ impl Default for WriterOptions {
             threads: 1,
             erofs: false,
             metadata_first: false,
+            disk: None,
         }
     }
 }
 
-/// Writes a sealed image. See the module's text.
+/// Writes a file in one pass. See the module's text.
 pub struct ImageWriter {
     storage: Arc<dyn Storage>,
     options: WriterOptions,
@@ -95,6 +100,8 @@ pub struct ImageWriter {
     block_shift: BlockShift,
     /// The block of byte 0, kept until `finish` brings its first bytes.
     first: Option<Vec<u8>>,
+    /// Regions, until `finish` finds that smaller ones do.
+    region_shift: u8,
     layout: Layout,
     metadata_start: Option<u64>,
     windows: Windows,
@@ -141,16 +148,20 @@ impl ImageWriter {
 
     /// Starts an image in empty storage.
     pub fn on_storage(storage: Arc<dyn Storage>, options: WriterOptions) -> Result<Self, Error> {
+        let region_shift = match &options.disk {
+            Some(form) => form.check(&options)?,
+            None => REGION_SHIFT,
+        };
         let shift = match options.block_bytes {
             None if options.plain => AUTO_PLAIN_SHIFT,
             None if options.metadata_first => AUTO_METADATA_SHIFT,
-            None => AUTO_CONTENT_SHIFT,
+            None => AUTO_CONTENT_SHIFT.min(region_shift),
             Some(bytes) => BlockShift::from_bytes(bytes)
-                .filter(|shift| shift.get() <= REGION_SHIFT)
+                .filter(|shift| shift.get() <= region_shift)
                 .ok_or_else(|| {
                     Error::Unsupported(format!(
                         "block size {bytes}: must be a power of two from 4096 to {}",
-                        1 << REGION_SHIFT
+                        1u64 << region_shift
                     ))
                 })?
                 .get(),
@@ -162,30 +173,37 @@ impl ImageWriter {
         } else {
             options.compression
         };
+        let placement = match &options.disk {
+            _ if options.plain => Placement::Plain,
+            Some(form) if form.is_writable() => Placement::Sectors,
+            _ => Placement::Packed,
+        };
+        let mut windows = Windows::default();
+        if let Some(backing) = options.disk.as_ref().and_then(|form| form.backing.clone()) {
+            windows.add_backing(backing);
+        }
         let mut writer = ImageWriter {
-            pipeline: Pipeline::start(
-                storage.clone(),
-                compression,
-                options.plain,
-                options.threads,
-            )?,
+            pipeline: Pipeline::start(storage.clone(), compression, placement, options.threads)?,
             storage,
             options,
             block: Vec::with_capacity(block_shift.bytes() as usize),
             block_start: 0,
             block_shift,
             first: None,
+            region_shift,
             layout: Layout::default(),
             metadata_start,
-            windows: Windows::default(),
+            windows,
         };
         writer.layout.begin(0, block_shift);
-        // The first sector belongs to header slots and superblock.
-        writer.append_zeros(SECTOR_BYTES)?;
+        if writer.options.disk.is_none() {
+            // The first sector belongs to header slots and superblock.
+            writer.append_zeros(SECTOR_BYTES)?;
+        }
         Ok(writer)
     }
 
-    /// The byte of the address space that the next appended byte gets. 4096 at first.
+    /// The byte of the address space that the next appended byte gets. 4096 at first in an image, 0 in a disk.
     pub fn position(&self) -> u64 {
         match self.windows.end() {
             Some(end) => end,
@@ -216,7 +234,7 @@ impl ImageWriter {
         let length = u64::from(self.block_shift.bytes());
         while count > 0 {
             let filled = self.block.len() as u64;
-            if filled == 0 && self.block_start > 0 && count >= length {
+            if filled == 0 && !self.is_first_block() && count >= length {
                 let blocks = count / length;
                 self.pipeline.zeros(blocks)?;
                 self.block_start += blocks * length;
@@ -281,11 +299,16 @@ impl ImageWriter {
         Ok(start)
     }
 
+    /// Whether the block being filled is the one that `finish` puts a superblock into.
+    fn is_first_block(&self) -> bool {
+        self.block_start == 0 && self.options.disk.is_none()
+    }
+
     fn end_block(&mut self) -> Result<(), Error> {
         let length = self.block.len() as u64;
         let next = Vec::with_capacity(self.block_shift.bytes() as usize);
         let block = std::mem::replace(&mut self.block, next);
-        if self.block_start == 0 {
+        if self.is_first_block() {
             self.first = Some(block);
             self.pipeline.skip()?;
         } else {
@@ -310,11 +333,22 @@ impl ImageWriter {
         }
         self.align(SECTOR_BYTES)?;
         let size = self.position();
+        if let Some(form) = &self.options.disk
+            && form.size != size
+        {
+            return Err(Error::Unsupported(format!(
+                "{size} bytes in a disk of {}",
+                form.size
+            )));
+        }
         if !self.block.is_empty() {
             self.end_block()?;
         }
-        let mut first = self.first.take().unwrap_or_default();
-        first[HEADER_AREA_BYTES..HEADER_AREA_BYTES + superblock.len()].copy_from_slice(superblock);
+        let mut first = self.first.take();
+        if let Some(first) = &mut first {
+            first[HEADER_AREA_BYTES..HEADER_AREA_BYTES + superblock.len()]
+                .copy_from_slice(superblock);
+        }
         let end = self.pipeline.finish(first, &mut self.layout)?;
         self.layout.check();
         let mut out = Appender {
@@ -334,7 +368,13 @@ impl ImageWriter {
                 1u64 << region_shift
             )));
         }
-        let mut root = self.layout.write_tables(size, region_shift, &mut out)?;
+        let fill = match self.options.disk {
+            Some(_) => Entry::Absent,
+            None => Entry::Zero,
+        };
+        let mut root = self
+            .layout
+            .write_tables(size, region_shift, fill, &mut out)?;
         self.windows.fill(&mut root);
         let root = out.section(&encode_root(&root), 16)?;
         let json = serde_json::to_vec(metadata)
@@ -346,14 +386,25 @@ impl ImageWriter {
             )));
         }
         let metadata = out.section(&json, 16)?;
-        let backings = out.section(&self.windows.backing_table()?, 16)?;
+        let purpose = match self.options.disk {
+            Some(_) => Use::Disk,
+            None => Use::Image,
+        };
+        let backings = out.section(&self.windows.backing_table(purpose)?, 16)?;
+        let log = match &self.options.disk {
+            Some(form) if form.is_writable() => out.room(form.log_bytes)?,
+            _ => (0, 0),
+        };
         out.pad(16)?;
 
         let mut header = Header {
             generation: 1,
             features: self.features(),
-            purpose: Use::Image,
-            state: State::Sealed,
+            purpose,
+            state: match log {
+                (0, 0) => State::Sealed,
+                _ => State::Writable,
+            },
             region_shift,
             size,
             file_bytes: 0,
@@ -361,25 +412,14 @@ impl ImageWriter {
             metadata,
             backings,
             backing_count: self.windows.backing_count(),
-            merkle: Some(MerkleTree {
-                chunk_shift: MERKLE_CHUNK_SHIFT,
-                offset: out.at,
-                root: [0; 32],
-            }),
-            log: (0, 0),
+            merkle: None,
+            log,
             free: Section::default(),
         };
-        let shape = MerkleShape::new(out.at, MERKLE_CHUNK_SHIFT);
-        header.file_bytes = out.at + shape.total_bytes();
-        let tree = merkle::build(
-            &*self.storage,
-            &shape,
-            &header.canonical(),
-            self.options.threads,
-        )?;
-        out.bytes(&tree)?;
-        if let Some(merkle) = &mut header.merkle {
-            merkle.root.copy_from_slice(&tree[tree.len() - 32..]);
+        if header.state == State::Sealed {
+            self.write_merkle(&mut header, &mut out)?;
+        } else {
+            header.file_bytes = out.at;
         }
         self.write_slots(&mut header)?;
         let split = self.metadata_start.unwrap_or(size);
@@ -393,10 +433,37 @@ impl ImageWriter {
         })
     }
 
-    /// Both slots, the newer one in slot B: if either is damaged, the other serves.
+    /// Hashes all that was written so far, and puts the tree behind it.
+    fn write_merkle(&self, header: &mut Header, out: &mut Appender<'_>) -> Result<(), Error> {
+        header.merkle = Some(MerkleTree {
+            chunk_shift: MERKLE_CHUNK_SHIFT,
+            offset: out.at,
+            root: [0; 32],
+        });
+        let shape = MerkleShape::new(out.at, MERKLE_CHUNK_SHIFT);
+        header.file_bytes = out.at + shape.total_bytes();
+        let tree = merkle::build(
+            &*self.storage,
+            &shape,
+            &header.canonical(),
+            self.options.threads,
+        )?;
+        out.bytes(&tree)?;
+        if let Some(merkle) = &mut header.merkle {
+            merkle.root.copy_from_slice(&tree[tree.len() - 32..]);
+        }
+        Ok(())
+    }
+
+    /// Both slots: if either is damaged, the other serves. In a sealed file the newer one is slot B; those of a writable
+    /// one are equal at rest.
     fn write_slots(&self, header: &mut Header) -> Result<(), Error> {
         let mut slots = Vec::with_capacity(HEADER_AREA_BYTES);
-        for generation in [1, 2] {
+        let generations = match header.state {
+            State::Sealed => [1, 2],
+            State::Writable => [1, 1],
+        };
+        for generation in generations {
             header.generation = generation;
             slots.extend_from_slice(&header.encode());
         }
@@ -406,23 +473,32 @@ impl ImageWriter {
     }
 
     fn region_shift(&self, size: u64) -> u8 {
-        if !self.windows.is_empty() {
-            return REGION_SHIFT;
+        if !self.windows.is_empty()
+            || matches!(&self.options.disk, Some(form) if form.region_shift.is_some())
+        {
+            return self.region_shift;
         }
         match self.layout.uniform_shift() {
             Some(shift) if size.div_ceil(shift.bytes().into()) <= SINGLE_LEVEL_BLOCKS => {
                 shift.get()
             }
-            _ => REGION_SHIFT,
+            _ => self.region_shift,
         }
     }
 
     fn features(&self) -> Features {
         let mut features = Features {
             incompatible: 0,
-            read_only_compatible: read_only_compatible::MERKLE,
+            read_only_compatible: 0,
             compatible: 0,
         };
+        match &self.options.disk {
+            Some(form) if form.is_writable() => features.incompatible |= incompatible::RECORDS,
+            _ => features.read_only_compatible |= read_only_compatible::MERKLE,
+        }
+        if matches!(&self.options.disk, Some(form) if form.backing.is_some()) {
+            features.incompatible |= incompatible::BACKING;
+        }
         if self.layout.has_zstd() {
             features.incompatible |= incompatible::ZSTD;
         }
@@ -462,6 +538,16 @@ impl Appender<'_> {
     fn pad(&mut self, align: u64) -> Result<(), Error> {
         let zeros = self.at.next_multiple_of(align) - self.at;
         self.bytes(&vec![0; zeros as usize])
+    }
+
+    /// Keeps whole sectors free, of which nobody has written any.
+    fn room(&mut self, bytes: u64) -> Result<(u64, u64), Error> {
+        let offset = self.at.next_multiple_of(SECTOR_BYTES);
+        self.at = offset + bytes;
+        self.storage
+            .set_len(self.at)
+            .map_err(|source| Error::io("grow the file", offset, source))?;
+        Ok((offset, bytes))
     }
 
     fn section(&mut self, bytes: &[u8], align: u64) -> Result<Section, Error> {

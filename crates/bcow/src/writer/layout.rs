@@ -10,6 +10,8 @@ use crate::Error;
 pub(super) enum Record {
     /// So many blocks of zeros.
     Zeros(u64),
+    /// So many blocks that are the backing's, or holes.
+    Absent(u64),
     Block {
         stored: Stored,
         zstd: bool,
@@ -78,7 +80,7 @@ impl Layout {
                 record,
             };
             let blocks = match record {
-                Record::Zeros(blocks) => blocks,
+                Record::Zeros(blocks) | Record::Absent(blocks) => blocks,
                 Record::Block { .. } => 1,
             };
             logical += blocks << shift.get();
@@ -91,53 +93,68 @@ impl Layout {
         self.placed()
             .filter(|placed| (start..end).contains(&placed.logical))
             .map(|placed| match placed.record {
-                Record::Zeros(_) => 0,
+                Record::Zeros(_) | Record::Absent(_) => 0,
                 Record::Block { stored, .. } => u64::from(stored.bytes),
             })
             .sum()
     }
 
-    /// Writes the sub-block tables and returns the root entries.
+    /// Writes the sub-block tables and returns the root entries. `fill` stands where nothing was appended, and needs no
+    /// table where it fills a region.
     pub(super) fn write_tables(
         &self,
         size: u64,
         region_shift: u8,
+        fill: Entry,
         out: &mut Appender<'_>,
     ) -> Result<Vec<Entry>, Error> {
         let regions = size.div_ceil(1 << region_shift);
-        let mut root = vec![Entry::Zero; regions as usize];
-        // Entries of the region being gathered. Regions that only have zeros never get here.
+        let mut root = vec![fill; regions as usize];
+        // Entries of the region being gathered. Regions that are filled with one thing never get here.
         let mut open: Option<(u64, SubBlockTable)> = None;
         for placed in self.placed() {
-            let Record::Block { stored, zstd, .. } = placed.record else {
-                continue;
+            let (entry, blocks) = match placed.record {
+                Record::Zeros(blocks) => (Entry::Zero, blocks),
+                Record::Absent(blocks) => (Entry::Absent, blocks),
+                Record::Block {
+                    stored, zstd: true, ..
+                } => (Entry::Zstd(stored), 1),
+                Record::Block { stored, .. } => (Entry::Raw(stored), 1),
             };
-            let entry = if zstd {
-                Entry::Zstd(stored)
-            } else {
-                Entry::Raw(stored)
-            };
-            let region = placed.logical >> region_shift;
-            if placed.shift.get() == region_shift {
-                root[region as usize] = entry;
+            if entry == fill {
                 continue;
             }
-            if open.as_ref().is_some_and(|(index, _)| *index != region) {
-                close(&mut open, &mut root, out)?;
-            }
-            let start = region << region_shift;
-            let (_, table) = open.get_or_insert_with(|| {
+            let end = (placed.logical + (blocks << placed.shift.get())).min(size);
+            let mut at = placed.logical;
+            while at < end {
+                let region = at >> region_shift;
+                let start = region << region_shift;
                 let length = (size - start).min(1 << region_shift);
-                let blocks = length.div_ceil(placed.shift.bytes().into());
-                let entries = vec![Entry::Zero; blocks as usize].into();
-                let table = SubBlockTable {
-                    block_shift: placed.shift,
-                    entries,
-                };
-                (region, table)
-            });
-            let index = (placed.logical - start) >> placed.shift.get();
-            table.entries[index as usize] = entry;
+                let here = end.min(start + length);
+                // What is stored fills a region only as its one block.
+                let is_one = entry.stored().is_none() || placed.shift.get() == region_shift;
+                if is_one && at == start && here == start + length {
+                    root[region as usize] = entry;
+                    at = here;
+                    continue;
+                }
+                if open.as_ref().is_some_and(|(index, _)| *index != region) {
+                    close(&mut open, &mut root, out)?;
+                }
+                let (_, table) = open.get_or_insert_with(|| {
+                    let blocks = length.div_ceil(placed.shift.bytes().into());
+                    let entries = vec![fill; blocks as usize].into();
+                    let table = SubBlockTable {
+                        block_shift: placed.shift,
+                        entries,
+                    };
+                    (region, table)
+                });
+                let block = u64::from(placed.shift.bytes());
+                let range = (at - start) / block..(here - start).div_ceil(block);
+                table.entries[range.start as usize..range.end as usize].fill(entry);
+                at = here;
+            }
         }
         close(&mut open, &mut root, out)?;
         Ok(root)

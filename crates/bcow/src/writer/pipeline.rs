@@ -25,6 +25,17 @@ const WRITE_BYTES: usize = 1 << 20;
 /// Blocks that wait for an encoder, or for the sink, per encoder.
 const QUEUED_PER_THREAD: usize = 3;
 
+/// Where stored blocks lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Placement {
+    /// One behind the other.
+    Packed,
+    /// Each at its own address.
+    Plain,
+    /// One behind the other, raw ones from a sector on, so that their space is of use when they are freed.
+    Sectors,
+}
+
 /// See the module's text.
 pub(super) struct Pipeline {
     compression: Compression,
@@ -55,6 +66,7 @@ enum Ordered {
         encoded: Receiver<Encoded>,
     },
     Zeros(u64),
+    Absent(u64),
     Skip,
 }
 
@@ -62,10 +74,10 @@ impl Pipeline {
     pub(super) fn start(
         storage: Arc<dyn Storage>,
         compression: Compression,
-        plain: bool,
+        placement: Placement,
         threads: usize,
     ) -> Result<Self, Error> {
-        let sink = Sink::new(storage, plain);
+        let sink = Sink::new(storage, placement);
         if threads <= 1 {
             let encoder = Encoder::new(compression)?;
             let stage = Stage::Inline { encoder, sink };
@@ -118,6 +130,11 @@ impl Pipeline {
         self.say(Ordered::Zeros(blocks))
     }
 
+    /// `blocks` blocks that are not stored here.
+    pub(super) fn absent(&mut self, blocks: u64) -> Result<(), Error> {
+        self.say(Ordered::Absent(blocks))
+    }
+
     /// A block that comes later, by [`Pipeline::finish`].
     pub(super) fn skip(&mut self) -> Result<(), Error> {
         self.say(Ordered::Skip)
@@ -135,9 +152,13 @@ impl Pipeline {
         if sent { Ok(()) } else { Err(self.failure()) }
     }
 
-    /// Stores the skipped first block, waits for all, and gives `layout` what was stored where.
+    /// Stores the first block if it was skipped, waits for all, and gives `layout` what was stored where.
     /// Returns the first free byte behind the stored blocks.
-    pub(super) fn finish(&mut self, first: Vec<u8>, layout: &mut Layout) -> Result<u64, Error> {
+    pub(super) fn finish(
+        &mut self,
+        first: Option<Vec<u8>>,
+        layout: &mut Layout,
+    ) -> Result<u64, Error> {
         let (mut encoder, mut sink) = match std::mem::replace(&mut self.stage, Stage::Failed) {
             Stage::Inline { encoder, sink } => (encoder, sink),
             Stage::Threads {
@@ -157,7 +178,9 @@ impl Pipeline {
             }
             Stage::Failed => return Err(thread_died()),
         };
-        sink.accept_first(encoder.encode(first))?;
+        if let Some(first) = first {
+            sink.accept_first(encoder.encode(first))?;
+        }
         sink.flush()?;
         layout.fill(std::mem::take(&mut sink.records));
         Ok(sink.end)
@@ -205,10 +228,10 @@ fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
     Ok(sink)
 }
 
-/// Puts stored blocks into the file, one behind the other or (plain) each at its own address.
+/// Puts stored blocks into the file.
 struct Sink {
     storage: Arc<dyn Storage>,
-    plain: bool,
+    placement: Placement,
     /// Stored bytes not yet written; they belong at `buffer_at`.
     buffer: Vec<u8>,
     buffer_at: u64,
@@ -218,10 +241,10 @@ struct Sink {
 }
 
 impl Sink {
-    fn new(storage: Arc<dyn Storage>, plain: bool) -> Self {
+    fn new(storage: Arc<dyn Storage>, placement: Placement) -> Self {
         Sink {
             storage,
-            plain,
+            placement,
             buffer: Vec::with_capacity(WRITE_BYTES),
             buffer_at: SECTOR_BYTES,
             end: SECTOR_BYTES,
@@ -232,6 +255,7 @@ impl Sink {
     fn note(&mut self, what: &Ordered) {
         match what {
             Ordered::Zeros(blocks) => self.records.push(Record::Zeros(*blocks)),
+            Ordered::Absent(blocks) => self.records.push(Record::Absent(*blocks)),
             Ordered::Skip => self.records.push(Record::Zeros(1)),
             Ordered::Block { .. } => {}
         }
@@ -245,7 +269,7 @@ impl Sink {
 
     /// The block of byte 0, whose place among the records was kept by [`Ordered::Skip`].
     fn accept_first(&mut self, encoded: Encoded) -> Result<(), Error> {
-        let record = if self.plain {
+        let record = if self.placement == Placement::Plain {
             self.store_first_plain(encoded)?
         } else {
             self.store(0, encoded)?
@@ -264,7 +288,11 @@ impl Sink {
             Form::Raw(bytes) => (bytes, logical_crc, false),
             Form::Zstd { frame, crc } => (frame, crc, true),
         };
-        let at = if self.plain { logical } else { self.end };
+        let at = match self.placement {
+            Placement::Plain => logical,
+            Placement::Sectors if !zstd => self.end.next_multiple_of(SECTOR_BYTES),
+            Placement::Packed | Placement::Sectors => self.end,
+        };
         let stored = Stored {
             at: Uba(at),
             bytes: bytes.len() as u32,

@@ -55,7 +55,7 @@ fn verify_block(image: &Image, file: &CheckedFile, placed: &Placed) -> Result<()
         problem: BlockProblem::Decompress(problem),
     };
     match (placed.record, piece.entry) {
-        (Record::Zeros(_), Entry::Zero) => Ok(()),
+        (Record::Zeros(_), Entry::Zero) | (Record::Absent(_), Entry::Absent) => Ok(()),
         (
             Record::Block {
                 stored,

@@ -2,7 +2,7 @@
 
 use bcow_format::{
     BackingEntry, BackingName, Entry, MAX_ADDRESS, MAX_BACKINGS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
-    encode_backings,
+    Use, encode_backings,
 };
 
 use super::REGION_SHIFT;
@@ -135,8 +135,8 @@ impl Windows {
         self.backings.len() as u32
     }
 
-    /// The backing table's bytes, if the format allows it in an image.
-    pub(super) fn backing_table(&self) -> Result<Vec<u8>, Error> {
+    /// The backing table's bytes, if the format allows it in a file of this use.
+    pub(super) fn backing_table(&self, purpose: Use) -> Result<Vec<u8>, Error> {
         if self.backings.len() > MAX_BACKINGS as usize {
             return Err(Error::Unsupported(format!(
                 "{} backings; the format holds {MAX_BACKINGS}",
@@ -144,7 +144,9 @@ impl Windows {
             )));
         }
         let by_name = |entry: &&BackingEntry| matches!(entry.name, BackingName::FileName { .. });
-        if let Some(entry) = self.backings.iter().find(by_name) {
+        if purpose == Use::Image
+            && let Some(entry) = self.backings.iter().find(by_name)
+        {
             return Err(Error::Unsupported(format!(
                 "backing {}: an image names its backings by digest",
                 entry.name

@@ -1,0 +1,424 @@
+//! What a disk has that an image has not: absent ranges, a backing below them, blocks as small as its changes.
+
+use bcow_format::{
+    BackingEntry, BlockShift, MAX_ADDRESS, MAX_LOG_BYTES, MAX_ROOT_ENTRIES, SECTOR_BYTES,
+};
+
+use super::{AUTO_CONTENT_SHIFT, ImageWriter, REGION_SHIFT, WriterOptions};
+use crate::{BlockDevice, Content, Error};
+
+/// Largest region, 2^30 bytes.
+const MAX_REGION_SHIFT: u8 = 30;
+/// Read at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// What makes a file a disk rather than an image.
+#[derive(Debug, Clone, Default)]
+pub struct DiskForm {
+    /// Size of the address space in bytes, a multiple of 4096.
+    pub size: u64,
+    /// What absent ranges show; holes, if there is none.
+    pub backing: Option<BackingEntry>,
+    /// log2 of the region size, 12 to 30; `None` chooses.
+    pub region_shift: Option<u8>,
+    /// Room for a record log in bytes, a multiple of 4096: the file may be written from then on, and has no Merkle tree.
+    /// With 0 the file is sealed.
+    pub log_bytes: u64,
+}
+
+/// What of a disk is stored in the file that is made of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// All that the chain shows.
+    All,
+    /// What the file has itself; the rest stays absent.
+    Own,
+}
+
+impl DiskForm {
+    pub(super) fn is_writable(&self) -> bool {
+        self.log_bytes > 0
+    }
+
+    /// The region size to write with, as log2.
+    pub(super) fn check(&self, options: &WriterOptions) -> Result<u8, Error> {
+        let unsupported = |what: String| Err(Error::Unsupported(what));
+        if options.plain || options.erofs || options.metadata_first {
+            return unsupported("a disk in the form of an image".into());
+        }
+        if !self.size.is_multiple_of(SECTOR_BYTES) || self.size > MAX_ADDRESS {
+            return unsupported(format!(
+                "a disk of {} bytes: sizes are multiples of {SECTOR_BYTES}, and at most {MAX_ADDRESS}",
+                self.size
+            ));
+        }
+        if !self.log_bytes.is_multiple_of(SECTOR_BYTES) || self.log_bytes > MAX_LOG_BYTES {
+            return unsupported(format!("a record log of {} bytes", self.log_bytes));
+        }
+        let shift = match self.region_shift {
+            Some(shift) => shift,
+            None => (REGION_SHIFT..MAX_REGION_SHIFT)
+                .find(|shift| self.size.div_ceil(1 << shift) <= MAX_ROOT_ENTRIES)
+                .unwrap_or(MAX_REGION_SHIFT),
+        };
+        if !(12..=MAX_REGION_SHIFT).contains(&shift)
+            || self.size.div_ceil(1 << shift) > MAX_ROOT_ENTRIES
+        {
+            return unsupported(format!(
+                "a disk of {} bytes in regions of 2^{shift}",
+                self.size
+            ));
+        }
+        Ok(shift)
+    }
+}
+
+impl ImageWriter {
+    /// Leaves `count` bytes of a disk absent. What does not fill a block is appended as zeros, so with a backing the range
+    /// has to be of whole blocks, but for the end of the disk.
+    pub fn append_absent(&mut self, mut count: u64) -> Result<(), Error> {
+        let Some(form) = &self.options.disk else {
+            return self.append_zeros(count);
+        };
+        let (size, has_backing) = (form.size, form.backing.is_some());
+        let length = u64::from(self.block_shift.bytes());
+        while count > 0 {
+            let filled = self.block.len() as u64;
+            let to_end = self.position() + count >= size;
+            if filled == 0 && (count >= length || to_end) {
+                let blocks = match to_end {
+                    true => count.div_ceil(length),
+                    false => count / length,
+                };
+                self.pipeline.absent(blocks)?;
+                let bytes = count.min(blocks * length);
+                self.block_start += bytes;
+                count -= bytes;
+                continue;
+            }
+            if has_backing {
+                return Err(Error::Unsupported(format!(
+                    "{count} absent bytes at byte {} in blocks of {length}",
+                    self.position()
+                )));
+            }
+            let n = count.min(length - filled);
+            self.append_zeros(n)?;
+            count -= n;
+        }
+        Ok(())
+    }
+
+    /// Bytes of a region.
+    fn region_bytes(&self) -> u64 {
+        1 << self.region_shift
+    }
+
+    /// The size of blocks from here on, where a region begins.
+    fn begin_blocks(&mut self, shift: u8) {
+        let shift = BlockShift::new(shift).unwrap_or(BlockShift::MIN);
+        if shift != self.block_shift {
+            debug_assert!(self.position().is_multiple_of(self.region_bytes()));
+            self.block_shift = shift;
+            self.block = Vec::with_capacity(shift.bytes() as usize);
+            self.layout.begin(self.block_start, shift);
+        }
+    }
+}
+
+/// A piece of a region.
+struct Run {
+    offset: u64,
+    length: u64,
+    what: What,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum What {
+    Data,
+    Zeros,
+    Absent,
+}
+
+/// Appends a whole device to a disk that is being written, and calls `step` with the bytes that each step did.
+///
+/// With [`Keep::Own`] blocks become as small as is needed to store no more than the device's own file has. The writer's block
+/// size is the largest then.
+pub fn append_disk<E: From<Error>>(
+    writer: &mut ImageWriter,
+    device: &dyn BlockDevice,
+    keep: Keep,
+    step: &mut dyn FnMut(u64) -> Result<(), E>,
+) -> Result<(), E> {
+    let size = device.size();
+    let largest = match writer.options.block_bytes {
+        Some(_) => writer.block_shift.get(),
+        None => AUTO_CONTENT_SHIFT.min(writer.region_shift),
+    };
+    let mut buffer = Vec::new();
+    let mut start = writer.position();
+    while start < size {
+        let end = (start + writer.region_bytes()).min(size);
+        let runs = runs(device, start, end, keep)?;
+        if let [only] = &runs[..]
+            && only.what == What::Absent
+        {
+            writer.append_absent(only.length)?;
+            step(only.length)?;
+            start = end;
+            continue;
+        }
+        if keep == Keep::Own {
+            writer.begin_blocks(block_shift(&runs, largest, end));
+        }
+        for run in &runs {
+            match run.what {
+                What::Data => append_data(writer, device, run, &mut buffer, step)?,
+                What::Zeros => writer.append_zeros(run.length)?,
+                What::Absent => writer.append_absent(run.length)?,
+            }
+            if run.what != What::Data {
+                step(run.length)?;
+            }
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// What stands in `start..end`, with neighbours of one kind joined.
+fn runs(device: &dyn BlockDevice, start: u64, end: u64, keep: Keep) -> Result<Vec<Run>, Error> {
+    let mut runs: Vec<Run> = Vec::new();
+    let mut at = start;
+    while at < end {
+        let status = device.status(at, end - at)?;
+        let what = match (keep, status.content) {
+            (Keep::Own, _) if status.depth != 1 => What::Absent,
+            (Keep::All, Content::Hole) => What::Absent,
+            (_, Content::Data) => What::Data,
+            (_, Content::Zero | Content::Hole) => What::Zeros,
+        };
+        let length = status.length.clamp(1, end - at);
+        match runs.last_mut() {
+            Some(last) if last.what == what => last.length += length,
+            _ => runs.push(Run {
+                offset: at,
+                length,
+                what,
+            }),
+        }
+        at += length;
+    }
+    Ok(runs)
+}
+
+/// The largest blocks, up to `largest`, of which none is partly absent.
+fn block_shift(runs: &[Run], largest: u8, end: u64) -> u8 {
+    let edges = runs.iter().filter(|run| run.what == What::Absent);
+    let bits = edges.fold(1u64 << largest, |bits, run| {
+        let run_end = run.offset + run.length;
+        // The end of the disk is the end of a block of any size.
+        bits | run.offset | if run_end == end { 0 } else { run_end }
+    });
+    (bits.trailing_zeros() as u8).clamp(BlockShift::MIN.get(), largest)
+}
+
+fn append_data<E: From<Error>>(
+    writer: &mut ImageWriter,
+    device: &dyn BlockDevice,
+    run: &Run,
+    buffer: &mut Vec<u8>,
+    step: &mut dyn FnMut(u64) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut done = 0;
+    while done < run.length {
+        let n = PIECE_BYTES.min(run.length - done);
+        buffer.resize(n as usize, 0);
+        device.read_at(run.offset + done, buffer)?;
+        writer.append(buffer)?;
+        step(n)?;
+        done += n;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use bcow_format::{BackingName, Use};
+
+    use super::*;
+    use crate::{
+        BackingResolver, Image, Mapping, MemoryStorage, OpenOptions, check, verify_written,
+    };
+
+    struct Below(Arc<dyn BlockDevice>);
+
+    impl BackingResolver for Below {
+        fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+            Ok(Some(self.0.clone()))
+        }
+    }
+
+    fn named(size: u64) -> BackingEntry {
+        BackingEntry {
+            name: BackingName::FileName {
+                name: "base".into(),
+                identity: Some([7; 32]),
+            },
+            size,
+        }
+    }
+
+    fn writer(storage: &Arc<MemoryStorage>, disk: DiskForm, threads: usize) -> ImageWriter {
+        let options = WriterOptions {
+            threads,
+            disk: Some(disk),
+            ..WriterOptions::default()
+        };
+        ImageWriter::on_storage(storage.clone(), options).unwrap()
+    }
+
+    fn append(writer: &mut ImageWriter, device: &dyn BlockDevice, keep: Keep) {
+        append_disk::<Error>(writer, device, keep, &mut |_| Ok(())).unwrap();
+    }
+
+    fn content(device: &dyn BlockDevice) -> Vec<u8> {
+        let mut all = vec![0; device.size() as usize];
+        device.read_at(0, &mut all).unwrap();
+        all
+    }
+
+    /// Ten regions and a bit: one block of 4 KiB, a full region, noise at the very end.
+    fn sample() -> Vec<u8> {
+        let mut bytes = vec![0; (42 << 20) + 12288];
+        bytes[(9 << 20) + 4096..][..4096].fill(1);
+        for (i, byte) in bytes[16 << 20..20 << 20].iter_mut().enumerate() {
+            *byte = (i % 251) as u8;
+        }
+        bytes.last_mut().into_iter().for_each(|last| *last = 9);
+        bytes
+    }
+
+    #[test]
+    fn a_disk_reads_as_what_it_was_made_of() {
+        let bytes = sample();
+        for threads in [1, 3] {
+            let storage = Arc::new(MemoryStorage::default());
+            let form = DiskForm {
+                size: bytes.len() as u64,
+                ..DiskForm::default()
+            };
+            let mut writer = writer(&storage, form, threads);
+            append(&mut writer, &bytes, Keep::All);
+            let written = writer.finish(&[], &serde_json::json!({})).unwrap();
+            verify_written(&written, 2).unwrap();
+            let image = Image::open_storage(storage, &OpenOptions::default()).unwrap();
+            assert_eq!(image.header().purpose, Use::Disk);
+            assert!(content(&*image) == bytes);
+        }
+    }
+
+    #[test]
+    fn only_what_a_disk_has_itself_is_stored_in_its_layer() {
+        let base = sample();
+        let size = base.len() as u64;
+        let resolver = Below(Arc::new(base.clone()));
+        // The layer below: absent but for a sector, a MiB of zeros, and the end.
+        let storage = Arc::new(MemoryStorage::default());
+        let form = DiskForm {
+            size,
+            backing: Some(named(size)),
+            ..DiskForm::default()
+        };
+        let mut first = writer(&storage, form.clone(), 1);
+        first.begin_blocks(12);
+        first.append_absent(40960).unwrap();
+        first.append(&[5; 4096]).unwrap();
+        first.append_absent((16 << 20) - 45056).unwrap();
+        first.append_zeros(1 << 20).unwrap();
+        first.append_absent((25 << 20) + 8192).unwrap();
+        first.append(&[6; 4096]).unwrap();
+        let written = first.finish(&[], &serde_json::json!({})).unwrap();
+        verify_written(&written, 1).unwrap();
+        let options = OpenOptions::default();
+        let disk = Image::open_with_backings(storage, &options, &resolver).unwrap();
+        let mut expected = base;
+        expected[40960..45056].fill(5);
+        expected[16 << 20..17 << 20].fill(0);
+        let end = expected.len();
+        expected[end - 4096..].fill(6);
+        assert!(content(&*disk) == expected);
+
+        let storage = Arc::new(MemoryStorage::default());
+        let mut layer = writer(&storage, form, 2);
+        append(&mut layer, &*disk, Keep::Own);
+        layer.finish(&[], &serde_json::json!({})).unwrap();
+        let layer = Image::open_with_backings(storage, &options, &resolver).unwrap();
+        assert!(content(&*layer) == expected);
+        let own: u64 = layer
+            .extents()
+            .map(|extent| extent.unwrap())
+            .filter(|extent| !matches!(extent.mapping, Mapping::Backing { .. }))
+            .map(|extent| extent.length)
+            .sum();
+        assert_eq!(own, 4096 + (1 << 20) + 4096);
+    }
+
+    #[test]
+    fn a_disk_to_be_written_has_a_log_and_no_tree() {
+        let bytes = sample();
+        let storage = Arc::new(MemoryStorage::default());
+        let form = DiskForm {
+            size: bytes.len() as u64,
+            log_bytes: 1 << 20,
+            ..DiskForm::default()
+        };
+        let mut writer = writer(&storage, form, 1);
+        append(&mut writer, &bytes, Keep::All);
+        let written = writer.finish(&[], &serde_json::json!({})).unwrap();
+        assert_eq!(written.header.log.1, 1 << 20);
+        assert!(written.header.merkle.is_none());
+        assert_eq!(written.file_bytes(), storage.to_vec().len() as u64);
+        let header = bcow_format::choose_header(&storage.to_vec()[..1024]).unwrap();
+        assert_eq!(header, written.header);
+    }
+
+    #[test]
+    fn sizes_that_no_disk_has_are_refused() {
+        for size in [1, 4095, (1 << 48) + 4096] {
+            let options = WriterOptions {
+                disk: Some(DiskForm {
+                    size,
+                    ..DiskForm::default()
+                }),
+                ..WriterOptions::default()
+            };
+            let storage = Arc::new(MemoryStorage::default());
+            assert!(ImageWriter::on_storage(storage, options).is_err(), "{size}");
+        }
+    }
+
+    #[test]
+    fn the_largest_and_the_smallest_disk_can_be_written() {
+        for size in [0, 4096, 1 << 48] {
+            let storage = Arc::new(MemoryStorage::default());
+            let form = DiskForm {
+                size,
+                ..DiskForm::default()
+            };
+            let mut writer = writer(&storage, form, 1);
+            writer.append_absent(size).unwrap();
+            writer.finish(&[], &serde_json::json!({})).unwrap();
+            let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
+            assert_eq!(image.size(), size);
+            let options = check::CheckOptions {
+                data: true,
+                threads: 1,
+            };
+            let report = check::check(storage, &options).unwrap();
+            assert!(report.findings.is_empty(), "{:?}", report.findings);
+        }
+    }
+}
