@@ -249,6 +249,7 @@ pub(crate) fn writer_options(
         threads,
         erofs: true,
         metadata_first: false,
+        disk: None,
     })
 }
 

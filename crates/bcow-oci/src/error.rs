@@ -474,7 +474,7 @@ impl ConvertError {
     pub fn hint(&self) -> Option<String> {
         use ConvertError as E;
         let hint = match self {
-            E::SourceSyntax { .. } => "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE, tar:- and dir:PATH".into(),
+            E::SourceSyntax { .. } => "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE".into(),
             E::PlatformSyntax { .. } => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64".into(),
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
                 if available.is_empty() {

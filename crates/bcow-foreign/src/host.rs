@@ -1,0 +1,42 @@
+//! Opening files of the host.
+
+use std::fs::File;
+use std::path::Path;
+
+use rustix::fs::{FileType, Mode, OFlags};
+
+use crate::ForeignError;
+
+/// Opens for reading what the user names: a regular file or a block device.
+pub(crate) fn open(path: &Path) -> Result<File, ForeignError> {
+    open_with(path, OFlags::empty(), true)
+}
+
+/// Opens for reading what a file names in a directory that the user gave: a regular file, no symbolic link.
+pub(crate) fn open_named(path: &Path) -> Result<File, ForeignError> {
+    open_with(path, OFlags::NOFOLLOW, false)
+}
+
+fn open_with(path: &Path, flags: OFlags, device: bool) -> Result<File, ForeignError> {
+    let failed = |source: rustix::io::Errno| ForeignError::Io {
+        action: "open",
+        path: path.to_owned(),
+        source: source.into(),
+    };
+    // Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+    let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+    let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);
+    match kind {
+        FileType::RegularFile => Ok(file.into()),
+        FileType::BlockDevice if device => Ok(file.into()),
+        _ => Err(ForeignError::Unsuitable {
+            path: path.to_owned(),
+            problem: match kind {
+                FileType::Directory => "it is a directory",
+                _ => "it is no regular file",
+            }
+            .into(),
+        }),
+    }
+}

@@ -1,0 +1,222 @@
+//! A qcow2 image, read by imago.
+//!
+//! Files that the image names are its backing file and its data file. What it names is a path, a URL or a whole
+//! description of a device (`json:`), and it may have come from anywhere; so nothing is opened but a regular file of that
+//! name (the last part of the path) in a directory that the user gave, in the format that the image says, never guessed.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
+use bcow::{BlockDevice, Content, Error, Status};
+use imago::file::File as ImagoFile;
+use imago::qcow2::Qcow2;
+use imago::raw::Raw;
+use imago::{FormatAccess, Mapping};
+
+use crate::raw::{check, io_error};
+use crate::{ForeignError, host};
+
+/// Files below an image, one below the other.
+const MAX_DEPTH: usize = 64;
+const MAGIC: &[u8] = b"QFI\xfb";
+
+type Format = FormatAccess<ImagoFile>;
+type Image = Qcow2<ImagoFile, Arc<Format>>;
+
+/// A qcow2 image as a disk, with whatever lies below it.
+///
+/// Its address space ends with a whole sector of 4096 bytes; what the image lacks there reads as zeros.
+pub struct Qcow2Disk {
+    format: Arc<Format>,
+    bytes: u64,
+    files: Vec<PathBuf>,
+}
+
+impl Qcow2Disk {
+    /// Opens what the user calls `path` for reading. Files that it names are looked up in `directories` only.
+    pub fn open(path: &Path, directories: &[PathBuf]) -> Result<Qcow2Disk, ForeignError> {
+        let mut opener = Opener {
+            directories,
+            files: Vec::new(),
+        };
+        let format = opener.qcow2(path, host::open(path)?)?;
+        let bytes = format.size();
+        if bytes > MAX_ADDRESS {
+            return Err(ForeignError::Unsuitable {
+                path: path.to_owned(),
+                problem: format!("it has {bytes} bytes, a disk has at most {MAX_ADDRESS}"),
+            });
+        }
+        Ok(Qcow2Disk {
+            format,
+            bytes,
+            files: opener.files,
+        })
+    }
+
+    /// Size of the disk in bytes, as the image says.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The files it is made of, the image first.
+    pub fn files(&self) -> &[PathBuf] {
+        &self.files
+    }
+}
+
+struct Opener<'a> {
+    directories: &'a [PathBuf],
+    files: Vec<PathBuf>,
+}
+
+impl Opener<'_> {
+    fn qcow2(&mut self, path: &Path, mut file: File) -> Result<Arc<Format>, ForeignError> {
+        let unsuitable = |problem: String| ForeignError::Unsuitable {
+            path: path.to_owned(),
+            problem,
+        };
+        let failed = |source: io::Error| ForeignError::Qcow2 {
+            path: path.to_owned(),
+            source,
+        };
+        let mut magic = [0; 4];
+        if file.read_exact(&mut magic).is_err() || magic != MAGIC {
+            return Err(unsuitable("it is no qcow2 image".into()));
+        }
+        self.files.push(path.to_owned());
+        if self.files.len() > MAX_DEPTH {
+            return Err(unsuitable(format!(
+                "more than {MAX_DEPTH} files, one below the other"
+            )));
+        }
+        let storage = ImagoFile::try_from(file).map_err(failed)?;
+        let mut image = Image::open_image(storage, false).map_err(failed)?;
+        if image.requires_external_data_file() {
+            let name = image.implicit_external_data_file().cloned();
+            let found = self.find(path, "its data file", name.as_deref().unwrap_or_default())?;
+            self.files.push(found.clone());
+            let data = ImagoFile::try_from(host::open_named(&found)?).map_err(failed)?;
+            image.set_data_file(Some(data));
+        } else {
+            image.set_data_file(None);
+        }
+        let backing = match image.implicit_backing_file().cloned() {
+            Some(name) => {
+                let format = image.implicit_backing_format().cloned();
+                Some(self.backing(path, &name, format.as_deref())?)
+            }
+            None => None,
+        };
+        image.set_backing(backing);
+        Ok(Arc::new(FormatAccess::new(image)))
+    }
+
+    fn backing(
+        &mut self,
+        path: &Path,
+        name: &str,
+        format: Option<&str>,
+    ) -> Result<Arc<Format>, ForeignError> {
+        const WHAT: &str = "its backing file";
+        let refused = |problem: String| ForeignError::NotAllowed {
+            path: path.to_owned(),
+            what: WHAT,
+            name: name.to_owned(),
+            problem,
+        };
+        let found = self.find(path, WHAT, name)?;
+        let file = host::open_named(&found)?;
+        match format {
+            Some("qcow2") => self.qcow2(&found, file),
+            Some("raw" | "file") => {
+                self.files.push(found.clone());
+                let raw = ImagoFile::try_from(file)
+                    .and_then(|storage| Raw::open_image(storage, false))
+                    .map_err(|source| ForeignError::Io {
+                        action: "read",
+                        path: found,
+                        source,
+                    })?;
+                Ok(Arc::new(FormatAccess::new(raw)))
+            }
+            Some(other) => Err(refused(format!("its format {other:?} is not read here"))),
+            None => Err(refused(
+                "its format is not recorded, and is not guessed (`qemu-img rebase -u -F FORMAT -b NAME` records it)"
+                    .into(),
+            )),
+        }
+    }
+
+    /// Where the file that an image names may be read.
+    fn find(&self, path: &Path, what: &'static str, name: &str) -> Result<PathBuf, ForeignError> {
+        let refused = |problem: &str| ForeignError::NotAllowed {
+            path: path.to_owned(),
+            what,
+            name: name.to_owned(),
+            problem: problem.to_owned(),
+        };
+        if self.directories.is_empty() {
+            return Err(refused("no directory is allowed for it"));
+        }
+        let protocol = name.split('/').next().unwrap_or_default();
+        if name.is_empty() || protocol.contains(':') {
+            return Err(refused("that is no path of a file"));
+        }
+        let Some(last) = Path::new(name).file_name() else {
+            return Err(refused("there is no file name in it"));
+        };
+        self.directories
+            .iter()
+            .map(|directory| directory.join(last))
+            .find(|candidate| candidate.symlink_metadata().is_ok())
+            .ok_or_else(|| refused("there is no such file in the directories that are allowed"))
+    }
+}
+
+impl BlockDevice for Qcow2Disk {
+    fn size(&self) -> u64 {
+        self.bytes.next_multiple_of(SECTOR_BYTES)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        check(offset, buf.len() as u64, self.size())?;
+        let there = self.bytes.saturating_sub(offset).min(buf.len() as u64);
+        let (data, padding) = buf.split_at_mut(there as usize);
+        padding.fill(0);
+        match data.is_empty() {
+            true => Ok(()),
+            false => self
+                .format
+                .read(data, offset)
+                .map_err(|source| io_error(offset, source)),
+        }
+    }
+
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        let length = length.max(1);
+        check(offset, length, self.size())?;
+        let status = |length, content, depth| Status {
+            length,
+            content,
+            depth,
+        };
+        let there = self.bytes.saturating_sub(offset).min(length);
+        if there == 0 {
+            return Ok(status(length, Content::Hole, 0));
+        }
+        let (mapping, known) = self
+            .format
+            .get_mapping(offset, there)
+            .map_err(|source| io_error(offset, source))?;
+        let known = known.clamp(1, there);
+        Ok(match mapping {
+            Mapping::Zero { explicit: true, .. } => status(known, Content::Zero, 1),
+            Mapping::Zero { .. } => status(known, Content::Hole, 0),
+            _ => status(known, Content::Data, 1),
+        })
+    }
+}

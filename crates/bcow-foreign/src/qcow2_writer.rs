@@ -1,0 +1,391 @@
+//! Makes a qcow2 image in one pass (qemu's docs/interop/qcow2.rst, version 3).
+//!
+//! ```text
+//! | header | data clusters and L2 tables, as they come | L1 table | refcount blocks | refcount table |
+//! ```
+//!
+//! The header comes last, when all the places are known. Zeros stay unallocated. Compressed clusters are packed at
+//! sectors of 512 bytes, several to a host cluster.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use flate2::{Compress, Compression, FlushCompress, Status};
+
+const CLUSTER_BITS: u32 = 16;
+const CLUSTER: u64 = 1 << CLUSTER_BITS;
+/// Entries of an L2 table, and of a refcount table's cluster.
+const L2_ENTRIES: u64 = CLUSTER / 8;
+/// Refcounts of 16 bits in a refcount block.
+const REFCOUNTS: u64 = CLUSTER / 2;
+const COPIED: u64 = 1 << 63;
+const COMPRESSED: u64 = 1 << 62;
+/// Where the number of further sectors stands in the entry of a compressed cluster.
+const SECTORS_SHIFT: u32 = 62 - (CLUSTER_BITS - 8);
+const SECTOR: u64 = 512;
+const HEADER_BYTES: u32 = 112;
+/// Data is gathered up to this many bytes before it is written.
+const WRITE_BYTES: usize = 1 << 20;
+
+/// How clusters are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ClusterCompression {
+    /// As they are.
+    #[default]
+    None,
+    /// With zlib, which every reader of qcow2 knows.
+    Zlib,
+    /// With zstd, which qemu knows since 5.1.
+    Zstd {
+        /// Level, 1 to 22.
+        level: i32,
+    },
+}
+
+/// Writes a qcow2 image from content that comes in order. See the module's text.
+pub struct Qcow2Writer<'f> {
+    file: &'f File,
+    size: u64,
+    compressor: Compressor,
+    /// The cluster being filled, up to the next byte to come.
+    cluster: Vec<u8>,
+    at: u64,
+    /// Bytes not yet written, and where they belong.
+    pending: Vec<u8>,
+    pending_at: u64,
+    l1: Vec<u64>,
+    l2: Vec<u64>,
+    refcounts: Vec<u16>,
+}
+
+enum Compressor {
+    None,
+    Zlib(Compress),
+    Zstd(Box<zstd::bulk::Compressor<'static>>),
+}
+
+impl<'f> Qcow2Writer<'f> {
+    /// Starts an image of a disk of `size` bytes, a multiple of 512, in an empty file.
+    pub fn new(file: &'f File, size: u64, compression: ClusterCompression) -> io::Result<Self> {
+        if !size.is_multiple_of(SECTOR) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("a qcow2 image of {size} bytes, no multiple of {SECTOR}"),
+            ));
+        }
+        let compressor = match compression {
+            ClusterCompression::None => Compressor::None,
+            // Readers have a window of 4096 bytes, and expect no header.
+            ClusterCompression::Zlib => Compressor::Zlib(Compress::new_with_window_bits(
+                Compression::default(),
+                false,
+                12,
+            )),
+            ClusterCompression::Zstd { level } => {
+                Compressor::Zstd(Box::new(zstd::bulk::Compressor::new(level)?))
+            }
+        };
+        Ok(Qcow2Writer {
+            file,
+            size,
+            compressor,
+            cluster: Vec::with_capacity(CLUSTER as usize),
+            at: 0,
+            pending: Vec::with_capacity(WRITE_BYTES + CLUSTER as usize),
+            pending_at: CLUSTER,
+            l1: Vec::new(),
+            l2: vec![0; L2_ENTRIES as usize],
+            refcounts: vec![1],
+        })
+    }
+
+    /// The next bytes.
+    pub fn data(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let n = bytes.len().min(CLUSTER as usize - self.cluster.len());
+            self.cluster.extend_from_slice(&bytes[..n]);
+            bytes = &bytes[n..];
+            if self.cluster.len() as u64 == CLUSTER {
+                self.end_cluster()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As many zeros.
+    pub fn zeros(&mut self, mut count: u64) -> io::Result<()> {
+        while count > 0 {
+            let filled = self.cluster.len() as u64;
+            if filled == 0 && count >= CLUSTER {
+                // As far as the L2 table goes, at once.
+                let table_left = L2_ENTRIES * CLUSTER - self.at % (L2_ENTRIES * CLUSTER);
+                let n = (count / CLUSTER * CLUSTER).min(table_left);
+                self.advance(n)?;
+                count -= n;
+                continue;
+            }
+            let n = count.min(CLUSTER - filled);
+            self.cluster.resize((filled + n) as usize, 0);
+            count -= n;
+            if filled + n == CLUSTER {
+                self.end_cluster()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the tables and the header. Nothing is synced. Returns the length of the file.
+    pub fn finish(mut self) -> io::Result<u64> {
+        if self.at + self.cluster.len() as u64 != self.size {
+            return Err(io::Error::other(format!(
+                "{} bytes in a qcow2 image of {}",
+                self.at + self.cluster.len() as u64,
+                self.size
+            )));
+        }
+        if !self.cluster.is_empty() {
+            self.cluster.resize(CLUSTER as usize, 0);
+            self.end_cluster()?;
+        }
+        if !self.at.is_multiple_of(L2_ENTRIES * CLUSTER) {
+            self.end_table()?;
+        }
+        let l1_entries = self.l1.len() as u32;
+        let l1 = std::mem::take(&mut self.l1);
+        // A table of no entries still has a place.
+        let l1_offset = match l1.is_empty() {
+            true => CLUSTER,
+            false => self.append(&big_endian(&l1), CLUSTER)?,
+        };
+        let (table_offset, table_clusters) = self.write_refcounts()?;
+        self.flush()?;
+        let header = self.header(l1_entries, l1_offset, table_offset, table_clusters);
+        self.file.write_all_at(&header, 0)?;
+        Ok(self.end())
+    }
+
+    fn end_cluster(&mut self) -> io::Result<()> {
+        let cluster = std::mem::take(&mut self.cluster);
+        if cluster.iter().any(|&byte| byte != 0) {
+            let entry = self.store(&cluster)?;
+            self.l2[(self.at / CLUSTER % L2_ENTRIES) as usize] = entry;
+        }
+        self.cluster = cluster;
+        self.cluster.clear();
+        self.advance(CLUSTER)
+    }
+
+    /// Goes on by whole clusters within the L2 table.
+    fn advance(&mut self, bytes: u64) -> io::Result<()> {
+        self.at += bytes;
+        match self.at.is_multiple_of(L2_ENTRIES * CLUSTER) {
+            true => self.end_table(),
+            false => Ok(()),
+        }
+    }
+
+    fn end_table(&mut self) -> io::Result<()> {
+        let entry = if self.l2.iter().all(|&entry| entry == 0) {
+            0
+        } else {
+            let bytes = big_endian(&self.l2);
+            self.l2.fill(0);
+            self.append(&bytes, CLUSTER)? | COPIED
+        };
+        self.l1.push(entry);
+        Ok(())
+    }
+
+    /// Stores a cluster; gives its L2 entry.
+    fn store(&mut self, cluster: &[u8]) -> io::Result<u64> {
+        match self.compressor.compress(cluster)? {
+            None => Ok(self.append(cluster, CLUSTER)? | COPIED),
+            Some(frame) => {
+                let at = self.append(&frame, SECTOR)?;
+                let sectors = (frame.len() as u64).div_ceil(SECTOR);
+                Ok(at | (sectors - 1) << SECTORS_SHIFT | COMPRESSED)
+            }
+        }
+    }
+
+    /// Writes the next bytes, in whole units of `unit` bytes; gives their place.
+    fn append(&mut self, bytes: &[u8], unit: u64) -> io::Result<u64> {
+        self.pad(unit);
+        let at = self.end();
+        self.pending.extend_from_slice(bytes);
+        self.pad(unit);
+        for host in at >> CLUSTER_BITS..self.end().div_ceil(CLUSTER) {
+            match self.refcounts.get_mut(host as usize) {
+                Some(count) => *count += 1,
+                None => self.refcounts.push(1),
+            }
+        }
+        if self.pending.len() >= WRITE_BYTES {
+            self.flush()?;
+        }
+        Ok(at)
+    }
+
+    /// First byte behind all that was appended.
+    fn end(&self) -> u64 {
+        self.pending_at + self.pending.len() as u64
+    }
+
+    fn pad(&mut self, unit: u64) {
+        let end = self.end();
+        let padding = end.next_multiple_of(unit) - end;
+        self.pending
+            .resize(self.pending.len() + padding as usize, 0);
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.write_all_at(&self.pending, self.pending_at)?;
+        self.pending_at = self.end();
+        self.pending.clear();
+        Ok(())
+    }
+
+    /// Writes the refcounts of all clusters, their own included. Gives place and clusters of their table.
+    fn write_refcounts(&mut self) -> io::Result<(u64, u32)> {
+        self.pad(CLUSTER);
+        let used = self.end() >> CLUSTER_BITS;
+        let (mut blocks, mut table) = (0, 0);
+        loop {
+            let needed = (used + blocks + table).div_ceil(REFCOUNTS);
+            let for_them = needed.div_ceil(CLUSTER / 8);
+            if (needed, for_them) == (blocks, table) {
+                break;
+            }
+            (blocks, table) = (needed, for_them);
+        }
+        let mut refcounts = std::mem::take(&mut self.refcounts);
+        refcounts.resize((used + blocks + table) as usize, 1);
+        let mut places = Vec::with_capacity(blocks as usize);
+        for block in refcounts.chunks(REFCOUNTS as usize) {
+            let bytes: Vec<u8> = block.iter().flat_map(|count| count.to_be_bytes()).collect();
+            places.push(self.append(&bytes, CLUSTER)?);
+        }
+        let at = self.append(&big_endian(&places), CLUSTER)?;
+        debug_assert_eq!(self.end() >> CLUSTER_BITS, used + blocks + table);
+        Ok((at, table as u32))
+    }
+
+    fn header(&self, l1_entries: u32, l1: u64, refcounts: u64, refcount_clusters: u32) -> Vec<u8> {
+        let compression_type = matches!(self.compressor, Compressor::Zstd(_)) as u8;
+        let incompatible = u64::from(compression_type) << 3;
+        let mut header = Vec::with_capacity(HEADER_BYTES as usize + 8);
+        header.extend_from_slice(b"QFI\xfb");
+        header.extend_from_slice(&3u32.to_be_bytes());
+        // No backing file.
+        header.extend_from_slice(&[0; 12]);
+        header.extend_from_slice(&CLUSTER_BITS.to_be_bytes());
+        header.extend_from_slice(&self.size.to_be_bytes());
+        // Not encrypted.
+        header.extend_from_slice(&[0; 4]);
+        header.extend_from_slice(&l1_entries.to_be_bytes());
+        header.extend_from_slice(&l1.to_be_bytes());
+        header.extend_from_slice(&refcounts.to_be_bytes());
+        header.extend_from_slice(&refcount_clusters.to_be_bytes());
+        // No snapshots.
+        header.extend_from_slice(&[0; 12]);
+        header.extend_from_slice(&incompatible.to_be_bytes());
+        // Neither compatible nor autoclear features; refcounts of 2^4 bits.
+        header.extend_from_slice(&[0; 16]);
+        header.extend_from_slice(&4u32.to_be_bytes());
+        header.extend_from_slice(&HEADER_BYTES.to_be_bytes());
+        header.push(compression_type);
+        // Padding, and the end of the header extensions.
+        header.resize(HEADER_BYTES as usize + 8, 0);
+        header
+    }
+}
+
+impl Compressor {
+    /// The compressed cluster, if that is shorter by a sector at least.
+    fn compress(&mut self, cluster: &[u8]) -> io::Result<Option<Vec<u8>>> {
+        let most = cluster.len() - SECTOR as usize;
+        let frame = match self {
+            Compressor::None => return Ok(None),
+            Compressor::Zlib(zlib) => {
+                let mut frame = Vec::with_capacity(most);
+                zlib.reset();
+                let status = zlib
+                    .compress_vec(cluster, &mut frame, FlushCompress::Finish)
+                    .map_err(io::Error::other)?;
+                match status {
+                    Status::StreamEnd => frame,
+                    // It does not fit.
+                    _ => return Ok(None),
+                }
+            }
+            Compressor::Zstd(zstd) => {
+                let frame = zstd.compress(cluster)?;
+                if frame.len() > most {
+                    return Ok(None);
+                }
+                frame
+            }
+        };
+        Ok(Some(frame))
+    }
+}
+
+fn big_endian(entries: &[u64]) -> Vec<u8> {
+    entries
+        .iter()
+        .flat_map(|entry| entry.to_be_bytes())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::BlockDevice;
+
+    use super::*;
+    use crate::Qcow2Disk;
+
+    fn sample() -> Vec<u8> {
+        let mut bytes = vec![0; (3 << 20) + 512];
+        for (i, byte) in bytes[1 << 20..2 << 20].iter_mut().enumerate() {
+            *byte = (i / 300) as u8;
+        }
+        let mut state = 1u32;
+        for byte in &mut bytes[100_000..300_000] {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            *byte = (state >> 24) as u8;
+        }
+        bytes.last_mut().into_iter().for_each(|last| *last = 1);
+        bytes
+    }
+
+    #[test]
+    fn an_image_reads_back() {
+        let bytes = sample();
+        for compression in [ClusterCompression::None, ClusterCompression::Zlib] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            let mut writer =
+                Qcow2Writer::new(file.as_file(), bytes.len() as u64, compression).unwrap();
+            writer.data(&bytes[..5000]).unwrap();
+            writer.data(&bytes[5000..2 << 20]).unwrap();
+            writer.zeros(1 << 20).unwrap();
+            writer.data(&bytes[3 << 20..]).unwrap();
+            let length = writer.finish().unwrap();
+            assert_eq!(length, file.as_file().metadata().unwrap().len());
+            let disk = Qcow2Disk::open(file.path(), &[]).unwrap();
+            assert_eq!(disk.bytes(), bytes.len() as u64);
+            let mut found = vec![0; bytes.len()];
+            disk.read_at(0, &mut found).unwrap();
+            assert!(found == bytes, "{compression:?}");
+        }
+    }
+
+    #[test]
+    fn content_of_another_length_is_an_error() {
+        let file = tempfile::tempfile().unwrap();
+        let mut writer = Qcow2Writer::new(&file, 1 << 20, ClusterCompression::None).unwrap();
+        writer.zeros(1 << 19).unwrap();
+        assert!(writer.finish().is_err());
+        assert!(Qcow2Writer::new(&file, 1000, ClusterCompression::None).is_err());
+    }
+}

@@ -1,0 +1,173 @@
+//! A raw disk: the bytes of a file, as they are.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
+use bcow::{BlockDevice, Content, Error, Status};
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+
+use crate::{ForeignError, host};
+
+/// A file or block device of the host as a disk.
+///
+/// Its address space ends with a whole sector of 4096 bytes; what the file lacks there reads as zeros.
+#[derive(Debug)]
+pub struct RawDisk {
+    file: File,
+    bytes: u64,
+}
+
+impl RawDisk {
+    /// Opens what the user calls `path` for reading.
+    pub fn open(path: &Path) -> Result<RawDisk, ForeignError> {
+        let file = host::open(path)?;
+        // The length of a block device is found by seeking only.
+        let bytes =
+            rustix::fs::seek(&file, SeekFrom::End(0)).map_err(|source| ForeignError::Io {
+                action: "find the length of",
+                path: path.to_owned(),
+                source: source.into(),
+            })?;
+        if bytes > MAX_ADDRESS {
+            return Err(ForeignError::Unsuitable {
+                path: path.to_owned(),
+                problem: format!("it has {bytes} bytes, a disk has at most {MAX_ADDRESS}"),
+            });
+        }
+        Ok(RawDisk { file, bytes })
+    }
+
+    /// Length of the file in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The first byte of data, or of a hole, from `offset` on. Nothing else depends on the file's position.
+    fn seek(&self, to: SeekFrom) -> Result<Option<u64>, Errno> {
+        match rustix::fs::seek(&self.file, to) {
+            Ok(at) => Ok(Some(at)),
+            // Nothing but a hole follows.
+            Err(Errno::NXIO) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl BlockDevice for RawDisk {
+    fn size(&self) -> u64 {
+        self.bytes.next_multiple_of(SECTOR_BYTES)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        check(offset, buf.len() as u64, self.size())?;
+        let there = self.bytes.saturating_sub(offset).min(buf.len() as u64);
+        let (data, padding) = buf.split_at_mut(there as usize);
+        padding.fill(0);
+        self.file
+            .read_exact_at(data, offset)
+            .map_err(|source| io_error(offset, source))
+    }
+
+    fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
+        let length = length.max(1);
+        check(offset, length, self.size())?;
+        let hole = |length| Status {
+            length,
+            content: Content::Hole,
+            depth: 0,
+        };
+        let data = |length| Status {
+            length,
+            content: Content::Data,
+            depth: 1,
+        };
+        if offset >= self.bytes {
+            return Ok(hole(length));
+        }
+        match self.seek(SeekFrom::Data(offset)) {
+            Ok(None) => Ok(hole(length)),
+            Ok(Some(start)) if start > offset => Ok(hole(length.min(start - offset))),
+            Ok(Some(_)) => match self.seek(SeekFrom::Hole(offset)) {
+                // The last sector is data as far as the file goes; its end is not worth a piece of its own.
+                Ok(Some(end)) if end > offset && end < self.bytes => {
+                    Ok(data(length.min(end - offset)))
+                }
+                _ => Ok(data(length)),
+            },
+            // File systems and devices that cannot tell.
+            Err(_) => Ok(data(length)),
+        }
+    }
+}
+
+pub(crate) fn check(offset: u64, length: u64, size: u64) -> Result<(), Error> {
+    match offset.checked_add(length) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(Error::OutOfRange {
+            offset,
+            length,
+            size,
+        }),
+    }
+}
+
+pub(crate) fn io_error(offset: u64, source: io::Error) -> Error {
+    Error::Io {
+        action: "read",
+        offset,
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Seek, Write};
+
+    use super::*;
+
+    #[test]
+    fn holes_are_told_and_the_last_sector_is_whole() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len((8 << 20) + 5).unwrap();
+        file.seek(io::SeekFrom::Start(4 << 20)).unwrap();
+        file.write_all(&[1; 4096]).unwrap();
+        let disk = RawDisk::open(file.path()).unwrap();
+        assert_eq!(
+            (disk.bytes(), disk.size()),
+            ((8 << 20) + 5, (8 << 20) + 4096)
+        );
+        let mut buf = [9; 4096];
+        disk.read_at(8 << 20, &mut buf).unwrap();
+        assert_eq!(buf, [0; 4096]);
+        let mut seen = Vec::new();
+        let mut at = 0;
+        while at < disk.size() {
+            let status = disk.status(at, disk.size() - at).unwrap();
+            seen.push((at, status.content));
+            at += status.length;
+        }
+        // Whatever the file system's blocks: data where it was written.
+        assert!(seen.contains(&(4 << 20, Content::Data)), "{seen:?}");
+        assert_eq!(seen[0], (0, Content::Hole));
+    }
+
+    #[test]
+    fn what_is_no_disk_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = RawDisk::open(directory.path()).unwrap_err().to_string();
+        assert!(error.ends_with("it is a directory"), "{error}");
+        let error = RawDisk::open(Path::new("/dev/null"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.ends_with("it is no regular file"), "{error}");
+    }
+}
