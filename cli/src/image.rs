@@ -22,6 +22,9 @@ pub struct StoreArgs {
     /// Look for layers in this directory too: an OCI layout, or files named by their digest (repeatable)
     #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     stores: Vec<PathBuf>,
+    /// Look for files that a disk names as its backing in this directory too (repeatable)
+    #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    backing_dirs: Vec<PathBuf>,
 }
 
 /// Stores for every command, as in PATH.
@@ -33,15 +36,26 @@ impl StoreArgs {
         let variable = std::env::var_os(STORES).unwrap_or_default();
         let named = std::env::split_paths(&variable).filter(|path| !path.as_os_str().is_empty());
         let directories: Vec<PathBuf> = self.stores.iter().cloned().chain(named).collect();
-        for directory in &directories {
-            // A spelling mistake would else look like a missing layer.
-            let cannot = || format!("cannot look for layers in {}", directory.display());
-            if !std::fs::metadata(directory).context(cannot)?.is_dir() {
-                return Err(CommandError::new(cannot()).caused_by_text("it is no directory"));
-            }
-        }
+        require_directories(&directories, "layers")?;
         Ok(directories)
     }
+
+    /// The directories where files that other files name may be opened, beside the directory of the file itself.
+    pub fn backing_dirs(&self) -> Result<&[PathBuf], CommandError> {
+        require_directories(&self.backing_dirs, "backings")?;
+        Ok(&self.backing_dirs)
+    }
+}
+
+/// A spelling mistake would else look like a missing file.
+fn require_directories(directories: &[PathBuf], what: &str) -> Result<(), CommandError> {
+    for directory in directories {
+        let cannot = || format!("cannot look for {what} in {}", directory.display());
+        if !std::fs::metadata(directory).context(cannot)?.is_dir() {
+            return Err(CommandError::new(cannot()).caused_by_text("it is no directory"));
+        }
+    }
+    Ok(())
 }
 
 /// An open image and the name the user gave it.
@@ -110,6 +124,14 @@ impl OpenImage {
     /// The address space.
     pub fn image(&self) -> &Arc<Image> {
         &self.opened.image
+    }
+
+    /// The files it is made of.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let below = self.opened.below.iter().map(|file| file.path.clone());
+        std::iter::once(self.opened.path.clone())
+            .chain(below)
+            .collect()
     }
 
     /// The image with what is known of its layers.
@@ -203,7 +225,7 @@ pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError
 }
 
 /// What the file probably is, by its first bytes, and what to do with it then.
-fn guess(path: &Path) -> Option<String> {
+pub fn guess(path: &Path) -> Option<String> {
     let mut start = Vec::new();
     File::open(path)
         .ok()?
@@ -223,7 +245,9 @@ fn guess(path: &Path) -> Option<String> {
             "it looks like an archive; `bcow convert tar:{shown} IMAGE.bcow` makes an image of it"
         ))
     } else if has(0, b"QFI\xfb") {
-        Some("it is a qcow2 image".to_owned())
+        Some(format!(
+            "it is a qcow2 image; `bcow convert qcow2:{shown} DISK.bcow` makes a disk of it"
+        ))
     } else if has(1024, b"\xe2\xe1\xf5\xe0") {
         Some("it is an EROFS image without BCoW headers; the kernel can mount it".to_owned())
     } else if has(0, b"hsqs") {

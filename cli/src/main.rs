@@ -4,6 +4,7 @@
 //! file for each, [`ui`] is the only door to the terminal and [`error`] says how a failure looks.
 
 mod commands;
+mod copy_out;
 mod error;
 mod image;
 mod interrupt;

@@ -1,5 +1,7 @@
 //! `bcow convert`
 
+mod disk;
+
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
@@ -11,11 +13,12 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{CommandError, exit};
+use crate::image::{self, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::size::{self, Count, Human};
 use crate::ui::{Progress, Ui};
 
-/// Make an image out of a container image, an archive or a directory
+/// Make an image of a container image, an archive or a directory, or convert a disk
 ///
 /// SRC is one of
 ///
@@ -25,12 +28,18 @@ use crate::ui::{Progress, Ui};
 ///     tar:FILE                  a root file system or a layer; tar:- is standard input
 ///     dir:PATH                  a root file system in a directory
 ///     FILE.tar[.gz|.zst]        the same as tar:FILE
+///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of
 ///
-///     FILE.bcow                 one file, the layers flattened into one file system
+///     FILE.bcow                 one file: the layers flattened into one file system, or a disk
 ///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, shared by all
 ///                               images that have the layer, and a stack that merges them
+///     raw:FILE  qcow2:FILE      a disk for other programs; SRC is then a disk, or any BCoW image
+///                               (FILE, oci:DIR[:REF]), and what its backings show is in it
+///
+/// A disk of SRC raw: or qcow2: is sealed: compressed, checksummed, and not to be written; with
+/// --writable it can be. The format of a file is never guessed.
 ///
 /// Needs no privilege, no daemon, no network and no loop device; a layer's bytes are checked against
 /// their digests while they stream. Into an OCI layout, only layers are converted that neither the
@@ -45,15 +54,15 @@ pub struct Args {
     /// Where the image comes from
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// The image to make: a file, or oci:DIR[:REF]
+    /// What to make: a file, oci:DIR[:REF], raw:FILE or qcow2:FILE
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Which image of a multi-platform source to take [default: this machine's]
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
-    /// How to store blocks: zstd[:LEVEL] or none [default: zstd:3]
+    /// How to store blocks: zstd[:LEVEL] or none [default: zstd:3; none in qcow2, which has zlib too]
     #[arg(long, value_name = "HOW", value_parser = compression)]
-    compress: Option<Compression>,
+    compress: Option<Compress>,
     /// Store everything as it is and in place, so that the kernel can mount the file itself
     #[arg(long)]
     plain: bool,
@@ -63,6 +72,9 @@ pub struct Args {
     /// Threads that compress [default: one for each CPU]; the output does not depend on it
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
+    /// Make a disk that can be written
+    #[arg(long)]
+    writable: bool,
     /// Keep converted layers in DIR and take them from there (into an OCI layout only)
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
@@ -91,6 +103,28 @@ pub struct Args {
     /// Print what was done as JSON (schema bcow.convert/1)
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+/// What `--compress` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Compress {
+    None,
+    Zstd { level: i32 },
+    Zlib,
+}
+
+impl Compress {
+    /// For a BCoW file.
+    fn of_blocks(self) -> Result<Compression, CommandError> {
+        match self {
+            Compress::None => Ok(Compression::None),
+            Compress::Zstd { level } => Ok(Compression::Zstd { level }),
+            Compress::Zlib => Err(CommandError::usage("blocks are not compressed with zlib")
+                .hint("use zstd, zstd:LEVEL or none")),
+        }
+    }
 }
 
 /// A block size or the choice of one. (clap would take `Option<Option<..>>` for something else.)
@@ -99,15 +133,22 @@ struct BlockSize(Option<u32>);
 
 /// Converts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    if disk::is_meant(args) {
+        return disk::run(args, ui);
+    }
     let source = source(&args.source)?;
     let destination = destination(&args.destination)?;
+    if args.writable {
+        return Err(CommandError::usage("only a disk can be written")
+            .hint("a disk is made of raw:FILE or qcow2:FILE, or by `bcow create`"));
+    }
     if matches!(destination, Destination::File(_)) && (args.cache.is_some() || args.dedup_lower) {
         return Err(
             CommandError::usage("only an image in an OCI layout has layers of its own")
                 .hint("leave out --cache and --dedup-lower, or write to oci:DIR[:REF]"),
         );
     }
-    if args.plain && matches!(args.compress, Some(Compression::Zstd { .. })) {
+    if args.plain && matches!(args.compress, Some(Compress::Zstd { .. })) {
         return Err(CommandError::usage("a plain image is not compressed")
             .hint("leave out --plain or --compress"));
     }
@@ -120,7 +161,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .map(str::parse::<Platform>)
             .transpose()
             .map_err(|error| failure(&error))?,
-        compression: args.compress.unwrap_or(defaults.compression),
+        compression: match args.compress {
+            Some(compress) => compress.of_blocks()?,
+            None => defaults.compression,
+        },
         plain: args.plain,
         block_bytes: args.block_size.0,
         threads: args.jobs.map_or(defaults.threads, usize::from),
@@ -181,7 +225,14 @@ fn source(text: &OsStr) -> Result<Source, CommandError> {
         CommandError::usage(format!("{text:?} is no source: it is not UTF-8"))
             .hint("use tar:- and redirect standard input, or give the file another name")
     })?;
-    text.parse::<Source>().map_err(|error| failure(&error))
+    text.parse::<Source>().map_err(|error| {
+        let failure = failure(&error);
+        // A file by itself: what it seems to be says how to name it.
+        match image::guess(Path::new(text)) {
+            Some(hint) if !text.contains(':') => failure.hint(hint),
+            _ => failure,
+        }
+    })
 }
 
 fn destination(path: &Path) -> Result<Destination<'_>, CommandError> {
@@ -228,12 +279,13 @@ fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     }
 }
 
-fn compression(text: &str) -> Result<Compression, String> {
+fn compression(text: &str) -> Result<Compress, String> {
     match text.split_once(':') {
-        None if text == "none" => Ok(Compression::None),
-        None if text == "zstd" => Ok(Compression::Zstd { level: 3 }),
+        None if text == "none" => Ok(Compress::None),
+        None if text == "zstd" => Ok(Compress::Zstd { level: 3 }),
+        None if text == "zlib" => Ok(Compress::Zlib),
         Some(("zstd", level)) => match level.parse() {
-            Ok(level @ 1..=22) => Ok(Compression::Zstd { level }),
+            Ok(level @ 1..=22) => Ok(Compress::Zstd { level }),
             _ => Err("zstd has levels from 1 to 22".to_owned()),
         },
         _ => Err("use zstd, zstd:LEVEL or none".to_owned()),
@@ -380,9 +432,9 @@ mod tests {
 
     #[test]
     fn compression_is_written_with_its_level() {
-        assert_eq!(compression("none"), Ok(Compression::None));
-        assert_eq!(compression("zstd"), Ok(Compression::Zstd { level: 3 }));
-        assert_eq!(compression("zstd:19"), Ok(Compression::Zstd { level: 19 }));
+        assert_eq!(compression("none"), Ok(Compress::None));
+        assert_eq!(compression("zstd"), Ok(Compress::Zstd { level: 3 }));
+        assert_eq!(compression("zstd:19"), Ok(Compress::Zstd { level: 19 }));
         for text in [
             "",
             "zstd:",

@@ -1,10 +1,9 @@
 //! `bcow export`
 
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use bcow::{BlockDevice, Mapping};
+use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::Source;
 use bcow_oci::export::{
@@ -15,13 +14,14 @@ use serde_json::Value;
 
 use super::convert::failure as convert_failure;
 
+use crate::copy_out::CopyOut;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::new_file::NewFile;
 use crate::size::{Count, Human};
-use crate::ui::{Progress, Ui};
+use crate::ui::Ui;
 
 /// Write an image's content in another form
 ///
@@ -90,8 +90,6 @@ fn form(text: &str) -> Result<Form, String> {
     }
 }
 
-/// Read at once.
-const PIECE: u64 = 4 << 20;
 /// Written at once, of what comes in small pieces.
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -303,38 +301,29 @@ fn address_space(
     let progress = ui.progress();
     progress.phase("exporting");
     progress.total(Some(end));
-    let export = Export {
-        image,
+    let export = CopyOut {
+        device: &**image.image(),
+        name: image.path(),
         end,
         interrupt: &interrupt,
         progress: &progress,
     };
     if output == Path::new("-") {
         let mut out = ui.output();
-        export.copy(&mut |piece| match piece {
-            Piece::Data { bytes, .. } => out.write_bytes(bytes),
-            Piece::Zeros { length } => write_zeros(length, &interrupt, &mut out),
-        })?;
-        out.finish()
-    } else {
-        let new = NewFile::create(output)?;
-        let cannot = || format!("cannot write {}", output.display());
-        // The length first: what nobody writes to is then a hole.
-        new.file().set_len(end).context(cannot)?;
-        export.copy(&mut |piece| match piece {
-            Piece::Data { offset, bytes } => new.file().write_all_at(bytes, offset).context(cannot),
-            Piece::Zeros { .. } => Ok(()),
-        })?;
-        progress.phase("syncing");
-        new.complete()?;
-        drop(progress);
-        ui.status(format_args!(
-            "{}: {} exported",
-            output.display(),
-            Human(end)
-        ));
-        Ok(())
+        export.stream(&mut out)?;
+        return out.finish();
     }
+    let new = NewFile::create(output)?;
+    export.raw(&new, &|| format!("cannot write {}", output.display()))?;
+    progress.phase("syncing");
+    new.complete()?;
+    drop(progress);
+    ui.status(format_args!(
+        "{}: {} exported",
+        output.display(),
+        Human(end)
+    ));
+    Ok(())
 }
 
 /// How much of the address space the file system takes.
@@ -355,81 +344,4 @@ fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
             superblock.block_bytes
         ))),
     }
-}
-
-enum Piece<'a> {
-    Data { offset: u64, bytes: &'a [u8] },
-    Zeros { length: u64 },
-}
-
-struct Export<'a> {
-    image: &'a OpenImage,
-    end: u64,
-    interrupt: &'a Interrupt,
-    progress: &'a Progress<'a>,
-}
-
-impl Export<'_> {
-    fn copy(
-        &self,
-        take: &mut dyn FnMut(Piece<'_>) -> Result<(), CommandError>,
-    ) -> Result<(), CommandError> {
-        let image = self.image.image();
-        let cannot = || format!("cannot read {}", self.image.path().display());
-        let mut at = 0;
-        while at < self.end {
-            self.interrupt.check()?;
-            let extent = image.map(at).context(cannot)?;
-            let length = (extent.offset + extent.length).min(self.end) - at;
-            match extent.mapping {
-                Mapping::Zero | Mapping::Hole => take(Piece::Zeros { length })?,
-                _ => self.copy_stored(at, length, take)?,
-            }
-            self.progress.advance(length);
-            at += length;
-        }
-        Ok(())
-    }
-
-    fn copy_stored(
-        &self,
-        start: u64,
-        length: u64,
-        take: &mut dyn FnMut(Piece<'_>) -> Result<(), CommandError>,
-    ) -> Result<(), CommandError> {
-        let mut done = 0;
-        while done < length {
-            let piece = PIECE.min(length - done);
-            let mut offset = start + done;
-            let mut taken = Ok(());
-            self.image
-                .image()
-                .read_with(offset, piece, &mut |bytes| {
-                    if taken.is_ok() {
-                        taken = take(Piece::Data { offset, bytes });
-                    }
-                    offset += bytes.len() as u64;
-                })
-                .context(|| format!("cannot read {}", self.image.path().display()))?;
-            taken?;
-            done += piece;
-        }
-        Ok(())
-    }
-}
-
-/// Zeros for a stream, which has no holes.
-fn write_zeros(
-    mut length: u64,
-    interrupt: &Interrupt,
-    out: &mut crate::ui::Output,
-) -> Result<(), CommandError> {
-    static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
-    while length > 0 {
-        interrupt.check()?;
-        let n = length.min(ZEROS.len() as u64);
-        out.write_bytes(&ZEROS[..n as usize])?;
-        length -= n;
-    }
-    Ok(())
 }

@@ -1,0 +1,449 @@
+//! Disks in other forms: raw and qcow2, into BCoW and out of it.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use bcow::format::{SECTOR_BYTES, State, Use};
+use bcow::{
+    BlockDevice, DiskForm, Error, ImageWriter, Keep, WriterOptions, append_disk, verify_written,
+};
+use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
+use bcow_oci::ConvertOptions;
+use serde_json::{Map, Value, json};
+
+use super::{Args, Compress, source_date_epoch};
+use crate::copy_out::CopyOut;
+use crate::error::{CommandError, Context};
+use crate::image::{self, OpenImage};
+use crate::interrupt::Interrupt;
+use crate::new_file::NewFile;
+use crate::size::{Count, Human};
+use crate::ui::{Progress, Ui};
+
+/// Room for the record log of a disk that can be written.
+const LOG_BYTES: u64 = 1 << 20;
+
+/// A file in another form than BCoW, as the user names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Foreign<'a> {
+    Raw(&'a Path),
+    Qcow2(&'a Path),
+}
+
+impl<'a> Foreign<'a> {
+    fn parse(text: &'a OsStr) -> Option<Self> {
+        let rest = |transport: &[u8]| {
+            let rest = text.as_bytes().strip_prefix(transport)?;
+            Some(Path::new(OsStr::from_bytes(rest)))
+        };
+        match (rest(b"raw:"), rest(b"qcow2:")) {
+            (Some(path), _) => Some(Foreign::Raw(path)),
+            (_, Some(path)) => Some(Foreign::Qcow2(path)),
+            _ => None,
+        }
+    }
+
+    fn path(&self) -> &'a Path {
+        match self {
+            Foreign::Raw(path) | Foreign::Qcow2(path) => path,
+        }
+    }
+
+    fn transport(&self) -> &'static str {
+        match self {
+            Foreign::Raw(_) => "raw",
+            Foreign::Qcow2(_) => "qcow2",
+        }
+    }
+
+    /// Refuses what cannot name a file.
+    fn check(&self) -> Result<(), CommandError> {
+        let path = self.path().as_os_str();
+        if path.is_empty() {
+            return Err(CommandError::usage(format!(
+                "there is nothing behind {}:",
+                self.transport()
+            )));
+        }
+        if path == "-" {
+            return Err(CommandError::usage(format!(
+                "{}:- is no file",
+                self.transport()
+            ))
+            .hint("a disk is not read or written in order; `bcow export --to raw -o -` writes to standard output"));
+        }
+        Ok(())
+    }
+}
+
+/// Whether the command line is about disks.
+pub fn is_meant(args: &Args) -> bool {
+    Foreign::parse(&args.source).is_some() || Foreign::parse(args.destination.as_os_str()).is_some()
+}
+
+/// Converts a disk.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let destination = Foreign::parse(args.destination.as_os_str());
+    refuse_options_of_images(args)?;
+    let source = open_source(args)?;
+    match destination {
+        Some(foreign) => {
+            foreign.check()?;
+            source.refuse_as_destination(foreign.path())?;
+            write_foreign(args, &source, foreign, ui)
+        }
+        None => {
+            let destination = match super::destination(&args.destination)? {
+                super::Destination::File(path) => path,
+                super::Destination::Layout { .. } => {
+                    return Err(CommandError::usage("an OCI layout has images, not disks")
+                        .hint("write to a file"));
+                }
+            };
+            source.refuse_as_destination(destination)?;
+            write_disk(args, &source, destination, ui)
+        }
+    }
+}
+
+fn refuse_options_of_images(args: &Args) -> Result<(), CommandError> {
+    let given = [
+        (args.platform.is_some(), "--platform"),
+        (args.plain, "--plain"),
+        (args.cache.is_some(), "--cache"),
+        (args.dedup_lower, "--dedup-lower"),
+    ];
+    match given.iter().find(|(is_given, _)| *is_given) {
+        Some((_, option)) => Err(CommandError::usage(format!(
+            "{option} is for container images, not for disks"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The disk to convert.
+struct Source {
+    device: Box<dyn BlockDevice>,
+    name: PathBuf,
+    transport: &'static str,
+    /// Bytes that count; what the device has behind them is zeros up to the next sector.
+    bytes: u64,
+    /// Files it is made of.
+    files: Vec<PathBuf>,
+}
+
+fn open_source(args: &Args) -> Result<Source, CommandError> {
+    let name = PathBuf::from(&args.source);
+    let foreign = Foreign::parse(&args.source);
+    if let Some(foreign) = &foreign {
+        foreign.check()?;
+    }
+    match foreign {
+        Some(Foreign::Raw(path)) => {
+            let disk = RawDisk::open(path).map_err(|error| foreign_failure(&error))?;
+            Ok(Source {
+                name,
+                transport: "raw",
+                bytes: disk.bytes(),
+                files: vec![path.to_owned()],
+                device: Box::new(disk),
+            })
+        }
+        Some(Foreign::Qcow2(path)) => {
+            let disk = Qcow2Disk::open(path, args.stores.backing_dirs()?)
+                .map_err(|error| foreign_failure(&error))?;
+            Ok(Source {
+                name,
+                transport: "qcow2",
+                bytes: disk.bytes(),
+                files: disk.files().to_vec(),
+                device: Box::new(disk),
+            })
+        }
+        None => {
+            let image = OpenImage::open(&name, &args.stores)?;
+            Ok(Source {
+                transport: "bcow",
+                bytes: true_size(&image),
+                files: image.files(),
+                device: Box::new(image.image().clone()),
+                name,
+            })
+        }
+    }
+}
+
+/// The size of a disk that was made of a file whose length was no multiple of a sector, as long as nobody changed it.
+fn true_size(image: &OpenImage) -> u64 {
+    let header = image.image().header();
+    let size = image.image().size();
+    if header.purpose != Use::Disk || header.state != State::Sealed {
+        return size;
+    }
+    let metadata = image.image().metadata().unwrap_or(Value::Null);
+    match metadata["source"]["bytes"].as_u64() {
+        Some(bytes) if bytes.checked_next_multiple_of(SECTOR_BYTES) == Some(size) => bytes,
+        _ => size,
+    }
+}
+
+impl Source {
+    /// Refuses to write over a file that is being read.
+    fn refuse_as_destination(&self, destination: &Path) -> Result<(), CommandError> {
+        // What is not there is no source.
+        let Ok(target) = std::fs::metadata(destination) else {
+            return Ok(());
+        };
+        let same = self.files.iter().find(|path| {
+            std::fs::metadata(path)
+                .is_ok_and(|file| (file.dev(), file.ino()) == (target.dev(), target.ino()))
+        });
+        match same {
+            Some(path) => Err(
+                CommandError::new(format!("cannot write {}", destination.display()))
+                    .caused_by_text(format!(
+                        "it is {}, which the disk is read from",
+                        path.display()
+                    ))
+                    .hint("give the new disk another name"),
+            ),
+            None => Ok(()),
+        }
+    }
+}
+
+fn foreign_failure(error: &ForeignError) -> CommandError {
+    let failure = CommandError::new("cannot open the disk").caused_by(error);
+    match (error, error.hint()) {
+        (_, Some(hint)) => failure.hint(hint),
+        (ForeignError::Unsuitable { path, .. }, None) => match image::guess(path) {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        },
+        _ => failure,
+    }
+}
+
+/// Makes a raw file or a qcow2 image.
+fn write_foreign(
+    args: &Args,
+    source: &Source,
+    destination: Foreign<'_>,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let usage = |what: &str| {
+        Err(CommandError::usage(format!(
+            "{what} is for disks in BCoW form, not for {}",
+            destination.transport()
+        )))
+    };
+    if args.writable {
+        return usage("--writable");
+    }
+    if args.block_size.0.is_some() {
+        return usage("--block-size");
+    }
+    let compression = match (destination, args.compress) {
+        (_, None | Some(Compress::None)) => ClusterCompression::None,
+        (Foreign::Raw(_), Some(_)) => return usage("--compress"),
+        (_, Some(Compress::Zlib)) => ClusterCompression::Zlib,
+        (_, Some(Compress::Zstd { level })) => ClusterCompression::Zstd { level },
+    };
+    let path = destination.path();
+    let interrupt = Interrupt::catch();
+    let progress = ui.progress();
+    progress.phase("converting");
+    progress.total(Some(source.bytes));
+    let copy = CopyOut {
+        device: &*source.device,
+        name: &source.name,
+        end: source.bytes,
+        interrupt: &interrupt,
+        progress: &progress,
+    };
+    let new = NewFile::create(path)?;
+    let cannot = || format!("cannot write {}", path.display());
+    let file_bytes = match destination {
+        Foreign::Raw(_) => copy.raw(&new, &cannot).map(|()| source.bytes)?,
+        Foreign::Qcow2(_) => copy.qcow2(&new, compression, &cannot)?,
+    };
+    progress.phase("syncing");
+    new.complete()?;
+    drop(progress);
+    let size = match destination {
+        Foreign::Qcow2(_) => source.bytes.next_multiple_of(512),
+        Foreign::Raw(_) => source.bytes,
+    };
+    report(args, ui, &args.destination, size, file_bytes, None)
+}
+
+/// Makes a BCoW disk.
+fn write_disk(
+    args: &Args,
+    source: &Source,
+    destination: &Path,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let size = source.device.size();
+    if size != source.bytes {
+        ui.warning(format_args!(
+            "{} has {} bytes, a disk has whole sectors of {SECTOR_BYTES}: its last {} bytes are zeros",
+            source.name.display(),
+            source.bytes,
+            size - source.bytes
+        ));
+    }
+    let compression = match args.compress {
+        Some(compress) => compress.of_blocks()?,
+        // What is going to be written over need not be unpacked first.
+        None if args.writable => bcow::Compression::None,
+        None => ConvertOptions::default().compression,
+    };
+    let options = WriterOptions {
+        compression,
+        block_bytes: args.block_size.0,
+        threads: args
+            .jobs
+            .map_or(ConvertOptions::default().threads, usize::from),
+        disk: Some(DiskForm {
+            size,
+            log_bytes: if args.writable { LOG_BYTES } else { 0 },
+            ..DiskForm::default()
+        }),
+        ..WriterOptions::default()
+    };
+    let metadata = metadata(&options, source)?;
+    let interrupt = Interrupt::catch();
+    let progress = ui.progress();
+    progress.phase("converting");
+    progress.total(Some(size));
+    let new = NewFile::create(destination)?;
+    let cannot = || format!("cannot write {}", destination.display());
+    let threads = options.threads;
+    let file = new.file().try_clone().context(cannot)?;
+    let mut writer = ImageWriter::create(file, options).context(cannot)?;
+    copy_in(&mut writer, source, &interrupt, &progress, &cannot)?;
+    progress.phase("hashing");
+    let written = writer.finish(&[], &metadata).context(cannot)?;
+    let verified = !args.no_verify && !args.writable;
+    if verified {
+        progress.phase("verifying");
+        verify_written(&written, threads).context(cannot)?;
+    }
+    progress.phase("syncing");
+    new.complete()?;
+    drop(progress);
+    report(
+        args,
+        ui,
+        destination,
+        size,
+        written.file_bytes(),
+        Some((verified, args.writable)),
+    )
+}
+
+/// Appends the whole source.
+fn copy_in(
+    writer: &mut ImageWriter,
+    source: &Source,
+    interrupt: &Interrupt,
+    progress: &Progress<'_>,
+    cannot: &dyn Fn() -> String,
+) -> Result<(), CommandError> {
+    enum Stop {
+        Failed(Error),
+        Interrupted(CommandError),
+    }
+    impl From<Error> for Stop {
+        fn from(error: Error) -> Self {
+            Stop::Failed(error)
+        }
+    }
+    let appended = append_disk(writer, &*source.device, Keep::All, &mut |bytes| {
+        progress.advance(bytes);
+        interrupt.check().map_err(Stop::Interrupted)
+    });
+    appended.map_err(|stop| match stop {
+        Stop::Interrupted(error) => error,
+        Stop::Failed(
+            error @ Error::Io {
+                action: "write", ..
+            },
+        ) => CommandError::new(cannot()).caused_by(&error),
+        Stop::Failed(error) => {
+            CommandError::new(format!("cannot read {}", source.name.display())).caused_by(&error)
+        }
+    })
+}
+
+fn metadata(options: &WriterOptions, source: &Source) -> Result<Value, CommandError> {
+    let mut all = Map::new();
+    all.insert(
+        "tool".into(),
+        format!("bcow {}", env!("CARGO_PKG_VERSION")).into(),
+    );
+    if let Some(created) = source_date_epoch()?.and_then(bcow_oci::rfc3339) {
+        all.insert("created".into(), created.into());
+    }
+    all.insert(
+        "options".into(),
+        json!({
+            "compress": match options.compression {
+                bcow::Compression::None => "none".to_owned(),
+                bcow::Compression::Zstd { level } => format!("zstd:{level}"),
+            },
+            "block_size": match options.block_bytes {
+                Some(bytes) => json!(bytes),
+                None => json!("auto"),
+            },
+        }),
+    );
+    all.insert(
+        "source".into(),
+        json!({ "transport": source.transport, "bytes": source.bytes }),
+    );
+    Ok(Value::Object(all))
+}
+
+/// Tells what was made; of a BCoW disk also whether it was read back, and whether it can be written.
+fn report(
+    args: &Args,
+    ui: &Ui,
+    destination: &Path,
+    size: u64,
+    file_bytes: u64,
+    disk: Option<(bool, bool)>,
+) -> Result<(), CommandError> {
+    if args.json {
+        let mut value = json!({
+            "schema": "bcow.convert-disk/1",
+            "size": size,
+            "file_bytes": file_bytes,
+        });
+        if let Some((verified, writable)) = disk {
+            value["sealed"] = (!writable).into();
+            value["verified"] = verified.into();
+        }
+        return ui.print_json(&value);
+    }
+    let kind = match disk {
+        None => "",
+        Some((_, true)) => "writable ",
+        Some((_, false)) => "sealed ",
+    };
+    let verified = matches!(disk, Some((true, _)));
+    let mut out = ui.output();
+    writeln!(
+        out,
+        "{}: {kind}disk of {} ({} bytes), file of {}{}",
+        destination.display(),
+        Human(size),
+        Count(size),
+        Human(file_bytes),
+        if verified { ", verified" } else { "" }
+    )?;
+    out.finish()
+}

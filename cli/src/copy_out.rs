@@ -1,0 +1,109 @@
+//! The address space of a device, written to a file or a stream in another form.
+
+use std::os::unix::fs::FileExt;
+
+use bcow::BlockDevice;
+use bcow_foreign::{ClusterCompression, Piece, Qcow2Writer, Stopped, pieces};
+
+use crate::error::{CommandError, Context};
+use crate::interrupt::Interrupt;
+use crate::new_file::NewFile;
+use crate::ui::{Output, Progress};
+
+/// Zeros inside of data become holes in pieces of this size.
+const HOLE_BYTES: usize = 64 << 10;
+
+/// What is written, and who is told how it goes.
+pub struct CopyOut<'a> {
+    /// Where it comes from.
+    pub device: &'a dyn BlockDevice,
+    /// What the user calls that.
+    pub name: &'a std::path::Path,
+    /// The bytes of it that count.
+    pub end: u64,
+    pub interrupt: &'a Interrupt,
+    pub progress: &'a Progress<'a>,
+}
+
+impl CopyOut<'_> {
+    /// Writes the bytes as they are into an empty file, zeros as holes.
+    pub fn raw(&self, new: &NewFile, cannot: &dyn Fn() -> String) -> Result<(), CommandError> {
+        // The length first: what nobody writes to is then a hole.
+        new.file().set_len(self.end).context(cannot)?;
+        self.pieces(&mut |piece| match piece {
+            Piece::Data { offset, bytes } => {
+                for (at, chunk) in (offset..).step_by(HOLE_BYTES).zip(bytes.chunks(HOLE_BYTES)) {
+                    if chunk.iter().any(|&byte| byte != 0) {
+                        new.file().write_all_at(chunk, at).context(cannot)?;
+                    }
+                }
+                Ok(())
+            }
+            Piece::Zeros { .. } => Ok(()),
+        })
+    }
+
+    /// Writes the bytes as they are to standard output.
+    pub fn stream(&self, out: &mut Output) -> Result<(), CommandError> {
+        self.pieces(&mut |piece| match piece {
+            Piece::Data { bytes, .. } => out.write_bytes(bytes),
+            Piece::Zeros { length, .. } => write_zeros(length, self.interrupt, out),
+        })
+    }
+
+    /// Writes a qcow2 image into an empty file; gives its length.
+    pub fn qcow2(
+        &self,
+        new: &NewFile,
+        compression: ClusterCompression,
+        cannot: &dyn Fn() -> String,
+    ) -> Result<u64, CommandError> {
+        let size = self.end.next_multiple_of(512);
+        let mut writer = Qcow2Writer::new(new.file(), size, compression).context(cannot)?;
+        self.pieces(&mut |piece| {
+            match piece {
+                Piece::Data { bytes, .. } => writer.data(bytes),
+                Piece::Zeros { length, .. } => writer.zeros(length),
+            }
+            .context(cannot)
+        })?;
+        writer.zeros(size - self.end).context(cannot)?;
+        writer.finish().context(cannot)
+    }
+
+    fn pieces(
+        &self,
+        take: &mut dyn FnMut(Piece<'_>) -> Result<(), CommandError>,
+    ) -> Result<(), CommandError> {
+        let taken = pieces(self.device, self.end, &mut |piece| {
+            self.interrupt.check()?;
+            self.progress.advance(match &piece {
+                Piece::Data { bytes, .. } => bytes.len() as u64,
+                Piece::Zeros { length, .. } => *length,
+            });
+            take(piece)
+        });
+        taken.map_err(|stopped| match stopped {
+            Stopped::Read(error) => {
+                CommandError::new(format!("cannot read {}", self.name.display())).caused_by(&error)
+            }
+            Stopped::Taker(error) => error,
+        })
+    }
+}
+
+/// Zeros for a stream, which has no holes.
+fn write_zeros(
+    mut length: u64,
+    interrupt: &Interrupt,
+    out: &mut Output,
+) -> Result<(), CommandError> {
+    static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+    while length > 0 {
+        interrupt.check()?;
+        let n = length.min(ZEROS.len() as u64);
+        out.write_bytes(&ZEROS[..n as usize])?;
+        length -= n;
+    }
+    Ok(())
+}
