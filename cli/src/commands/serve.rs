@@ -1,25 +1,40 @@
 //! `bcow serve`
 
-use std::net::{SocketAddr, ToSocketAddrs};
+mod open;
+mod place;
+mod ready;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bcow::{BlockCache, OpenOptions};
-use bcow_nbd::{Device, Export, Exports, Listener, Server, ServerOptions};
+use bcow::BlockCache;
+use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen};
 
-use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs};
+use crate::error::CommandError;
+use crate::image::StoreArgs;
 use crate::names;
 use crate::ui::Ui;
+use open::{Access, Opening, Served};
+use place::Scheme;
+use ready::{PidFile, Signals};
 
-/// Serve images as network block devices (NBD)
+/// Serve images and disks as network block devices (NBD)
 ///
-/// Prints a URI for each image when clients can connect, and serves until SIGTERM or SIGINT comes; then requests
-/// that are being carried out are finished. Clients are virtual machines, the kernel's nbd driver, qemu-img, nbdcopy and
-/// the like.
+/// Clients are virtual machines, the kernel's nbd driver, qemu-img, nbdcopy and the like. Prints a URI for each
+/// export when clients can connect, and serves in the foreground until SIGTERM, SIGINT or SIGHUP comes: then
+/// requests that are being carried out are finished, and what was written is made durable.
+///
+/// Sealed images are read-only; disks (`bcow create`) are served for writing, and nobody else can write them
+/// meanwhile.
 #[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Sockets passed by systemd (socket activation) are used instead of --socket and --listen; a service of Type=notify
+is told when the server is ready.
+
+TLS needs a certificate and a key (PEM). With --tls-ca, clients need a certificate too, signed by one of those.
+Without TLS everybody who reaches a TCP address can read, and write what is writable.")]
 pub struct Args {
-    /// The images: files, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    /// The images and disks: files, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath, required_unless_present = "exports")]
     images: Vec<PathBuf>,
     /// Serve an image under another name than that of its file (repeatable)
@@ -28,57 +43,167 @@ pub struct Args {
     /// What lists of exports say of an image (repeatable: for one image after the other)
     #[arg(long = "description", value_name = "TEXT")]
     descriptions: Vec<String>,
-    /// Listen on this Unix socket, for this user only [default: one in $XDG_RUNTIME_DIR/bcow]
-    #[arg(short, long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
-    socket: Option<PathBuf>,
-    /// Listen on this TCP address; port 0 takes a free one (repeatable)
-    #[arg(short, long = "listen", value_name = "ADDR:PORT")]
-    addresses: Vec<String>,
+    /// Nobody may write
+    #[arg(short, long, conflicts_with = "snapshot")]
+    read_only: bool,
+    /// Clients may write to everything, and nothing of it is kept: it goes to a file without a name in TMPDIR
+    #[arg(long)]
+    snapshot: bool,
     /// Memory for decoded blocks
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
-    /// Most clients at a time
-    #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u16).range(1..))]
-    max_clients: u16,
-    /// Most requests of one connection that are carried out at a time
-    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u16).range(1..=256))]
-    in_flight: u16,
-    /// Bytes per second that each connection may read and write together
-    #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
-    rate: Option<u64>,
+    #[command(flatten)]
+    stores: StoreArgs,
+    #[command(flatten)]
+    listen: ListenArgs,
+    #[command(flatten)]
+    limits: LimitArgs,
+    #[command(flatten)]
+    tls: TlsArgs,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Where to listen")]
+struct ListenArgs {
+    /// A Unix socket, for this user only [default: one in $XDG_RUNTIME_DIR/bcow]
+    #[arg(short, long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
+    socket: Option<PathBuf>,
+    /// A TCP address; port 0 takes a free one (repeatable)
+    #[arg(short = 'l', long = "listen", value_name = "ADDR:PORT")]
+    addresses: Vec<String>,
+    /// Write the number of the process to a file
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    pid_file: Option<PathBuf>,
+    /// Write a newline to this file descriptor when clients can connect
+    #[arg(long, value_name = "FD")]
+    ready_fd: Option<u32>,
     /// End when there was no client for so long
     #[arg(long, value_name = "SECONDS")]
     exit_on_idle: Option<u32>,
-    /// Disconnect a client that has not chosen an export by then; 0 for never
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "What clients may take")]
+struct LimitArgs {
+    /// Connections at a time
+    #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u16).range(1..))]
+    max_clients: u16,
+    /// Requests of one connection that are carried out at a time
+    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u16).range(1..=256))]
+    in_flight: u16,
+    /// Bytes per second that each connection may read and write together [default: no limit]
+    #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
+    rate: Option<u64>,
+    /// Seconds until an export must be chosen; 0 for no limit
     #[arg(long, value_name = "SECONDS", default_value = "10")]
     handshake_timeout: u32,
-    /// Disconnect a client that stops in the middle of a request, or does not take its replies, for so long; 0 for
-    /// never. Clients may be silent between requests
+    /// Seconds that a client may stop in the middle of a request, or take nothing of a reply; 0 for no limit.
+    /// Between requests it may be silent for ever
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     request_timeout: u32,
-    #[command(flatten)]
-    stores: StoreArgs,
+}
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "TLS")]
+struct TlsArgs {
+    /// Whether clients can do without
+    #[arg(
+        long,
+        value_name = "WHEN",
+        default_value = "require",
+        requires = "tls_cert"
+    )]
+    tls: TlsChoice,
+    /// The server's certificate, and those up to its root
+    #[arg(long, value_name = "FILE", requires = "tls_key", value_hint = clap::ValueHint::FilePath)]
+    tls_cert: Option<PathBuf>,
+    /// The private key of the certificate
+    #[arg(long, value_name = "FILE", requires = "tls_cert", value_hint = clap::ValueHint::FilePath)]
+    tls_key: Option<PathBuf>,
+    /// Clients need a certificate signed by one of these
+    #[arg(long, value_name = "FILE", requires = "tls_cert", value_hint = clap::ValueHint::FilePath)]
+    tls_ca: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum TlsChoice {
+    /// Nothing is told or served without TLS
+    Require,
+    /// The client decides
+    Allow,
 }
 
 /// Serves until a signal comes.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let signals = Signals::block()?;
     let named = named_images(args)?;
-    let exports = open(&named, args)?;
-    let listeners = listeners(args)?;
-    let server = Server::new(exports, options(args)).map_err(|error| failure(&error))?;
+    let options = server_options(args)?;
+    let mut served = Served::default();
+    let opening = Opening {
+        stores: &args.stores,
+        cache: BlockCache::new(args.cache_size),
+        access: match (args.read_only, args.snapshot) {
+            (true, _) => Access::ReadOnly,
+            (_, true) => Access::Snapshot,
+            _ => Access::AsFile,
+        },
+    };
+    for (index, (name, path)) in named.iter().enumerate() {
+        let description = args.descriptions.get(index).cloned().unwrap_or_default();
+        served.add(path, name.clone(), description, &opening)?;
+    }
+    let exports = Exports::new(served.exports.clone()).map_err(|error| failure(&error))?;
+    let scheme = match options.tls {
+        Some(_) => Scheme::Tls,
+        None => Scheme::Plain,
+    };
+    let result = serve(args, ui, signals, exports, options, &named, scheme);
+    // Also when serving failed: what clients were told is durable stays so, and more cannot hurt.
+    let closed = served.close();
+    result.and(closed)
+}
+
+fn serve(
+    args: &Args,
+    ui: &Ui,
+    signals: Signals,
+    exports: Exports,
+    options: ServerOptions,
+    named: &[(String, PathBuf)],
+    scheme: Scheme,
+) -> Result<(), CommandError> {
+    let listeners = place::listeners(args.listen.socket.as_ref(), &args.listen.addresses)?;
+    let server = Server::new(exports, options).map_err(|error| failure(&error))?;
     signals.stop_at_first(&server)?;
+    warn_of_open_doors(&listeners, scheme, ui);
+    let pid_file = args.listen.pid_file.as_deref();
+    let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
     for listener in &listeners {
-        for (name, _) in &named {
+        for (name, _) in named {
+            // An only export has no need of a name.
             let name = if named.len() == 1 { "" } else { name };
-            if let Some(uri) = uri(listener, name) {
+            if let Some(uri) = place::uri(listener.place(), name, scheme) {
                 writeln!(out, "{uri}")?;
             }
         }
     }
     out.finish()?;
+    ready::announce(args.listen.ready_fd)?;
     server.serve(&listeners).map_err(|error| failure(&error))
+}
+
+fn warn_of_open_doors(listeners: &[Listener], scheme: Scheme, ui: &Ui) {
+    for listener in listeners {
+        if let Place::Tcp(address) = listener.place()
+            && !address.ip().is_loopback()
+            && scheme == Scheme::Plain
+        {
+            ui.warning(format_args!(
+                "everybody who reaches {address} is served, and can read along: there is no TLS (--tls-cert)"
+            ));
+        }
+    }
 }
 
 /// Names of exports and of their images, as the user wants them.
@@ -115,145 +240,34 @@ fn default_name(image: &Path) -> String {
     }
 }
 
-fn open(named: &[(String, PathBuf)], args: &Args) -> Result<Exports, CommandError> {
-    let options = OpenOptions {
-        cache: BlockCache::new(args.cache_size),
-        ..OpenOptions::default()
-    };
-    let mut exports = Vec::new();
-    for (index, (name, path)) in named.iter().enumerate() {
-        let image = OpenImage::open_with(path, &args.stores, &options)?;
-        exports.push(Export {
-            name: name.clone(),
-            description: args.descriptions.get(index).cloned().unwrap_or_default(),
-            device: Device::ReadOnly(image.image().clone()),
-        });
-    }
-    Exports::new(exports).map_err(|error| failure(&error))
-}
-
-fn options(args: &Args) -> ServerOptions {
+fn server_options(args: &Args) -> Result<ServerOptions, CommandError> {
     let seconds = |seconds: u32| match seconds {
         0 => None,
         seconds => Some(Duration::from_secs(seconds.into())),
     };
-    ServerOptions {
-        max_clients: args.max_clients.into(),
-        in_flight: args.in_flight.into(),
-        rate: args.rate,
-        handshake_timeout: seconds(args.handshake_timeout),
-        request_timeout: seconds(args.request_timeout),
-        exit_on_idle: args
-            .exit_on_idle
-            .map(|seconds| Duration::from_secs(seconds.into())),
+    let idle = args.listen.exit_on_idle;
+    Ok(ServerOptions {
+        max_clients: args.limits.max_clients.into(),
+        in_flight: args.limits.in_flight.into(),
+        rate: args.limits.rate,
+        handshake_timeout: seconds(args.limits.handshake_timeout),
+        request_timeout: seconds(args.limits.request_timeout),
+        exit_on_idle: idle.map(|seconds| Duration::from_secs(seconds.into())),
+        tls: tls(&args.tls)?,
         ..ServerOptions::default()
-    }
+    })
 }
 
-fn listeners(args: &Args) -> Result<Vec<Listener>, CommandError> {
-    let mut listeners = Vec::new();
-    if let Some(path) = &args.socket {
-        listeners.push(Listener::unix(path).map_err(|error| failure(&error))?);
-    }
-    for address in &args.addresses {
-        for address in resolve(address)? {
-            listeners.push(Listener::tcp(address).map_err(|error| failure(&error))?);
-        }
-    }
-    if listeners.is_empty() {
-        let path = default_socket()?;
-        listeners.push(Listener::unix(&path).map_err(|error| failure(&error))?);
-    }
-    Ok(listeners)
-}
-
-fn resolve(address: &str) -> Result<Vec<SocketAddr>, CommandError> {
-    let cannot = || format!("cannot listen on {address}");
-    let found: Vec<SocketAddr> = address.to_socket_addrs().context(cannot)?.collect();
-    match found.is_empty() {
-        true => Err(CommandError::new(cannot()).caused_by_text("the name has no address")),
-        false => Ok(found),
-    }
-}
-
-/// A socket of this process in the user's runtime directory.
-fn default_socket() -> Result<PathBuf, CommandError> {
-    let runtime = match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
-        Some(path) => PathBuf::from(path),
-        None if rustix::process::geteuid().is_root() => PathBuf::from("/run"),
-        None => {
-            return Err(CommandError::usage(
-                "there is no place for a socket: XDG_RUNTIME_DIR is not set",
-            )
-            .hint("name one with --socket PATH"));
-        }
+fn tls(args: &TlsArgs) -> Result<Option<Tls>, CommandError> {
+    let (Some(certificate), Some(key)) = (&args.tls_cert, &args.tls_key) else {
+        return Ok(None);
     };
-    let directory = runtime.join("bcow");
-    std::fs::create_dir_all(&directory)
-        .context(|| format!("cannot make {}", directory.display()))?;
-    Ok(directory.join(format!("serve-{}.sock", std::process::id())))
-}
-
-/// By which clients find an export.
-fn uri(listener: &Listener, export: &str) -> Option<String> {
-    let export = percent_encoded(export.as_bytes());
-    if let Some(path) = listener.unix_path() {
-        let path = std::path::absolute(path).ok()?;
-        let path = percent_encoded(path.as_os_str().as_encoded_bytes());
-        Some(format!("nbd+unix:///{export}?socket={path}"))
-    } else {
-        let address = listener.tcp_address()?;
-        Some(format!("nbd://{address}/{export}"))
-    }
-}
-
-/// For use in a URI (RFC 3986); slashes stay, as paths are easier to read with them.
-fn percent_encoded(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    for &byte in bytes {
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
-                text.push(byte.into());
-            }
-            other => text += &format!("%{other:02X}"),
-        }
-    }
-    text
-}
-
-/// The signals that end the server, blocked so that a thread can wait for them.
-struct Signals(nix::sys::signal::SigSet);
-
-impl Signals {
-    /// To be called before other threads start.
-    fn block() -> Result<Self, CommandError> {
-        use nix::sys::signal::{SigSet, Signal};
-        let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
-            .into_iter()
-            .collect();
-        signals
-            .thread_block()
-            .context(|| "cannot block signals".to_owned())?;
-        Ok(Signals(signals))
-    }
-
-    /// The first signal ends the server in an orderly way, the second at once.
-    fn stop_at_first(self, server: &Server) -> Result<(), CommandError> {
-        let stopper = server.stopper();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                // sigwait(3) fails for an invalid set only.
-                if self.0.wait().is_ok() {
-                    stopper.stop();
-                }
-                if let Ok(signal) = self.0.wait() {
-                    std::process::exit(128 + signal as i32);
-                }
-            })
-            .context(|| "cannot start a thread".to_owned())?;
-        Ok(())
-    }
+    let when = match args.tls {
+        TlsChoice::Require => TlsWhen::Required,
+        TlsChoice::Allow => TlsWhen::Allowed,
+    };
+    let tls = Tls::load(certificate, key, args.tls_ca.as_deref(), when);
+    tls.map(Some).map_err(|error| failure(&error))
 }
 
 /// The library's error in the command's form.
@@ -268,12 +282,6 @@ fn failure(error: &bcow_nbd::Error) -> CommandError {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn uris_hold_any_name() {
-        assert_eq!(percent_encoded(b"/run/a b?c"), "/run/a%20b%3Fc");
-        assert_eq!(percent_encoded("ä".as_bytes()), "%C3%A4");
-    }
 
     #[test]
     fn exports_are_called_like_their_files() {

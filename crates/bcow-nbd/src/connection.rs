@@ -5,7 +5,6 @@
 //! device to the send buffer, and replies to requests that came together leave together. If its kind was slow (a disk that
 //! has to be waited for), the turn goes to another worker first, so that the requests behind it are not held up.
 
-use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -81,7 +80,7 @@ impl Connection {
     pub(crate) fn send(&self, replies: &mut Replies) -> Result<(), SessionEnd> {
         if !replies.bytes().is_empty() {
             let sent = self.socket.send(
-                &mut [IoSlice::new(replies.bytes())],
+                replies.bytes(),
                 Patience(self.shared.options.request_timeout),
             );
             replies.clear();

@@ -1,6 +1,5 @@
 //! The handshake: from the greeting until client and server agree on an export.
 
-use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,6 +16,7 @@ use crate::receive::Receiver;
 use crate::reply::truncated;
 use crate::server::Shared;
 use crate::socket::{Patience, Socket};
+use crate::tls::Tls;
 
 /// An option's data are no longer than this: a name and some dozens of queries.
 const MOST_OPTION_BYTES: usize = 64 << 10;
@@ -128,7 +128,7 @@ impl Handshake<'_> {
             let _ = self.reply(option, option_reply::ACK, &[]);
             return Ok(Step::Done(Outcome::Left));
         }
-        if let Some((kind, message)) = self.refused() {
+        if let Some((kind, message)) = self.refused(option) {
             if option == option::EXPORT_NAME {
                 return Err(SessionEnd::Protocol(message));
             }
@@ -136,6 +136,7 @@ impl Handshake<'_> {
             return Ok(Step::Next);
         }
         match option {
+            option::STARTTLS => self.start_tls(data, negotiated)?,
             option::EXPORT_NAME => return self.export_name(data, negotiated, no_zeroes),
             option::LIST if data.is_empty() => self.list()?,
             option::INFO | option::GO => return self.info(option, data, negotiated),
@@ -165,9 +166,14 @@ impl Handshake<'_> {
     }
 
     /// Why nothing is answered now, if that is so.
-    fn refused(&self) -> Option<(u32, &'static str)> {
+    fn refused(&self, option: u32) -> Option<(u32, &'static str)> {
         if self.shared.is_stopping() {
             return Some((option_reply::ERR_SHUTDOWN, "the server is ending"));
+        }
+        let tls = self.shared.options.tls.as_ref();
+        if tls.is_some_and(Tls::is_required) && !self.socket.is_tls() && option != option::STARTTLS
+        {
+            return Some((option_reply::ERR_TLS_REQD, "this server wants TLS"));
         }
         self.refusal.map(|refusal| match refusal {
             Refusal::TooManyClients => (
@@ -175,6 +181,27 @@ impl Handshake<'_> {
                 "the server has as many clients as it takes",
             ),
         })
+    }
+
+    fn start_tls(&mut self, data: &[u8], negotiated: &mut Negotiated) -> Result<(), SessionEnd> {
+        let option = option::STARTTLS;
+        let Some(tls) = &self.shared.options.tls else {
+            let message = "this server has no TLS";
+            return self.refuse(option, option_reply::ERR_POLICY, message);
+        };
+        if self.socket.is_tls() || !data.is_empty() {
+            let message = "TLS has begun already, or the option has data where it has none";
+            return self.refuse(option, option_reply::ERR_INVALID, message);
+        }
+        // What follows without waiting for the answer would be taken for said by the client under TLS, whoever
+        // put it there (CVE-2021-3716).
+        if !self.receiver.available().is_empty() {
+            return Err(SessionEnd::Protocol("something follows the wish for TLS"));
+        }
+        self.reply(option, option_reply::ACK, &[])?;
+        self.socket.start_tls(tls, self.deadline)?;
+        *negotiated = Negotiated::default();
+        Ok(())
     }
 
     fn export_name(
@@ -332,11 +359,7 @@ impl Handshake<'_> {
     }
 
     fn send(&mut self, bytes: &[u8]) -> Result<(), SessionEnd> {
-        let left = self
-            .deadline
-            .map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        self.socket
-            .send(&mut [IoSlice::new(bytes)], Patience(left))?;
+        self.socket.send(bytes, Patience::until(self.deadline))?;
         Ok(())
     }
 

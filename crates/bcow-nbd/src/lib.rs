@@ -21,6 +21,7 @@
 //! # }
 //! ```
 
+pub mod activation;
 mod connection;
 mod context;
 mod errno;
@@ -36,9 +37,11 @@ mod receive;
 mod reply;
 pub mod server;
 mod socket;
+pub mod tls;
 mod turn;
 
 pub use error::Error;
 pub use export::{Device, Export, Exports};
-pub use listen::Listener;
+pub use listen::{Listener, Place};
 pub use server::{Server, ServerOptions, Stopper};
+pub use tls::{Tls, TlsWhen};

@@ -1,9 +1,11 @@
 //! Where clients come from: Unix sockets with a name, TCP.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -11,7 +13,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, fchmod};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
+    AddressFamily, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, bind, listen,
+    socket_with,
 };
 
 use crate::error::Error;
@@ -24,7 +27,18 @@ const BACKLOG: i32 = 1024;
 pub struct Listener {
     fd: OwnedFd,
     name: Option<Name>,
-    tcp: bool,
+    place: Place,
+}
+
+/// Where a listener can be found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Place {
+    /// A Unix socket with this name.
+    Unix(PathBuf),
+    /// A TCP address.
+    Tcp(SocketAddr),
+    /// Somewhere that has no name for clients.
+    Unnamed,
 }
 
 /// The name of a Unix socket, while it is ours.
@@ -56,35 +70,50 @@ impl Listener {
                 device: metadata.dev(),
                 inode: metadata.ino(),
             }),
-            tcp: false,
+            place: Place::Unix(path.to_owned()),
         })
     }
 
     /// TCP; port 0 lets the host choose one.
     pub fn tcp(address: SocketAddr) -> Result<Self, Error> {
-        let listener = TcpListener::bind(address)
-            .map_err(|source| Error::host(format!("listen on {address}"), source))?;
+        let failed = |source| Error::host(format!("listen on {address}"), source);
+        let listener = TcpListener::bind(address).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
         Ok(Listener {
             fd: listener.into(),
             name: None,
-            tcp: true,
+            place: Place::Tcp(address),
         })
     }
 
-    /// The TCP address it listens on.
-    pub fn tcp_address(&self) -> Option<SocketAddr> {
-        let address = rustix::net::getsockname(&self.fd).ok()?;
-        SocketAddr::try_from(address).ok()
+    /// A socket that somebody else made and will remove.
+    pub(crate) fn passed(fd: OwnedFd, address: SocketAddrAny) -> Self {
+        let unix = |address: SocketAddrUnix| {
+            let path = address.path_bytes()?;
+            Some(PathBuf::from(OsStr::from_bytes(path)))
+        };
+        let place = match SocketAddr::try_from(address.clone()) {
+            Ok(address) => Place::Tcp(address),
+            Err(_) => SocketAddrUnix::try_from(address)
+                .ok()
+                .and_then(unix)
+                .map_or(Place::Unnamed, Place::Unix),
+        };
+        Listener {
+            fd,
+            name: None,
+            place,
+        }
     }
 
-    /// The name of the Unix socket it listens on.
-    pub fn unix_path(&self) -> Option<&Path> {
-        self.name.as_ref().map(|name| &*name.path)
+    /// Where clients find it.
+    pub fn place(&self) -> &Place {
+        &self.place
     }
 
     /// Sets up an accepted connection.
     pub(crate) fn prepare(&self, socket: &OwnedFd) {
-        if self.tcp {
+        if let Place::Tcp(_) = self.place {
             // Without these a connection is slower, or its end is noticed later; it works all the same.
             let _ = rustix::net::sockopt::set_tcp_nodelay(socket, true);
             let _ = rustix::net::sockopt::set_socket_keepalive(socket, true);

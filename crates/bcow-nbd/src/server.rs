@@ -19,6 +19,7 @@ use crate::limits::Memory;
 use crate::listen::Listener;
 use crate::receive::Receiver;
 use crate::socket::Socket;
+use crate::tls::Tls;
 
 /// Threads need little; a thousand of them shall not need much.
 pub(crate) const STACK_BYTES: usize = 512 << 10;
@@ -44,6 +45,8 @@ pub struct ServerOptions {
     pub request_timeout: Option<Duration>,
     /// End when there was no client for so long.
     pub exit_on_idle: Option<Duration>,
+    /// TLS, if clients shall have it.
+    pub tls: Option<Tls>,
 }
 
 impl Default for ServerOptions {
@@ -56,6 +59,7 @@ impl Default for ServerOptions {
             handshake_timeout: Some(Duration::from_secs(10)),
             request_timeout: Some(Duration::from_secs(60)),
             exit_on_idle: None,
+            tls: None,
         }
     }
 }
@@ -293,7 +297,7 @@ fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
             Ok(()) => tracing::debug!("client {id} leaves"),
             Err(error) => tracing::info!("client {id} is disconnected: {error}"),
         }
-        socket.cut();
+        socket.close();
     }
     shared.clients().leave(id);
     shared.left.notify_all();

@@ -1,13 +1,18 @@
 //! A connected stream socket: received by one thread at a time, sent to by several, one message after the other.
 
-use std::io::{self, IoSlice};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg, shutdown};
+use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+
+use crate::tls::{Layer, Tls};
+
+/// How long the other side may take nothing of what TLS itself has to say.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Whether to wait for bytes that are not there yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,20 +28,56 @@ pub(crate) enum Wait {
 /// A connection.
 pub(crate) struct Socket {
     fd: OwnedFd,
-    /// Held while a message is sent, so that messages do not mix.
-    sending: Mutex<()>,
+    /// Held while a message is sent, so that messages do not mix. The buffer is for what is sent instead of it.
+    sending: Mutex<Vec<u8>>,
+    tls: OnceLock<Layer>,
 }
 
 impl Socket {
     pub(crate) fn new(fd: OwnedFd) -> Self {
         Socket {
             fd,
-            sending: Mutex::new(()),
+            sending: Mutex::default(),
+            tls: OnceLock::new(),
         }
+    }
+
+    /// From here on all goes through TLS. Nothing may have been received ahead.
+    pub(crate) fn start_tls(&self, tls: &Tls, deadline: Option<Instant>) -> io::Result<()> {
+        let layer = Layer::new(tls.connection()?);
+        let wait = deadline.map_or(Wait::Forever, Wait::Until);
+        layer.handshake(
+            |buf| self.receive_plain(buf, wait),
+            |bytes| self.send_plain(bytes, Patience::until(deadline)),
+        )?;
+        // Only the handshake begins TLS, and once.
+        self.tls
+            .set(layer)
+            .map_err(|_| io::Error::other("TLS was begun twice"))
+    }
+
+    pub(crate) fn is_tls(&self) -> bool {
+        self.tls.get().is_some()
     }
 
     /// Receives at least one byte; 0 at the end of the stream.
     pub(crate) fn receive(&self, buf: &mut [u8], wait: Wait) -> io::Result<usize> {
+        match self.tls.get() {
+            None => self.receive_plain(buf, wait),
+            Some(layer) => {
+                let answer = |layer: &Layer| {
+                    let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+                    out.clear();
+                    layer.encrypt(&[], &mut out)?;
+                    // A few bytes: if they do not fit, the client takes nothing and will not get on.
+                    self.send_plain(&out, Patience(Some(ANSWER_PATIENCE)))
+                };
+                layer.receive(buf, |buf| self.receive_plain(buf, wait), answer)
+            }
+        }
+    }
+
+    fn receive_plain(&self, buf: &mut [u8], wait: Wait) -> io::Result<usize> {
         let flags = match wait {
             Wait::Forever => RecvFlags::empty(),
             Wait::No => RecvFlags::DONTWAIT,
@@ -54,25 +95,30 @@ impl Socket {
         }
     }
 
-    /// Sends all the pieces as one message. The other side gets `patience` to take each part of it.
-    pub(crate) fn send(&self, pieces: &mut [IoSlice<'_>], patience: Patience) -> io::Result<()> {
-        let guard = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = self.send_now(pieces, patience);
-        drop(guard);
-        sent
+    /// Sends a message. The other side gets `patience` to take each part of it.
+    pub(crate) fn send(&self, bytes: &[u8], patience: Patience) -> io::Result<()> {
+        let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.tls.get() {
+            None => self.send_plain(bytes, patience),
+            Some(layer) => {
+                let mut rest = bytes;
+                while !rest.is_empty() {
+                    out.clear();
+                    let count = layer.encrypt(rest, &mut out)?;
+                    rest = &rest[count..];
+                    self.send_plain(&out, patience)?;
+                }
+                Ok(())
+            }
+        }
     }
 
-    fn send_now(&self, mut pieces: &mut [IoSlice<'_>], patience: Patience) -> io::Result<()> {
-        IoSlice::advance_slices(&mut pieces, 0);
-        // The common case, that all fits into the socket's buffer, is one system call.
-        let mut flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        if patience.0.is_none() {
-            flags = SendFlags::NOSIGNAL;
-        }
-        while !pieces.is_empty() {
-            match sendmsg(&self.fd, pieces, &mut SendAncillaryBuffer::default(), flags) {
+    fn send_plain(&self, mut bytes: &[u8], patience: Patience) -> io::Result<()> {
+        while !bytes.is_empty() {
+            // The common case, that all fits into the socket's buffer, is one system call.
+            match send(&self.fd, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(count) => IoSlice::advance_slices(&mut pieces, count),
+                Ok(count) => bytes = &bytes[count..],
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => match patience.0 {
                     Some(patience) => {
@@ -84,6 +130,18 @@ impl Socket {
             }
         }
         Ok(())
+    }
+
+    /// Says goodbye where there is a word for it; then nothing goes either way any more.
+    pub(crate) fn close(&self) {
+        if let Some(layer) = self.tls.get() {
+            let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+            out.clear();
+            if layer.close(&mut out).is_ok() {
+                let _ = self.send_plain(&out, Patience(Some(Duration::ZERO)));
+            }
+        }
+        self.cut();
     }
 
     /// Whoever waits to receive finds the end of the stream.
@@ -101,6 +159,12 @@ impl Socket {
 /// How long the other side may take none of what it is sent; `None` is for ever.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience(pub(crate) Option<Duration>);
+
+impl Patience {
+    pub(crate) fn until(deadline: Option<Instant>) -> Self {
+        Patience(deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())))
+    }
+}
 
 fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Instant) -> io::Result<()> {
     loop {

@@ -1,0 +1,122 @@
+//! Where clients find the server: sockets, and the URIs that name them.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
+
+use bcow_nbd::{Listener, Place, activation};
+
+use super::failure;
+use crate::error::{CommandError, Context};
+
+/// Whether URIs say TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scheme {
+    /// `nbd`
+    Plain,
+    /// `nbds`
+    Tls,
+}
+
+/// Listens where the command line says, or on what a service manager passes, or on a socket of its own.
+pub fn listeners(
+    socket: Option<&PathBuf>,
+    addresses: &[String],
+) -> Result<Vec<Listener>, CommandError> {
+    let mut listeners = activation::passed_listeners().map_err(|error| failure(&error))?;
+    if !listeners.is_empty() && (socket.is_some() || !addresses.is_empty()) {
+        return Err(CommandError::usage(
+            "sockets are passed by a service manager, and --socket or --listen name others",
+        ));
+    }
+    if let Some(path) = socket {
+        listeners.push(Listener::unix(path).map_err(|error| failure(&error))?);
+    }
+    for address in addresses {
+        for address in resolve(address)? {
+            listeners.push(Listener::tcp(address).map_err(|error| failure(&error))?);
+        }
+    }
+    if listeners.is_empty() {
+        listeners.push(Listener::unix(&default_socket()?).map_err(|error| failure(&error))?);
+    }
+    Ok(listeners)
+}
+
+fn resolve(address: &str) -> Result<Vec<SocketAddr>, CommandError> {
+    let cannot = || format!("cannot listen on {address}");
+    let found: Vec<SocketAddr> = address.to_socket_addrs().context(cannot)?.collect();
+    match found.is_empty() {
+        true => Err(CommandError::new(cannot()).caused_by_text("the name has no address")),
+        false => Ok(found),
+    }
+}
+
+/// A socket of this process in the user's runtime directory.
+fn default_socket() -> Result<PathBuf, CommandError> {
+    let runtime = match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
+        Some(path) => PathBuf::from(path),
+        None if rustix::process::geteuid().is_root() => PathBuf::from("/run"),
+        None => {
+            return Err(CommandError::usage(
+                "there is no place for a socket: XDG_RUNTIME_DIR is not set",
+            )
+            .hint("name one with --socket PATH"));
+        }
+    };
+    let directory = runtime.join("bcow");
+    std::fs::create_dir_all(&directory)
+        .context(|| format!("cannot make {}", directory.display()))?;
+    Ok(directory.join(format!("serve-{}.sock", std::process::id())))
+}
+
+/// By which clients find an export; `None` if the socket has no name.
+pub fn uri(place: &Place, export: &str, scheme: Scheme) -> Option<String> {
+    let export = percent_encoded(export.as_bytes());
+    let scheme = match scheme {
+        Scheme::Plain => "nbd",
+        Scheme::Tls => "nbds",
+    };
+    match place {
+        Place::Unix(path) => {
+            let path = std::path::absolute(path).ok()?;
+            let path = percent_encoded(path.as_os_str().as_encoded_bytes());
+            Some(format!("{scheme}+unix:///{export}?socket={path}"))
+        }
+        Place::Tcp(address) => Some(format!("{scheme}://{address}/{export}")),
+        Place::Unnamed => None,
+    }
+}
+
+/// For use in a URI (RFC 3986); slashes stay, as paths are easier to read with them.
+fn percent_encoded(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    for &byte in bytes {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+                text.push(byte.into());
+            }
+            other => text += &format!("%{other:02X}"),
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uris_hold_any_name() {
+        let place = Place::Unix("/run/a b?c".into());
+        assert_eq!(
+            uri(&place, "ä", Scheme::Plain).as_deref(),
+            Some("nbd+unix:///%C3%A4?socket=/run/a%20b%3Fc")
+        );
+        let place = Place::Tcp("[::1]:10809".parse().unwrap());
+        assert_eq!(
+            uri(&place, "", Scheme::Tls).as_deref(),
+            Some("nbds://[::1]:10809/")
+        );
+        assert_eq!(uri(&Place::Unnamed, "", Scheme::Tls), None);
+    }
+}

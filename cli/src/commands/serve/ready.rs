@@ -1,0 +1,80 @@
+//! Signals that end the server, and whom to tell that it is ready.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use bcow_nbd::{Server, activation};
+use nix::sys::signal::{SigSet, Signal};
+
+use crate::error::{CommandError, Context};
+
+/// The signals that end the server, blocked so that a thread can wait for them.
+pub struct Signals(SigSet);
+
+impl Signals {
+    /// To be called before other threads start.
+    pub fn block() -> Result<Self, CommandError> {
+        let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
+            .into_iter()
+            .collect();
+        signals
+            .thread_block()
+            .context(|| "cannot block signals".to_owned())?;
+        Ok(Signals(signals))
+    }
+
+    /// The first signal ends the server in an orderly way, the second at once.
+    pub fn stop_at_first(self, server: &Server) -> Result<(), CommandError> {
+        let stopper = server.stopper();
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                // sigwait(3) fails for an invalid set only.
+                if self.0.wait().is_ok() {
+                    let _ = activation::notify("STOPPING=1");
+                    stopper.stop();
+                }
+                if let Ok(signal) = self.0.wait() {
+                    std::process::exit(128 + signal as i32);
+                }
+            })
+            .context(|| "cannot start a thread".to_owned())?;
+        Ok(())
+    }
+}
+
+/// Tells the service manager, and whoever reads the descriptor `fd`, that clients can connect.
+pub fn announce(fd: Option<u32>) -> Result<(), CommandError> {
+    activation::notify("READY=1")
+        .context(|| "cannot tell the service manager that the server is ready".to_owned())?;
+    if let Some(fd) = fd {
+        // Opened anew, as a number alone says nothing about who owns it.
+        let path = format!("/proc/self/fd/{fd}");
+        File::options()
+            .write(true)
+            .open(&path)
+            .and_then(|mut file| file.write_all(b"\n"))
+            .context(|| format!("cannot write to descriptor {fd} that the server is ready"))?;
+    }
+    Ok(())
+}
+
+/// A file with this process's number, as long as it runs.
+pub struct PidFile(PathBuf);
+
+impl PidFile {
+    /// Writes it; a file of that name is replaced.
+    pub fn write(path: &Path) -> Result<Self, CommandError> {
+        fs::write(path, format!("{}\n", std::process::id()))
+            .context(|| format!("cannot write {}", path.display()))?;
+        Ok(PidFile(path.to_owned()))
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        // Whoever uses it finds that there is no such process, if it stays.
+        let _ = fs::remove_file(&self.0);
+    }
+}

@@ -1,0 +1,114 @@
+//! Sockets passed by a service manager (sd_listen_fds(3)), and telling it that all is well (sd_notify(3)).
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::net::sockopt::{socket_acceptconn, socket_type};
+use rustix::net::{SocketType, getsockname};
+
+use crate::error::Error;
+use crate::listen::Listener;
+
+/// The first descriptor that is passed.
+const FIRST: RawFd = 3;
+/// More than that is no service but a mistake.
+const MOST: RawFd = 1024;
+
+/// The listening sockets that were passed to this process; none if it was not started that way. They can be taken once.
+pub fn passed_listeners() -> Result<Vec<Listener>, Error> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    let pid = std::env::var("LISTEN_PID").ok();
+    let count = std::env::var("LISTEN_FDS").ok();
+    let Some(count) = count_for(std::process::id(), pid.as_deref(), count.as_deref())? else {
+        return Ok(Vec::new());
+    };
+    if TAKEN.swap(true, Ordering::SeqCst) {
+        return Err(Error::Activation("they were taken before".into()));
+    }
+    let mut listeners = Vec::new();
+    for number in FIRST..FIRST + count {
+        listeners.push(listener(take(number)?, number)?);
+    }
+    Ok(listeners)
+}
+
+/// How many sockets the variables promise to the process `me`.
+fn count_for(me: u32, pid: Option<&str>, count: Option<&str>) -> Result<Option<RawFd>, Error> {
+    let (Some(pid), Some(count)) = (pid, count) else {
+        return Ok(None);
+    };
+    // Meant for the process that started us, perhaps.
+    if pid.parse() != Ok(me) {
+        return Ok(None);
+    }
+    match count.parse() {
+        Ok(0) => Ok(None),
+        Ok(count @ 1..=MOST) => Ok(Some(count)),
+        _ => Err(Error::Activation(format!("LISTEN_FDS is {count:?}"))),
+    }
+}
+
+fn take(number: RawFd) -> Result<OwnedFd, Error> {
+    // To look whether it is open at all; what is made a `File` or a socket must be.
+    if !std::path::Path::new(&format!("/proc/self/fd/{number}")).exists() {
+        return Err(Error::Activation(format!(
+            "descriptor {number} is not open"
+        )));
+    }
+    // SAFETY: the descriptor is open (seen above). LISTEN_PID names this process, so the service manager passed it
+    // for us to own; nothing in this program opens descriptors by number, and `passed_listeners` runs this once.
+    #[allow(unsafe_code)]
+    let fd = unsafe { OwnedFd::from_raw_fd(number) };
+    // Not for processes that we start.
+    let _ = fcntl_setfd(&fd, FdFlags::CLOEXEC);
+    Ok(fd)
+}
+
+fn listener(fd: OwnedFd, number: RawFd) -> Result<Listener, Error> {
+    let listens = socket_acceptconn(&fd).unwrap_or(false);
+    if !listens || socket_type(&fd) != Ok(SocketType::STREAM) {
+        let problem = format!("descriptor {number} is no stream socket that listens (Accept=no)");
+        return Err(Error::Activation(problem));
+    }
+    let address =
+        getsockname(&fd).map_err(|errno| Error::host("look at a passed socket", errno))?;
+    Ok(Listener::passed(fd, address))
+}
+
+/// Tells the service manager `state`, such as "READY=1", if there is one that wants to know.
+pub fn notify(state: &str) -> io::Result<()> {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
+        return Ok(());
+    };
+    let address = match name.as_bytes() {
+        [b'@', rest @ ..] => SocketAddr::from_abstract_name(rest)?,
+        path => SocketAddr::from_pathname(std::ffi::OsStr::from_bytes(path))?,
+    };
+    let socket = UnixDatagram::unbound()?;
+    socket.send_to_addr(state.as_bytes(), &address)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_sockets_for_this_process_are_taken() {
+        assert!(matches!(count_for(7, None, Some("1")), Ok(None)));
+        assert!(matches!(count_for(7, Some("8"), Some("1")), Ok(None)));
+        assert!(matches!(count_for(7, Some("7"), Some("0")), Ok(None)));
+        assert!(matches!(count_for(7, Some("7"), Some("2")), Ok(Some(2))));
+        for nonsense in ["-1", "", "1000000", "two"] {
+            assert!(
+                count_for(7, Some("7"), Some(nonsense)).is_err(),
+                "{nonsense}"
+            );
+        }
+    }
+}

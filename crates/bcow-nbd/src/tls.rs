@@ -1,0 +1,233 @@
+//! TLS: certificates, and the layer between a socket and the protocol.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig, ServerConnection};
+
+use crate::error::Error;
+
+/// Received at once: some records.
+const CIPHERTEXT_BYTES: usize = 64 << 10;
+
+/// How a server proves who it is, and whom it lets in.
+#[derive(Clone)]
+pub struct Tls {
+    config: Arc<ServerConfig>,
+    required: bool,
+}
+
+/// Whether clients may do without TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TlsWhen {
+    /// Nothing is told and served without.
+    Required,
+    /// The client decides.
+    Allowed,
+}
+
+impl Tls {
+    /// Reads PEM files: the server's certificate with those between it and its root, its private key, and, if clients
+    /// must have certificates, the roots of these.
+    pub fn load(
+        certificate: &Path,
+        key: &Path,
+        client_roots: Option<&Path>,
+        when: TlsWhen,
+    ) -> Result<Self, Error> {
+        let chain = certificates(certificate)?;
+        let private = PrivateKeyDer::from_pem_file(key)
+            .map_err(|error| bad(key, format!("no private key: {error}")))?;
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let builder = ServerConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| bad(certificate, error))?;
+        let builder = match client_roots {
+            None => builder.with_no_client_auth(),
+            Some(path) => {
+                let mut roots = RootCertStore::empty();
+                for root in certificates(path)? {
+                    roots.add(root).map_err(|error| bad(path, error))?;
+                }
+                let verifier =
+                    WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                        .build()
+                        .map_err(|error| bad(path, error))?;
+                builder.with_client_cert_verifier(verifier)
+            }
+        };
+        let config = builder
+            .with_single_cert(chain, private)
+            .map_err(|error| bad(certificate, error))?;
+        Ok(Tls {
+            config: Arc::new(config),
+            required: when == TlsWhen::Required,
+        })
+    }
+
+    /// Whether nothing is said without TLS.
+    pub(crate) fn is_required(&self) -> bool {
+        self.required
+    }
+
+    /// The server's side of a new connection.
+    pub(crate) fn connection(&self) -> io::Result<ServerConnection> {
+        ServerConnection::new(self.config.clone()).map_err(io::Error::other)
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tls")
+            .field("required", &self.required)
+            .finish_non_exhaustive()
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+        .map_err(|error| bad(path, error))?
+        .collect::<Result<_, _>>()
+        .map_err(|error| bad(path, error))?;
+    match found.is_empty() {
+        true => Err(bad(path, "no certificate in it")),
+        false => Ok(found),
+    }
+}
+
+fn bad(path: &Path, problem: impl fmt::Display) -> Error {
+    Error::Tls {
+        path: path.display().to_string(),
+        problem: problem.to_string(),
+    }
+}
+
+/// A connection's TLS. One thread receives at a time, others send meanwhile; neither waits for the socket with the
+/// connection locked.
+pub(crate) struct Layer {
+    connection: Mutex<ServerConnection>,
+    incoming: Mutex<Incoming>,
+}
+
+/// Ciphertext that was received and not yet understood.
+struct Incoming {
+    buf: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl Layer {
+    pub(crate) fn new(connection: ServerConnection) -> Self {
+        Layer {
+            connection: Mutex::new(connection),
+            incoming: Mutex::new(Incoming {
+                buf: vec![0; CIPHERTEXT_BYTES].into_boxed_slice(),
+                start: 0,
+                end: 0,
+            }),
+        }
+    }
+
+    /// Exchanges what TLS needs before anything else. Whatever it has to say stands in `send`, also after an error.
+    pub(crate) fn handshake(
+        &self,
+        mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>,
+        mut send: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut incoming = self.incoming();
+        loop {
+            let (said, done) = self.outgoing()?;
+            send(&said)?;
+            if done {
+                return Ok(());
+            }
+            if let Err(error) = self.understand_more(&mut incoming, &mut receive) {
+                // An alert, so that the client knows why.
+                if let Ok((said, _)) = self.outgoing() {
+                    let _ = send(&said);
+                }
+                return Err(error);
+            }
+        }
+    }
+
+    /// Decrypts into `buf`; 0 at the end of the stream.
+    pub(crate) fn receive(
+        &self,
+        buf: &mut [u8],
+        mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>,
+        mut send: impl FnMut(&Self) -> io::Result<()>,
+    ) -> io::Result<usize> {
+        let mut incoming = self.incoming();
+        loop {
+            match self.connection().reader().read(buf) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                read => return read,
+            }
+            self.understand_more(&mut incoming, &mut receive)?;
+            // The answer to a change of keys, say.
+            if self.connection().wants_write() {
+                send(self)?;
+            }
+        }
+    }
+
+    /// Encrypts as much of `bytes` as is good for one piece: appends it to `out` and returns how much it was.
+    pub(crate) fn encrypt(&self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<usize> {
+        let mut connection = self.connection();
+        let count = connection.writer().write(bytes)?;
+        while connection.wants_write() {
+            connection.write_tls(out)?;
+        }
+        Ok(count)
+    }
+
+    /// The goodbye.
+    pub(crate) fn close(&self, out: &mut Vec<u8>) -> io::Result<()> {
+        self.connection().send_close_notify();
+        self.encrypt(&[], out).map(drop)
+    }
+
+    fn outgoing(&self) -> io::Result<(Vec<u8>, bool)> {
+        let mut out = Vec::new();
+        self.encrypt(&[], &mut out)?;
+        Ok((out, !self.connection().is_handshaking()))
+    }
+
+    fn understand_more(
+        &self,
+        incoming: &mut Incoming,
+        receive: &mut impl FnMut(&mut [u8]) -> io::Result<usize>,
+    ) -> io::Result<()> {
+        if incoming.start == incoming.end {
+            let count = receive(&mut incoming.buf)?;
+            incoming.start = 0;
+            incoming.end = count;
+            if count == 0 {
+                // Without a goodbye the end may be somebody else's doing: it never ends a message well.
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        let mut connection = self.connection();
+        let mut rest = &incoming.buf[incoming.start..incoming.end];
+        let count = connection.read_tls(&mut rest)?;
+        incoming.start += count;
+        connection.process_new_packets().map_err(io::Error::other)?;
+        Ok(())
+    }
+
+    fn connection(&self) -> MutexGuard<'_, ServerConnection> {
+        self.connection
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn incoming(&self) -> MutexGuard<'_, Incoming> {
+        self.incoming.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
