@@ -26,6 +26,8 @@ const FREE_ENTRY_BYTES: usize = 16;
 pub(super) struct Change {
     pub(super) used: Vec<Range<u64>>,
     pub(super) freed: Vec<Range<u64>>,
+    /// What of the freed will not be written again soon.
+    pub(super) given_up: Extents,
 }
 
 impl Disk {
@@ -56,6 +58,7 @@ impl Inner {
             .storage
             .set_len(committer.file_bytes)
             .map_err(io)?;
+        self.punch(&committer.free);
         self.barrier()
     }
 
@@ -81,12 +84,13 @@ impl Inner {
         self.regions.set_root(root);
         for region in &changed {
             let mut state = write(&region.state);
-            state.record_is_durable(&mut Vec::new());
+            state.record_is_durable();
             state.logged = false;
         }
         committer.logged.clear();
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
-        self.give_back(change.freed);
+        self.punch(&change.given_up);
+        self.space.free(change.freed);
         self.write_other_slot(committer)
     }
 
@@ -100,7 +104,13 @@ impl Inner {
         for region in regions {
             let blocks = {
                 let state = self.regions.read(region, &self.file, &frame.header)?;
-                change.freed.extend(state.freed_by_record().map(sectors));
+                for freed in state.freed_by_record() {
+                    let range = sectors(freed.stored);
+                    if freed.given_up {
+                        change.given_up.insert(range.clone());
+                    }
+                    change.freed.push(range);
+                }
                 state.published()
             };
             self.write_table(region.index, &blocks, root, change)?;

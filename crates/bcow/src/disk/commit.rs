@@ -15,7 +15,7 @@ use crate::Error;
 
 /// Regions that are newer in the log than in their tables, at most: they stay in memory until the next checkpoint.
 const MOST_LOGGED: usize = 2048;
-/// Runs of freed bytes at least this long go back to the host; shorter ones are written again soon.
+/// Runs of freed bytes at least this long go back to the host.
 const PUNCH_BYTES: u64 = 128 << 10;
 
 /// What the newest record or header says; changed by one flush or checkpoint at a time, when it is durable.
@@ -254,7 +254,8 @@ impl Inner {
         for region in &taken.regions {
             let mut state = write(&region.state);
             let before = state.logged;
-            state.record_is_durable(&mut freed);
+            freed.extend(state.freed_by_record());
+            state.record_is_durable();
             if state.logged && !before {
                 committer.logged.push(Arc::clone(region));
             }
@@ -262,10 +263,17 @@ impl Inner {
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
         committer.grow(file_bytes);
         taken.used().for_each(|range| committer.free.remove(range));
-        for stored in &freed {
-            committer.free.insert(sectors(*stored));
+        let mut given_up = Extents::default();
+        for freed in &freed {
+            let range = sectors(freed.stored);
+            committer.free.insert(range.clone());
+            if freed.given_up {
+                given_up.insert(range);
+            }
         }
-        self.give_back(freed.into_iter().map(sectors));
+        self.punch(&given_up);
+        self.space
+            .free(freed.iter().map(|freed| sectors(freed.stored)));
         Ok(())
     }
 
@@ -282,15 +290,7 @@ impl Inner {
         self.space.free(freed.into_iter().map(sectors));
     }
 
-    /// Nothing durable names these bytes any more: they may be written again.
-    pub(super) fn give_back(&self, freed: impl IntoIterator<Item = Range<u64>>) {
-        let mut runs = Extents::default();
-        freed.into_iter().for_each(|range| runs.insert(range));
-        self.punch(&runs);
-        self.space.free(runs.iter());
-    }
-
-    /// Gives long runs of what nobody uses to the host.
+    /// Gives long runs of what nobody uses to the host. What was overwritten is not worth it: it is written again soon.
     pub(super) fn punch(&self, free: &Extents) {
         for run in free.iter() {
             if run.end - run.start >= PUNCH_BYTES {

@@ -137,7 +137,7 @@ impl Inner {
         let prepared = self.or_free(prepared, &change)?;
         self.switch(committer, prepared)?;
         self.regions.set_root(root);
-        self.give_back(change.freed);
+        self.space.free(change.freed);
         self.write_other_slot(committer)
     }
 }

@@ -69,7 +69,32 @@ pub(super) struct Transit {
 #[derive(Debug, Default)]
 struct Committing {
     whole: Option<(Entry, Entry)>,
-    blocks: BTreeMap<u32, Entry>,
+    blocks: BTreeMap<u32, Replaced>,
+}
+
+/// A block that the record being written replaces.
+#[derive(Debug, Clone, Copy)]
+struct Replaced {
+    published: Entry,
+    /// Whether nothing is stored in its stead.
+    given_up: bool,
+}
+
+/// Space that a record freed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Freed {
+    pub(super) stored: Stored,
+    /// Whether nothing was stored in its stead: then as much is free for long.
+    pub(super) given_up: bool,
+}
+
+impl Replaced {
+    fn freed(&self) -> Option<Freed> {
+        Some(Freed {
+            stored: self.published.stored()?,
+            given_up: self.given_up,
+        })
+    }
 }
 
 impl Region {
@@ -182,9 +207,9 @@ impl State {
             self.whole = Some((entry, pending.published));
         }
         if let Some(committing) = &mut self.committing
-            && let Some(published) = committing.blocks.remove(&0)
+            && let Some(replaced) = committing.blocks.remove(&0)
         {
-            committing.whole = Some((entry, published));
+            committing.whole = Some((entry, replaced.published));
         }
         let count = length.div_ceil(shift.bytes().into());
         self.blocks = Some(Blocks::Cut(SubBlockTable {
@@ -321,7 +346,11 @@ impl State {
         };
         for index in complete {
             if let Some(pending) = self.pending.remove(&index) {
-                committing.blocks.insert(index, pending.published);
+                let replaced = Replaced {
+                    published: pending.published,
+                    given_up: blocks.entry(index).stored().is_none(),
+                };
+                committing.blocks.insert(index, replaced);
             }
         }
         debug_assert!(self.committing.is_none());
@@ -330,17 +359,14 @@ impl State {
     }
 
     /// The space that the record being written frees.
-    pub(super) fn freed_by_record(&self) -> impl Iterator<Item = Stored> + '_ {
+    pub(super) fn freed_by_record(&self) -> impl Iterator<Item = Freed> + '_ {
         let blocks = self.committing.iter().flat_map(|c| c.blocks.values());
-        blocks.filter_map(Entry::stored)
+        blocks.filter_map(Replaced::freed)
     }
 
-    /// The record is durable. Gives the space that it freed.
-    pub(super) fn record_is_durable(&mut self, freed: &mut Vec<Stored>) {
-        if let Some(committing) = self.committing.take() {
-            self.logged = true;
-            freed.extend(committing.blocks.values().filter_map(Entry::stored));
-        }
+    /// The record is durable.
+    pub(super) fn record_is_durable(&mut self) {
+        self.logged |= self.committing.take().is_some();
     }
 
     /// The record was not written: what it was to say is pending again. Gives the space of blocks that were written
@@ -350,7 +376,7 @@ impl State {
             return 0;
         };
         let mut again = 0;
-        for (index, published) in committing.blocks {
+        for (index, Replaced { published, .. }) in committing.blocks {
             match self.pending.get_mut(&index) {
                 Some(pending) => {
                     let between = std::mem::replace(&mut pending.published, published);
