@@ -22,12 +22,13 @@ The output of `map` is text, all numbers are decimal. The first line is
 
 (one line, single spaces), with U one of image, disk, sketch; S one of writable, sealed; L one of A, B.
 Then one line for each root entry that is not a table, and one for each entry of a sub-block table, in
-the order of the address space, nothing merged:
+the order of the address space, nothing merged, and as the record log leaves them:
 
     LBA LENGTH absent 0 0
     LBA LENGTH zero 0 0
     LBA LENGTH raw UBA STORED CHECK
     LBA LENGTH zstd UBA STORED CHECK
+    LBA LENGTH open UBA STORED 0
     LBA LENGTH window ADDRESS SHOWN INDEX
 
 LBA and LENGTH are in bytes, LENGTH that of the block, or of the region for a root entry. STORED is the
@@ -36,11 +37,12 @@ shown (sectors times 4096), INDEX that of the backing.
 
 The output of `check` is the line `ok`, or `error-code place`. Places: `file`, `slot-a`, `slot-b`,
 `header`, `root`, `root[region]`, `table[region]`, `table[region][block]`, `backing`, `backing[index]`,
-`metadata`, `merkle[level][hash]`, `merkle`.
+`metadata`, `free`, `free[index]`, `log[sequence]`, `log[sequence][mapping]`, `merkle[level][hash]`, `merkle`.
 """
 
 import argparse
 import bisect
+import copy
 import hashlib
 import json
 import os
@@ -278,7 +280,8 @@ HEADER = struct.Struct(
     "QIIII"  # backing table, count, reserved
     "QQ32s"  # merkle
     "QQ"  # log
-    "320s"  # reserved
+    "QII"  # free list
+    "304s"  # reserved
 )
 assert HEADER.size == SLOT_BYTES
 HEADER_FIELDS = (
@@ -286,7 +289,7 @@ HEADER_FIELDS = (
     "use state region_shift merkle_chunk_shift reserved_52 size file_bytes "
     "root_offset root_entries root_crc metadata_offset metadata_bytes metadata_crc "
     "backing_offset backing_bytes backing_crc backing_count reserved_124 "
-    "merkle_offset merkle_bytes merkle_root log_offset log_bytes reserved_192"
+    "merkle_offset merkle_bytes merkle_root log_offset log_bytes free_offset free_bytes free_crc reserved_208"
 ).split()
 
 
@@ -319,6 +322,7 @@ class Header:
             ("backing", self.backing_offset, self.backing_bytes),
             ("merkle", self.merkle_offset, self.merkle_bytes),
             ("log", self.log_offset, self.log_bytes),
+            ("free", self.free_offset, self.free_bytes),
         ]
 
 
@@ -354,12 +358,10 @@ def choose_slot(start):
 
 
 def check_features(header):
-    """Section 4: unknown incompatible bits, and the known one this reader does not support."""
+    """Section 4: unknown incompatible bits."""
     for bit in range(64):
         if header.incompatible >> bit & 1 and bit not in INCOMPATIBLE:
             raise Rejected("unknown-feature", "header", f"incompatible feature bit {bit} is not known")
-    if header.incompatible & RECORDS:
-        raise Rejected("unknown-feature", "header", "feature bit 2 (records) is known but not supported")
 
 
 def check_fields(h):
@@ -377,7 +379,7 @@ def check_fields(h):
     must(h.merkle_chunk_shift == 0 or 12 <= h.merkle_chunk_shift <= 20, f"merkle_chunk_shift {h.merkle_chunk_shift}")
     must(h.reserved_52 == 0, "the reserved bytes at 52")
     must(h.reserved_124 == 0, "the reserved bytes at 124")
-    must(h.reserved_192 == bytes(320), "the reserved bytes at 192")
+    must(h.reserved_208 == bytes(304), "the reserved bytes at 208")
     must(h.size % SECTOR == 0 and h.size <= 1 << 48, f"size {h.size}")
     must(CONTENT_START <= h.file_bytes <= 1 << 48, f"file_bytes {h.file_bytes}")
     must(h.root_entries == -(-h.size // h.region_bytes), f"root_entries {h.root_entries}")
@@ -398,12 +400,19 @@ def check_fields(h):
     must(h.root_entries or h.root_crc == 0, "root_crc without root table")
     must(h.metadata_bytes or h.metadata_crc == 0, "metadata_crc without metadata")
     must(h.backing_bytes or h.backing_crc == 0, "backing_crc without backing table")
+    must(h.free_bytes or h.free_crc == 0, "free_crc without free list")
     # Section 4.
     must(not h.incompatible & (BACKING | WINDOWS) or h.backing_count >= 1, "backing or windows without backing table")
     must(not h.incompatible & PLAIN or not h.incompatible & BACKING, "a plain file with the feature backing")
+    must(not h.incompatible & PLAIN or not h.incompatible & RECORDS, "a plain file with the feature records")
     must(bool(h.read_only_compatible & MERKLE) == bool(h.merkle_chunk_shift), "bit merkle against merkle_chunk_shift")
-    # The record log. The bit `records` was refused before.
-    must(not h.log_bytes, "a record log without the feature records")
+    # The record log and the free list.
+    must(bool(h.incompatible & RECORDS) == bool(h.log_bytes), "bit records against log_bytes")
+    must(h.log_offset % SECTOR == 0, f"log_offset {h.log_offset}")
+    must(h.log_bytes % SECTOR == 0 and h.log_bytes <= 64 * MIB, f"log_bytes {h.log_bytes}")
+    must(h.free_offset % 16 == 0, f"free_offset {h.free_offset}")
+    must(h.free_bytes % 16 == 0 and h.free_bytes <= 16 * MIB, f"free_bytes {h.free_bytes}")
+    must(h.state == 0 or not (h.log_bytes or h.free_bytes), "a record log or free list in a sealed file")
     # Section 9.
     if h.merkle_chunk_shift:
         must(h.state == 1, "a Merkle tree in a file that is not sealed")
@@ -428,7 +437,7 @@ def merkle_levels(covered, chunk_shift):
 # Entries (section 5)
 
 ENTRY = struct.Struct("<BB6sII")
-KINDS = {0: "absent", 1: "zero", 2: "raw", 3: "zstd", 4: "table", 5: "window"}
+KINDS = {0: "absent", 1: "zero", 2: "raw", 3: "zstd", 4: "table", 5: "window", 6: "open"}
 
 
 class Entry:
@@ -440,15 +449,15 @@ class Entry:
         self.place = place
         self.lba = lba
         self.block_length = block_length  # of the block, or of the region for a root entry
+        self.logged = False  # whether a record brought it
 
     @property
     def name(self):
         return KINDS[self.kind]
 
 
-def check_entry(entry, header, in_root):
+def check_entry(entry, header, in_root, code, file_bytes):
     """Sections 5, 6 and 11, as far as the entry and the header alone can tell."""
-    code = "root-entry" if in_root else "table-entry"
 
     def must(condition, message, code=code):
         if not condition:
@@ -471,7 +480,7 @@ def check_entry(entry, header, in_root):
         plain = header.incompatible & PLAIN
         at_zero = entry.address == 0 and plain and kind == "raw"
         must(entry.address >= CONTENT_START or at_zero, f"address {entry.address}")
-        must(entry.address + entry.length <= header.file_bytes, "the stored range ends behind file_bytes")
+        must(entry.address + entry.length <= file_bytes, "the stored range ends behind file_bytes")
         if kind == "table":
             must(entry.address % 16 == 0, f"address {entry.address}")
             return
@@ -479,6 +488,11 @@ def check_entry(entry, header, in_root):
         if kind == "raw":
             must(entry.length == entry.block_length, f"length {entry.length}, not {entry.block_length}")
             must(not plain or entry.address == entry.lba, "UBA is not LBA in a plain file")
+        elif kind == "open":
+            must(header.incompatible & RECORDS, "an open block without the feature records")
+            must(not plain, "an open block in a plain file")
+            must(entry.length == entry.block_length, f"length {entry.length}, not {entry.block_length}")
+            must(entry.check == 0, "the check of an open block")
         else:
             must(header.incompatible & ZSTD, "a zstd block without the feature zstd")
             must(not plain, "a zstd block in a plain file")
@@ -531,6 +545,83 @@ def decode_backing(table, index, header):
 
 
 # ---------------------------------------------------------------------------------------------------
+# Records and free list (section 10)
+
+RECORD = struct.Struct("<4sIQQIIQQ")
+RECORD_MAGIC = b"BCRC"
+MAPPING_BYTES = 24
+
+
+class Mapping:
+    """One mapping of a record: what it says, and the entry it brings."""
+
+    def __init__(self, raw, place, header, file_bytes):
+        def must(condition, message):
+            if not condition:
+                raise Rejected("record", place, message)
+
+        self.place = place
+        self.lba = int.from_bytes(raw[:6], "little") * SECTOR
+        self.shift, reserved = raw[6], raw[7]
+        must(reserved == 0, "the reserved byte")
+        must(self.lba < header.size, f"byte {self.lba} lies behind the address space")
+        must(12 <= self.shift <= header.region_shift, f"shift {self.shift}")
+        must(self.lba % (1 << self.shift) == 0, f"byte {self.lba} with shift {self.shift}")
+        self.region, self.start = divmod(self.lba, header.region_bytes)
+        length = min(1 << self.shift, header.region_length(self.region) - self.start)
+        self.entry = Entry(raw[8:24], place, self.lba, length)
+        self.entry.logged = True
+        self.whole = self.shift == header.region_shift
+        check_entry(self.entry, header, self.whole, "record", file_bytes)
+        must(self.entry.name not in ("table", "window"), f"a {self.entry.name}")
+        self.stores = self.entry.name in ("raw", "zstd", "open")
+        must(not self.stores or self.shift <= 24, f"a block of shift {self.shift}")
+
+
+class Record:
+    """An intact record that follows the rules."""
+
+    def __init__(self, raw, sequence, header, least_file_bytes):
+        place = f"log[{sequence}]"
+
+        def must(condition, message):
+            if not condition:
+                raise Rejected("record", place, message)
+
+        self.sequence, self.bytes = sequence, len(raw)
+        *_, count, size, self.file_bytes = RECORD.unpack_from(raw)
+        mapped = MAPPING_BYTES * count
+        must(len(raw) == -(-(RECORD.size + mapped) // 16) * 16, f"{len(raw)} bytes for {count} mappings")
+        must(size == header.size, f"size {size}")
+        must(least_file_bytes <= self.file_bytes <= 1 << 48, f"file_bytes {self.file_bytes}")
+        must(not any(raw[RECORD.size + mapped :]), "the padding")
+        self.mappings = [
+            Mapping(raw[at : at + MAPPING_BYTES], f"{place}[{index}]", header, self.file_bytes)
+            for index, at in enumerate(range(RECORD.size, RECORD.size + mapped, MAPPING_BYTES))
+        ]
+        end = 0
+        for start, stored_end in sorted((e.address, e.address + e.length) for e in self.stored()):
+            must(start >= end, f"two stored ranges overlap at {start}")
+            end = stored_end
+
+    def stored(self):
+        return [mapping.entry for mapping in self.mappings if mapping.stores]
+
+
+def decode_free_list(raw, header):
+    """The ranges of the free list, as (start, length)."""
+    ranges = []
+    end = SECTOR - 1
+    for index, (start, length) in enumerate(struct.iter_unpack("<QQ", raw)):
+        right = start % SECTOR == 0 and length % SECTOR == 0 and start > end and length > 0
+        if not right or start + length > header.file_bytes:
+            raise Rejected("free-list", f"free[{index}]", f"{length} bytes at {start}")
+        end = start + length
+        ranges.append((start, length))
+    return ranges
+
+
+# ---------------------------------------------------------------------------------------------------
 # Metadata (section 13)
 
 
@@ -563,7 +654,9 @@ class Bcow:
     def __init__(self, path, stores=(), names=(), depth=0):
         self.path = path
         self.stores, self.names, self.depth = list(stores), list(names), depth
-        self._table = (None, None)  # the last one used: (region, entries)
+        self._table = (None, None)  # the last one used: (region, (block_shift, entries))
+        self.mappings = {}  # what the records map, in order, by region
+        self.last_sequence = 0
         self._backings = {}  # the open ones, by index
         self.file = open(path, "rb")
         try:
@@ -611,16 +704,17 @@ class Bcow:
     # Section 6
 
     def load(self):
-        """Root table, then backing table."""
+        """Root table, then backing table, then record log."""
         self.load_root()
         self.load_backings()
+        self.load_log()
         return self
 
     def load_root(self):
         h = self.header
         self.root = self.section("root", h.root_offset, h.root_bytes, h.root_crc)
         for region in range(h.root_entries):
-            check_entry(self.root_entry(region), h, in_root=True)
+            check_entry(self.root_entry(region), h, True, "root-entry", h.file_bytes)
 
     def root_entry(self, region):
         return Entry(
@@ -681,8 +775,99 @@ class Bcow:
                 raise
             if below.header.size != wanted.size:
                 raise Rejected("backing-entry", place, f"size {below.header.size}, not {wanted.size}")
+            if wanted.kind == 2 and wanted.digest not in (bytes(32), below.identity()):
+                raise Rejected("backing-entry", place, f"identity {below.identity().hex()}: it has changed since")
             return
         raise Unable(f"{self.path}: {place} ({wanted}) is not in a directory that --store or --names gives")
+
+    def identity(self):
+        """Section 8: what the file is recognised by where it is named by file name."""
+        if self.header.merkle_chunk_shift:
+            return self.header.merkle_root
+        return hashlib.sha256(self.header.raw + struct.pack("<Q", self.last_sequence)).digest()
+
+    # Section 10
+
+    def load_log(self):
+        """Replay: the records that count, checked, and their mappings by region."""
+        h = self.header
+        if not h.log_bytes:
+            return
+        records, at = [], 0
+        file_bytes = h.file_bytes
+        while (record := self.record_at(at, len(records) + 1, file_bytes)) is not None:
+            records.append(record)
+            at += record.bytes
+            file_bytes = record.file_bytes
+        if records and not self.is_complete(records[-1]):
+            records.pop()
+        self.last_sequence = len(records)
+        for record in records:
+            for entry in record.stored():
+                if entry.address + entry.length > self.real_bytes:
+                    raise Rejected("truncated", "file", f"{self.real_bytes} bytes, {entry.place} needs more")
+        for record in records:
+            for mapping in record.mappings:
+                self.apply(mapping)
+
+    def record_at(self, at, sequence, least_file_bytes):
+        """The record at byte `at` of the log, or None if the log ends there."""
+        h = self.header
+        left = h.log_bytes - at
+        if left < RECORD.size:
+            return None
+        head = self.read_at(h.log_offset + at, RECORD.size)
+        magic, record_crc, generation, found_sequence, length, *_ = RECORD.unpack(head)
+        if (magic, generation, found_sequence) != (RECORD_MAGIC, h.generation, sequence):
+            return None
+        if length < RECORD.size or length % 16 or length > left:
+            return None
+        raw = self.read_at(h.log_offset + at, length)
+        if crc32c(raw[:4] + bytes(4) + raw[8:]) != record_crc:
+            return None
+        return Record(raw, sequence, h, least_file_bytes)
+
+    def is_complete(self, record):
+        """Whether the blocks of the last record are there."""
+        for entry in record.stored():
+            if entry.name == "open":
+                continue
+            if entry.address + entry.length > self.real_bytes:
+                return False
+            if crc32c_of_pieces(self.pieces_at(entry.address, entry.length)) != entry.check:
+                return False
+        return True
+
+    def apply(self, mapping):
+        """Check one mapping against the region as the mappings before left it."""
+        if mapping.whole:
+            # What was there before it is of no interest any more.
+            self.mappings[mapping.region] = [mapping]
+            return
+        shift, name = self.shape(mapping.region)
+        if shift is None:
+            if name not in ("absent", "zero") or mapping.shift > 24:
+                raise Rejected("record", mapping.place, f"shift {mapping.shift} in a region that is {name}")
+        elif mapping.shift != shift and (mapping.stores or mapping.shift < shift):
+            raise Rejected("record", mapping.place, f"shift {mapping.shift} in a region of block_shift {shift}")
+        self.mappings.setdefault(mapping.region, []).append(mapping)
+
+    def shape(self, region):
+        """block_shift of a region, or None and the kind of its root entry, as the mappings leave it."""
+        mappings = self.mappings.get(region, [])
+        root_entry = self.root_entry(region)
+        if mappings and mappings[0].whole:
+            root_entry, mappings = mappings[0].entry, mappings[1:]
+        elif root_entry.name == "table":
+            return self.table(root_entry, region)[0], "table"
+        return (mappings[0].shift if mappings else None), root_entry.name
+
+    def free_list(self):
+        h = self.header
+        raw = self.read_at(h.free_offset, h.free_bytes)
+        if h.free_bytes and crc32c(raw) != h.free_crc:
+            raise Rejected("free-list", "free", f"the CRC of the {h.free_bytes} bytes at {h.free_offset} is wrong")
+        return decode_free_list(raw, h)
 
     # Section 13
 
@@ -694,7 +879,7 @@ class Bcow:
     # Section 7
 
     def table(self, root_entry, region):
-        """The checked entries of a sub-block table."""
+        """block_shift and the checked entries of a sub-block table."""
         if self._table[0] != region:
             self._table = (region, self.load_table(root_entry, region))
         return self._table[1]
@@ -728,15 +913,39 @@ class Bcow:
                 root_entry.lba + block * block_bytes,
                 min(block_bytes, root_entry.block_length - block * block_bytes),
             )
-            check_entry(entry, h, in_root=False)
+            check_entry(entry, h, False, "table-entry", h.file_bytes)
             entries.append(entry)
-        return entries
+        return block_shift, entries
 
     # The map
 
     def entries_of_region(self, region):
         root_entry = self.root_entry(region)
-        return self.table(root_entry, region) if root_entry.name == "table" else [root_entry]
+        mappings = self.mappings.get(region, [])
+        if mappings and mappings[0].whole:
+            root_entry, mappings = mappings[0].entry, mappings[1:]
+        if root_entry.name == "table":
+            shift, entries = self.table(root_entry, region)
+            entries = list(entries)
+        elif mappings:
+            shift = mappings[0].shift
+            entries = self.spread(root_entry, shift, root_entry.lba, root_entry.block_length)
+        else:
+            return [root_entry]
+        for mapping in mappings:
+            first = mapping.start >> shift
+            blocks = self.spread(mapping.entry, shift, mapping.lba, mapping.entry.block_length)
+            entries[first : first + len(blocks)] = blocks
+        return entries
+
+    def spread(self, entry, shift, lba, length):
+        """An entry for each block of a range that one entry describes."""
+        blocks = []
+        for at in range(0, length, 1 << shift):
+            block = copy.copy(entry)
+            block.lba, block.block_length = lba + at, min(1 << shift, length - at)
+            blocks.append(block)
+        return blocks
 
     def entries(self, start, end):
         """The entries that map the bytes start..end of the address space."""
@@ -750,8 +959,10 @@ class Bcow:
     # Content
 
     def block(self, entry):
-        """The content of a raw or zstd block, after its CRC."""
+        """The content of a stored block, after its CRC where it has one."""
         stored = self.read_at(entry.address, entry.length)
+        if entry.name == "open":
+            return stored
         if entry.address == 0:
             # Section 11. An address of 0 has passed check_entry only in a plain file.
             stored = bytes(SLOTS_END) + stored[SLOTS_END:]
@@ -769,7 +980,7 @@ class Bcow:
         for entry in self.entries(start, end):
             first = max(start, entry.lba)
             last = min(end, entry.lba + entry.block_length)
-            if entry.name in ("raw", "zstd"):
+            if entry.name in ("raw", "zstd", "open"):
                 write(first + shift, self.block(entry)[first - entry.lba : last - entry.lba])
             elif entry.name == "absent" and self.header.incompatible & BACKING:
                 below = self.backing(0)
@@ -827,13 +1038,13 @@ class Ranges:
         self.starts, self.ends = [], []
         self.shareable = {}
 
-    def add(self, start, length, share, code, place):
+    def add(self, start, length, share, place):
         """`share` is what must be equal for the same range to be named twice, or None."""
         if length == 0 or (share is not None and self.shareable.get((start, length)) == share):
             return
         at = bisect.bisect_right(self.starts, start)
         if (at and self.ends[at - 1] > start) or (at < len(self.starts) and self.starts[at] < start + length):
-            raise Rejected(code, place, f"the stored range at {start} of {length} bytes overlaps another")
+            raise Rejected("overlap", place, f"the stored range at {start} of {length} bytes overlaps another")
         self.starts.insert(at, start)
         self.ends.insert(at, start + length)
         if share is not None:
@@ -843,30 +1054,41 @@ class Ranges:
 def full_check(file):
     """Raise the first error in the order of section 12, from the fields on."""
     header = file.header
-    ranges = Ranges()
-    for name, offset, length in header.sections():
-        ranges.add(offset, length, None, "header-field", "header")
-
     file.load_root()
-    for region in range(header.root_entries):
-        entry = file.root_entry(region)
-        if entry.name in ("raw", "zstd", "table"):
-            ranges.add(entry.address, entry.length, entry.check, "root-entry", entry.place)
     file.load_backings()
     file.metadata()
+    free = file.free_list()
+    file.load_log()
+
+    stored = [(offset, length, None, name, False) for name, offset, length in header.sections()]
+
+    def stores(entry):
+        share = entry.check if header.state == 1 else None
+        stored.append((entry.address, entry.length, share, entry.place, entry.logged))
+
     decoded = set()
     for region in range(header.root_entries):
-        in_root = file.root_entry(region).name != "table"
         entries = file.entries_of_region(region)
-        if not in_root:
-            for entry in entries:
-                if entry.name in ("raw", "zstd"):
-                    ranges.add(entry.address, entry.length, entry.check, "table-entry", entry.place)
+        mappings = file.mappings.get(region, [])
+        root_entry = file.root_entry(region)
+        if root_entry.name == "table" and not (mappings and mappings[0].whole):
+            stores(root_entry)
+        for entry in entries:
+            if entry.name in ("raw", "zstd", "open"):
+                stores(entry)
         for entry in entries:
             what = (entry.kind, entry.address, entry.length, entry.check, entry.block_length)
             if entry.name in ("raw", "zstd") and what not in decoded:
                 file.block(entry)
                 decoded.add(what)
+    # What records brought may lie in ranges that were free before.
+    ranges, settled = Ranges(), Ranges()
+    for start, length, share, place, logged in stored:
+        ranges.add(start, length, share, place)
+        if not logged:
+            settled.add(start, length, share, place)
+    for index, (start, length) in enumerate(free):
+        settled.add(start, length, None, f"free[{index}]")
     if header.merkle_chunk_shift:
         file.check_merkle()
     # Beyond section 12, and only where the user gave directories: are the backings what they should be?
@@ -893,8 +1115,11 @@ def info_of(file):
             info[name] = value.hex() if isinstance(value, bytes) else value
     info["use"], info["state"] = USES[h.use], STATES[h.state]
     info["backings"] = [
-        {"size": b.size, **({"sha256": b.digest.hex()} if b.kind == 1 else {"name": b.name})} for b in file.backings
+        {"size": b.size, **({"sha256": b.digest.hex()} if b.kind == 1 else {"name": b.name, "identity": b.digest.hex()})}
+        for b in file.backings
     ]
+    info["records"] = file.last_sequence
+    info["identity"] = file.identity().hex()
     info["metadata"] = file.metadata()
     return info
 

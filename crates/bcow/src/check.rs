@@ -4,19 +4,18 @@
 
 use std::sync::Arc;
 
-use bcow_format::{
-    Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable, decode_backings, decode_root,
-    incompatible,
-};
+use bcow_format::{Entry, FreeRange, Header, State, decode_backings, decode_free, decode_root};
 
 use crate::cache::FileId;
-use crate::codec::Encoding;
-use crate::image::{
-    CheckedFile, Piece, check_windows, read_block, read_header, read_metadata, read_table,
-};
+use crate::image::{CheckedFile, check_windows, read_header, read_metadata, read_table};
+use crate::log::{self, Replayed};
 use crate::merkle::Verifier;
+use crate::overlay::Overlay;
 use crate::storage::Storage;
-use crate::{BlockCache, Error, threads};
+use crate::{BlockCache, Error};
+
+mod regions;
+mod space;
 
 /// At most this many findings are kept; a file of garbage would have millions.
 const MOST_FINDINGS: usize = 1000;
@@ -65,6 +64,23 @@ pub struct Report {
     pub blocks: u64,
     /// Stored bytes read and decoded (0 without `data`).
     pub bytes_read: u64,
+    /// What only a writable file has.
+    pub writable: Option<Writable>,
+}
+
+/// What a writable file has beside its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Writable {
+    /// Records of the log that count.
+    pub records: u64,
+    /// Whether the log ends with a record whose blocks are not there, as a power cut may leave it.
+    pub dropped_record: bool,
+    /// Blocks without checksum, which are changed in place.
+    pub open_blocks: u64,
+    /// Bytes of the file that nothing uses.
+    pub free_bytes: u64,
+    /// Bytes of the file that nothing uses and no writer will use again.
+    pub leaked_bytes: u64,
 }
 
 impl Report {
@@ -119,7 +135,17 @@ pub fn check(storage: Arc<dyn Storage>, options: &CheckOptions) -> Result<Report
     match check_root(&file, &header) {
         Ok(root) => {
             check_metadata(&file, &header, &mut report)?;
-            check_regions(&file, &header, &root, options, &mut report)?;
+            let free = check_free_list(&file, &header, &mut report)?;
+            if let Some(log) = check_log(&file, &header, &root, &mut report)? {
+                let subject = regions::Subject {
+                    file: &file,
+                    header: &header,
+                    root: &root,
+                    logged: &log.overlay,
+                };
+                let ranges = regions::check(&subject, options, &mut report)?;
+                space::check(&header, &log.replayed, ranges, &free, &mut report);
+            }
         }
         Err(error) => report.note("root table", error)?,
     }
@@ -139,7 +165,7 @@ fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> R
         .map_err(|source| Error::io("read", 0, source))?;
     for (name, slot) in ["A", "B"].iter().zip(area.chunks(bcow_format::SLOT_BYTES)) {
         let good = bcow_format::choose_header(slot).is_ok();
-        if !good && header.state == bcow_format::State::Sealed {
+        if !good && header.state == State::Sealed {
             report.add(Finding {
                 code: "header-slot",
                 severity: Severity::Warning,
@@ -165,144 +191,56 @@ fn check_metadata(file: &CheckedFile, header: &Header, report: &mut Report) -> R
     }
 }
 
-/// What examining one region found.
-#[derive(Default)]
-struct RegionReport {
-    errors: Vec<(String, Error)>,
-    stored: Vec<Stored>,
-    tables: u64,
-    bytes_read: u64,
+fn check_free_list(
+    file: &CheckedFile,
+    header: &Header,
+    report: &mut Report,
+) -> Result<Vec<FreeRange>, Error> {
+    let bytes = file.read_section(&header.free)?;
+    decode_free(&bytes, header).or_else(|error| {
+        report.note("free list", error.into())?;
+        Ok(Vec::new())
+    })
 }
 
-fn check_regions(
+/// The record log, as it was read.
+struct Log {
+    replayed: Replayed,
+    overlay: Overlay,
+}
+
+/// `None` if the log is not right: then nobody can say where anything is.
+fn check_log(
     file: &CheckedFile,
     header: &Header,
     root: &[Entry],
-    options: &CheckOptions,
     report: &mut Report,
-) -> Result<(), Error> {
-    let mut ranges = sections(header);
-    let regions = threads::map_indexed(root.len() as u64, options.threads, |region| {
-        check_region(file, header, region, &root[region as usize], options.data)
-    })?;
-    for region in regions {
-        report.tables += region.tables;
-        report.bytes_read += region.bytes_read;
-        for (place, error) in region.errors {
-            report.note(place, error)?;
-        }
-        ranges.extend(
-            region
-                .stored
-                .iter()
-                .map(|stored| (stored.at.0, stored.end())),
-        );
-    }
-    report.blocks = (ranges.len() - sections(header).len()) as u64 - report.tables;
-    check_overlaps(ranges, report);
-    Ok(())
-}
-
-fn check_region(
-    file: &CheckedFile,
-    header: &Header,
-    region: u64,
-    entry: &Entry,
-    data: bool,
-) -> Result<RegionReport, Error> {
-    let mut report = RegionReport::default();
-    let start = region << header.region_shift;
-    let length = header.region_length(region);
-    let block = |report: &mut RegionReport, piece: Piece| -> Result<(), Error> {
-        let (stored, encoding) = match piece.entry {
-            // Nothing to compare its bytes with.
-            Entry::Open(stored) => {
-                report.stored.push(stored);
-                return Ok(());
-            }
-            Entry::Raw(stored) => (stored, Encoding::Raw),
-            Entry::Zstd(stored) => (stored, Encoding::Zstd),
-            _ => return Ok(()),
+) -> Result<Option<Log>, Error> {
+    let read = || {
+        let replayed = log::replay(&*file.storage, header)?;
+        let shift = |region, stored: &_| match read_table(file, header, region, stored) {
+            Ok(table) => Ok(Some(table.block_shift)),
+            // Its region is damaged, and will be found to be.
+            Err(error) if error.code().is_some() => Ok(None),
+            Err(error) => Err(error),
         };
-        report.stored.push(stored);
-        if data {
-            report.bytes_read += u64::from(stored.bytes);
-            match read_block(file, &piece, &stored, encoding) {
-                Ok(_) => {}
-                Err(error @ Error::Io { .. }) => return Err(error),
-                Err(error) => {
-                    let place = format!("region {region}, byte {}", piece.start);
-                    report.errors.push((place, error));
-                }
-            }
-        }
-        Ok(())
+        let overlay = Overlay::new(&replayed.records, header, root, shift)?;
+        Ok(Log { replayed, overlay })
     };
-    match entry {
-        Entry::Table(stored) => {
-            report.stored.push(*stored);
-            report.tables += 1;
-            let table: SubBlockTable = match read_table(file, header, region, stored) {
-                Ok(table) => table,
-                Err(error @ Error::Io { .. }) => return Err(error),
-                Err(error) => {
-                    report.errors.push((format!("region {region}"), error));
-                    return Ok(report);
-                }
-            };
-            let block_bytes = u64::from(table.block_shift.bytes());
-            for (index, entry) in (0..).zip(table.entries.iter()) {
-                let piece = Piece {
-                    start: start + index * block_bytes,
-                    length: block_bytes.min(length - index * block_bytes),
-                    entry: *entry,
-                };
-                block(&mut report, piece)?;
+    match read() {
+        Ok(log) => {
+            if header.state == State::Writable {
+                report.writable = Some(Writable {
+                    records: log.replayed.records.len() as u64,
+                    dropped_record: log.replayed.dropped,
+                    ..Writable::default()
+                });
             }
+            Ok(Some(log))
         }
-        entry => block(
-            &mut report,
-            Piece {
-                start,
-                length,
-                entry: *entry,
-            },
-        )?,
-    }
-    Ok(report)
-}
-
-/// The sections that the header names, as ranges of the file; the header's own sector first, unless a plain block lies there.
-fn sections(header: &Header) -> Vec<(u64, u64)> {
-    let mut ranges = Vec::new();
-    if !header.features.has_incompatible(incompatible::PLAIN) {
-        ranges.push((0, SECTOR_BYTES));
-    }
-    let section = |section: &Section| (section.offset, section.offset + u64::from(section.bytes));
-    for part in [&header.root, &header.metadata, &header.backings] {
-        if part.bytes > 0 {
-            ranges.push(section(part));
-        }
-    }
-    if let Some(tree) = &header.merkle {
-        ranges.push((tree.offset, header.file_bytes));
-    }
-    ranges
-}
-
-/// Content that is stored once may be named twice; anything else must not overlap (spec section 5).
-fn check_overlaps(mut ranges: Vec<(u64, u64)>, report: &mut Report) {
-    ranges.sort_unstable();
-    ranges.dedup();
-    for pair in ranges.windows(2) {
-        let ((start, end), (next, next_end)) = (pair[0], pair[1]);
-        if next < end {
-            report.add(Finding {
-                code: "overlap",
-                severity: Severity::Error,
-                place: format!("bytes {next}..{} of the file", end.min(next_end)),
-                message: format!("stored ranges {start}..{end} and {next}..{next_end} overlap"),
-            });
+        Err(error) => {
+            report.note("record log", error)?;
+            Ok(None)
         }
     }
 }

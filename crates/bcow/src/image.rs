@@ -201,7 +201,7 @@ impl Image {
             &replayed.records,
             &self.header,
             &self.root,
-            |region, stored| Ok(self.table(region, stored)?.block_shift),
+            |region, stored| Ok(Some(self.table(region, stored)?.block_shift)),
         )?;
         self.last_sequence = replayed.last_sequence();
         Ok(())

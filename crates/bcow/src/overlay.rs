@@ -2,8 +2,7 @@
 //!
 //! Kept piece by piece: a mapping of 24 bytes may give a region a table of millions of entries, and costs one piece here.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map;
+use std::collections::{BTreeMap, BTreeSet, btree_map};
 
 use bcow_format::{BlockShift, Entry, FormatError, Header, LogMapping, Record, Stored};
 
@@ -41,23 +40,36 @@ pub(crate) struct LoggedPiece {
 }
 
 impl Overlay {
-    /// Applies `records` over `root`. `table_shift` gives the block size of a stored table, by region.
+    /// Applies `records` over `root`. `table_shift` gives the block size of a stored table, by region; `None` if it cannot
+    /// be had and the region is to be left as it is.
     pub(crate) fn new(
         records: &[Record],
         header: &Header,
         root: &[Entry],
-        mut table_shift: impl FnMut(u64, &Stored) -> Result<BlockShift, Error>,
+        mut table_shift: impl FnMut(u64, &Stored) -> Result<Option<BlockShift>, Error>,
     ) -> Result<Overlay, Error> {
         let mut regions = BTreeMap::new();
+        let mut left = BTreeSet::new();
         for record in records {
             for (index, mapping) in record.mappings.iter().enumerate() {
                 let region = mapping.at.0 >> header.region_shift;
+                let whole = mapping.shift == header.region_shift;
                 let logged = match regions.entry(region) {
                     btree_map::Entry::Occupied(held) => held.into_mut(),
                     btree_map::Entry::Vacant(free) => {
                         let base = root[region as usize];
                         let shift = match &base {
-                            Entry::Table(stored) => Some(table_shift(region, stored)?),
+                            // A table that this mapping replaces may be damaged, for all that matters.
+                            Entry::Table(stored) if !whole => {
+                                if left.contains(&region) {
+                                    continue;
+                                }
+                                let Some(shift) = table_shift(region, stored)? else {
+                                    left.insert(region);
+                                    continue;
+                                };
+                                Some(shift)
+                            }
                             _ => None,
                         };
                         free.insert(LoggedRegion::new(base, shift))

@@ -102,7 +102,7 @@ fn map_text(image: &Image, slot: char) -> String {
             Mapping::Compressed { stored } => {
                 ("zstd", stored.at.0, stored.bytes.into(), Some(stored.crc))
             }
-            Mapping::Open { stored } => ("open", stored.at.0, stored.bytes.into(), None),
+            Mapping::Open { stored } => ("open", stored.at.0, stored.bytes.into(), Some(0)),
             // An absent entry with a backing and a window both lead to a backing; only the entry tells them apart.
             Mapping::Backing {
                 index: 0,
@@ -242,4 +242,28 @@ fn refused_vectors_fail_only_when_their_backing_is_read() {
         let expected = fs::read_to_string(path.with_extension("code")).unwrap();
         assert_eq!(code, Some(expected.trim()), "{name}");
     }
+}
+
+#[test]
+fn a_check_of_a_writable_file_counts_what_is_free_and_what_leaks() {
+    for (name, free_bytes, leaked_bytes) in [
+        ("log-empty", 0, 0),
+        // Gaps of 16, 32 and 12 KiB that begin inside a sector: whole sectors count.
+        ("free-list", 2 * 4096, 4096),
+        ("free-list-leak", 4096, 6 * 4096),
+        ("free-list-used-by-record", 4096, 0),
+    ] {
+        let path = folder("valid").join(format!("{name}.bcow"));
+        let report = full_check(&path);
+        let writable = report.writable.unwrap();
+        let found = (writable.free_bytes, writable.leaked_bytes);
+        assert_eq!(found, (free_bytes, leaked_bytes), "{name}");
+        let leaks: Vec<_> = report.findings.iter().map(|f| f.code).collect();
+        let expected = ["leak"];
+        assert_eq!(leaks, expected[..usize::from(leaked_bytes > 0)], "{name}");
+    }
+    let report = full_check(&folder("valid").join("log-last-without-its-raw-block.bcow"));
+    let writable = report.writable.unwrap();
+    assert_eq!((writable.records, writable.dropped_record), (1, true));
+    assert_eq!(report.findings, []);
 }

@@ -1,0 +1,240 @@
+//! The regions of a file: their tables and blocks, as the records leave them.
+
+use bcow_format::{Entry, Header, Stored, SubBlockTable};
+
+use super::{CheckOptions, Report};
+use crate::codec::Encoding;
+use crate::image::{CheckedFile, Piece, read_block, read_table};
+use crate::overlay::{LoggedRegion, Overlay};
+use crate::{Error, threads};
+
+/// What is examined.
+pub(super) struct Subject<'a> {
+    pub(super) file: &'a CheckedFile,
+    pub(super) header: &'a Header,
+    pub(super) root: &'a [Entry],
+    pub(super) logged: &'a Overlay,
+}
+
+/// What the regions use of the file.
+#[derive(Default)]
+pub(super) struct Used {
+    /// Named by tables alone.
+    pub(super) settled: Vec<Stored>,
+    /// Named by records.
+    pub(super) logged: Vec<Stored>,
+    /// Named by tables, until a record named something else.
+    pub(super) replaced: Vec<Stored>,
+    /// Whether some of it could not be read, so that there may be more.
+    pub(super) incomplete: bool,
+}
+
+/// What examining one region found.
+#[derive(Default)]
+struct RegionReport {
+    errors: Vec<(String, Error)>,
+    used: Used,
+    tables: u64,
+    blocks: u64,
+    open_blocks: u64,
+    bytes_read: u64,
+}
+
+/// Examines all regions.
+pub(super) fn check(
+    subject: &Subject<'_>,
+    options: &CheckOptions,
+    report: &mut Report,
+) -> Result<Used, Error> {
+    let mut used = Used::default();
+    let count = subject.root.len() as u64;
+    let regions = threads::map_indexed(count, options.threads, |region| {
+        check_region(subject, region, options.data)
+    })?;
+    for region in regions {
+        report.tables += region.tables;
+        report.blocks += region.blocks;
+        report.bytes_read += region.bytes_read;
+        if let Some(writable) = &mut report.writable {
+            writable.open_blocks += region.open_blocks;
+        }
+        for (place, error) in region.errors {
+            report.note(place, error)?;
+        }
+        used.settled.extend(region.used.settled);
+        used.logged.extend(region.used.logged);
+        used.replaced.extend(region.used.replaced);
+        used.incomplete |= region.used.incomplete;
+    }
+    Ok(used)
+}
+
+fn check_region(subject: &Subject<'_>, region: u64, data: bool) -> Result<RegionReport, Error> {
+    let mut report = RegionReport::default();
+    let root = subject.root[region as usize];
+    let logged = subject.logged.region(region);
+    let length = subject.header.region_length(region);
+    let start = region << subject.header.region_shift;
+    let table = match root {
+        Entry::Table(stored) => {
+            let replaced = logged.is_some_and(|logged| logged.base != root);
+            let table = check_table(subject, region, &stored, replaced, &mut report)?;
+            if table.is_none() && !replaced {
+                return Ok(report);
+            }
+            table
+        }
+        _ => None,
+    };
+    let mut at = 0;
+    while at < length {
+        let (piece, brought) = piece_at(root, table.as_ref(), logged, at, length);
+        check_block(subject, region, start, &piece, brought, data, &mut report)?;
+        at = piece.start + piece.length;
+    }
+    replaced_entries(root, table.as_ref(), logged, length, &mut report.used);
+    Ok(report)
+}
+
+/// The region's stored table. One that a record replaced as a whole only tells what was used before.
+fn check_table(
+    subject: &Subject<'_>,
+    region: u64,
+    stored: &Stored,
+    replaced: bool,
+    report: &mut RegionReport,
+) -> Result<Option<SubBlockTable>, Error> {
+    match replaced {
+        true => report.used.replaced.push(*stored),
+        false => {
+            report.tables += 1;
+            report.used.settled.push(*stored);
+        }
+    }
+    match read_table(subject.file, subject.header, region, stored) {
+        Ok(table) => Ok(Some(table)),
+        Err(error) if error.code().is_none() => Err(error),
+        Err(error) => {
+            report.used.incomplete = true;
+            if !replaced {
+                report.errors.push((format!("region {region}"), error));
+            }
+            Ok(None)
+        }
+    }
+}
+
+/// The piece of the region that covers byte `at`, by its place in the region; and whether a record brought it.
+fn piece_at(
+    root: Entry,
+    table: Option<&SubBlockTable>,
+    logged: Option<&LoggedRegion>,
+    at: u64,
+    length: u64,
+) -> (Piece, bool) {
+    if let Some(logged) = logged {
+        let piece = logged.piece(at, length);
+        if let Some(entry) = piece.entry {
+            let piece = Piece {
+                start: piece.start,
+                length: piece.length,
+                entry,
+            };
+            return (piece, true);
+        }
+    }
+    let piece = match table {
+        Some(table) => table_piece(table, at, length),
+        None => Piece {
+            start: 0,
+            length,
+            entry: root,
+        },
+    };
+    (piece, false)
+}
+
+fn table_piece(table: &SubBlockTable, at: u64, length: u64) -> Piece {
+    let block = u64::from(table.block_shift.bytes());
+    let start = at / block * block;
+    Piece {
+        start,
+        length: block.min(length - start),
+        entry: table.entries[(at / block) as usize],
+    }
+}
+
+/// Examines a piece, given by its place in a region that begins at `region_start`.
+fn check_block(
+    subject: &Subject<'_>,
+    region: u64,
+    region_start: u64,
+    piece: &Piece,
+    brought: bool,
+    data: bool,
+    report: &mut RegionReport,
+) -> Result<(), Error> {
+    let (stored, encoding) = match piece.entry {
+        Entry::Raw(stored) => (stored, Some(Encoding::Raw)),
+        Entry::Zstd(stored) => (stored, Some(Encoding::Zstd)),
+        Entry::Open(stored) => (stored, None),
+        _ => return Ok(()),
+    };
+    match brought {
+        true => report.used.logged.push(stored),
+        false => report.used.settled.push(stored),
+    }
+    report.blocks += 1;
+    report.open_blocks += u64::from(encoding.is_none());
+    if !data {
+        return Ok(());
+    }
+    let piece = Piece {
+        start: region_start + piece.start,
+        ..*piece
+    };
+    report.bytes_read += u64::from(stored.bytes);
+    let read = match encoding {
+        Some(encoding) => read_block(subject.file, &piece, &stored, encoding).map(|_| ()),
+        // There is nothing to compare its bytes with; that they can be read is something.
+        None => {
+            let mut bytes = vec![0; stored.bytes as usize];
+            subject.file.read_at(stored.at.0, &mut bytes)
+        }
+    };
+    match read {
+        Err(error) if error.code().is_none() => Err(error),
+        Err(error) => {
+            let place = format!("region {region}, byte {}", piece.start);
+            report.errors.push((place, error));
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
+/// Notes what the tables name, and records replaced.
+fn replaced_entries(
+    root: Entry,
+    table: Option<&SubBlockTable>,
+    logged: Option<&LoggedRegion>,
+    length: u64,
+    used: &mut Used,
+) {
+    let Some(logged) = logged else {
+        return;
+    };
+    match table {
+        Some(table) => {
+            let block = u64::from(table.block_shift.bytes());
+            for (index, entry) in (0..).zip(&table.entries) {
+                if logged.base != root || logged.piece(index * block, length).entry.is_some() {
+                    used.replaced.extend(entry.stored());
+                }
+            }
+        }
+        // The table itself was noted when it was read.
+        None if matches!(root, Entry::Table(_)) => {}
+        None => used.replaced.extend(root.stored()),
+    }
+}

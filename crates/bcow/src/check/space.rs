@@ -1,0 +1,143 @@
+//! The ranges of a file: that none overlap, and what of a writable file nothing uses.
+
+use bcow_format::{FreeRange, Header, SECTOR_BYTES, Section, State, Stored, incompatible};
+
+use super::regions::Used;
+use super::{Finding, Report, Severity};
+use crate::log::Replayed;
+
+type Range = (u64, u64);
+
+/// Examines what the file's sections, regions, log and free list use.
+pub(super) fn check(
+    header: &Header,
+    replayed: &Replayed,
+    used: Used,
+    free: &[FreeRange],
+    report: &mut Report,
+) {
+    let mut settled = sections(header);
+    settled.extend(used.settled.iter().map(range));
+    let mut all = settled.clone();
+    all.extend(used.logged.iter().map(range));
+    check_overlaps(all, header.state == State::Sealed, report);
+    if header.state == State::Sealed {
+        return;
+    }
+    let free: Vec<Range> = free
+        .iter()
+        .map(|range| (range.start, range.start + range.bytes))
+        .collect();
+    check_free(&mut settled, &free, report);
+    if used.incomplete {
+        return;
+    }
+    // What no table, record or list ever named, up to where the header's file ends. Behind it a writer knows what is
+    // free: all that no record names.
+    let mut named = settled;
+    named.extend(&free);
+    named.extend(used.replaced.iter().map(range));
+    for record in &replayed.records {
+        let stored = record.mappings.iter().filter_map(|m| m.entry.stored());
+        named.extend(stored.map(|stored| range(&stored)));
+    }
+    let leaked = unnamed_bytes(named, header.file_bytes);
+    let mut in_use = sections(header);
+    in_use.extend(used.settled.iter().chain(&used.logged).map(range));
+    if let Some(writable) = &mut report.writable {
+        writable.leaked_bytes = leaked;
+        writable.free_bytes = unnamed_bytes(in_use, replayed.file_bytes) - leaked;
+    }
+    if leaked > 0 {
+        report.add(Finding {
+            code: "leak",
+            severity: Severity::Warning,
+            place: "free list".into(),
+            message: format!("{leaked} bytes of the file are used by nothing and not in the list"),
+        });
+    }
+}
+
+fn range(stored: &Stored) -> Range {
+    (stored.at.0, stored.end())
+}
+
+/// The sections that the header names, as ranges of the file; the header's own sector first, unless a plain block lies there.
+fn sections(header: &Header) -> Vec<Range> {
+    let mut ranges = Vec::new();
+    if !header.features.has_incompatible(incompatible::PLAIN) {
+        ranges.push((0, SECTOR_BYTES));
+    }
+    let section = |section: &Section| (section.offset, section.offset + u64::from(section.bytes));
+    for part in [
+        &header.root,
+        &header.metadata,
+        &header.backings,
+        &header.free,
+    ] {
+        if part.bytes > 0 {
+            ranges.push(section(part));
+        }
+    }
+    let (log, log_bytes) = header.log;
+    if log_bytes > 0 {
+        ranges.push((log, log + log_bytes));
+    }
+    if let Some(tree) = &header.merkle {
+        ranges.push((tree.offset, header.file_bytes));
+    }
+    ranges
+}
+
+/// In a sealed file content that is stored once may be named twice; anything else must not overlap (spec section 5).
+fn check_overlaps(mut ranges: Vec<Range>, may_share: bool, report: &mut Report) {
+    ranges.sort_unstable();
+    if may_share {
+        ranges.dedup();
+    }
+    for pair in ranges.windows(2) {
+        let ((start, end), (next, next_end)) = (pair[0], pair[1]);
+        if next < end {
+            report.add(Finding {
+                code: "overlap",
+                severity: Severity::Error,
+                place: format!("bytes {next}..{} of the file", end.min(next_end)),
+                message: format!("stored ranges {start}..{end} and {next}..{next_end} overlap"),
+            });
+        }
+    }
+}
+
+/// The free list is the header's: what tables name must not be in it. What records name may be.
+fn check_free(settled: &mut [Range], free: &[Range], report: &mut Report) {
+    settled.sort_unstable();
+    let mut free = free.iter().peekable();
+    for &(start, end) in settled.iter() {
+        while free.next_if(|range| range.1 <= start).is_some() {}
+        if let Some(&&(first, last)) = free.peek()
+            && first < end
+        {
+            report.add(Finding {
+                code: "overlap",
+                severity: Severity::Error,
+                place: format!("bytes {}..{} of the file", first.max(start), last.min(end)),
+                message: format!("in use as part of {start}..{end}, and in the free list"),
+            });
+        }
+    }
+}
+
+/// The whole sectors below `end` that no range touches, in bytes.
+fn unnamed_bytes(mut named: Vec<Range>, end: u64) -> u64 {
+    named.sort_unstable();
+    let whole = |from: u64, to: u64| {
+        (to / SECTOR_BYTES * SECTOR_BYTES).saturating_sub(from.next_multiple_of(SECTOR_BYTES))
+    };
+    let mut bytes = 0;
+    let mut at = SECTOR_BYTES;
+    for (start, last) in named {
+        bytes += whole(at, start.min(end));
+        at = at.max(last);
+    }
+    bytes + whole(at, end)
+}
