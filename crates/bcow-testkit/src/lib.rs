@@ -5,6 +5,14 @@ use std::sync::Mutex;
 
 use bcow::{MemoryStorage, Storage};
 
+mod faults;
+mod power_cut;
+mod random;
+
+pub use faults::{Fault, Faulty, On};
+pub use power_cut::{Fate, PowerCut, Window};
+pub use random::Random;
+
 /// A disk with room for so many bytes; writes past that fail as on a full disk.
 pub struct SmallDisk {
     content: MemoryStorage,

@@ -1,0 +1,170 @@
+//! A storage that fails when it is told to.
+
+use std::io;
+use std::sync::Mutex;
+
+use bcow::{MemoryStorage, Storage};
+
+/// A storage in memory whose n-th operation fails, and what follows where that is wanted.
+pub struct Faulty {
+    content: MemoryStorage,
+    plan: Mutex<Plan>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Plan {
+    done: u64,
+    fault: Option<Fault>,
+    hits: u64,
+}
+
+/// What fails, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Fault {
+    /// Which operations count.
+    pub on: On,
+    /// How many of them succeed first.
+    pub after: u64,
+    /// Whether all that follow fail too.
+    pub stays: bool,
+    /// The host's error number.
+    pub errno: i32,
+}
+
+/// Kinds of operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum On {
+    /// Writes, changes of length, and syncs.
+    Change,
+    /// Writes and changes of length that make the storage longer, as when a disk has no room.
+    Growth,
+    /// Syncs.
+    Sync,
+    /// Reads.
+    Read,
+}
+
+impl Faulty {
+    /// Storage with this content, which does not fail yet.
+    pub fn new(content: Vec<u8>) -> Self {
+        Faulty {
+            content: MemoryStorage::new(content),
+            plan: Mutex::new(Plan {
+                done: 0,
+                fault: None,
+                hits: 0,
+            }),
+        }
+    }
+
+    /// Fails from now on as `fault` says; counts operations from here.
+    pub fn plan(&self, fault: Option<Fault>) {
+        *self.lock() = Plan {
+            done: 0,
+            fault,
+            hits: 0,
+        };
+    }
+
+    /// Operations that failed since the plan was made.
+    pub fn hits(&self) -> u64 {
+        self.lock().hits
+    }
+
+    /// A copy of the content.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.content.to_vec()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Plan> {
+        self.plan
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn step(&self, kinds: &[On]) -> io::Result<()> {
+        let mut plan = self.lock();
+        let Some(fault) = plan.fault.filter(|fault| kinds.contains(&fault.on)) else {
+            return Ok(());
+        };
+        let index = plan.done;
+        plan.done += 1;
+        if index == fault.after || (fault.stays && index > fault.after) {
+            plan.hits += 1;
+            return Err(io::Error::from_raw_os_error(fault.errno));
+        }
+        Ok(())
+    }
+}
+
+impl Storage for Faulty {
+    fn len(&self) -> io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.step(&[On::Read])?;
+        self.content.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let grows = offset + bytes.len() as u64 > self.content.len()?;
+        self.step(if grows {
+            &[On::Change, On::Growth]
+        } else {
+            &[On::Change]
+        })?;
+        self.content.write_at(offset, bytes)
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        let grows = bytes > self.content.len()?;
+        self.step(if grows {
+            &[On::Change, On::Growth]
+        } else {
+            &[On::Change]
+        })?;
+        self.content.set_len(bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.step(&[On::Change, On::Sync])?;
+        self.content.sync()
+    }
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        let end = (offset + bytes).min(self.content.len()?);
+        if offset < end {
+            self.content
+                .write_at(offset, &vec![0; (end - offset) as usize])?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_operation_of_the_plan_fails_and_changes_nothing() {
+        let disk = Faulty::new(vec![0; 4]);
+        let fault = Fault {
+            on: On::Change,
+            after: 1,
+            stays: false,
+            errno: 5,
+        };
+        disk.plan(Some(fault));
+        disk.write_at(0, &[1]).unwrap();
+        assert_eq!(disk.sync().unwrap_err().raw_os_error(), Some(5));
+        disk.sync().unwrap();
+        assert_eq!((disk.hits(), disk.to_vec()), (1, vec![1, 0, 0, 0]));
+        disk.plan(Some(Fault {
+            on: On::Growth,
+            after: 0,
+            stays: true,
+            errno: 28,
+        }));
+        disk.write_at(0, &[2; 4]).unwrap();
+        assert!(disk.write_at(1, &[3; 4]).is_err());
+        assert!(disk.set_len(5).is_err());
+        disk.set_len(3).unwrap();
+        assert_eq!(disk.to_vec(), [2; 3]);
+    }
+}

@@ -1,0 +1,315 @@
+//! A storage that knows what a power cut may leave.
+//!
+//! What a disk keeps of the operations since the last sync is any part of them, in any order, torn between sectors of
+//! 512 bytes. What it keeps of those before is all of it.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
+
+use bcow::{MemoryStorage, Storage};
+
+use crate::Random;
+
+/// What a disk writes as one.
+const SECTOR: u64 = 512;
+
+/// A storage in memory that remembers every operation, as issued.
+#[derive(Default)]
+pub struct PowerCut {
+    content: MemoryStorage,
+    operations: Mutex<Vec<Operation>>,
+}
+
+/// What was done to the storage.
+#[derive(Debug, Clone)]
+enum Operation {
+    Write(u64, Vec<u8>),
+    SetLen(u64),
+    Punch(u64, u64),
+    /// A sync was asked for. What was issued later need not be durable when it returns.
+    Sync,
+}
+
+/// What became of one operation in a power cut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fate {
+    /// Nothing of it is there.
+    Lost,
+    /// All of it is there.
+    Kept,
+    /// These of a write's sectors are there, by their index in the write.
+    Torn(Vec<bool>),
+}
+
+/// The operations between two syncs, any part of which a power cut may leave.
+#[derive(Debug, Clone)]
+pub struct Window {
+    /// By their index among all operations.
+    pub operations: Range<usize>,
+}
+
+impl PowerCut {
+    /// Storage with this content, which is durable.
+    pub fn new(content: Vec<u8>) -> Self {
+        let cut = PowerCut::default();
+        cut.record(Operation::Write(0, content.clone()));
+        cut.record(Operation::Sync);
+        PowerCut {
+            content: MemoryStorage::new(content),
+            ..cut
+        }
+    }
+
+    /// Operations so far.
+    pub fn operations(&self) -> usize {
+        self.log().len()
+    }
+
+    /// The windows between syncs, the last one open. What a power cut leaves at any moment is what it may leave at the
+    /// end of a window.
+    pub fn windows(&self) -> Vec<Window> {
+        let log = self.log();
+        let mut windows = Vec::new();
+        let mut start = 0;
+        for (index, operation) in log.iter().enumerate() {
+            if matches!(operation, Operation::Sync) {
+                windows.push(Window {
+                    operations: start..index,
+                });
+                start = index + 1;
+            }
+        }
+        windows.push(Window {
+            operations: start..log.len(),
+        });
+        windows
+    }
+
+    /// The content after a power cut in this window.
+    pub fn after(&self, window: &Window, fates: &[Fate]) -> Vec<u8> {
+        let log = self.log();
+        let mut content = Vec::new();
+        for operation in &log[..window.operations.start] {
+            apply(&mut content, operation);
+        }
+        for (operation, fate) in log[window.operations.clone()].iter().zip(fates) {
+            match (fate, operation) {
+                (Fate::Lost, _) => {}
+                (Fate::Torn(kept), Operation::Write(offset, bytes)) => {
+                    for (piece, kept) in sectors(*offset, bytes.len() as u64).zip(kept) {
+                        let from = (piece.start - offset) as usize..(piece.end - offset) as usize;
+                        if *kept {
+                            write(&mut content, piece.start, &bytes[from]);
+                        }
+                    }
+                }
+                (_, operation) => apply(&mut content, operation),
+            }
+        }
+        content
+    }
+
+    /// What may become of the operations of a window: every subset where there are at most `exhaustive` of them, and
+    /// otherwise the likely troublemakers; and `samples` more with torn writes.
+    pub fn fates(
+        &self,
+        window: &Window,
+        exhaustive: usize,
+        samples: usize,
+        random: &mut Random,
+    ) -> Vec<Vec<Fate>> {
+        let log = self.log();
+        let operations = &log[window.operations.clone()];
+        let count = operations.len();
+        let of = |kept: &dyn Fn(usize) -> bool| -> Vec<Fate> {
+            (0..count)
+                .map(|index| match kept(index) {
+                    true => Fate::Kept,
+                    false => Fate::Lost,
+                })
+                .collect()
+        };
+        let mut fates = Vec::new();
+        if count <= exhaustive {
+            for mask in 0..1u64 << count {
+                fates.push(of(&|index| mask >> index & 1 == 1));
+            }
+        } else {
+            fates.push(of(&|_| false));
+            fates.push(of(&|_| true));
+            // The last operations of a window are those that name the others.
+            for index in 0..count {
+                if index < 16 || index + 16 >= count || random.one_in(count as u64 / 16) {
+                    fates.push(of(&|other| other != index));
+                    fates.push(of(&|other| other == index));
+                    fates.push(of(&|other| other < index));
+                }
+            }
+        }
+        if count == 0 {
+            return fates;
+        }
+        for _ in 0..samples {
+            let (lost_in, torn_in) = *random.pick(&[(2, 4), (8, 2), (8, 8), (2, 1), (30, 30)]);
+            let fate = operations.iter().map(|operation| {
+                if random.one_in(lost_in) {
+                    return Fate::Lost;
+                }
+                match operation {
+                    Operation::Write(offset, bytes) if random.one_in(torn_in) => {
+                        tear(*offset, bytes.len() as u64, random)
+                    }
+                    _ => Fate::Kept,
+                }
+            });
+            fates.push(fate.collect());
+        }
+        fates
+    }
+
+    fn record(&self, operation: Operation) {
+        self.log().push(operation);
+    }
+
+    fn log(&self) -> MutexGuard<'_, Vec<Operation>> {
+        self.operations
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+fn tear(offset: u64, length: u64, random: &mut Random) -> Fate {
+    let count = sectors(offset, length).count() as u64;
+    let kept: Vec<bool> = match random.below(3) {
+        0 => {
+            let end = random.below(count + 1);
+            (0..count).map(|sector| sector < end).collect()
+        }
+        1 => {
+            let start = random.below(count + 1);
+            (0..count).map(|sector| sector >= start).collect()
+        }
+        _ => (0..count).map(|_| random.one_in(2)).collect(),
+    };
+    Fate::Torn(kept)
+}
+
+/// The pieces of a range that lie in one sector each.
+fn sectors(offset: u64, length: u64) -> impl Iterator<Item = Range<u64>> {
+    let end = offset + length;
+    (offset / SECTOR..end.div_ceil(SECTOR))
+        .map(move |sector| (sector * SECTOR).max(offset)..((sector + 1) * SECTOR).min(end))
+}
+
+fn write(content: &mut Vec<u8>, offset: u64, bytes: &[u8]) {
+    let (start, end) = (offset as usize, offset as usize + bytes.len());
+    if content.len() < end {
+        content.resize(end, 0);
+    }
+    content[start..end].copy_from_slice(bytes);
+}
+
+fn apply(content: &mut Vec<u8>, operation: &Operation) {
+    match operation {
+        Operation::Write(offset, bytes) => write(content, *offset, bytes),
+        Operation::SetLen(bytes) => content.resize(*bytes as usize, 0),
+        Operation::Punch(offset, bytes) => {
+            let end = ((offset + bytes) as usize).min(content.len());
+            if let Some(range) = content.get_mut(*offset as usize..end) {
+                range.fill(0);
+            }
+        }
+        Operation::Sync => {}
+    }
+}
+
+impl Storage for PowerCut {
+    fn len(&self) -> io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.content.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        // Under the log's lock, so that the log has the order in which the content changed.
+        let mut log = self.log();
+        log.push(Operation::Write(offset, bytes.to_vec()));
+        self.content.write_at(offset, bytes)
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        let mut log = self.log();
+        log.push(Operation::SetLen(bytes));
+        self.content.set_len(bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.record(Operation::Sync);
+        Ok(())
+    }
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        let mut log = self.log();
+        log.push(Operation::Punch(offset, bytes));
+        let end = (offset + bytes).min(self.content.len()?);
+        if offset < end {
+            self.content
+                .write_at(offset, &vec![0; (end - offset) as usize])?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_synced_stays_and_the_rest_may_go() {
+        let disk = PowerCut::new(vec![1; 1024]);
+        disk.write_at(0, &[2; 512]).unwrap();
+        disk.sync().unwrap();
+        disk.write_at(256, &[3; 512]).unwrap();
+        disk.set_len(2048).unwrap();
+        disk.punch(0, 512).unwrap();
+        let windows = disk.windows();
+        assert_eq!(windows.len(), 3);
+        let last = &windows[2];
+        let fates = disk.fates(last, 4, 400, &mut Random::new(1));
+        assert_eq!(fates.len(), 8 + 400);
+        let mut images: Vec<_> = fates
+            .iter()
+            .map(|fates| disk.after(last, fates))
+            .map(|image| {
+                (
+                    image.len(),
+                    [0, 255, 256, 511, 512, 767, 768].map(|at| image[at]),
+                )
+            })
+            .collect();
+        images.sort();
+        images.dedup();
+        for (length, bytes) in &images {
+            assert!([1024, 2048].contains(length));
+            assert!([[2; 2], [0; 2]].contains(&[bytes[0], bytes[1]]));
+            assert!([[2, 2], [3, 3], [0, 0]].contains(&[bytes[2], bytes[3]]));
+            assert!([[1, 1], [3, 3]].contains(&[bytes[4], bytes[5]]));
+            assert_eq!(bytes[6], 1);
+        }
+        // Torn in the middle of the write, with and without the other two operations.
+        assert!(images.contains(&(1024, [2, 2, 3, 3, 1, 1, 1])));
+        assert!(images.contains(&(2048, [0, 0, 0, 0, 3, 3, 1])));
+        assert!(images.contains(&(1024, [2, 2, 2, 2, 1, 1, 1])));
+        assert_eq!(disk.after(&windows[1], &[Fate::Lost]), vec![1; 1024]);
+    }
+
+    #[test]
+    fn a_sync_covers_what_was_issued_before_it() {
+        let disk = PowerCut::default();
+        disk.write_at(0, &[1]).unwrap();
+        disk.sync().unwrap();
+        disk.write_at(1, &[1]).unwrap();
+        let windows = disk.windows();
+        assert_eq!(disk.after(&windows[1], &[Fate::Lost]), [1]);
+        assert_eq!(disk.after(&windows[1], &[Fate::Kept]), [1, 1]);
+        assert_eq!(disk.operations(), 3);
+    }
+}
