@@ -382,6 +382,7 @@ def check_fields(h):
     must(h.reserved_208 == bytes(304), "the reserved bytes at 208")
     must(h.size % SECTOR == 0 and h.size <= 1 << 48, f"size {h.size}")
     must(CONTENT_START <= h.file_bytes <= 1 << 48, f"file_bytes {h.file_bytes}")
+    must(not h.incompatible & RECORDS or h.file_bytes % SECTOR == 0, f"file_bytes {h.file_bytes} beside a log")
     must(h.root_entries == -(-h.size // h.region_bytes), f"root_entries {h.root_entries}")
     must(h.root_entries <= 1 << 22, f"root_entries {h.root_entries}")
     must(h.root_offset % 16 == 0, f"root_offset {h.root_offset}")
@@ -397,6 +398,7 @@ def check_fields(h):
         else:
             must(offset >= CONTENT_START, f"{name}: offset {offset}")
             must(offset + length <= h.file_bytes, f"{name}: ends behind file_bytes")
+            must(not h.incompatible & RECORDS or offset % SECTOR == 0, f"{name}: offset {offset} beside a log")
     must(h.root_entries or h.root_crc == 0, "root_crc without root table")
     must(h.metadata_bytes or h.metadata_crc == 0, "metadata_crc without metadata")
     must(h.backing_bytes or h.backing_crc == 0, "backing_crc without backing table")
@@ -479,6 +481,8 @@ def check_entry(entry, header, in_root, code, file_bytes):
     else:
         plain = header.incompatible & PLAIN
         at_zero = entry.address == 0 and plain and kind == "raw"
+        # Section 10, "Places".
+        must(not header.incompatible & RECORDS or entry.address % SECTOR == 0, f"address {entry.address} beside a log")
         must(entry.address >= CONTENT_START or at_zero, f"address {entry.address}")
         must(entry.address + entry.length <= file_bytes, "the stored range ends behind file_bytes")
         if kind == "table":
@@ -594,6 +598,7 @@ class Record:
         must(len(raw) == -(-(RECORD.size + mapped) // 16) * 16, f"{len(raw)} bytes for {count} mappings")
         must(size == header.size, f"size {size}")
         must(least_file_bytes <= self.file_bytes <= 1 << 48, f"file_bytes {self.file_bytes}")
+        must(self.file_bytes % SECTOR == 0, f"file_bytes {self.file_bytes}")
         must(not any(raw[RECORD.size + mapped :]), "the padding")
         self.mappings = [
             Mapping(raw[at : at + MAPPING_BYTES], f"{place}[{index}]", header, self.file_bytes)
