@@ -6,10 +6,12 @@ use std::sync::Mutex;
 use bcow::{MemoryStorage, Storage};
 
 mod faults;
+mod history;
 mod power_cut;
 mod random;
 
 pub use faults::{Fault, Faulty, On};
+pub use history::{History, SECTOR_BYTES, fill, tag_of};
 pub use power_cut::{Fate, PowerCut, Window};
 pub use random::Random;
 

@@ -19,6 +19,8 @@ const SECTOR: u64 = 512;
 pub struct PowerCut {
     content: MemoryStorage,
     operations: Mutex<Vec<Operation>>,
+    /// Changes that are still let through; `None` for all.
+    left: Mutex<Option<u64>>,
 }
 
 /// What was done to the storage.
@@ -61,6 +63,22 @@ impl PowerCut {
         }
     }
 
+    /// Lets so many changes through and no more, as if the program that makes them were killed then; `None` for all.
+    pub fn stop_after(&self, changes: Option<u64>) {
+        *lock(&self.left) = changes;
+    }
+
+    fn pass(&self) -> io::Result<()> {
+        match &mut *lock(&self.left) {
+            None => Ok(()),
+            Some(0) => Err(io::ErrorKind::Interrupted.into()),
+            Some(left) => {
+                *left -= 1;
+                Ok(())
+            }
+        }
+    }
+
     /// Operations so far.
     pub fn operations(&self) -> usize {
         self.log().len()
@@ -86,13 +104,23 @@ impl PowerCut {
         windows
     }
 
-    /// The content after a power cut in this window.
-    pub fn after(&self, window: &Window, fates: &[Fate]) -> Vec<u8> {
-        let log = self.log();
+    /// Calls `f` with each window and what is durable when it begins.
+    pub fn walk(&self, mut f: impl FnMut(&Window, &[u8])) {
         let mut content = Vec::new();
-        for operation in &log[..window.operations.start] {
-            apply(&mut content, operation);
+        let mut applied = 0;
+        for window in self.windows() {
+            for operation in &self.log()[applied..window.operations.start] {
+                apply(&mut content, operation);
+            }
+            applied = window.operations.start;
+            f(&window, &content);
         }
+    }
+
+    /// The content after a power cut in this window, at whose beginning `durable` was.
+    pub fn after(&self, durable: &[u8], window: &Window, fates: &[Fate]) -> Vec<u8> {
+        let log = self.log();
+        let mut content = durable.to_vec();
         for (operation, fate) in log[window.operations.clone()].iter().zip(fates) {
             match (fate, operation) {
                 (Fate::Lost, _) => {}
@@ -168,15 +196,31 @@ impl PowerCut {
         fates
     }
 
+    /// The operations of a window, for people.
+    pub fn describe(&self, window: &Window) -> String {
+        let log = self.log();
+        let lines = log[window.operations.clone()].iter().enumerate();
+        lines
+            .map(|(index, operation)| match operation {
+                Operation::Write(at, bytes) => format!("{index}: write {at}+{}\n", bytes.len()),
+                other => format!("{index}: {other:?}\n"),
+            })
+            .collect()
+    }
+
     fn record(&self, operation: Operation) {
         self.log().push(operation);
     }
 
     fn log(&self) -> MutexGuard<'_, Vec<Operation>> {
-        self.operations
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+        lock(&self.operations)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 fn tear(offset: u64, length: u64, random: &mut Random) -> Fate {
@@ -232,21 +276,25 @@ impl Storage for PowerCut {
         self.content.read_at(offset, buf)
     }
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.pass()?;
         // Under the log's lock, so that the log has the order in which the content changed.
         let mut log = self.log();
         log.push(Operation::Write(offset, bytes.to_vec()));
         self.content.write_at(offset, bytes)
     }
     fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.pass()?;
         let mut log = self.log();
         log.push(Operation::SetLen(bytes));
         self.content.set_len(bytes)
     }
     fn sync(&self) -> io::Result<()> {
+        self.pass()?;
         self.record(Operation::Sync);
         Ok(())
     }
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        self.pass()?;
         let mut log = self.log();
         log.push(Operation::Punch(offset, bytes));
         let end = (offset + bytes).min(self.content.len()?);
@@ -270,14 +318,15 @@ mod tests {
         disk.write_at(256, &[3; 512]).unwrap();
         disk.set_len(2048).unwrap();
         disk.punch(0, 512).unwrap();
-        let windows = disk.windows();
+        let mut windows = Vec::new();
+        disk.walk(|window, durable| windows.push((window.clone(), durable.to_vec())));
         assert_eq!(windows.len(), 3);
-        let last = &windows[2];
+        let (last, durable) = &windows[2];
         let fates = disk.fates(last, 4, 400, &mut Random::new(1));
         assert_eq!(fates.len(), 8 + 400);
         let mut images: Vec<_> = fates
             .iter()
-            .map(|fates| disk.after(last, fates))
+            .map(|fates| disk.after(durable, last, fates))
             .map(|image| {
                 (
                     image.len(),
@@ -298,7 +347,8 @@ mod tests {
         assert!(images.contains(&(1024, [2, 2, 3, 3, 1, 1, 1])));
         assert!(images.contains(&(2048, [0, 0, 0, 0, 3, 3, 1])));
         assert!(images.contains(&(1024, [2, 2, 2, 2, 1, 1, 1])));
-        assert_eq!(disk.after(&windows[1], &[Fate::Lost]), vec![1; 1024]);
+        let (first, before) = &windows[1];
+        assert_eq!(disk.after(before, first, &[Fate::Lost]), vec![1; 1024]);
     }
 
     #[test]
@@ -307,9 +357,13 @@ mod tests {
         disk.write_at(0, &[1]).unwrap();
         disk.sync().unwrap();
         disk.write_at(1, &[1]).unwrap();
-        let windows = disk.windows();
-        assert_eq!(disk.after(&windows[1], &[Fate::Lost]), [1]);
-        assert_eq!(disk.after(&windows[1], &[Fate::Kept]), [1, 1]);
+        let mut seen = Vec::new();
+        disk.walk(|window, durable| {
+            for fate in [Fate::Lost, Fate::Kept] {
+                seen.push(disk.after(durable, window, &[fate]));
+            }
+        });
+        assert_eq!(seen, [vec![], vec![1], vec![1], vec![1, 1]]);
         assert_eq!(disk.operations(), 3);
     }
 }

@@ -1,0 +1,493 @@
+//! Power cuts: whatever part of the unflushed writes a disk keeps, torn between sectors, the file opens without a manual
+//! step, holds what was flushed or came later, and a check finds nothing.
+//!
+//! `BCOW_POWER_CUTS=N` runs N times as many rounds, from other seeds.
+
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, Report, Severity, check};
+use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::{
+    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, Layout, MemoryStorage,
+    OpenOptions, Space, Storage, WritableDevice,
+};
+use bcow_testkit::{History, PowerCut, Random, SECTOR_BYTES, fill, tag_of};
+
+const MIB: u64 = 1 << 20;
+
+fn rounds() -> u64 {
+    let rounds = std::env::var("BCOW_POWER_CUTS");
+    rounds.map_or(1, |rounds| rounds.parse().expect("a number"))
+}
+
+/// What a run is about.
+#[derive(Clone)]
+struct Plan {
+    name: &'static str,
+    options: CreateOptions,
+    backing: Option<Vec<u8>>,
+    /// Sectors that change as one.
+    unit: usize,
+    /// Longest write in bytes.
+    longest: u64,
+    steps: u64,
+    /// How often the whole disk is written first, so that there is free space to be written again.
+    churn: u64,
+}
+
+fn options(size: u64, layout: Layout, block_bytes: Option<u32>) -> CreateOptions {
+    CreateOptions {
+        layout,
+        block_bytes,
+        // A log that is soon full.
+        purpose: Use::Sketch,
+        ..CreateOptions::disk(size)
+    }
+}
+
+fn plans() -> Vec<Plan> {
+    let plan = |name, layout, block_bytes, unit| Plan {
+        name,
+        options: options(MIB, layout, block_bytes),
+        backing: None,
+        unit,
+        longest: 32 << 10,
+        steps: 40,
+        churn: 0,
+    };
+    // Ends inside the disk, and inside a block.
+    let backing = Some(tagged(&vec![7; (MIB as usize - 40960) / SECTOR_BYTES]));
+    let over = |plan: Plan, name| Plan {
+        name,
+        backing: backing.clone(),
+        ..plan
+    };
+    let space = plan("space", Layout::Space, None, 8);
+    let performance = plan("performance", Layout::Performance, Some(64 << 10), 1);
+    let blocks = plan("blocks of 16 KiB", Layout::Auto, Some(16 << 10), 1);
+    let auto = Plan {
+        options: options(9 * MIB, Layout::Auto, None),
+        longest: 256 << 10,
+        ..plan("auto", Layout::Auto, None, 1)
+    };
+    let reuse = Plan {
+        name: "space used again",
+        churn: 20,
+        ..over(space.clone(), "")
+    };
+    vec![
+        reuse,
+        over(space.clone(), "space over a backing"),
+        over(performance.clone(), "performance over a backing"),
+        over(blocks.clone(), "blocks of 16 KiB over a backing"),
+        space,
+        performance,
+        blocks,
+        auto,
+    ]
+}
+
+fn tagged(tags: &[u32]) -> Vec<u8> {
+    let mut bytes = vec![0; tags.len() * SECTOR_BYTES];
+    for (sector, (piece, tag)) in (0..).zip(bytes.chunks_mut(SECTOR_BYTES).zip(tags)) {
+        fill(*tag, sector, piece);
+    }
+    bytes
+}
+
+fn tags(device: &dyn BlockDevice) -> Vec<Option<u32>> {
+    let mut bytes = vec![0; device.size() as usize];
+    device
+        .read_at(0, &mut bytes)
+        .expect("all of it is readable");
+    let sectors = bytes.chunks(SECTOR_BYTES);
+    (0..)
+        .zip(sectors)
+        .map(|(at, bytes)| tag_of(at, bytes))
+        .collect()
+}
+
+struct Below(Option<Arc<dyn BlockDevice>>);
+
+impl BackingResolver for Below {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(self.0.clone())
+    }
+}
+
+impl Plan {
+    fn below(&self) -> Option<(BackingEntry, Arc<dyn BlockDevice>)> {
+        let bytes = self.backing.clone()?;
+        let entry = BackingEntry {
+            name: BackingName::FileName {
+                name: "below".into(),
+                identity: None,
+            },
+            size: bytes.len() as u64,
+        };
+        Some((entry, Arc::new(bytes)))
+    }
+
+    fn resolver(&self) -> Below {
+        Below(self.below().map(|(_, device)| device))
+    }
+
+    fn open(&self, storage: Arc<dyn Storage>) -> Disk {
+        Disk::open(storage, &OpenOptions::default(), &self.resolver())
+            .unwrap_or_else(|error| panic!("{}: does not open: {error}", self.name))
+    }
+
+    /// The state of a new disk.
+    fn base(&self) -> Vec<u32> {
+        let mut tags = vec![0; self.options.size as usize / SECTOR_BYTES];
+        if let Some(bytes) = &self.backing {
+            tags[..bytes.len() / SECTOR_BYTES].fill(7);
+        }
+        tags
+    }
+}
+
+/// A disk on a storage that remembers, and what it may hold.
+struct Run<'a> {
+    plan: &'a Plan,
+    storage: Arc<PowerCut>,
+    /// Before it there was nothing that a power cut could leave.
+    first_operation: usize,
+    disk: Option<Disk>,
+    history: History,
+    random: Random,
+    next_tag: u32,
+}
+
+impl<'a> Run<'a> {
+    fn new(plan: &'a Plan, seed: u64) -> Self {
+        let storage = Arc::new(PowerCut::default());
+        let options = OpenOptions::default();
+        let disk = Disk::create(storage.clone(), &plan.options, plan.below(), &options).unwrap();
+        let mut base = plan.base();
+        for tag in 0..plan.churn as u32 {
+            base.fill(10 + tag);
+            disk.write_at(0, &tagged(&base)).unwrap();
+            disk.flush().unwrap();
+        }
+        let mut history = History::new(plan.unit, base.clone());
+        let now = storage.operations();
+        // A file gets its name when it was made.
+        history.step(now, now, true, base);
+        Run {
+            plan,
+            storage,
+            first_operation: now,
+            disk: Some(disk),
+            history,
+            random: Random::new(seed),
+            next_tag: 100,
+        }
+    }
+
+    /// The file as a power cut left it, opened again.
+    fn again(plan: &'a Plan, image: Vec<u8>, seed: u64) -> Self {
+        let storage = Arc::new(PowerCut::new(image));
+        let disk = plan.open(storage.clone());
+        let held = tags(&disk).into_iter().map(|tag| tag.unwrap_or(u32::MAX));
+        let mut history = History::new(plan.unit, held.clone().collect());
+        let now = storage.operations();
+        history.step(0, now, true, held.collect());
+        Run {
+            plan,
+            storage,
+            first_operation: now,
+            disk: Some(disk),
+            history,
+            random: Random::new(seed),
+            next_tag: 10_000,
+        }
+    }
+
+    fn steps(&mut self, steps: u64) {
+        for _ in 0..steps {
+            self.step();
+        }
+    }
+
+    fn step(&mut self) {
+        let begun = self.storage.operations();
+        let mut tags = self.history.now().to_vec();
+        let mut durable = false;
+        match self.random.below(20) {
+            0..9 => self.write(&mut tags),
+            9 => {
+                let (at, count) = self.range(8, self.plan.longest * 4);
+                let space = *self.random.pick(&[Space::Free, Space::Keep]);
+                let (offset, length) = bytes_of(at, count);
+                self.disk().write_zeroes(offset, length, space).unwrap();
+                tags[at..at + count].fill(0);
+            }
+            10 | 11 => {
+                let (at, count) = self.range(1, self.plan.longest * 4);
+                let (offset, length) = bytes_of(at, count);
+                self.disk().discard(offset, length).unwrap();
+                let found = self.read(at, count);
+                for (tag, found) in tags[at..at + count].iter_mut().zip(found) {
+                    assert!(found == 0 || found == *tag);
+                    *tag = found;
+                }
+            }
+            12..17 => {
+                self.disk().flush().unwrap();
+                durable = true;
+            }
+            17 => {
+                self.disk().checkpoint().unwrap();
+                durable = true;
+            }
+            18 => {
+                let limit = self.plan.options.size as usize / SECTOR_BYTES;
+                let new = (limit / 2 + self.random.below(limit as u64) as usize) / 8 * 8;
+                self.disk().resize((new * SECTOR_BYTES) as u64).unwrap();
+                tags.resize(new, 0);
+                durable = true;
+            }
+            _ if self.random.one_in(2) => return self.reopen(),
+            _ => return self.kill(),
+        }
+        let ended = self.storage.operations();
+        self.history.step(begun, ended, durable, tags);
+    }
+
+    /// Writes and flushes with a program that is killed in the middle of it.
+    fn kill(&mut self) {
+        self.storage.stop_after(Some(self.random.below(12)));
+        for _ in 0..1 + self.random.below(3) {
+            let begun = self.storage.operations();
+            let mut tags = self.history.now().to_vec();
+            let (at, bytes) = self.fresh(&mut tags);
+            // Whether it succeeds or not, each block of it may be there.
+            let _ = self.disk().write_at(at, &bytes);
+            let ended = self.storage.operations();
+            self.history.step(begun, ended, false, tags);
+        }
+        let flushed = match self.random.below(3) {
+            0 => self.disk().checkpoint(),
+            _ => self.disk().flush(),
+        };
+        let now = self.storage.operations();
+        let tags = self.history.now().to_vec();
+        self.history.step(now, now, flushed.is_ok(), tags);
+        let disk = self.disk.take();
+        drop(disk);
+        self.storage.stop_after(None);
+        self.open_again(false);
+    }
+
+    /// Ends the program between two calls, in order or not, and opens the file again.
+    fn reopen(&mut self) {
+        let orderly = self.random.one_in(2);
+        let disk = self.disk.take().unwrap();
+        match orderly {
+            true => disk.close().unwrap(),
+            false => drop(disk),
+        }
+        self.open_again(orderly);
+    }
+
+    fn open_again(&mut self, orderly: bool) {
+        let begun = self.storage.operations();
+        let disk = self.plan.open(self.storage.clone());
+        let found = tags(&disk);
+        let killed = self.storage.operations();
+        self.history
+            .allows(killed, &found)
+            .unwrap_or_else(|problem| {
+                panic!("{}: after a kill: {problem}", self.plan.name);
+            });
+        let held: Vec<u32> = found.into_iter().flatten().collect();
+        if orderly {
+            assert_eq!(
+                held,
+                self.history.now(),
+                "{}: after closing",
+                self.plan.name
+            );
+        }
+        // What was seen now must stay.
+        self.history.step(begun, killed, true, held);
+        self.disk = Some(disk);
+    }
+
+    fn write(&mut self, tags: &mut [u32]) {
+        let (offset, bytes) = self.fresh(tags);
+        self.disk().write_at(offset, &bytes).unwrap();
+    }
+
+    /// Something to write and where, which no other write has.
+    fn fresh(&mut self, tags: &mut [u32]) -> (u64, Vec<u8>) {
+        let whole = *self.random.pick(&[1, 8]);
+        let (at, count) = self.range(whole, self.plan.longest);
+        let tag = self.next_tag;
+        self.next_tag += 1;
+        let mut bytes = vec![0; count * SECTOR_BYTES];
+        for (sector, piece) in (at as u64..).zip(bytes.chunks_mut(SECTOR_BYTES)) {
+            fill(tag, sector, piece);
+        }
+        tags[at..at + count].fill(tag);
+        (bytes_of(at, count).0, bytes)
+    }
+
+    /// First sector and count of a range, both multiples of `whole`. Short ranges are as likely as long ones.
+    fn range(&mut self, whole: usize, longest: u64) -> (usize, usize) {
+        let sectors = self.disk().size() as usize / SECTOR_BYTES / whole;
+        let longest = (longest as usize / SECTOR_BYTES / whole).max(1);
+        let most = 1 << self.random.below(u64::from(longest.ilog2()) + 1);
+        let count = 1 + self.random.below(most) as usize;
+        // Half of them in one corner, so that they meet.
+        let places = match self.random.one_in(2) {
+            true => sectors,
+            false => (sectors / 16).max(1),
+        };
+        let at = self.random.below(places as u64) as usize;
+        let count = count.min(sectors - at);
+        (at * whole, count * whole)
+    }
+
+    fn disk(&self) -> &Disk {
+        self.disk.as_ref().expect("it is open")
+    }
+
+    fn read(&self, at: usize, count: usize) -> Vec<u32> {
+        let (offset, length) = bytes_of(at, count);
+        let mut bytes = vec![0; length as usize];
+        self.disk().read_at(offset, &mut bytes).unwrap();
+        let sectors = (at as u64..).zip(bytes.chunks(SECTOR_BYTES));
+        sectors
+            .map(|(sector, bytes)| tag_of(sector, bytes).expect("a sector is as it was written"))
+            .collect()
+    }
+
+    /// Looks at what power cuts at any moment may leave. Gives how many it looked at.
+    fn cut(&mut self, exhaustive: usize, samples: usize, nested: u64) -> u64 {
+        let mut looked = 0;
+        let first = self.first_operation;
+        let storage = self.storage.clone();
+        let mut random = self.random.clone();
+        storage.walk(|window, durable| {
+            if window.operations.end < first {
+                return;
+            }
+            for fates in storage.fates(window, exhaustive, samples, &mut random) {
+                let image = storage.after(durable, window, &fates);
+                let moment = window.operations.end;
+                let outcome = look(self.plan, &self.history, moment, image.clone());
+                if let Err(problem) = outcome {
+                    let shown = format!("{:?}", fates.iter().enumerate().collect::<Vec<_>>());
+                    panic!(
+                        "{}: cut in operations {:?}: {problem}\n{shown}\n{}",
+                        self.plan.name,
+                        window.operations,
+                        storage.describe(window),
+                    );
+                }
+                looked += 1;
+                if nested > 0 && random.one_in(nested) {
+                    let mut again = Run::again(self.plan, image, random.next_u64());
+                    again.steps(4);
+                    looked += again.cut(3, 4, 0);
+                }
+            }
+        });
+        self.random = random;
+        looked
+    }
+}
+
+/// Whether a file is what a power cut at this moment may leave.
+fn look(plan: &Plan, history: &History, moment: usize, image: Vec<u8>) -> Result<(), String> {
+    let storage = Arc::new(MemoryStorage::new(image));
+    let sound = |report: Report, severity: Severity| {
+        let mut found = report.findings.into_iter();
+        match found
+            .find(|finding| finding.severity == Severity::Error || severity == Severity::Warning)
+        {
+            Some(finding) => Err(format!(
+                "{}: {}: {}",
+                finding.code, finding.place, finding.message
+            )),
+            None => Ok(()),
+        }
+    };
+    let full = CheckOptions {
+        data: true,
+        threads: 1,
+    };
+    let checked = check(storage.clone(), &full).map_err(|error| error.to_string())?;
+    sound(checked, Severity::Error).map_err(|problem| format!("before opening: {problem}"))?;
+    let image =
+        Image::open_with_backings(storage.clone(), &OpenOptions::default(), &plan.resolver())
+            .map_err(|error| format!("a reader: {error}"))?;
+    let read = tags(&*image);
+    history.allows(moment, &read)?;
+    let disk = Disk::open(storage.clone(), &OpenOptions::default(), &plan.resolver())
+        .map_err(|error| format!("a writer: {error}"))?;
+    if tags(&disk) != read {
+        return Err("a writer sees something else than a reader".into());
+    }
+    disk.close().map_err(|error| format!("closing: {error}"))?;
+    let checked = check(storage, &full).map_err(|error| error.to_string())?;
+    sound(checked, Severity::Warning).map_err(|problem| format!("after closing: {problem}"))
+}
+
+fn bytes_of(at: usize, count: usize) -> (u64, u64) {
+    ((at * SECTOR_BYTES) as u64, (count * SECTOR_BYTES) as u64)
+}
+
+fn run(name: &str) {
+    let plans = plans();
+    let plan = plans.iter().find(|plan| plan.name == name).expect("a plan");
+    let mut looked = 0;
+    for seed in 0..rounds() {
+        let mut run = Run::new(plan, seed);
+        run.steps(plan.steps);
+        looked += run.cut(5, 10, 60);
+    }
+    println!("{name}: {looked} power cuts");
+}
+
+#[test]
+fn space() {
+    run("space");
+}
+
+#[test]
+fn space_used_again() {
+    run("space used again");
+}
+
+#[test]
+fn space_over_a_backing() {
+    run("space over a backing");
+}
+
+#[test]
+fn performance() {
+    run("performance");
+}
+
+#[test]
+fn performance_over_a_backing() {
+    run("performance over a backing");
+}
+
+#[test]
+fn blocks_of_16_kib() {
+    run("blocks of 16 KiB");
+}
+
+#[test]
+fn blocks_of_16_kib_over_a_backing() {
+    run("blocks of 16 KiB over a backing");
+}
+
+#[test]
+fn auto() {
+    run("auto");
+}
