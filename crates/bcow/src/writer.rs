@@ -351,8 +351,13 @@ impl ImageWriter {
         }
         let end = self.pipeline.finish(first, &mut self.layout)?;
         self.layout.check();
+        let align = match &self.options.disk {
+            Some(form) if form.is_writable() => SECTOR_BYTES,
+            _ => 16,
+        };
         let mut out = Appender {
             storage: &*self.storage,
+            align,
             // What windows show is stored nowhere here, so a plain file need not be as long as its address space.
             at: if self.options.plain && self.windows.is_empty() {
                 size
@@ -376,7 +381,7 @@ impl ImageWriter {
             .layout
             .write_tables(size, region_shift, fill, &mut out)?;
         self.windows.fill(&mut root);
-        let root = out.section(&encode_root(&root), 16)?;
+        let root = out.section(&encode_root(&root))?;
         let json = serde_json::to_vec(metadata)
             .map_err(|error| Error::Unsupported(format!("metadata that is no JSON: {error}")))?;
         if json.len() > MAX_METADATA_BYTES as usize {
@@ -385,17 +390,17 @@ impl ImageWriter {
                 json.len()
             )));
         }
-        let metadata = out.section(&json, 16)?;
+        let metadata = out.section(&json)?;
         let purpose = match self.options.disk {
             Some(_) => Use::Disk,
             None => Use::Image,
         };
-        let backings = out.section(&self.windows.backing_table(purpose)?, 16)?;
+        let backings = out.section(&self.windows.backing_table(purpose)?)?;
         let log = match &self.options.disk {
             Some(form) if form.is_writable() => out.room(form.log_bytes)?,
             _ => (0, 0),
         };
-        out.pad(16)?;
+        out.pad()?;
 
         let mut header = Header {
             generation: 1,
@@ -523,6 +528,8 @@ fn shift_of(shift: u8) -> BlockShift {
 /// Writes one thing behind the other.
 struct Appender<'a> {
     storage: &'a dyn Storage,
+    /// Where things may begin.
+    align: u64,
     at: u64,
 }
 
@@ -535,8 +542,8 @@ impl Appender<'_> {
         Ok(())
     }
 
-    fn pad(&mut self, align: u64) -> Result<(), Error> {
-        let zeros = self.at.next_multiple_of(align) - self.at;
+    fn pad(&mut self) -> Result<(), Error> {
+        let zeros = self.at.next_multiple_of(self.align) - self.at;
         self.bytes(&vec![0; zeros as usize])
     }
 
@@ -550,11 +557,11 @@ impl Appender<'_> {
         Ok((offset, bytes))
     }
 
-    fn section(&mut self, bytes: &[u8], align: u64) -> Result<Section, Error> {
+    fn section(&mut self, bytes: &[u8]) -> Result<Section, Error> {
         if bytes.is_empty() {
             return Ok(Section::default());
         }
-        self.pad(align)?;
+        self.pad()?;
         let section = Section {
             offset: self.at,
             bytes: bytes.len() as u32,

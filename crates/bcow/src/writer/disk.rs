@@ -250,7 +250,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        BackingResolver, Image, Mapping, MemoryStorage, OpenOptions, check, verify_written,
+        BackingResolver, Disk, Image, Mapping, MemoryStorage, NoBackings, OpenOptions,
+        WritableDevice, check, verify_written,
     };
 
     struct Below(Arc<dyn BlockDevice>);
@@ -381,8 +382,30 @@ mod tests {
         assert_eq!(written.header.log.1, 1 << 20);
         assert!(written.header.merkle.is_none());
         assert_eq!(written.file_bytes(), storage.to_vec().len() as u64);
-        let header = bcow_format::choose_header(&storage.to_vec()[..1024]).unwrap();
-        assert_eq!(header, written.header);
+        verify_written(&written, 1).unwrap();
+        let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
+        assert!(content(&*image) == bytes);
+        drop(image);
+        // It is written on, small and large, over compressed blocks.
+        let disk = Disk::open(storage.clone(), &OpenOptions::default(), &NoBackings).unwrap();
+        let mut expected = bytes;
+        for (at, length) in [(0, 512), ((9 << 20) + 5000, 100), (17 << 20, 3 << 20)] {
+            expected[at..at + length].fill(7);
+            disk.write_at(at as u64, &expected[at..at + length])
+                .unwrap();
+        }
+        disk.flush().unwrap();
+        assert!(content(&disk) == expected);
+        assert_eq!(disk.rebuild_free_list().unwrap(), 0);
+        disk.close().unwrap();
+        let options = check::CheckOptions {
+            data: true,
+            threads: 1,
+        };
+        let report = check::check(storage.clone(), &options).unwrap();
+        assert!(report.findings.is_empty(), "{:?}", report.findings);
+        let image = Image::open_storage(storage, &OpenOptions::default()).unwrap();
+        assert!(content(&*image) == expected);
     }
 
     #[test]

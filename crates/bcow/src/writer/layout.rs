@@ -167,7 +167,7 @@ fn close(
     out: &mut Appender<'_>,
 ) -> Result<(), Error> {
     if let Some((region, table)) = open.take() {
-        let section = out.section(&encode_table(region, &table), 16)?;
+        let section = out.section(&encode_table(region, &table))?;
         root[region as usize] = Entry::Table(Stored {
             at: bcow_format::Uba(section.offset),
             bytes: section.bytes,

@@ -32,7 +32,7 @@ pub(super) enum Placement {
     Packed,
     /// Each at its own address.
     Plain,
-    /// One behind the other, raw ones from a sector on, so that their space is of use when they are freed.
+    /// One behind the other, each from a sector on (spec section 10, "Places").
     Sectors,
 }
 
@@ -290,14 +290,17 @@ impl Sink {
         };
         let at = match self.placement {
             Placement::Plain => logical,
-            Placement::Sectors if !zstd => self.end.next_multiple_of(SECTOR_BYTES),
-            Placement::Packed | Placement::Sectors => self.end,
+            Placement::Packed => self.end,
+            Placement::Sectors => self.end.next_multiple_of(SECTOR_BYTES),
         };
         let stored = Stored {
             at: Uba(at),
             bytes: bytes.len() as u32,
             crc,
         };
+        if self.placement == Placement::Sectors && !self.buffer.is_empty() {
+            self.buffer.resize((at - self.buffer_at) as usize, 0);
+        }
         if at != self.buffer_at + self.buffer.len() as u64 {
             self.flush()?;
             self.buffer_at = at;
