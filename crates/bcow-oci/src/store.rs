@@ -13,6 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bcow::chain::Digests;
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Verify};
 
@@ -446,6 +447,33 @@ impl BackingResolver for NoLayers {
     }
 }
 
+/// Directories that have files by their digests.
+pub struct Stores(Finder);
+
+impl Stores {
+    /// Looks in `directories`, each an OCI layout or files named by their digests.
+    pub fn new(directories: Vec<PathBuf>, options: OpenOptions) -> Self {
+        Stores(Finder::new(directories, options))
+    }
+
+    /// What is wrong with files that were asked for, in that order.
+    pub fn problems(&self) -> Vec<Arc<LayerProblem>> {
+        self.0.problems.borrow().clone()
+    }
+}
+
+impl Digests for Stores {
+    fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)> {
+        let BackingName::Digest(digest) = backing.name else {
+            return None;
+        };
+        let digest = Digest::from_sha256(digest);
+        let (file, height) = self.0.find(&digest, backing.size, depth)?;
+        self.0.require_size(&digest, &file, backing.size)?;
+        Some((file.image, height))
+    }
+}
+
 /// Everything that was looked for below one image.
 struct Finder {
     directories: Vec<PathBuf>,
@@ -539,6 +567,21 @@ impl Finder {
         }
         self.problem(LayerProblem::TooDeep {
             name: self.name(digest),
+        });
+        None
+    }
+
+    /// Another entry may give another size for what is known already.
+    fn require_size(&self, digest: &Digest, file: &LayerFile, size: u64) -> Option<()> {
+        if file.image.size() == size {
+            return Some(());
+        }
+        self.problem(LayerProblem::Wrong {
+            name: self.name(digest),
+            path: file.path.clone(),
+            what: "address space in bytes",
+            found: file.image.size().to_string(),
+            expected: size.to_string(),
         });
         None
     }
@@ -694,15 +737,11 @@ impl BackingResolver for Below<'_> {
         let Some((file, height)) = self.finder.find(&digest, backing.size, self.depth + 1) else {
             return Ok(None);
         };
-        // Another entry may give another size for what is known already.
-        if file.image.size() != backing.size {
-            self.finder.problem(LayerProblem::Wrong {
-                name: self.finder.name(&digest),
-                path: file.path,
-                what: "address space in bytes",
-                found: file.image.size().to_string(),
-                expected: backing.size.to_string(),
-            });
+        if self
+            .finder
+            .require_size(&digest, &file, backing.size)
+            .is_none()
+        {
             return Ok(None);
         }
         self.height.set(self.height.get().max(height));

@@ -21,12 +21,14 @@
 //! ```
 
 mod cache;
+pub mod chain;
 pub mod check;
 mod codec;
 pub mod device;
 pub mod disk;
 pub mod error;
 mod image;
+pub mod lock;
 mod log;
 mod map;
 mod merkle;

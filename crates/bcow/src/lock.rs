@@ -1,0 +1,124 @@
+//! One writer at a time, and no writer while somebody reads.
+//!
+//! Whoever writes a file holds an exclusive lock on it, whoever reads one that may change (also as a backing) a shared one.
+//! The locks are flock(2)'s: they belong to the open file and end with it, however the process ends. Sealed files never
+//! change, and are not locked.
+//!
+//! A writer leaves a note of who it is in the file (spec section 3), for the one who is refused.
+
+use std::fs::{File, TryLockError};
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// Where the note stands, and how long it is at most.
+const NOTE_AT: u64 = 1024;
+const NOTE_BYTES: usize = 256;
+
+/// An exclusive lock. Its note goes with it; the lock itself lasts as long as the file is open.
+#[derive(Debug)]
+pub struct FileLock {
+    file: File,
+}
+
+/// Why a file was not locked.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Somebody writes to it.
+    #[error("it is being written by {0}")]
+    Writer(String),
+    /// Somebody reads it, or writes to it and says not who.
+    #[error("it is in use by another program")]
+    InUse,
+    /// The host cannot lock it.
+    #[error("it cannot be locked: {0}")]
+    Io(#[source] io::Error),
+}
+
+impl FileLock {
+    /// For a writer, which `note` describes: what it does, and which process it is. `file` is open for writing.
+    pub fn exclusive(file: &File, note: &str) -> Result<FileLock, LockError> {
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(refused(file)),
+            Err(TryLockError::Error(error)) => return Err(LockError::Io(error)),
+        }
+        let lock = FileLock {
+            file: file.try_clone().map_err(LockError::Io)?,
+        };
+        let mut bytes = [0; NOTE_BYTES];
+        let mut end = note.len().min(NOTE_BYTES - 1);
+        while !note.is_char_boundary(end) {
+            end -= 1;
+        }
+        bytes[..end].copy_from_slice(&note.as_bytes()[..end]);
+        // A full disk must not keep anybody from writing zeros over what is there.
+        let _ = lock.file.write_all_at(&bytes, NOTE_AT);
+        Ok(lock)
+    }
+
+    /// For a reader of a file that may change. Lasts as long as the file is open.
+    pub fn shared(file: &File) -> Result<(), LockError> {
+        match file.try_lock_shared() {
+            Ok(()) => Ok(()),
+            Err(TryLockError::WouldBlock) => Err(refused(file)),
+            Err(TryLockError::Error(error)) => Err(LockError::Io(error)),
+        }
+    }
+}
+
+impl Drop for FileLock {
+    fn drop(&mut self) {
+        // Should it stay, it is believed only while somebody holds the lock.
+        let _ = self.file.write_all_at(&[0; NOTE_BYTES], NOTE_AT);
+    }
+}
+
+/// Who is in the way.
+fn refused(file: &File) -> LockError {
+    let mut bytes = [0; NOTE_BYTES];
+    if file.read_exact_at(&mut bytes, NOTE_AT).is_err() {
+        return LockError::InUse;
+    }
+    let end = bytes.iter().position(|&byte| byte == 0);
+    let note = String::from_utf8_lossy(&bytes[..end.unwrap_or(NOTE_BYTES)]);
+    // The file may come from anywhere, and this is for a terminal.
+    let note: String = note
+        .chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect();
+    match note.is_empty() {
+        true => LockError::InUse,
+        false => LockError::Writer(note),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_writer_is_refused_by_name_of_the_first() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        path.as_file().set_len(4096).unwrap();
+        let open = || {
+            let mut options = File::options();
+            options.read(true).write(true).open(path.path()).unwrap()
+        };
+        let (one, two) = (open(), open());
+        let lock = FileLock::exclusive(&one, "a test\u{1b}, process 7").unwrap();
+        let refusal = FileLock::exclusive(&two, "x").unwrap_err().to_string();
+        assert_eq!(refusal, "it is being written by a test?, process 7");
+        assert!(matches!(FileLock::shared(&two), Err(LockError::Writer(_))));
+        drop((lock, one));
+        FileLock::shared(&two).unwrap();
+        let three = open();
+        FileLock::shared(&three).unwrap();
+        let refusal = FileLock::exclusive(&three, "x").unwrap_err();
+        assert!(matches!(refusal, LockError::InUse), "{refusal}");
+        drop(two);
+        FileLock::exclusive(&three, &"ü".repeat(300)).unwrap();
+        let mut note = [1; 256];
+        three.read_exact_at(&mut note, 1024).unwrap();
+        assert_eq!(note, [0; 256]);
+    }
+}
