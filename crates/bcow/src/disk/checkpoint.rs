@@ -9,10 +9,11 @@ use bcow_format::{
     crc32c, encode_free, encode_root, encode_table,
 };
 
+use super::blocks::Blocks;
 use super::commit::{Committer, Taken};
 use super::extents::Extents;
 use super::locks::{lock, write};
-use super::region::{Blocks, Region};
+use super::region::Region;
 use super::space::sectors;
 use super::{Disk, Frame, Inner};
 use crate::Error;
@@ -86,8 +87,10 @@ impl Inner {
             let mut state = write(&region.state);
             state.record_is_durable();
             state.logged = false;
+            state.counted = 0;
         }
         committer.logged.clear();
+        committer.logged_bytes = 0;
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
         self.punch(&change.given_up);
         self.space.free(change.freed);
@@ -132,10 +135,10 @@ impl Inner {
         }
         *slot = match blocks {
             Blocks::Whole(entry) => *entry,
-            Blocks::Cut(table) => match uniform(&table.entries) {
+            Blocks::Cut(table) => match blocks.uniform() {
                 Some(entry) => entry,
                 None => {
-                    let bytes = encode_table(region, table);
+                    let bytes = encode_table(region, &table.to_table());
                     let section = self.write_section(&bytes, change)?;
                     Entry::Table(Stored {
                         at: Uba(section.offset),
@@ -297,14 +300,6 @@ pub(super) struct Prepared {
 /// The sectors of a section.
 pub(super) fn section_range(section: &Section) -> Range<u64> {
     section.offset..(section.offset + u64::from(section.bytes)).next_multiple_of(SECTOR_BYTES)
-}
-
-/// The entry that all blocks have, if that takes no space.
-fn uniform(entries: &[Entry]) -> Option<Entry> {
-    let first = *entries.first()?;
-    let all =
-        matches!(first, Entry::Absent | Entry::Zero) && entries.iter().all(|entry| *entry == first);
-    all.then_some(first)
 }
 
 /// The free ranges, if they are too many the largest of them, in order.

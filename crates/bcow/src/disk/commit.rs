@@ -13,8 +13,11 @@ use super::space::sectors;
 use super::{Frame, Inner};
 use crate::Error;
 
-/// Regions that are newer in the log than in their tables, at most: they stay in memory until the next checkpoint.
-const MOST_LOGGED: usize = 2048;
+/// Regions that are newer in the log than in their tables stay in memory until the next checkpoint, which is made when they take
+/// so many bytes,
+const MOST_LOGGED_BYTES: u64 = 48 << 20;
+/// each as much as its table and this.
+const REGION_BYTES: u64 = 512;
 /// Runs of freed bytes at least this long go back to the host.
 const PUNCH_BYTES: u64 = 128 << 10;
 
@@ -32,8 +35,10 @@ pub(super) struct Committer {
     pub(super) file_bytes: u64,
     /// What neither the header nor a record uses.
     pub(super) free: Extents,
-    /// Regions whose tables are older than the log.
+    /// Regions whose tables are older than the log,
     pub(super) logged: Vec<Arc<Region>>,
+    /// and the memory they take.
+    pub(super) logged_bytes: u64,
 }
 
 /// Flushes one at a time; those who ask while one is running share the next.
@@ -152,13 +157,14 @@ impl Inner {
     /// returned, and everything else taken nevertheless.
     fn take(&self, frame: &Frame, taken: &mut Taken) -> Result<(), Error> {
         let mut outcome = Ok(());
+        self.listed_bytes.store(0, Ordering::Relaxed);
         for shard in &self.changed {
             let changed = std::mem::take(&mut *lock(shard));
             for region in changed {
                 region.listed.store(false, Ordering::Release);
                 let took = self.take_region(frame, &region, taken);
                 if took.is_err() {
-                    self.list(&region);
+                    self.list(&region, 0);
                 }
                 outcome = outcome.and(took);
             }
@@ -199,7 +205,7 @@ impl Inner {
         taken.blocks += (before - state.pending.len()) as u64;
         taken.regions.push(Arc::clone(region));
         if !state.pending.is_empty() {
-            self.list(region);
+            self.list(region, 0);
         }
         outcome
     }
@@ -226,7 +232,7 @@ impl Inner {
         let needs_barrier = taken.mappings.iter().any(opened);
         let bytes = record_bytes(taken.mappings.len()) as u64;
         let fits = bytes <= committer.header.log.1 - committer.tail
-            && committer.logged.len() + taken.regions.len() <= MOST_LOGGED;
+            && committer.logged_bytes <= MOST_LOGGED_BYTES;
         if !fits {
             // Its first barrier covers the blocks too.
             return self.checkpoint(frame, committer, taken);
@@ -259,6 +265,9 @@ impl Inner {
             if state.logged && !before {
                 committer.logged.push(Arc::clone(region));
             }
+            let weight = state.blocks().weight() + REGION_BYTES;
+            committer.logged_bytes += weight.saturating_sub(state.counted);
+            state.counted = weight.max(state.counted);
         }
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
         committer.grow(file_bytes);
@@ -283,7 +292,7 @@ impl Inner {
         let mut again = 0;
         for region in &taken.regions {
             again += write(&region.state).record_failed(&mut freed);
-            self.list(region);
+            self.list(region, 0);
         }
         self.unflushed
             .fetch_sub(taken.blocks - again, Ordering::Relaxed);

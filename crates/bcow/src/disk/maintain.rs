@@ -7,14 +7,15 @@ use std::sync::Arc;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES, Section,
-    Stored, SubBlockTable, Uba, crc32c, encode_backings, incompatible,
+    Stored, Uba, crc32c, encode_backings, incompatible,
 };
 
+use super::blocks::{Blocks, Table};
 use super::checkpoint::{Change, section_range};
 use super::commit::{Committer, Taken};
 use super::extents::Extents;
 use super::locks::{Closed, lock};
-use super::region::{Blocks, Region};
+use super::region::Region;
 use super::regions::read_blocks;
 use super::space::sectors;
 use super::write::CHECKED_SHIFT;
@@ -97,7 +98,7 @@ impl Disk {
                 entries.map(sectors).for_each(|range| lost.remove(range));
                 if let Entry::Table(_) = entry {
                     let blocks = read_blocks(&inner.file, &frame.header, region, *entry)?;
-                    let entries = blocks.entries().iter().filter_map(Entry::stored);
+                    let entries = blocks.iter().filter_map(|entry| entry.stored());
                     entries.map(sectors).for_each(|range| lost.remove(range));
                 }
             }
@@ -170,7 +171,7 @@ impl Inner {
         let regions = new_size.div_ceil(1 << shift) as usize;
         for (region, entry) in (0..).zip(&work.root).skip(regions) {
             let blocks = read_blocks(&self.file, old, region, *entry)?;
-            let stored = blocks.entries().iter().filter_map(Entry::stored);
+            let stored = blocks.iter().filter_map(|entry| entry.stored());
             work.change.freed.extend(stored.map(sectors));
             work.change.freed.extend(
                 entry
@@ -231,10 +232,7 @@ impl Inner {
                 }
                 let shift = BlockShift::new(CHECKED_SHIFT).unwrap_or(BlockShift::MIN);
                 let count = fit.old.div_ceil(shift.bytes().into());
-                SubBlockTable {
-                    block_shift: shift,
-                    entries: vec![Entry::Absent; count as usize].into(),
-                }
+                Table::uniform(shift, count as u32, Entry::Absent)
             }
             Blocks::Whole(entry @ (Entry::Absent | Entry::Zero)) => {
                 return Ok(Blocks::Whole(entry));
@@ -245,9 +243,9 @@ impl Inner {
             }
             Blocks::Cut(table) => table,
         };
-        let shift = table.block_shift.get();
+        let shift = table.shift().get();
         let count = fit.new.div_ceil(1 << shift) as usize;
-        let mut entries = table.entries.into_vec();
+        let mut entries = table.to_table().entries.into_vec();
         let gone = entries.iter().skip(count).filter_map(Entry::stored);
         change.freed.extend(gone.map(sectors));
         entries.truncate(count);
@@ -256,10 +254,7 @@ impl Inner {
             entries[edge] = self.refit(frame, &fit, edge as u32, shift, entries[edge], change)?;
         }
         entries.resize(count, grown);
-        Ok(Blocks::Cut(SubBlockTable {
-            block_shift: table.block_shift,
-            entries: entries.into(),
-        }))
+        Ok(Blocks::Cut(Table::new(table.shift(), entries)))
     }
 
     /// The block in which the old or the new end lies, with its new length.

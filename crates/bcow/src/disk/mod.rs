@@ -16,6 +16,7 @@
 //!
 //! Two regions are never locked at once, and no lock is shared by all writers but the leaves of 4, most of which are sharded.
 
+mod blocks;
 mod checkpoint;
 mod commit;
 mod create;
@@ -84,6 +85,8 @@ struct Inner {
     changed: [Mutex<Vec<Arc<Region>>>; 16],
     /// Blocks pending.
     unflushed: AtomicU64,
+    /// Memory that the regions on the list take, about.
+    listed_bytes: AtomicU64,
     /// Whether anything was written since the last record, in place or not.
     touched: AtomicBool,
     /// Whether the background was asked to flush.
@@ -196,10 +199,12 @@ impl Inner {
     }
 
     /// Puts a region on the list of those that the next record is about.
-    fn list(&self, region: &Arc<Region>) {
+    fn list(&self, region: &Arc<Region>, weight: u64) {
         if !region.listed.swap(true, Ordering::AcqRel) {
             let shard = region.index as usize % self.changed.len();
             locks::lock(&self.changed[shard]).push(Arc::clone(region));
+            self.listed_bytes
+                .fetch_add(weight + size_of::<Region>() as u64, Ordering::Relaxed);
         }
     }
 

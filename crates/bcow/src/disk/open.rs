@@ -7,14 +7,14 @@ use std::sync::{Mutex, OnceLock};
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, HEADER_AREA_BYTES, Header, SLOT_BYTES, State, Stored,
-    SubBlockTable, choose_header, decode_free, incompatible, read_only_compatible,
+    choose_header, decode_free, incompatible, read_only_compatible,
 };
 
+use super::blocks::{Blocks, Table};
 use super::checkpoint::Change;
 use super::commit::Committer;
 use super::extents::Extents;
 use super::locks::{Gate, lock};
-use super::region::Blocks;
 use super::regions::{Regions, read_blocks};
 use super::space::{Space, sectors};
 use super::{Backing, Disk, Frame, Inner, Layout};
@@ -67,6 +67,7 @@ impl Disk {
             file_bytes: header.file_bytes,
             free,
             logged: Vec::new(),
+            logged_bytes: 0,
             header,
         };
         committer.grow(replayed.file_bytes);
@@ -90,6 +91,7 @@ impl Disk {
             space: Space::new(committer.free.clone(), replayed.file_bytes),
             changed: Default::default(),
             unflushed: AtomicU64::new(0),
+            listed_bytes: AtomicU64::new(0),
             touched: AtomicBool::new(false),
             flush_queued: AtomicBool::new(false),
             marked: AtomicBool::new(false),
@@ -124,8 +126,8 @@ impl Inner {
         for region in image.logged_regions() {
             let new = blocks_of(image, region)?;
             let old = read_blocks(&self.file, &header, region, root[region as usize])?;
-            let kept: HashSet<Stored> = new.entries().iter().filter_map(Entry::stored).collect();
-            let gone = old.entries().iter().filter_map(Entry::stored);
+            let kept: HashSet<Stored> = new.iter().filter_map(|entry| entry.stored()).collect();
+            let gone = old.iter().filter_map(|entry| entry.stored());
             let gone = gone.filter(|stored| !kept.contains(stored));
             if !matches!(old, Blocks::Whole(Entry::Table(_))) {
                 change.freed.extend(gone.map(sectors));
@@ -161,10 +163,7 @@ fn blocks_of(image: &Image, region: u64) -> Result<Blocks, Error> {
         entries.push(piece.entry);
         at = piece.start + piece.length;
     }
-    Ok(Blocks::Cut(SubBlockTable {
-        block_shift: shift,
-        entries: entries.into(),
-    }))
+    Ok(Blocks::Cut(Table::new(shift, entries)))
 }
 
 fn check_writable(header: &Header) -> Result<(), Error> {

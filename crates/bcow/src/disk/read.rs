@@ -99,7 +99,8 @@ impl Inner {
                 let from = at + done as u64;
                 let block = place(from, shift, region.length);
                 let entry = state.blocks().entry(block.index);
-                let run = self.run_length(&state, region, &block, entry);
+                let most = from - block.start + (buf.len() - done) as u64;
+                let run = self.run_length(&state, region, &block, entry, most);
                 let take = ((block.start + run - from) as usize).min(buf.len() - done);
                 let piece = &mut buf[done..done + take];
                 match entry {
@@ -134,16 +135,23 @@ impl Inner {
         Ok(None)
     }
 
-    /// Bytes from a block's start up to which blocks of the same kind lie one behind the other in the file too.
-    fn run_length(&self, state: &State, region: &Region, block: &BlockPlace, entry: Entry) -> u64 {
+    /// Bytes from a block's start up to which raw blocks lie one behind the other in the file too; no further than `most`.
+    fn run_length(
+        &self,
+        state: &State,
+        region: &Region,
+        block: &BlockPlace,
+        entry: Entry,
+        most: u64,
+    ) -> u64 {
         let Entry::Raw(first) = entry else {
             return block.length;
         };
         let mut length = block.length;
-        let entries = &state.blocks().entries()[block.index as usize + 1..];
-        for next in entries {
-            match next {
-                Entry::Raw(stored) if stored.at.0 == first.at.0 + length => {
+        let blocks = state.blocks();
+        for index in block.index + 1..blocks.count() {
+            match blocks.entry(index) {
+                Entry::Raw(stored) if length < most && stored.at.0 == first.at.0 + length => {
                     length += u64::from(stored.bytes);
                 }
                 _ => break,
@@ -364,14 +372,14 @@ impl Inner {
                 let shift = state.blocks().shift(self.region_shift);
                 let at = range.start - start;
                 let first = place(at, shift, length);
-                let entries = state.blocks().entries();
-                let kind = std::mem::discriminant(&entries[first.index as usize]);
-                let same = entries[first.index as usize..]
-                    .iter()
-                    .take_while(|entry| std::mem::discriminant(*entry) == kind)
+                let blocks = state.blocks();
+                let entry = blocks.entry(first.index);
+                let last = place(at + (most - 1).min(length - at - 1), shift, length).index;
+                let same = (first.index..=last)
+                    .take_while(|index| kind(&blocks.entry(*index)) == kind(&entry))
                     .count() as u64;
                 let end = (first.start + (same << shift)).min(length);
-                (entries[first.index as usize], end - at)
+                (entry, end - at)
             }
         };
         let length = holds.min(most);
@@ -397,6 +405,10 @@ impl Inner {
             _ => Ok(here(Content::Data, 1)),
         }
     }
+}
+
+fn kind(entry: &Entry) -> std::mem::Discriminant<Entry> {
+    std::mem::discriminant(entry)
 }
 
 /// The stored range of a block that is known to be raw.

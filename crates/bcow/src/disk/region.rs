@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::sync::RwLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use bcow_format::{BlockShift, Entry, Lba, LogMapping, Stored, SubBlockTable};
+use bcow_format::{BlockShift, Entry, Lba, LogMapping, Stored};
 
+use super::blocks::{Blocks, Table};
 use super::extents::Ranges;
 
 /// A region. Its lock is held shared by those who read its blocks or write into them in place, and exclusively to
@@ -36,15 +37,8 @@ pub(super) struct State {
     committing: Option<Committing>,
     /// Whether the table in the file is older than the newest record.
     pub(super) logged: bool,
-}
-
-/// The entries of a region.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum Blocks {
-    /// One entry for all of it: a block, or absent or zero.
-    Whole(Entry),
-    /// Cut into blocks.
-    Cut(SubBlockTable),
+    /// Memory that the committer counts for it while it is logged.
+    pub(super) counted: u64,
 }
 
 /// A block that is not as the newest record or table has it.
@@ -110,6 +104,7 @@ impl Region {
                 whole: None,
                 committing: None,
                 logged: false,
+                counted: 0,
             }),
         }
     }
@@ -134,45 +129,6 @@ impl Region {
     /// First byte of the region in the address space.
     pub(super) fn start(&self, region_shift: u8) -> u64 {
         self.index << region_shift
-    }
-}
-
-impl Blocks {
-    /// log2 of the block size; that of the region if it is one block.
-    pub(super) fn shift(&self, region_shift: u8) -> u8 {
-        match self {
-            Blocks::Whole(_) => region_shift,
-            Blocks::Cut(table) => table.block_shift.get(),
-        }
-    }
-
-    pub(super) fn entry(&self, index: u32) -> Entry {
-        match self {
-            Blocks::Whole(entry) => *entry,
-            Blocks::Cut(table) => table.entries[index as usize],
-        }
-    }
-
-    pub(super) fn count(&self) -> u32 {
-        match self {
-            Blocks::Whole(_) => 1,
-            Blocks::Cut(table) => table.entries.len() as u32,
-        }
-    }
-
-    pub(super) fn entries(&self) -> &[Entry] {
-        match self {
-            Blocks::Whole(entry) => std::slice::from_ref(entry),
-            Blocks::Cut(table) => &table.entries,
-        }
-    }
-
-    fn replace(&mut self, index: u32, entry: Entry) -> Entry {
-        let slot = match self {
-            Blocks::Whole(slot) => slot,
-            Blocks::Cut(table) => &mut table.entries[index as usize],
-        };
-        std::mem::replace(slot, entry)
     }
 }
 
@@ -212,10 +168,7 @@ impl State {
             committing.whole = Some((entry, replaced.published));
         }
         let count = length.div_ceil(shift.bytes().into());
-        self.blocks = Some(Blocks::Cut(SubBlockTable {
-            block_shift: shift,
-            entries: vec![entry; count as usize].into(),
-        }));
+        self.blocks = Some(Blocks::Cut(Table::uniform(shift, count as u32, entry)));
     }
 
     /// Puts an entry into its place. Gives back the space of the one before, if no record ever named it, and whether
@@ -309,19 +262,15 @@ impl State {
             .filter(|(_, pending)| pending.transit.is_none())
             .map(|(index, _)| *index)
             .collect();
-        let all_zero = shift < region_shift
-            && complete.len() == blocks.count() as usize
-            && blocks
-                .entries()
-                .iter()
-                .all(|entry| *entry == blocks.entry(0))
-            && matches!(blocks.entry(0), Entry::Zero | Entry::Absent);
-        if all_zero {
+        let whole = (shift < region_shift && complete.len() == blocks.count() as usize)
+            .then(|| blocks.uniform())
+            .flatten();
+        if let Some(entry) = whole {
             mappings.truncate(first);
             mappings.push(LogMapping {
                 at: Lba(region_start),
                 shift: region_shift,
-                entry: blocks.entry(0),
+                entry,
             });
         } else {
             for &index in &complete {

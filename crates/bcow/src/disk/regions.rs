@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use bcow_format::{Entry, Header};
 
+use super::blocks::Blocks;
 use super::locks::{lock, read, write};
-use super::region::{Blocks, Region, State};
+use super::region::{Region, State};
 use crate::Error;
 use crate::image::{CheckedFile, read_table};
 
@@ -135,7 +136,7 @@ pub(super) fn read_blocks(
     entry: Entry,
 ) -> Result<Blocks, Error> {
     Ok(match entry {
-        Entry::Table(stored) => Blocks::Cut(read_table(file, header, region, &stored)?),
+        Entry::Table(stored) => Blocks::Cut(read_table(file, header, region, &stored)?.into()),
         entry => Blocks::Whole(entry),
     })
 }

@@ -8,8 +8,9 @@ use std::sync::atomic::Ordering;
 
 use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 
+use super::blocks::Blocks;
 use super::extents::Ranges;
-use super::region::{Blocks, Region, State, Transit};
+use super::region::{Region, State, Transit};
 use super::regions::Found;
 use super::space::{Piece, sectors};
 use super::transit::Job;
@@ -30,6 +31,8 @@ const ZEROS: &[u8] = &[0; 256 << 10];
 /// With so many blocks pending, they are recorded in the background, and with four times as many by who writes: each costs some
 /// hundred bytes of memory.
 const MANY_PENDING: u64 = 1 << 16;
+/// The same for the memory that the tables of regions with pending blocks take, in bytes.
+const MANY_BYTES: u64 = 16 << 20;
 
 impl WritableDevice for Disk {
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error> {
@@ -486,7 +489,7 @@ impl Inner {
         if newly {
             self.unflushed.fetch_add(1, Ordering::Relaxed);
         }
-        self.list(region);
+        self.list(region, state.blocks().weight());
         self.touched.store(true, Ordering::Release);
     }
 
@@ -505,11 +508,12 @@ impl Inner {
 
     /// Bounds what is held in memory until the next flush.
     fn limit_pending(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
-        let pending = self.unflushed.load(Ordering::Relaxed);
-        if pending >= 4 * MANY_PENDING {
+        let pending = (self.unflushed.load(Ordering::Relaxed) / MANY_PENDING)
+            .max(self.listed_bytes.load(Ordering::Relaxed) / MANY_BYTES);
+        if pending >= 4 {
             return self.flush(frame);
         }
-        if pending >= MANY_PENDING && !self.flush_queued.swap(true, Ordering::AcqRel) {
+        if pending >= 1 && !self.flush_queued.swap(true, Ordering::AcqRel) {
             self.later(Job::Flush);
         }
         Ok(())
