@@ -400,3 +400,28 @@ fn writers_and_flushers_side_by_side_lose_nothing() {
     disk.close().unwrap();
     assert_sound(&storage);
 }
+
+#[test]
+fn a_disk_is_closed_while_blocks_are_being_filled() {
+    let below = pattern(MIB as usize, 1);
+    for round in 0..100 {
+        let storage = Arc::new(MemoryStorage::default());
+        let options = CreateOptions {
+            layout: Layout::Space,
+            ..CreateOptions::disk(MIB)
+        };
+        let given = backing(below.clone());
+        let device = given.1.clone();
+        let open = OpenOptions::default();
+        let disk = Disk::create(storage.clone(), &options, Some(given), &open).unwrap();
+        for block in 0..64 {
+            disk.write_at(block * 4096 + round, b"part").unwrap();
+        }
+        disk.close().unwrap();
+        let again = reopen(&storage, Some(&device));
+        assert_eq!(
+            read(&again, 4096 + round, 5),
+            [b"part", &below[4100 + round as usize..][..1]].concat()
+        );
+    }
+}

@@ -51,7 +51,6 @@ impl Inner {
 
     /// Flush, checkpoint, and an end of the file where its content ends.
     pub(super) fn close(&self, frame: &Frame) -> Result<(), Error> {
-        self.fills.stop();
         self.checkpoint_now(frame)?;
         let committer = lock(&self.committer);
         let io = |source| Error::io("cut off the end", committer.file_bytes, source);

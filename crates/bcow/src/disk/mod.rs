@@ -152,6 +152,8 @@ impl Disk {
     /// Makes everything durable, in tables, so that the next who opens the file has nothing to replay; gives back free
     /// space at the end of the file.
     pub fn close(self) -> Result<(), Error> {
+        // Before the gate is closed, at which the filler might be waiting.
+        self.inner.fills.stop();
         let closed = self.inner.gate.close();
         self.inner.close(closed.get())
     }
