@@ -16,6 +16,7 @@ struct Plan {
     done: u64,
     fault: Option<Fault>,
     hits: u64,
+    paused: bool,
 }
 
 /// What fails, and how.
@@ -53,6 +54,7 @@ impl Faulty {
                 done: 0,
                 fault: None,
                 hits: 0,
+                paused: false,
             }),
         }
     }
@@ -63,7 +65,13 @@ impl Faulty {
             done: 0,
             fault,
             hits: 0,
+            paused: false,
         };
+    }
+
+    /// Lets everything through, uncounted, until it is told to go on with its plan.
+    pub fn pause(&self, paused: bool) {
+        self.lock().paused = paused;
     }
 
     /// Operations that failed since the plan was made.
@@ -84,7 +92,8 @@ impl Faulty {
 
     fn step(&self, kinds: &[On]) -> io::Result<()> {
         let mut plan = self.lock();
-        let Some(fault) = plan.fault.filter(|fault| kinds.contains(&fault.on)) else {
+        let fault = plan.fault.filter(|fault| kinds.contains(&fault.on));
+        let Some(fault) = fault.filter(|_| !plan.paused) else {
             return Ok(());
         };
         let index = plan.done;
