@@ -425,3 +425,31 @@ fn a_disk_is_closed_while_blocks_are_being_filled() {
         );
     }
 }
+
+#[test]
+fn space_that_one_region_gave_up_and_another_took_is_in_use_after_a_crash() {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = CreateOptions {
+        layout: Layout::Space,
+        ..CreateOptions::disk(8 << 20)
+    };
+    let disk = create(&storage, options);
+    let region = 4 << 20;
+    disk.write_at(0, &pattern(region, 0)).unwrap();
+    disk.checkpoint().unwrap();
+    // What the tables name is free from here on, and taken for the other region.
+    for seed in 1..6 {
+        disk.write_at(0, &pattern(region, seed)).unwrap();
+        disk.flush().unwrap();
+    }
+    disk.write_at(region as u64, &pattern(region, 6)).unwrap();
+    disk.flush().unwrap();
+    assert_eq!(disk.statistics().checkpoints, 1);
+    let storage = crashed(&storage);
+    let disk = reopen(&storage, None);
+    disk.write_at(0, &pattern(region, 10)).unwrap();
+    disk.flush().unwrap();
+    assert!(read(&disk, region as u64, region) == pattern(region, 6));
+    disk.close().unwrap();
+    assert_sound(&storage);
+}

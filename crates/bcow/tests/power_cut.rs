@@ -258,12 +258,13 @@ impl<'a> Run<'a> {
     /// Writes and flushes with a program that is killed in the middle of it.
     fn kill(&mut self) {
         self.storage.stop_after(Some(self.random.below(12)));
+        let mut written = true;
         for _ in 0..1 + self.random.below(3) {
             let begun = self.storage.operations();
             let mut tags = self.history.now().to_vec();
             let (at, bytes) = self.fresh(&mut tags);
             // Whether it succeeds or not, each block of it may be there.
-            let _ = self.disk().write_at(at, &bytes);
+            written &= self.disk().write_at(at, &bytes).is_ok();
             let ended = self.storage.operations();
             self.history.step(begun, ended, false, tags);
         }
@@ -273,7 +274,8 @@ impl<'a> Run<'a> {
         };
         let now = self.storage.operations();
         let tags = self.history.now().to_vec();
-        self.history.step(now, now, flushed.is_ok(), tags);
+        self.history
+            .step(now, now, written && flushed.is_ok(), tags);
         let disk = self.disk.take();
         drop(disk);
         self.storage.stop_after(None);

@@ -208,19 +208,25 @@ impl Inner {
         let place = self
             .space
             .allocate_section((count * FREE_ENTRY_BYTES) as u64)?;
-        let own = place.start..place.start + place.bytes;
+        let mut own = place.start..place.start + place.bytes;
         change.used.push(own.clone());
         free.insert(end..own.start.max(end));
         free.remove(own.clone());
         end = end.max(own.end);
-        // What is free at the end is no part of the file.
-        loop {
-            let last = free.iter().next_back();
-            let Some(last) = last.filter(|last| last.end == end) else {
-                break;
-            };
-            end = last.start;
-            free.remove(last);
+        cut_end(&mut free, &mut end);
+        // What the list does not need of its place is free, and in the list.
+        let length = |free: &Extents| {
+            let entries = free.iter().count().min(most);
+            ((entries * FREE_ENTRY_BYTES) as u64).next_multiple_of(SECTOR_BYTES)
+        };
+        let rest = (own.start + length(&free)).min(own.end)..own.end;
+        free.insert(rest.clone());
+        if own.start + length(&free) <= rest.start {
+            own.end = rest.start;
+            change.freed.push(rest);
+            cut_end(&mut free, &mut end);
+        } else {
+            free.remove(rest);
         }
         let bytes = encode_free(&largest(&free, most));
         if bytes.is_empty() {
@@ -294,6 +300,18 @@ impl Inner {
 pub(super) struct Prepared {
     header: Header,
     free: Extents,
+}
+
+/// What is free at the end is no part of the file.
+fn cut_end(free: &mut Extents, end: &mut u64) {
+    loop {
+        let last = free.iter().next_back();
+        let Some(last) = last.filter(|last| last.end == *end) else {
+            return;
+        };
+        *end = last.start;
+        free.remove(last);
+    }
 }
 
 /// The sectors of a section.

@@ -135,6 +135,13 @@ impl Inner {
             let written = self.write_table(region, &new, &mut root, &mut change);
             self.or_free(written, &change)?;
         }
+        // What one record gave up, a later one may have taken, for another region too.
+        let mut freed = Extents::default();
+        change.freed.drain(..).for_each(|range| freed.insert(range));
+        for stored in image.logged_blocks() {
+            freed.remove(sectors(stored));
+        }
+        change.freed.extend(freed.iter());
         let prepared = self.prepare(committer, header, &root, std::iter::empty(), &mut change);
         let prepared = self.or_free(prepared, &change)?;
         self.switch(committer, prepared)?;
