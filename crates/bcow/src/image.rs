@@ -369,6 +369,57 @@ impl Image {
             .block(key, || read_block(&self.file, piece, &stored, encoding))
     }
 
+    /// Reads raw blocks that `buf` has room for as a whole, as far as they lie one behind the other in the file, from `first` on,
+    /// where `at` must be: straight to where they are wanted, since the host keeps them in memory as they are. Gives the
+    /// number of bytes, 0 if the first is no such block.
+    fn read_raw(&self, first: &Piece, at: u64, buf: &mut [u8]) -> Result<usize, Error> {
+        let mut run: Vec<(Piece, Stored)> = Vec::new();
+        let (mut bytes, mut piece) = (0, *first);
+        loop {
+            let end = run.last().map(|(_, stored)| stored.end());
+            let follows = |stored: &Stored| end.is_none_or(|end| stored.at.0 == end);
+            match piece.entry {
+                // The first block of a plain file is not there as it is: the header slots lie in it.
+                Entry::Raw(stored)
+                    if piece.start == at + bytes
+                        && bytes + piece.length <= buf.len() as u64
+                        && u64::from(stored.bytes) == piece.length
+                        && stored.at.0 != 0
+                        && follows(&stored) =>
+                {
+                    run.push((piece, stored));
+                    bytes += piece.length;
+                }
+                _ => break,
+            }
+            if bytes == buf.len() as u64 {
+                break;
+            }
+            piece = self.piece(at + bytes)?;
+        }
+        let Some((_, stored)) = run.first() else {
+            return Ok(0);
+        };
+        self.file.read_at(stored.at.0, &mut buf[..bytes as usize])?;
+        let mut rest = &buf[..bytes as usize];
+        for (piece, stored) in &run {
+            let (block, behind) = rest.split_at(piece.length as usize);
+            rest = behind;
+            let found = bcow_format::crc32c(block);
+            if !bcow_format::crc32c_matches(stored.crc, found) {
+                return Err(Error::BadBlock {
+                    logical: piece.start,
+                    stored: stored.at.0,
+                    problem: crate::BlockProblem::Checksum {
+                        expected: stored.crc,
+                        found,
+                    },
+                });
+            }
+        }
+        Ok(bytes as usize)
+    }
+
     /// Bytes of the file as they are, past the cache: whoever changes them in place does not tell it.
     fn read_stored(&self, at: u64, length: u64, sink: &mut dyn FnMut(&[u8])) -> Result<(), Error> {
         let mut buf = vec![0; length.min(1 << 18) as usize];
@@ -412,11 +463,25 @@ impl BlockDevice for Image {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        let mut done = 0;
-        self.read_with(offset, buf.len() as u64, &mut |bytes| {
-            buf[done..done + bytes.len()].copy_from_slice(bytes);
-            done += bytes.len();
-        })
+        let range = checked_range(offset, buf.len() as u64, self.header.size)?;
+        let mut at = range.start;
+        while at < range.end {
+            let rest = &mut buf[(at - range.start) as usize..];
+            let piece = self.piece(at)?;
+            let raw = self.read_raw(&piece, at, rest)?;
+            if raw > 0 {
+                at += raw as u64;
+                continue;
+            }
+            let take = (piece.start + piece.length).min(range.end) - at;
+            let mut done = 0;
+            self.read_with(at, take, &mut |bytes| {
+                rest[done..done + bytes.len()].copy_from_slice(bytes);
+                done += bytes.len();
+            })?;
+            at += take;
+        }
+        Ok(())
     }
 
     fn read_with(
