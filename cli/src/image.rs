@@ -5,12 +5,14 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use bcow::chain::{ChainFile, Share};
 use bcow::format::FormatError;
 use bcow::{Error, Image, OpenOptions};
 use bcow_erofs::reader::{ErofsError, Filesystem, Inode, Nid, Symlinks};
 use bcow_oci::ImageName;
 use bcow_oci::store::{self, Opened, StoreError};
 
+use crate::disks::{self, OpenChain, Problem};
 use crate::error::{CommandError, Context};
 use crate::names;
 use crate::size::Count;
@@ -25,6 +27,9 @@ pub struct StoreArgs {
     /// Look for files that a disk names as its backing in this directory too (repeatable)
     #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     backing_dirs: Vec<PathBuf>,
+    /// Read disks also while somebody writes to them; what is read may then be of no single moment
+    #[arg(short = 'U', long)]
+    force_share: bool,
 }
 
 /// Stores for every command, as in PATH.
@@ -38,6 +43,14 @@ impl StoreArgs {
         let directories: Vec<PathBuf> = self.stores.iter().cloned().chain(named).collect();
         require_directories(&directories, "layers")?;
         Ok(directories)
+    }
+
+    /// Whether files that may change are locked while they are read.
+    pub fn share(&self) -> Share {
+        match self.force_share {
+            true => Share::Force,
+            false => Share::Lock,
+        }
     }
 
     /// The directories where files that other files name may be opened, beside the directory of the file itself.
@@ -62,6 +75,10 @@ fn require_directories(directories: &[PathBuf], what: &str) -> Result<(), Comman
 pub struct OpenImage {
     name: PathBuf,
     opened: Opened,
+    /// The files below a disk, the nearest first.
+    chain: Vec<ChainFile>,
+    /// What is wrong with them.
+    problems: Vec<Problem>,
 }
 
 impl OpenImage {
@@ -77,6 +94,9 @@ impl OpenImage {
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let image = OpenImage::find(name, stores, options)?;
+        if let Some(problem) = image.problems.first() {
+            return Err(problem.failure(name));
+        }
         match image.opened.require_all() {
             Ok(()) => Ok(image),
             Err(error) => Err(cannot_open(name, &error)),
@@ -91,6 +111,9 @@ impl OpenImage {
     ) -> Result<Self, CommandError> {
         const MOST: usize = 10;
         let image = OpenImage::find(name, stores, &OpenOptions::default())?;
+        for problem in image.problems.iter().take(MOST) {
+            ui.warning(&problem.text);
+        }
         let problems = &image.opened.problems;
         for problem in problems.iter().take(MOST) {
             ui.warning(problem);
@@ -106,14 +129,44 @@ impl OpenImage {
 
     fn find(name: &Path, stores: &StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
         let directories = stores.directories()?;
-        let opened = parse_name(name).and_then(|parsed| {
-            refuse_what_is_no_file(&parsed)?;
-            store::open(&parsed, &directories, options).map_err(|error| cannot_open(name, &error))
-        })?;
+        let parsed = parse_name(name)?;
+        refuse_what_is_no_file(&parsed)?;
+        let name = name.to_owned();
+        if let ImageName::File(path) = &parsed
+            && disks::is_disk(path)
+        {
+            let OpenChain {
+                image,
+                path,
+                files,
+                problems,
+            } = disks::open_chain(&name, path, stores, options)?;
+            return Ok(OpenImage {
+                name,
+                opened: Opened {
+                    image,
+                    path,
+                    layers: Vec::new(),
+                    below: Vec::new(),
+                    problems: Vec::new(),
+                },
+                chain: files,
+                problems,
+            });
+        }
+        let opened = store::open(&parsed, &directories, options)
+            .map_err(|error| cannot_open(&name, &error))?;
         Ok(OpenImage {
-            name: name.to_owned(),
+            name,
             opened,
+            chain: Vec::new(),
+            problems: Vec::new(),
         })
+    }
+
+    /// The files below a disk that were found, the nearest first; none of an image.
+    pub fn chain(&self) -> &[ChainFile] {
+        &self.chain
     }
 
     /// What the user called it.
@@ -129,8 +182,10 @@ impl OpenImage {
     /// The files it is made of.
     pub fn files(&self) -> Vec<PathBuf> {
         let below = self.opened.below.iter().map(|file| file.path.clone());
+        let chain = self.chain.iter().filter_map(|file| file.path.clone());
         std::iter::once(self.opened.path.clone())
             .chain(below)
+            .chain(chain)
             .collect()
     }
 

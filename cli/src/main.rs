@@ -5,6 +5,7 @@
 
 mod commands;
 mod copy_out;
+mod disks;
 mod error;
 mod image;
 mod interrupt;
@@ -82,6 +83,8 @@ struct Global {
 #[derive(Debug, Subcommand)]
 enum Command {
     Convert(commands::convert::Args),
+    Create(commands::create::Args),
+    Resize(commands::resize::Args),
     Inspect(commands::inspect::Args),
     Map(commands::map::Args),
     Fsck(commands::fsck::Args),
@@ -96,10 +99,6 @@ enum Command {
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
-    #[command(hide = true)]
-    Create(commands::later::Args),
-    #[command(hide = true)]
-    Resize(commands::later::Args),
     #[command(hide = true)]
     Rebase(commands::later::Args),
     #[command(hide = true)]
@@ -142,6 +141,8 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Fsck(args) => return commands::fsck::run(args, ui),
         Command::Diff(args) => return commands::diff::run(args, ui),
         Command::Convert(args) => commands::convert::run(args, ui),
+        Command::Create(args) => commands::create::run(args, ui),
+        Command::Resize(args) => commands::resize::run(args, ui),
         Command::Inspect(args) => commands::inspect::run(args, ui),
         Command::Map(args) => commands::map::run(args, ui),
         Command::Ls(args) => commands::ls::run(args, ui),
@@ -154,8 +155,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),
-        Command::Create(args) => commands::later::run("create", args),
-        Command::Resize(args) => commands::later::run("resize", args),
         Command::Rebase(args) => commands::later::run("rebase", args),
         Command::Compact(args) => commands::later::run("compact", args),
         Command::Seal(args) => commands::later::run("seal", args),

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::error::{CommandError, Context};
@@ -16,9 +16,21 @@ pub struct NewFile {
     file: File,
     destination: PathBuf,
     temporary: Option<PathBuf>,
+    /// Whether a file that has the name is replaced.
+    replace: bool,
 }
 
 impl NewFile {
+    /// Starts a file that shall become `destination`, which must not be there; nothing is ever replaced.
+    pub fn create_new(destination: &Path) -> Result<Self, CommandError> {
+        if destination.symlink_metadata().is_ok() {
+            return Err(there_already(destination));
+        }
+        let mut new = NewFile::create(destination)?;
+        new.replace = false;
+        Ok(new)
+    }
+
     /// Starts a file that shall become `destination`, which may be there already.
     pub fn create(destination: &Path) -> Result<Self, CommandError> {
         let cannot = || format!("cannot create {}", destination.display());
@@ -65,6 +77,7 @@ impl NewFile {
             file: fd.into(),
             destination: destination.to_owned(),
             temporary,
+            replace: true,
         })
     }
 
@@ -78,17 +91,28 @@ impl NewFile {
         let destination = self.destination.clone();
         let cannot = || format!("cannot write {}", destination.display());
         self.file.sync_all().context(cannot)?;
-        if self.temporary.is_none() {
-            // A link replaces nothing, a rename does; so the file gets a name first.
-            let by_descriptor = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-            let ((), name) = with_temporary_name(&self.destination, |name| {
-                rustix::fs::linkat(CWD, &by_descriptor[..], CWD, name, AtFlags::SYMLINK_FOLLOW)
-            })
-            .context(cannot)?;
-            self.temporary = Some(name);
-        }
-        if let Some(temporary) = &self.temporary {
-            std::fs::rename(temporary, &self.destination).context(cannot)?;
+        let by_descriptor = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let link = |name: &Path| {
+            rustix::fs::linkat(CWD, &by_descriptor[..], CWD, name, AtFlags::SYMLINK_FOLLOW)
+        };
+        match (&self.temporary, self.replace) {
+            (Some(temporary), true) => {
+                std::fs::rename(temporary, &self.destination).context(cannot)?;
+            }
+            (Some(temporary), false) => {
+                let flags = RenameFlags::NOREPLACE;
+                named(
+                    rustix::fs::renameat_with(CWD, temporary, CWD, &self.destination, flags),
+                    &destination,
+                )?;
+            }
+            (None, true) => {
+                // A link replaces nothing, a rename does; so the file gets a name first.
+                let ((), name) = with_temporary_name(&self.destination, link).context(cannot)?;
+                let name = self.temporary.insert(name);
+                std::fs::rename(name, &self.destination).context(cannot)?;
+            }
+            (None, false) => named(link(&self.destination), &destination)?,
         }
         self.temporary = None;
         // The name is durable only when the directory is.
@@ -105,6 +129,19 @@ impl Drop for NewFile {
             let _ = std::fs::remove_file(temporary);
         }
     }
+}
+
+/// A name given to a new file, or why not.
+fn named(result: Result<(), Errno>, destination: &Path) -> Result<(), CommandError> {
+    match result {
+        Err(Errno::EXIST) => Err(there_already(destination)),
+        result => result.context(|| format!("cannot create {}", destination.display())),
+    }
+}
+
+fn there_already(destination: &Path) -> CommandError {
+    CommandError::new(format!("cannot create {}", destination.display()))
+        .caused_by_text("it is there already, and is not overwritten")
 }
 
 fn directory_of(path: &Path) -> &Path {

@@ -1,13 +1,16 @@
 //! `bcow map`
 
+use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use bcow::format::incompatible;
-use bcow::{Extent, Mapping};
+use bcow::{BlockDevice, Extent, FileIdentity, Image, Mapping};
 use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
+use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
 
@@ -19,7 +22,11 @@ use crate::ui::{Output, Ui};
 /// the file it shows, as `bcow inspect` lists them from 0 on, and the first byte in its address space.
 ///
 /// Kinds: `raw` (stored as it is), `zstd` (stored compressed), `zero` (zeros), `hole` (nothing was ever there;
-/// reads as zeros), `window` (bytes of another file), `backing` (the same bytes of the file below).
+/// reads as zeros), `window` (bytes of another file), `backing` (the same bytes of the file below), `open` (stored as
+/// it is, and written in place).
+///
+/// Of a disk with a backing, each line says in the end which file of the chain it is about, by its place (0 is the
+/// disk itself) and its name.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
@@ -31,6 +38,9 @@ pub struct Args {
     /// Show this many bytes of it (all, if not given)
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     length: Option<u64>,
+    /// Look at this many files of a disk's chain only; 1 is the disk alone
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    depth: Option<u32>,
     /// Print JSON (schema bcow.map/1)
     #[arg(long)]
     json: bool,
@@ -58,38 +68,133 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         .backings()
         .map(|backing| backing.name.to_string())
         .collect();
-    let windows = image
-        .image()
-        .header()
-        .features
-        .has_incompatible(incompatible::WINDOWS);
+    let chain = Chain::of(&image, args.depth);
     let mut map = Map {
         json: args.json,
+        chain: chain.names(&image),
         names,
-        backing_kind: if windows { "window" } else { "backing" },
+        backing_kind: if has_windows(image.image()) {
+            "window"
+        } else {
+            "backing"
+        },
         out: ui.output(),
         first: true,
     };
     map.begin(size)?;
-    let mut pending: Option<Extent> = None;
+    let mut pending: Option<(usize, Extent)> = None;
     let mut at = args.start;
     while at < end {
-        let extent = image
-            .image()
-            .map(at)
+        let (file, extent) = chain
+            .map(&image, at)
             .context(|| format!("cannot read the map of {}", image.path().display()))?;
         at = extent.offset.saturating_add(extent.length);
-        if pending.as_mut().is_some_and(|run| join(run, &extent)) {
+        if let Some((run_file, run)) = &mut pending
+            && *run_file == file
+            && join(run, &extent)
+        {
             continue;
         }
-        if let Some(run) = pending.replace(extent) {
-            map.extent(&run)?;
+        if let Some((file, run)) = pending.replace((file, extent)) {
+            map.extent(file, &run)?;
         }
     }
-    if let Some(run) = pending {
-        map.extent(&run)?;
+    if let Some((file, run)) = pending {
+        map.extent(file, &run)?;
     }
     map.end()
+}
+
+/// The files of a disk, each below the one before.
+struct Chain(Vec<Arc<Image>>);
+
+impl Chain {
+    fn of(image: &OpenImage, depth: Option<u32>) -> Self {
+        let below = image.chain().iter().map(|file| file.image.clone());
+        let files = std::iter::once(image.image().clone()).chain(below);
+        Chain(
+            files
+                .take(depth.map_or(usize::MAX, |n| n as usize))
+                .collect(),
+        )
+    }
+
+    /// What the files are called; nothing where there is only one.
+    fn names(&self, image: &OpenImage) -> Vec<String> {
+        if image.chain().is_empty() {
+            return Vec::new();
+        }
+        let below = image.chain().iter().map(|file| file.name.clone());
+        std::iter::once(image.path().display().to_string())
+            .chain(below)
+            .collect()
+    }
+
+    /// The extent of `at`, in the file that has it: its place in the chain.
+    fn map(&self, image: &OpenImage, at: u64) -> Result<(usize, Extent), bcow::Error> {
+        let mut file = 0;
+        let mut extent = image.image().map(at)?;
+        // Only what shows the same bytes of the file below is followed: disks have no windows.
+        while let Mapping::Backing {
+            index: 0,
+            offset,
+            bytes,
+        } = extent.mapping
+            && offset == extent.offset
+            && bytes == extent.length
+            && let Some(below) = self.0.get(file + 1)
+            && !has_windows(&self.0[file])
+            && identity_below(&self.0[file]) == below.identity()
+        {
+            file += 1;
+            let end = extent.offset + extent.length;
+            if at >= below.size() {
+                extent = Extent {
+                    offset: extent.offset.max(below.size()),
+                    length: end - extent.offset.max(below.size()),
+                    mapping: Mapping::Hole,
+                };
+                continue;
+            }
+            extent = cut(below.map(at)?, extent.offset..end);
+        }
+        Ok((file, extent))
+    }
+}
+
+fn identity_below(image: &Image) -> Option<FileIdentity> {
+    image.backing(0).and_then(|below| below.identity())
+}
+
+fn has_windows(image: &Image) -> bool {
+    let features = &image.header().features;
+    features.has_incompatible(incompatible::WINDOWS)
+}
+
+/// The part of an extent that shows in `range`. What is stored stays told as a whole.
+fn cut(extent: Extent, range: Range<u64>) -> Extent {
+    let offset = extent.offset.max(range.start);
+    let length = (extent.offset + extent.length).min(range.end) - offset;
+    let mapping = match extent.mapping {
+        Mapping::Backing {
+            index,
+            offset: from,
+            bytes,
+        } => {
+            let skip = offset - extent.offset;
+            Mapping::Backing {
+                index,
+                offset: from + skip,
+                bytes: bytes.saturating_sub(skip).min(length),
+            }
+        }
+        mapping => mapping,
+    };
+    Extent {
+        offset,
+        length,
+        mapping,
+    }
 }
 
 /// Makes the run longer by `next` if they belong together. Zeros, holes and windows are not stored block by block, so
@@ -122,6 +227,8 @@ fn join(run: &mut Extent, next: &Extent) -> bool {
 
 struct Map {
     json: bool,
+    /// Of the files of a chain; nothing where there is only one.
+    chain: Vec<String>,
     /// Of the backings, by index.
     names: Vec<String>,
     backing_kind: &'static str,
@@ -137,19 +244,20 @@ impl Map {
                 "{{\"schema\":\"bcow.map/1\",\"size\":{size},\"extents\":["
             )
         } else {
+            let file = if self.chain.is_empty() { "" } else { "  FILE" };
             writeln!(
                 self.out,
-                "{:>16} {:>12} {:<8} {:>16} {:>12}",
+                "{:>16} {:>12} {:<8} {:>16} {:>12}{file}",
                 "LBA", "LENGTH", "KIND", "UBA", "STORED"
             )
         }
     }
 
-    fn extent(&mut self, extent: &Extent) -> Result<(), CommandError> {
+    fn extent(&mut self, file: usize, extent: &Extent) -> Result<(), CommandError> {
         if self.json {
             let separator = if self.first { "" } else { "," };
             self.first = false;
-            let value = self.as_json(extent);
+            let value = self.as_json(file, extent);
             return write!(self.out, "{separator}\n{value}");
         }
         write!(
@@ -161,12 +269,16 @@ impl Map {
         )?;
         match extent.mapping {
             Mapping::Raw { stored } | Mapping::Compressed { stored } | Mapping::Open { stored } => {
-                writeln!(self.out, " {:>16} {:>12}", stored.at.0, stored.bytes)
+                write!(self.out, " {:>16} {:>12}", stored.at.0, stored.bytes)?;
             }
-            Mapping::Zero | Mapping::Hole => writeln!(self.out, " {:>16} {:>12}", "-", "-"),
+            Mapping::Zero | Mapping::Hole => write!(self.out, " {:>16} {:>12}", "-", "-")?,
             Mapping::Backing { index, offset, .. } => {
-                writeln!(self.out, " {:>16} {:>12}", format!("{index}:{offset}"), "-")
+                write!(self.out, " {:>16} {:>12}", format!("{index}:{offset}"), "-")?;
             }
+        }
+        match self.chain.get(file) {
+            Some(name) => writeln!(self.out, "  {file} {}", printable(name)),
+            None => writeln!(self.out),
         }
     }
 
@@ -188,12 +300,16 @@ impl Map {
         }
     }
 
-    fn as_json(&self, extent: &Extent) -> Value {
+    fn as_json(&self, file: usize, extent: &Extent) -> Value {
         let mut value = json!({
             "offset": extent.offset,
             "length": extent.length,
             "kind": self.kind(&extent.mapping),
         });
+        if let Some(name) = self.chain.get(file) {
+            value["file"] = file.into();
+            value["file_name"] = name.as_str().into();
+        }
         match extent.mapping {
             Mapping::Raw { stored } | Mapping::Compressed { stored } => {
                 value["uba"] = stored.at.0.into();

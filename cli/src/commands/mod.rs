@@ -3,6 +3,7 @@
 pub mod cat;
 pub mod completions;
 pub mod convert;
+pub mod create;
 pub mod diff;
 pub mod export;
 pub mod extract;
@@ -13,6 +14,7 @@ pub mod ls;
 pub mod man;
 pub mod map;
 pub mod mount;
+pub mod resize;
 pub mod serve;
 pub mod umount;
 pub mod version;

@@ -1,0 +1,239 @@
+//! `bcow create`
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName, SECTOR_BYTES, State};
+use bcow::{BlockDevice, CreateOptions, Disk, Layout, OpenOptions};
+use bcow_oci::digest::Algorithm;
+use bcow_oci::store;
+use bcow_oci::{Digest, ImageName};
+
+use crate::disks::Below;
+use crate::error::{CommandError, Context};
+use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name};
+use crate::new_file::NewFile;
+use crate::size::{self, Count, Human};
+use crate::ui::Ui;
+
+/// Make a disk that can be written
+///
+/// A disk is sparse: what nobody wrote takes no space, and shows what the backing has there, or zeros.
+/// The backing is a BCoW file that is only read: a disk, or an image. It is found again by its file
+/// name, in the directory of the disk that names it and in those given by --backing-dir; or by its
+/// digest, in the stores given by --store. If it has changed meanwhile, the disk does not open.
+///
+/// Layouts:
+///
+///     auto          4 KiB blocks for small writes, larger ones for large writes, region by region
+///     performance   about a thousand blocks, whatever the size of the disk: fast, and more to copy
+///                   for a small write over a backing
+///     space         4 KiB blocks everywhere
+///
+/// A file of that name is never overwritten.
+#[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
+pub struct Args {
+    /// The disk to make
+    #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
+    new: PathBuf,
+    /// What it shows where nobody wrote: a BCoW file, or an image as oci:DIR[:REF]
+    #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
+    backing: Option<PathBuf>,
+    /// Name the backing by the digest of its file, which is sealed; it is then looked up in stores
+    #[arg(long, requires = "backing")]
+    by_digest: bool,
+    /// Size of the disk, in bytes or with K, M, G or T [default: that of the backing]
+    #[arg(short, long, value_name = "SIZE", value_parser = size::parse)]
+    size: Option<u64>,
+    /// How it is cut into blocks: auto, performance or space
+    #[arg(long, value_name = "LAYOUT", default_value = "auto", value_parser = layout)]
+    layout: Layout,
+    /// Block size, a power of two from 4K [default: by the layout]
+    #[arg(long, value_name = "SIZE", value_parser = block_size)]
+    block_size: Option<u32>,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+fn layout(text: &str) -> Result<Layout, String> {
+    Layout::from_name(text).ok_or_else(|| "there are auto, performance and space".to_owned())
+}
+
+fn block_size(text: &str) -> Result<u32, String> {
+    u32::try_from(size::parse(text)?)
+        .ok()
+        .filter(|bytes| bytes.is_power_of_two() && (4096..=16 << 20).contains(bytes))
+        .ok_or_else(|| "block sizes are powers of two from 4K to 16M".to_owned())
+}
+
+/// Creates.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let new = NewFile::create_new(&args.new)?;
+    let options = OpenOptions::default();
+    let backing = match &args.backing {
+        Some(name) => Some(backing(
+            name,
+            args.by_digest,
+            &args.new,
+            &args.stores,
+            &options,
+        )?),
+        None => None,
+    };
+    let size = match (args.size, &backing) {
+        (Some(size), _) => disk_size(size)?,
+        (None, Some((entry, _))) => entry.size,
+        (None, None) => {
+            return Err(CommandError::usage("the disk needs a size")
+                .hint("give one with -s SIZE, or a backing with -b BACKING"));
+        }
+    };
+    let cannot = || format!("cannot create {}", args.new.display());
+    let create = CreateOptions {
+        layout: args.layout,
+        block_bytes: args.block_size,
+        ..CreateOptions::disk(size)
+    };
+    let over = backing.as_ref().map(|(entry, _)| entry.name.to_string());
+    let file = Arc::new(new.file().try_clone().context(cannot)?);
+    Disk::create(file, &create, backing, &options)
+        .and_then(Disk::close)
+        .context(cannot)?;
+    new.complete()?;
+    let over = over.map_or(String::new(), |name| format!(" over {name}"));
+    ui.status(format_args!(
+        "{}: writable disk of {} ({} bytes){over}",
+        args.new.display(),
+        Human(size),
+        Count(size)
+    ));
+    Ok(())
+}
+
+/// A size that a disk may have.
+pub fn disk_size(size: u64) -> Result<u64, CommandError> {
+    match size.is_multiple_of(SECTOR_BYTES) {
+        true => Ok(size),
+        false => Err(CommandError::usage(format!(
+            "a disk of {size} bytes: sizes are multiples of {SECTOR_BYTES}"
+        ))
+        .hint(format!(
+            "the next one is {}",
+            size.next_multiple_of(SECTOR_BYTES)
+        ))),
+    }
+}
+
+/// The backing that the user calls `name`, as the disk at `disk` is to name it, and what it shows.
+pub fn backing(
+    name: &Path,
+    by_digest: bool,
+    disk: &Path,
+    stores: &StoreArgs,
+    options: &OpenOptions,
+) -> Result<(BackingEntry, Arc<dyn BlockDevice>), CommandError> {
+    let text = name.as_os_str().as_encoded_bytes();
+    if text.starts_with(b"raw:") || text.starts_with(b"qcow2:") {
+        return Err(CommandError::usage(format!(
+            "{} cannot be a backing: only BCoW files can",
+            name.display()
+        ))
+        .hint(format!(
+            "`bcow convert {} BASE.bcow` makes one of it",
+            name.display()
+        )));
+    }
+    let image = OpenImage::open_with(name, stores, options)?;
+    let device = image.image().clone();
+    let size = device.size();
+    let parsed = parse_name(name)?;
+    match &parsed {
+        ImageName::File(path) if !by_digest => {
+            let entry = by_name(path, disk, stores, options, &image)?;
+            Ok((entry, device))
+        }
+        _ => {
+            let cannot = || format!("cannot make {} a backing", name.display());
+            if device.header().state != State::Sealed {
+                return Err(CommandError::new(cannot())
+                    .caused_by_text("it can be written, and has no digest for long")
+                    .hint("leave out --by-digest, or make it immutable with `bcow seal`"));
+            }
+            let located = store::locate(&parsed).map_err(|error| cannot_open(name, &error))?;
+            let digest = match located.digest {
+                Some(digest) => digest,
+                None => {
+                    Digest::of_file(&located.file, Algorithm::Sha256)
+                        .context(cannot)?
+                        .0
+                }
+            };
+            let digest = digest.sha256().ok_or_else(|| {
+                CommandError::new(cannot()).caused_by_text("its digest is no SHA-256")
+            })?;
+            let entry = BackingEntry {
+                name: BackingName::Digest(digest),
+                size,
+            };
+            Ok((entry, device))
+        }
+    }
+}
+
+/// Names a backing by its file name, if it will be found by that.
+fn by_name(
+    path: &Path,
+    disk: &Path,
+    stores: &StoreArgs,
+    options: &OpenOptions,
+    image: &OpenImage,
+) -> Result<BackingEntry, CommandError> {
+    let cannot = || format!("cannot make {} a backing", path.display());
+    let path = path.canonicalize().context(cannot)?;
+    let name = path
+        .file_name()
+        .and_then(|name| name.to_str())
+        .ok_or_else(|| CommandError::new(cannot()).caused_by_text("its name is not UTF-8"))?;
+    let entry = BackingEntry {
+        name: BackingName::FileName {
+            name: name.to_owned(),
+            identity: Some(image.image().identity_hash()),
+        },
+        size: image.image().size(),
+    };
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    let allowed = |place: &Path| place.canonicalize().is_ok_and(|place| place == directory);
+    let own = match disk.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let given = stores.backing_dirs()?;
+    if !std::iter::once(own)
+        .chain(given.iter().map(PathBuf::as_path))
+        .any(allowed)
+    {
+        return Err(CommandError::new(cannot())
+            .caused_by_text(format!(
+                "it is not in {}, and a backing is looked up beside the disk",
+                own.display()
+            ))
+            .hint(format!(
+                "make the disk in {0}, or allow that directory with --backing-dir {0}, here and wherever the disk is used",
+                directory.display()
+            )));
+    }
+    // As it will be opened: the depth of the chain, links, and another file of that name show now.
+    let below = Below::new(stores, options)?;
+    let opener = below.opener(disk);
+    match opener.open(&entry) {
+        Ok(_) => Ok(entry),
+        Err(problem) => {
+            let failure = CommandError::new(cannot()).caused_by(&*problem);
+            Err(match problem.hint() {
+                Some(hint) => failure.hint(hint),
+                None => failure,
+            })
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! `bcow resize`
+
+use std::path::PathBuf;
+
+use bcow::{BlockDevice, OpenOptions};
+
+use super::create::disk_size;
+use crate::disks::open_writable;
+use crate::error::{CommandError, Context};
+use crate::image::StoreArgs;
+use crate::size::{self, Count, Human};
+use crate::ui::Ui;
+
+/// Change the size of a disk
+///
+/// What a disk grows by reads as zeros, also where its backing has something. What it shrinks by is lost,
+/// which is why that has to be said.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The disk
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    disk: PathBuf,
+    /// The new size, or with + or - before it, by how much it grows or shrinks
+    #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
+    size: Change,
+    /// Allow the disk to shrink; what lies behind its new end is lost
+    #[arg(long)]
+    shrink: bool,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Change {
+    To(u64),
+    Grow(u64),
+    Shrink(u64),
+}
+
+fn change(text: &str) -> Result<Change, String> {
+    match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(by), _) => size::parse(by).map(Change::Grow),
+        (_, Some(by)) => size::parse(by).map(Change::Shrink),
+        _ => size::parse(text).map(Change::To),
+    }
+}
+
+/// Resizes.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let shown = args.disk.display();
+    let opened = open_writable(&args.disk, &args.stores, &OpenOptions::default(), "resize")?;
+    let disk = opened.disk;
+    let old = disk.size();
+    let new = match args.size {
+        Change::To(size) => Some(size),
+        Change::Grow(by) => old.checked_add(by),
+        Change::Shrink(by) => old.checked_sub(by),
+    };
+    let new = new.ok_or_else(|| {
+        CommandError::usage(format!("{shown} has {old} bytes; there is no such size"))
+    })?;
+    let new = disk_size(new)?;
+    if new < old && !args.shrink {
+        return Err(CommandError::new(format!(
+            "{shown} would lose what is in its last {} bytes",
+            old - new
+        ))
+        .hint("if that is meant, say --shrink"));
+    }
+    disk.resize(new)
+        .and_then(|()| disk.close())
+        .context(|| format!("cannot resize {shown}"))?;
+    ui.status(format_args!(
+        "{shown}: disk of {} ({} bytes)",
+        Human(new),
+        Count(new)
+    ));
+    Ok(())
+}
