@@ -15,7 +15,10 @@ use crate::storage::Storage;
 use crate::{BlockCache, Error};
 
 mod regions;
+mod repair;
 mod space;
+
+pub use repair::repair;
 
 /// At most this many findings are kept; a file of garbage would have millions.
 const MOST_FINDINGS: usize = 1000;
@@ -118,33 +121,42 @@ impl Report {
 
 /// Examines the file in `storage`. An error means the host failed; what is wrong with the file is in the report.
 pub fn check(storage: Arc<dyn Storage>, options: &CheckOptions) -> Result<Report, Error> {
-    let mut report = Report::default();
-    let header = match read_header(&*storage) {
-        Ok(header) => header,
+    match read_header(&*storage) {
+        Ok(header) => check_as(storage, &header, options),
         Err(error) => {
+            let mut report = Report::default();
             report.note("header", error)?;
-            return Ok(report);
+            Ok(report)
         }
-    };
-    check_slots(&*storage, &header, &mut report)?;
-    let verifier = Verifier::new(&header, FileId::next(), &BlockCache::default());
+    }
+}
+
+/// Examines the file as if this were its header.
+fn check_as(
+    storage: Arc<dyn Storage>,
+    header: &Header,
+    options: &CheckOptions,
+) -> Result<Report, Error> {
+    let mut report = Report::default();
+    check_slots(&*storage, header, &mut report)?;
+    let verifier = Verifier::new(header, FileId::next(), &BlockCache::default());
     let file = CheckedFile {
         storage,
         verifier: None,
     };
-    match check_root(&file, &header) {
+    match check_root(&file, header) {
         Ok(root) => {
-            check_metadata(&file, &header, &mut report)?;
-            let free = check_free_list(&file, &header, &mut report)?;
-            if let Some(log) = check_log(&file, &header, &root, &mut report)? {
+            check_metadata(&file, header, &mut report)?;
+            let free = check_free_list(&file, header, &mut report)?;
+            if let Some(log) = check_log(&file, header, &root, &mut report)? {
                 let subject = regions::Subject {
                     file: &file,
-                    header: &header,
+                    header,
                     root: &root,
                     logged: &log.overlay,
                 };
                 let ranges = regions::check(&subject, options, &mut report)?;
-                space::check(&header, &log.replayed, ranges, &free, &mut report);
+                space::check(header, &log.replayed, ranges, &free, &mut report);
             }
         }
         Err(error) => report.note("root table", error)?,

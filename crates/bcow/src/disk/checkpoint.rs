@@ -21,6 +21,8 @@ use crate::Error;
 /// Ranges more than the free list has when its place is taken: taking it cuts ranges.
 const FREE_SLACK: usize = 16;
 const FREE_ENTRY_BYTES: usize = 16;
+/// Ranges that a free list has at most.
+const MOST_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
 
 /// New tables and sections, which nothing names yet, and what they will replace.
 #[derive(Default)]
@@ -203,52 +205,68 @@ impl Inner {
         let freed = change.freed.iter().cloned();
         freed.for_each(|range| free.insert(range));
         used.iter().for_each(|range| free.remove(range.clone()));
-        let most = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
-        let count = free.iter().count().min(most) + FREE_SLACK;
-        let place = self
-            .space
-            .allocate_section((count * FREE_ENTRY_BYTES) as u64)?;
-        let mut own = place.start..place.start + place.bytes;
-        change.used.push(own.clone());
-        free.insert(end..own.start.max(end));
-        free.remove(own.clone());
-        end = end.max(own.end);
-        cut_end(&mut free, &mut end);
-        // What the list does not need of its place is free, and in the list.
-        let length = |free: &Extents| {
-            let entries = free.iter().count().min(most);
-            ((entries * FREE_ENTRY_BYTES) as u64).next_multiple_of(SECTOR_BYTES)
-        };
-        let rest = (own.start + length(&free)).min(own.end)..own.end;
-        free.insert(rest.clone());
-        if own.start + length(&free) <= rest.start {
-            own.end = rest.start;
-            change.freed.push(rest);
-            cut_end(&mut free, &mut end);
-        } else {
-            free.remove(rest);
-        }
-        let bytes = encode_free(&largest(&free, most));
-        if bytes.is_empty() {
-            header.free = Section::default();
-            change.freed.push(own.clone());
-            match own.end == end {
-                true => end = own.start,
-                false => free.insert(own),
+        let own = self.place_free_list(&mut free, &mut end, change)?;
+        let bytes = encode_free(&largest(&free));
+        header.free = match bytes.is_empty() {
+            true => Section::default(),
+            false => {
+                self.write_storage(own, &bytes)?;
+                Section {
+                    offset: own,
+                    bytes: bytes.len() as u32,
+                    crc: crc32c(&bytes),
+                }
             }
-        } else {
-            self.write_storage(own.start, &bytes)?;
-            header.free = Section {
-                offset: own.start,
-                bytes: bytes.len() as u32,
-                crc: crc32c(&bytes),
-            };
-        }
+        };
         header.generation = old.generation + 1;
         header.file_bytes = end;
         // Sections lie inside the file also if their last sector was not filled.
         self.lengthen(end)?;
         Ok(Prepared { header, free })
+    }
+
+    /// Takes a place for the free list of a file that ends at `end`, which is itself not free then; and frees what the list
+    /// will not need of it, which is in the list.
+    fn place_free_list(
+        &self,
+        free: &mut Extents,
+        end: &mut u64,
+        change: &mut Change,
+    ) -> Result<u64, Error> {
+        let mut attempts = 0;
+        loop {
+            let count = free.iter().count().min(MOST_FREE) + FREE_SLACK;
+            let place = self
+                .space
+                .allocate_section((count * FREE_ENTRY_BYTES) as u64)?;
+            let own = place.start..place.start + place.bytes;
+            change.used.push(own.clone());
+            let (mut list, mut list_end) = (free.clone(), *end);
+            list.insert(list_end..own.start.max(list_end));
+            list.remove(own.clone());
+            list_end = list_end.max(own.end);
+            cut_end(&mut list, &mut list_end);
+            let needed = list_bytes(&list);
+            let rest = (own.start + needed).min(own.end)..own.end;
+            let (mut with_rest, mut with_rest_end) = (list.clone(), list_end);
+            with_rest.insert(rest.clone());
+            cut_end(&mut with_rest, &mut with_rest_end);
+            attempts += 1;
+            if list_bytes(&with_rest) == needed {
+                change.freed.push(rest);
+                (*free, *end) = (with_rest, with_rest_end);
+                return Ok(own.start);
+            }
+            // With its own rest in it the list needs that rest: with all of this place in it, it will have another length.
+            if attempts == 3 {
+                (*free, *end) = (list, list_end);
+                return Ok(own.start);
+            }
+            free.insert(*end..own.end.max(*end));
+            free.insert(own.clone());
+            *end = own.end.max(*end);
+            change.freed.push(own);
+        }
     }
 
     /// Makes the prepared header the file's. Whatever fails from here on, no more is written: which header the file has is
@@ -302,6 +320,12 @@ pub(super) struct Prepared {
     free: Extents,
 }
 
+/// Whole sectors of a free list.
+fn list_bytes(free: &Extents) -> u64 {
+    let entries = free.iter().count().min(MOST_FREE);
+    ((entries * FREE_ENTRY_BYTES) as u64).next_multiple_of(SECTOR_BYTES)
+}
+
 /// What is free at the end is no part of the file.
 fn cut_end(free: &mut Extents, end: &mut u64) {
     loop {
@@ -320,7 +344,7 @@ pub(super) fn section_range(section: &Section) -> Range<u64> {
 }
 
 /// The free ranges, if they are too many the largest of them, in order.
-fn largest(free: &Extents, most: usize) -> Vec<FreeRange> {
+fn largest(free: &Extents) -> Vec<FreeRange> {
     let mut ranges: Vec<FreeRange> = free
         .iter()
         .map(|range| FreeRange {
@@ -328,9 +352,9 @@ fn largest(free: &Extents, most: usize) -> Vec<FreeRange> {
             bytes: range.end - range.start,
         })
         .collect();
-    if ranges.len() > most {
+    if ranges.len() > MOST_FREE {
         ranges.sort_unstable_by_key(|range| std::cmp::Reverse(range.bytes));
-        ranges.truncate(most);
+        ranges.truncate(MOST_FREE);
         ranges.sort_unstable_by_key(|range| range.start);
     }
     ranges

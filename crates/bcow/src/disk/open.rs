@@ -125,7 +125,12 @@ impl Inner {
         let mut change = Change::default();
         for region in image.logged_regions() {
             let new = blocks_of(image, region)?;
-            let old = read_blocks(&self.file, &header, region, root[region as usize])?;
+            let old = match read_blocks(&self.file, &header, region, root[region as usize]) {
+                // A damaged table, of which the log needs nothing: else the file would not have opened. What only it
+                // named is lost space.
+                Err(error) if error.code().is_some() => Blocks::Whole(Entry::Absent),
+                old => old?,
+            };
             let kept: HashSet<Stored> = new.iter().filter_map(|entry| entry.stored()).collect();
             let gone = old.iter().filter_map(|entry| entry.stored());
             let gone = gone.filter(|stored| !kept.contains(stored));

@@ -1,0 +1,149 @@
+//! Repairs what can be repaired without guessing: nothing here ever changes what the file shows.
+
+use std::sync::Arc;
+
+use bcow_format::{
+    BackingEntry, HEADER_AREA_BYTES, Header, SLOT_BYTES, Section, State, choose_header,
+};
+
+use super::{CheckOptions, check, check_as};
+use crate::image::read_header;
+use crate::storage::Storage;
+use crate::{BackingResolver, BlockDevice, Disk, Error, OpenOptions};
+
+/// Repairs the file in `storage`, which is open for writing and locked, and says what was done.
+///
+/// - A damaged header slot is written again from the good one.
+/// - Of a writable file the records go into the tables, the free list is made anew if it is damaged or lost space, and
+///   both slots get the newest header.
+///
+/// What needs more than that, above all where two places of the file contradict each other, is left as it is, to be found by
+/// [`check`]. Whatever interrupts it leaves the file as good as it was.
+pub fn repair(storage: Arc<dyn Storage>) -> Result<Vec<String>, Error> {
+    let mut done = Vec::new();
+    let header = match read_header(&*storage) {
+        Ok(header) => header,
+        Err(error) if error.code().is_some() => return Ok(done),
+        Err(error) => return Err(error),
+    };
+    repair_slots(&*storage, &header, &mut done)?;
+    if header.state == State::Writable && header.log.1 > 0 {
+        repair_writable(&storage, header, &mut done)?;
+    }
+    Ok(done)
+}
+
+fn repair_slots(
+    storage: &dyn Storage,
+    header: &Header,
+    done: &mut Vec<String>,
+) -> Result<(), Error> {
+    let mut area = [0; HEADER_AREA_BYTES];
+    storage
+        .read_at(0, &mut area)
+        .map_err(|source| Error::io("read", 0, source))?;
+    let slots: Vec<_> = area.chunks(SLOT_BYTES).map(choose_header).collect();
+    let ([Err(_), Ok(good)] | [Ok(good), Err(_)]) = &slots[..] else {
+        return Ok(());
+    };
+    if good != header {
+        return Ok(());
+    }
+    let (bad, name) = match slots[0] {
+        Err(_) => (0, "A"),
+        Ok(_) => (1, "B"),
+    };
+    let generation = match header.state {
+        // The records belong to this generation.
+        State::Writable => header.generation,
+        // As it was when the file was made (spec section 14), so that its digest is again what it was.
+        State::Sealed if bad == 0 => header.generation.saturating_sub(1).max(1),
+        State::Sealed => header.generation.saturating_add(1),
+    };
+    let slot = Header {
+        generation,
+        ..header.clone()
+    };
+    write_slot(storage, bad, &slot)?;
+    done.push(format!(
+        "header slot {name} was damaged and is written again"
+    ));
+    Ok(())
+}
+
+fn write_slot(storage: &dyn Storage, index: usize, header: &Header) -> Result<(), Error> {
+    let at = (index * SLOT_BYTES) as u64;
+    storage
+        .write_at(at, &header.encode())
+        .map_err(|source| Error::io("write", at, source))?;
+    storage
+        .sync()
+        .map_err(|source| Error::io("sync", at, source))
+}
+
+fn repair_writable(
+    storage: &Arc<dyn Storage>,
+    header: Header,
+    done: &mut Vec<String>,
+) -> Result<(), Error> {
+    let quick = CheckOptions {
+        data: false,
+        threads: 1,
+    };
+    let mut report = check(storage.clone(), &quick)?;
+    if !report.is_sound() {
+        // Is it the free list alone? Without it, nothing is known to be free, and all else is as it was.
+        let without = Header {
+            free: Section::default(),
+            ..header
+        };
+        report = check_as(storage.clone(), &without, &quick)?;
+        if !report.is_sound() {
+            return Ok(());
+        }
+        // Of the same generation: the records stay its own. Until both are written, either is right.
+        write_slot(&**storage, 0, &without)?;
+        write_slot(&**storage, 1, &without)?;
+        done.push("the free list was damaged and is made anew".into());
+    }
+    let Some(writable) = report.writable else {
+        return Ok(());
+    };
+    if writable.records == 0 && !writable.dropped_record && writable.leaked_bytes == 0 {
+        return Ok(());
+    }
+    let disk = Disk::open(storage.clone(), &OpenOptions::default(), &Unread)?;
+    let found = disk.rebuild_free_list()?;
+    disk.close()?;
+    if found > 0 {
+        done.push(format!("{found} lost bytes of the file are free again"));
+    }
+    if writable.records > 0 {
+        done.push(format!(
+            "{} records of the log are in the tables now",
+            writable.records
+        ));
+    }
+    Ok(())
+}
+
+/// Stands for backings that nobody will read.
+struct Unread;
+
+struct UnreadDevice(u64);
+
+impl BackingResolver for Unread {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(Some(Arc::new(UnreadDevice(backing.size))))
+    }
+}
+
+impl BlockDevice for UnreadDevice {
+    fn size(&self) -> u64 {
+        self.0
+    }
+
+    fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), Error> {
+        Err(Error::Unsupported("a repair reads no backing".into()))
+    }
+}
