@@ -95,7 +95,9 @@ impl Inner {
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
         self.punch(&change.given_up);
         self.space.free(change.freed);
-        self.write_other_slot(committer)
+        // Everything is durable without it. Should it fail, the next write or flush is refused and says why.
+        let _ = self.write_other_slot(committer);
+        Ok(())
     }
 
     fn write_tables(

@@ -250,7 +250,9 @@ impl Inner {
             mappings: taken.mappings.clone(),
         };
         let bytes = encode_record(&record, &committer.header);
-        self.write_storage(committer.header.log.0 + committer.tail, &bytes)?;
+        let at = committer.header.log.0 + committer.tail;
+        self.write_storage(at, &bytes)
+            .inspect_err(|error| self.unwrite(at, error))?;
         self.barrier()?;
         committer.tail += bytes.len() as u64;
         committer.sequence += 1;
@@ -284,6 +286,14 @@ impl Inner {
         self.space
             .free(freed.iter().map(|freed| sectors(freed.stored)));
         Ok(())
+    }
+
+    /// A record that could not be written as a whole must not turn out to be one: what it says is pending again, and may be written
+    /// elsewhere.
+    fn unwrite(&self, at: u64, error: &Error) {
+        if self.write_storage(at, &[0; 16]).is_err() {
+            let _ = self.failed.set(error.to_string());
+        }
     }
 
     /// What was taken is pending again.
