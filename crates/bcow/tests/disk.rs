@@ -453,3 +453,30 @@ fn space_that_one_region_gave_up_and_another_took_is_in_use_after_a_crash() {
     disk.close().unwrap();
     assert_sound(&storage);
 }
+
+#[test]
+fn a_large_block_written_in_part_at_the_end_of_the_file_is_there_as_a_whole() {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = CreateOptions {
+        layout: Layout::Performance,
+        block_bytes: Some(1 << 20),
+        ..CreateOptions::disk(8 * MIB)
+    };
+    let disk = create(&storage, options);
+    disk.write_at(2 * MIB + 4096, &[7; 4096]).unwrap();
+    let mut whole = vec![1; MIB as usize];
+    disk.read_at(2 * MIB, &mut whole).unwrap();
+    assert!(
+        whole[..4096]
+            .iter()
+            .chain(&whole[8192..])
+            .all(|byte| *byte == 0)
+    );
+    disk.flush().unwrap();
+
+    // Nothing was written behind it, and nobody closed the file.
+    let disk = reopen(&crashed(&storage), None);
+    let mut again = vec![1; MIB as usize];
+    disk.read_at(2 * MIB, &mut again).unwrap();
+    assert_eq!(again, whole);
+}

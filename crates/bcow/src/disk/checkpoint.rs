@@ -306,11 +306,12 @@ impl Inner {
             })
     }
 
-    fn lengthen(&self, file_bytes: u64) -> Result<(), Error> {
-        let storage = &self.file.storage;
-        let io = |source| Error::io("lengthen the file", file_bytes, source);
-        if storage.len().map_err(io)? < file_bytes {
-            storage.set_len(file_bytes).map_err(io)?;
+    /// Makes the file `end` bytes long, if it is shorter; whoever asks has the last of them for itself. By writing that byte: a
+    /// length that is set would cut off what another thread writes behind it at this moment.
+    pub(super) fn lengthen(&self, end: u64) -> Result<(), Error> {
+        let io = |source| Error::io("lengthen the file", end, source);
+        if end > 0 && self.file.storage.len().map_err(io)? < end {
+            self.write_storage(end - 1, &[0])?;
         }
         Ok(())
     }

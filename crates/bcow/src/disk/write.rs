@@ -388,6 +388,10 @@ impl Inner {
                     self.space.free(Some(piece.range()));
                 })?;
                 if zeros && piece.blank {
+                    // The rest reads as zeros only inside the file.
+                    self.lengthen(piece.range().end).inspect_err(|_| {
+                        self.space.free(Some(piece.range()));
+                    })?;
                     self.set(region, state, index, open_entry(&piece), None, freed);
                     return Ok(Part::Written);
                 }
