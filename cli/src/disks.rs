@@ -42,6 +42,23 @@ pub struct WritableDisk {
     _lock: FileLock,
 }
 
+/// What keeps others from writing to a disk and the files below it.
+pub struct Held {
+    _files: Vec<ChainFile>,
+    _lock: FileLock,
+}
+
+impl WritableDisk {
+    /// The disk alone, for who shares it, and what is to be kept as long.
+    pub fn into_parts(self) -> (Disk, Held) {
+        let held = Held {
+            _files: self.files,
+            _lock: self._lock,
+        };
+        (self.disk, held)
+    }
+}
+
 /// What is wrong with a file below a disk.
 #[derive(Debug, Clone)]
 pub struct Problem {
@@ -55,6 +72,14 @@ pub fn is_disk(path: &Path) -> bool {
         .ok()
         .and_then(|file| header_of(&file))
         .is_some_and(|header| header.purpose != Use::Image)
+}
+
+/// Whether the file at `path` is a disk that is not sealed, as far as its header tells.
+pub fn is_writable_disk(path: &Path) -> bool {
+    File::open(path)
+        .ok()
+        .and_then(|file| header_of(&file))
+        .is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
 }
 
 /// The header of a file, if it has one.

@@ -1,16 +1,16 @@
 //! What is served: images for reading, disks for writing, either under an overlay for the length of a session.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::disk::{CreateOptions, Disk};
-use bcow::format::{BackingEntry, BackingName, State};
-use bcow::{BlockCache, BlockDevice, NoBackings, OpenOptions};
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BlockCache, BlockDevice, OpenOptions};
 use bcow_nbd::{Device, Export};
 
+use crate::disks::{Held, is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, cannot_open_file};
+use crate::image::{OpenImage, StoreArgs};
 
 /// What clients may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,9 @@ pub struct Opening<'a> {
 pub struct Served {
     /// In the order of the command line.
     pub exports: Vec<Export>,
-    disks: Vec<(PathBuf, Arc<Disk>)>,
+    disks: Vec<(PathBuf, Arc<Disk>, Held)>,
+    /// Nobody writes to them meanwhile.
+    images: Vec<OpenImage>,
 }
 
 impl Served {
@@ -54,19 +56,23 @@ impl Served {
             cache: opening.cache.clone(),
             ..OpenOptions::default()
         };
-        let image = OpenImage::open_with(path, opening.stores, &options)?;
-        let writable = image.image().header().state == State::Writable;
+        let mut image = || -> Result<_, CommandError> {
+            let opened = OpenImage::open_with(path, opening.stores, &options)?;
+            let image = opened.image().clone();
+            self.images.push(opened);
+            Ok(image)
+        };
         let device = match opening.access {
-            Access::AsFile if writable => {
-                drop(image);
-                let disk = Arc::new(open_disk(path, &options)?);
-                self.disks.push((path.to_owned(), disk.clone()));
+            Access::AsFile if is_writable_disk(path) => {
+                let opened = open_writable(path, opening.stores, &options, "serve")?;
+                let (disk, held) = opened.into_parts();
+                let disk = Arc::new(disk);
+                self.disks.push((path.to_owned(), disk.clone(), held));
                 Device::Writable(disk)
             }
-            Access::AsFile | Access::ReadOnly => Device::ReadOnly(image.image().clone()),
+            Access::AsFile | Access::ReadOnly => Device::ReadOnly(image()?),
             Access::Snapshot => Device::Writable(Arc::new(
-                snapshot(image.image().clone(), &options)
-                    .map_err(|error| error.context_of(path))?,
+                snapshot(image()?, &options).map_err(|error| error.context_of(path))?,
             )),
         };
         self.exports.push(Export {
@@ -81,7 +87,7 @@ impl Served {
     pub fn close(self) -> Result<(), CommandError> {
         drop(self.exports);
         let mut result = Ok(());
-        for (path, disk) in self.disks {
+        for (path, disk, _held) in self.disks {
             let closed = match Arc::try_unwrap(disk) {
                 Ok(disk) => disk.close(),
                 // Somebody does use it; then it is only brought up to date.
@@ -92,17 +98,6 @@ impl Served {
         }
         result
     }
-}
-
-fn open_disk(path: &Path, options: &OpenOptions) -> Result<Disk, CommandError> {
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .open(path)
-        .context(|| format!("cannot open {} for writing", path.display()))
-        .map_err(|error| error.hint("--read-only serves it as it is"))?;
-    Disk::open(Arc::new(file), options, &NoBackings)
-        .map_err(|error| cannot_open_file(path, path, &error))
 }
 
 /// Why there is no overlay.
