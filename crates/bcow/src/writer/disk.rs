@@ -4,11 +4,13 @@ use bcow_format::{
     BackingEntry, BlockShift, MAX_ADDRESS, MAX_LOG_BYTES, MAX_ROOT_ENTRIES, SECTOR_BYTES,
 };
 
-use super::{AUTO_CONTENT_SHIFT, ImageWriter, REGION_SHIFT, WriterOptions};
+use super::{ImageWriter, REGION_SHIFT, WriterOptions};
 use crate::{BlockDevice, Content, Error};
 
 /// Largest region, 2^30 bytes.
 const MAX_REGION_SHIFT: u8 = 30;
+/// Blocks of a disk where nobody chose. Smaller than an image's: guests read 4 KiB here and there, and each such read decodes a block.
+const AUTO_DISK_SHIFT: u8 = 16;
 /// Read at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
@@ -153,8 +155,11 @@ pub fn append_disk<E: From<Error>>(
     let size = device.size();
     let largest = match writer.options.block_bytes {
         Some(_) => writer.block_shift.get(),
-        None => AUTO_CONTENT_SHIFT.min(writer.region_shift),
+        None => AUTO_DISK_SHIFT.min(writer.region_shift),
     };
+    if writer.options.block_bytes.is_none() {
+        writer.begin_blocks(largest);
+    }
     let mut buffer = Vec::new();
     let mut start = writer.position();
     while start < size {
