@@ -1,0 +1,212 @@
+"""The first and only process of a guest: does the steps it is given, tells each result in a line, and cuts the power.
+
+The steps stand in a JSON file, which the host shares: [[name, {arguments}], ...]. A line of output that begins with `@ ` is a
+result, one with `! ` the end by an error. What a file holds follows from its name, so that nothing has to be remembered
+between two boots.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+
+libc = ctypes.CDLL(None, use_errno=True)
+os.environ.update(PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", LC_ALL="C", HOME="/tmp")
+POWER_OFF = 0x4321FEDC
+INIT_MODULE = 175
+FITRIM = 0xC0185879
+
+
+def call(result, what):
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def mount(source, where, kind, flags=0, options=""):
+    os.makedirs(where, exist_ok=True)
+    call(libc.mount(source.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()),
+         f"mount {source} {where}")
+
+
+def tool(*command, ok=(0,)):
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = done.stdout.decode(errors="replace")
+    if done.returncode not in ok:
+        raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{text}")
+    return text
+
+
+def network():
+    """A fixed address on the interface that ends in the host's user-mode network; the host is 10.0.2.2."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for request, address in ((0x8916, "10.0.2.100"), (0x891C, "255.255.255.0")):
+            fcntl.ioctl(control, request, struct.pack("16sHH4s8x", b"vec0", socket.AF_INET, 0, socket.inet_aton(address)))
+        fcntl.ioctl(control, 0x8914, struct.pack("16sH22x", b"vec0", 0x41))
+
+
+def host(where, path):
+    """A directory of the host, for writing."""
+    mount("none", where, "hostfs", options=path)
+
+
+def connect(device, port, export):
+    tool("nbd-client", "-N", export, "-b", "4096", "10.0.2.2", str(port), device)
+    return device_facts(device)
+
+
+def disconnect(device):
+    tool("nbd-client", "-d", device)
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/sys/block/{os.path.basename(device)}/pid"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{device} is still connected")
+        time.sleep(0.01)
+
+
+def device_facts(device):
+    name = os.path.basename(device)
+
+    def fact(path):
+        with open(f"/sys/block/{name}/{path}") as file:
+            return file.read().strip()
+
+    return {"bytes": int(fact("size")) * 512, "read_only": fact("ro") == "1", "discard": fact("queue/discard_max_bytes") != "0",
+            "write_cache": fact("queue/write_cache"), "fua": fact("queue/fua") == "1"}
+
+
+def command(arguments, ok=(0,)):
+    return tool(*arguments, ok=ok)
+
+
+def make(device, kind):
+    options = {"ext4": ["-q", "-F"], "xfs": ["-q", "-f"], "btrfs": ["-q", "-f"]}[kind]
+    return tool(f"mkfs.{kind}", *options, device)
+
+
+def attach(device, kind, where, read_only=False):
+    mount(device, where, kind, flags=1 if read_only else 0, options="" if read_only else "discard")
+
+
+def detach(where):
+    call(libc.umount2(where.encode(), 0), f"umount {where}")
+
+
+def check(device, kind):
+    return tool(*{"ext4": ["fsck.ext4", "-f", "-n"], "xfs": ["xfs_repair", "-n"], "btrfs": ["btrfs", "check"]}[kind], device)
+
+
+def content(name):
+    """A file's bytes: random, repeated and zero pieces, of odd lengths."""
+    dice = random.Random(name)
+    pieces = []
+    for _ in range(dice.randrange(6)):
+        length = dice.choice((1, 511, 4096, 5000, 65536, 100_001, 700_000))
+        kind = dice.randrange(4)
+        pieces.append(bytes(length) if kind == 0 else dice.randbytes(64) * (length // 64) if kind == 1 else dice.randbytes(length))
+    return b"".join(pieces)
+
+
+def names(prefix, count):
+    return [f"{prefix}{number:03}" for number in range(count)]
+
+
+def fill(where, prefix, count, durable=False):
+    """Writes files; one that is made durable is on the disk before the next is begun."""
+    total = 0
+    for name in names(prefix, count):
+        data = content(name)
+        with open(f"{where}/{name}", "wb") as file:
+            # Out of order, so that the file system has to rewrite and allocate between.
+            middle = len(data) // 2
+            file.seek(middle)
+            file.write(data[middle:])
+            file.seek(0)
+            file.write(data[:middle])
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        total += len(data)
+    if durable:
+        directory = os.open(where, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+    return total
+
+
+def verify(where, prefix, count, kept=1):
+    """Reads back what fill wrote, past the page cache; of `kept` names one is there, the others were removed."""
+    total, sums = 0, hashlib.sha256()
+    for number, name in enumerate(names(prefix, count)):
+        if number % kept:
+            if os.path.exists(f"{where}/{name}"):
+                raise RuntimeError(f"{name} was removed and is back")
+            continue
+        want = content(name)
+        with open(f"{where}/{name}", "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            have = file.read()
+        if hashlib.sha256(have).digest() != hashlib.sha256(want).digest():
+            first = next((at for at, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
+            raise RuntimeError(f"{where}/{name}: {len(have)} bytes of {len(want)}, different from byte {first}")
+        sums.update(have)
+        total += len(have)
+    return {"bytes": total, "sha256": sums.hexdigest()}
+
+
+def remove(where, prefix, count, kept):
+    """Removes all but one of `kept` files and gives their space back to the disk."""
+    for number, name in enumerate(names(prefix, count)):
+        if number % kept and os.path.exists(f"{where}/{name}"):
+            os.unlink(f"{where}/{name}")
+    directory = os.open(where, os.O_RDONLY)
+    os.fsync(directory)
+    trimmed = bytearray(struct.pack("QQQ", 0, 2**64 - 1, 0))
+    fcntl.ioctl(directory, FITRIM, trimmed)
+    os.close(directory)
+    return struct.unpack("QQQ", trimmed)[1]
+
+
+def synchronize(where):
+    directory = os.open(where, os.O_RDONLY)
+    call(libc.syncfs(directory), f"syncfs {where}")
+    os.close(directory)
+
+
+STEPS = {step.__name__: step for step in (network, host, connect, disconnect, device_facts, command, make, attach, detach, check,
+                                          fill, verify, remove, synchronize)}
+
+
+def main(path):
+    # The host's /tmp is hidden soon.
+    with open(path) as file:
+        steps = json.load(file)
+    mount("proc", "/proc", "proc")
+    mount("sys", "/sys", "sysfs")
+    mount("tmp", "/tmp", "tmpfs")
+    mount("run", "/run", "tmpfs")
+    with open(f"/usr/lib/uml/modules/{os.uname().release}/kernel/drivers/block/nbd.ko", "rb") as module:
+        code = module.read()
+        call(libc.syscall(INIT_MODULE, code, len(code), b"nbds_max=8"), "nbd.ko")
+    for name, arguments in steps:
+        begin = time.monotonic()
+        value = STEPS[name](**arguments)
+        print("@", json.dumps({"step": name, "value": value, "seconds": round(time.monotonic() - begin, 2)}), flush=True)
+
+
+try:
+    main(sys.argv[1])
+except BaseException:
+    for line in traceback.format_exc().splitlines():
+        print("!", line)
+sys.stdout.flush()
+# Nothing is unmounted or synchronized: what a step did not make durable is lost, as in a power cut.
+libc.reboot(POWER_OFF)

@@ -1,0 +1,214 @@
+"""What real kernels do with a disk that bcow serves: file systems made, filled, cut off, remounted and checked.
+
+Three ways to a kernel, none of which needs a module of the machine's own: User-Mode Linux with nbd.ko, a virtual machine with
+virtio-blk on qemu's NBD client, and nbdfuse with a loop device.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import unittest
+
+import support
+import uml
+import vm
+from support import BCOW, bcow, run
+
+MIB = 1 << 20
+KINDS = ("ext4", "xfs", "btrfs")
+# Numbers of files: one lot that is deleted in part, one that is made durable file by file, one that is written over the second boot.
+FILES = 40
+DURABLE = 10
+# fsx comes from crates.io; a run is this many operations.
+OPERATIONS = int(os.environ.get("BCOW_FSX") or 3000)
+
+
+class Served:
+    """A running `bcow serve`."""
+
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen([BCOW, "serve", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        first = self.process.stdout.readline().decode()
+        if not first:
+            raise AssertionError(f"bcow serve {' '.join(arguments)} ended with {self.process.wait()}")
+        match = re.search(r":(\d+)(?:/|$)", first.strip())
+        self.port = int(match.group(1)) if match else None
+
+    def end(self, how=signal.SIGTERM):
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        code = self.process.wait(timeout=60)
+        self.process.stdout.close()
+        if how == signal.SIGTERM and code != 0:
+            raise AssertionError(f"bcow serve ended with {code} after SIGTERM")
+
+
+@contextlib.contextmanager
+def served(*arguments, end=signal.SIGTERM):
+    server = Served(*arguments)
+    try:
+        yield server
+    except BaseException:
+        server.end(signal.SIGKILL)
+        raise
+    server.end(end)
+
+
+class KernelClients(unittest.TestCase):
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory(prefix="kernel-", dir=support.WORK)
+        self.addCleanup(scratch.cleanup)
+        self.dir = scratch.name
+        # Unix sockets have short names.
+        short = tempfile.TemporaryDirectory(prefix="nbd-")
+        self.addCleanup(short.cleanup)
+        self.socket = os.path.join(short.name, "s")
+
+    def path(self, name):
+        return os.path.join(self.dir, name)
+
+    def create(self, *arguments):
+        bcow("create", *arguments)
+        return arguments[-1]
+
+    def assert_clean(self, *paths):
+        for path in paths:
+            self.assertEqual(bcow("fsck", path).code, 0, path)
+
+    def test_file_systems_of_a_kernel_with_nbd_outlive_reboots_and_a_killed_server(self):
+        uml.need()
+        # Smaller ones mkfs.xfs does not make.
+        disks = {kind: self.create("-s", "320M", "--layout", layout, self.path(f"{kind}.bcow"))
+                 for kind, layout in zip(KINDS, ("auto", "space", "performance"))}
+        each = [(kind, f"/dev/nbd{number}", f"/tmp/{kind}") for number, kind in enumerate(KINDS)]
+        listen = ["--listen", "127.0.0.1:0"]
+
+        def step(name, **arguments):
+            return name, arguments
+
+        def connected(server, files):
+            return {kind: step("connect", device=device, port=server.port, export=os.path.basename(files[kind]))
+                    for kind, device, _ in each}
+
+        # Filled, reconnected, and the power cut while mounted; then the server is killed.
+        with served(*disks.values(), *listen, end=signal.SIGKILL) as server:
+            connect = connected(server, disks)
+            steps = [step("network")]
+            for kind, device, at in each:
+                steps += [connect[kind], step("make", device=device, kind=kind), step("attach", device=device, kind=kind, where=at),
+                          step("fill", where=at, prefix="a", count=FILES), step("detach", where=at),
+                          step("disconnect", device=device), connect[kind], step("attach", device=device, kind=kind, where=at),
+                          step("verify", where=at, prefix="a", count=FILES), step("remove", where=at, prefix="a", count=FILES, kept=3),
+                          step("fill", where=at, prefix="b", count=DURABLE, durable=True)]
+            values = uml.boot(steps)
+            for (name, _), value in zip(steps, values):
+                if name == "connect":
+                    self.assertEqual((value["bytes"], value["read_only"], value["discard"]), (320 * MIB, False, True))
+                    self.assertEqual((value["write_cache"], value["fua"]), ("write back", True))
+
+        def verified(kind, device, at):
+            return [step("attach", device=device, kind=kind, where=at), step("verify", where=at, prefix="a", count=FILES, kept=3),
+                    step("verify", where=at, prefix="b", count=DURABLE)]
+
+        # Everything that was made durable is there, the file systems' logs are replayed, and all is clean.
+        with served(*disks.values(), *listen) as server:
+            connect = connected(server, disks)
+            steps = [step("network")]
+            for kind, device, at in each:
+                steps += [connect[kind], *verified(kind, device, at), step("fill", where=at, prefix="c", count=DURABLE),
+                          step("detach", where=at), step("check", device=device, kind=kind), step("disconnect", device=device)]
+            uml.boot(steps)
+        self.assert_clean(*disks.values())
+
+        # The disks as backings: changes go into a file of their own, the backing stays what it is.
+        uppers = {kind: self.create("-b", disk, self.path(f"{kind}-upper.bcow")) for kind, disk in disks.items()}
+        before = {kind: sha256(disk) for kind, disk in disks.items()}
+        with served(*uppers.values(), *listen) as server:
+            connect = connected(server, uppers)
+            steps = [step("network")]
+            for kind, device, at in each:
+                steps += [connect[kind], *verified(kind, device, at), step("verify", where=at, prefix="c", count=DURABLE),
+                          step("remove", where=at, prefix="a", count=FILES, kept=9), step("fill", where=at, prefix="d", count=DURABLE),
+                          step("detach", where=at), step("attach", device=device, kind=kind, where=at),
+                          step("verify", where=at, prefix="a", count=FILES, kept=9),
+                          step("verify", where=at, prefix="d", count=DURABLE), step("detach", where=at),
+                          step("check", device=device, kind=kind), step("disconnect", device=device)]
+            uml.boot(steps)
+        self.assert_clean(*uppers.values())
+        self.assertEqual({kind: sha256(disk) for kind, disk in disks.items()}, before)
+
+    def test_a_virtual_machine_finds_its_disks_again(self):
+        vm.need()
+        kinds = ("ext4", "xfs")
+        disks = {kind: self.create("-s", "320M", self.path(f"{kind}.bcow")) for kind in kinds}
+        addresses = {kind: f"nbd:unix:{self.socket}:exportname={kind}.bcow" for kind in kinds}
+        with served(*disks.values(), "--socket", self.socket, end=signal.SIGKILL):
+            said = vm.boot("make", addresses)
+            for line in said:
+                self.assertRegex(line, r"make write back, discard [1-9]")
+        os.unlink(self.socket)
+        with served(*disks.values(), "--socket", self.socket):
+            vm.boot("verify", addresses)
+        self.assert_clean(*disks.values())
+
+    def test_a_loop_device_on_nbdfuse_carries_ext4_and_fsx(self):
+        support.need("nbdfuse", "losetup", "mkfs.ext4", "fsck.ext4", "fsx", root=True, fuse=True)
+        base = self.create("-s", "256M", self.path("base.bcow"))
+        self.on_loop(base, lambda device: run("mkfs.ext4", "-q", "-F", device))
+        disk = self.create("-b", base, self.path("disk.bcow"))
+
+        def work(device):
+            with tempfile.TemporaryDirectory(dir=self.dir) as at:
+                run("mount", "-t", "ext4", "-o", "discard", device, at)
+                try:
+                    # Half of them in pieces that are no multiple of anything.
+                    for seed, config in ((1, ""), (2, "[opsize]\nmax = 9999\nalign = 1\n")):
+                        with open(self.path("fsx.toml"), "w") as file:
+                            file.write("flen = 4194304\n" + config)
+                        run("fsx", "-q", "-N", str(OPERATIONS), "-S", str(seed), "-f", self.path("fsx.toml"), "-P", self.dir,
+                            os.path.join(at, f"x{seed}"))
+                    run("cp", "-a", os.path.join(support.TOP, "crates"), os.path.join(support.TOP, "docs"), at)
+                    run("fstrim", at)
+                    run("sync", "-f", at)
+                finally:
+                    run("umount", at)
+            run("fsck.ext4", "-f", "-n", device)
+
+        self.on_loop(disk, work)
+        self.assert_clean(disk)
+
+        def look(device):
+            with tempfile.TemporaryDirectory(dir=self.dir) as at:
+                run("mount", "-t", "ext4", "-o", "ro", device, at)
+                try:
+                    for part in ("crates", "docs"):
+                        run("diff", "-r", os.path.join(support.TOP, part), os.path.join(at, part))
+                finally:
+                    run("umount", at)
+
+        self.on_loop(disk, look)
+
+    def on_loop(self, disk, work):
+        """Does something with a disk as a loop device on what nbdfuse shows of it."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(served(disk, "--socket", self.socket))
+            at = stack.enter_context(tempfile.TemporaryDirectory(dir=self.dir))
+            fuse = subprocess.Popen(["nbdfuse", f"{at}/disk", f"nbd+unix:///?socket={self.socket}"], stdin=subprocess.DEVNULL)
+            stack.callback(fuse.wait)
+            stack.callback(subprocess.run, ["umount", "-l", at])
+            uml.wait_for(f"{at}/disk", fuse)
+            device = run("losetup", "--find", "--show", "--direct-io=on", f"{at}/disk").out.decode().strip()
+            stack.callback(run, "losetup", "--detach", device)
+            work(device)
+            run("blockdev", "--flushbufs", device)
+
+
+def sha256(path):
+    return run("sha256sum", path).out.split()[0]
+
+
+if __name__ == "__main__":
+    unittest.main()
