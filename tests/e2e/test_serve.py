@@ -1,0 +1,621 @@
+"""NBD clients of others against `bcow serve`: qemu-img, qemu-io, nbdinfo, nbdcopy, nbdsh, nbdfuse; TLS; hostile ones."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import tempfile
+import time
+import unittest
+
+from support import BCOW, WORK, assert_refused, bcow, need, run
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+# Where the disk that most tests use has data.
+DATA = ((0, 5 * MIB), (20 * MIB + 4096, 300_000), (63 * MIB, MIB))
+
+
+def disk_bytes():
+    """Deterministic content with holes."""
+    content = bytearray(SIZE)
+    for at, length in DATA:
+        content[at:at + length] = random.Random(at).randbytes(length)
+    return bytes(content)
+
+
+class Served:
+    """A running `bcow serve` and the URIs it printed."""
+
+    def __init__(self, *arguments, exports=1, wrapper=(), **options):
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen([*wrapper, BCOW, "serve", *arguments], stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.PIPE, stderr=self.log, **options)
+        self.uris = [self.process.stdout.readline().decode().strip() for _ in range(exports)]
+        if not all(self.uris):
+            code = self.process.wait(timeout=60)
+            raise AssertionError(f"bcow serve {' '.join(arguments)} ended with {code}: {self.said()}")
+        self.uri = self.uris[0]
+
+    def said(self):
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+    def peak_bytes(self):
+        with open(f"/proc/{self.process.pid}/status") as status:
+            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read()).group(1)) * 1024
+
+    def end(self, how=signal.SIGTERM):
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        code = self.process.wait(timeout=60)
+        self.process.stdout.close()
+        said = self.said()
+        self.log.close()
+        if how == signal.SIGTERM and (code != 0 or "panicked" in said):
+            raise AssertionError(f"bcow serve ended with {code}: {said}")
+
+
+@contextlib.contextmanager
+def served(*arguments, **options):
+    server = Served(*arguments, **options)
+    try:
+        yield server
+    except BaseException:
+        server.end(signal.SIGKILL)
+        raise
+    server.end()
+
+
+class Serve(unittest.TestCase):
+    """Each class with a directory, the same disk as raw, sealed and writable in it; each test in it."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("qemu-img", "qemu-io", "nbdinfo", "nbdcopy")
+        directory = tempfile.TemporaryDirectory(prefix="serve-", dir=WORK)
+        cls.addClassCleanup(directory.cleanup)
+        cls.directory = directory.name
+        cls.content = disk_bytes()
+        cls.raw = cls.at("disk.raw")
+        with open(cls.raw, "wb") as file:
+            file.truncate(SIZE)
+            for at, length in DATA:
+                file.seek(at)
+                file.write(cls.content[at:at + length])
+        cls.sealed = cls.at("sealed.bcow")
+        bcow("convert", f"raw:{cls.raw}", cls.sealed)
+
+    @classmethod
+    def at(cls, name):
+        return os.path.join(cls.directory, name)
+
+    def socket(self):
+        return self.at(f"{self.id().rsplit('.', 1)[1][:40]}.sock")
+
+    def writable(self, name="disk.bcow"):
+        """A fresh writable disk with the content."""
+        path = self.at(name)
+        bcow("convert", "--writable", f"raw:{self.raw}", path)
+        self.addCleanup(os.remove, path)
+        return path
+
+    def content_of(self, disk):
+        """What a disk shows, by another way than the server."""
+        raw = self.at("shown.raw")
+        bcow("convert", disk, f"raw:{raw}")
+        with open(raw, "rb") as file:
+            content = file.read()
+        os.remove(raw)
+        return content
+
+    def assert_same_content(self, disk, expected):
+        content = self.content_of(disk)
+        if content != expected:
+            at = next(at for at, pair in enumerate(zip(content, expected)) if pair[0] != pair[1])
+            self.fail(f"{disk} differs from what was written from byte {at} on")
+
+
+def qemu_io(uri, *commands, options=()):
+    arguments = [part for command in commands for part in ("-c", command)]
+    return run("qemu-io", "-f", "raw", *options, *arguments, uri)
+
+
+class Readers(Serve):
+    """A sealed disk."""
+
+    def test_nbdinfo_says_what_the_server_can(self):
+        with served(self.sealed, "--socket", self.socket(), "--description", "a disk of tests") as server:
+            info = json.loads(run("nbdinfo", "--json", server.uri).out)
+            export = info["exports"][0]
+            self.assertEqual(export["export-size"], SIZE)
+            self.assertEqual(export["description"], "a disk of tests")
+            self.assertEqual(export["contexts"], ["base:allocation", "qemu:allocation-depth"])
+            for key, value in {"is_read_only": True, "can_multi_conn": True, "can_cache": True, "can_df": True,
+                               "can_flush": True, "can_trim": False, "can_zero": False, "is_rotational": False,
+                               "block_size_minimum": 1, "block_size_preferred": 4096,
+                               "block_size_maximum": 32 * MIB}.items():
+                self.assertEqual(export[key], value, key)
+            self.assertEqual(run("nbdinfo", "--size", server.uri).out.strip(), str(SIZE).encode())
+            self.assertEqual(run("nbdinfo", "--can", "structured-reply", server.uri).code, 0)
+            self.assertNotEqual(run("nbdinfo", "--can", "write", server.uri, check=False).code, 0)
+
+    def test_several_exports_are_listed_and_found_by_name(self):
+        other = self.writable("other one.bcow")
+        with served(self.sealed, other, "--export", f"third/ä={self.sealed}", "--socket", self.socket(),
+                    "--description", "first", exports=3) as server:
+            info = json.loads(run("nbdinfo", "--json", "--list", re.sub(r"///[^?]*", "///", server.uri)).out)
+            self.assertEqual([(export["export-name"], export.get("description")) for export in info["exports"]],
+                             [("sealed.bcow", "first"), ("other one.bcow", None), ("third/ä", None)])
+            for uri, read_only in zip(server.uris, (True, False, True)):
+                export = json.loads(run("nbdinfo", "--json", uri).out)["exports"][0]
+                self.assertEqual((export["export-size"], export["is_read_only"]), (SIZE, read_only), uri)
+            listed = run("qemu-nbd", "--list", "-k", self.socket()).out.decode()
+            self.assertIn("exports available: 3", listed)
+            missing = run("nbdinfo", re.sub(r"///[^?]*", "///fourth", server.uri), check=False)
+            self.assertNotEqual(missing.code, 0)
+            self.assertIn(b"fourth", missing.err)
+
+    def test_the_map_of_nbdinfo_agrees_with_that_of_bcow(self):
+        expected = []
+        for extent in json.loads(bcow("map", "--json", self.sealed).out)["extents"]:
+            kind = (0, "data") if extent["kind"] in ("raw", "zstd", "open") else (3, "hole,zero")
+            if expected and expected[-1][2:] == kind:
+                expected[-1] = (expected[-1][0], expected[-1][1] + extent["length"], *kind)
+            else:
+                expected.append((extent["offset"], extent["length"], *kind))
+        with served(self.sealed, "--socket", self.socket()) as server:
+            told = json.loads(run("nbdinfo", "--json", "--map", server.uri).out)
+            self.assertEqual([(e["offset"], e["length"], e["type"], e["description"]) for e in told], expected)
+            depth = json.loads(run("nbdinfo", "--json", "--map=qemu:allocation-depth", server.uri).out)
+            self.assertEqual([(e["offset"], e["length"], e["type"]) for e in depth],
+                             [(at, length, 0 if kind else 1) for at, length, kind, _ in expected])
+            # And qemu, which asks in its own way: data where we say data.
+            told = json.loads(run("qemu-img", "map", "--output=json", "-f", "raw", server.uri).out)
+            data = [(e["start"], e["length"]) for e in told if e["data"]]
+            self.assertEqual(data, [(at, length) for at, length, kind, _ in expected if kind == 0])
+
+    def test_qemu_img_and_nbdcopy_read_every_byte(self):
+        with served(self.sealed, "--socket", self.socket()) as server:
+            self.assertIn(f"({SIZE} bytes)", run("qemu-img", "info", server.uri).out.decode())
+            run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, server.uri)
+            run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", server.uri, self.at("copy.qcow2"))
+            run("qemu-img", "compare", self.raw, self.at("copy.qcow2"))
+            for options in ((), ("--connections=4", "--requests=64"), ("--synchronous",), ("--allocated",)):
+                copy = self.at("copy.raw")
+                run("nbdcopy", *options, server.uri, copy)
+                with open(copy, "rb") as file:
+                    self.assertTrue(file.read() == self.content, options)
+                os.remove(copy)
+
+    def test_nothing_can_be_written_to_a_sealed_disk(self):
+        with served(self.sealed, "--socket", self.socket()) as server:
+            result = run("qemu-io", "-f", "raw", "-c", "write 0 4096", server.uri, check=False)
+            self.assertNotEqual(result.code, 0)
+            qemu_io(server.uri, "read 0 4096", options=["-r"])
+
+    def test_plain_old_clients_get_simple_replies(self):
+        """A handshake as of 2013: EXPORT_NAME, no option before it, simple replies."""
+        with served(self.sealed, "--socket", self.socket()) as server:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(self.socket())
+                stream = client.makefile("rwb")
+                self.assertEqual(stream.read(18), b"NBDMAGICIHAVEOPT\0\3")
+                stream.write(struct.pack(">I", 1) + b"IHAVEOPT" + struct.pack(">II", 1, 0))
+                stream.flush()
+                size, _flags = struct.unpack(">QH", stream.read(10))
+                self.assertEqual((size, stream.read(124)), (SIZE, bytes(124)))
+                at = DATA[1][0]
+                stream.write(struct.pack(">IHHQQI", 0x25609513, 0, 0, 9, at, 5000))
+                stream.flush()
+                self.assertEqual(stream.read(16), struct.pack(">IIQ", 0x67446698, 0, 9))
+                self.assertEqual(stream.read(5000), self.content[at:at + 5000])
+            self.assertIsNone(server.process.poll())
+
+
+class Writers(Serve):
+    """A writable disk."""
+
+    def test_what_qemu_io_writes_is_there_afterwards(self):
+        disk = self.writable()
+        expected = bytearray(self.content)
+        expected[12345:12345 + 70000] = b"\x11" * 70000
+        expected[10 * MIB:14 * MIB] = b"\x22" * (4 * MIB)
+        expected[MIB:2 * MIB] = bytes(MIB)
+        expected[2 * MIB:2 * MIB + 65536] = bytes(65536)
+        expected[3 * MIB:4 * MIB] = bytes(MIB)
+        with served(disk, "--socket", self.socket()) as server:
+            qemu_io(server.uri, "write -P 0x11 12345 70000", "write -f -P 0x22 10M 4M", "write -z 1M 1M",
+                    "write -z -u 2M 64k", "discard 3M 1M", "flush",
+                    "read -P 0x11 12345 70000", "read -P 0x22 10M 4M", "read -P 0 1M 1M", "read -P 0 2M 64k")
+            run("nbdinfo", "--can", "fua", server.uri)
+            run("nbdinfo", "--can", "zero", server.uri)
+            run("nbdinfo", "--can", "trim", server.uri)
+        self.assert_same_content(disk, bytes(expected))
+        bcow("fsck", disk)
+
+    def test_whole_disks_are_copied_in(self):
+        other = random.Random(7).randbytes(3 * MIB) + bytes(40 * MIB) + random.Random(8).randbytes(SIZE - 43 * MIB)
+        with open(self.at("other.raw"), "wb") as file:
+            file.write(other)
+        for command in (("nbdcopy", "--flush", self.at("other.raw")),
+                        ("nbdcopy", "--connections=4", "--flush", self.at("other.raw")),
+                        ("qemu-img", "convert", "-n", "-f", "raw", "-O", "raw", self.at("other.raw"))):
+            disk = self.writable("copied.bcow")
+            with served(disk, "--socket", self.socket()) as server:
+                run(*command, server.uri)
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.at("other.raw"), server.uri)
+            self.assert_same_content(disk, other)
+            self.doCleanups()
+
+    def test_nbdsh_asks_one_by_one(self):
+        need("nbdsh")
+        disk = self.writable()
+        script = """
+import nbd
+assert h.get_size() == 64 << 20 and h.can_meta_context("base:allocation")
+before = h.pread(10, 5 << 20)
+h.pwrite(b"x" * 4096, 8 << 20, nbd.CMD_FLAG_FUA)
+h.zero(4096, 8 << 20, nbd.CMD_FLAG_NO_HOLE)
+assert h.pread(4096, 8 << 20) == bytes(4096)
+h.pwrite(b"y" * 8192, 8 << 20)
+h.zero(4096, (8 << 20) + 4096, nbd.CMD_FLAG_FAST_ZERO)
+assert h.pread(8192, 8 << 20) == b"y" * 4096 + bytes(4096)
+h.trim(8192, 8 << 20)
+h.cache(1 << 20, 0)
+h.flush()
+for flags in (0, nbd.CMD_FLAG_REQ_ONE):
+    found = {}
+    h.block_status(64 << 20, 0, lambda name, at, extents, error: found.update({name: extents}), flags)
+    assert set(found) == {"base:allocation", "qemu:allocation-depth"}, found
+    assert (len(found["base:allocation"]) == 2) == bool(flags), found
+pieces = []
+h.pread_structured(1 << 20, 19 << 20, lambda data, at, status, error: pieces.append((at, len(data), status)), nbd.CMD_FLAG_DF)
+assert pieces == [(19 << 20, 1 << 20, nbd.READ_DATA)], pieces
+pieces.clear()
+h.pread_structured(1 << 20, 19 << 20, lambda data, at, status, error: pieces.append((at, len(data), status)))
+assert pieces == [(19 << 20, 1 << 20, nbd.READ_HOLE)], pieces
+h.set_strict_mode(0)
+for bad in (lambda: h.pread(1, 64 << 20), lambda: h.pwrite(b"z", 64 << 20), lambda: h.trim(1, 64 << 20),
+            lambda: h.zero(4096, 0, nbd.CMD_FLAG_FAST_ZERO | nbd.CMD_FLAG_NO_HOLE)):
+    try:
+        bad()
+        raise SystemExit("nothing failed")
+    except nbd.Error:
+        pass
+h.shutdown()
+"""
+        with served(disk, "--socket", self.socket()) as server:
+            # Its first line names python3 by the PATH, and has to find Debian's.
+            run("nbdsh", "--base-allocation", "-c", "h.add_meta_context('qemu:allocation-depth')", "-u", server.uri,
+                "-c", script, env={"PATH": f"/usr/bin:{os.environ['PATH']}"})
+
+    def test_nbdfuse_makes_a_file_of_it(self):
+        need("nbdfuse", "fusermount3", fuse=True)
+        disk = self.writable()
+        where = self.at("nbdfuse")
+        os.mkdir(where)
+        expected = bytearray(self.content)
+        with served(disk, "--socket", self.socket()) as server:
+            fuse = subprocess.Popen(["nbdfuse", where, server.uri])
+            try:
+                file = os.path.join(where, "nbd")
+                until(lambda: os.path.exists(file), "nbdfuse shows the disk")
+                with open(file, "r+b", buffering=0) as nbd:
+                    nbd.seek(1_000_001)
+                    self.assertEqual(nbd.read(100_000), self.content[1_000_001:1_100_001])
+                    nbd.seek(30 * MIB + 7)
+                    nbd.write(b"through a file" * 1000)
+                    os.fsync(nbd.fileno())
+                expected[30 * MIB + 7:30 * MIB + 7 + 14000] = b"through a file" * 1000
+            finally:
+                subprocess.run(["fusermount3", "-u", where])
+                fuse.wait(timeout=30)
+        self.assert_same_content(disk, bytes(expected))
+
+    def test_snapshots_forget(self):
+        disk = self.writable()
+        with served(disk, self.sealed, "--snapshot", "--socket", self.socket(), exports=2) as server:
+            for uri in server.uris:
+                qemu_io(uri, "write -P 0x55 1M 1M", "write -P 0x56 30M 4k", "flush")
+                # It is one overlay for all clients.
+                qemu_io(uri, "read -P 0x55 1M 1M", "read -P 0x56 30M 4k")
+        self.assert_same_content(disk, self.content)
+        self.assert_same_content(self.sealed, self.content)
+
+    def test_read_only_means_it(self):
+        disk = self.writable()
+        with served(disk, "--read-only", "--socket", self.socket()) as server:
+            self.assertTrue(json.loads(run("nbdinfo", "--json", server.uri).out)["exports"][0]["is_read_only"])
+            run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, server.uri)
+
+    def test_a_flush_on_one_connection_covers_another(self):
+        need("nbdsh")
+        disk = self.writable()
+        server = Served(disk, "--socket", self.socket())
+        script = f"""
+import nbd
+other = nbd.NBD()
+other.connect_uri({server.uri!r})
+h.pwrite(b"q" * 65536, 50 << 20)
+other.flush()
+"""
+        run("nbdsh", "-u", server.uri, "-c", script, env={"PATH": f"/usr/bin:{os.environ['PATH']}"})
+        server.end(signal.SIGKILL)
+        expected = bytearray(self.content)
+        expected[50 * MIB:50 * MIB + 65536] = b"q" * 65536
+        self.assert_same_content(disk, bytes(expected))
+
+    def test_sigterm_in_mid_load_loses_nothing_that_was_answered(self):
+        need("nbdsh")
+        disk = self.writable()
+        # Writes one by one, each with a number, and notes which were answered.
+        script = f"""
+import sys
+for number in range(1, 1 << 20):
+    h.pwrite(number.to_bytes(8, "big") * 512, (number % 4000) * 4096)
+    print(number, flush=True)
+"""
+        with served(disk, "--socket", self.socket()) as server:
+            client = subprocess.Popen(["nbdsh", "-u", server.uri, "-c", script], stdout=subprocess.PIPE,
+                                      stderr=subprocess.DEVNULL, env={**os.environ, "PATH": "/usr/bin:/bin"})
+            lines = iter(client.stdout.readline, b"")
+            for _ in range(500):
+                next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            answered = max([500, *map(int, lines)])
+            client.wait(timeout=60)
+            client.stdout.close()
+            self.assertEqual(server.process.wait(timeout=60), 0)
+        shown = self.content_of(disk)
+        for number in range(max(1, answered - 3000), answered + 1):
+            at = (number % 4000) * 4096
+            self.assertEqual(shown[at:at + 4096], number.to_bytes(8, "big") * 512, number)
+        self.assertFalse(os.path.exists(self.socket()))
+
+    def test_a_second_writer_is_refused_by_name_of_the_first(self):
+        disk = self.writable()
+        with served(disk, "--socket", self.socket()) as server:
+            result = bcow("serve", disk, "--socket", self.at("second.sock"), check=False, timeout=60)
+            assert_refused(self, result, "bcow serve", str(server.process.pid))
+            self.assertFalse(os.path.exists(self.at("second.sock")))
+
+
+def until(condition, what, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+
+
+class Doors(Serve):
+    """Sockets, service managers, signals."""
+
+    def test_the_socket_is_private_and_goes_with_the_server(self):
+        with served(self.sealed, "--socket", self.socket(), umask=0):
+            mode = os.lstat(self.socket()).st_mode
+            self.assertTrue(stat.S_ISSOCK(mode))
+            self.assertEqual(stat.S_IMODE(mode), 0o600)
+            result = bcow("serve", self.sealed, "--socket", self.socket(), check=False)
+            assert_refused(self, result, "a server is there already")
+        self.assertFalse(os.path.exists(self.socket()))
+
+    def test_the_socket_of_a_dead_server_is_replaced_and_a_file_is_not(self):
+        server = Served(self.sealed, "--socket", self.socket())
+        server.end(signal.SIGKILL)
+        self.assertTrue(os.path.exists(self.socket()))
+        with served(self.sealed, "--socket", self.socket()) as server:
+            run("nbdinfo", "--size", server.uri)
+        before = os.stat(self.raw)
+        assert_refused(self, bcow("serve", self.sealed, "--socket", self.raw, check=False), "no socket")
+        self.assertEqual(os.stat(self.raw), before)
+
+    def test_without_a_place_the_socket_is_in_the_runtime_directory(self):
+        runtime = self.at("run")
+        os.mkdir(runtime)
+        with served(self.sealed, env={**os.environ, "XDG_RUNTIME_DIR": runtime}) as server:
+            self.assertIn(runtime, server.uri)
+            run("nbdinfo", "--size", server.uri)
+        self.assertEqual(os.listdir(os.path.join(runtime, "bcow")), [])
+
+    def test_tcp(self):
+        with served(self.sealed, "--listen", "127.0.0.1:0", "--listen", "[::1]:0", exports=2) as server:
+            for uri in server.uris:
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, uri)
+            self.assertEqual(server.said(), "")
+        with served(self.sealed, "--listen", "0.0.0.0:0") as server:
+            self.assertIn("warning: everybody who reaches 0.0.0.0", server.said())
+
+    def test_systemd_passes_sockets(self):
+        need("systemd-socket-activate")
+        path = self.socket()
+        manager = subprocess.Popen(["systemd-socket-activate", "-l", path, BCOW, "serve", self.sealed,
+                                    "--exit-on-idle", "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: os.path.exists(path), "systemd-socket-activate listens")
+            uri = f"nbd+unix:///?socket={path}"
+            self.assertEqual(run("nbdinfo", "--size", uri).out.strip(), str(SIZE).encode())
+            self.assertEqual(manager.stdout.readline().decode().strip(), uri)
+            # It has become the server, and ends when nobody is there any more; the socket is not its own.
+            self.assertEqual(manager.wait(timeout=30), 0)
+            self.assertTrue(os.path.exists(path))
+        finally:
+            manager.kill()
+            manager.wait()
+            manager.stdout.close()
+
+    def test_service_managers_are_told(self):
+        notify = self.at("notify")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+            listener.bind(notify)
+            listener.settimeout(30)
+            reader, writer = os.pipe()
+            pid_file = self.at("pid")
+            with served(self.sealed, "--socket", self.socket(), "--ready-fd", str(writer), "--pid-file", pid_file,
+                        pass_fds=[writer], env={**os.environ, "NOTIFY_SOCKET": notify}) as server:
+                os.close(writer)
+                self.assertEqual(os.read(reader, 10), b"\n")
+                self.assertEqual(listener.recv(100), b"READY=1")
+                with open(pid_file) as file:
+                    self.assertEqual(int(file.read()), server.process.pid)
+            self.assertEqual(listener.recv(100), b"STOPPING=1")
+            os.close(reader)
+            self.assertFalse(os.path.exists(pid_file))
+
+    def test_nonsense_on_the_command_line(self):
+        assert_refused(self, bcow("serve", "--socket", "x", check=False), "required", code=2)
+        for arguments, mention in (
+                ((self.sealed, self.sealed), "two exports"),
+                ((self.sealed, "--export", "x"), "NAME=IMG"),
+                ((self.sealed, "--listen", "nonsense"), "cannot listen on nonsense"),
+                ((self.sealed, "--tls-cert", self.raw, "--tls-key", self.raw), "disk.raw"),
+                ((self.raw,), "raw"),
+                ((self.at("missing.bcow"),), "missing.bcow")):
+            result = bcow("serve", *arguments, "--socket", self.socket(), check=False)
+            assert_refused(self, result, mention, code=result.code)
+            self.assertIn(result.code, (1, 2))
+            self.assertFalse(os.path.exists(self.socket()))
+
+
+class Tls(Serve):
+    """Certificates by openssl, clients by GnuTLS."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        need("openssl")
+        cls.certificates = cls.at("certificates")
+        os.mkdir(cls.certificates)
+        in_it = {"cwd": cls.certificates, "check": True, "stderr": subprocess.DEVNULL}
+        for ca in ("ca", "other"):
+            subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{ca}-key.pem",
+                            "-out", f"{ca}-cert.pem", "-days", "3", "-subj", f"/CN={ca}",
+                            "-addext", "keyUsage=keyCertSign"], **in_it)
+        for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
+            use = "serverAuth" if name == "server" else "clientAuth"
+            with open(os.path.join(cls.certificates, "extensions"), "w") as file:
+                file.write("subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=CA:FALSE\n"
+                           f"extendedKeyUsage={use}\n")
+            subprocess.run(["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}-key.pem", "-out",
+                            "request", "-subj", f"/CN={name}"], **in_it)
+            subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", f"{ca}-cert.pem", "-CAkey",
+                            f"{ca}-key.pem", "-CAcreateserial", "-out", f"{name}-cert.pem", "-days", "3", "-extfile",
+                            "extensions"], **in_it)
+        # A client has a directory, with names that GnuTLS's users agree on.
+        for name in ("anonymous", "stranger"):
+            os.mkdir(os.path.join(cls.certificates, name))
+            os.symlink("../ca-cert.pem", os.path.join(cls.certificates, name, "ca-cert.pem"))
+        for part in ("cert", "key"):
+            os.symlink(f"../stranger-{part}.pem", os.path.join(cls.certificates, "stranger", f"client-{part}.pem"))
+
+    def options(self, *more, ca=True):
+        at = lambda name: os.path.join(self.certificates, name)
+        options = ["--tls-cert", at("server-cert.pem"), "--tls-key", at("server-key.pem"), *more]
+        return options + (["--tls-ca", at("ca-cert.pem")] if ca else [])
+
+    def with_certificates(self, uri, directory="."):
+        mark = "&" if "?" in uri else "?"
+        return f"{uri}{mark}tls-certificates={os.path.join(self.certificates, directory)}"
+
+    def test_nbdinfo_nbdcopy_and_qemu(self):
+        disk = self.writable()
+        with served(disk, "--socket", self.socket(), "--listen", "127.0.0.1:0", *self.options(), exports=2) as server:
+            for uri in server.uris:
+                info = json.loads(run("nbdinfo", "--json", self.with_certificates(uri)).out)
+                self.assertTrue(info["TLS"])
+            copy = self.at("tls.raw")
+            run("nbdcopy", self.with_certificates(server.uri), copy)
+            with open(copy, "rb") as file:
+                self.assertTrue(file.read() == self.content)
+            port = re.search(r":(\d+)/", server.uris[1]).group(1)
+            run("qemu-io", "--object",
+                f"tls-creds-x509,id=tls,dir={self.certificates},endpoint=client,verify-peer=yes",
+                "-c", "write -P 0x31 1M 2M", "-c", "read -P 0x31 1M 2M", "-c", "flush", "--image-opts",
+                f"driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={port},file.tls-creds=tls")
+        expected = bytearray(self.content)
+        expected[MIB:3 * MIB] = b"\x31" * (2 * MIB)
+        self.assert_same_content(disk, bytes(expected))
+
+    def test_who_has_no_good_certificate_stays_out(self):
+        with served(self.sealed, "--socket", self.socket(), *self.options()) as server:
+            for directory in ("anonymous", "stranger"):
+                result = run("nbdinfo", "--size", self.with_certificates(server.uri, directory), check=False)
+                self.assertNotEqual(result.code, 0, directory)
+            run("nbdinfo", "--size", self.with_certificates(server.uri))
+        with served(self.sealed, "--socket", self.socket(), *self.options(ca=False)) as server:
+            run("nbdinfo", "--size", self.with_certificates(server.uri, "anonymous"))
+
+    def test_nothing_is_told_without_tls_unless_allowed(self):
+        with served(self.sealed, "--socket", self.socket(), *self.options()) as server:
+            plain = server.uri.replace("nbds+", "nbd+")
+            for command in (("--size", plain), ("--list", plain)):
+                result = run("nbdinfo", *command, check=False)
+                self.assertNotEqual(result.code, 0)
+                self.assertNotIn(str(SIZE).encode(), result.out)
+        with served(self.sealed, "--socket", self.socket(), *self.options("--tls", "allow")) as server:
+            run("nbdinfo", "--size", server.uri.replace("nbds+", "nbd+"))
+            run("nbdinfo", "--size", self.with_certificates(server.uri))
+
+    def test_what_is_slipped_in_before_tls_is_not_answered(self):
+        """CVE-2021-3716: a man in the middle adds options behind STARTTLS, for the server to take them as the client's."""
+        list_option = b"IHAVEOPT" + struct.pack(">II", 3, 0)
+        with served(self.sealed, "--socket", self.socket(), *self.options("--tls", "allow")) as server:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(30)
+                client.connect(self.socket())
+                client.sendall(struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 5, 0) + list_option)
+                said = b""
+                with contextlib.suppress(ConnectionResetError):
+                    while piece := client.recv(4096):
+                        said += piece
+            self.assertNotIn(b"sealed.bcow", said)
+            run("nbdinfo", "--size", self.with_certificates(server.uri))
+
+
+class Crowds(Serve):
+    """Too many clients, and clients that want too much."""
+
+    def test_a_thousand_clients_with_32_mib_each_in_bounded_memory(self):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with served(self.sealed, "--socket", self.socket(), "--request-timeout", "5", "--handshake-timeout", "5",
+                    "--max-clients", "900") as server:
+            # Compact requests with simple replies: the server has to have the whole read before it answers.
+            hello = struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, 0)
+            greedy = b"".join(struct.pack(">IHHQQI", 0x25609513, 0, 0, n, 0, 32 * MIB) for n in range(20))
+            crowd = []
+            for _ in range(1000):
+                client = socket.socket(socket.AF_UNIX)
+                self.addCleanup(client.close)
+                client.connect(self.socket())
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    client.sendall(hello + greedy)
+                crowd.append(client)
+            # Nobody of them takes a reply. All are shown out in the end, and then there is room again.
+            def there_is_room():
+                return run("nbdinfo", "--size", server.uri, check=False).code == 0
+            until(there_is_room, "the crowd is gone", seconds=60)
+            self.assertLess(server.peak_bytes(), 900 << 20)
+
+    def test_rate(self):
+        with served(self.sealed, "--socket", self.socket(), "--rate", "16M") as server:
+            begin = time.monotonic()
+            run("nbdcopy", "--connections=1", server.uri, self.at("slow.raw"))
+            # 6.3 MiB of data, of which the first second's worth is free, and holes that cost nothing to tell.
+            self.assertLess(time.monotonic() - begin, 10)
+            begin = time.monotonic()
+            qemu_io(server.uri, *["read 0 4M"] * 9, options=["-r"])
+            self.assertGreater(time.monotonic() - begin, 1)
+
+
+if __name__ == "__main__":
+    unittest.main()
