@@ -1,9 +1,11 @@
 //! One file per command: a clap struct whose doc comment is the help, and `run(args, ui)`.
 
+pub mod attach;
 pub mod cat;
 pub mod completions;
 pub mod convert;
 pub mod create;
+pub mod detach;
 pub mod diff;
 pub mod export;
 pub mod extract;

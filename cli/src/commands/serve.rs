@@ -1,14 +1,14 @@
 //! `bcow serve`
 
-mod open;
+pub mod open;
 mod place;
-mod ready;
+pub mod ready;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bcow::BlockCache;
-use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen};
+use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen, activation};
 
 use crate::error::CommandError;
 use crate::image::StoreArgs;
@@ -147,6 +147,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             (_, true) => Access::Snapshot,
             _ => Access::AsFile,
         },
+        command: "serve",
     };
     for (index, (name, path)) in named.iter().enumerate() {
         let description = args.descriptions.get(index).cloned().unwrap_or_default();
@@ -174,7 +175,11 @@ fn serve(
 ) -> Result<(), CommandError> {
     let listeners = place::listeners(args.listen.socket.as_ref(), &args.listen.addresses)?;
     let server = Server::new(exports, options).map_err(|error| failure(&error))?;
-    signals.stop_at_first(&server)?;
+    let stopper = server.stopper();
+    signals.at_first(move || {
+        let _ = activation::notify("STOPPING=1");
+        stopper.stop();
+    })?;
     warn_of_open_doors(&listeners, scheme, ui);
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
@@ -271,7 +276,7 @@ fn tls(args: &TlsArgs) -> Result<Option<Tls>, CommandError> {
 }
 
 /// The library's error in the command's form.
-fn failure(error: &bcow_nbd::Error) -> CommandError {
+pub fn failure(error: &bcow_nbd::Error) -> CommandError {
     let failure = CommandError::new(names::printable(&error.to_string()).into_owned());
     match std::error::Error::source(error) {
         Some(source) => failure.caused_by(source),

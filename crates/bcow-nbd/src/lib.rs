@@ -32,6 +32,7 @@ mod failures;
 mod handshake;
 mod limits;
 pub mod listen;
+pub mod netlink;
 pub mod proto;
 mod receive;
 mod reply;

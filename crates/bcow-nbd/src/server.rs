@@ -10,13 +10,15 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
-use crate::connection::Connection;
+use crate::connection::{Agreed, Connection};
+use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
 use crate::export::Exports;
 use crate::failures::FailureLog;
 use crate::handshake::{Handshake, Outcome, Refusal};
 use crate::limits::Memory;
 use crate::listen::Listener;
+use crate::proto::Framing;
 use crate::receive::Receiver;
 use crate::socket::Socket;
 use crate::tls::Tls;
@@ -156,6 +158,34 @@ impl Server {
     pub fn serve_client(&self, socket: OwnedFd) {
         let id = self.register(Arc::new(Socket::new(socket)));
         converse(&self.shared, id, None);
+    }
+
+    /// Serves the first export on connected stream sockets whose handshake is done, as the kernel wants them: with simple
+    /// replies. Returns when all have left, or [`Stopper::stop`] was called; what was written is durable then.
+    pub fn serve_attached(&self, sockets: Vec<OwnedFd>) -> Result<(), Error> {
+        let export = self.shared.exports.iter().next().ok_or(Error::NoExport)?;
+        std::thread::scope(|scope| {
+            for socket in sockets {
+                let socket = Arc::new(Socket::new(socket));
+                let id = self.register(socket.clone());
+                let agreed = Agreed {
+                    export: export.clone(),
+                    framing: Framing::Simple,
+                    contexts: Contexts::default(),
+                };
+                scope.spawn(move || {
+                    let receiver = Receiver::new(self.shared.options.request_timeout);
+                    let ended =
+                        Connection::serve(self.shared.clone(), socket.clone(), receiver, agreed);
+                    if let Err(error) = ended {
+                        tracing::info!("connection {id} ended: {error}");
+                    }
+                    socket.close();
+                    self.shared.clients().leave(id);
+                });
+            }
+        });
+        self.flush()
     }
 
     /// Makes durable what clients wrote.

@@ -31,6 +31,8 @@ pub struct Opening<'a> {
     pub cache: BlockCache,
     /// For clients.
     pub access: Access,
+    /// The command, for writers that are refused meanwhile.
+    pub command: &'static str,
 }
 
 /// Devices that are served, and what is to be closed when they are not served any more.
@@ -64,7 +66,7 @@ impl Served {
         };
         let device = match opening.access {
             Access::AsFile if is_writable_disk(path) => {
-                let opened = open_writable(path, opening.stores, &options, "serve")?;
+                let opened = open_writable(path, opening.stores, &options, opening.command)?;
                 let (disk, held) = opened.into_parts();
                 let disk = Arc::new(disk);
                 self.disks.push((path.to_owned(), disk.clone(), held));

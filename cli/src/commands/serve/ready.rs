@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use bcow_nbd::{Server, activation};
+use bcow_nbd::activation;
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::{CommandError, Context};
@@ -24,16 +24,14 @@ impl Signals {
         Ok(Signals(signals))
     }
 
-    /// The first signal ends the server in an orderly way, the second at once.
-    pub fn stop_at_first(self, server: &Server) -> Result<(), CommandError> {
-        let stopper = server.stopper();
+    /// The first signal ends in an orderly way, by `end`; the second at once.
+    pub fn at_first(self, end: impl FnOnce() + Send + 'static) -> Result<(), CommandError> {
         std::thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
                 // sigwait(3) fails for an invalid set only.
                 if self.0.wait().is_ok() {
-                    let _ = activation::notify("STOPPING=1");
-                    stopper.stop();
+                    end();
                 }
                 if let Ok(signal) = self.0.wait() {
                     std::process::exit(128 + signal as i32);

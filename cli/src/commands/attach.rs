@@ -1,0 +1,208 @@
+//! `bcow attach`
+
+mod device;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bcow::BlockCache;
+use bcow_fuse::daemon::{self, Launch, Readiness};
+use bcow_nbd::netlink::{Connect, Driver};
+use bcow_nbd::proto::Framing;
+use bcow_nbd::{Exports, Server, ServerOptions};
+
+use super::mount::failure as daemon_failure;
+use super::serve::failure as nbd_failure;
+use super::serve::open::{Access, Opening, Served};
+use super::serve::ready::Signals;
+use crate::error::{CommandError, Context};
+use crate::image::StoreArgs;
+use crate::ui::Ui;
+pub use device::{NbdDevice, driver_failure};
+
+/// Make an image or a disk a block device of this machine (/dev/nbdN)
+///
+/// Returns when the device can be used; a process of its own serves it in the background, and ends when somebody
+/// detaches it, with `bcow detach` or `nbd-client -d`. Sealed images are read-only; disks (`bcow create`) can be
+/// written, and nobody else can write them meanwhile.
+///
+/// Needs root and the kernel's nbd driver.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The image or disk: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
+    image: PathBuf,
+    /// The device: /dev/nbdN
+    #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
+    device: PathBuf,
+    /// Stay in the foreground
+    #[arg(short, long)]
+    foreground: bool,
+    /// Nobody may write
+    #[arg(short, long, conflicts_with = "snapshot")]
+    read_only: bool,
+    /// The device can be written, and nothing of it is kept: it goes to a file without a name in TMPDIR
+    #[arg(long)]
+    snapshot: bool,
+    /// Detach when the last program closes the device
+    #[arg(long)]
+    until_closed: bool,
+    /// Connections between kernel and server [default: one for each CPU, up to 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=16))]
+    connections: Option<u16>,
+    /// Logical block size of the device
+    #[arg(long, value_name = "SIZE", default_value = "512", value_parser = block_size)]
+    block_size: u64,
+    /// Fail requests that take longer; without it they are waited for
+    #[arg(long, value_name = "SECONDS")]
+    timeout: Option<u32>,
+    /// Memory for decoded blocks
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
+    cache_size: u64,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+fn block_size(text: &str) -> Result<u64, String> {
+    let bytes = crate::size::parse(text)?;
+    match bytes {
+        512 | 1024 | 2048 | 4096 => Ok(bytes),
+        _ => Err("a block size is 512, 1024, 2048 or 4096".into()),
+    }
+}
+
+/// Attaches; returns when the device can be used, or in the foreground when it is detached.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let readiness = match args.foreground {
+        true => None,
+        false => match daemon::started_by_launch() {
+            Some(readiness) => Some(readiness),
+            None => return in_background(),
+        },
+    };
+    let signals = Signals::block()?;
+    let device = NbdDevice::find(&args.device)?;
+    device.refuse_attached()?;
+    let mut driver = Driver::open().map_err(|error| driver_failure(&error))?;
+    let mut served = Served::default();
+    let opening = Opening {
+        stores: &args.stores,
+        cache: BlockCache::new(args.cache_size),
+        access: match (args.read_only, args.snapshot) {
+            (true, _) => Access::ReadOnly,
+            (_, true) => Access::Snapshot,
+            _ => Access::AsFile,
+        },
+        command: "attach",
+    };
+    served.add(&args.image, String::new(), String::new(), &opening)?;
+    let result = attach(args, ui, &served, &device, &mut driver, readiness, signals);
+    let closed = served.close();
+    result.and(closed)
+}
+
+fn in_background() -> Result<(), CommandError> {
+    match daemon::launch().map_err(|error| daemon_failure(&error))? {
+        Launch::Ready => Ok(()),
+        // The background process has said why.
+        Launch::Failed(code) => std::process::exit(code.into()),
+    }
+}
+
+/// Serves until the device is detached.
+fn attach(
+    args: &Args,
+    ui: &Ui,
+    served: &Served,
+    device: &NbdDevice,
+    driver: &mut Driver,
+    readiness: Option<Readiness>,
+    signals: Signals,
+) -> Result<(), CommandError> {
+    let exports = Exports::new(served.exports.clone()).map_err(|error| nbd_failure(&error))?;
+    let export = &served.exports[0];
+    let size = export.device.reader().size();
+    if !size.is_multiple_of(args.block_size) {
+        return Err(CommandError::new(format!(
+            "cannot attach {}: its size ({size} bytes) is no multiple of the block size",
+            args.image.display()
+        )));
+    }
+    // The kernel may pause in the middle of a request when memory is short, and is not hostile.
+    let options = ServerOptions {
+        request_timeout: None,
+        ..ServerOptions::default()
+    };
+    let server = Server::new(exports, options).map_err(|error| nbd_failure(&error))?;
+    let connections = args
+        .connections
+        .map_or_else(default_connections, usize::from);
+    let mut ours = Vec::new();
+    let mut theirs = Vec::new();
+    for _ in 0..connections {
+        let (one, other) = UnixStream::pair().context(|| "cannot make a pair of sockets")?;
+        ours.push(OwnedFd::from(one));
+        theirs.push(other);
+    }
+    std::thread::scope(|scope| {
+        // The device is read as soon as it is there.
+        let serving = scope.spawn(|| server.serve_attached(ours));
+        let sockets: Vec<_> = theirs.iter().map(AsFd::as_fd).collect();
+        let connected = driver.connect(&Connect {
+            index: device.index(),
+            size,
+            block_bytes: args.block_size,
+            flags: export.transmission_flags(Framing::Simple),
+            sockets: &sockets,
+            timeout: args
+                .timeout
+                .map(|seconds| Duration::from_secs(seconds.into())),
+            dead_timeout: None,
+            until_closed: args.until_closed,
+        });
+        // The kernel has its own hold on them. If it has not, this ends the serving.
+        drop(sockets);
+        drop(theirs);
+        connected.map_err(|error| driver_failure(&error))?;
+        if let Err(error) = attached(args, ui, device, readiness, signals) {
+            // Nobody knows of the device: it should not stay.
+            device.detach()?;
+            return Err(error);
+        }
+        match serving.join() {
+            Ok(served) => served.map_err(|error| nbd_failure(&error)),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+/// Tells that the device can be used, and sees to signals.
+fn attached(
+    args: &Args,
+    ui: &Ui,
+    device: &NbdDevice,
+    readiness: Option<Readiness>,
+    signals: Signals,
+) -> Result<(), CommandError> {
+    let ours = device.clone();
+    // Should that fail, the device is still there for another try.
+    signals.at_first(move || drop(ours.detach()))?;
+    match readiness {
+        Some(readiness) => readiness.announce().map_err(|error| daemon_failure(&error)),
+        None => {
+            ui.status(format_args!(
+                "{} is attached to {}",
+                args.image.display(),
+                args.device.display()
+            ));
+            Ok(())
+        }
+    }
+}
+
+/// As many as there are CPUs, within reason: each brings threads with it.
+fn default_connections() -> usize {
+    std::thread::available_parallelism().map_or(1, |cpus| cpus.get().clamp(1, 4))
+}

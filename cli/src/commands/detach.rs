@@ -1,0 +1,71 @@
+//! `bcow detach`
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::attach::NbdDevice;
+use crate::error::CommandError;
+use crate::ui::Ui;
+
+/// How long the process that served the device may take to make durable what was written.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Detach a block device that `bcow attach` made
+///
+/// Returns when all that was written to the device is durable in the disk's file, and the disk can be used again.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The device: /dev/nbdN
+    #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
+    device: PathBuf,
+    /// Also if it is mounted or used otherwise: whoever uses it gets errors from then on
+    #[arg(short, long)]
+    force: bool,
+}
+
+/// Detaches.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let device = NbdDevice::find(&args.device)?;
+    let shown = args.device.display();
+    let Some(server) = device.attached_by() else {
+        return Err(CommandError::new(format!("{shown} is not attached")));
+    };
+    if !args.force
+        && let Some(user) = device.user()
+    {
+        return Err(CommandError::new(format!("cannot detach {shown}"))
+            .caused_by_text(user)
+            .hint("unmount it first; or --force"));
+    }
+    device.detach()?;
+    if !is_gone_within(&device, server, PATIENCE) {
+        ui.warning(format_args!(
+            "process {server}, which served {shown}, has not ended yet"
+        ));
+    }
+    Ok(())
+}
+
+fn is_gone_within(device: &NbdDevice, server: u32, patience: Duration) -> bool {
+    let end = Instant::now() + patience;
+    // Another program's server is that program's business.
+    let name = std::fs::read_to_string(format!("/proc/{server}/comm")).unwrap_or_default();
+    let process = PathBuf::from(format!("/proc/{server}"));
+    let is_gone =
+        || device.attached_by().is_none() && (name.trim() != "bcow" || !is_running(&process));
+    while !is_gone() {
+        if Instant::now() > end {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    true
+}
+
+/// A process that has ended and was not waited for still has an entry.
+fn is_running(process: &Path) -> bool {
+    std::fs::read_to_string(process.join("stat")).is_ok_and(|stat| {
+        let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
+        !state.is_some_and(|rest| rest.starts_with('Z'))
+    })
+}
