@@ -26,36 +26,22 @@ pub struct OpenChain {
     pub problems: Vec<Problem>,
 }
 
-/// A disk, open for writing, and locked.
-#[allow(
-    dead_code,
-    reason = "the commands that need all of it come in the next commits"
-)]
+/// A disk, open for writing, and locked; so are the writable files below it, against writers.
 pub struct WritableDisk {
     pub disk: Disk,
-    /// Where it is, links followed.
-    pub path: PathBuf,
-    pub file: Arc<File>,
-    /// The files below it, the nearest first. They are locked against writers.
-    pub files: Vec<ChainFile>,
     // Dropped behind the disk.
     _lock: FileLock,
 }
 
-/// What keeps others from writing to a disk and the files below it.
+/// What keeps others from writing to a disk. The files below it are kept by the disk itself.
 pub struct Held {
-    _files: Vec<ChainFile>,
     _lock: FileLock,
 }
 
 impl WritableDisk {
     /// The disk alone, for who shares it, and what is to be kept as long.
     pub fn into_parts(self) -> (Disk, Held) {
-        let held = Held {
-            _files: self.files,
-            _lock: self._lock,
-        };
-        (self.disk, held)
+        (self.disk, Held { _lock: self._lock })
     }
 }
 
@@ -208,19 +194,25 @@ pub fn open_writable(
 ) -> Result<WritableDisk, CommandError> {
     let below = Below::new(stores, options)?;
     let (file, path, lock) = lock_disk(name, what)?;
-    let opener = below.opener(&path);
-    let disk = Disk::open(file.clone(), options, &opener).map_err(|error| {
+    let disk = open_locked(name, &path, &file, &below, options)?;
+    Ok(WritableDisk { disk, _lock: lock })
+}
+
+/// Opens the disk in a file that [`lock_disk`] gave. The writable files below it are locked against writers as long as it
+/// is open.
+pub fn open_locked(
+    name: &Path,
+    path: &Path,
+    file: &Arc<File>,
+    below: &Below,
+    options: &OpenOptions,
+) -> Result<Disk, CommandError> {
+    let opener = below.opener(path);
+    Disk::open(file.clone(), options, &opener).map_err(|error| {
         match (&error, below.problems(&opener).first()) {
             (Error::MissingBacking { .. }, Some(problem)) => problem.failure(name),
             _ => cannot_open_file(name, name, &error),
         }
-    })?;
-    Ok(WritableDisk {
-        disk,
-        path,
-        file,
-        files: opener.files(),
-        _lock: lock,
     })
 }
 

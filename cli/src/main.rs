@@ -11,6 +11,7 @@ mod image;
 mod interrupt;
 mod names;
 mod new_file;
+mod rewrite;
 mod size;
 mod stat;
 mod ui;
@@ -85,6 +86,10 @@ enum Command {
     Convert(commands::convert::Args),
     Create(commands::create::Args),
     Resize(commands::resize::Args),
+    Rebase(commands::rebase::Args),
+    Commit(commands::commit::Args),
+    Compact(commands::compact::Args),
+    Seal(commands::seal::Args),
     Inspect(commands::inspect::Args),
     Map(commands::map::Args),
     Fsck(commands::fsck::Args),
@@ -101,14 +106,6 @@ enum Command {
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
-    #[command(hide = true)]
-    Rebase(commands::later::Args),
-    #[command(hide = true)]
-    Compact(commands::later::Args),
-    #[command(hide = true)]
-    Seal(commands::later::Args),
-    #[command(hide = true)]
-    Commit(commands::later::Args),
     #[command(hide = true)]
     Stats(commands::later::Args),
 }
@@ -145,6 +142,10 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Convert(args) => commands::convert::run(args, ui),
         Command::Create(args) => commands::create::run(args, ui),
         Command::Resize(args) => commands::resize::run(args, ui),
+        Command::Rebase(args) => commands::rebase::run(args, ui),
+        Command::Commit(args) => commands::commit::run(args, ui),
+        Command::Compact(args) => commands::compact::run(args, ui),
+        Command::Seal(args) => commands::seal::run(args, ui),
         Command::Inspect(args) => commands::inspect::run(args, ui),
         Command::Map(args) => commands::map::run(args, ui),
         Command::Ls(args) => commands::ls::run(args, ui),
@@ -159,10 +160,6 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),
-        Command::Rebase(args) => commands::later::run("rebase", args),
-        Command::Compact(args) => commands::later::run("compact", args),
-        Command::Seal(args) => commands::later::run("seal", args),
-        Command::Commit(args) => commands::later::run("commit", args),
         Command::Stats(args) => commands::later::run("stats", args),
     }
     .map(|()| exit::DONE)

@@ -1,5 +1,6 @@
 """Disks: into BCoW and out of it, chains, and what changes them. qemu-img is the judge."""
 
+import fcntl
 import json
 import os
 import random
@@ -179,6 +180,238 @@ class Conversion(Directory):
         self.refused("convert", "qcow2:disk.raw", "x.bcow", mention=("it is no qcow2 image",))
         self.refused("convert", "disk.bcow", "raw:x", "--writable", code=2)
         self.refused("convert", "disk.bcow", "raw:/dev/null", mention=("no regular file",))
+
+
+class Chains(Directory):
+    """Disks over disks."""
+
+    def setUp(self):
+        super().setUp()
+        noise = random.Random(7)
+        one = bytearray(noise.randbytes(6 * MEBIBYTE) + bytes(3 * MEBIBYTE) + noise.randbytes(MEBIBYTE // 2))
+        two = bytearray(one)
+        # Where they differ: whole sectors, parts of them, zeros here and there.
+        two[40960:45056] = noise.randbytes(4096)
+        two[MEBIBYTE + 5:MEBIBYTE + 10] = bytes(5)
+        two[5 * MEBIBYTE:6 * MEBIBYTE] = bytes(MEBIBYTE)
+        two[7 * MEBIBYTE:7 * MEBIBYTE + 100] = b"x" * 100
+        self.one, self.two = bytes(one), bytes(two)
+        sectors = [at for at in range(0, len(one), 4096) if one[at:at + 4096] != two[at:at + 4096]]
+        self.differing = len(sectors) * 4096
+        write("one.raw", self.one)
+        write("two.raw", self.two)
+        for name in ("one", "two"):
+            bcow("convert", f"raw:{name}.raw", f"{name}.bcow")
+
+    def content(self, disk, *options):
+        bcow("convert", disk, "raw:content.raw", *options)
+        try:
+            return read("content.raw")
+        finally:
+            os.unlink("content.raw")
+
+    def own(self, disk):
+        """Bytes that a disk has itself, by its map."""
+        extents = json.loads(bcow("map", "--json", disk).out)["extents"]
+        return sum(extent["length"] for extent in extents if extent.get("file", 0) == 0 and extent["kind"] != "hole")
+
+    def overlay(self, name="disk.bcow", backing="two.bcow"):
+        """A disk that shows `one` over a backing that has `two`, so it has itself what differs."""
+        bcow("create", "-b", "one.bcow", name)
+        bcow("rebase", name, "-b", backing)
+
+    def test_a_rebased_disk_shows_the_same_and_stores_what_differs(self):
+        self.overlay()
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        self.assertEqual(self.own("disk.bcow"), self.differing)
+        bcow("rebase", "disk.bcow", "--no-backing")
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        os.unlink("one.bcow")
+        os.unlink("two.bcow")
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        bcow("fsck", "--data", "disk.bcow")
+
+    def test_only_the_reference_changes_if_the_user_wants_that(self):
+        bcow("create", "-b", "one.bcow", "disk.bcow")
+        os.rename("one.bcow", "moved.bcow")
+        self.refused("convert", "disk.bcow", "raw:x", mention=("backing one.bcow is not in",))
+        bcow("rebase", "--unsafe", "disk.bcow", "-b", "moved.bcow")
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        bcow("rebase", "--unsafe", "disk.bcow", "-b", "two.bcow")
+        self.assertTrue(self.content("disk.bcow") == self.two)
+        self.assertEqual(self.own("disk.bcow"), 0)
+
+    def test_a_layer_has_what_the_disk_changed(self):
+        self.overlay()
+        bcow("commit", "disk.bcow", "layer.bcow")
+        self.assertTrue(self.content("layer.bcow") == self.one)
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        self.assertEqual(self.own("layer.bcow"), self.differing)
+        self.refused("commit", "disk.bcow", "layer.bcow", mention=("there already",))
+        self.refused("commit", "disk.bcow", mention=("sealed", "NEW.bcow"))
+        self.refused("commit", "layer.bcow", mention=("sealed",))
+        bcow("fsck", "--data", "layer.bcow")
+        # A layer is a backing like any other.
+        bcow("create", "-b", "layer.bcow", "-s", "16M", "top.bcow")
+        self.assertTrue(self.content("top.bcow") == self.one + bytes(16 * MEBIBYTE - len(self.one)))
+        extents = json.loads(bcow("map", "--json", "top.bcow").out)["extents"]
+        self.assertEqual({extent["file_name"] for extent in extents}, {"layer.bcow", "two.bcow"})
+
+    def test_changes_go_into_a_backing_that_can_be_written(self):
+        bcow("convert", "--writable", "raw:two.raw", "base.bcow")
+        self.overlay(backing="base.bcow")
+        bcow("create", "-b", "base.bcow", "other.bcow")
+        bcow("commit", "disk.bcow")
+        self.assertTrue(self.content("base.bcow") == self.one)
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        self.assertEqual(self.own("disk.bcow"), 0)
+        self.refused("convert", "other.bcow", "raw:x", mention=("backing base.bcow", "has changed since"))
+        for disk in ("base.bcow", "disk.bcow"):
+            bcow("fsck", "--data", disk)
+        # The backing grows with the disk.
+        bcow("resize", "disk.bcow", "+1M")
+        bcow("commit", "disk.bcow")
+        self.assertTrue(self.content("base.bcow") == self.one + bytes(MEBIBYTE))
+        bcow("create", "-s", "1M", "alone.bcow")
+        self.refused("commit", "alone.bcow", mention=("no backing",))
+
+    def test_a_sealed_disk_keeps_its_backing_or_stands_alone(self):
+        self.overlay()
+        bcow("seal", "disk.bcow", "-o", "sealed.bcow")
+        bcow("seal", "disk.bcow", "--flatten", "-o", "alone.bcow")
+        for disk in ("sealed.bcow", "alone.bcow"):
+            self.assertTrue(self.content(disk) == self.one)
+            self.assertEqual(bcow("diff", "one.bcow", disk).out, b"")
+            bcow("fsck", "--data", disk)
+        self.assertEqual(self.own("sealed.bcow"), self.differing)
+        bcow("seal", "disk.bcow")
+        self.assertTrue(self.content("disk.bcow") == self.one)
+        self.refused("seal", "disk.bcow", mention=("sealed",))
+        self.refused("resize", "disk.bcow", "1M", mention=("sealed", "bcow create -b"))
+        os.unlink("two.bcow")
+        self.assertTrue(self.content("alone.bcow") == self.one)
+        self.refused("convert", "sealed.bcow", "raw:x", mention=("backing two.bcow is not in",))
+
+    def test_compacting_keeps_everything_but_the_garbage(self):
+        for layout in ("auto", "performance", "space"):
+            with self.subTest(layout=layout):
+                bcow("create", "-b", "one.bcow", "--layout", layout, "disk.bcow")
+                os.chmod("disk.bcow", 0o640)
+                bcow("rebase", "disk.bcow", "-b", "two.bcow")
+                bcow("rebase", "disk.bcow", "--no-backing")
+                full = os.path.getsize("disk.bcow")
+                for options in ((), ("--compress", "zstd")):
+                    bcow("compact", "disk.bcow", *options)
+                    self.assertTrue(self.content("disk.bcow") == self.one)
+                    bcow("fsck", "--data", "disk.bcow")
+                    self.assertLessEqual(os.path.getsize("disk.bcow"), full + 2 * MEBIBYTE)
+                    self.assertEqual(os.stat("disk.bcow").st_mode & 0o777, 0o640)
+                # It is still one that can be written.
+                bcow("rebase", "disk.bcow", "-b", "two.bcow")
+                bcow("resize", "disk.bcow", "8M", "--shrink")
+                bcow("compact", "disk.bcow", "-o", "small.bcow")
+                self.assertTrue(self.content("small.bcow") == self.one[:8 * MEBIBYTE])
+                os.unlink("disk.bcow")
+                os.unlink("small.bcow")
+
+    def test_sizes_change_as_asked(self):
+        bcow("create", "-b", "one.bcow", "disk.bcow")
+        size = len(self.one)
+        bcow("resize", "disk.bcow", "+4M")
+        self.assertTrue(self.content("disk.bcow") == self.one + bytes(4 * MEBIBYTE))
+        self.refused("resize", "disk.bcow", "4M", mention=("--shrink",))
+        bcow("resize", "disk.bcow", "4M", "--shrink")
+        bcow("resize", "disk.bcow", str(size))
+        self.assertTrue(self.content("disk.bcow") == self.one[:4 * MEBIBYTE] + bytes(size - 4 * MEBIBYTE))
+        self.refused("resize", "disk.bcow", "4097", mention=("multiples of 4096",), code=2)
+        self.refused("resize", "disk.bcow", "-1T", "--shrink", code=2)
+        self.refused("create", "disk.bcow", "-s", "1M", mention=("not overwritten",))
+        self.refused("create", "new.bcow", code=2)
+
+    def test_differences_are_ranges(self):
+        self.overlay()
+        self.assertEqual(bcow("diff", "one.bcow", "disk.bcow").out, b"")
+        result = bcow("diff", "two.bcow", "disk.bcow", "--json", check=False)
+        self.assertEqual(result.code, 1, str(result))
+        found = json.loads(result.out)
+        self.assertEqual(sum(part["length"] for part in found["ranges"]), self.differing)
+        self.assertEqual(found["summary"]["bytes"], self.differing)
+        for part in found["ranges"]:
+            start, end = part["offset"], part["offset"] + part["length"]
+            self.assertNotEqual(self.one[start:end], self.two[start:end])
+        bcow("resize", "disk.bcow", "+1M")
+        self.assertEqual(bcow("diff", "one.bcow", "disk.bcow", check=False).code, 1)
+        self.assertEqual(bcow("diff", "one.bcow", "nothing.bcow", check=False).code, 2)
+
+    def test_a_backing_is_what_it_was_or_nothing(self):
+        bcow("create", "-b", "one.bcow", "disk.bcow")
+        good = read("one.bcow")
+
+        def refused(*mention):
+            for command in (("convert", "disk.bcow", "raw:x"), ("resize", "disk.bcow", "+1M"), ("commit", "disk.bcow", "x")):
+                self.refused(*command, mention=("one.bcow", *mention))
+
+        os.replace("two.bcow", "one.bcow")
+        refused("has changed since")
+        bcow("create", "-s", "1M", "short.bcow")
+        os.replace("short.bcow", "one.bcow")
+        refused("1048576 bytes, not")
+        os.replace("one.raw", "one.bcow")
+        refused("cannot open", "bcow convert raw:FILE")
+        os.unlink("one.bcow")
+        refused("is not in")
+        os.mkdir("one.bcow")
+        refused("is a directory")
+        os.rmdir("one.bcow")
+        os.mkfifo("one.bcow")
+        refused("no regular file")
+        os.unlink("one.bcow")
+        os.mkdir("away")
+        write("away/one.bcow", good)
+        os.symlink("away/one.bcow", "one.bcow")
+        refused("a symbolic link")
+        os.unlink("one.bcow")
+        self.assertTrue(self.content("disk.bcow", "--backing-dir", "away") == self.one)
+        self.refused("create", "-b", "away/one.bcow", "new.bcow", mention=("--backing-dir",))
+        self.refused("create", "-b", "raw:two.raw", "new.bcow", mention=("bcow convert",), code=2)
+        self.refused("create", "-b", "two.raw", "new.bcow")
+
+    def test_a_backing_by_digest_is_found_in_stores(self):
+        result = run("sha256sum", "one.bcow")
+        digest = result.out.split()[0].decode()
+        os.mkdir("store")
+        bcow("create", "-b", "one.bcow", "--by-digest", "disk.bcow")
+        self.refused("convert", "disk.bcow", "raw:x", mention=(digest, "--store"))
+        os.rename("one.bcow", f"store/{digest}")
+        self.assertTrue(self.content("disk.bcow", "--store", "store") == self.one)
+        write(f"store/{digest}", b"!", at=5000)
+        self.refused("convert", "disk.bcow", "raw:x", "--store", "store", mention=("its digest is",))
+        bcow("create", "-s", "1M", "changes.bcow")
+        self.refused("create", "-b", "changes.bcow", "--by-digest", "new.bcow", mention=("can be written",))
+
+    def test_chains_of_64_files_and_no_more(self):
+        bcow("create", "-s", "1M", "0.bcow")
+        for index in range(1, 65):
+            bcow("create", "-q", "-b", f"{index - 1}.bcow", f"{index}.bcow")
+        self.assertEqual(self.content("64.bcow"), bytes(MEBIBYTE))
+        self.refused("create", "-b", "64.bcow", "65.bcow", mention=("64 files",))
+        # A disk below itself cannot come about.
+        self.refused("rebase", "--unsafe", "10.bcow", "-b", "20.bcow", mention=("bcow rebase",))
+
+    def test_one_writer_at_a_time(self):
+        bcow("create", "-s", "1M", "disk.bcow")
+        bcow("create", "-b", "disk.bcow", "top.bcow")
+        with open("disk.bcow", "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for command in (("resize", "disk.bcow", "+1M"), ("compact", "disk.bcow"), ("seal", "disk.bcow"),
+                            ("convert", "disk.bcow", "raw:x"), ("resize", "top.bcow", "+1M")):
+                self.refused(*command, mention=("in use by another program",))
+            file.seek(1024)
+            file.write(b"bcow serve, process 7\0")
+            file.flush()
+            self.refused("resize", "disk.bcow", "+1M", mention=("written by bcow serve, process 7",))
+            bcow("convert", "-U", "disk.bcow", "raw:x")
+        bcow("resize", "top.bcow", "+1M")
 
 
 if __name__ == "__main__":

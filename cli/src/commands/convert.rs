@@ -109,7 +109,7 @@ pub struct Args {
 
 /// What `--compress` says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Compress {
+pub enum Compress {
     None,
     Zstd { level: i32 },
     Zlib,
@@ -117,7 +117,7 @@ enum Compress {
 
 impl Compress {
     /// For a BCoW file.
-    fn of_blocks(self) -> Result<Compression, CommandError> {
+    pub fn of_blocks(self) -> Result<Compression, CommandError> {
         match self {
             Compress::None => Ok(Compression::None),
             Compress::Zstd { level } => Ok(Compression::Zstd { level }),
@@ -129,7 +129,7 @@ impl Compress {
 
 /// A block size or the choice of one. (clap would take `Option<Option<..>>` for something else.)
 #[derive(Debug, Clone, Copy)]
-struct BlockSize(Option<u32>);
+pub struct BlockSize(pub Option<u32>);
 
 /// Converts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
@@ -264,7 +264,7 @@ fn destination(path: &Path) -> Result<Destination<'_>, CommandError> {
 }
 
 /// The time to record, if the environment says one (reproducible-builds.org).
-fn source_date_epoch() -> Result<Option<i64>, CommandError> {
+pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if text.is_empty() => Ok(None),
         Ok(text) => text.parse().map(Some).map_err(|_| {
@@ -279,7 +279,8 @@ fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     }
 }
 
-fn compression(text: &str) -> Result<Compress, String> {
+/// Reads `--compress`.
+pub fn compression(text: &str) -> Result<Compress, String> {
     match text.split_once(':') {
         None if text == "none" => Ok(Compress::None),
         None if text == "zstd" => Ok(Compress::Zstd { level: 3 }),
@@ -292,7 +293,8 @@ fn compression(text: &str) -> Result<Compress, String> {
     }
 }
 
-fn block_size(text: &str) -> Result<BlockSize, String> {
+/// Reads `--block-size`.
+pub fn block_size(text: &str) -> Result<BlockSize, String> {
     if text == "auto" {
         return Ok(BlockSize(None));
     }

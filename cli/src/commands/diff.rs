@@ -1,7 +1,10 @@
 //! `bcow diff`
 
+mod blocks;
+
 use std::path::PathBuf;
 
+use bcow::format::Use;
 use bcow_erofs::diff::{
     Change, Compare, ContentDifference, DiffError, DiffOptions, DiffSummary, Differences, Side,
     Stopped, XattrChange, diff,
@@ -25,6 +28,9 @@ use crate::{names, stat};
 /// extended attributes, which names are one inode, and content. Of directories neither size nor
 /// number of links is. What both images have in the same place of the same file is not read.
 ///
+/// Of disks, with all that lies below them, the ranges of bytes that differ are printed: first byte and length, in
+/// whole sectors of 4096 bytes.
+///
 /// On a terminal, unusual names are quoted as GNU ls quotes them; elsewhere they come byte by byte.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 no difference, 1 differences, 2 trouble.")]
@@ -47,7 +53,7 @@ pub struct Args {
     /// End lines with NUL rather than newline, and never quote
     #[arg(short = '0', long, conflicts_with_all = ["json", "summary"])]
     null: bool,
-    /// Print JSON (schema bcow.diff/1), with both inodes of every difference
+    /// Print JSON (schema bcow.diff/1), with both inodes of every difference; of disks, bcow.diff-disk/1
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -71,6 +77,10 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
         OpenImage::open(&args.a, &args.stores)?,
         OpenImage::open(&args.b, &args.stores)?,
     ];
+    let is_disk = |image: &OpenImage| image.image().header().purpose != Use::Image;
+    if images.iter().any(is_disk) {
+        return blocks::compare(args, &images[0], &images[1], ui);
+    }
     let [a, b] = [images[0].tree()?, images[1].tree()?];
     let known_same = |here, there, length| {
         bcow::known_same(images[0].image(), here, images[1].image(), there, length)

@@ -1,5 +1,6 @@
 //! `bcow inspect`
 
+mod disk;
 mod stack;
 
 use std::collections::BTreeMap;
@@ -10,6 +11,7 @@ use bcow::{Extent, Image, Mapping};
 use bcow_erofs::reader::Superblock;
 use serde_json::{Value, json};
 
+use self::disk::DiskFacts;
 use self::stack::Stack;
 use crate::error::CommandError;
 use crate::image::{OpenImage, StoreArgs};
@@ -27,6 +29,9 @@ use crate::ui::{Output, Ui};
 /// Of a stack it also shows the layers: the size of each one's file, the names and bytes that it adds
 /// to the merged tree, how much it hides of the layers below and how much of it is hidden by those
 /// above, and how much of its content is named in lower layers instead of stored.
+///
+/// Of a disk it shows the files below it, and of one that can be written its layout, its record log, the space
+/// that is free in the file, and who is writing to it (with --force-share).
 ///
 /// JSON has all of it and the OCI configuration (`.metadata.config`); fields are added in later
 /// versions, never moved. Sizes are in bytes.
@@ -69,8 +74,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(error) = error {
         note("map", &error);
     }
+    let disk = DiskFacts::of(&image);
     let filesystem = match bcow_erofs::reader::Filesystem::open(image.image().clone()) {
         Ok(filesystem) => Some(filesystem.superblock().clone()),
+        // A disk has any content.
+        Err(_) if disk.is_some() => None,
         Err(error) => {
             note("file system", &error);
             None
@@ -85,6 +93,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     let facts = Facts {
         image: &image,
+        disk,
         stack,
         header: image.image().header(),
         metadata,
@@ -210,6 +219,7 @@ impl Storage {
 
 struct Facts<'a> {
     image: &'a OpenImage,
+    disk: Option<DiskFacts>,
     stack: Option<Stack>,
     header: &'a Header,
     metadata: Value,
@@ -273,6 +283,7 @@ impl Facts<'_> {
                 "chunk_bytes": 1u64 << tree.chunk_shift,
             })),
             "backings": backings,
+            "disk": self.disk.as_ref().map(DiskFacts::as_json),
             "stack": self.stack.as_ref().map(Stack::as_json),
             "erofs": self.filesystem.as_ref().map(|fs| json!({
                 "block_bytes": fs.block_bytes,
@@ -325,6 +336,9 @@ impl Facts<'_> {
                 ),
             )?;
         }
+        if let Some(disk) = &self.disk {
+            disk.tell(out)?;
+        }
         self.tell_source(out)?;
         if let Some(stack) = &self.stack {
             stack.tell(out)?;
@@ -375,16 +389,24 @@ impl Facts<'_> {
         Ok(())
     }
 
+    /// What is told apart: a disk is all of one kind.
+    fn classes(&self) -> Vec<(&'static str, &Class)> {
+        match self.disk {
+            Some(_) => vec![("content", &self.storage.content)],
+            None => vec![
+                ("file content", &self.storage.content),
+                ("file system", &self.storage.metadata),
+            ],
+        }
+    }
+
     fn tell_storage(&self, out: &mut Output) -> Result<(), CommandError> {
         writeln!(
             out,
             "\n{:<18} {:>12} {:>12} {:>12} {:>7} {:>10} {:>10}",
             "Storage", "size", "of it zero", "stored", "ratio", "zstd", "raw"
         )?;
-        for (name, class) in [
-            ("file content", &self.storage.content),
-            ("file system", &self.storage.metadata),
-        ] {
+        for (name, class) in self.classes() {
             writeln!(
                 out,
                 "  {name:<16} {:>12} {:>12} {:>12} {:>7} {:>10} {:>10}",
@@ -401,7 +423,11 @@ impl Facts<'_> {
         let window_bytes = self.storage.content.backing_bytes + self.storage.metadata.backing_bytes;
         if window_bytes > 0 {
             let bytes = Human(window_bytes).to_string();
-            writeln!(out, "  {:<16} {bytes:>12}", "windows")?;
+            let name = match self.disk {
+                Some(_) => "backing",
+                None => "windows",
+            };
+            writeln!(out, "  {name:<16} {bytes:>12}")?;
         }
         for (name, bytes) in [
             ("Merkle tree", self.merkle_bytes()),
@@ -422,10 +448,7 @@ impl Facts<'_> {
             "\n{:<18} {:>12} {:>12}",
             "Block sizes", "blocks", "stored"
         )?;
-        for (name, class) in [
-            ("file content", &self.storage.content),
-            ("file system", &self.storage.metadata),
-        ] {
+        for (name, class) in self.classes() {
             for (size, (blocks, bytes)) in &class.sizes {
                 writeln!(
                     out,

@@ -2,6 +2,8 @@
 
 pub mod attach;
 pub mod cat;
+pub mod commit;
+pub mod compact;
 pub mod completions;
 pub mod convert;
 pub mod create;
@@ -16,7 +18,9 @@ pub mod ls;
 pub mod man;
 pub mod map;
 pub mod mount;
+pub mod rebase;
 pub mod resize;
+pub mod seal;
 pub mod serve;
 pub mod umount;
 pub mod version;

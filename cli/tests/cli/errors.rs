@@ -72,15 +72,13 @@ fn no_command_at_all_shows_the_help() {
 fn what_comes_later_says_so() {
     let sandbox = Sandbox::with_image();
     let mut shown = all_shown(&sandbox, &[&["fsck", "--repair", "image.bcow"]]);
-    for command in ["rebase", "compact", "seal", "commit", "stats"] {
-        let output = sandbox.run(&[command, "--some", "thing"]);
-        assert_eq!(output.status.code(), Some(1));
-        shown += String::from_utf8_lossy(&output.stderr)
-            .lines()
-            .next()
-            .unwrap();
-        shown += "\n";
-    }
+    let output = sandbox.run(&["stats", "--some", "thing"]);
+    assert_eq!(output.status.code(), Some(1));
+    shown += String::from_utf8_lossy(&output.stderr)
+        .lines()
+        .next()
+        .unwrap();
+    shown += "\n";
     snapshot!(shown);
 }
 

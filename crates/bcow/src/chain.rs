@@ -257,36 +257,31 @@ impl<'a> Opener<'a> {
         self.found.borrow().problems.clone()
     }
 
-    /// The device that `backing` names, as the disk itself would open it.
+    /// The device that `backing` names, as the disk itself would open it, if nothing is wrong with it or below it.
     pub fn open(&self, backing: &BackingEntry) -> Result<Arc<dyn BlockDevice>, Arc<ChainProblem>> {
-        let level = Level {
-            opener: self,
-            directory: &self.directory,
-            depth: 1,
-            height: Cell::new(0),
-        };
-        match level.find(backing) {
-            Ok(image) => Ok(image),
-            Err(Some(problem)) => Err(Arc::new(problem)),
-            Err(None) => Err(match self.found.borrow().problems.first() {
-                Some(problem) => problem.clone(),
-                None => Arc::new(ChainProblem::TooDeep {
-                    name: backing.name.to_string(),
-                }),
-            }),
+        let found = self.level().resolve(backing).ok().flatten();
+        match (self.found.borrow().problems.first(), found) {
+            (None, Some(device)) => Ok(device),
+            (Some(problem), _) => Err(problem.clone()),
+            (None, None) => Err(Arc::new(ChainProblem::TooDeep {
+                name: backing.name.to_string(),
+            })),
         }
     }
-}
 
-impl BackingResolver for Opener<'_> {
-    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+    fn level(&self) -> Level<'_> {
         Level {
             opener: self,
             directory: &self.directory,
             depth: 1,
             height: Cell::new(0),
         }
-        .resolve(backing)
+    }
+}
+
+impl BackingResolver for Opener<'_> {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        self.level().resolve(backing)
     }
 }
 

@@ -6,24 +6,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bcow::format::{SECTOR_BYTES, State, Use};
-use bcow::{
-    BlockDevice, DiskForm, Error, ImageWriter, Keep, WriterOptions, append_disk, verify_written,
-};
+use bcow::{BlockDevice, DiskForm, Keep};
 use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::{Args, Compress, source_date_epoch};
+use super::{Args, Compress};
 use crate::copy_out::CopyOut;
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::image::{self, OpenImage};
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
+use crate::rewrite::{LOG_BYTES, Rewrite, metadata};
 use crate::size::{Count, Human};
-use crate::ui::{Progress, Ui};
-
-/// Room for the record log of a disk that can be written.
-const LOG_BYTES: u64 = 1 << 20;
+use crate::ui::Ui;
 
 /// A file in another form than BCoW, as the user names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -301,40 +297,26 @@ fn write_disk(
         None if args.writable => bcow::Compression::None,
         None => ConvertOptions::default().compression,
     };
-    let options = WriterOptions {
-        compression,
-        block_bytes: args.block_size.0,
-        threads: args
-            .jobs
-            .map_or(ConvertOptions::default().threads, usize::from),
-        disk: Some(DiskForm {
+    let verified = !args.no_verify;
+    let source_json = json!({ "transport": source.transport, "bytes": source.bytes });
+    let new = NewFile::create(destination)?;
+    let written = Rewrite {
+        device: &*source.device,
+        name: &source.name,
+        keep: Keep::All,
+        form: DiskForm {
             size,
             log_bytes: if args.writable { LOG_BYTES } else { 0 },
             ..DiskForm::default()
-        }),
-        ..WriterOptions::default()
-    };
-    let metadata = metadata(&options, source)?;
-    let interrupt = Interrupt::catch();
-    let progress = ui.progress();
-    progress.phase("converting");
-    progress.total(Some(size));
-    let new = NewFile::create(destination)?;
-    let cannot = || format!("cannot write {}", destination.display());
-    let threads = options.threads;
-    let file = new.file().try_clone().context(cannot)?;
-    let mut writer = ImageWriter::create(file, options).context(cannot)?;
-    copy_in(&mut writer, source, &interrupt, &progress, &cannot)?;
-    progress.phase("hashing");
-    let written = writer.finish(&[], &metadata).context(cannot)?;
-    let verified = !args.no_verify && !args.writable;
-    if verified {
-        progress.phase("verifying");
-        verify_written(&written, threads).context(cannot)?;
+        },
+        compression,
+        block_bytes: args.block_size.0,
+        jobs: args.jobs,
+        verify: verified,
+        metadata: metadata(compression, args.block_size.0, Some(source_json))?,
     }
-    progress.phase("syncing");
+    .write(&new, destination, ui)?;
     new.complete()?;
-    drop(progress);
     report(
         args,
         ui,
@@ -343,69 +325,6 @@ fn write_disk(
         written.file_bytes(),
         Some((verified, args.writable)),
     )
-}
-
-/// Appends the whole source.
-fn copy_in(
-    writer: &mut ImageWriter,
-    source: &Source,
-    interrupt: &Interrupt,
-    progress: &Progress<'_>,
-    cannot: &dyn Fn() -> String,
-) -> Result<(), CommandError> {
-    enum Stop {
-        Failed(Error),
-        Interrupted(CommandError),
-    }
-    impl From<Error> for Stop {
-        fn from(error: Error) -> Self {
-            Stop::Failed(error)
-        }
-    }
-    let appended = append_disk(writer, &*source.device, Keep::All, &mut |bytes| {
-        progress.advance(bytes);
-        interrupt.check().map_err(Stop::Interrupted)
-    });
-    appended.map_err(|stop| match stop {
-        Stop::Interrupted(error) => error,
-        Stop::Failed(
-            error @ Error::Io {
-                action: "write", ..
-            },
-        ) => CommandError::new(cannot()).caused_by(&error),
-        Stop::Failed(error) => {
-            CommandError::new(format!("cannot read {}", source.name.display())).caused_by(&error)
-        }
-    })
-}
-
-fn metadata(options: &WriterOptions, source: &Source) -> Result<Value, CommandError> {
-    let mut all = Map::new();
-    all.insert(
-        "tool".into(),
-        format!("bcow {}", env!("CARGO_PKG_VERSION")).into(),
-    );
-    if let Some(created) = source_date_epoch()?.and_then(bcow_oci::rfc3339) {
-        all.insert("created".into(), created.into());
-    }
-    all.insert(
-        "options".into(),
-        json!({
-            "compress": match options.compression {
-                bcow::Compression::None => "none".to_owned(),
-                bcow::Compression::Zstd { level } => format!("zstd:{level}"),
-            },
-            "block_size": match options.block_bytes {
-                Some(bytes) => json!(bytes),
-                None => json!("auto"),
-            },
-        }),
-    );
-    all.insert(
-        "source".into(),
-        json!({ "transport": source.transport, "bytes": source.bytes }),
-    );
-    Ok(Value::Object(all))
 }
 
 /// Tells what was made; of a BCoW disk also whether it was read back, and whether it can be written.

@@ -39,7 +39,11 @@ pub(super) struct Placed {
 impl Layout {
     /// From byte `start` on, blocks have this size.
     pub(super) fn begin(&mut self, start: u64, shift: BlockShift) {
-        self.stretches.push((start, shift));
+        match self.stretches.last_mut() {
+            // Nothing was there yet.
+            Some(last) if last.0 == start => last.1 = shift,
+            _ => self.stretches.push((start, shift)),
+        }
     }
 
     pub(super) fn fill(&mut self, records: Vec<Record>) {

@@ -1,0 +1,122 @@
+//! `bcow compact`
+
+use std::path::PathBuf;
+
+use bcow::format::Use;
+use bcow::{Compression, DiskForm, Image, Keep, Layout, OpenOptions};
+use serde_json::Value;
+
+use super::convert::{Compress, compression};
+use crate::disks::{Below, lock_disk};
+use crate::error::{CommandError, Context};
+use crate::image::{StoreArgs, cannot_open_file};
+use crate::new_file::NewFile;
+use crate::rewrite::{LOG_BYTES, Rewrite, backing_of, inherit};
+use crate::size::Human;
+use crate::ui::Ui;
+
+/// Blocks that large writes make, in the auto layout.
+const LARGE_BLOCK_BYTES: u32 = 64 << 10;
+const SMALL_BLOCK_BYTES: u32 = 4 << 10;
+
+/// Rewrite a disk without the space that nothing uses
+///
+/// The disk stays one that can be written, with the same content, size, layout and backing. It is written
+/// to a new file, which takes the place of the old one when it is complete and verified.
+///
+/// To disks that have this one as their backing it is another file afterwards; `bcow rebase --unsafe` makes it
+/// their backing again.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The disk
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    disk: PathBuf,
+    /// Write the disk to this new file, in the same directory if it has a backing there, and leave FILE as it is
+    #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Compress what is stored: zstd[:LEVEL]; what is written later is not compressed
+    #[arg(long, value_name = "HOW", value_parser = compression)]
+    compress: Option<Compress>,
+    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: Option<u16>,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+/// Compacts.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let compression = match args.compress {
+        Some(compress) => compress.of_blocks()?,
+        None => Compression::None,
+    };
+    let shown = args.disk.display();
+    let options = OpenOptions::default();
+    let (file, path, _lock) = lock_disk(&args.disk, "compact")?;
+    let below = Below::new(&args.stores, &options)?;
+    let opener = below.opener(&path);
+    let image = Image::open_with_backings(file.clone(), &options, &opener)
+        .map_err(|error| cannot_open_file(&args.disk, &args.disk, &error))?;
+    if let Some(problem) = below.problems(&opener).first() {
+        return Err(problem.failure(&args.disk));
+    }
+    let header = image.header();
+    if header.purpose != Use::Disk {
+        return Err(
+            CommandError::new(format!("cannot compact {shown}")).caused_by_text("it is no disk")
+        );
+    }
+    let metadata = image
+        .metadata()
+        .context(|| format!("cannot read {shown}"))?;
+    let output = args.output.as_deref().unwrap_or(&path);
+    let new = match &args.output {
+        Some(output) => NewFile::create_new(output)?,
+        None => NewFile::create(&path)?,
+    };
+    inherit(&new, &file).context(|| format!("cannot write {}", output.display()))?;
+    let before = file.metadata().context(|| format!("cannot read {shown}"))?;
+    let written = Rewrite {
+        device: &*image,
+        name: &args.disk,
+        keep: Keep::Own,
+        form: DiskForm {
+            size: header.size,
+            backing: backing_of(&image),
+            region_shift: Some(header.region_shift),
+            log_bytes: LOG_BYTES,
+        },
+        compression,
+        block_bytes: largest_block(&metadata, header.region_shift, compression),
+        jobs: args.jobs,
+        verify: true,
+        metadata,
+    }
+    .write(&new, output, ui)?;
+    new.complete()?;
+    ui.status(format_args!(
+        "{}: file of {}, was {}",
+        output.display(),
+        Human(written.file_bytes()),
+        Human(before.len())
+    ));
+    Ok(())
+}
+
+/// Blocks as the disk's layout would make them; larger ones where they are to be compressed.
+fn largest_block(metadata: &Value, region_shift: u8, compression: Compression) -> Option<u32> {
+    let options = &metadata["options"];
+    let layout = options["layout"].as_str().and_then(Layout::from_name);
+    let chosen = options["block_size"]
+        .as_u64()
+        .and_then(|bytes| u32::try_from(bytes).ok())
+        .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 24).contains(bytes));
+    let region = 1u64 << region_shift;
+    let bytes = match (layout, compression) {
+        (Some(Layout::Performance), _) if region_shift <= 24 => region as u32,
+        (_, Compression::Zstd { .. }) => return None,
+        (Some(Layout::Space), _) => SMALL_BLOCK_BYTES,
+        _ => chosen.unwrap_or(LARGE_BLOCK_BYTES),
+    };
+    Some(u64::from(bytes).min(region) as u32)
+}

@@ -1,0 +1,146 @@
+//! What `bcow inspect` says of a disk.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use bcow::format::{Header, State, Use, decode_free};
+use bcow::lock::FileLock;
+use bcow::{BlockDevice, Image};
+use serde_json::{Value, json};
+
+use super::line;
+use crate::error::CommandError;
+use crate::image::OpenImage;
+use crate::names::{self, printable};
+use crate::size::{Count, Human};
+use crate::ui::Output;
+
+/// A disk and the files below it.
+pub struct DiskFacts {
+    layout: Option<String>,
+    /// Room for the record log, and bytes of the file that are free, if it can be written.
+    log_bytes: u64,
+    free_bytes: Option<u64>,
+    /// Who is in the way of a reader.
+    in_use: Option<String>,
+    identity: [u8; 32],
+    chain: Vec<Link>,
+}
+
+struct Link {
+    name: String,
+    path: Option<String>,
+    sealed: bool,
+    size: u64,
+    file_bytes: u64,
+}
+
+impl Link {
+    fn of(name: String, path: Option<String>, image: &Image) -> Self {
+        Link {
+            name,
+            path,
+            sealed: image.header().state == State::Sealed,
+            size: image.size(),
+            file_bytes: image.header().file_bytes,
+        }
+    }
+}
+
+impl DiskFacts {
+    /// `None` of an image.
+    pub fn of(opened: &OpenImage) -> Option<Self> {
+        let image = opened.image();
+        let header = image.header();
+        if header.purpose == Use::Image {
+            return None;
+        }
+        let name = opened.path().display().to_string();
+        let top = Link::of(name.clone(), Some(name), image);
+        let below = opened.chain().iter().map(|file| {
+            let path = file.path.as_ref().map(|path| path.display().to_string());
+            Link::of(file.name.clone(), path, &file.image)
+        });
+        let file = File::open(&opened.opened().path).ok();
+        let metadata = image.metadata().unwrap_or(Value::Null);
+        let layout = metadata["options"]["layout"].as_str().map(str::to_owned);
+        Some(DiskFacts {
+            layout,
+            log_bytes: header.log.1,
+            free_bytes: file.as_ref().and_then(|file| free_bytes(file, header)),
+            in_use: file
+                .filter(|_| header.state == State::Writable)
+                .and_then(|file| FileLock::shared(&file).err())
+                .map(|error| error.to_string()),
+            identity: image.identity_hash(),
+            chain: std::iter::once(top).chain(below).collect(),
+        })
+    }
+
+    pub fn as_json(&self) -> Value {
+        let chain: Vec<Value> = self
+            .chain
+            .iter()
+            .map(|link| {
+                json!({
+                    "name": link.name,
+                    "path": link.path,
+                    "sealed": link.sealed,
+                    "size": link.size,
+                    "file_bytes": link.file_bytes,
+                })
+            })
+            .collect();
+        json!({
+            "layout": self.layout,
+            "log_bytes": self.log_bytes,
+            "free_bytes": self.free_bytes,
+            "in_use": self.in_use,
+            "identity": names::hex(&self.identity),
+            "chain": chain,
+        })
+    }
+
+    pub fn tell(&self, out: &mut Output) -> Result<(), CommandError> {
+        if let Some(layout) = &self.layout {
+            line(out, "layout", &printable(layout))?;
+        }
+        if self.log_bytes > 0 {
+            line(
+                out,
+                "record log",
+                &format!("room for {}", Human(self.log_bytes)),
+            )?;
+        }
+        if let Some(bytes) = self.free_bytes.filter(|_| self.log_bytes > 0) {
+            line(out, "free in the file", &Human(bytes).to_string())?;
+        }
+        if let Some(text) = &self.in_use {
+            line(out, "in use", &printable(text))?;
+        }
+        if self.chain.len() < 2 {
+            return Ok(());
+        }
+        writeln!(out, "\nChain, the disk first")?;
+        for (index, link) in self.chain.iter().enumerate() {
+            let state = if link.sealed { "sealed" } else { "writable" };
+            writeln!(
+                out,
+                "  {index:>2} {}: {state}, {} ({} bytes), file of {}",
+                printable(link.path.as_ref().unwrap_or(&link.name)),
+                Human(link.size),
+                Count(link.size),
+                Human(link.file_bytes)
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// What the free list of the header has; records may have used some of it.
+fn free_bytes(file: &File, header: &Header) -> Option<u64> {
+    let mut bytes = vec![0; header.free.bytes as usize];
+    file.read_exact_at(&mut bytes, header.free.offset).ok()?;
+    let ranges = decode_free(&bytes, header).ok()?;
+    Some(ranges.iter().map(|range| range.bytes).sum())
+}

@@ -1,0 +1,157 @@
+//! `bcow seal`, and `bcow commit` into a new layer.
+
+use std::path::{Path, PathBuf};
+
+use bcow::format::Use;
+use bcow::{Compression, DiskForm, Image, Keep, OpenOptions};
+
+use super::convert::{BlockSize, Compress, block_size, compression};
+use crate::disks::{Below, lock_disk};
+use crate::error::{CommandError, Context};
+use crate::image::{OpenImage, StoreArgs, cannot_open_file};
+use crate::new_file::NewFile;
+use crate::rewrite::{Rewrite, backing_of, inherit, metadata};
+use crate::size::{Count, Human};
+use crate::ui::Ui;
+
+/// Make a disk immutable
+///
+/// A sealed disk has a checksum for every block, a hash tree over the whole file, and no room for changes; its
+/// blocks are compressed. It keeps its backing, and stores only what the disk itself has, unless --flatten puts
+/// everything into the one file.
+///
+/// Without -o, the sealed disk takes the place of the other when it is complete and verified.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The disk
+    #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    disk: PathBuf,
+    /// Write the sealed disk to this new file, and leave FILE as it is
+    #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// Store what the backings show too; the sealed disk then needs no other file
+    #[arg(long)]
+    flatten: bool,
+    #[command(flatten)]
+    how: How,
+    #[command(flatten)]
+    stores: StoreArgs,
+}
+
+/// How a sealed disk is written.
+#[derive(Debug, clap::Args)]
+pub struct How {
+    /// How to store blocks: zstd[:LEVEL] or none [default: zstd:3]
+    #[arg(long, value_name = "HOW", value_parser = compression)]
+    compress: Option<Compress>,
+    /// Block size: auto, or a power of two from 4K to 4M
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = block_size)]
+    block_size: BlockSize,
+    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: Option<u16>,
+    /// Do not read the sealed disk back before giving it its name
+    #[arg(long)]
+    no_verify: bool,
+}
+
+/// Seals.
+pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    let keep = match args.flatten {
+        true => Keep::All,
+        false => Keep::Own,
+    };
+    if let Some(output) = &args.output {
+        return seal_into(&args.disk, output, keep, &args.how, &args.stores, ui);
+    }
+    let options = OpenOptions::default();
+    // The file is not changed, but nobody may change it until the other has taken its place.
+    let (file, path, _lock) = lock_disk(&args.disk, "seal")?;
+    let below = Below::new(&args.stores, &options)?;
+    let opener = below.opener(&path);
+    let image = Image::open_with_backings(file.clone(), &options, &opener)
+        .map_err(|error| cannot_open_file(&args.disk, &args.disk, &error))?;
+    if let Some(problem) = below.problems(&opener).first() {
+        return Err(problem.failure(&args.disk));
+    }
+    let new = NewFile::create(&path)?;
+    inherit(&new, &file).context(|| format!("cannot write {}", args.disk.display()))?;
+    seal(&image, &args.disk, new, &args.disk, keep, &args.how, ui)
+}
+
+/// Writes what the disk `name` has, or shows, into a new sealed file.
+pub fn seal_into(
+    name: &Path,
+    output: &Path,
+    keep: Keep,
+    how: &How,
+    stores: &StoreArgs,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let opened = OpenImage::open(name, stores)?;
+    let image = opened.image();
+    if image.header().purpose != Use::Disk {
+        return Err(CommandError::new(format!("cannot seal {}", name.display()))
+            .caused_by_text("it is no disk; images are sealed as they are made"));
+    }
+    let new = NewFile::create_new(output)?;
+    if let (Keep::Own, Some(entry)) = (keep, backing_of(image)) {
+        let below = Below::new(stores, &OpenOptions::default())?;
+        let found = below.opener(output).open(&entry);
+        found.map_err(|problem| {
+            CommandError::new(format!("cannot write {}", output.display()))
+                .caused_by_text(format!("it would not find its backing: {problem}"))
+                .hint("write it beside the backing, or store everything in it (`bcow seal --flatten`)")
+        })?;
+    }
+    seal(image, name, new, output, keep, how, ui)
+}
+
+fn seal(
+    image: &Image,
+    name: &Path,
+    new: NewFile,
+    output: &Path,
+    keep: Keep,
+    how: &How,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let compression = match how.compress {
+        Some(compress) => compress.of_blocks()?,
+        None => Compression::Zstd { level: 3 },
+    };
+    let backing = match keep {
+        Keep::All => None,
+        Keep::Own => backing_of(image),
+    };
+    let over = backing
+        .as_ref()
+        .map_or(String::new(), |entry| format!(" over {}", entry.name));
+    let block_bytes = how.block_size.0;
+    let size = image.header().size;
+    let written = Rewrite {
+        device: image,
+        name,
+        keep,
+        form: DiskForm {
+            size,
+            backing,
+            ..DiskForm::default()
+        },
+        compression,
+        block_bytes,
+        jobs: how.jobs,
+        verify: !how.no_verify,
+        metadata: metadata(compression, block_bytes, None)?,
+    }
+    .write(&new, output, ui)?;
+    new.complete()?;
+    ui.status(format_args!(
+        "{}: sealed disk of {} ({} bytes){over}, file of {}",
+        output.display(),
+        Human(size),
+        Count(size),
+        Human(written.file_bytes())
+    ));
+    Ok(())
+}
