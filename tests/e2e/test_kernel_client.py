@@ -140,6 +140,44 @@ class KernelClients(unittest.TestCase):
         self.assert_clean(*uppers.values())
         self.assertEqual({kind: sha256(disk) for kind, disk in disks.items()}, before)
 
+    def test_attach_makes_a_device_and_detach_keeps_what_was_written(self):
+        uml.need()
+        program = [os.path.abspath(BCOW)]
+        disk, device, at = "/tmp/disk.bcow", "/dev/nbd5", "/tmp/attached"
+
+        def bcow_in_guest(*arguments, ok=(0,)):
+            return "command", {"arguments": program + list(arguments), "ok": ok}
+
+        mounted = ("attach", {"device": device, "kind": "ext4", "where": at})
+        values = uml.boot([
+            bcow_in_guest("create", "-s", "64M", disk),
+            bcow_in_guest("attach", disk, device),
+            ("device_facts", {"device": device}),
+            # Neither the device nor the disk is free, and a mounted device is left alone.
+            bcow_in_guest("attach", disk, device, ok=(1,)),
+            bcow_in_guest("attach", disk, "/dev/nbd6", ok=(1,)),
+            ("make", {"device": device, "kind": "ext4"}), mounted,
+            ("fill", {"where": at, "prefix": "a", "count": FILES}),
+            bcow_in_guest("detach", device, ok=(1,)),
+            ("detach", {"where": at}),
+            bcow_in_guest("detach", device),
+            bcow_in_guest("detach", device, ok=(1,)),
+            # The disk is free as soon as that has returned, and has it all.
+            bcow_in_guest("fsck", disk),
+            bcow_in_guest("attach", "--read-only", disk, device),
+            ("device_facts", {"device": device}),
+            ("attach", {"device": device, "kind": "ext4", "where": at, "read_only": True}),
+            ("verify", {"where": at, "prefix": "a", "count": FILES}),
+            ("detach", {"where": at}),
+            bcow_in_guest("detach", device),
+        ])
+        self.assertEqual((values[2]["bytes"], values[2]["read_only"], values[2]["discard"], values[2]["fua"]),
+                         (64 * MIB, False, True, True))
+        for step, mention in ((3, "attached already, by process"), (4, "being written by bcow attach"),
+                              (8, f"mounted at {at}"), (11, "is not attached")):
+            self.assertIn(mention, values[step])
+        self.assertTrue(values[14]["read_only"])
+
     def test_a_virtual_machine_finds_its_disks_again(self):
         vm.need()
         kinds = ("ext4", "xfs")

@@ -142,11 +142,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let opening = Opening {
         stores: &args.stores,
         cache: BlockCache::new(args.cache_size),
-        access: match (args.read_only, args.snapshot) {
-            (true, _) => Access::ReadOnly,
-            (_, true) => Access::Snapshot,
-            _ => Access::AsFile,
-        },
+        access: Access::of_options(args.read_only, args.snapshot),
         command: "serve",
     };
     for (index, (name, path)) in named.iter().enumerate() {

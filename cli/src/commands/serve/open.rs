@@ -23,6 +23,17 @@ pub enum Access {
     Snapshot,
 }
 
+impl Access {
+    /// As the options of that name say, of which one can be given.
+    pub fn of_options(read_only: bool, snapshot: bool) -> Self {
+        match (read_only, snapshot) {
+            (true, _) => Access::ReadOnly,
+            (_, true) => Access::Snapshot,
+            _ => Access::AsFile,
+        }
+    }
+}
+
 /// How to open what is served.
 pub struct Opening<'a> {
     /// Where layers are looked up.
