@@ -404,7 +404,8 @@ class Chains(Directory):
         with open("disk.bcow", "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             for command in (("resize", "disk.bcow", "+1M"), ("compact", "disk.bcow"), ("seal", "disk.bcow"),
-                            ("convert", "disk.bcow", "raw:x"), ("resize", "top.bcow", "+1M")):
+                            ("convert", "disk.bcow", "raw:x"), ("convert", "raw:one.raw", "disk.bcow"),
+                            ("resize", "top.bcow", "+1M")):
                 self.refused(*command, mention=("in use by another program",))
             file.seek(1024)
             file.write(b"bcow serve, process 7\0")

@@ -91,7 +91,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         at = extent.offset.saturating_add(extent.length);
         if let Some((run_file, run)) = &mut pending
             && *run_file == file
-            && join(run, &extent)
+            && (join(run, &extent) || (file > 0 && join_block(run, &extent)))
         {
             continue;
         }
@@ -223,6 +223,20 @@ fn join(run: &mut Extent, next: &Extent) -> bool {
     }
     run.length += next.length;
     true
+}
+
+/// Makes the run longer by `next` if both are pieces of one stored block of a lower file, which the smaller blocks of
+/// those above cut.
+fn join_block(run: &mut Extent, next: &Extent) -> bool {
+    let is_stored = matches!(
+        run.mapping,
+        Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. }
+    );
+    let is_one = is_stored && run.mapping == next.mapping;
+    if is_one {
+        run.length += next.length;
+    }
+    is_one
 }
 
 struct Map {

@@ -18,7 +18,7 @@ fn patch_header(sandbox: &Sandbox, name: &str, offset: usize, bytes: &[u8]) {
     });
 }
 
-fn all_shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
+pub fn all_shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
     let shown: Vec<String> = commands.iter().map(|args| sandbox.shown(args)).collect();
     shown.join("\n")
 }

@@ -5,6 +5,7 @@
 
 mod damage;
 mod diff;
+mod disks;
 mod errors;
 mod export;
 mod extract;

@@ -1,11 +1,13 @@
 //! Disks in other forms: raw and qcow2, into BCoW and out of it.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bcow::format::{SECTOR_BYTES, State, Use};
+use bcow::lock::FileLock;
 use bcow::{BlockDevice, DiskForm, Keep};
 use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
@@ -13,7 +15,8 @@ use serde_json::{Value, json};
 
 use super::{Args, Compress};
 use crate::copy_out::CopyOut;
-use crate::error::CommandError;
+use crate::disks;
+use crate::error::{CommandError, Context};
 use crate::image::{self, OpenImage};
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
@@ -192,6 +195,11 @@ impl Source {
         let Ok(target) = std::fs::metadata(destination) else {
             return Ok(());
         };
+        let cannot = || format!("cannot write {}", destination.display());
+        if disks::is_writable_disk(destination) {
+            let file = File::open(destination).context(cannot)?;
+            FileLock::shared(&file).context(cannot)?;
+        }
         let same = self.files.iter().find(|path| {
             std::fs::metadata(path)
                 .is_ok_and(|file| (file.dev(), file.ino()) == (target.dev(), target.ino()))

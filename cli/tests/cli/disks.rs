@@ -1,0 +1,67 @@
+//! Disks and chains as their users meet them.
+
+use crate::errors::all_shown;
+use crate::support::{Sandbox, noise, snapshot};
+
+/// `base.bcow` sealed, `disk.bcow` over it with two changes of its own.
+fn chain() -> Sandbox {
+    let sandbox = Sandbox::new();
+    let mut content = vec![0; 1 << 20];
+    content[..300_000].copy_from_slice(&noise(300_000));
+    sandbox.write("old.raw", &content);
+    content[8192..12288].fill(1);
+    content[100_000..120_000].fill(0);
+    sandbox.write("new.raw", &content);
+    let none = "--compress=none";
+    sandbox.ok(&["convert", "-q", none, "raw:old.raw", "old.bcow"]);
+    sandbox.ok(&["convert", "-q", none, "raw:new.raw", "base.bcow"]);
+    sandbox.ok(&["create", "-q", "-b", "old.bcow", "-s", "2M", "disk.bcow"]);
+    sandbox.ok(&["rebase", "-q", "disk.bcow", "-b", "base.bcow"]);
+    sandbox
+}
+
+/// What commands print, wherever the directory is.
+fn shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
+    let directory = sandbox.path("").canonicalize().unwrap();
+    let directory = format!("{}/", directory.display());
+    all_shown(sandbox, commands).replace(&directory, "DIR/")
+}
+
+#[test]
+fn a_chain_is_shown_with_all_its_files() {
+    let sandbox = chain();
+    snapshot!(shown(
+        &sandbox,
+        &[
+            &["map", "disk.bcow"],
+            &["map", "--depth=1", "disk.bcow"],
+            &["map", "--json", "--start=8K", "--length=4K", "disk.bcow"],
+            &["inspect", "disk.bcow"],
+            &["diff", "disk.bcow", "base.bcow"],
+            &["diff", "disk.bcow", "old.bcow"],
+        ],
+    ));
+}
+
+#[test]
+fn what_is_done_to_disks_is_told() {
+    let sandbox = chain();
+    snapshot!(shown(
+        &sandbox,
+        &[
+            &["create", "-s", "64M", "new.bcow"],
+            &["resize", "new.bcow", "1M"],
+            &["resize", "new.bcow", "1M", "--shrink"],
+            &["rebase", "new.bcow", "-b", "old.bcow"],
+            &["commit", "disk.bcow", "layer.bcow"],
+            &["commit", "disk.bcow"],
+            &["seal", "disk.bcow", "--flatten", "-o", "alone.bcow"],
+            &["seal", "disk.bcow"],
+            &["seal", "disk.bcow"],
+            &["convert", "new.raw", "x.bcow"],
+            &["convert", "raw:missing", "x.bcow"],
+            &["create", "-b", "missing.bcow", "x.bcow"],
+            &["create", "-b", "new.raw", "x.bcow"],
+        ],
+    ));
+}
