@@ -313,16 +313,18 @@ class Bench:
             for server in self.servers[turn:] + self.servers[:turn]:
                 self.round(server)
             print(f"round {number + 1} of {self.args.rounds}", file=sys.stderr, flush=True)
-        if not self.args.only or "start" in self.args.only:
-            for server in self.servers:
-                self.start_up(server)
-        self.show()
+        try:
+            if not self.args.only or "start" in self.args.only:
+                for server in self.servers:
+                    self.start_up(server)
+        finally:
+            self.show()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bcow", type=pathlib.Path, default=pathlib.Path("target/release/bcow"))
-    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()), help="where disks may go: 20 GB")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()), help="where disks may go: 12 GB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2, help="for each workload")
     parser.add_argument("--fill", type=int, default=4, help="GiB in the large disk")
