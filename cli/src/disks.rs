@@ -216,6 +216,39 @@ pub fn open_locked(
     })
 }
 
+/// A writable disk that is only read, while nobody may write to it.
+pub struct LockedImage {
+    pub image: Arc<Image>,
+    pub file: Arc<File>,
+    /// Where it is, links followed.
+    pub path: PathBuf,
+    _lock: FileLock,
+}
+
+/// Opens the writable disk that the user calls `name`, to be replaced by another file. `what` is the command, for those who
+/// are refused meanwhile.
+pub fn open_to_replace(
+    name: &Path,
+    stores: &StoreArgs,
+    what: &str,
+) -> Result<LockedImage, CommandError> {
+    let options = OpenOptions::default();
+    let (file, path, lock) = lock_disk(name, what)?;
+    let below = Below::new(stores, &options)?;
+    let opener = below.opener(&path);
+    let image = Image::open_with_backings(file.clone(), &options, &opener)
+        .map_err(|error| cannot_open_file(name, name, &error))?;
+    match below.problems(&opener).first() {
+        Some(problem) => Err(problem.failure(name)),
+        None => Ok(LockedImage {
+            image,
+            file,
+            path,
+            _lock: lock,
+        }),
+    }
+}
+
 /// Opens and locks the file of a writable disk, without looking below it. Gives also where it is, links followed.
 pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLock), CommandError> {
     let parsed = parse_name(name)?;

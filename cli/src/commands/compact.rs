@@ -2,14 +2,13 @@
 
 use std::path::PathBuf;
 
-use bcow::format::Use;
-use bcow::{Compression, DiskForm, Image, Keep, Layout, OpenOptions};
+use bcow::{Compression, DiskForm, Keep, Layout};
 use serde_json::Value;
 
 use super::convert::{Compress, compression};
-use crate::disks::{Below, lock_disk};
+use crate::disks::open_to_replace;
 use crate::error::{CommandError, Context};
-use crate::image::{StoreArgs, cannot_open_file};
+use crate::image::StoreArgs;
 use crate::new_file::NewFile;
 use crate::rewrite::{LOG_BYTES, Rewrite, backing_of, inherit};
 use crate::size::Human;
@@ -51,38 +50,26 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => Compression::None,
     };
     let shown = args.disk.display();
-    let options = OpenOptions::default();
-    let (file, path, _lock) = lock_disk(&args.disk, "compact")?;
-    let below = Below::new(&args.stores, &options)?;
-    let opener = below.opener(&path);
-    let image = Image::open_with_backings(file.clone(), &options, &opener)
-        .map_err(|error| cannot_open_file(&args.disk, &args.disk, &error))?;
-    if let Some(problem) = below.problems(&opener).first() {
-        return Err(problem.failure(&args.disk));
-    }
+    let old = open_to_replace(&args.disk, &args.stores, "compact")?;
+    let (image, file, path) = (&old.image, &old.file, &old.path);
     let header = image.header();
-    if header.purpose != Use::Disk {
-        return Err(
-            CommandError::new(format!("cannot compact {shown}")).caused_by_text("it is no disk")
-        );
-    }
     let metadata = image
         .metadata()
         .context(|| format!("cannot read {shown}"))?;
-    let output = args.output.as_deref().unwrap_or(&path);
+    let output = args.output.as_deref().unwrap_or(path);
     let new = match &args.output {
         Some(output) => NewFile::create_new(output)?,
-        None => NewFile::create(&path)?,
+        None => NewFile::create(path)?,
     };
-    inherit(&new, &file).context(|| format!("cannot write {}", output.display()))?;
+    inherit(&new, file).context(|| format!("cannot write {}", output.display()))?;
     let before = file.metadata().context(|| format!("cannot read {shown}"))?;
     let written = Rewrite {
-        device: &*image,
+        device: &**image,
         name: &args.disk,
         keep: Keep::Own,
         form: DiskForm {
             size: header.size,
-            backing: backing_of(&image),
+            backing: backing_of(image),
             region_shift: Some(header.region_shift),
             log_bytes: LOG_BYTES,
         },

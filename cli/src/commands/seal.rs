@@ -6,9 +6,9 @@ use bcow::format::Use;
 use bcow::{Compression, DiskForm, Image, Keep, OpenOptions};
 
 use super::convert::{BlockSize, Compress, block_size, compression};
-use crate::disks::{Below, lock_disk};
+use crate::disks::{Below, open_to_replace};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs, cannot_open_file};
+use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
 use crate::rewrite::{Rewrite, backing_of, inherit, metadata};
 use crate::size::{Count, Human};
@@ -64,19 +64,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(output) = &args.output {
         return seal_into(&args.disk, output, keep, &args.how, &args.stores, ui);
     }
-    let options = OpenOptions::default();
     // The file is not changed, but nobody may change it until the other has taken its place.
-    let (file, path, _lock) = lock_disk(&args.disk, "seal")?;
-    let below = Below::new(&args.stores, &options)?;
-    let opener = below.opener(&path);
-    let image = Image::open_with_backings(file.clone(), &options, &opener)
-        .map_err(|error| cannot_open_file(&args.disk, &args.disk, &error))?;
-    if let Some(problem) = below.problems(&opener).first() {
-        return Err(problem.failure(&args.disk));
-    }
-    let new = NewFile::create(&path)?;
-    inherit(&new, &file).context(|| format!("cannot write {}", args.disk.display()))?;
-    seal(&image, &args.disk, new, &args.disk, keep, &args.how, ui)
+    let old = open_to_replace(&args.disk, &args.stores, "seal")?;
+    let new = NewFile::create(&old.path)?;
+    inherit(&new, &old.file).context(|| format!("cannot write {}", args.disk.display()))?;
+    seal(&old.image, &args.disk, new, &args.disk, keep, &args.how, ui)
 }
 
 /// Writes what the disk `name` has, or shows, into a new sealed file.

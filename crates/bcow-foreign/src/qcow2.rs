@@ -16,7 +16,7 @@ use imago::qcow2::Qcow2;
 use imago::raw::Raw;
 use imago::{FormatAccess, Mapping};
 
-use crate::raw::{check, io_error};
+use crate::raw::{check, io_error, without_padding};
 use crate::{ForeignError, host};
 
 /// Files below an image, one below the other.
@@ -183,10 +183,7 @@ impl BlockDevice for Qcow2Disk {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        check(offset, buf.len() as u64, self.size())?;
-        let there = self.bytes.saturating_sub(offset).min(buf.len() as u64);
-        let (data, padding) = buf.split_at_mut(there as usize);
-        padding.fill(0);
+        let data = without_padding(offset, buf, self.bytes)?;
         match data.is_empty() {
             true => Ok(()),
             false => self

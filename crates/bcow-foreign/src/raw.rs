@@ -68,10 +68,7 @@ impl BlockDevice for RawDisk {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        check(offset, buf.len() as u64, self.size())?;
-        let there = self.bytes.saturating_sub(offset).min(buf.len() as u64);
-        let (data, padding) = buf.split_at_mut(there as usize);
-        padding.fill(0);
+        let data = without_padding(offset, buf, self.bytes)?;
         self.file
             .read_exact_at(data, offset)
             .map_err(|source| io_error(offset, source))
@@ -107,6 +104,16 @@ impl BlockDevice for RawDisk {
             Err(_) => Ok(data(length)),
         }
     }
+}
+
+/// The part of `buf` that a file of `bytes` bytes fills; what is behind its end, up to the next sector, is zeros.
+pub(crate) fn without_padding(offset: u64, buf: &mut [u8], bytes: u64) -> Result<&mut [u8], Error> {
+    let length = buf.len() as u64;
+    check(offset, length, bytes.next_multiple_of(SECTOR_BYTES))?;
+    let there = bytes.saturating_sub(offset).min(length);
+    let (data, padding) = buf.split_at_mut(there as usize);
+    padding.fill(0);
+    Ok(data)
 }
 
 pub(crate) fn check(offset: u64, length: u64, size: u64) -> Result<(), Error> {
