@@ -285,6 +285,35 @@ pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLoc
     Err(CommandError::new(cannot()).caused_by_text("another file takes its place again and again"))
 }
 
+/// Keeps writers away from a file that may change, for as long as `file` is open.
+pub fn lock_for_reading(name: &Path, file: &File, share: Share) -> Result<(), CommandError> {
+    let writable = header_of(file).is_some_and(|header| header.state == State::Writable);
+    if share == Share::Lock && writable {
+        let cannot = || format!("cannot read {}", name.display());
+        FileLock::shared(file).map_err(|error| in_use(cannot(), &error, true))?;
+    }
+    Ok(())
+}
+
+/// Opens a file to repair it. The lock is that of a writer; what is sealed nobody writes, and has none.
+pub fn open_for_repair(
+    name: &Path,
+    path: &Path,
+) -> Result<(Arc<File>, Option<FileLock>), CommandError> {
+    let cannot = || format!("cannot repair {}", name.display());
+    let mut open = File::options();
+    let file = open.read(true).write(true).open(path).context(cannot)?;
+    let writable = header_of(&file).is_some_and(|header| header.state == State::Writable);
+    let note = format!("bcow fsck --repair, process {}", std::process::id());
+    let lock = match writable {
+        true => Some(
+            FileLock::exclusive(&file, &note).map_err(|error| in_use(cannot(), &error, false))?,
+        ),
+        false => None,
+    };
+    Ok((Arc::new(file), lock))
+}
+
 fn refuse_sealed(name: &Path, header: &Header) -> Result<(), CommandError> {
     let cannot = || CommandError::new(format!("cannot write to {}", name.display()));
     if header.state == State::Sealed {

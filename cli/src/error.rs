@@ -23,6 +23,8 @@ pub mod exit {
     /// `bcow diff`: the comparison could not be done.
     pub const DIFF_TROUBLE: u8 = 2;
 
+    /// fsck(8): errors were corrected, and none is left.
+    pub const FSCK_REPAIRED: u8 = 1;
     /// fsck(8): errors are left uncorrected.
     pub const FSCK_ERRORS_LEFT: u8 = 4;
     /// fsck(8): the check itself could not be done.

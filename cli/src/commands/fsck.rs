@@ -14,6 +14,7 @@ use bcow_oci::Digest;
 use bcow_oci::store;
 use serde_json::{Value, json};
 
+use crate::disks::{lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
     StoreArgs, Tree, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
@@ -23,11 +24,11 @@ use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 use crate::walk::{Entries, Seen, join};
 
-/// Check an image
+/// Check an image or a disk, and repair it
 ///
 /// Checks structure and checksums of the file, then the file system in it: every directory, inode
 /// and link. With --data also every stored block and the whole Merkle tree, that is, every byte.
-/// Nothing is changed.
+/// Nothing is changed without --repair.
 ///
 /// Each finding is a line: how bad it is, a code, where, and what. Codes are stable: those of the
 /// format stand in its specification, section 12; those of the file system begin with `erofs-`;
@@ -36,6 +37,7 @@ use crate::walk::{Entries, Seen, join};
 #[command(after_long_help = "\
 Exit status, as in fsck(8):
   0   no errors
+  1   errors were repaired, and none is left
   4   errors are left
   8   the check could not be done (also: not a BCoW file, or one of a newer version)
   16  the command line makes no sense")]
@@ -46,7 +48,8 @@ pub struct Args {
     /// Read and check every byte
     #[arg(long)]
     data: bool,
-    /// Repair what can be repaired (not supported yet)
+    /// Repair what can be repaired without guessing: a damaged header slot, and of a disk the log, the
+    /// free list and lost space. What the file shows stays as it is
     #[arg(long)]
     repair: bool,
     /// Threads that read and check [default: one for each CPU]
@@ -108,6 +111,7 @@ struct Checked {
     tables: u64,
     blocks: u64,
     bytes_read: u64,
+    writable: Option<check::Writable>,
     inodes: Option<u64>,
 }
 
@@ -122,13 +126,6 @@ impl Checked {
 }
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
-    if args.repair {
-        return Err(
-            CommandError::not_supported_yet("repairing a sealed image").hint(
-                "make the image again from its source with `bcow convert`; `bcow extract` saves what is intact",
-            ),
-        );
-    }
     let stores = args.stores.directories()?;
     let name = parse_name(&args.image)?;
     refuse_what_is_no_file(&name)?;
@@ -143,7 +140,16 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     };
 
     let progress = ui.progress();
+    let repaired = match args.repair {
+        true => {
+            progress.phase("repairing");
+            let (file, _lock) = open_for_repair(&args.image, &located.path)?;
+            check::repair(file).context(|| format!("cannot repair {}", args.image.display()))?
+        }
+        false => Vec::new(),
+    };
     progress.phase("checking");
+    lock_for_reading(&args.image, &located.file, args.stores.share())?;
     let target = Target {
         name: args.image.display().to_string(),
         label: args.image.display().to_string(),
@@ -183,10 +189,11 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
     let errors: u64 = files.iter().map(Checked::errors).sum();
     match args.json {
-        true => ui.print_json(&as_json(args, &files))?,
-        false => tell(args, ui, &files)?,
+        true => ui.print_json(&as_json(args, &files, &repaired))?,
+        false => tell(args, ui, &files, &repaired)?,
     }
     Ok(match errors {
+        0 if !repaired.is_empty() => exit::FSCK_REPAIRED,
         0 => exit::DONE,
         _ => exit::FSCK_ERRORS_LEFT,
     })
@@ -236,6 +243,7 @@ fn check_file(
         tables: report.tables,
         blocks: report.blocks,
         bytes_read: report.bytes_read,
+        writable: report.writable,
         inodes,
     })
 }
@@ -247,7 +255,7 @@ fn verdict(errors: u64) -> &'static str {
     }
 }
 
-fn as_json(args: &Args, files: &[Checked]) -> Value {
+fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
     let sum = |of: fn(&Checked) -> u64| files.iter().map(of).sum::<u64>();
     let findings: Vec<_> = files
         .iter()
@@ -276,6 +284,13 @@ fn as_json(args: &Args, files: &[Checked]) -> Value {
                 "blocks": file.blocks,
                 "bytes_read": file.bytes_read,
                 "inodes": file.inodes,
+                "writable": file.writable.map(|writable| json!({
+                    "records": writable.records,
+                    "dropped_record": writable.dropped_record,
+                    "open_blocks": writable.open_blocks,
+                    "free_bytes": writable.free_bytes,
+                    "leaked_bytes": writable.leaked_bytes,
+                })),
             })
         })
         .collect();
@@ -286,6 +301,7 @@ fn as_json(args: &Args, files: &[Checked]) -> Value {
         "warnings": sum(Checked::warnings),
         "findings": findings,
         "findings_omitted": sum(|file| file.omitted),
+        "repaired": repaired,
         "data": args.data,
         "tables": sum(|file| file.tables),
         "blocks": sum(|file| file.blocks),
@@ -295,8 +311,11 @@ fn as_json(args: &Args, files: &[Checked]) -> Value {
     })
 }
 
-fn tell(args: &Args, ui: &Ui, files: &[Checked]) -> Result<(), CommandError> {
+fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<(), CommandError> {
     let mut out = ui.output();
+    for line in repaired {
+        writeln!(out, "repaired: {line}")?;
+    }
     for (index, file) in files.iter().enumerate() {
         for finding in &file.findings {
             write!(
@@ -351,9 +370,20 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
         true => format!(", {} read", Human(file.bytes_read)),
         false => ", data not read".to_owned(),
     };
+    let writable = file.writable.map_or(String::new(), |writable| {
+        let lost = match writable.dropped_record {
+            true => " and one that a crash cut short",
+            false => "",
+        };
+        format!(
+            ", {}{lost}, {} free",
+            plural(writable.records, "record"),
+            Human(writable.free_bytes)
+        )
+    });
     writeln!(
         out,
-        "{}: {}{counts} ({}, {}{}{read})",
+        "{}: {}{counts} ({}, {}{}{writable}{read})",
         printable(&file.target.name),
         if errors > 0 { "damaged:" } else { "clean" },
         plural(file.tables, "table"),

@@ -103,6 +103,12 @@ fn damaged_headers() {
     flip(&sandbox, "image.bcow", 60);
     snapshot!("one_slot_fsck", sandbox.shown(&["fsck", "image.bcow"]));
     sandbox.ok(&["ls", "image.bcow"]);
+    snapshot!(
+        "one_slot_repaired",
+        sandbox.shown(&["fsck", "--repair", "image.bcow"])
+            + &sandbox.shown(&["fsck", "--repair", "image.bcow"])
+    );
+    flip(&sandbox, "image.bcow", 60);
     flip(&sandbox, "image.bcow", 512 + 60);
     snapshot!("both_slots_ls", sandbox.shown(&["ls", "image.bcow"]));
     snapshot!("both_slots_fsck", sandbox.shown(&["fsck", "image.bcow"]));
@@ -116,6 +122,30 @@ fn truncated_image() {
     insta::with_settings!({filters => vec![(r"\d+ bytes", "[N] bytes"), (r"says \d+", "says [N]")]}, {
         insta::assert_snapshot!("truncated", shown);
     });
+}
+
+#[test]
+fn disks_that_a_crash_left() {
+    let sandbox = Sandbox::new();
+    let vectors = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/vectors");
+    let mut shown = String::new();
+    for name in [
+        "valid/log-two-records",
+        "valid/log-only-without-its-block",
+        "valid/free-list-leak",
+        "invalid/free-list-crc",
+        "invalid/overlap-two-blocks",
+    ] {
+        let bytes = std::fs::read(vectors.join(name).with_extension("bcow")).unwrap();
+        sandbox.write("disk.bcow", &bytes);
+        for arguments in [
+            &["fsck", "disk.bcow"][..],
+            &["fsck", "--repair", "disk.bcow"],
+        ] {
+            shown += &sandbox.shown(arguments);
+        }
+    }
+    snapshot!("disks_fsck", shown);
 }
 
 /// A sweep: nothing that a flipped byte can do ends otherwise than documented.
