@@ -21,6 +21,8 @@ use crate::Error;
 /// Ranges more than the free list has when its place is taken: taking it cuts ranges.
 const FREE_SLACK: usize = 16;
 const FREE_ENTRY_BYTES: usize = 16;
+/// Places that are tried for a free list.
+const MOST_PLACES: u32 = 8;
 /// Ranges that a free list has at most.
 const MOST_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
 
@@ -236,11 +238,11 @@ impl Inner {
         change: &mut Change,
     ) -> Result<u64, Error> {
         let mut attempts = 0;
+        let mut exact = None;
         loop {
             let count = free.iter().count().min(MOST_FREE) + FREE_SLACK;
-            let place = self
-                .space
-                .allocate_section((count * FREE_ENTRY_BYTES) as u64)?;
+            let ample = (count * FREE_ENTRY_BYTES) as u64;
+            let place = self.space.allocate_section(exact.unwrap_or(ample))?;
             let own = place.start..place.start + place.bytes;
             change.used.push(own.clone());
             let (mut list, mut list_end) = (free.clone(), *end);
@@ -254,16 +256,19 @@ impl Inner {
             with_rest.insert(rest.clone());
             cut_end(&mut with_rest, &mut with_rest_end);
             attempts += 1;
-            if list_bytes(&with_rest) == needed {
+            let fits = needed <= place.bytes;
+            if fits && list_bytes(&with_rest) == needed {
                 change.freed.push(rest);
                 (*free, *end) = (with_rest, with_rest_end);
                 return Ok(own.start);
             }
-            // With its own rest in it the list needs that rest: with all of this place in it, it will have another length.
-            if attempts == 3 {
+            // With its own rest in it the list needs that rest. A place without one may do, or, with all of this one in the
+            // list, a list of another length; should none of these, the rest is lost.
+            if fits && attempts >= MOST_PLACES {
                 (*free, *end) = (list, list_end);
                 return Ok(own.start);
             }
+            exact = (fits && needed > 0 && attempts < MOST_PLACES - 1).then_some(needed);
             free.insert(*end..own.end.max(*end));
             free.insert(own.clone());
             *end = own.end.max(*end);
