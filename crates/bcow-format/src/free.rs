@@ -65,3 +65,42 @@ pub fn encode_free(ranges: &[FreeRange]) -> Vec<u8> {
         .flat_map(|range| raw(range).as_bytes().to_vec())
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Features, Section, State, Use};
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        let ranges = [(4096, 8192), (16384, 4096), (1 << 30, 1 << 20)];
+        let ranges = ranges.map(|(start, bytes)| FreeRange { start, bytes });
+        let bytes = encode_free(&ranges);
+        let mut header = Header {
+            generation: 1,
+            features: Features::default(),
+            purpose: Use::Disk,
+            state: State::Writable,
+            region_shift: 22,
+            size: 0,
+            file_bytes: (1 << 30) + (1 << 20),
+            root: Section::default(),
+            metadata: Section::default(),
+            backings: Section::default(),
+            backing_count: 0,
+            merkle: None,
+            log: (0, 0),
+            free: Section {
+                offset: 4096,
+                bytes: bytes.len() as u32,
+                crc: crc32c(&bytes),
+            },
+        };
+        assert_eq!(decode_free(&bytes, &header).unwrap(), ranges);
+        header.file_bytes -= 4096;
+        assert_eq!(
+            decode_free(&bytes, &header).unwrap_err().code(),
+            "free-list"
+        );
+    }
+}

@@ -1,5 +1,7 @@
 //! What each sector of a disk has held, and so what it may hold after a crash.
 
+use bcow::BlockDevice;
+
 /// Bytes of a sector: what a disk writes as one.
 pub const SECTOR_BYTES: usize = 512;
 
@@ -20,6 +22,25 @@ pub fn tag_of(sector: u64, bytes: &[u8]) -> Option<u32> {
     let mut expected = [0; SECTOR_BYTES];
     fill(tag, sector, &mut expected);
     (bytes == expected).then_some(tag)
+}
+
+/// The bytes of a disk whose sectors have these tags.
+pub fn tagged(tags: &[u32]) -> Vec<u8> {
+    let mut bytes = vec![0; tags.len() * SECTOR_BYTES];
+    for (sector, (piece, tag)) in (0..).zip(bytes.chunks_mut(SECTOR_BYTES).zip(tags)) {
+        fill(*tag, sector, piece);
+    }
+    bytes
+}
+
+/// The tags of all sectors of a device, all of which can be read.
+pub fn tags(device: &dyn BlockDevice) -> Vec<Option<u32>> {
+    let mut bytes = vec![0; device.size() as usize];
+    device
+        .read_at(0, &mut bytes)
+        .expect("all of it is readable");
+    let sectors = (0..).zip(bytes.chunks(SECTOR_BYTES));
+    sectors.map(|(at, bytes)| tag_of(at, bytes)).collect()
 }
 
 /// The states of a disk, step by step, as tags of sectors.

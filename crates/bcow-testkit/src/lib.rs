@@ -11,7 +11,7 @@ mod power_cut;
 mod random;
 
 pub use faults::{Fault, Faulty, On};
-pub use history::{History, SECTOR_BYTES, fill, tag_of};
+pub use history::{History, SECTOR_BYTES, fill, tag_of, tagged, tags};
 pub use power_cut::{Fate, PowerCut, Window};
 pub use random::Random;
 

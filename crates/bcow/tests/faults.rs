@@ -8,7 +8,7 @@ use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Error, Layout, MemoryStorage, OpenOptions,
     Space, WritableDevice,
 };
-use bcow_testkit::{Fault, Faulty, History, On, SECTOR_BYTES, fill, tag_of};
+use bcow_testkit::{Fault, Faulty, History, On, SECTOR_BYTES, tagged, tags};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -31,21 +31,6 @@ impl BackingResolver for Below {
     fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
         Ok(Some(below().1))
     }
-}
-
-fn tagged(tags: &[u32]) -> Vec<u8> {
-    let mut bytes = vec![0; tags.len() * SECTOR_BYTES];
-    for (sector, (piece, tag)) in (0..).zip(bytes.chunks_mut(SECTOR_BYTES).zip(tags)) {
-        fill(*tag, sector, piece);
-    }
-    bytes
-}
-
-fn tags(device: &dyn BlockDevice) -> Vec<Option<u32>> {
-    let mut bytes = vec![0; device.size() as usize];
-    device.read_at(0, &mut bytes).expect("it is readable");
-    let sectors = (0..).zip(bytes.chunks(SECTOR_BYTES));
-    sectors.map(|(at, bytes)| tag_of(at, bytes)).collect()
 }
 
 fn tags_of_all(device: &dyn BlockDevice) -> Vec<u32> {

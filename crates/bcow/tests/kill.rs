@@ -11,10 +11,8 @@ use std::time::{Duration, Instant};
 
 use bcow::check::{CheckOptions, check};
 use bcow::format::Use;
-use bcow::{
-    BlockDevice, CreateOptions, Disk, Layout, NoBackings, OpenOptions, Space, WritableDevice,
-};
-use bcow_testkit::{History, Random, SECTOR_BYTES, fill, tag_of};
+use bcow::{CreateOptions, Disk, Layout, NoBackings, OpenOptions, Space, WritableDevice};
+use bcow_testkit::{History, Random, SECTOR_BYTES, fill, tags};
 
 const SIZE: u64 = 8 << 20;
 const ROUNDS: u64 = 100;
@@ -173,12 +171,7 @@ fn rounds(name: &str, layout: Layout, block_bytes: Option<u32>) {
             report.findings
         );
         let disk = open(&path);
-        let mut bytes = vec![0; SIZE as usize];
-        disk.read_at(0, &mut bytes).unwrap();
-        let found: Vec<Option<u32>> = (0..)
-            .zip(bytes.chunks(SECTOR_BYTES))
-            .map(|(sector, bytes)| tag_of(sector, bytes))
-            .collect();
+        let found = tags(&disk);
         let allowed = history.allows(usize::MAX, &found);
         allowed.unwrap_or_else(|problem| panic!("{name}, round {round}: {problem}"));
         held = found.into_iter().flatten().collect();

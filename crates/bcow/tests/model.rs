@@ -366,7 +366,8 @@ proptest! {
         failure_persistence: Some(Box::new(
             proptest::test_runner::FileFailurePersistence::WithSource("regressions"),
         )),
-        ..ProptestConfig::with_cases(256)
+        cases: std::env::var("PROPTEST_CASES").map_or(256, |cases| cases.parse().unwrap()),
+        ..ProptestConfig::default()
     })]
 
     #[test]

@@ -11,7 +11,7 @@ use bcow::{
     BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, Layout, MemoryStorage,
     OpenOptions, Space, Storage, WritableDevice,
 };
-use bcow_testkit::{History, PowerCut, Random, SECTOR_BYTES, fill, tag_of};
+use bcow_testkit::{History, PowerCut, Random, SECTOR_BYTES, fill, tag_of, tagged, tags};
 
 const MIB: u64 = 1 << 20;
 
@@ -85,26 +85,6 @@ fn plans() -> Vec<Plan> {
         blocks,
         auto,
     ]
-}
-
-fn tagged(tags: &[u32]) -> Vec<u8> {
-    let mut bytes = vec![0; tags.len() * SECTOR_BYTES];
-    for (sector, (piece, tag)) in (0..).zip(bytes.chunks_mut(SECTOR_BYTES).zip(tags)) {
-        fill(*tag, sector, piece);
-    }
-    bytes
-}
-
-fn tags(device: &dyn BlockDevice) -> Vec<Option<u32>> {
-    let mut bytes = vec![0; device.size() as usize];
-    device
-        .read_at(0, &mut bytes)
-        .expect("all of it is readable");
-    let sectors = bytes.chunks(SECTOR_BYTES);
-    (0..)
-        .zip(sectors)
-        .map(|(at, bytes)| tag_of(at, bytes))
-        .collect()
 }
 
 struct Below(Option<Arc<dyn BlockDevice>>);
