@@ -7,6 +7,7 @@ mod commands;
 mod copy_out;
 mod disks;
 mod error;
+mod heap;
 mod image;
 mod interrupt;
 mod names;

@@ -18,6 +18,7 @@ use super::serve::failure as nbd_failure;
 use super::serve::open::{Access, Opening, Served};
 use super::serve::ready::Signals;
 use crate::error::{CommandError, Context};
+use crate::heap;
 use crate::image::StoreArgs;
 use crate::ui::Ui;
 pub use device::{NbdDevice, driver_failure};
@@ -75,6 +76,7 @@ fn block_size(text: &str) -> Result<u64, String> {
 
 /// Attaches; returns when the device can be used, or in the foreground when it is detached.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    heap::share();
     let readiness = match args.foreground {
         true => None,
         false => match daemon::started_by_launch() {

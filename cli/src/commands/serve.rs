@@ -11,6 +11,7 @@ use bcow::BlockCache;
 use bcow_nbd::{Exports, Listener, Place, Server, ServerOptions, Tls, TlsWhen, activation};
 
 use crate::error::CommandError;
+use crate::heap;
 use crate::image::StoreArgs;
 use crate::names;
 use crate::ui::Ui;
@@ -135,6 +136,7 @@ enum TlsChoice {
 
 /// Serves until a signal comes.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    heap::share();
     let signals = Signals::block()?;
     let named = named_images(args)?;
     let options = server_options(args)?;
