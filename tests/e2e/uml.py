@@ -7,6 +7,7 @@ root is needed: the host is 10.0.2.2 there.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -37,9 +38,11 @@ def boot(steps, timeout=120):
         support.run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", preload, os.path.join(HERE, "xstate.c"))
         wire = os.path.join(short, "net")
         with open(os.path.join(scratch, "network"), "wb") as log:
-            network = subprocess.Popen(["slirp4netns", "--target-type=bess", wire], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            network = subprocess.Popen(["slirp4netns", "--target-type=bess", wire], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                       start_new_session=True)
         stack.callback(network.wait)
-        stack.callback(network.kill)
+        # It is two processes.
+        stack.callback(os.killpg, network.pid, signal.SIGKILL)
         wait_for(wire, network)
         command = ["linux.uml", f"mem={MEMORY}", "root=none", "rootfstype=hostfs", "rootflags=/", "ro", "quiet",
                    "con=null", "con0=null,fd:1", "ssl=null", f"uml_dir={short}",
