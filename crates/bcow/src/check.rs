@@ -4,13 +4,14 @@
 
 use std::sync::Arc;
 
-use bcow_format::{Entry, FreeRange, Header, State, decode_backings, decode_free, decode_root};
+use bcow_format::{FreeRange, Header, State, decode_backings, decode_free};
 
 use crate::cache::FileId;
 use crate::image::{CheckedFile, check_windows, read_header, read_metadata, read_table};
 use crate::log::{self, Replayed};
 use crate::merkle::Verifier;
 use crate::overlay::Overlay;
+use crate::root::Root;
 use crate::storage::Storage;
 use crate::{BlockCache, Error};
 
@@ -189,8 +190,8 @@ fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> R
     Ok(())
 }
 
-fn check_root(file: &CheckedFile, header: &Header) -> Result<Vec<Entry>, Error> {
-    let root = decode_root(&file.read_section(&header.root)?, header)?;
+fn check_root(file: &CheckedFile, header: &Header) -> Result<Root, Error> {
+    let root = Root::read(file, header)?;
     let backings = decode_backings(&file.read_section(&header.backings)?, header)?;
     check_windows(&root, &backings)?;
     Ok(root)
@@ -225,7 +226,7 @@ struct Log {
 fn check_log(
     file: &CheckedFile,
     header: &Header,
-    root: &[Entry],
+    root: &Root,
     report: &mut Report,
 ) -> Result<Option<Log>, Error> {
     let read = || {

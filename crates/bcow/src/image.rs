@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bcow_format::{
     BackingEntry, Entry, FormatError, HEADER_AREA_BYTES, Header, SECTOR_BYTES, Section, Stored,
-    SubBlockTable, choose_header, decode_backings, decode_root, decode_table, incompatible,
+    SubBlockTable, choose_header, decode_backings, decode_table, incompatible,
 };
 use sha2::{Digest, Sha256};
 
@@ -20,6 +20,7 @@ use crate::device::checked_range;
 use crate::log;
 use crate::merkle::Verifier;
 use crate::overlay::Overlay;
+use crate::root::Root;
 use crate::storage::Storage;
 use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, Status};
 
@@ -72,7 +73,7 @@ impl BackingResolver for NoBackings {
 pub struct Image {
     file: CheckedFile,
     header: Header,
-    root: Vec<Entry>,
+    root: Root,
     /// What the record log says over the tables.
     logged: Overlay,
     last_sequence: u64,
@@ -162,7 +163,7 @@ impl Image {
             }
         };
         let file = CheckedFile { storage, verifier };
-        let root = decode_root(&file.read_section(&header.root)?, &header)?;
+        let root = Root::read(&file, &header)?;
         let entries = decode_backings(&file.read_section(&header.backings)?, &header)?;
         check_windows(&root, &entries)?;
         let mut backings = Vec::with_capacity(entries.len());
@@ -288,7 +289,7 @@ impl Image {
     }
 
     /// The root table, without what the log says.
-    pub(crate) fn root(&self) -> &[Entry] {
+    pub(crate) fn root(&self) -> &Root {
         &self.root
     }
 
@@ -601,13 +602,13 @@ impl Image {
 }
 
 /// Every window lies inside its backing (spec section 8); that the index exists was checked with the entry.
-pub(crate) fn check_windows(root: &[Entry], backings: &[BackingEntry]) -> Result<(), FormatError> {
-    for (region, entry) in (0..).zip(root) {
+pub(crate) fn check_windows(root: &Root, backings: &[BackingEntry]) -> Result<(), FormatError> {
+    for (region, entry) in root.iter() {
         if let Entry::Window {
             address,
             sectors,
             backing,
-        } = *entry
+        } = entry
         {
             let end = address + u64::from(sectors) * SECTOR_BYTES;
             let size = backings[backing as usize].size;

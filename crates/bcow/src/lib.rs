@@ -33,6 +33,7 @@ mod log;
 mod map;
 mod merkle;
 mod overlay;
+mod root;
 mod same;
 pub mod storage;
 mod threads;

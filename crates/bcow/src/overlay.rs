@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, btree_map};
 use bcow_format::{BlockShift, Entry, FormatError, Header, LogMapping, Record, Stored};
 
 use crate::Error;
+use crate::root::Root;
 
 /// The regions that the records of a log change.
 #[derive(Debug, Default)]
@@ -45,7 +46,7 @@ impl Overlay {
     pub(crate) fn new(
         records: &[Record],
         header: &Header,
-        root: &[Entry],
+        root: &Root,
         mut table_shift: impl FnMut(u64, &Stored) -> Result<Option<BlockShift>, Error>,
     ) -> Result<Overlay, Error> {
         let mut regions = BTreeMap::new();

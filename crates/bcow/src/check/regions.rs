@@ -6,13 +6,14 @@ use super::{CheckOptions, Report};
 use crate::codec::Encoding;
 use crate::image::{CheckedFile, Piece, read_block, read_table};
 use crate::overlay::{LoggedRegion, Overlay};
+use crate::root::Root;
 use crate::{Error, threads};
 
 /// What is examined.
 pub(super) struct Subject<'a> {
     pub(super) file: &'a CheckedFile,
     pub(super) header: &'a Header,
-    pub(super) root: &'a [Entry],
+    pub(super) root: &'a Root,
     pub(super) logged: &'a Overlay,
 }
 

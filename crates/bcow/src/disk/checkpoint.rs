@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use bcow_format::{
     Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, Stored, Uba,
-    crc32c, encode_free, encode_root, encode_table,
+    crc32c, encode_free, encode_table,
 };
 
 use super::blocks::Blocks;
@@ -17,6 +17,7 @@ use super::region::Region;
 use super::space::sectors;
 use super::{Disk, Frame, Inner};
 use crate::Error;
+use crate::root::Root;
 
 /// Ranges more than the free list has when its place is taken: taking it cuts ranges.
 const FREE_SLACK: usize = 16;
@@ -106,7 +107,7 @@ impl Inner {
         &self,
         frame: &Frame,
         regions: &[Arc<Region>],
-        root: &mut [Entry],
+        root: &mut Root,
         change: &mut Change,
     ) -> Result<(), Error> {
         for region in regions {
@@ -131,14 +132,13 @@ impl Inner {
         &self,
         region: u64,
         blocks: &Blocks,
-        root: &mut [Entry],
+        root: &mut Root,
         change: &mut Change,
     ) -> Result<(), Error> {
-        let slot = &mut root[region as usize];
-        if let Entry::Table(stored) = *slot {
+        if let Entry::Table(stored) = root[region as usize] {
             change.freed.push(sectors(stored));
         }
-        *slot = match blocks {
+        let entry = match blocks {
             Blocks::Whole(entry) => *entry,
             Blocks::Cut(table) => match blocks.uniform() {
                 Some(entry) => entry,
@@ -153,6 +153,7 @@ impl Inner {
                 }
             },
         };
+        root.set(region as usize, entry);
         Ok(())
     }
 
@@ -189,7 +190,7 @@ impl Inner {
         &self,
         committer: &Committer,
         mut header: Header,
-        root: &[Entry],
+        root: &Root,
         mapped: impl Iterator<Item = Range<u64>>,
         change: &mut Change,
     ) -> Result<Prepared, Error> {
@@ -197,7 +198,7 @@ impl Inner {
         for section in [&old.root, &old.free] {
             change.freed.push(section_range(section));
         }
-        header.root = self.write_section(&encode_root(root), change)?;
+        header.root = self.write_section(&root.encode(), change)?;
         let mut free = committer.free.clone();
         let mut end = committer.file_bytes;
         let mut used: Vec<Range<u64>> = mapped.collect();

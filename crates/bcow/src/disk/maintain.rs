@@ -20,6 +20,7 @@ use super::regions::read_blocks;
 use super::space::sectors;
 use super::write::CHECKED_SHIFT;
 use super::{Backing, BlockPlace, Disk, Frame, Inner, Layout};
+use crate::root::Root;
 use crate::{BlockDevice, Error};
 
 impl Disk {
@@ -68,7 +69,7 @@ impl Disk {
     pub fn clear(&self) -> Result<(), Error> {
         let inner = &self.inner;
         inner.maintain(|_, committer, work| {
-            work.root.fill(Entry::Absent);
+            work.root = Root::absent(work.root.len());
             let mut used = Extents::default();
             used.insert(SECTOR_BYTES..committer.file_bytes);
             for section in sections(&committer.header) {
@@ -93,11 +94,11 @@ impl Disk {
             for range in committer.free.iter() {
                 lost.remove(range);
             }
-            for (region, entry) in (0..).zip(&work.root) {
+            for (region, entry) in work.root.iter() {
                 let entries = entry.stored().into_iter();
                 entries.map(sectors).for_each(|range| lost.remove(range));
                 if let Entry::Table(_) = entry {
-                    let blocks = read_blocks(&inner.file, &frame.header, region, *entry)?;
+                    let blocks = read_blocks(&inner.file, &frame.header, region, entry)?;
                     let entries = blocks.iter().filter_map(|entry| entry.stored());
                     entries.map(sectors).for_each(|range| lost.remove(range));
                 }
@@ -113,7 +114,7 @@ impl Disk {
 /// What will be when the work is done.
 struct Work {
     header: Header,
-    root: Vec<Entry>,
+    root: Root,
     backing: Option<Backing>,
     change: Change,
 }
@@ -169,8 +170,11 @@ impl Inner {
         let new_size = work.header.size;
         let boundary = old.size.min(new_size);
         let regions = new_size.div_ceil(1 << shift) as usize;
-        for (region, entry) in (0..).zip(&work.root).skip(regions) {
-            let blocks = read_blocks(&self.file, old, region, *entry)?;
+        for (region, entry) in work.root.iter() {
+            if region < regions as u64 {
+                continue;
+            }
+            let blocks = read_blocks(&self.file, old, region, entry)?;
             let stored = blocks.iter().filter_map(|entry| entry.stored());
             work.change.freed.extend(stored.map(sectors));
             work.change.freed.extend(
@@ -197,13 +201,13 @@ impl Inner {
             let blocks = self.fit_blocks(frame, fit, blocks, &mut work.change)?;
             self.write_table(edge, &blocks, &mut work.root, &mut work.change)?;
         }
-        work.root.truncate(regions);
-        while work.root.len() < regions {
-            let start = (work.root.len() as u64) << shift;
-            work.root.push(match covered(start.max(boundary)) {
-                true => Entry::Zero,
-                false => Entry::Absent,
-            });
+        let before = work.root.len();
+        work.root.resize(regions);
+        for region in before..regions {
+            let start = (region as u64) << shift;
+            if covered(start.max(boundary)) {
+                work.root.set(region, Entry::Zero);
+            }
         }
         Ok(())
     }

@@ -87,7 +87,7 @@ impl Disk {
             layout,
             block_shift,
             gate: Gate::new(Frame::new(&committer.header, backing)),
-            regions: Regions::new(image.root().to_vec()),
+            regions: Regions::new(image.root().clone()),
             space: Space::new(committer.free.clone(), replayed.file_bytes),
             changed: Default::default(),
             unflushed: AtomicU64::new(0),

@@ -15,6 +15,7 @@ use super::locks::{lock, read, write};
 use super::region::{Region, State};
 use crate::Error;
 use crate::image::{CheckedFile, read_table};
+use crate::root::Root;
 
 const SHARDS: u64 = 64;
 /// Regions kept in memory: with 24 KiB for a table of 1024 blocks, some 24 MiB. Those that a checkpoint has yet to write are not
@@ -24,7 +25,7 @@ const MOST_PER_SHARD: usize = 16;
 pub(super) struct Regions {
     shards: Vec<Mutex<HashMap<u64, Arc<Region>>>>,
     /// As of the newest checkpoint.
-    root: RwLock<Vec<Entry>>,
+    root: RwLock<Root>,
 }
 
 /// A region, or the one entry that stands for all of it.
@@ -34,7 +35,7 @@ pub(super) enum Found {
 }
 
 impl Regions {
-    pub(super) fn new(root: Vec<Entry>) -> Self {
+    pub(super) fn new(root: Root) -> Self {
         Regions {
             shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
             root: RwLock::new(root),
@@ -111,12 +112,12 @@ impl Regions {
     }
 
     /// The root table as of the newest checkpoint.
-    pub(super) fn root(&self) -> Vec<Entry> {
+    pub(super) fn root(&self) -> Root {
         read(&self.root).clone()
     }
 
     /// A checkpoint was made.
-    pub(super) fn set_root(&self, root: Vec<Entry>) {
+    pub(super) fn set_root(&self, root: Root) {
         *write(&self.root) = root;
     }
 
