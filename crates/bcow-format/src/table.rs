@@ -5,7 +5,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::entry::EntryProblem;
 use crate::{
-    BlockShift, ENTRY_BYTES, Entry, EntryContext, FormatError, Header, SectionKind, Stored, crc32c,
+    BlockShift, ENTRY_BYTES, Entry, EntryContext, FormatError, Header, Stored, crc32c,
     crc32c_matches, decode_entry, encode_entry,
 };
 
