@@ -480,3 +480,32 @@ fn a_large_block_written_in_part_at_the_end_of_the_file_is_there_as_a_whole() {
     disk.read_at(2 * MIB, &mut again).unwrap();
     assert_eq!(again, whole);
 }
+
+#[test]
+fn a_record_that_lacked_its_blocks_never_comes_to_count() {
+    let storage = Arc::new(MemoryStorage::default());
+    let disk = create(&storage, CreateOptions::disk(8 * MIB));
+    disk.write_at(0, &pattern(4096, 1)).unwrap();
+    disk.write_at(4096, &pattern(4096, 2)).unwrap();
+    disk.flush().unwrap();
+    let Mapping::Raw { stored } = disk.map(4096).unwrap().mapping else {
+        panic!("a block of 4 KiB has a checksum");
+    };
+    // The record reached the disk, one of its blocks did not.
+    let cut = crashed(&storage);
+    cut.write_at(stored.at.0, &[0; 4096]).unwrap();
+    let again = reopen(&cut, None);
+    assert!(read(&again, 0, 8192).iter().all(|byte| *byte == 0));
+    drop(again);
+    // Whoever writes the same bytes to the same place must not bring it back.
+    let later = crashed(&cut);
+    let end = later.len().unwrap().max(stored.end());
+    later.set_len(end).unwrap();
+    later.write_at(stored.at.0, &pattern(4096, 2)).unwrap();
+    let Mapping::Raw { stored } = disk.map(0).unwrap().mapping else {
+        panic!("a block of 4 KiB has a checksum");
+    };
+    later.write_at(stored.at.0, &pattern(4096, 1)).unwrap();
+    let image = Image::open_storage(later, &OpenOptions::default()).unwrap();
+    assert!(read(&*image, 0, 8192).iter().all(|byte| *byte == 0));
+}
