@@ -321,8 +321,9 @@ impl Inner {
             }
             let mut freed = Vec::new();
             let mut state = self.regions.write(region, &self.file, &frame.header)?;
-            let outcome = self
-                .write_part_exclusively(frame, region, &mut state, block, skip, bytes, &mut freed);
+            let piece = PieceOfBlock { block, skip, bytes };
+            let outcome =
+                self.write_part_exclusively(frame, region, &mut state, &piece, &mut freed);
             drop(state);
             self.free_now(freed);
             match outcome? {
@@ -339,17 +340,15 @@ impl Inner {
         }
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn write_part_exclusively(
         &self,
         frame: &Frame,
         region: &Arc<Region>,
         state: &mut State,
-        block: &BlockPlace,
-        skip: u32,
-        bytes: &[u8],
+        piece: &PieceOfBlock<'_>,
         freed: &mut Vec<Stored>,
     ) -> Result<Part, Error> {
+        let PieceOfBlock { block, skip, bytes } = *piece;
         let index = block.index;
         let range = skip..skip + bytes.len() as u32;
         match state.blocks().entry(index) {
@@ -522,6 +521,13 @@ impl Inner {
         }
         Ok(())
     }
+}
+
+/// Bytes for a part of a block, from its byte `skip` on.
+struct PieceOfBlock<'a> {
+    block: &'a BlockPlace,
+    skip: u32,
+    bytes: &'a [u8],
 }
 
 /// What became of a write to a part of a block.
