@@ -509,3 +509,48 @@ fn a_record_that_lacked_its_blocks_never_comes_to_count() {
     let image = Image::open_storage(later, &OpenOptions::default()).unwrap();
     assert!(read(&*image, 0, 8192).iter().all(|byte| *byte == 0));
 }
+
+/// Bytes in memory that count barriers.
+#[derive(Default)]
+struct Counted {
+    content: MemoryStorage,
+    barriers: std::sync::atomic::AtomicUsize,
+}
+
+impl Storage for Counted {
+    fn len(&self) -> std::io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
+        self.content.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+        self.content.write_at(offset, bytes)
+    }
+    fn set_len(&self, bytes: u64) -> std::io::Result<()> {
+        self.content.set_len(bytes)
+    }
+    fn sync(&self) -> std::io::Result<()> {
+        self.barriers
+            .fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        self.content.sync()
+    }
+}
+
+#[test]
+fn what_is_found_at_opening_is_made_durable_before_anything_else() {
+    let storage = Arc::new(MemoryStorage::default());
+    let disk = create(&storage, CreateOptions::disk(8 * MIB));
+    disk.close().unwrap();
+    // Nothing to replay and both slots equal: still the last writer may have been killed before its last barrier.
+    let counted = Arc::new(Counted {
+        content: MemoryStorage::new(storage.to_vec()),
+        ..Counted::default()
+    });
+    let again = Disk::open(counted.clone(), &OpenOptions::default(), &bcow::NoBackings).unwrap();
+    assert_eq!(
+        counted.barriers.load(std::sync::atomic::Ordering::SeqCst),
+        1
+    );
+    drop(again);
+}
