@@ -38,6 +38,18 @@ fn backing(bytes: Vec<u8>) -> (BackingEntry, Arc<dyn BlockDevice>) {
     (entry, Arc::new(bytes))
 }
 
+/// A new disk over these bytes, and what it has below.
+fn over(
+    storage: &Arc<MemoryStorage>,
+    options: &CreateOptions,
+    below: Vec<u8>,
+) -> (Disk, Arc<dyn BlockDevice>) {
+    let (entry, device) = backing(below);
+    let given = Some((entry, device.clone()));
+    let disk = Disk::create(storage.clone(), options, given, &OpenOptions::default());
+    (disk.unwrap(), device)
+}
+
 struct Only(Arc<dyn BlockDevice>);
 
 impl bcow::BackingResolver for Only {
@@ -205,15 +217,7 @@ fn a_partial_write_over_a_backing_returns_before_the_rest_is_copied() {
 fn discarded_and_zeroed_ranges_read_as_zeros_and_take_no_space() {
     for options in layouts(8 * MIB) {
         let storage = Arc::new(MemoryStorage::default());
-        let (entry, device) = backing(pattern(8 * MIB as usize, 1));
-        let open = OpenOptions::default();
-        let disk = Disk::create(
-            storage.clone(),
-            &options,
-            Some((entry, device.clone())),
-            &open,
-        )
-        .unwrap();
+        let (disk, device) = over(&storage, &options, pattern(8 * MIB as usize, 1));
         disk.write_at(0, &pattern(5 * MIB as usize, 2)).unwrap();
         disk.flush().unwrap();
         disk.write_zeroes(1000, 6 * MIB, Space::Free).unwrap();
@@ -289,15 +293,7 @@ fn a_disk_that_grew_shows_zeros_and_one_that_shrank_forgot() {
     for options in layouts(5 * MIB + 8192) {
         let storage = Arc::new(MemoryStorage::default());
         let below = pattern(9 * MIB as usize, 1);
-        let (entry, device) = backing(below.clone());
-        let open = OpenOptions::default();
-        let disk = Disk::create(
-            storage.clone(),
-            &options,
-            Some((entry, device.clone())),
-            &open,
-        )
-        .unwrap();
+        let (disk, device) = over(&storage, &options, below.clone());
         let mut model = below[..options.size as usize].to_vec();
         disk.write_at(5 * MIB, &pattern(100, 3)).unwrap();
         model[5 * MIB as usize..5 * MIB as usize + 100].copy_from_slice(&pattern(100, 3));
