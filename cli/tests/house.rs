@@ -4,12 +4,16 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 9] = [
+const MAY_USE: [(&str, &[&str]); 10] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
     ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
-    ("bcow-fuse", &["bcow-erofs", "bcow", "bcow-format"]),
+    ("bcow-union", &["bcow-erofs", "bcow", "bcow-format"]),
+    (
+        "bcow-fuse",
+        &["bcow-union", "bcow-erofs", "bcow", "bcow-format"],
+    ),
     ("bcow-nbd", &["bcow"]),
     ("bcow-foreign", &["bcow"]),
     ("bcow-testkit", &["bcow"]),
@@ -18,6 +22,7 @@ const MAY_USE: [(&str, &[&str]); 9] = [
         &[
             "bcow-oci",
             "bcow-fuse",
+            "bcow-union",
             "bcow-nbd",
             "bcow-foreign",
             "bcow-erofs",

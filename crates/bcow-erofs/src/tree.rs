@@ -301,6 +301,22 @@ impl Tree {
         self.nodes.len() == 1
     }
 
+    /// Gives each regular file another content, of the same size: what `replace` makes of the one it has. Files with several
+    /// names are asked for once. A content's runs stay in order and below 2^32 blocks.
+    pub fn replace_contents<E>(
+        &mut self,
+        replace: &mut dyn FnMut(&Content) -> Result<Content, E>,
+    ) -> Result<(), E> {
+        for node in &mut self.nodes {
+            if let NodeKind::Regular(content) = &mut node.kind {
+                let size = content.size;
+                *content = replace(content)?;
+                assert_eq!(content.size, size, "the content of a file keeps its size");
+            }
+        }
+        Ok(())
+    }
+
     /// All ids. A directory comes before its children, and its children lie next to each other.
     pub fn ids(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.nodes.len() as u32).map(NodeId)

@@ -27,9 +27,24 @@ pub struct BlockCache(Arc<Caches>);
 
 struct Caches {
     bytes: u64,
+    asked: AtomicU64,
+    missed: AtomicU64,
     blocks: Cache<BlockKey, Arc<Vec<u8>>, BlockWeight>,
     tables: Cache<TableKey, Arc<SubBlockTable>, TableWeight>,
     pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
+}
+
+/// What a [`BlockCache`] holds of decoded blocks, and how often it had the one that was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheFigures {
+    /// The budget in bytes.
+    pub limit_bytes: u64,
+    /// Bytes held now.
+    pub held_bytes: u64,
+    /// Blocks that were there when somebody asked for them.
+    pub hits: u64,
+    /// Blocks that had to be read and decoded.
+    pub misses: u64,
 }
 
 /// Tells files that share a cache apart.
@@ -73,6 +88,8 @@ impl BlockCache {
     pub fn new(bytes: u64) -> Self {
         BlockCache(Arc::new(Caches {
             bytes,
+            asked: AtomicU64::new(0),
+            missed: AtomicU64::new(0),
             blocks: cache(bytes, BlockWeight),
             tables: cache(bytes / TABLE_SHARE, TableWeight),
             pieces: cache((bytes / PIECE_SHARE).max(LEAST_PIECE_BYTES), BlockWeight),
@@ -84,9 +101,23 @@ impl BlockCache {
         key: BlockKey,
         read: impl FnOnce() -> Result<Vec<u8>, E>,
     ) -> Result<Arc<Vec<u8>>, E> {
-        self.0
-            .blocks
-            .get_or_insert_with(&key, || read().map(Arc::new))
+        self.0.asked.fetch_add(1, Ordering::Relaxed);
+        self.0.blocks.get_or_insert_with(&key, || {
+            self.0.missed.fetch_add(1, Ordering::Relaxed);
+            read().map(Arc::new)
+        })
+    }
+
+    /// How it does.
+    pub fn figures(&self) -> CacheFigures {
+        // In this order, so that no more were missed than asked for.
+        let misses = self.0.missed.load(Ordering::Relaxed);
+        CacheFigures {
+            limit_bytes: self.0.bytes,
+            held_bytes: self.0.blocks.weight(),
+            hits: self.0.asked.load(Ordering::Relaxed).saturating_sub(misses),
+            misses,
+        }
     }
 
     pub(crate) fn table<E>(
@@ -205,5 +236,8 @@ mod tests {
                 assert_eq!(*block, [byte]);
             }
         }
+        let figures = cache.figures();
+        assert_eq!((figures.hits, figures.misses), (2, 2));
+        assert!((2..1000).contains(&figures.held_bytes), "{figures:?}");
     }
 }

@@ -40,7 +40,7 @@ mod threads;
 mod writer;
 
 pub use bcow_format as format;
-pub use cache::BlockCache;
+pub use cache::{BlockCache, CacheFigures};
 pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use disk::{CreateOptions, Disk, Layout};
 pub use error::{BlockProblem, Error};

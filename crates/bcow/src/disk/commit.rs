@@ -178,18 +178,7 @@ impl Inner {
         region: &Arc<Region>,
         taken: &mut Taken,
     ) -> Result<(), Error> {
-        let in_transit: Vec<u32> = {
-            let state = self.regions.read(region, &self.file, &frame.header)?;
-            let pending = state.pending.iter();
-            pending
-                .filter(|(_, pending)| pending.transit.is_some())
-                .map(|(index, _)| *index)
-                .collect()
-        };
-        let mut outcome = Ok(());
-        for index in in_transit {
-            outcome = outcome.and(self.complete(frame, region, index));
-        }
+        let outcome = self.complete_region(frame, region);
         let mut state = self.regions.write(region, &self.file, &frame.header)?;
         let checked = state.blocks().shift(self.region_shift) == super::write::CHECKED_SHIFT;
         let before = state.pending.len();

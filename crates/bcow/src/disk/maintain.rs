@@ -24,6 +24,14 @@ use crate::root::Root;
 use crate::{BlockDevice, Error};
 
 impl Disk {
+    /// Writes everything into the tables and ends the file where they do: until the next change nobody writes to it, not
+    /// even to open it again.
+    ///
+    /// Waits for all operations to end, and makes everything durable.
+    pub fn rest(&self) -> Result<(), Error> {
+        self.inner.maintain(|_, _, _| Ok(()))
+    }
+
     /// Changes the size of the address space to `size` bytes. What is new reads as zeros, also where the backing has more;
     /// what is cut off is gone for good, also if the disk grows again.
     ///

@@ -64,6 +64,8 @@ pub struct Statistics {
     pub checkpoints: u64,
     /// Blocks that were written in part and completed from below.
     pub filled_blocks: u64,
+    /// Blocks that wait to be completed in the background, about.
+    pub waiting_blocks: u64,
     /// Blocks changed since the last flush.
     pub unflushed_blocks: u64,
     /// Bytes of the file that are free to be written again.
@@ -144,6 +146,7 @@ impl Disk {
             flushes: inner.flushes.load(Ordering::Relaxed),
             checkpoints: inner.checkpoints.load(Ordering::Relaxed),
             filled_blocks: inner.fills.done(),
+            waiting_blocks: inner.fills.waiting(),
             unflushed_blocks: inner.unflushed.load(Ordering::Relaxed),
             free_bytes: inner.space.free_bytes(),
         }

@@ -10,7 +10,7 @@ use std::thread;
 
 use super::locks::{lock, wait};
 use super::region::Region;
-use super::{Frame, Inner, place};
+use super::{Disk, Frame, Inner, place};
 use crate::Error;
 
 /// Blocks waiting to be filled; beyond it, who writes one fills it.
@@ -47,6 +47,11 @@ impl Fills {
         self.done.load(Ordering::Relaxed)
     }
 
+    /// Jobs that the filler has not begun.
+    pub(super) fn waiting(&self) -> u64 {
+        self.waiting.load(Ordering::Relaxed) as u64
+    }
+
     /// Whether the filler is so far behind that writers should fill for themselves.
     pub(super) fn is_behind(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) >= MOST_WAITING
@@ -67,6 +72,27 @@ impl Fills {
             // A panic in there is a bug that has been shown already.
             let _ = filler.join();
         }
+    }
+}
+
+impl Disk {
+    /// Completes all blocks in transit. Nothing is made durable.
+    ///
+    /// What can be completed is; the first error is returned.
+    pub fn settle(&self) -> Result<(), Error> {
+        let inner = &self.inner;
+        let frame = inner.enter();
+        inner.check_alive()?;
+        // Who flushes takes the list away, and completes what is on it.
+        let _flushed = lock(&inner.committer);
+        let mut outcome = Ok(());
+        for shard in &inner.changed {
+            let changed = lock(shard).clone();
+            for region in changed {
+                outcome = outcome.and(inner.complete_region(&frame, &region));
+            }
+        }
+        outcome
     }
 }
 
@@ -105,6 +131,23 @@ impl Inner {
             }
             queue = wait(&self.fills.changed, queue);
         }
+    }
+
+    /// Completes what is in transit of a region; of several errors, returns the first.
+    pub(super) fn complete_region(&self, frame: &Frame, region: &Region) -> Result<(), Error> {
+        let in_transit: Vec<u32> = {
+            let state = self.regions.read(region, &self.file, &frame.header)?;
+            let pending = state.pending.iter();
+            pending
+                .filter(|(_, pending)| pending.transit.is_some())
+                .map(|(index, _)| *index)
+                .collect()
+        };
+        let mut outcome = Ok(());
+        for index in in_transit {
+            outcome = outcome.and(self.complete(frame, region, index));
+        }
+        outcome
     }
 
     /// Completes a block, if it is in transit. Its lock is not held while what stood there before is read.

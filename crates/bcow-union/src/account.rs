@@ -1,0 +1,154 @@
+//! What an upper stores, and how much it may.
+
+mod stored;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use stored::{Reserved, StoredBlocks, stored_bytes};
+
+/// The bytes that all files of an upper store together, in whole blocks of 4 KiB, and how many there may be.
+///
+/// Space is charged before it is used: what does not fit is refused before anything changes. The sum is never above the limit,
+/// whoever charges at the same time.
+#[derive(Debug, Default)]
+pub struct Account {
+    limit: Option<u64>,
+    used: AtomicU64,
+}
+
+/// The limit leaves no room.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no space left: {used} of {limit} bytes are used, {wanted} more are needed")]
+pub struct NoSpace {
+    /// Bytes that were asked for.
+    pub wanted: u64,
+    /// Bytes in use.
+    pub used: u64,
+    /// Bytes there may be.
+    pub limit: u64,
+}
+
+impl Account {
+    /// Of an upper that may store `limit` bytes; without a limit it only counts.
+    pub fn new(limit: Option<u64>) -> Self {
+        Account {
+            limit,
+            used: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes that may be stored.
+    pub fn limit(&self) -> Option<u64> {
+        self.limit
+    }
+
+    /// Bytes that are stored, as far as they were charged or added.
+    pub fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that may still be stored.
+    pub fn left(&self) -> Option<u64> {
+        Some(self.limit?.saturating_sub(self.used()))
+    }
+
+    /// Takes `bytes`, or fails and takes nothing.
+    pub fn charge(&self, bytes: u64) -> Result<(), NoSpace> {
+        match self.charge_up_to(bytes, bytes) {
+            0 if bytes > 0 => Err(self.no_space(bytes)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes as many whole `unit`s as there is room for, up to `bytes`, and says how many bytes that was.
+    pub fn charge_up_to(&self, bytes: u64, unit: u64) -> u64 {
+        let mut used = self.used();
+        loop {
+            let room = self
+                .limit
+                .map_or(u64::MAX, |limit| limit.saturating_sub(used));
+            let taken = match bytes <= room {
+                true => bytes,
+                false => room - room % unit.max(1),
+            };
+            let after = used.saturating_add(taken);
+            // Nothing else is published by it, so no order is needed.
+            match self
+                .used
+                .compare_exchange_weak(used, after, Ordering::Relaxed, Ordering::Relaxed)
+            {
+                Ok(_) => return taken,
+                Err(now) => used = now,
+            }
+        }
+    }
+
+    /// Counts what is there already, be it above the limit.
+    pub fn add(&self, bytes: u64) {
+        let _ = self
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+                Some(used.saturating_add(bytes))
+            });
+    }
+
+    /// Gives back what was charged or added.
+    pub fn release(&self, bytes: u64) {
+        let _ = self
+            .used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+                Some(used.saturating_sub(bytes))
+            });
+    }
+
+    /// The error that says that `wanted` bytes do not fit.
+    pub fn no_space(&self, wanted: u64) -> NoSpace {
+        NoSpace {
+            wanted,
+            used: self.used(),
+            limit: self.limit.unwrap_or(u64::MAX),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_refused_and_changes_nothing() {
+        let account = Account::new(Some(10 * 4096));
+        account.charge(9 * 4096).unwrap();
+        let error = account.charge(2 * 4096).unwrap_err();
+        assert_eq!((error.wanted, error.used), (2 * 4096, 9 * 4096));
+        assert_eq!(account.charge_up_to(5 * 4096, 4096), 4096);
+        assert_eq!(account.left(), Some(0));
+        account.charge(0).unwrap();
+        account.release(4096);
+        account.charge(4096).unwrap();
+    }
+
+    #[test]
+    fn an_upper_that_is_above_its_limit_takes_nothing_more() {
+        let account = Account::new(Some(4096));
+        account.add(3 * 4096);
+        assert!(account.charge(1).is_err());
+        assert_eq!(account.left(), Some(0));
+        account.release(3 * 4096);
+        account.charge(4096).unwrap();
+    }
+
+    #[test]
+    fn the_limit_holds_whoever_charges_at_the_same_time() {
+        let account = Account::new(Some(1000 * 4096));
+        let taken: u64 = std::thread::scope(|scope| {
+            let charge = || (0..1000).filter(|_| account.charge(4096).is_ok()).count() as u64;
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(charge)).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .sum()
+        });
+        assert_eq!((taken, account.used()), (1000, 1000 * 4096));
+    }
+}

@@ -1,0 +1,84 @@
+//! Which errno a program sees for what went wrong below. The one place that decides it.
+
+use bcow_erofs::reader::ErofsError;
+use rustix::io::Errno;
+
+/// The errno for a failed read of the image.
+///
+/// Damage is always EIO: the file exists, and what was asked for is allowed. An error of the host keeps
+/// its own number where a program could make something of it.
+pub fn errno(error: &ErofsError) -> Errno {
+    match error {
+        ErofsError::Device(error) => device_errno(error),
+        ErofsError::NotErofs { .. }
+        | ErofsError::TooSmall { .. }
+        | ErofsError::SuperblockChecksum { .. }
+        | ErofsError::Superblock { .. }
+        | ErofsError::Inode { .. }
+        | ErofsError::Directory { .. }
+        | ErofsError::Xattr { .. } => Errno::IO,
+        // Sound, as far as we can see, but beyond this reader. The kernel's EROFS says the same.
+        ErofsError::UnsupportedFeature { .. }
+        | ErofsError::UnsupportedValue { .. }
+        | ErofsError::UnsupportedInode { .. } => Errno::OPNOTSUPP,
+        ErofsError::WrongKind { .. } => Errno::INVAL,
+        ErofsError::TooManyLinks => Errno::LOOP,
+        // Both enums may grow (they are non-exhaustive): what is new is damage until somebody says otherwise.
+        _ => Errno::IO,
+    }
+}
+
+fn device_errno(error: &bcow::Error) -> Errno {
+    match error.innermost() {
+        bcow::Error::Io { source, .. } => match Errno::from_io_error(source) {
+            // These say something about the host's state, not about the file.
+            Some(errno @ (Errno::NOMEM | Errno::STALE | Errno::TIMEDOUT)) => errno,
+            _ => Errno::IO,
+        },
+        bcow::Error::Format(_)
+        | bcow::Error::BadBlock { .. }
+        | bcow::Error::Merkle { .. }
+        | bcow::Error::MissingBacking { .. }
+        // The file system points to where the image has no bytes.
+        | bcow::Error::OutOfRange { .. }
+        => Errno::IO,
+        bcow::Error::Unsupported(_) => Errno::OPNOTSUPP,
+        _ => Errno::IO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+
+    fn host(errno: Errno) -> ErofsError {
+        ErofsError::Device(bcow::Error::Io {
+            action: "read",
+            offset: 0,
+            source: errno.into(),
+        })
+    }
+
+    #[test]
+    fn damage_is_eio() {
+        let error = ErofsError::Device(bcow::Error::OutOfRange {
+            offset: 1,
+            length: 1,
+            size: 1,
+        });
+        assert_eq!(errno(&error), Errno::IO);
+    }
+
+    #[test]
+    fn host_error_is_eio_unless_a_program_could_use_it() {
+        assert_eq!(errno(&host(Errno::STALE)), Errno::STALE);
+        assert_eq!(errno(&host(Errno::NOENT)), Errno::IO);
+        let end = ErofsError::Device(bcow::Error::Io {
+            action: "read",
+            offset: 0,
+            source: io::ErrorKind::UnexpectedEof.into(),
+        });
+        assert_eq!(errno(&end), Errno::IO);
+    }
+}

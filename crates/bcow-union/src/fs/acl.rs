@@ -1,0 +1,137 @@
+//! POSIX ACLs in the form that extended attributes have them (`linux/posix_acl_xattr.h`): a version, then entries of a tag,
+//! permissions and an id, little-endian.
+
+use rustix::io::Errno;
+
+const VERSION: u32 = 2;
+const HEAD_BYTES: usize = 4;
+const ENTRY_BYTES: usize = 8;
+
+const USER_OBJ: u16 = 0x01;
+const GROUP_OBJ: u16 = 0x04;
+const MASK: u16 = 0x10;
+const OTHER: u16 = 0x20;
+
+/// What a new inode gets from its directory's default ACL: an access ACL, if its mode does not say it all, and its mode.
+///
+/// As `posix_acl_create` in the kernel does it: the entries for owner, mask (or group) and others are cut to the mode asked for.
+pub(super) fn inherited(default: &[u8], permissions: u16) -> Result<(Option<Vec<u8>>, u16), Errno> {
+    let entries = checked(default)?;
+    let mut acl = default.to_vec();
+    let mut mode = permissions & !0o777;
+    let tags: Vec<u16> = entries.chunks_exact(ENTRY_BYTES).map(tag).collect();
+    let has_mask = tags.contains(&MASK);
+    let mut is_more_than_a_mode = has_mask;
+    for (index, &tag) in tags.iter().enumerate() {
+        let at = HEAD_BYTES + index * ENTRY_BYTES + 2;
+        let allowed = u16::from_le_bytes([acl[at], acl[at + 1]]);
+        let Some(shift) = shift_of(tag, has_mask) else {
+            is_more_than_a_mode |= tag != GROUP_OBJ;
+            continue;
+        };
+        let kept = allowed & (permissions >> shift) & 0o7;
+        acl[at..at + 2].copy_from_slice(&kept.to_le_bytes());
+        mode |= kept << shift;
+    }
+    Ok((is_more_than_a_mode.then_some(acl), mode))
+}
+
+/// The permission bits that an access ACL stands for.
+pub(super) fn mode_of(acl: &[u8]) -> Result<u16, Errno> {
+    let everything = inherited(acl, 0o777)?;
+    Ok(everything.1)
+}
+
+/// The access ACL after the mode was set.
+pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> {
+    let entries = checked(acl)?;
+    let tags: Vec<u16> = entries.chunks_exact(ENTRY_BYTES).map(tag).collect();
+    let has_mask = tags.contains(&MASK);
+    let mut changed = acl.to_vec();
+    for (index, &tag) in tags.iter().enumerate() {
+        if let Some(shift) = shift_of(tag, has_mask) {
+            let at = HEAD_BYTES + index * ENTRY_BYTES + 2;
+            changed[at..at + 2].copy_from_slice(&((permissions >> shift) & 0o7).to_le_bytes());
+        }
+    }
+    Ok(changed)
+}
+
+fn checked(acl: &[u8]) -> Result<&[u8], Errno> {
+    match acl.split_at_checked(HEAD_BYTES) {
+        Some((head, entries))
+            if head == VERSION.to_le_bytes() && entries.len().is_multiple_of(ENTRY_BYTES) =>
+        {
+            Ok(entries)
+        }
+        _ => Err(Errno::IO),
+    }
+}
+
+/// Which bits of the mode an entry is.
+fn shift_of(tag: u16, has_mask: bool) -> Option<u32> {
+    match tag {
+        USER_OBJ => Some(6),
+        MASK => Some(3),
+        GROUP_OBJ if !has_mask => Some(3),
+        OTHER => Some(0),
+        _ => None,
+    }
+}
+
+fn tag(entry: &[u8]) -> u16 {
+    u16::from_le_bytes([entry[0], entry[1]])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
+        let mut bytes = VERSION.to_le_bytes().to_vec();
+        for (tag, permissions, id) in entries {
+            bytes.extend(tag.to_le_bytes());
+            bytes.extend(permissions.to_le_bytes());
+            bytes.extend(id.to_le_bytes());
+        }
+        bytes
+    }
+
+    #[test]
+    fn mode_is_cut_to_what_the_directory_allows() {
+        let default = acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 5, !0), (OTHER, 0, !0)]);
+        assert_eq!(inherited(&default, 0o666), Ok((None, 0o640)));
+    }
+
+    #[test]
+    fn mask_takes_the_place_of_the_group() {
+        let user = 0x02;
+        let default = acl(&[
+            (USER_OBJ, 7, !0),
+            (user, 7, 1000),
+            (GROUP_OBJ, 5, !0),
+            (MASK, 7, !0),
+            (OTHER, 5, !0),
+        ]);
+        let (access, mode) = inherited(&default, 0o640).unwrap();
+        assert_eq!(mode, 0o640);
+        let expected = acl(&[
+            (USER_OBJ, 6, !0),
+            (user, 7, 1000),
+            (GROUP_OBJ, 5, !0),
+            (MASK, 4, !0),
+            (OTHER, 0, !0),
+        ]);
+        assert_eq!(access, Some(expected.clone()));
+        assert_eq!(mode_of(&expected), Ok(0o640));
+        let changed = with_mode(&expected, 0o751).unwrap();
+        assert_eq!(mode_of(&changed), Ok(0o751));
+    }
+
+    #[test]
+    fn nonsense_is_an_error() {
+        for bytes in [&b""[..], b"\x02\0\0", b"\x01\0\0\0", b"\x02\0\0\0x"] {
+            assert_eq!(inherited(bytes, 0o777), Err(Errno::IO));
+        }
+    }
+}

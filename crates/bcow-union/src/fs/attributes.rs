@@ -1,0 +1,356 @@
+//! Attributes: what stat sees, and what chmod, chown, truncate and utimens change.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::{FileType, Inode};
+use bcow_erofs::tree::DeviceNumber;
+use rustix::fs::Stat;
+use rustix::io::Errno;
+
+use super::lookup::Access;
+use super::nodes::{Content, Node, State, Upper};
+use super::types::{Attributes, Changes};
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::upper::{
+    Attribute, NlinkDelta, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode,
+};
+
+/// Where the kernel keeps a program's capabilities.
+pub(super) const CAPABILITIES: &[u8] = b"security.capability";
+
+impl UnionFs {
+    /// Attributes of a node.
+    pub fn attributes(&self, id: NodeId) -> Result<Attributes, Errno> {
+        self.attributes_of(&*self.node(id)?)
+    }
+
+    pub(super) fn attributes_of(&self, node: &Node) -> Result<Attributes, Errno> {
+        loop {
+            let state = node.read_state();
+            let Some(upper) = &state.upper else {
+                drop(state);
+                return self.attributes_below(node);
+            };
+            // A block completed later would move the times again.
+            if let Content::Sketch(sketch) = &state.content {
+                sketch
+                    .settle()
+                    .map_err(|error| self.sketch_failed(node, &error))?;
+            }
+            let Some(file) = &upper.file else {
+                drop(state);
+                self.open_upper(node, Access::Path)?;
+                continue;
+            };
+            let stat = rustix::fs::fstat(&**file)?;
+            let mut attributes = attributes_above(node, &stat);
+            if self.keeps_owner(node) {
+                self.take_owner(node, file, &mut attributes)?;
+            }
+            if upper.indexed {
+                let names = i64::from(attributes.nlink) + self.nlink_delta(file)?;
+                attributes.nlink = u32::try_from(names.max(0)).unwrap_or(u32::MAX);
+            }
+            if node.is_directory() && node.is_removed.load(Ordering::Acquire) {
+                attributes.nlink = 0;
+            } else if node.is_directory() && node.lower.is_some() {
+                // Nobody counts the subdirectories of both; one link says so, as in overlayfs.
+                attributes.nlink = 1;
+            }
+            if node.kind == FileType::Regular {
+                self.take_size(node, &state, upper, &mut attributes)?;
+            }
+            return Ok(attributes);
+        }
+    }
+
+    /// Owner, mode and device as the attribute has them.
+    fn take_owner(
+        &self,
+        node: &Node,
+        file: &File,
+        attributes: &mut Attributes,
+    ) -> Result<(), Errno> {
+        let Some(owner) = self.read_owner(file)? else {
+            if node.id == NodeId::ROOT {
+                let root = self.image.inode(self.image.root())?;
+                attributes.uid = root.uid;
+                attributes.gid = root.gid;
+                attributes.permissions = root.permissions;
+            }
+            return Ok(());
+        };
+        attributes.uid = owner.uid;
+        attributes.gid = owner.gid;
+        attributes.permissions = owner.permissions;
+        if let Some(kind) = owner.kind {
+            attributes.rdev = host::kind_kept(kind).1.map_or(0, encode_device);
+        }
+        Ok(())
+    }
+
+    /// Size and sectors of a file whose bytes, or some of them, may be in the image.
+    fn take_size(
+        &self,
+        node: &Node,
+        state: &State,
+        upper: &Upper,
+        attributes: &mut Attributes,
+    ) -> Result<(), Errno> {
+        let Some(nid) = node.lower.filter(|_| upper.is_partial) else {
+            return Ok(());
+        };
+        let inode = self.image.inode(nid)?;
+        match (&state.content, upper.packed_size) {
+            (Content::Plain, _) => return Ok(()),
+            (Content::Sketch(sketch), _) => attributes.size = sketch.size(),
+            (Content::Unknown, Some(size)) => attributes.size = size,
+            // The host file of a sparse sketch has the right size.
+            (Content::Unknown, None) if upper.is_sketch => {}
+            // A copy of metadata has the image's size; the host's may be that of bytes lost in a crash.
+            (Content::Unknown | Content::Lower, _) => attributes.size = inode.size,
+        }
+        let whole = attributes.size.div_ceil(4096).saturating_mul(8);
+        let below = self.image.sectors(&inode)?;
+        attributes.sectors = attributes.sectors.saturating_add(below).min(whole);
+        Ok(())
+    }
+
+    fn attributes_below(&self, node: &Node) -> Result<Attributes, Errno> {
+        let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+        Ok(Attributes {
+            node: node.id,
+            kind: inode.kind,
+            permissions: inode.permissions,
+            nlink: match node.is_removed.load(Ordering::Acquire) {
+                true => 0,
+                false => inode.nlink,
+            },
+            uid: inode.uid,
+            gid: inode.gid,
+            size: inode.size,
+            sectors: self.image.sectors(&inode)?,
+            rdev: inode.rdev.map_or(0, encode_device),
+            // EROFS keeps one time.
+            atime: inode.mtime,
+            mtime: inode.mtime,
+            ctime: inode.mtime,
+        })
+    }
+
+    /// Changes attributes; those that nobody named stay.
+    pub fn set_attributes(&self, id: NodeId, changes: &Changes) -> Result<Attributes, Errno> {
+        let node = self.node(id)?;
+        if let Some(size) = changes.size {
+            self.set_size(&node, size)?;
+            if changes.drop_privileges {
+                self.drop_privileges(&node)?;
+            }
+        }
+        let owner = changes.uid.is_some() || changes.gid.is_some();
+        let times = changes.atime.is_some() || changes.mtime.is_some();
+        if owner || times || changes.permissions.is_some() {
+            if node.kind == FileType::Symlink && changes.permissions.is_some() {
+                return Err(Errno::OPNOTSUPP);
+            }
+            self.ensure_upper(&node)?;
+            let file = self.open_upper(&node, Access::Path)?;
+            if owner || changes.permissions.is_some() {
+                self.change_owner(&node, &file, changes)?;
+            }
+            if let (Some(permissions), true) = (changes.permissions, self.keeps_owner(&node)) {
+                self.lead_acl(&node, permissions)?;
+            }
+            if times {
+                if let Content::Sketch(sketch) = &node.read_state().content {
+                    sketch
+                        .settle()
+                        .map_err(|error| self.sketch_failed(&node, &error))?;
+                }
+                host::set_times(&file, changes.atime, changes.mtime)?;
+            }
+        }
+        self.attributes_of(&node)
+    }
+
+    pub(super) fn change_owner(
+        &self,
+        node: &Node,
+        file: &File,
+        changes: &Changes,
+    ) -> Result<(), Errno> {
+        let changes_owner = changes.uid.is_some() || changes.gid.is_some();
+        if self.keeps_owner(node) {
+            // Under the node's lock, as what is kept is changed as a whole.
+            let _state = node.write_state();
+            let mut owner = self.kept_owner(node, file)?;
+            owner.uid = changes.uid.unwrap_or(owner.uid);
+            owner.gid = changes.gid.unwrap_or(owner.gid);
+            if changes_owner && node.kind == FileType::Regular {
+                owner.permissions = without_set_id(owner.permissions);
+                self.remove_capabilities(file)?;
+            }
+            owner.permissions = changes.permissions.unwrap_or(owner.permissions);
+            self.keep_owner(node.id, file, &owner)?;
+        } else {
+            if changes_owner {
+                // The host takes away set-id bits and capabilities.
+                host::set_owner(file, changes.uid, changes.gid)?;
+            }
+            if let Some(permissions) = changes.permissions {
+                host::set_mode(file, permissions)?;
+            }
+        }
+        if changes.permissions.is_some_and(|bits| bits & 0o6000 != 0) {
+            node.may_be_privileged.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Whether owner and mode of this node are kept in an attribute: always where we may not chown, and of the root,
+    /// as the host's directory may be more private than what the container shall see.
+    pub(super) fn keeps_owner(&self, node: &Node) -> bool {
+        (node.id == NodeId::ROOT || self.keeps_owners()) && node.kind != FileType::Symlink
+    }
+
+    /// Whether owners of all but symlinks are kept in an attribute.
+    pub(super) fn keeps_owners(&self) -> bool {
+        self.upper.ownership() == Ownership::Override
+    }
+
+    fn kept_owner(&self, node: &Node, file: &File) -> Result<Override, Errno> {
+        if let Some(owner) = self.read_owner(file)? {
+            return Ok(owner);
+        }
+        if node.id == NodeId::ROOT {
+            return Ok(owner_of_inode(&self.image.inode(self.image.root())?));
+        }
+        let stat = rustix::fs::fstat(file)?;
+        Ok(Override {
+            uid: stat.st_uid,
+            gid: stat.st_gid,
+            permissions: (stat.st_mode & 0o7777) as u16,
+            kind: None,
+        })
+    }
+
+    /// Writes the attribute that keeps owner and mode, and gives the host's file a mode that goes with it.
+    pub(super) fn keep_owner(
+        &self,
+        id: NodeId,
+        file: &File,
+        owner: &Override,
+    ) -> Result<(), Errno> {
+        Attribute::Path(file.as_fd()).set(OVERRIDE, owner.encode().as_bytes(), SetHow::Any)?;
+        if id == NodeId::ROOT {
+            return Ok(());
+        }
+        let mode = host_mode(
+            owner.permissions,
+            owner.kind == Some(OverrideKind::Directory),
+        );
+        host::set_mode(file, mode as u16)
+    }
+
+    fn read_owner(&self, file: &File) -> Result<Option<Override>, Errno> {
+        match Attribute::Path(file.as_fd()).get(OVERRIDE)? {
+            Some(value) => Override::decode(&value).map(Some).map_err(|error| {
+                self.complain(b"", &error.to_string());
+                Errno::IO
+            }),
+            None => Ok(None),
+        }
+    }
+
+    fn nlink_delta(&self, file: &File) -> Result<i64, Errno> {
+        Ok(match self.read_marks(file)?.nlink {
+            Some(NlinkDelta::Upper(delta)) => delta.into(),
+            // Relative to the image's count; overlayfs writes it for a moment only.
+            Some(NlinkDelta::Lower(_)) | None => 0,
+        })
+    }
+
+    fn remove_capabilities(&self, file: &File) -> Result<(), Errno> {
+        let name = self.upper.names().stored_name(CAPABILITIES).into_owned();
+        Attribute::Path(file.as_fd()).clear(&name).map(drop)
+    }
+
+    /// Takes away set-id bits and capabilities, as somebody without privileges wrote to the file.
+    pub(super) fn drop_privileges(&self, node: &Node) -> Result<(), Errno> {
+        if !node.may_be_privileged.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let file = self.open_upper(node, Access::Path)?;
+        self.remove_capabilities(&file)?;
+        let permissions = match self.keeps_owner(node) {
+            true => self.kept_owner(node, &file)?.permissions,
+            false => (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16,
+        };
+        let kept = without_set_id(permissions);
+        if kept != permissions {
+            let changes = Changes {
+                permissions: Some(kept),
+                ..Changes::default()
+            };
+            self.change_owner(node, &file, &changes)?;
+        }
+        node.may_be_privileged.store(false, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// Without the set-user-ID bit, and without the set-group-ID bit where it means that (on group-executable files).
+pub(super) fn without_set_id(permissions: u16) -> u16 {
+    let mut kept = permissions & !0o4000;
+    if permissions & 0o0010 != 0 {
+        kept &= !0o2000;
+    }
+    kept
+}
+
+/// Owner, mode and type of an inode of the image, as the attribute keeps them.
+pub(super) fn owner_of_inode(inode: &Inode) -> Override {
+    Override {
+        uid: inode.uid,
+        gid: inode.gid,
+        permissions: inode.permissions,
+        kind: Some(host::kind_to_keep(inode.kind, inode.rdev)),
+    }
+}
+
+fn attributes_above(node: &Node, stat: &Stat) -> Attributes {
+    let (atime, mtime) = host::times(stat);
+    Attributes {
+        node: node.id,
+        kind: node.kind,
+        permissions: (stat.st_mode & 0o7777) as u16,
+        nlink: u32::try_from(stat.st_nlink).unwrap_or(u32::MAX),
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+        size: u64::try_from(stat.st_size).unwrap_or(0),
+        sectors: u64::try_from(stat.st_blocks).unwrap_or(0),
+        rdev: encode_device(DeviceNumber {
+            major: rustix::fs::major(stat.st_rdev),
+            minor: rustix::fs::minor(stat.st_rdev),
+        }),
+        atime,
+        mtime,
+        ctime: host::timestamp(stat.st_ctime, stat.st_ctime_nsec),
+    }
+}
+
+/// The kernel's 32-bit form (`new_encode_dev`): 12 bits of major between 8 and 12 bits of minor.
+pub fn encode_device(device: DeviceNumber) -> u32 {
+    (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
+}
+
+/// The other way round.
+pub(super) fn decode_device(rdev: u32) -> DeviceNumber {
+    DeviceNumber {
+        major: (rdev >> 8) & 0xfff,
+        minor: (rdev & 0xff) | ((rdev >> 12) & 0xf_ff00),
+    }
+}

@@ -1,0 +1,317 @@
+//! What is done when nobody waits: sketches that were written to are made durable every few seconds, complete ones promoted,
+//! a full batch synchronised, descriptors given back.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::process::{Resource, Rlimit};
+
+use super::content::is_now_plain;
+use super::nodes::{Content, Node, Place, Upper};
+use super::{UnionFs, promote};
+use crate::log::{self, Severity};
+use crate::sketch::{Durability, Sketch};
+
+/// Longest time that what was written to a sketch waits before it is made durable, as ext4's commit interval.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Most nodes that wait to be looked at; further ones are seen with the next interval.
+const WAITING_MOST: usize = 1024;
+
+/// Sketches that are open, by id, whether the kernel still holds their nodes or not: what was written must not be lost with
+/// the node.
+#[derive(Debug, Default)]
+pub(super) struct OpenSketches {
+    /// Held to find, add or remove one.
+    open: Mutex<HashMap<u64, Open>>,
+}
+
+/// A sketch and the node that it is the content of, if the kernel holds that.
+type Open = (Arc<dyn Sketch>, Weak<Node>);
+
+impl OpenSketches {
+    pub(super) fn get(&self, id: u64) -> Option<Arc<dyn Sketch>> {
+        self.lock().get(&id).map(|(sketch, _)| Arc::clone(sketch))
+    }
+
+    pub(super) fn add(&self, id: u64, sketch: &Arc<dyn Sketch>, node: Weak<Node>) {
+        self.lock().insert(id, (Arc::clone(sketch), node));
+    }
+
+    pub(super) fn remove(&self, id: u64) {
+        let removed = self.lock().remove(&id);
+        drop(removed);
+    }
+
+    pub(super) fn all(&self) -> Vec<(u64, Arc<dyn Sketch>, Weak<Node>)> {
+        self.lock()
+            .iter()
+            .map(|(id, (sketch, node))| (*id, Arc::clone(sketch), Weak::clone(node)))
+            .collect()
+    }
+
+    /// Drops those that nobody but this table and the caller's one reference holds.
+    fn drop_unused(&self, id: u64) {
+        let mut open = self.lock();
+        if open
+            .get(&id)
+            .is_some_and(|(sketch, _)| Arc::strong_count(sketch) == 2)
+        {
+            open.remove(&id);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Open>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread and what it is asked.
+#[derive(Debug, Default)]
+pub(super) struct Background {
+    /// Held for a push or a take only.
+    asked: Mutex<Asked>,
+    changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Asked {
+    look_at: Vec<Arc<Node>>,
+    finish_batch: bool,
+    stop: bool,
+}
+
+impl Background {
+    /// Asks to promote a sketch that is complete.
+    pub(super) fn look_at(&self, node: &Arc<Node>) {
+        if node.is_waiting.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        match asked.look_at.len() < WAITING_MOST {
+            true => asked.look_at.push(Arc::clone(node)),
+            false => node.is_waiting.store(false, Ordering::Release),
+        }
+        drop(asked);
+        self.changed.notify_one();
+    }
+
+    /// Asks to synchronise the batch.
+    pub(super) fn finish_batch(&self) {
+        self.asked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .finish_batch = true;
+        self.changed.notify_one();
+    }
+
+    /// Ends the thread, if it was started; what it was asked is left to the caller.
+    pub(super) fn stop(&self) {
+        self.asked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .stop = true;
+        self.changed.notify_one();
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+
+    /// Waits until something is asked or `until`; `None` to end.
+    fn wait(&self, until: Instant) -> Option<(Vec<Arc<Node>>, bool)> {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if asked.stop {
+                return None;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if !asked.look_at.is_empty() || asked.finish_batch || left.is_zero() {
+                let nodes = std::mem::take(&mut asked.look_at);
+                return Some((nodes, std::mem::take(&mut asked.finish_batch)));
+            }
+            asked = self
+                .changed
+                .wait_timeout(asked, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+}
+
+impl Drop for UnionFs {
+    fn drop(&mut self) {
+        self.background.stop();
+    }
+}
+
+impl UnionFs {
+    pub(super) fn start_background(self: &Arc<Self>) -> std::io::Result<()> {
+        let union = Arc::downgrade(self);
+        let background = Arc::clone(&self.background);
+        let thread = std::thread::Builder::new()
+            .name("union".into())
+            .spawn(move || run(&background, &union))?;
+        *self
+            .background
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(())
+    }
+
+    fn regularly(&self) {
+        // Errors were logged; an fsync meets them again.
+        let _ = self.flush_sketches(self.durability());
+        for (id, sketch, node) in self.open_sketches.all() {
+            match (sketch.is_complete(), node.upgrade()) {
+                (Ok(true), Some(node)) => self.promote_if_complete(&node),
+                _ => self.open_sketches.drop_unused(id),
+            }
+        }
+        self.finish_batch_and_say();
+        self.table.purge();
+        self.spare_descriptors();
+    }
+
+    fn finish_batch_and_say(&self) {
+        if let Err(errno) = self.finish_batch() {
+            self.complain(
+                b"",
+                &format!("cannot synchronise what was copied up: {errno}"),
+            );
+        }
+    }
+
+    /// Makes a plain file of a sketch that needs nothing of the image any more.
+    fn promote_if_complete(&self, node: &Arc<Node>) {
+        node.is_waiting.store(false, Ordering::Release);
+        let mut state = node.write_state();
+        let Content::Sketch(sketch) = &state.content else {
+            return;
+        };
+        let sketch = Arc::clone(sketch);
+        match self.promote(node, &state, &*sketch) {
+            Ok(promote::Promoted::No) => return,
+            Ok(promote::Promoted::InPlace) => {}
+            Ok(promote::Promoted::Replaced(file, host_inode)) => {
+                if let Some(upper) = &mut state.upper {
+                    upper.file = Some(Arc::new(file));
+                    upper.for_data = true;
+                    upper.host_inode = host_inode;
+                }
+            }
+            // It stays a sketch, which reads the same.
+            Err(errno) => {
+                log::log(
+                    Severity::Warning,
+                    &format!("inode {}: cannot be promoted: {errno}", node.id.0),
+                );
+                return;
+            }
+        }
+        is_now_plain(&mut state);
+        drop(state);
+        self.open_sketches.remove(sketch.id());
+    }
+
+    /// Flushes all open sketches; gives the first error after having tried all.
+    pub(super) fn flush_sketches(&self, how: Durability) -> Result<(), Errno> {
+        let mut result = Ok(());
+        for (_, sketch, node) in self.open_sketches.all() {
+            if let Err(error) = sketch.flush(how) {
+                let errno = match node.upgrade() {
+                    Some(node) => self.sketch_failed(&node, &error),
+                    None => error.errno(),
+                };
+                result = result.and(Err(errno));
+            }
+        }
+        result
+    }
+
+    /// Gives descriptors back when nodes hold too many.
+    pub(super) fn spare_descriptors(&self) {
+        let limit = self.descriptors_limit.load(Ordering::Relaxed);
+        if self.descriptors.load(Ordering::Relaxed) <= limit {
+            return;
+        }
+        let mut held = 0;
+        self.table.for_each(&mut |node| {
+            // Whoever uses it now may go on.
+            let Some(mut state) = node.try_write_state() else {
+                held += 1;
+                return;
+            };
+            let can_be_found_again = match node.place() {
+                Place::At { .. } => true,
+                Place::Root | Place::Nowhere => false,
+            };
+            match &mut state.upper {
+                Some(Upper {
+                    file: file @ Some(_),
+                    for_data,
+                    in_batch: false,
+                    ..
+                }) if can_be_found_again => {
+                    *file = None;
+                    *for_data = false;
+                }
+                Some(Upper { file: Some(_), .. }) => held += 1,
+                _ => {}
+            }
+        });
+        self.descriptors.store(held, Ordering::Relaxed);
+        // If most are in use there is no point in asking again soon.
+        self.descriptors_limit
+            .store(self.descriptors_most.max(2 * held), Ordering::Relaxed);
+    }
+}
+
+fn run(background: &Background, union: &Weak<UnionFs>) {
+    let mut next = Instant::now() + INTERVAL;
+    // Waiting does not keep the union alive; who ends it asks to stop.
+    while let Some((nodes, finish_batch)) = background.wait(next) {
+        let Some(union) = union.upgrade() else {
+            return;
+        };
+        for node in nodes {
+            union.promote_if_complete(&node);
+            union.table.let_go(node);
+        }
+        if finish_batch {
+            union.finish_batch_and_say();
+        }
+        if Instant::now() >= next {
+            union.regularly();
+            next = Instant::now() + INTERVAL;
+        }
+    }
+}
+
+/// How many descriptors nodes may hold: half of what the process may have, which is raised as far as it may be.
+pub(super) fn descriptors_most() -> usize {
+    let limits = rustix::process::getrlimit(Resource::Nofile);
+    if limits.current != limits.maximum {
+        let raised = Rlimit {
+            current: limits.maximum,
+            maximum: limits.maximum,
+        };
+        let _ = rustix::process::setrlimit(Resource::Nofile, raised);
+    }
+    match rustix::process::getrlimit(Resource::Nofile).current {
+        Some(most) => usize::try_from(most / 2).unwrap_or(usize::MAX).max(64),
+        None => 1 << 19,
+    }
+}

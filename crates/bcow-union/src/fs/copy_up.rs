@@ -1,0 +1,398 @@
+//! Copying up: giving what is only in the image a place in the upper, without its bytes where that can wait.
+//!
+//! Everything is made complete in the work directory and takes its place with one rename, so a crash leaves it either below
+//! or above. A regular file becomes a *copy of metadata*, a host file of the right size without blocks and with overlayfs's
+//! mark for that; [`super::content`] takes it from there.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::{FileType, Inode, Nid};
+use rustix::fs::Stat;
+use rustix::io::Errno;
+
+use super::attributes::{CAPABILITIES, owner_of_inode};
+use super::lookup::{Access, index_name};
+use super::nodes::{Content, Node, Place, State, Upper};
+use super::types::SetTime;
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::upper::{
+    Attribute, Begun, Mark, Marks, Metacopy, NlinkDelta, Origin, SetHow, Temporary,
+};
+
+impl UnionFs {
+    /// Gives the root of a new upper what the image's root has: attributes and times. Owner and mode are kept in an attribute
+    /// once somebody changes them; until then they are the image's.
+    pub(super) fn complete_root(&self) -> Result<(), Errno> {
+        if self.upper.begun() != Begun::New {
+            return Ok(());
+        }
+        let inode = self.image.inode(self.image.root())?;
+        let file = self.open_upper(&self.root, Access::Directory)?;
+        self.copy_xattrs(&inode, &file)?;
+        self.set_origin(&file, inode.nid)?;
+        if self.keeps_owners() {
+            // Tools take it for a sign that the owners of all that is in there are kept so.
+            self.keep_owner(NodeId::ROOT, &file, &owner_of_inode(&inode))?;
+        }
+        host::set_times(
+            &file,
+            Some(SetTime::At(inode.mtime)),
+            Some(SetTime::At(inode.mtime)),
+        )
+    }
+
+    /// The directory in the upper, copied up, with those above it, if it is not there yet.
+    pub(super) fn ensure_directory(&self, node: &Arc<Node>) -> Result<Arc<File>, Errno> {
+        // From the node up to what is there, and back down. A path can be longer than a stack is deep.
+        let mut missing = Vec::new();
+        let mut here = Arc::clone(node);
+        loop {
+            if here.read_state().upper.is_some() {
+                break;
+            }
+            match here.place() {
+                Place::At { parent, .. } => missing.push(std::mem::replace(&mut here, parent)),
+                // Removed, with somebody still in it.
+                Place::Nowhere | Place::Root => return Err(Errno::NOENT),
+            }
+        }
+        while let Some(directory) = missing.pop() {
+            self.copy_up_at_place(&directory)?;
+        }
+        self.open_upper(node, Access::Directory)
+    }
+
+    /// Sees that the node is in the upper.
+    pub(super) fn ensure_upper(&self, node: &Arc<Node>) -> Result<(), Errno> {
+        if node.read_state().upper.is_some() {
+            return Ok(());
+        }
+        if node.is_directory() {
+            return self.ensure_directory(node).map(drop);
+        }
+        self.copy_up_at_place(node)
+    }
+
+    /// Copies up a node whose parent is, or will be, in the upper.
+    fn copy_up_at_place(&self, node: &Arc<Node>) -> Result<(), Errno> {
+        loop {
+            let Place::At { parent, name } = node.place() else {
+                return self.copy_up_nameless(node);
+            };
+            let directory = match node.is_directory() {
+                // Those above were copied up before.
+                true => self.open_upper(&parent, Access::Directory)?,
+                false => self.ensure_directory(&parent)?,
+            };
+            let _names = parent.lock_names();
+            if node.read_state().upper.is_some() {
+                return Ok(());
+            }
+            // It may have been renamed or removed meanwhile.
+            if node.is_at(&parent, &name) {
+                return self.copy_up_locked(&parent, &directory, &name, node);
+            }
+        }
+    }
+
+    /// Copies up a node that is only in the image to `name` of `directory`, which is `parent` and whose names are locked.
+    pub(super) fn copy_up_locked(
+        &self,
+        parent: &Node,
+        directory: &File,
+        name: &[u8],
+        node: &Node,
+    ) -> Result<(), Errno> {
+        let mut state = node.write_state();
+        if state.upper.is_some() {
+            return Ok(());
+        }
+        let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+        let has_names = inode.kind != FileType::Directory && inode.nlink > 1;
+        let before = rustix::fs::fstat(directory)?;
+        let (temporary, file) = self.make_copy(&inode)?;
+        if has_names {
+            // Two on the host then: the index's and this one.
+            self.set_nlink(&file, i64::from(inode.nlink) - 2)?;
+            host::link(&file, self.upper.index(), &index_name(inode.nid))?;
+        }
+        temporary
+            .place_new(directory.as_fd(), name)
+            .map_err(|(_, errno)| errno)?;
+        parent.names_have_changed();
+        restore_times(directory, &before);
+        self.finish_copy(node, &mut state, &inode, file, has_names)
+    }
+
+    /// Gives a node that is in the upper under another name, by the index, the name `name` of `directory` there too.
+    pub(super) fn copy_up_name(
+        &self,
+        parent: &Node,
+        directory: &File,
+        name: &[u8],
+        node: &Node,
+    ) -> Result<(), Errno> {
+        if host::stat_at(directory, name)?.is_some() {
+            return Ok(());
+        }
+        let state = node.write_state();
+        let Some(Upper {
+            file: Some(file),
+            indexed: true,
+            ..
+        }) = &state.upper
+        else {
+            return Err(Errno::STALE);
+        };
+        let before = rustix::fs::fstat(directory)?;
+        // One more on the host, as many as before in all.
+        self.change_nlink(file, -1)?;
+        host::link(file, directory, name)?;
+        parent.names_have_changed();
+        restore_times(directory, &before);
+        Ok(())
+    }
+
+    /// Copies up a file that has no name any more but is still open.
+    fn copy_up_nameless(&self, node: &Node) -> Result<(), Errno> {
+        let mut state = node.write_state();
+        if state.upper.is_some() {
+            return Ok(());
+        }
+        if node.is_directory() {
+            return Err(Errno::NOENT);
+        }
+        let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+        // The temporary loses its name when it is dropped; the descriptor stays.
+        let (_temporary, file) = self.make_copy(&inode)?;
+        self.finish_copy(node, &mut state, &inode, file, false)
+    }
+
+    fn finish_copy(
+        &self,
+        node: &Node,
+        state: &mut State,
+        inode: &Inode,
+        file: File,
+        indexed: bool,
+    ) -> Result<(), Errno> {
+        let stat = rustix::fs::fstat(&file)?;
+        let is_regular = inode.kind == FileType::Regular;
+        state.upper = Some(Upper {
+            for_data: is_regular || inode.kind == FileType::Directory,
+            file: Some(Arc::new(file)),
+            host_inode: stat.st_ino,
+            redirect: None,
+            has_origin: true,
+            indexed,
+            is_partial: is_regular,
+            is_sketch: false,
+            packed_size: None,
+            in_batch: false,
+        });
+        if is_regular {
+            state.content = Content::Lower;
+        }
+        self.descriptors.fetch_add(1, Ordering::Relaxed);
+        self.copied_metadata.fetch_add(1, Ordering::Relaxed);
+        node.name_is_new.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// A copy of an inode in the work directory, complete but for its bytes, and open.
+    fn make_copy(&self, inode: &Inode) -> Result<(Temporary<'_>, File), Errno> {
+        let (temporary, file) = match inode.kind {
+            FileType::Directory => {
+                let (temporary, fd) = self.upper.temporary_directory(0o700)?;
+                (temporary, File::from(fd))
+            }
+            FileType::Regular => {
+                let (temporary, file) = self.upper.temporary_file(0o600)?;
+                rustix::fs::ftruncate(&file, inode.size)?;
+                (temporary, file)
+            }
+            FileType::Symlink => {
+                let target = self.image.read_link(inode)?;
+                self.opened(self.upper.temporary_symlink(&target)?)?
+            }
+            FileType::CharDevice | FileType::BlockDevice | FileType::Fifo | FileType::Socket => {
+                self.make_special(inode.kind, inode.rdev)?
+            }
+        };
+        self.copy_xattrs(inode, &file)?;
+        self.set_origin(&file, inode.nid)?;
+        if inode.kind == FileType::Regular {
+            self.set_metacopy(&file, Metacopy::Whole)?;
+        }
+        if self.keeps_owners() && inode.kind != FileType::Symlink {
+            self.keep_owner(NodeId(0), &file, &owner_of_inode(inode))?;
+        } else if !self.keeps_owners() {
+            host::set_owner(&file, Some(inode.uid), Some(inode.gid))?;
+            if inode.kind != FileType::Symlink {
+                host::set_mode(&file, inode.permissions)?;
+            }
+        }
+        // After the owner, whose change takes capabilities away.
+        self.copy_capabilities(inode, &file)?;
+        let time = Some(SetTime::At(inode.mtime));
+        host::set_times(&file, time, time)?;
+        Ok((temporary, file))
+    }
+
+    /// A device, pipe or socket in the work directory; a regular file where we may not make such.
+    pub(super) fn make_special(
+        &self,
+        kind: FileType,
+        device: Option<bcow_erofs::tree::DeviceNumber>,
+    ) -> Result<(Temporary<'_>, File), Errno> {
+        if self.keeps_owners() {
+            return self.upper.temporary_file(0o600);
+        }
+        let number = device.map_or(0, |device| rustix::fs::makedev(device.major, device.minor));
+        let kind = rustix::fs::FileType::from_raw_mode(kind.mode_bits());
+        self.opened(self.upper.temporary_node(kind, 0o600, number)?)
+    }
+
+    /// A temporary and what it is, open with `O_PATH`.
+    pub(super) fn opened<'t>(
+        &self,
+        temporary: Temporary<'t>,
+    ) -> Result<(Temporary<'t>, File), Errno> {
+        let (work, name) = temporary.at();
+        let file = host::open_path(work, name.as_bytes())?.ok_or(Errno::STALE)?;
+        Ok((temporary, file))
+    }
+
+    fn copy_xattrs(&self, inode: &Inode, file: &File) -> Result<(), Errno> {
+        if !inode.has_xattrs() {
+            return Ok(());
+        }
+        let names = self.upper.names();
+        for (name, value) in self.image.xattrs(inode)? {
+            if is_inner_mark(&name) || name == CAPABILITIES {
+                continue;
+            }
+            let stored = names.stored_name(&name);
+            match Attribute::Path(file.as_fd()).set(&stored, &value, SetHow::Any) {
+                // A symlink's, on a host that has none for symlinks.
+                Err(Errno::PERM | Errno::NOTSUP) if inode.kind == FileType::Symlink => {}
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    fn copy_capabilities(&self, inode: &Inode, file: &File) -> Result<(), Errno> {
+        if !inode.has_xattrs() {
+            return Ok(());
+        }
+        match self.image.xattr(inode, CAPABILITIES)? {
+            Some(value) => {
+                let names = self.upper.names();
+                let stored = names.stored_name(CAPABILITIES);
+                Attribute::Path(file.as_fd()).set(&stored, &value, SetHow::Any)
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn set_origin(&self, file: &File, nid: Nid) -> Result<(), Errno> {
+        let origin = Origin {
+            uuid: self.image.uuid(),
+            nid: nid.0,
+        };
+        match self.set_mark(file, Mark::Origin, &origin.encode()) {
+            // Symlinks and the like have no user attributes. Their inode number changes with the next mount then.
+            Err(Errno::PERM | Errno::NOTSUP) if self.keeps_owners() => Ok(()),
+            other => other,
+        }
+    }
+
+    pub(super) fn set_metacopy(&self, file: &File, metacopy: Metacopy) -> Result<(), Errno> {
+        match metacopy.encode() {
+            Some(value) => self.set_mark(file, Mark::Metacopy, value),
+            None => Mark::Metacopy
+                .clear(Attribute::Path(file.as_fd()), self.upper.namespace())
+                .map(drop),
+        }
+    }
+
+    pub(super) fn set_mark(&self, file: &File, mark: Mark, value: &[u8]) -> Result<(), Errno> {
+        mark.set(Attribute::Path(file.as_fd()), self.upper.namespace(), value)
+    }
+
+    /// Says how many names more, or fewer, there are than on the host.
+    fn set_nlink(&self, file: &File, delta: i64) -> Result<(), Errno> {
+        let delta = i32::try_from(delta).map_err(|_| Errno::MLINK)?;
+        self.set_mark(
+            file,
+            Mark::Nlink,
+            NlinkDelta::Upper(delta).encode().as_bytes(),
+        )
+    }
+
+    /// Adds to what [`UnionFs::set_nlink`] said; gives the sum.
+    pub(super) fn change_nlink(&self, file: &File, change: i64) -> Result<i64, Errno> {
+        let delta = match self.read_marks(file)? {
+            Marks {
+                nlink: Some(NlinkDelta::Upper(delta)),
+                ..
+            } => i64::from(delta),
+            _ => 0,
+        };
+        self.set_nlink(file, delta + change)?;
+        Ok(delta + change)
+    }
+
+    /// Where a node was in the image, without the leading slash.
+    pub(super) fn lower_path(&self, node: &Node) -> Result<Vec<u8>, Errno> {
+        let mut names: Vec<Box<[u8]>> = Vec::new();
+        let redirect_of = |node: &Node| {
+            node.read_state()
+                .upper
+                .as_ref()
+                .and_then(|upper| upper.redirect.clone())
+        };
+        let mut redirect = redirect_of(node);
+        let mut place = node.place();
+        while redirect.is_none() {
+            match place {
+                Place::Root => break,
+                Place::Nowhere => return Err(Errno::NOENT),
+                Place::At { parent, name } => {
+                    names.push(name);
+                    redirect = redirect_of(&parent);
+                    place = parent.place();
+                }
+            }
+        }
+        let mut path = redirect.map_or_else(Vec::new, Vec::from);
+        for name in names.iter().rev() {
+            if !path.is_empty() {
+                path.push(b'/');
+            }
+            path.extend_from_slice(name);
+        }
+        Ok(path)
+    }
+}
+
+/// Marks that an image's layers carry for overlayfs and us. They mean nothing in a union of the whole image.
+fn is_inner_mark(name: &[u8]) -> bool {
+    name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
+}
+
+/// A directory does not look changed because something in it was copied up.
+fn restore_times(directory: &File, before: &Stat) {
+    let (atime, mtime) = host::times(before);
+    // Nothing is lost if this fails.
+    let _ = host::set_times(
+        directory,
+        Some(SetTime::At(atime)),
+        Some(SetTime::At(mtime)),
+    );
+}

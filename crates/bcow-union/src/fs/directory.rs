@@ -1,0 +1,290 @@
+//! Listing directories.
+//!
+//! A listing is taken whole when it is first read from its start, and stays as it was while names come and go: every name that
+//! is there all the time is seen once, as POSIX asks.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::ops::ControlFlow;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bcow_erofs::reader::{FileType, Nid};
+use rustix::fs::Dir;
+use rustix::io::Errno;
+
+use super::lookup::{Above, UPPER_ONLY};
+use super::nodes::{Node, Place};
+use super::types::{Entry, EntryPlus};
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::upper::is_whiteout;
+
+/// Open directories by handle.
+#[derive(Debug, Default)]
+pub(super) struct Listings {
+    next: AtomicU64,
+    /// Held to find, add or remove one.
+    open: Mutex<HashMap<u64, Arc<Listing>>>,
+}
+
+#[derive(Debug)]
+struct Listing {
+    node: Arc<Node>,
+    names: Mutex<Option<Arc<Vec<Name>>>>,
+}
+
+/// A name as it was when the listing was taken.
+#[derive(Debug)]
+struct Name {
+    name: Box<[u8]>,
+    from: From,
+}
+
+/// Where a name comes from.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum From {
+    /// It is the directory itself or the one above it.
+    Dot(NodeId),
+    /// From the upper, with the host's type and inode number.
+    Above { kind: FileType, inode: u64 },
+    /// From the image.
+    Below { nid: Nid, kind: FileType },
+}
+
+impl UnionFs {
+    /// Opens a directory to be listed; gives the handle.
+    pub fn open_directory(&self, id: NodeId) -> Result<u64, Errno> {
+        let node = self.node(id)?;
+        if !node.is_directory() {
+            return Err(Errno::NOTDIR);
+        }
+        let handle = self.listings.next.fetch_add(1, Ordering::Relaxed) + 1;
+        self.listings
+            .open
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(
+                handle,
+                Arc::new(Listing {
+                    node,
+                    names: Mutex::default(),
+                }),
+            );
+        Ok(handle)
+    }
+
+    /// Ends a listing.
+    pub fn close_directory(&self, handle: u64) {
+        let closed = self
+            .listings
+            .open
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&handle);
+        drop(closed);
+    }
+
+    /// Calls `each` for the entries, `.` and `..` among them, from `cookie` on, where 0 is the start and others come from
+    /// [`Entry::next_cookie`].
+    pub fn read_directory(
+        &self,
+        handle: u64,
+        cookie: u64,
+        each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>,
+    ) -> Result<(), Errno> {
+        let (directory, names) = self.names_from(handle, cookie)?;
+        let above = self.upper_directory(&directory)?;
+        for (index, name) in names.iter().enumerate().skip(skipped(cookie)) {
+            let (node, kind) = self.identify(&directory, above.as_deref(), name);
+            let flow = each(Entry {
+                name: &name.name,
+                node,
+                kind,
+                next_cookie: index as u64 + 1,
+            });
+            if flow.is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`UnionFs::read_directory`], with attributes. Counts a reference for each entry but `.` and `..` that `each` takes.
+    /// Names that are gone meanwhile are left out.
+    pub fn read_directory_plus(
+        &self,
+        handle: u64,
+        cookie: u64,
+        each: &mut dyn FnMut(EntryPlus<'_>) -> ControlFlow<()>,
+    ) -> Result<(), Errno> {
+        let (directory, names) = self.names_from(handle, cookie)?;
+        for (index, name) in names.iter().enumerate().skip(skipped(cookie)) {
+            let next_cookie = index as u64 + 1;
+            let is_dot = matches!(name.from, From::Dot(_));
+            let node = match self.find(&directory, &name.name) {
+                Ok(found) => found,
+                // One that is damaged must not hide its neighbours: whoever asks for it gets the error.
+                Err(_) => {
+                    let (node, kind) = self.identify(&directory, None, name);
+                    let flow = each(EntryPlus {
+                        name: &name.name,
+                        attributes: Err(node),
+                        kind,
+                        next_cookie,
+                    });
+                    if flow.is_break() {
+                        return Ok(());
+                    }
+                    continue;
+                }
+            };
+            let Some(node) = node else {
+                continue;
+            };
+            let attributes = self.attributes_of(&node).map_err(|_| node.id);
+            let is_held = !is_dot && attributes.is_ok();
+            // Counted first: the kernel may use the entry before this returns.
+            if is_held {
+                self.table.hold(&node);
+            }
+            let flow = each(EntryPlus {
+                name: &name.name,
+                attributes,
+                kind: node.kind,
+                next_cookie,
+            });
+            if flow.is_break() {
+                if is_held {
+                    self.forget(node.id, 1);
+                }
+                break;
+            }
+        }
+        self.spare_descriptors();
+        Ok(())
+    }
+
+    /// The directory of a handle, and its names, taken anew if it is read from the start.
+    fn names_from(&self, handle: u64, cookie: u64) -> Result<(Arc<Node>, Arc<Vec<Name>>), Errno> {
+        let listing = self
+            .listings
+            .open
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&handle)
+            .cloned()
+            .ok_or(Errno::BADF)?;
+        let mut names = listing.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = match &*names {
+            Some(taken) if cookie > 0 => Arc::clone(taken),
+            _ => Arc::new(self.take_names(&listing.node)?),
+        };
+        *names = Some(Arc::clone(&taken));
+        drop(names);
+        Ok((Arc::clone(&listing.node), taken))
+    }
+
+    fn take_names(&self, node: &Arc<Node>) -> Result<Vec<Name>, Errno> {
+        let parent = match node.place() {
+            Place::At { parent, .. } => parent.id,
+            Place::Root | Place::Nowhere => node.id,
+        };
+        let dot = |name: &[u8], node| Name {
+            name: name.into(),
+            from: From::Dot(node),
+        };
+        let mut names = vec![dot(b".", node.id), dot(b"..", parent)];
+        if matches!(node.place(), Place::Nowhere) {
+            return Ok(names);
+        }
+        self.each_name(node, &mut |name, from| {
+            names.push(Name {
+                name: name.into(),
+                from,
+            });
+            ControlFlow::Continue(())
+        })?;
+        Ok(names)
+    }
+
+    /// Inode number and type of a name. What was copied up keeps the number that it has in the image, which its mark in the
+    /// upper's directory `above` says.
+    fn identify(&self, directory: &Node, above: Option<&File>, name: &Name) -> (NodeId, FileType) {
+        match name.from {
+            From::Dot(node) => (node, FileType::Directory),
+            From::Below { nid, kind } => (self.image.node(nid), kind),
+            From::Above { kind, inode } => {
+                if let Some(above) = above
+                    && let Ok(Above::Found(found)) = self.look_above(above, &name.name)
+                {
+                    return match self.lower_of(directory, &name.name, &found) {
+                        Ok(Some(nid)) => (self.image.node(nid), found.kind),
+                        _ => (NodeId(UPPER_ONLY | inode), found.kind),
+                    };
+                }
+                (NodeId(UPPER_ONLY | inode), kind)
+            }
+        }
+    }
+
+    /// Calls `each` for every name that the directory shows, but `.` and `..`.
+    pub(super) fn each_name(
+        &self,
+        node: &Node,
+        each: &mut dyn FnMut(&[u8], From) -> ControlFlow<()>,
+    ) -> Result<(), Errno> {
+        // Names of the image that do not show: whited out, or there again in the upper.
+        let mut covered: HashSet<Box<[u8]>> = HashSet::new();
+        if let Some(directory) = self.upper_directory(node)? {
+            let own = host::open_directory(directory.as_fd(), b".")?;
+            for entry in Dir::new(own)? {
+                let entry = entry?;
+                let name = entry.file_name().to_bytes();
+                if matches!(name, b"." | b"..") || self.is_reserved(node, name) {
+                    continue;
+                }
+                let kind = match entry.file_type() {
+                    rustix::fs::FileType::CharacterDevice | rustix::fs::FileType::Unknown => {
+                        match host::stat_at(directory.as_fd(), name)? {
+                            None => continue,
+                            Some(stat) if is_whiteout(&stat) => None,
+                            Some(stat) => Some(host::kind_of(stat.st_mode)),
+                        }
+                    }
+                    kind => Some(host::kind_of(kind.as_raw_mode())),
+                };
+                if node.lower.is_some() {
+                    covered.insert(name.into());
+                }
+                if let Some(kind) = kind {
+                    let from = From::Above {
+                        kind,
+                        inode: entry.ino(),
+                    };
+                    if each(name, from).is_break() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        let Some(directory) = node.lower else {
+            return Ok(());
+        };
+        let directory = self.image.inode(directory)?;
+        self.image.read_dir(&directory, 0, &mut |entry| {
+            let name = entry.name;
+            let is_dot = matches!(name, b"." | b"..");
+            if is_dot || covered.contains(name) || self.is_reserved(node, name) {
+                return ControlFlow::Continue(());
+            }
+            let (nid, kind) = (entry.nid, entry.kind);
+            each(name, From::Below { nid, kind })
+        })
+    }
+}
+
+fn skipped(cookie: u64) -> usize {
+    usize::try_from(cookie).unwrap_or(usize::MAX)
+}

@@ -1,0 +1,182 @@
+//! Small steps on the host's file system, without following symlinks anywhere.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd};
+
+use bcow_erofs::reader::FileType;
+use bcow_erofs::tree::{DeviceNumber, Timestamp};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT};
+use rustix::io::Errno;
+
+use super::types::SetTime;
+use crate::upper::OverrideKind;
+
+/// What `name` is in `directory`, open with `O_PATH`; `None` if there is no such name.
+pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File>, Errno> {
+    match rustix::fs::openat(
+        directory,
+        name,
+        OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    ) {
+        Ok(fd) => Ok(Some(File::from(fd))),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// A directory of `directory`, for everything one does with directories.
+pub(super) fn open_directory(directory: impl AsFd, name: &[u8]) -> Result<File, Errno> {
+    rustix::fs::openat(
+        directory,
+        name,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .map(File::from)
+}
+
+/// What `name` is in `directory`.
+pub(super) fn stat_at(directory: impl AsFd, name: &[u8]) -> Result<Option<Stat>, Errno> {
+    match rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(stat) => Ok(Some(stat)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// A path that leads to an open file, whatever became of its names. It needs /proc.
+pub(super) fn proc_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// The same file, opened anew. Reading it later does not change its time of access, where that can be had.
+pub(super) fn reopen(file: &File, flags: OFlags) -> Result<File, Errno> {
+    let open = |flags| rustix::fs::open(proc_path(file), flags | OFlags::CLOEXEC, Mode::empty());
+    match open(flags | OFlags::NOATIME) {
+        // Somebody else's file.
+        Err(Errno::PERM) => open(flags),
+        other => other,
+    }
+    .map(File::from)
+}
+
+/// Gives an open file, also one opened with `O_PATH`, another name.
+pub(super) fn link(file: &File, directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
+    rustix::fs::linkat(
+        CWD,
+        proc_path(file),
+        directory,
+        name,
+        AtFlags::SYMLINK_FOLLOW,
+    )
+}
+
+/// Sets permission bits of anything but a symlink.
+pub(super) fn set_mode(file: &File, permissions: u16) -> Result<(), Errno> {
+    rustix::fs::chmod(
+        proc_path(file),
+        Mode::from_raw_mode(u32::from(permissions) & 0o7777),
+    )
+}
+
+/// Sets the owner; of a symlink, its own.
+pub(super) fn set_owner(file: &File, uid: Option<u32>, gid: Option<u32>) -> Result<(), Errno> {
+    rustix::fs::chownat(
+        file,
+        c"",
+        uid.map(rustix::fs::Uid::from_raw),
+        gid.map(rustix::fs::Gid::from_raw),
+        AtFlags::EMPTY_PATH,
+    )
+}
+
+/// Sets times; of a symlink, its own.
+pub(super) fn set_times(
+    file: &File,
+    atime: Option<SetTime>,
+    mtime: Option<SetTime>,
+) -> Result<(), Errno> {
+    let times = Timestamps {
+        last_access: timespec(atime),
+        last_modification: timespec(mtime),
+    };
+    rustix::fs::utimensat(file, c"", &times, AtFlags::EMPTY_PATH)
+}
+
+fn timespec(time: Option<SetTime>) -> Timespec {
+    match time {
+        None => Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_OMIT,
+        },
+        Some(SetTime::Now) => Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_NOW,
+        },
+        Some(SetTime::At(time)) => Timespec {
+            tv_sec: time.seconds,
+            tv_nsec: time.nanoseconds.into(),
+        },
+    }
+}
+
+/// Last access and last change of the content.
+pub(super) fn times(stat: &Stat) -> (Timestamp, Timestamp) {
+    (
+        timestamp(stat.st_atime, stat.st_atime_nsec),
+        timestamp(stat.st_mtime, stat.st_mtime_nsec),
+    )
+}
+
+pub(super) fn timestamp(seconds: i64, nanoseconds: u64) -> Timestamp {
+    Timestamp {
+        seconds,
+        nanoseconds: u32::try_from(nanoseconds).unwrap_or(0),
+    }
+}
+
+/// The type in `st_mode`.
+pub(super) fn kind_of(mode: u32) -> FileType {
+    match rustix::fs::FileType::from_raw_mode(mode) {
+        rustix::fs::FileType::Directory => FileType::Directory,
+        rustix::fs::FileType::Symlink => FileType::Symlink,
+        rustix::fs::FileType::CharacterDevice => FileType::CharDevice,
+        rustix::fs::FileType::BlockDevice => FileType::BlockDevice,
+        rustix::fs::FileType::Fifo => FileType::Fifo,
+        rustix::fs::FileType::Socket => FileType::Socket,
+        // There are no others.
+        _ => FileType::Regular,
+    }
+}
+
+/// The type, and of devices the number, that an attribute keeps.
+pub(super) fn kind_kept(kind: OverrideKind) -> (FileType, Option<DeviceNumber>) {
+    match kind {
+        OverrideKind::File => (FileType::Regular, None),
+        OverrideKind::Directory => (FileType::Directory, None),
+        OverrideKind::Symlink => (FileType::Symlink, None),
+        OverrideKind::Pipe => (FileType::Fifo, None),
+        OverrideKind::Socket => (FileType::Socket, None),
+        OverrideKind::Block { major, minor } => {
+            (FileType::BlockDevice, Some(DeviceNumber { major, minor }))
+        }
+        OverrideKind::Char { major, minor } => {
+            (FileType::CharDevice, Some(DeviceNumber { major, minor }))
+        }
+    }
+}
+
+/// The other way round.
+pub(super) fn kind_to_keep(kind: FileType, device: Option<DeviceNumber>) -> OverrideKind {
+    let DeviceNumber { major, minor } = device.unwrap_or(DeviceNumber { major: 0, minor: 0 });
+    match kind {
+        FileType::Regular => OverrideKind::File,
+        FileType::Directory => OverrideKind::Directory,
+        FileType::Symlink => OverrideKind::Symlink,
+        FileType::Fifo => OverrideKind::Pipe,
+        FileType::Socket => OverrideKind::Socket,
+        FileType::BlockDevice => OverrideKind::Block { major, minor },
+        FileType::CharDevice => OverrideKind::Char { major, minor },
+    }
+}

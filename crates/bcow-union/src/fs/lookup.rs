@@ -1,0 +1,363 @@
+//! From names to nodes.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::{FileType, Nid};
+use rustix::fs::{OFlags, Stat};
+use rustix::io::Errno;
+
+use super::nodes::{Node, Place, State, Upper};
+use super::types::Attributes;
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::upper::{META, Marks, Metacopy, Redirect, is_whiteout};
+
+/// Longest name of a directory entry.
+pub(super) const NAME_MAX: usize = 255;
+
+/// Ids of nodes that are only in the upper: this bit and the host's inode number.
+pub(super) const UPPER_ONLY: u64 = 1 << 60;
+
+/// What a name is in the upper.
+pub(super) enum Above {
+    /// Nothing; what the image has shows through.
+    Nothing,
+    /// A whiteout: there is no such name, whatever the image has.
+    Whiteout,
+    /// This.
+    Found(Box<Found>),
+}
+
+/// Something in the upper.
+pub(super) struct Found {
+    /// Open with `O_PATH`.
+    pub(super) file: File,
+    pub(super) stat: Stat,
+    pub(super) kind: FileType,
+    pub(super) marks: Marks,
+}
+
+impl UnionFs {
+    /// The node that `name` names in `parent`; `None` if there is no such name.
+    pub(super) fn find(&self, parent: &Arc<Node>, name: &[u8]) -> Result<Option<Arc<Node>>, Errno> {
+        if !parent.is_directory() {
+            return Err(Errno::NOTDIR);
+        }
+        if name.len() > NAME_MAX {
+            return Err(Errno::NAMETOOLONG);
+        }
+        match (name, parent.place()) {
+            (b".", _) | (b"..", Place::Root | Place::Nowhere) => {
+                return Ok(Some(Arc::clone(parent)));
+            }
+            (b"..", Place::At { parent, .. }) => return Ok(Some(parent)),
+            _ if self.is_reserved(parent, name) => return Ok(None),
+            _ => {}
+        }
+        if let Some(directory) = self.upper_directory(parent)? {
+            match self.look_above(&directory, name)? {
+                Above::Nothing => {}
+                Above::Whiteout => return Ok(None),
+                Above::Found(found) => return self.adopt(parent, name, *found).map(Some),
+            }
+        }
+        match self.look_below(parent, name)? {
+            Some(nid) => self.node_below(parent, name, nid).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// As [`UnionFs::find`], for names that must be there.
+    pub(super) fn find_existing(
+        &self,
+        parent: &Arc<Node>,
+        name: &[u8],
+    ) -> Result<Arc<Node>, Errno> {
+        self.find(parent, name)?.ok_or(Errno::NOENT)
+    }
+
+    /// Whether this is the name of what lies beside the tree.
+    pub(super) fn is_reserved(&self, parent: &Node, name: &[u8]) -> bool {
+        parent.id == NodeId::ROOT && name == META.as_bytes()
+    }
+
+    /// What `name` is in a directory of the upper.
+    pub(super) fn look_above(&self, directory: impl AsFd, name: &[u8]) -> Result<Above, Errno> {
+        let Some(file) = host::open_path(directory, name)? else {
+            return Ok(Above::Nothing);
+        };
+        let stat = rustix::fs::fstat(&file)?;
+        if is_whiteout(&stat) {
+            return Ok(Above::Whiteout);
+        }
+        let marks = self.read_marks(&file)?;
+        let kind = match marks.owner.and_then(|owner| owner.kind) {
+            Some(kind) if self.keeps_owners() => host::kind_kept(kind).0,
+            _ => host::kind_of(stat.st_mode),
+        };
+        Ok(Above::Found(Box::new(Found {
+            file,
+            stat,
+            kind,
+            marks,
+        })))
+    }
+
+    /// What `name` is in the part of the image that `parent` shows.
+    pub(super) fn look_below(&self, parent: &Node, name: &[u8]) -> Result<Option<Nid>, Errno> {
+        match parent.lower {
+            Some(directory) => self.image.lookup(directory, name),
+            None => Ok(None),
+        }
+    }
+
+    /// The node of something found in the upper.
+    pub(super) fn adopt(
+        &self,
+        parent: &Arc<Node>,
+        name: &[u8],
+        found: Found,
+    ) -> Result<Arc<Node>, Errno> {
+        let lower = self.lower_of(parent, name, &found)?;
+        let kind = found.kind;
+        let host_inode = found.stat.st_ino;
+        let upper_only = NodeId(UPPER_ONLY | host_inode);
+        let mut id = lower.map_or(upper_only, |nid| self.image.node(nid));
+        let place = || Place::At {
+            parent: Arc::clone(parent),
+            name: name.into(),
+        };
+        let mut upper = Some(Upper::new(found));
+        loop {
+            let node = self.table.get_or_insert(id, || {
+                let node = Node::new(id, kind, lower, place());
+                *node.write_state() = State::of(upper.take());
+                self.descriptors.fetch_add(1, Ordering::Relaxed);
+                node
+            });
+            let Some(ours) = &mut upper else {
+                return Ok(node);
+            };
+            // It is known already; perhaps only from the image, or its descriptor was given back.
+            let mut state = node.write_state();
+            match &state.upper {
+                Some(known) if known.host_inode != host_inode => {
+                    // A copy of the upper by another tool can have the same origin twice. The second is another file.
+                    if id == upper_only {
+                        return Err(Errno::STALE);
+                    }
+                    drop(state);
+                    id = upper_only;
+                    continue;
+                }
+                Some(Upper { file: Some(_), .. }) => {}
+                Some(Upper { file: None, .. }) => {
+                    if let Some(known) = &mut state.upper {
+                        known.file = ours.file.take();
+                        known.for_data = false;
+                    }
+                }
+                None => {
+                    *state = State::of(upper.take());
+                    self.descriptors.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            drop(state);
+            if !node.is_at(parent, name) {
+                node.set_place(place());
+            }
+            return Ok(node);
+        }
+    }
+
+    /// The node of something in the image, as it is or as its index entry says.
+    fn node_below(&self, parent: &Arc<Node>, name: &[u8], nid: Nid) -> Result<Arc<Node>, Errno> {
+        let inode = self.image.inode(nid)?;
+        let id = self.image.node(nid);
+        let place = || Place::At {
+            parent: Arc::clone(parent),
+            name: name.into(),
+        };
+        let node = self
+            .table
+            .get_or_insert(id, || Node::new(id, inode.kind, Some(nid), place()));
+        if inode.kind != FileType::Directory && inode.nlink > 1 {
+            self.take_from_index(&node, nid)?;
+        }
+        if matches!(node.place(), Place::Nowhere) {
+            node.set_place(place());
+        }
+        Ok(node)
+    }
+
+    /// Of an inode with several names in the image: sees whether it was copied up under another one.
+    fn take_from_index(&self, node: &Node, nid: Nid) -> Result<(), Errno> {
+        if node.read_state().upper.is_some() {
+            return Ok(());
+        }
+        let Above::Found(found) = self.look_above(self.upper.index(), &index_name(nid))? else {
+            return Ok(());
+        };
+        let mut state = node.write_state();
+        if state.upper.is_none() {
+            *state = State::of(Some(Upper::new(*found)));
+            self.descriptors.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// What in the image something of the upper is merged with, or came from.
+    pub(super) fn lower_of(
+        &self,
+        parent: &Node,
+        name: &[u8],
+        found: &Found,
+    ) -> Result<Option<Nid>, Errno> {
+        let marks = &found.marks;
+        if found.kind == FileType::Directory {
+            if marks.opaque {
+                return Ok(None);
+            }
+            if let Some(nid) = self.origin(found)? {
+                return Ok(Some(nid));
+            }
+            // Made by overlayfs or by hand: merged by name.
+            return self.continued(parent, name, found);
+        }
+        if let Some(nid) = self.origin(found)? {
+            return Ok(Some(nid));
+        }
+        if marks.metacopy == Metacopy::None {
+            return Ok(None);
+        }
+        // A copy of metadata that overlayfs made: its data is where its name or its mark say.
+        match self.continued(parent, name, found)? {
+            Some(nid) => Ok(Some(nid)),
+            None => {
+                self.complain(name, "the image has no file that it is a copy of");
+                Err(Errno::IO)
+            }
+        }
+    }
+
+    /// What in the image something of the upper continues by its redirect or its name, if that is of the same type.
+    fn continued(&self, parent: &Node, name: &[u8], found: &Found) -> Result<Option<Nid>, Errno> {
+        let below = match &found.marks.redirect {
+            Some(Redirect::Path(path)) => self.image.at_path(path)?,
+            Some(Redirect::Sibling(name)) => self.look_below(parent, name)?,
+            None => self.look_below(parent, name)?,
+        };
+        match below {
+            Some(nid) if self.image.inode(nid)?.kind == found.kind => Ok(Some(nid)),
+            _ => Ok(None),
+        }
+    }
+
+    /// The inode of the image that an origin mark names, if it is one of this image and of this type.
+    fn origin(&self, found: &Found) -> Result<Option<Nid>, Errno> {
+        let Some(origin) = &found.marks.origin else {
+            return Ok(None);
+        };
+        if origin.uuid != self.image.uuid() {
+            return Ok(None);
+        }
+        let inode = self.image.inode(Nid(origin.nid))?;
+        Ok((inode.kind == found.kind).then_some(inode.nid))
+    }
+
+    /// The directory in the upper, if the node has one there.
+    pub(super) fn upper_directory(&self, node: &Node) -> Result<Option<Arc<File>>, Errno> {
+        if node.read_state().upper.is_none() {
+            return Ok(None);
+        }
+        self.open_upper(node, Access::Directory).map(Some)
+    }
+
+    /// What the node is in the upper, open at least as `access` says. It must be there.
+    pub(super) fn open_upper(&self, node: &Node, access: Access) -> Result<Arc<File>, Errno> {
+        let enough = |upper: &Upper| match access {
+            Access::Path => upper.file.clone(),
+            Access::Data | Access::Directory => upper.file.clone().filter(|_| upper.for_data),
+        };
+        if let Some(file) = node.read_state().upper.as_ref().and_then(enough) {
+            return Ok(file);
+        }
+        let mut state = node.write_state();
+        self.open_upper_locked(node, &mut state, access)
+    }
+
+    /// As [`UnionFs::open_upper`], with the node's state locked.
+    pub(super) fn open_upper_locked(
+        &self,
+        node: &Node,
+        state: &mut State,
+        access: Access,
+    ) -> Result<Arc<File>, Errno> {
+        let upper = state.upper.as_mut().ok_or(Errno::STALE)?;
+        if upper.file.is_none() {
+            upper.file = Some(Arc::new(self.find_again(node, upper)?));
+            upper.for_data = false;
+            self.descriptors.fetch_add(1, Ordering::Relaxed);
+        }
+        let Some(file) = &upper.file else {
+            return Err(Errno::STALE);
+        };
+        let flags = match access {
+            Access::Path => return Ok(Arc::clone(file)),
+            _ if upper.for_data => return Ok(Arc::clone(file)),
+            Access::Directory => OFlags::RDONLY | OFlags::DIRECTORY,
+            // Nodes of other types are never opened for their content.
+            Access::Data => OFlags::RDWR,
+        };
+        let file = Arc::new(host::reopen(file, flags)?);
+        upper.file = Some(Arc::clone(&file));
+        upper.for_data = true;
+        Ok(file)
+    }
+
+    /// Opens something again whose descriptor was given back.
+    fn find_again(&self, node: &Node, upper: &Upper) -> Result<File, Errno> {
+        let mut found = match (upper.indexed, node.lower) {
+            (true, Some(nid)) => host::open_path(self.upper.index(), &index_name(nid))?,
+            _ => None,
+        };
+        if found.is_none()
+            && let Place::At { parent, name } = node.place()
+        {
+            let directory = self.open_upper(&parent, Access::Directory)?;
+            found = host::open_path(&*directory, &name)?;
+        }
+        let file = found.ok_or(Errno::STALE)?;
+        if rustix::fs::fstat(&file)?.st_ino != upper.host_inode {
+            return Err(Errno::STALE);
+        }
+        Ok(file)
+    }
+
+    /// Attributes of a node that was just found, with a reference of the kernel's counted.
+    pub(super) fn hold(&self, node: &Arc<Node>) -> Result<Attributes, Errno> {
+        let attributes = self.attributes_of(node)?;
+        self.table.hold(node);
+        self.spare_descriptors();
+        Ok(attributes)
+    }
+}
+
+/// How something must be open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Access {
+    /// With `O_PATH`, or better.
+    Path,
+    /// A regular file, for reading and writing.
+    Data,
+    /// A directory, to be listed, changed and made durable.
+    Directory,
+}
+
+/// The name in the index of an inode of the image.
+pub(super) fn index_name(nid: Nid) -> Vec<u8> {
+    format!("{:016x}", nid.0).into_bytes()
+}

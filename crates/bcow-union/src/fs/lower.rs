@@ -1,0 +1,39 @@
+//! A file of the image, as a sketch sees what lies below it.
+
+use std::sync::Arc;
+
+use bcow_erofs::reader::Inode;
+use rustix::io::Errno;
+
+use crate::Seek;
+use crate::image::Image;
+use crate::sketch;
+
+/// A file of the image, as a sketch sees what lies below it.
+pub(super) struct ImageFile {
+    image: Arc<Image>,
+    inode: Inode,
+}
+
+impl ImageFile {
+    pub(super) fn new(image: Arc<Image>, inode: Inode) -> Self {
+        ImageFile { image, inode }
+    }
+}
+
+impl sketch::Lower for ImageFile {
+    fn size(&self) -> u64 {
+        self.inode.size
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno> {
+        self.image.read(&self.inode, offset, buf)
+    }
+
+    fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, Errno> {
+        if offset >= self.inode.size {
+            return Ok(None);
+        }
+        self.image.seek(&self.inode, offset, what)
+    }
+}

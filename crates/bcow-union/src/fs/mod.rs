@@ -1,0 +1,268 @@
+//! The file system of a writable mount, without the kernel's protocol around it.
+//!
+//! Requests name nodes, and there is nothing per open file: a file that lost its last name lives until the kernel forgets
+//! it. The kernel, or whoever stands for it, is the only one to change the tree.
+//!
+//! A request for a name goes through [`lookup`], which looks above, in the upper, and then below, in the image. What was only
+//! below and shall change is copied up ([`copy_up`]), without its bytes; bytes come with the first write ([`content`]).
+
+mod acl;
+mod attributes;
+mod background;
+mod content;
+mod copy_up;
+mod directory;
+mod host;
+mod lookup;
+mod lower;
+mod namespace;
+mod nodes;
+mod promote;
+mod remove;
+mod rename;
+mod report;
+mod sync;
+mod types;
+mod xattr;
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex};
+
+use bcow_erofs::reader::{FileType, Filesystem, Nid};
+use rustix::io::Errno;
+
+pub use crate::upper::SetHow;
+pub use attributes::encode_device;
+pub use report::Report;
+pub use types::{
+    Allocate, Attributes, Caller, Changes, Entry, EntryPlus, Figures, Privileges, RenameHow,
+    SetTime, SyncWhat,
+};
+
+use crate::account::Account;
+use crate::image::Image;
+use crate::log::{self, DamageLog, Severity};
+use crate::node::NodeId;
+use crate::options::{SketchChoice, UnionOptions};
+use crate::sketch::{SketchError, SketchKind, Sketches};
+use crate::upper::{ImageName, Instance, Marks, UpperError};
+use directory::Listings;
+use nodes::{Node, NodeTable, Place, State, Upper};
+
+/// An image below, as a union sees it.
+pub struct LowerImage {
+    /// The file system in it.
+    pub fs: Arc<Filesystem>,
+    /// What tells it from every other image.
+    pub identity: [u8; 32],
+    /// How the user calls it.
+    pub name: String,
+}
+
+/// A mounted union.
+pub struct UnionFs {
+    image: Arc<Image>,
+    upper: Instance,
+    table: NodeTable,
+    root: Arc<Node>,
+    sketches: Sketches,
+    /// What new sketches are.
+    sketch_kind: SketchKind,
+    open_sketches: background::OpenSketches,
+    trouble: DamageLog,
+    account: Arc<Account>,
+    options: UnionOptions,
+    listings: Listings,
+    /// Files that were copied up whole and wait to be made durable together. Held for a push or a take only.
+    batch: Mutex<Vec<Arc<Node>>>,
+    /// Descriptors of the upper that nodes hold, at most: those of nodes that are gone are counted until the next look.
+    descriptors: AtomicUsize,
+    /// So many, and some are given back.
+    descriptors_limit: AtomicUsize,
+    descriptors_most: usize,
+    copied_whole: AtomicU64,
+    copied_metadata: AtomicU64,
+    /// Nothing is to be done any more, but what was done.
+    closed: AtomicBool,
+    background: Arc<background::Background>,
+}
+
+impl UnionFs {
+    /// The union of an image and the upper at `upper`, which becomes the image's if it is nobody's yet. `note` tells those who
+    /// are refused meanwhile who holds it.
+    pub fn open(
+        lower: LowerImage,
+        upper: &Path,
+        note: &str,
+        options: &UnionOptions,
+    ) -> Result<Arc<UnionFs>, UpperError> {
+        let instance = Instance::open(
+            upper,
+            ImageName {
+                identity: lower.identity,
+                name: &lower.name,
+            },
+            note,
+        )?;
+        let failed = |action| {
+            move |errno: Errno| UpperError::Io {
+                path: upper.to_owned(),
+                action,
+                source: errno,
+            }
+        };
+        sync::refuse_after_volatile(&instance, options.sync)?;
+        let account = Arc::new(Account::new(options.size_limit));
+        if options.size_limit.is_some() {
+            report::count_stored(&instance, &account).map_err(failed("count what it stores"))?;
+        }
+        let sketches = Sketches::new(&instance, Arc::clone(&account), options)
+            .map_err(failed("prepare it for sketches"))?;
+        let image = Arc::new(Image::new(lower.fs));
+        let directory = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
+        let root = root_node(&image, directory).map_err(failed("examine it"))?;
+        let table = NodeTable::new();
+        let root = table.get_or_insert(NodeId::ROOT, || root);
+        table.hold(&root);
+        let descriptors_most = background::descriptors_most();
+        let union = Arc::new(UnionFs {
+            image,
+            upper: instance,
+            table,
+            root,
+            sketch_kind: match options.sketch {
+                SketchChoice::Sparse => SketchKind::Sparse,
+                SketchChoice::Packed => SketchKind::Packed,
+                SketchChoice::Auto if sketches.host_has_holes() => SketchKind::Sparse,
+                SketchChoice::Auto => SketchKind::Packed,
+            },
+            sketches,
+            open_sketches: background::OpenSketches::default(),
+            trouble: DamageLog::default(),
+            account,
+            options: options.clone(),
+            listings: Listings::default(),
+            batch: Mutex::default(),
+            descriptors: AtomicUsize::new(0),
+            descriptors_limit: AtomicUsize::new(descriptors_most),
+            descriptors_most,
+            copied_whole: AtomicU64::new(0),
+            copied_metadata: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+            background: Arc::default(),
+        });
+        union
+            .complete_root()
+            .map_err(failed("copy the image's root to it"))?;
+        union
+            .start_background()
+            .map_err(|source| UpperError::Thread { source })?;
+        Ok(union)
+    }
+
+    /// The node, which the kernel holds.
+    fn node(&self, id: NodeId) -> Result<Arc<Node>, Errno> {
+        if id == NodeId::ROOT {
+            return Ok(Arc::clone(&self.root));
+        }
+        self.table.get(id).ok_or(Errno::STALE)
+    }
+
+    /// What `name` names in `parent`; `None` if there is no such name. Counts one reference.
+    pub fn lookup(&self, parent: NodeId, name: &[u8]) -> Result<Option<Attributes>, Errno> {
+        let parent = self.node(parent)?;
+        match self.find(&parent, name)? {
+            Some(node) => self.hold(&node).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Takes away references that lookups and the like counted.
+    pub fn forget(&self, id: NodeId, count: u64) {
+        if id == NodeId::ROOT {
+            return;
+        }
+        if let Some(node) = self.table.release(id, count) {
+            self.forgotten(&node);
+            self.table.let_go(node);
+        }
+    }
+
+    /// Where a symbolic link points.
+    pub fn read_link(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
+        let node = self.node(id)?;
+        if node.kind != FileType::Symlink {
+            return Err(Errno::INVAL);
+        }
+        if node.read_state().upper.is_some() {
+            let link = self.open_upper(&node, lookup::Access::Path)?;
+            let target = rustix::fs::readlinkat(&*link, c"", Vec::new())?;
+            return Ok(target.into_bytes());
+        }
+        let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+        self.image.read_link(&inode)
+    }
+
+    /// The marks of something in the upper.
+    fn read_marks(&self, file: &File) -> Result<Marks, Errno> {
+        use crate::upper::{Attribute, ReadMarksError};
+        let read = Marks::read(Attribute::Path(file.as_fd()), self.upper.namespace());
+        let damage = match read {
+            Ok(mut marks) => match marks.owner_damage.take() {
+                Some(damage) if self.keeps_owners() => damage,
+                _ => return Ok(marks),
+            },
+            Err(ReadMarksError::Io(errno)) => return Err(errno),
+            Err(ReadMarksError::Mark(damage)) => damage,
+        };
+        self.complain(b"", &damage.to_string());
+        Err(Errno::IO)
+    }
+
+    /// Logs that something of the upper is not as it should be.
+    fn complain(&self, name: &[u8], problem: &str) {
+        log::log(
+            Severity::Error,
+            &format!(
+                "{}: {}{}{problem}",
+                self.upper.path().display(),
+                name.escape_ascii(),
+                if name.is_empty() { "" } else { ": " },
+            ),
+        );
+    }
+
+    /// Logs what happened to a sketch, and says what a program sees of it.
+    fn sketch_failed(&self, node: &Node, error: &SketchError) -> Errno {
+        if !error.is_no_space() {
+            self.trouble.report(Nid(node.id.0), "use the sketch", error);
+        }
+        error.errno()
+    }
+}
+
+fn root_node(image: &Image, directory: File) -> Result<Node, Errno> {
+    let stat = rustix::fs::fstat(&directory)?;
+    let node = Node::new(
+        NodeId::ROOT,
+        FileType::Directory,
+        Some(image.root()),
+        Place::Root,
+    );
+    *node.write_state() = State::of(Some(Upper {
+        file: Some(Arc::new(directory)),
+        for_data: true,
+        host_inode: stat.st_ino,
+        redirect: None,
+        has_origin: true,
+        indexed: false,
+        is_partial: false,
+        is_sketch: false,
+        packed_size: None,
+        in_batch: false,
+    }));
+    Ok(node)
+}

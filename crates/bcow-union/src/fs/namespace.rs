@@ -1,0 +1,525 @@
+//! New names: files, directories, links, devices.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::FileType;
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::attributes::decode_device;
+use super::lookup::{Above, Access, NAME_MAX, UPPER_ONLY};
+use super::nodes::{Content, Node, Place, State, Upper};
+use super::types::{Attributes, Caller};
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::upper::{Attribute, Mark, Override, SetHow, Temporary};
+
+/// Attributes of access control lists.
+const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
+const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
+
+/// Set-group-ID.
+const SET_GID: u16 = 0o2000;
+
+/// Where a new name goes.
+pub(super) struct Spot {
+    /// The directory on the host.
+    pub(super) directory: Arc<File>,
+    /// Whether a whiteout has the name.
+    pub(super) is_whited_out: bool,
+}
+
+/// Who and what a new inode shall be.
+struct Owned {
+    uid: u32,
+    gid: u32,
+    permissions: u16,
+    /// The parent's default ACL, which becomes its own.
+    acl: Option<Vec<u8>>,
+}
+
+impl UnionFs {
+    /// A new, empty regular file. Counts one reference, here and in the functions below.
+    pub fn create(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        permissions: u16,
+    ) -> Result<Attributes, Errno> {
+        self.make(caller, parent, name, permissions, &New::File)
+    }
+
+    /// A new device, pipe, socket or empty file. `rdev` is a device number in the kernel's 32-bit form.
+    pub fn make_node(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        mode: u32,
+        rdev: u32,
+    ) -> Result<Attributes, Errno> {
+        let permissions = (mode & 0o7777) as u16;
+        let new = match host::kind_of(mode) {
+            FileType::Regular => New::File,
+            // It would be a whiteout. The kernel's overlayfs refuses it with the same error.
+            FileType::CharDevice if rdev == 0 => return Err(Errno::PERM),
+            FileType::Directory | FileType::Symlink => return Err(Errno::INVAL),
+            kind => New::Special(kind, rdev),
+        };
+        self.make(caller, parent, name, permissions, &new)
+    }
+
+    /// A new directory.
+    pub fn make_directory(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        permissions: u16,
+    ) -> Result<Attributes, Errno> {
+        self.make(caller, parent, name, permissions, &New::Directory)
+    }
+
+    /// A new symbolic link.
+    pub fn make_symlink(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        target: &[u8],
+    ) -> Result<Attributes, Errno> {
+        self.make(caller, parent, name, 0o777, &New::Symlink(target))
+    }
+
+    fn make(
+        &self,
+        caller: &Caller,
+        parent: NodeId,
+        name: &[u8],
+        permissions: u16,
+        new: &New<'_>,
+    ) -> Result<Attributes, Errno> {
+        let parent = self.node(parent)?;
+        check_new_name(name)?;
+        self.ensure_directory(&parent)?;
+        let node = {
+            let _names = parent.lock_names();
+            let spot = self.free_spot(&parent, name)?;
+            let owned = self.owned_in(caller, &parent, permissions, new)?;
+            let file = self.make_at(&parent, &spot, name, &owned, new)?;
+            parent.names_have_changed();
+            self.new_node(&parent, name, new, &owned, file)?
+        };
+        self.hold(&node)
+    }
+
+    /// Where `name` can be made in `parent`, whose names are locked and which is in the upper.
+    pub(super) fn free_spot(&self, parent: &Node, name: &[u8]) -> Result<Spot, Errno> {
+        if self.is_reserved(parent, name) {
+            return Err(Errno::PERM);
+        }
+        let directory = self.open_upper(parent, Access::Directory)?;
+        let is_whited_out = match self.look_above(&directory, name)? {
+            Above::Found(_) => return Err(Errno::EXIST),
+            Above::Whiteout => true,
+            Above::Nothing if self.look_below(parent, name)?.is_some() => {
+                return Err(Errno::EXIST);
+            }
+            Above::Nothing => false,
+        };
+        Ok(Spot {
+            directory,
+            is_whited_out,
+        })
+    }
+
+    /// Owner, mode and ACL of what `caller` makes in `parent`.
+    fn owned_in(
+        &self,
+        caller: &Caller,
+        parent: &Node,
+        permissions: u16,
+        new: &New<'_>,
+    ) -> Result<Owned, Errno> {
+        let above = self.attributes_of(parent)?;
+        let inherits_group = above.permissions & SET_GID != 0;
+        let acl = match new {
+            New::Symlink(_) => None,
+            _ => self.default_acl(parent)?,
+        };
+        let mut permissions = match (new, &acl) {
+            (New::Symlink(_), _) => permissions,
+            // The ACL stands in for the umask.
+            (_, Some(_)) => permissions,
+            (_, None) => permissions & !(caller.umask as u16 & 0o777),
+        };
+        if inherits_group && matches!(new, New::Directory) {
+            permissions |= SET_GID;
+        }
+        Ok(Owned {
+            uid: caller.uid,
+            gid: if inherits_group {
+                above.gid
+            } else {
+                caller.gid
+            },
+            permissions,
+            acl,
+        })
+    }
+
+    fn default_acl(&self, parent: &Node) -> Result<Option<Vec<u8>>, Errno> {
+        if !parent.may_have_default_acl.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let acl = self.xattr_of(parent, DEFAULT_ACL)?;
+        if acl.is_none() {
+            parent.may_have_default_acl.store(false, Ordering::Release);
+        }
+        Ok(acl)
+    }
+
+    /// Makes it on the host, whole, and opens it.
+    fn make_at(
+        &self,
+        parent: &Node,
+        spot: &Spot,
+        name: &[u8],
+        owned: &Owned,
+        new: &New<'_>,
+    ) -> Result<File, Errno> {
+        if !spot.is_whited_out && owned.acl.is_none() {
+            match new {
+                New::File => return self.make_file_in_place(spot, name, owned),
+                New::Directory => return self.make_directory_in_place(spot, name, owned),
+                New::Symlink(_) | New::Special(..) => {}
+            }
+        }
+        let (temporary, file) = match new {
+            New::File => self.upper.temporary_file(0o600)?,
+            New::Directory => {
+                let (temporary, fd) = self.upper.temporary_directory(0o700)?;
+                (temporary, File::from(fd))
+            }
+            New::Symlink(target) => self.opened(self.upper.temporary_symlink(target)?)?,
+            New::Special(kind, rdev) => self.make_special(*kind, Some(decode_device(*rdev)))?,
+        };
+        self.own(&file, owned, new)?;
+        if matches!(new, New::Directory) && self.look_below(parent, name)?.is_some() {
+            // A new directory has nothing of what was here before.
+            self.set_mark(&file, Mark::Opaque, b"y")?;
+        }
+        place(temporary, spot, name, matches!(new, New::Directory))?;
+        Ok(file)
+    }
+
+    fn make_file_in_place(&self, spot: &Spot, name: &[u8], owned: &Owned) -> Result<File, Errno> {
+        let file = File::from(rustix::fs::openat(
+            &*spot.directory,
+            name,
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+            self.first_mode(owned),
+        )?);
+        let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::empty());
+        self.own_in_place(&file, owned, &New::File, undo)?;
+        Ok(file)
+    }
+
+    fn make_directory_in_place(
+        &self,
+        spot: &Spot,
+        name: &[u8],
+        owned: &Owned,
+    ) -> Result<File, Errno> {
+        rustix::fs::mkdirat(&*spot.directory, name, self.first_mode(owned))?;
+        let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::REMOVEDIR);
+        let file = match host::open_directory(&*spot.directory, name) {
+            Ok(file) => file,
+            Err(errno) => {
+                let _ = undo();
+                return Err(errno);
+            }
+        };
+        self.own_in_place(&file, owned, &New::Directory, undo)?;
+        Ok(file)
+    }
+
+    /// The mode to make something with in place: what it shall have, but for the bits that mean something with its owner only.
+    fn first_mode(&self, owned: &Owned) -> Mode {
+        Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
+    }
+
+    fn own_in_place(
+        &self,
+        file: &File,
+        owned: &Owned,
+        new: &New<'_>,
+        undo: impl Fn() -> Result<(), Errno>,
+    ) -> Result<(), Errno> {
+        self.own(file, owned, new).inspect_err(|_| {
+            let _ = undo();
+        })
+    }
+
+    fn own(&self, file: &File, owned: &Owned, new: &New<'_>) -> Result<(), Errno> {
+        let is_symlink = matches!(new, New::Symlink(_));
+        if self.keeps_owners() {
+            if !is_symlink {
+                let device = match new {
+                    New::Special(_, rdev) => Some(decode_device(*rdev)),
+                    _ => None,
+                };
+                let owner = Override {
+                    uid: owned.uid,
+                    gid: owned.gid,
+                    permissions: owned.permissions,
+                    kind: Some(host::kind_to_keep(new.kind(), device)),
+                };
+                self.keep_owner(NodeId(0), file, &owner)?;
+            }
+        } else {
+            let stat = rustix::fs::fstat(file)?;
+            if (stat.st_uid, stat.st_gid) != (owned.uid, owned.gid) {
+                host::set_owner(file, Some(owned.uid), Some(owned.gid))?;
+            }
+            // The owner came first, who takes set-id bits away.
+            if !is_symlink && stat.st_mode & 0o7777 != u32::from(owned.permissions) {
+                host::set_mode(file, owned.permissions)?;
+            }
+        }
+        if let Some(default) = &owned.acl {
+            self.inherit_acl(file, owned, new, default)?;
+        }
+        Ok(())
+    }
+
+    /// Gives a new inode the ACL of its directory, cut to the mode that it was asked to have.
+    fn inherit_acl(
+        &self,
+        file: &File,
+        owned: &Owned,
+        new: &New<'_>,
+        default: &[u8],
+    ) -> Result<(), Errno> {
+        let names = self.upper.names();
+        let at = Attribute::Path(file.as_fd());
+        let (access, permissions) = super::acl::inherited(default, owned.permissions)?;
+        if let Some(access) = access {
+            at.set(&names.stored_name(ACCESS_ACL), &access, SetHow::Any)?;
+        }
+        if self.keeps_owners() {
+            let owner = Override {
+                uid: owned.uid,
+                gid: owned.gid,
+                permissions,
+                kind: Some(host::kind_to_keep(
+                    new.kind(),
+                    match new {
+                        New::Special(_, rdev) => Some(decode_device(*rdev)),
+                        _ => None,
+                    },
+                )),
+            };
+            self.keep_owner(NodeId(0), file, &owner)?;
+        } else {
+            host::set_mode(file, permissions)?;
+        }
+        if matches!(new, New::Directory) {
+            at.set(&names.stored_name(DEFAULT_ACL), default, SetHow::Any)?;
+        }
+        Ok(())
+    }
+
+    /// The node of something just made.
+    fn new_node(
+        &self,
+        parent: &Arc<Node>,
+        name: &[u8],
+        new: &New<'_>,
+        owned: &Owned,
+        file: File,
+    ) -> Result<Arc<Node>, Errno> {
+        let host_inode = rustix::fs::fstat(&file)?.st_ino;
+        let id = NodeId(UPPER_ONLY | host_inode);
+        let kind = new.kind();
+        let state = State {
+            upper: Some(Upper {
+                for_data: matches!(new, New::File | New::Directory),
+                file: Some(Arc::new(file)),
+                host_inode,
+                redirect: None,
+                has_origin: true,
+                indexed: false,
+                is_partial: false,
+                is_sketch: false,
+                packed_size: None,
+                in_batch: false,
+            }),
+            content: match kind {
+                FileType::Regular => Content::Plain,
+                _ => Content::Unknown,
+            },
+        };
+        self.descriptors.fetch_add(1, Ordering::Relaxed);
+        let mut state = Some(state);
+        let node = self.table.get_or_insert(id, || {
+            let node = Node::new(
+                id,
+                kind,
+                None,
+                Place::At {
+                    parent: Arc::clone(parent),
+                    name: name.into(),
+                },
+            );
+            let is_privileged = owned.permissions & 0o6000 != 0;
+            node.may_be_privileged
+                .store(is_privileged, Ordering::Release);
+            if let Some(state) = state.take() {
+                *node.write_state() = state;
+            }
+            node.name_is_new.store(true, Ordering::Release);
+            node
+        });
+        // An inode whose descriptor we hold cannot have its number given to another, so the node is new.
+        match state {
+            None => Ok(node),
+            Some(_) => Err(Errno::STALE),
+        }
+    }
+
+    /// Another name for a file. Counts one reference.
+    pub fn link(&self, id: NodeId, parent: NodeId, name: &[u8]) -> Result<Attributes, Errno> {
+        let node = self.node(id)?;
+        let parent = self.node(parent)?;
+        check_new_name(name)?;
+        if node.is_directory() {
+            return Err(Errno::PERM);
+        }
+        if matches!(node.place(), Place::Nowhere) && self.attributes_of(&node)?.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        self.ensure_upper(&node)?;
+        self.redirect(&node)?;
+        self.ensure_directory(&parent)?;
+        {
+            let _names = parent.lock_names();
+            let spot = self.free_spot(&parent, name)?;
+            let file = self.open_upper(&node, Access::Path)?;
+            if spot.is_whited_out {
+                let temporary = self.upper.temporary_name();
+                host::link(&file, self.upper.work(), temporary.as_bytes())?;
+                let moved =
+                    rustix::fs::renameat(self.upper.work(), &*temporary, &*spot.directory, name);
+                if let Err(errno) = moved {
+                    let _ = rustix::fs::unlinkat(self.upper.work(), &*temporary, AtFlags::empty());
+                    return Err(errno);
+                }
+            } else {
+                host::link(&file, &*spot.directory, name)?;
+            }
+            parent.names_have_changed();
+            node.name_is_new.store(true, Ordering::Release);
+            if matches!(node.place(), Place::Nowhere) {
+                node.set_place(Place::At {
+                    parent: Arc::clone(&parent),
+                    name: name.into(),
+                });
+            }
+        }
+        self.hold(&node)
+    }
+
+    /// Notes on what is about to be elsewhere than in the image where it was there, if something of it still comes from there.
+    pub(super) fn redirect(&self, node: &Node) -> Result<(), Errno> {
+        let needs = {
+            let state = node.read_state();
+            match &state.upper {
+                Some(upper) if upper.redirect.is_some() => false,
+                Some(upper) => {
+                    node.lower.is_some()
+                        && (node.is_directory() || upper.is_partial || upper.in_batch)
+                }
+                None => false,
+            }
+        };
+        if !needs {
+            return Ok(());
+        }
+        // Of one that has several names in the image, the name that is known may be one that only the upper has.
+        let path = match self.lower_path(node) {
+            Ok(path) if self.image.at_path(&path)? == node.lower => Some(path),
+            Ok(_) | Err(Errno::NOENT) => None,
+            Err(errno) => return Err(errno),
+        };
+        let file = self.open_upper(node, Access::Path)?;
+        let value = match &path {
+            Some(path) => crate::upper::Redirect::Path(path.clone()).encode(),
+            // The origin is what we go by; overlayfs shall not go by a name.
+            None => crate::upper::REDIRECT_NOWHERE.to_vec(),
+        };
+        match self.set_mark(&file, Mark::Redirect, &value) {
+            Ok(()) => {}
+            // A path longer than an attribute: the origin is what we go by.
+            Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {}
+            Err(errno) => return Err(errno),
+        }
+        if let Some(upper) = &mut node.write_state().upper {
+            upper.redirect = Some(path.unwrap_or_default().into_boxed_slice());
+        }
+        Ok(())
+    }
+}
+
+/// What is made.
+enum New<'a> {
+    File,
+    Directory,
+    Symlink(&'a [u8]),
+    Special(FileType, u32),
+}
+
+impl New<'_> {
+    fn kind(&self) -> FileType {
+        match self {
+            New::File => FileType::Regular,
+            New::Directory => FileType::Directory,
+            New::Symlink(_) => FileType::Symlink,
+            New::Special(kind, _) => *kind,
+        }
+    }
+}
+
+/// Gives a temporary its place, over a whiteout if there is one.
+pub(super) fn place(
+    temporary: Temporary<'_>,
+    spot: &Spot,
+    name: &[u8],
+    is_directory: bool,
+) -> Result<(), Errno> {
+    let directory = spot.directory.as_fd();
+    let placed = match (spot.is_whited_out, is_directory) {
+        (false, _) => temporary.place_new(directory, name),
+        (true, false) => temporary.place(directory, name),
+        // A directory cannot be renamed over a whiteout. The whiteout comes back and is removed.
+        (true, true) => temporary
+            .exchange(directory, name, rustix::fs::FileType::CharacterDevice)
+            .map(drop),
+    };
+    placed.map_err(|(_, errno)| errno)
+}
+
+/// Whether a name can be given to something.
+pub(super) fn check_new_name(name: &[u8]) -> Result<(), Errno> {
+    match name {
+        b"" => Err(Errno::NOENT),
+        b"." | b".." => Err(Errno::EXIST),
+        name if name.len() > NAME_MAX => Err(Errno::NAMETOOLONG),
+        name if name.contains(&b'/') || name.contains(&0) => Err(Errno::INVAL),
+        _ => Ok(()),
+    }
+}

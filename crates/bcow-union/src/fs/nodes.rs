@@ -1,0 +1,371 @@
+//! What the kernel knows of: one [`Node`] for each inode that it holds.
+//!
+//! Locks of a node, and the order in which they are taken:
+//!
+//! 1. `names` (directories): held while names of the directory change in the upper. Of two (a rename), the one with the lower
+//!    node id first; that of a directory which is removed, without waiting.
+//! 2. `state`: where the node's attributes and content come from. Held shared during I/O, exclusively to copy up, to open
+//!    and to promote. Of one node at a time.
+//! 3. `place`, and the shards of the table: held for a few instructions, and nothing else is locked inside.
+//!
+//! Nothing here is shared between two files' data paths but the table, which I/O asks once per request for a reference.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    TryLockError, Weak,
+};
+
+use bcow_erofs::reader::{FileType, Nid};
+
+use super::lookup::Found;
+use crate::account::StoredBlocks;
+use crate::node::NodeId;
+use crate::sketch::Sketch;
+use crate::upper::{Metacopy, Redirect, SketchKind};
+
+/// Where a node is found on the host.
+#[derive(Debug, Clone)]
+pub(super) enum Place {
+    /// The root of the tree.
+    Root,
+    /// Under this name; one of its names, if it has several.
+    At { parent: Arc<Node>, name: Box<[u8]> },
+    /// It lost the name that was known. What it is in the upper is held open.
+    Nowhere,
+}
+
+/// A file, directory, link or device that the kernel holds.
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) id: NodeId,
+    pub(super) kind: FileType,
+    /// What it is, or was before it was copied up, in the image. Of a directory, the one it is merged with.
+    pub(super) lower: Option<Nid>,
+    place: RwLock<Place>,
+    names: Mutex<()>,
+    state: RwLock<State>,
+    /// Whether names of this directory changed in the upper since they were last made durable.
+    pub(super) names_changed: AtomicBool,
+    /// Whether an fsync of this node must see that its name and marks are durable too: it was copied up or created since.
+    pub(super) name_is_new: AtomicBool,
+    /// Whether it may have set-id bits or capabilities, which a write takes away. False is certain.
+    pub(super) may_be_privileged: AtomicBool,
+    /// Whether this directory may have a default ACL. False is certain.
+    pub(super) may_have_default_acl: AtomicBool,
+    /// Whether it lost its last name.
+    pub(super) is_removed: AtomicBool,
+    /// Whether it waits in the background's queue.
+    pub(super) is_waiting: AtomicBool,
+    /// What it stores, if it is a plain file; looked at first when something is to be written.
+    pub(super) stored: OnceLock<StoredBlocks>,
+}
+
+/// Where attributes and content come from.
+#[derive(Debug, Default)]
+pub(super) struct State {
+    /// What it is in the upper; `None` as long as it is only in the image.
+    pub(super) upper: Option<Upper>,
+    pub(super) content: Content,
+}
+
+/// What a node is in the upper.
+#[derive(Debug)]
+pub(super) struct Upper {
+    /// It, open: with `O_PATH`, or of regular files for reading and writing, or of directories for reading.
+    /// `None` if the descriptor was given back; it is opened again by its place.
+    pub(super) file: Option<Arc<File>>,
+    /// Whether bytes can be read and written through `file`.
+    pub(super) for_data: bool,
+    /// Its inode number on the host.
+    pub(super) host_inode: u64,
+    /// Path of what it was in the image, without the leading slash, if it is elsewhere now.
+    pub(super) redirect: Option<Box<[u8]>>,
+    /// Whether a mark says which inode of the image it came from. What overlayfs copied up has none that we read.
+    pub(super) has_origin: bool,
+    /// Whether it has an entry in the index, because it has several names in the image.
+    pub(super) indexed: bool,
+    /// Whether its marks say that bytes are in the image, as far as this was looked at.
+    pub(super) is_partial: bool,
+    /// Whether its marks say that it is a sketch, as far as this was looked at.
+    pub(super) is_sketch: bool,
+    /// Size that the mark of a packed sketch said when it was looked at.
+    pub(super) packed_size: Option<u64>,
+    /// Whether its content shall be made durable together with that of others, and is marked as a copy of metadata until then.
+    pub(super) in_batch: bool,
+}
+
+/// Where a regular file's bytes are.
+#[derive(Debug, Default)]
+pub(super) enum Content {
+    /// Not looked at yet.
+    #[default]
+    Unknown,
+    /// In the image.
+    Lower,
+    /// In the upper's file.
+    Plain,
+    /// In both.
+    Sketch(Arc<dyn Sketch>),
+}
+
+impl Upper {
+    pub(super) fn new(found: Found) -> Self {
+        Upper {
+            host_inode: found.stat.st_ino,
+            file: Some(Arc::new(found.file)),
+            for_data: false,
+            redirect: match found.marks.redirect {
+                Some(Redirect::Path(path)) => Some(path.into_boxed_slice()),
+                _ => None,
+            },
+            has_origin: found.marks.origin.is_some(),
+            // Only what is in the index says how many names there are beyond the host's.
+            indexed: found.marks.nlink.is_some(),
+            is_partial: found.marks.metacopy != Metacopy::None || found.marks.sketch.is_some(),
+            packed_size: found
+                .marks
+                .sketch
+                .filter(|mark| mark.kind == SketchKind::Packed)
+                .map(|mark| mark.size),
+            is_sketch: found.marks.sketch.is_some(),
+            in_batch: false,
+        }
+    }
+}
+
+impl State {
+    pub(super) fn of(upper: Option<Upper>) -> Self {
+        State {
+            upper,
+            content: Content::Unknown,
+        }
+    }
+}
+
+impl Node {
+    pub(super) fn new(id: NodeId, kind: FileType, lower: Option<Nid>, place: Place) -> Self {
+        Node {
+            id,
+            kind,
+            lower,
+            place: RwLock::new(place),
+            names: Mutex::new(()),
+            state: RwLock::default(),
+            names_changed: AtomicBool::new(false),
+            name_is_new: AtomicBool::new(false),
+            may_be_privileged: AtomicBool::new(true),
+            may_have_default_acl: AtomicBool::new(true),
+            is_removed: AtomicBool::new(false),
+            is_waiting: AtomicBool::new(false),
+            stored: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn place(&self) -> Place {
+        self.place
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    pub(super) fn set_place(&self, place: Place) {
+        let old = std::mem::replace(
+            &mut *self.place.write().unwrap_or_else(PoisonError::into_inner),
+            place,
+        );
+        // Outside the lock: a parent may be the last to hold its own parent, and so on up.
+        drop(old);
+    }
+
+    /// Whether `name` of `parent` is the name it is known by.
+    pub(super) fn is_at(&self, parent: &Node, name: &[u8]) -> bool {
+        matches!(
+            &*self.place.read().unwrap_or_else(PoisonError::into_inner),
+            Place::At { parent: p, name: n } if p.id == parent.id && **n == *name
+        )
+    }
+
+    pub(super) fn read_state(&self) -> RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn write_state(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Node::write_state`], without waiting.
+    pub(super) fn try_write_state(&self) -> Option<RwLockWriteGuard<'_, State>> {
+        match self.state.try_write() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    pub(super) fn is_directory(&self) -> bool {
+        self.kind == FileType::Directory
+    }
+
+    pub(super) fn lock_names(&self) -> MutexGuard<'_, ()> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Node::lock_names`] out of order: without waiting. The kernel lets nobody change a directory that it removes.
+    pub(super) fn try_lock_names(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.names.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// A mark went whose going an fdatasync does not make durable: the next one has to be an fsync, as for a new name.
+    pub(super) fn marks_changed(&self) {
+        self.name_is_new.store(true, Ordering::Release);
+    }
+
+    pub(super) fn names_have_changed(&self) {
+        self.names_changed.store(true, Ordering::Release);
+    }
+}
+
+/// How many parts the table has, so that lookups seldom wait for each other.
+const SHARDS: usize = 64;
+
+/// All nodes, by id.
+#[derive(Debug)]
+pub(super) struct NodeTable {
+    shards: Vec<Mutex<HashMap<NodeId, Slot>>>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    node: Weak<Node>,
+    /// Held while the kernel has references.
+    held: Option<Arc<Node>>,
+    references: u64,
+}
+
+impl NodeTable {
+    pub(super) fn new() -> Self {
+        NodeTable {
+            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+        }
+    }
+
+    /// The node, if the kernel or another node holds it.
+    pub(super) fn get(&self, id: NodeId) -> Option<Arc<Node>> {
+        self.shard(id).get(&id).and_then(|slot| slot.node.upgrade())
+    }
+
+    /// A reference to the node that does not keep it.
+    pub(super) fn weak(&self, id: NodeId) -> Weak<Node> {
+        self.shard(id)
+            .get(&id)
+            .map_or_else(Weak::new, |slot| Weak::clone(&slot.node))
+    }
+
+    /// The node; made by `make` if there is none. It lives as long as somebody holds it.
+    pub(super) fn get_or_insert(&self, id: NodeId, make: impl FnOnce() -> Node) -> Arc<Node> {
+        let mut shard = self.shard(id);
+        if let Some(node) = shard.get(&id).and_then(|slot| slot.node.upgrade()) {
+            return node;
+        }
+        let node = Arc::new(make());
+        shard.insert(
+            id,
+            Slot {
+                node: Arc::downgrade(&node),
+                held: None,
+                references: 0,
+            },
+        );
+        node
+    }
+
+    /// Counts a reference of the kernel's.
+    pub(super) fn hold(&self, node: &Arc<Node>) {
+        let mut shard = self.shard(node.id);
+        let slot = shard.entry(node.id).or_insert_with(|| Slot {
+            node: Arc::downgrade(node),
+            held: None,
+            references: 0,
+        });
+        slot.references = slot.references.saturating_add(1);
+        if slot.held.is_none() {
+            slot.held = Some(Arc::clone(node));
+        }
+    }
+
+    /// Takes away references of the kernel's; gives the node if those were the last.
+    pub(super) fn release(&self, id: NodeId, count: u64) -> Option<Arc<Node>> {
+        let mut shard = self.shard(id);
+        let slot = shard.get_mut(&id)?;
+        slot.references = slot.references.saturating_sub(count);
+        match slot.references {
+            0 => slot.held.take(),
+            _ => None,
+        }
+    }
+
+    /// Drops a node that the kernel let go of, and what only it held: its parent, and so on.
+    pub(super) fn let_go(&self, node: Arc<Node>) {
+        let mut next = Some(node);
+        while let Some(node) = next.take() {
+            let mut shard = self.shard(node.id);
+            let idle = shard
+                .get(&node.id)
+                .is_some_and(|slot| slot.references == 0 && Arc::strong_count(&node) == 1);
+            if !idle {
+                return;
+            }
+            shard.remove(&node.id);
+            drop(shard);
+            if let Place::At { parent, .. } = node.place() {
+                drop(node);
+                next = Some(parent);
+            }
+        }
+    }
+
+    /// Calls `each` for every node, a shard at a time, outside its lock.
+    pub(super) fn for_each(&self, each: &mut dyn FnMut(&Arc<Node>)) {
+        for shard in &self.shards {
+            let nodes: Vec<Arc<Node>> = shard
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .values()
+                .filter_map(|slot| slot.node.upgrade())
+                .collect();
+            nodes.iter().for_each(&mut *each);
+        }
+    }
+
+    /// Forgets the ids of nodes that nobody holds.
+    pub(super) fn purge(&self) {
+        for shard in &self.shards {
+            shard
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .retain(|_, slot| slot.node.strong_count() > 0);
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.shards
+            .iter()
+            .map(|shard| shard.lock().unwrap_or_else(PoisonError::into_inner).len())
+            .sum()
+    }
+
+    fn shard(&self, id: NodeId) -> MutexGuard<'_, HashMap<NodeId, Slot>> {
+        // Nids are multiples of a few slots; the product's upper bits depend on all of them.
+        let index = (id.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize % SHARDS;
+        self.shards[index]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,159 @@
+//! From sketch to plain file.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+
+use rustix::fs::Stat;
+use rustix::io::Errno;
+
+use super::lookup::Access;
+use super::nodes::{Node, Place, State};
+use super::types::SetTime;
+use super::{UnionFs, host};
+use crate::options::SyncPolicy;
+use crate::sketch::{BLOCK_BYTES, Durability, Sketch, SketchKind};
+use crate::upper::{Attribute, Mark, SetHow};
+
+/// What became of a sketch.
+pub(super) enum Promoted {
+    /// It still needs the image, or cannot be promoted now.
+    No,
+    /// Its host file is the plain file.
+    InPlace,
+    /// This file took its place; its inode number on the host.
+    Replaced(File, u64),
+}
+
+impl UnionFs {
+    /// Makes a plain file of a sketch that is complete. The node's state is locked.
+    pub(super) fn promote(
+        &self,
+        node: &Node,
+        state: &State,
+        sketch: &dyn Sketch,
+    ) -> Result<Promoted, Errno> {
+        let failed = |error| self.sketch_failed(node, &error);
+        if !sketch.is_complete().map_err(failed)? {
+            return Ok(Promoted::No);
+        }
+        sketch.settle().map_err(failed)?;
+        match sketch.kind() {
+            SketchKind::Sparse => {
+                self.sketches.promote(sketch).map_err(failed)?;
+                Ok(Promoted::InPlace)
+            }
+            SketchKind::Packed => self.promote_packed(node, state, sketch),
+        }
+    }
+
+    /// Writes a packed sketch out to a plain file that takes its place.
+    fn promote_packed(
+        &self,
+        node: &Node,
+        state: &State,
+        sketch: &dyn Sketch,
+    ) -> Result<Promoted, Errno> {
+        let Place::At { parent, name } = node.place() else {
+            return Ok(Promoted::No);
+        };
+        let Some(old) = state.upper.as_ref().and_then(|upper| upper.file.clone()) else {
+            return Ok(Promoted::No);
+        };
+        let stat = rustix::fs::fstat(&*old)?;
+        if stat.st_nlink != 1 {
+            // All its names would have to change at once.
+            return Ok(Promoted::No);
+        }
+        // The names of its directory are locked before a node's state; here without waiting.
+        let Some(_names) = parent.try_lock_names() else {
+            return Ok(Promoted::No);
+        };
+        if !node.is_at(&parent, &name) {
+            return Ok(Promoted::No);
+        }
+        // Both are there for a moment.
+        let room = match self.account.limit() {
+            Some(_) => sketch.size().next_multiple_of(BLOCK_BYTES),
+            None => 0,
+        };
+        if self.account.charge(room).is_err() {
+            return Ok(Promoted::No);
+        }
+        let promoted = self.write_out(node, &parent, &name, &old, &stat, sketch);
+        self.account.release(room);
+        promoted
+    }
+
+    /// Makes the plain file of a packed sketch and puts it in the place of the old one, `name` of `parent`.
+    fn write_out(
+        &self,
+        node: &Node,
+        parent: &Node,
+        name: &[u8],
+        old: &File,
+        stat: &Stat,
+        sketch: &dyn Sketch,
+    ) -> Result<Promoted, Errno> {
+        let (temporary, file) = self.upper.temporary_file(0o600)?;
+        let stored = sketch
+            .copy_out(&file)
+            .map_err(|error| self.sketch_failed(node, &error))?;
+        let (atime, mtime) = host::times(stat);
+        // The owner first, who takes capabilities away.
+        host::set_owner(&file, Some(stat.st_uid), Some(stat.st_gid))?;
+        host::set_mode(&file, (stat.st_mode & 0o7777) as u16)?;
+        self.copy_stored_attributes(old, &file)?;
+        host::set_times(&file, Some(SetTime::At(atime)), Some(SetTime::At(mtime)))?;
+        if self.options.sync != SyncPolicy::Volatile {
+            rustix::fs::fsync(&file)?;
+        }
+        let directory = self.open_upper(parent, Access::Directory)?;
+        let before = rustix::fs::fstat(&*directory)?;
+        let mark = self.read_marks(old)?.sketch;
+        temporary
+            .place(directory.as_fd(), name)
+            .map_err(|(_, errno)| errno)?;
+        let (atime, mtime) = host::times(&before);
+        let _ = host::set_times(
+            &directory,
+            Some(SetTime::At(atime)),
+            Some(SetTime::At(mtime)),
+        );
+        parent.names_have_changed();
+        node.name_is_new
+            .store(true, std::sync::atomic::Ordering::Release);
+        let host_inode = rustix::fs::fstat(&file)?.st_ino;
+        if let Some(mark) = mark {
+            self.sketches
+                .replaced(&mark, stored)
+                .map_err(|error| self.sketch_failed(node, &error))?;
+        }
+        Ok(Promoted::Replaced(file, host_inode))
+    }
+
+    /// Copies all attributes as they are stored, but those that say that a file is a sketch.
+    fn copy_stored_attributes(&self, from: &File, to: &File) -> Result<(), Errno> {
+        let (from, to) = (Attribute::Path(from.as_fd()), Attribute::Path(to.as_fd()));
+        let namespace = self.upper.namespace();
+        for name in from.list()?.split(|&byte| byte == 0) {
+            let is_mark_of_sketch = [Mark::Sketch, Mark::Metacopy, Mark::Redirect]
+                .into_iter()
+                .any(|mark| mark.name(namespace) == name);
+            if name.is_empty() || is_mark_of_sketch {
+                continue;
+            }
+            if let Some(value) = from.get(name)? {
+                to.set(name, &value, SetHow::Any)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a flush that nobody asked for is to promise.
+    pub(super) fn durability(&self) -> Durability {
+        match self.options.sync {
+            SyncPolicy::Volatile => Durability::Volatile,
+            SyncPolicy::Strict | SyncPolicy::Batch(_) => Durability::Durable,
+        }
+    }
+}

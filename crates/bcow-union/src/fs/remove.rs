@@ -1,0 +1,225 @@
+//! Names that go.
+
+use std::fs::File;
+use std::ops::ControlFlow;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::FileType;
+use rustix::fs::AtFlags;
+use rustix::io::Errno;
+
+use super::content::plain_file;
+use super::lookup::{Access, index_name};
+use super::nodes::{Content, Node, Place};
+use super::{UnionFs, host};
+use crate::node::NodeId;
+
+impl UnionFs {
+    /// Takes away the name of anything but a directory.
+    pub fn unlink(&self, parent: NodeId, name: &[u8]) -> Result<(), Errno> {
+        let parent = self.node(parent)?;
+        let node = self.find_existing(&parent, name)?;
+        if node.is_directory() {
+            return Err(Errno::ISDIR);
+        }
+        // Of several names in the image, the others shall see that one is gone.
+        if self.has_names_below(&node)? {
+            self.ensure_upper(&node)?;
+        }
+        self.ready_for_change(&parent, name)?;
+        let _names = parent.lock_names();
+        let node = self.find_existing(&parent, name)?;
+        let parting = self.part(&node)?;
+        let is_below = self.look_below(&parent, name)?.is_some();
+        match self.upper_directory(&parent)? {
+            Some(directory) => {
+                let is_above = host::stat_at(&*directory, name)?
+                    .map(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode));
+                match (is_above, is_below) {
+                    (above, true) => self.upper.white_out(directory.as_fd(), name, above)?,
+                    (Some(_), false) => {
+                        rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
+                    }
+                    (None, false) => return Err(Errno::NOENT),
+                }
+                if is_above.is_none() {
+                    self.lost_name_below(&node)?;
+                }
+            }
+            None => return Err(Errno::STALE),
+        }
+        parent.names_have_changed();
+        self.parted(&parent, name, &node, parting)
+    }
+
+    /// Takes away an empty directory.
+    pub fn remove_directory(&self, parent: NodeId, name: &[u8]) -> Result<(), Errno> {
+        match name {
+            b"." => return Err(Errno::INVAL),
+            b".." => return Err(Errno::NOTEMPTY),
+            _ => {}
+        }
+        let parent = self.node(parent)?;
+        let node = self.find_existing(&parent, name)?;
+        if !node.is_directory() {
+            return Err(Errno::NOTDIR);
+        }
+        self.ready_for_change(&parent, name)?;
+        let _names = parent.lock_names();
+        let node = self.find_existing(&parent, name)?;
+        let _inside = node.try_lock_names().ok_or(Errno::BUSY)?;
+        if !self.is_empty(&node)? {
+            return Err(Errno::NOTEMPTY);
+        }
+        let parting = self.part(&node)?;
+        let directory = self.open_upper(&parent, Access::Directory)?;
+        let is_below = self.look_below(&parent, name)?.is_some();
+        let is_above = node.read_state().upper.is_some();
+        match (is_above, is_below) {
+            (false, _) => self.upper.white_out(directory.as_fd(), name, None)?,
+            (true, true) => self.upper.white_out(
+                directory.as_fd(),
+                name,
+                Some(rustix::fs::FileType::Directory),
+            )?,
+            (true, false) => {
+                // Whiteouts may be in it. They go with it when the temporary is dropped.
+                let removed = self.upper.take_out(
+                    directory.as_fd(),
+                    name,
+                    rustix::fs::FileType::Directory,
+                )?;
+                drop(removed);
+            }
+        }
+        parent.names_have_changed();
+        self.parted(&parent, name, &node, parting)
+    }
+
+    /// Sees that the parent is in the upper and that the name may change.
+    fn ready_for_change(&self, parent: &Arc<Node>, name: &[u8]) -> Result<(), Errno> {
+        if self.is_reserved(parent, name) {
+            return Err(Errno::PERM);
+        }
+        self.ensure_directory(parent).map(drop)
+    }
+
+    /// Whether the directory, whose names are locked, shows no name.
+    pub(super) fn is_empty(&self, node: &Node) -> Result<bool, Errno> {
+        let mut names = 0_usize;
+        self.each_name(node, &mut |_, _| {
+            names += 1;
+            ControlFlow::Break(())
+        })?;
+        Ok(names == 0)
+    }
+
+    /// Whether a node has several names in the image.
+    pub(super) fn has_names_below(&self, node: &Node) -> Result<bool, Errno> {
+        match node.lower {
+            Some(nid) if !node.is_directory() => Ok(self.image.inode(nid)?.nlink > 1),
+            _ => Ok(false),
+        }
+    }
+
+    /// To be called before a name is taken away: holds open what it names, for those who still use it.
+    pub(super) fn part(&self, node: &Node) -> Result<Parting, Errno> {
+        if node.read_state().upper.is_none() {
+            return Ok(Parting { file: None });
+        }
+        self.open_upper(node, Access::Path)
+            .map(|file| Parting { file: Some(file) })
+    }
+
+    /// A name of the image that has no entry in the upper was whited out: the index counts it.
+    pub(super) fn lost_name_below(&self, node: &Node) -> Result<(), Errno> {
+        let state = node.read_state();
+        match &state.upper {
+            Some(upper) if upper.indexed => match &upper.file {
+                Some(file) => self.change_nlink(file, -1).map(drop),
+                None => Err(Errno::STALE),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// To be called after `name` of `parent` was taken away from a node.
+    pub(super) fn parted(
+        &self,
+        parent: &Node,
+        name: &[u8],
+        node: &Node,
+        parting: Parting,
+    ) -> Result<(), Errno> {
+        if node.is_at(parent, name) {
+            node.set_place(Place::Nowhere);
+        }
+        let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
+            // Those that are only in the image have one name: of several, it would have been copied up.
+            node.is_removed.store(true, Ordering::Release);
+            return Ok(());
+        };
+        let mut left = i64::try_from(rustix::fs::fstat(&*file)?.st_nlink).unwrap_or(i64::MAX);
+        let indexed = node
+            .read_state()
+            .upper
+            .as_ref()
+            .is_some_and(|upper| upper.indexed);
+        if indexed && let Some(nid) = node.lower {
+            left += self.change_nlink(&file, 0)?;
+            if left <= 0 {
+                match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
+                    Ok(()) | Err(Errno::NOENT) => {}
+                    Err(errno) => return Err(errno),
+                }
+            }
+        }
+        if left <= 0 {
+            node.is_removed.store(true, Ordering::Release);
+            if node.kind == FileType::Regular {
+                self.lost_last_name(node, &file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What lies beside a file that will not be found again goes too. Its bytes stay as long as somebody uses it.
+    fn lost_last_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
+        let state = node.read_state();
+        let is_sketch = match (&state.content, &state.upper) {
+            (Content::Sketch(_), _) => true,
+            (Content::Unknown, Some(upper)) => upper.is_sketch,
+            _ => false,
+        };
+        if is_sketch && let Some(mark) = self.read_marks(file)?.sketch {
+            // Somebody may still read it: it has to be open before its map goes. One that is damaged goes as it is.
+            drop(state);
+            let _ = self.known_content(node).map(drop);
+            self.open_sketches.remove(mark.id);
+            self.sketches
+                .remove(&mark)
+                .map_err(|error| self.sketch_failed(node, &error))?;
+        }
+        Ok(())
+    }
+
+    /// What the kernel forgot: if it lost its last name before, its space is free now.
+    pub(super) fn forgotten(&self, node: &Node) {
+        if node.kind != FileType::Regular || !node.is_removed.load(Ordering::Acquire) {
+            return;
+        }
+        let state = node.read_state();
+        if let (Content::Plain, Ok(file)) = (&state.content, plain_file(&state))
+            && let Err(error) = self.stored(node).release_all(&*file)
+        {
+            self.complain(b"", &error.to_string());
+        }
+    }
+}
+
+/// What is held open while its name goes.
+pub(super) struct Parting {
+    file: Option<Arc<File>>,
+}

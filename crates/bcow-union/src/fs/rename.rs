@@ -1,0 +1,276 @@
+//! Renaming.
+//!
+//! What moves is in the upper by then, and what the image has at the old name must not show through: a whiteout stays there. The
+//! host leaves it in the same step (`RENAME_WHITEOUT`), or it changes places with one that was at the new name.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+
+use bcow_erofs::reader::FileType;
+use rustix::fs::RenameFlags;
+use rustix::io::Errno;
+
+use super::UnionFs;
+use super::lookup::{Above, Access};
+use super::namespace::check_new_name;
+use super::nodes::{Node, Place};
+use super::types::RenameHow;
+use crate::node::NodeId;
+use crate::upper::Mark;
+
+/// A name and its directory, in the upper and with its names locked.
+struct End<'a> {
+    parent: &'a Arc<Node>,
+    directory: Arc<File>,
+    name: &'a [u8],
+    /// Whether the image has this name here.
+    is_below: bool,
+}
+
+impl UnionFs {
+    /// Renames.
+    pub fn rename(
+        &self,
+        parent: NodeId,
+        name: &[u8],
+        new_parent: NodeId,
+        new_name: &[u8],
+        how: RenameHow,
+    ) -> Result<(), Errno> {
+        let parent = self.node(parent)?;
+        let new_parent = self.node(new_parent)?;
+        if matches!(name, b"." | b"..") || matches!(new_name, b"." | b"..") {
+            return Err(Errno::BUSY);
+        }
+        check_new_name(new_name)?;
+        if self.is_reserved(&parent, name) || self.is_reserved(&new_parent, new_name) {
+            return Err(Errno::PERM);
+        }
+        let node = self.find_existing(&parent, name)?;
+        // Without locks, as those above may have to be copied up.
+        self.prepare(&parent, &node)?;
+        self.ensure_directory(&new_parent)?;
+        match self.find(&new_parent, new_name)? {
+            Some(there) if how == RenameHow::Exchange || self.has_names_below(&there)? => {
+                self.prepare(&new_parent, &there)?;
+            }
+            _ => {}
+        }
+        let _locked = lock_both(&parent, &new_parent);
+        let from = self.end(&parent, name)?;
+        let to = self.end(&new_parent, new_name)?;
+        let node = self.find_existing(&parent, name)?;
+        let there = self.find(&new_parent, new_name)?;
+        match (how, there) {
+            (RenameHow::NoReplace, Some(_)) => Err(Errno::EXIST),
+            (RenameHow::Exchange, None) => Err(Errno::NOENT),
+            (_, Some(there)) if there.id == node.id => Ok(()),
+            (RenameHow::Exchange, Some(there)) => self.exchange(&from, &node, &to, &there),
+            (_, there) => self.move_to(&from, &node, &to, there.as_ref()),
+        }
+    }
+
+    /// Brings into the upper what will move.
+    fn prepare(&self, parent: &Arc<Node>, node: &Arc<Node>) -> Result<(), Errno> {
+        self.ensure_upper(node)?;
+        self.ensure_directory(parent)?;
+        Ok(())
+    }
+
+    fn end<'a>(&self, parent: &'a Arc<Node>, name: &'a [u8]) -> Result<End<'a>, Errno> {
+        Ok(End {
+            directory: self.open_upper(parent, Access::Directory)?,
+            is_below: self.look_below(parent, name)?.is_some(),
+            parent,
+            name,
+        })
+    }
+
+    /// Sees that the name itself is in the upper and that the node says where in the image it was.
+    fn make_movable(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
+        if node.read_state().upper.is_none() {
+            self.copy_up_locked(end.parent, &end.directory, end.name, node)?;
+        }
+        if !node.is_directory() {
+            // It may be in the upper by another name, or by the index only.
+            self.open_upper(node, Access::Path)?;
+            self.copy_up_name(end.parent, &end.directory, end.name, node)?;
+        }
+        self.redirect(node)
+    }
+
+    fn move_to(
+        &self,
+        from: &End<'_>,
+        node: &Arc<Node>,
+        to: &End<'_>,
+        there: Option<&Arc<Node>>,
+    ) -> Result<(), Errno> {
+        if node.is_directory() && self.is_inside(to.parent, node) {
+            return Err(Errno::INVAL);
+        }
+        let mut parting = None;
+        if let Some(there) = there {
+            match (node.is_directory(), there.is_directory()) {
+                (true, false) => return Err(Errno::NOTDIR),
+                (false, true) => return Err(Errno::ISDIR),
+                _ => {}
+            }
+            if there.is_directory() {
+                let _inside = there.try_lock_names().ok_or(Errno::BUSY)?;
+                if !self.is_empty(there)? {
+                    return Err(Errno::NOTEMPTY);
+                }
+            } else if self.has_names_below(there)? {
+                self.copy_up_locked_if_needed(to, there)?;
+            }
+            parting = Some((there, self.part(there)?));
+        }
+        self.make_movable(from, node)?;
+        self.hide_below(node, to)?;
+        let above = self.look_above(&to.directory, to.name)?;
+        let was_indexed_only = there.is_some_and(|there| {
+            !there.is_directory() && !matches!(above, Above::Found(_)) && there.lower.is_some()
+        });
+        if let (Above::Found(_), true) = (&above, node.is_directory()) {
+            self.clear_way(to)?;
+        }
+        if matches!(above, Above::Whiteout) && node.is_directory() {
+            // They change places: the whiteout is then where one may be needed anyway.
+            rename(from, to, RenameFlags::EXCHANGE)?;
+            if !from.is_below {
+                rustix::fs::unlinkat(&*from.directory, from.name, rustix::fs::AtFlags::empty())?;
+            }
+        } else if from.is_below {
+            self.rename_leaving_whiteout(from, to)?;
+        } else {
+            rename(from, to, RenameFlags::empty())?;
+        }
+        from.parent.names_have_changed();
+        to.parent.names_have_changed();
+        if let Some((there, parting)) = parting {
+            if was_indexed_only {
+                self.lost_name_below(there)?;
+            }
+            self.parted(to.parent, to.name, there, parting)?;
+        }
+        moved(node, from, to);
+        Ok(())
+    }
+
+    fn exchange(
+        &self,
+        from: &End<'_>,
+        node: &Arc<Node>,
+        to: &End<'_>,
+        there: &Arc<Node>,
+    ) -> Result<(), Errno> {
+        for (directory, inner) in [(node, to.parent), (there, from.parent)] {
+            if directory.is_directory() && self.is_inside(inner, directory) {
+                return Err(Errno::INVAL);
+            }
+        }
+        self.make_movable(from, node)?;
+        self.make_movable(to, there)?;
+        self.hide_below(node, to)?;
+        self.hide_below(there, from)?;
+        rename(from, to, RenameFlags::EXCHANGE)?;
+        from.parent.names_have_changed();
+        to.parent.names_have_changed();
+        moved(node, from, to);
+        moved(there, to, from);
+        Ok(())
+    }
+
+    fn copy_up_locked_if_needed(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
+        match node.read_state().upper.is_some() {
+            true => Ok(()),
+            false => self.copy_up_locked(end.parent, &end.directory, end.name, node),
+        }
+    }
+
+    /// A directory that has nothing of the image must not be merged with one that the image has at its new name.
+    fn hide_below(&self, node: &Node, to: &End<'_>) -> Result<(), Errno> {
+        if !node.is_directory() || node.lower.is_some() || !to.is_below {
+            return Ok(());
+        }
+        let file = self.open_upper(node, Access::Directory)?;
+        self.set_mark(&file, Mark::Opaque, b"y")
+    }
+
+    /// An empty directory is about to be replaced, which on the host may have whiteouts in it: an empty one takes its place.
+    fn clear_way(&self, to: &End<'_>) -> Result<(), Errno> {
+        let (temporary, fd) = self.upper.temporary_directory(0o700)?;
+        self.set_mark(&File::from(fd), Mark::Opaque, b"y")?;
+        temporary
+            .exchange(
+                to.directory.as_fd(),
+                to.name,
+                rustix::fs::FileType::Directory,
+            )
+            .map(drop)
+            .map_err(|(_, errno)| errno)
+    }
+
+    fn rename_leaving_whiteout(&self, from: &End<'_>, to: &End<'_>) -> Result<(), Errno> {
+        match rename(from, to, RenameFlags::WHITEOUT) {
+            Err(Errno::INVAL | Errno::NOSYS) => {}
+            other => return other,
+        }
+        // A host without it. For a moment both names are there; never none.
+        let whiteout = self.upper.temporary_whiteout()?;
+        rename(from, to, RenameFlags::empty())?;
+        whiteout
+            .place_new(from.directory.as_fd(), from.name)
+            .map_err(|(_, errno)| errno)
+    }
+
+    /// Whether `node` is `directory` or lies below it.
+    fn is_inside(&self, node: &Arc<Node>, directory: &Node) -> bool {
+        let mut here = Arc::clone(node);
+        loop {
+            if here.id == directory.id {
+                return true;
+            }
+            match here.place() {
+                Place::At { parent, .. } => here = parent,
+                Place::Root | Place::Nowhere => return false,
+            }
+        }
+    }
+}
+
+fn rename(from: &End<'_>, to: &End<'_>, flags: RenameFlags) -> Result<(), Errno> {
+    rustix::fs::renameat_with(&*from.directory, from.name, &*to.directory, to.name, flags)
+}
+
+/// Says where a node is now.
+fn moved(node: &Arc<Node>, from: &End<'_>, to: &End<'_>) {
+    node.name_is_new.store(true, Ordering::Release);
+    if node.is_at(from.parent, from.name) || node.kind != FileType::Directory {
+        node.set_place(Place::At {
+            parent: Arc::clone(to.parent),
+            name: to.name.into(),
+        });
+    }
+}
+
+/// Locks the names of two directories, which may be one.
+fn lock_both<'n>(
+    one: &'n Node,
+    other: &'n Node,
+) -> (MutexGuard<'n, ()>, Option<MutexGuard<'n, ()>>) {
+    match one.id.0.cmp(&other.id.0) {
+        std::cmp::Ordering::Equal => (one.lock_names(), None),
+        std::cmp::Ordering::Less => {
+            let first = one.lock_names();
+            (first, Some(other.lock_names()))
+        }
+        std::cmp::Ordering::Greater => {
+            let first = other.lock_names();
+            (first, Some(one.lock_names()))
+        }
+    }
+}

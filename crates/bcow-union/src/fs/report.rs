@@ -1,0 +1,150 @@
+//! Figures: what `statfs` says, what the upper stores, what `bcow stats` shows.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustix::fs::{Dir, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::nodes::Node;
+use super::types::Figures;
+use super::{UnionFs, host};
+use crate::account::{Account, StoredBlocks, stored_bytes};
+use crate::options::SyncPolicy;
+use crate::sketch::{SketchStatus, Statistics};
+use crate::upper::{Instance, META};
+
+/// The unit in which space is counted.
+const BLOCK_BYTES: u64 = 4096;
+
+/// What a union did and holds.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Where the upper is.
+    pub upper: String,
+    /// How the user called the image.
+    pub image: String,
+    /// When copy-ups are made durable.
+    pub sync: SyncPolicy,
+    /// Inodes that the kernel holds.
+    pub nodes: u64,
+    /// Most bytes that may be stored.
+    pub limit_bytes: Option<u64>,
+    /// Bytes that are stored and counted: with a limit all, without one those of sketches.
+    pub counted_bytes: u64,
+    /// Files copied up without their bytes.
+    pub copied_metadata: u64,
+    /// Files copied whole.
+    pub copied_whole: u64,
+    /// Sketches that are open, and what they hold together.
+    pub open_sketches: u64,
+    /// Their blocks.
+    pub blocks: SketchStatus,
+    /// Counters of all sketches since the start.
+    pub sketches: Statistics,
+}
+
+impl UnionFs {
+    /// Figures of the whole file system: the host's, or those of the limit.
+    pub fn statistics(&self) -> Result<Figures, Errno> {
+        let host = rustix::fs::fstatvfs(self.upper.root())?;
+        let unit = host.f_frsize.max(1);
+        let in_blocks = |count: u64| count.saturating_mul(unit) / BLOCK_BYTES;
+        let mut figures = Figures {
+            block_bytes: BLOCK_BYTES as u32,
+            blocks: in_blocks(host.f_blocks),
+            free: in_blocks(host.f_bfree),
+            available: in_blocks(host.f_bavail),
+            inodes: host.f_files,
+            inodes_free: host.f_ffree,
+        };
+        if let Some(limit) = self.account.limit() {
+            let left = self.account.left().unwrap_or(0) / BLOCK_BYTES;
+            figures.blocks = limit / BLOCK_BYTES;
+            figures.free = figures.free.min(left);
+            figures.available = figures.available.min(left);
+        }
+        Ok(figures)
+    }
+
+    /// What this union did and holds.
+    pub fn report(&self) -> Report {
+        let open = self.open_sketches.all();
+        let mut blocks = SketchStatus::default();
+        for (_, sketch, _) in &open {
+            // One that is damaged has nothing to tell.
+            if let Ok(status) = sketch.status() {
+                blocks.blocks += status.blocks;
+                blocks.present += status.present;
+                blocks.in_transit += status.in_transit;
+                blocks.stored_bytes += status.stored_bytes;
+            }
+        }
+        Report {
+            upper: self.upper.path().display().to_string(),
+            image: self.upper.record().image_name.clone(),
+            sync: self.options.sync,
+            nodes: self.table.len() as u64,
+            limit_bytes: self.account.limit(),
+            counted_bytes: self.account.used(),
+            copied_metadata: self.copied_metadata.load(Ordering::Relaxed),
+            copied_whole: self.copied_whole.load(Ordering::Relaxed),
+            open_sketches: open.len() as u64,
+            blocks,
+            sketches: self.sketches.statistics(),
+        }
+    }
+
+    /// What a plain file stores.
+    pub(super) fn stored<'n>(&self, node: &'n Node) -> &'n StoredBlocks {
+        node.stored
+            .get_or_init(|| StoredBlocks::new(Arc::clone(&self.account)))
+    }
+}
+
+/// Counts what an upper stores already. Each inode counts once.
+pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(), Errno> {
+    let mut seen = std::collections::HashSet::new();
+    let root: OwnedFd = host::open_directory(upper.root(), b".")?.into();
+    let mut todo = vec![root];
+    let mut is_root = true;
+    while let Some(directory) = todo.pop() {
+        for entry in Dir::read_from(&directory)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if matches!(name, b"." | b"..") || is_root && name == META.as_bytes() {
+                continue;
+            }
+            let Some(stat) = host::stat_at(&directory, name)? else {
+                continue;
+            };
+            match FileType::from_raw_mode(stat.st_mode) {
+                FileType::Directory => todo.push(host::open_directory(&directory, name)?.into()),
+                FileType::RegularFile if stat.st_nlink == 1 || seen.insert(stat.st_ino) => {
+                    count_file(&directory, name, account)?;
+                }
+                _ => {}
+            }
+        }
+        is_root = false;
+    }
+    for entry in Dir::read_from(upper.index())? {
+        let entry = entry?;
+        if let Some(stat) = host::stat_at(upper.index(), entry.file_name().to_bytes())?
+            && FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+            && seen.insert(stat.st_ino)
+        {
+            count_file(upper.index(), entry.file_name().to_bytes(), account)?;
+        }
+    }
+    Ok(())
+}
+
+fn count_file(directory: impl AsFd, name: &[u8], account: &Account) -> Result<(), Errno> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::openat(directory, name, flags, Mode::empty())?);
+    account.add(stored_bytes(&file).map_err(|error| error.errno())?);
+    Ok(())
+}

@@ -1,0 +1,298 @@
+//! Making things durable.
+//!
+//! An fsync of a file promises its bytes, its attributes, and that it is found again: where a file was copied up or created since
+//! its last fsync, the directories above it that changed are synchronised too. (A program that opened a file of the image and
+//! wrote to it does not know that it has a new directory entry to care for.)
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::nodes::{Content, Node, Place};
+use super::types::SyncWhat;
+use super::{UnionFs, host};
+use crate::node::NodeId;
+use crate::options::SyncPolicy;
+use crate::sketch::Durability;
+use crate::upper::{Instance, META, Metacopy, UpperError};
+
+/// Lies beside the tree while an upper is in use that is never synchronised. Its content is the boot it was used in.
+const VOLATILE: &str = "volatile";
+
+impl UnionFs {
+    /// Makes a file durable: what was written to it before is on the disk when this returns.
+    pub fn sync(&self, id: NodeId, what: SyncWhat) -> Result<(), Errno> {
+        let node = self.node(id)?;
+        if self.options.sync == SyncPolicy::Volatile {
+            return Ok(());
+        }
+        if node.is_directory() {
+            return self.sync_directory(id);
+        }
+        self.sync_node(&node, what)
+    }
+
+    fn sync_node(&self, node: &Arc<Node>, what: SyncWhat) -> Result<(), Errno> {
+        if node.read_state().upper.is_none() {
+            return Ok(());
+        }
+        self.finish_batch_of(node)?;
+        // Cleared first: whoever changes the name meanwhile sets it again.
+        let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
+        let synced = self
+            .sync_content(node, what, name_is_new)
+            .and_then(|()| match name_is_new {
+                true => self.sync_names_above(node),
+                false => Ok(()),
+            });
+        if synced.is_err() && name_is_new {
+            node.name_is_new.store(true, Ordering::Release);
+        }
+        synced
+    }
+
+    fn sync_content(&self, node: &Node, what: SyncWhat, name_is_new: bool) -> Result<(), Errno> {
+        {
+            let state = node.read_state();
+            if let Content::Sketch(sketch) = &state.content {
+                sketch
+                    .flush(Durability::Durable)
+                    .map_err(|error| self.sketch_failed(node, &error))?;
+                if what == SyncWhat::Data && !name_is_new {
+                    return Ok(());
+                }
+            }
+        }
+        let file = match node.kind {
+            bcow_erofs::reader::FileType::Regular => {
+                self.open_upper(node, super::lookup::Access::Data)?
+            }
+            // Others have no content, and a descriptor of theirs cannot be synchronised: their directory can.
+            _ => return Ok(()),
+        };
+        match what {
+            SyncWhat::Data if !name_is_new => rustix::fs::fdatasync(&*file),
+            _ => rustix::fs::fsync(&*file),
+        }
+    }
+
+    /// Makes a directory's names durable.
+    pub fn sync_directory(&self, id: NodeId) -> Result<(), Errno> {
+        let node = self.node(id)?;
+        if self.options.sync == SyncPolicy::Volatile {
+            return Ok(());
+        }
+        let Some(directory) = self.upper_directory(&node)? else {
+            return Ok(());
+        };
+        node.names_changed.store(false, Ordering::Release);
+        let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
+        let synced = rustix::fs::fsync(&*directory).and_then(|()| match name_is_new {
+            true => self.sync_names_above(&node),
+            false => Ok(()),
+        });
+        if synced.is_err() {
+            node.names_have_changed();
+            node.name_is_new.store(true, Ordering::Release);
+        }
+        synced
+    }
+
+    /// Makes durable, from the root down to the node, the names that changed since they last were.
+    fn sync_names_above(&self, node: &Node) -> Result<(), Errno> {
+        let mut place = node.place();
+        let indexed = node
+            .read_state()
+            .upper
+            .as_ref()
+            .is_some_and(|upper| upper.indexed);
+        if indexed {
+            rustix::fs::fsync(self.upper.index())?;
+        }
+        while let Place::At { parent, .. } = place {
+            if parent.names_changed.swap(false, Ordering::AcqRel) {
+                let synced = match self.upper_directory(&parent) {
+                    Ok(Some(directory)) => rustix::fs::fsync(&*directory),
+                    Ok(None) => Ok(()),
+                    Err(errno) => Err(errno),
+                };
+                if let Err(errno) = synced {
+                    parent.names_have_changed();
+                    return Err(errno);
+                }
+            }
+            place = parent.place();
+        }
+        Ok(())
+    }
+
+    /// Everything that was done before is durable when this returns.
+    pub fn sync_all(&self) -> Result<(), Errno> {
+        let batch = self.finish_batch();
+        let sketches = self.flush_sketches(self.durability());
+        let host = match self.options.sync {
+            SyncPolicy::Volatile => Ok(()),
+            SyncPolicy::Strict | SyncPolicy::Batch(_) => rustix::fs::syncfs(self.upper.root()),
+        };
+        batch.and(sketches).and(host)
+    }
+
+    /// Adds a file that was copied whole to those that are made durable together.
+    pub(super) fn add_to_batch(&self, node: &Arc<Node>, most: u32) {
+        let is_full = {
+            let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+            batch.push(Arc::clone(node));
+            batch.len() >= most as usize
+        };
+        if is_full {
+            self.background.finish_batch();
+        }
+    }
+
+    /// Makes all files of the batch durable, with one synchronisation of the host's file system if there are several, and takes
+    /// their marks away.
+    pub(super) fn finish_batch(&self) -> Result<(), Errno> {
+        let batch = std::mem::take(&mut *self.batch.lock().unwrap_or_else(PoisonError::into_inner));
+        let synced = match &batch[..] {
+            [] => return Ok(()),
+            [one] => self.finish_batch_of(one),
+            _ => rustix::fs::syncfs(self.upper.root()),
+        };
+        if synced.is_err() {
+            self.batch
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .extend(batch);
+            return synced;
+        }
+        for node in batch {
+            self.unmark(&node)?;
+            self.table.let_go(node);
+        }
+        Ok(())
+    }
+
+    /// Makes a file durable by itself that waits in the batch.
+    fn finish_batch_of(&self, node: &Arc<Node>) -> Result<(), Errno> {
+        let waits = |node: &Node| {
+            node.read_state()
+                .upper
+                .as_ref()
+                .is_some_and(|upper| upper.in_batch)
+        };
+        if !waits(node) {
+            return Ok(());
+        }
+        let file = self.open_upper(node, super::lookup::Access::Data)?;
+        rustix::fs::fdatasync(&*file)?;
+        self.unmark(node)
+    }
+
+    fn unmark(&self, node: &Node) -> Result<(), Errno> {
+        let mut state = node.write_state();
+        if !state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
+            return Ok(());
+        }
+        let file = self.open_upper_locked(node, &mut state, super::lookup::Access::Path)?;
+        self.set_metacopy(&file, Metacopy::None)?;
+        if let Some(upper) = &mut state.upper {
+            upper.in_batch = false;
+        }
+        node.marks_changed();
+        Ok(())
+    }
+
+    /// Ends the use of the upper: everything is made durable. To be called once nobody asks any more.
+    pub fn close(&self) -> Result<(), Errno> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.background.stop();
+        let synced = self.sync_all();
+        if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {
+            // Unmounted in order: what the host's kernel has is whole, and goes to the disk in its own time.
+            let _ = remove_volatile(&self.upper);
+        }
+        synced
+    }
+}
+
+/// Refuses an upper that was in use without synchronisation when the machine stopped; notes whether it is now.
+pub(super) fn refuse_after_volatile(
+    upper: &Instance,
+    policy: SyncPolicy,
+) -> Result<(), UpperError> {
+    let failed = |action| {
+        move |source: Errno| UpperError::Io {
+            path: upper.path().to_owned(),
+            action,
+            source,
+        }
+    };
+    let boot = boot_id();
+    let meta = host::open_directory(upper.root(), META.as_bytes()).map_err(failed("open it"))?;
+    let was_volatile = match rustix::fs::openat(
+        &meta,
+        VOLATILE,
+        OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    ) {
+        Ok(fd) => {
+            let mut text = Vec::new();
+            std::io::Read::read_to_end(&mut std::io::Read::take(File::from(fd), 256), &mut text)
+                .map_err(|error| failed("read a note in it")(super::content::errno_of(&error)))?;
+            // In the same boot nothing is lost but the daemon: the host's kernel has it all.
+            if text != boot.as_bytes() {
+                return Err(UpperError::Volatile {
+                    path: upper.path().to_owned(),
+                });
+            }
+            true
+        }
+        Err(Errno::NOENT) => false,
+        Err(errno) => return Err(failed("look for a note in it")(errno)),
+    };
+    match policy {
+        SyncPolicy::Volatile => {
+            let note = rustix::fs::openat(
+                &meta,
+                VOLATILE,
+                OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC,
+                Mode::from_raw_mode(0o600),
+            )
+            .map_err(failed("leave a note in it"))?;
+            let note = File::from(note);
+            std::io::Write::write_all(&mut &note, boot.as_bytes())
+                .map_err(|error| failed("leave a note in it")(super::content::errno_of(&error)))?;
+            rustix::fs::fsync(&note)
+                .and_then(|()| rustix::fs::fsync(&meta))
+                .map_err(failed("leave a note in it"))
+        }
+        SyncPolicy::Strict | SyncPolicy::Batch(_) if !was_volatile => Ok(()),
+        SyncPolicy::Strict | SyncPolicy::Batch(_) => {
+            // What was written before is not durable until it is made so.
+            rustix::fs::syncfs(upper.root()).map_err(failed("synchronise it"))?;
+            remove_volatile(upper)
+                .map(drop)
+                .map_err(failed("remove a note from it"))
+        }
+    }
+}
+
+fn remove_volatile(upper: &Instance) -> Result<bool, Errno> {
+    let meta = host::open_directory(upper.root(), META.as_bytes())?;
+    match rustix::fs::unlinkat(meta.as_fd(), VOLATILE, AtFlags::empty()) {
+        Ok(()) => Ok(true),
+        Err(Errno::NOENT) => Ok(false),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Which start of the machine this is.
+fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
+}

@@ -1,0 +1,168 @@
+//! Extended attributes.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+
+use bcow_erofs::reader::FileType;
+use rustix::io::Errno;
+
+use super::UnionFs;
+use super::attributes::CAPABILITIES;
+use super::lookup::Access;
+use super::nodes::{Content, Node};
+use super::types::Changes;
+use crate::node::NodeId;
+use crate::upper::{Attribute, SetHow};
+
+/// Longest name of an attribute.
+const NAME_MAX: usize = 255;
+
+/// Longest value.
+const VALUE_MAX: usize = 64 << 10;
+
+impl UnionFs {
+    /// The value of an extended attribute.
+    pub fn xattr(&self, id: NodeId, name: &[u8]) -> Result<Vec<u8>, Errno> {
+        self.xattr_of(&*self.node(id)?, name)?.ok_or(Errno::NODATA)
+    }
+
+    pub(super) fn xattr_of(&self, node: &Node, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
+        if node.read_state().upper.is_none() {
+            if is_inner(name) {
+                return Ok(None);
+            }
+            let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+            return self.image.xattr(&inode, name);
+        }
+        let file = self.open_upper(node, Access::Path)?;
+        let stored = self.stored_name(name)?;
+        Attribute::Path(file.as_fd()).get(&stored)
+    }
+
+    /// The names of the extended attributes, each with a zero byte behind it, as `listxattr` has them. All of them: whoever shows
+    /// them to ordinary users leaves out those that begin with `trusted.`.
+    pub fn xattr_names(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
+        let node = self.node(id)?;
+        if node.read_state().upper.is_none() {
+            let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+            let mut list = Vec::new();
+            for (name, _) in self.image.xattrs(&inode)? {
+                if !is_inner(&name) {
+                    list.extend_from_slice(&name);
+                    list.push(0);
+                }
+            }
+            return Ok(list);
+        }
+        let file = self.open_upper(&node, Access::Path)?;
+        let stored = Attribute::Path(file.as_fd()).list()?;
+        Ok(self.upper.names().shown_list(&stored))
+    }
+
+    /// Sets an extended attribute.
+    pub fn set_xattr(
+        &self,
+        id: NodeId,
+        name: &[u8],
+        value: &[u8],
+        how: SetHow,
+    ) -> Result<(), Errno> {
+        let node = self.node(id)?;
+        check(name)?;
+        if value.len() > VALUE_MAX {
+            return Err(Errno::TOOBIG);
+        }
+        if name.starts_with(b"user.")
+            && !matches!(node.kind, FileType::Regular | FileType::Directory)
+        {
+            return Err(Errno::PERM);
+        }
+        self.ensure_upper(&node)?;
+        let file = self.open_upper(&node, Access::Path)?;
+        let stored = self.stored_name(name)?;
+        if name == CAPABILITIES
+            && let Content::Sketch(sketch) = &node.read_state().content
+        {
+            // The host takes capabilities away with each write to its file, so nothing may be left to be written by us.
+            sketch
+                .rest(self.durability())
+                .map_err(|error| self.sketch_failed(&node, &error))?;
+        }
+        Attribute::Path(file.as_fd()).set(&stored, value, how)?;
+        self.attribute_changed(&node, name, value)
+    }
+
+    /// Removes an extended attribute.
+    pub fn remove_xattr(&self, id: NodeId, name: &[u8]) -> Result<(), Errno> {
+        let node = self.node(id)?;
+        check(name)?;
+        if self.xattr_of(&node, name)?.is_none() {
+            return Err(Errno::NODATA);
+        }
+        self.ensure_upper(&node)?;
+        let file = self.open_upper(&node, Access::Path)?;
+        let stored = self.stored_name(name)?;
+        Attribute::Path(file.as_fd()).remove(&stored)
+    }
+
+    fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {
+        match name {
+            CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
+            b"system.posix_acl_default" => node.may_have_default_acl.store(true, Ordering::Release),
+            // Where the host does not know that it is an ACL, the mode does not follow by itself.
+            b"system.posix_acl_access" if self.keeps_owner(node) => {
+                self.follow_acl(node, value)?;
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Gives a file the mode that its new ACL stands for.
+    fn follow_acl(&self, node: &Node, acl: &[u8]) -> Result<(), Errno> {
+        let bits = super::acl::mode_of(acl)?;
+        let permissions = self.attributes_of(node)?.permissions & !0o777 | bits;
+        let file = self.open_upper(node, Access::Path)?;
+        let changes = Changes {
+            permissions: Some(permissions),
+            ..Changes::default()
+        };
+        self.change_owner(node, &file, &changes)
+    }
+
+    /// Gives an ACL, where the host does not know that it is one, the bits of a new mode.
+    pub(super) fn lead_acl(&self, node: &Node, permissions: u16) -> Result<(), Errno> {
+        let name = b"system.posix_acl_access";
+        let Some(acl) = self.xattr_of(node, name)? else {
+            return Ok(());
+        };
+        let changed = super::acl::with_mode(&acl, permissions)?;
+        let file = self.open_upper(node, Access::Path)?;
+        Attribute::Path(file.as_fd()).set(&self.stored_name(name)?, &changed, SetHow::Any)
+    }
+
+    /// The name that an attribute has on the host.
+    fn stored_name(&self, name: &[u8]) -> Result<Vec<u8>, Errno> {
+        check(name)?;
+        let stored = self.upper.names().stored_name(name).into_owned();
+        match stored.len() > NAME_MAX {
+            // Escaped it is too long for the host.
+            true => Err(Errno::RANGE),
+            false => Ok(stored),
+        }
+    }
+}
+
+/// Marks of layers inside the image.
+fn is_inner(name: &[u8]) -> bool {
+    name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
+}
+
+fn check(name: &[u8]) -> Result<(), Errno> {
+    match name.len() {
+        0 => Err(Errno::RANGE),
+        length if length > NAME_MAX => Err(Errno::RANGE),
+        _ if name.contains(&0) => Err(Errno::INVAL),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,69 @@
+//! Names for inodes towards the kernel.
+
+use bcow_erofs::reader::Nid;
+
+/// What the kernel calls an inode: FUSE's node id, and at the same time `st_ino`.
+///
+/// It is the EROFS nid, as in a kernel mount of the same image, so it is the same in every mount of an
+/// image and needs no table. Only FUSE's two special numbers are moved aside: 1 is the root, 0 is nobody.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct NodeId(pub u64);
+
+impl NodeId {
+    /// The root directory.
+    pub const ROOT: NodeId = NodeId(1);
+}
+
+/// The correspondence of node ids and nids for one image; one to one.
+#[derive(Debug, Clone, Copy)]
+pub struct NodeIds {
+    root: Nid,
+}
+
+/// Stands in for a 0 or 1 that is taken. No nid is that big: nids count units of 32 bytes.
+const ASIDE: u64 = 1 << 62;
+
+impl NodeIds {
+    /// For the image with this root.
+    pub fn new(root: Nid) -> Self {
+        NodeIds { root }
+    }
+
+    /// The node id of a nid.
+    pub fn node(&self, nid: Nid) -> NodeId {
+        match nid.0 {
+            _ if nid == self.root => NodeId::ROOT,
+            small @ 0..=1 => NodeId(ASIDE + small),
+            other => NodeId(other),
+        }
+    }
+
+    /// The nid of a node id that [`NodeIds::node`] gave.
+    pub fn nid(&self, node: NodeId) -> Nid {
+        match node.0 {
+            _ if node == NodeId::ROOT => self.root,
+            aside if (ASIDE..=ASIDE + 1).contains(&aside) => Nid(aside - ASIDE),
+            other => Nid(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_nid_has_its_own_node_id_and_comes_back() {
+        for root in [0, 1, 36, 1 << 40] {
+            let ids = NodeIds::new(Nid(root));
+            let mut seen = std::collections::HashSet::new();
+            for nid in [0, 1, 2, 36, 37, 1 << 40, 1 << 59] {
+                let node = ids.node(Nid(nid));
+                assert_ne!(node.0, 0);
+                assert_eq!(node == NodeId::ROOT, nid == root);
+                assert!(seen.insert(node));
+                assert_eq!(ids.nid(node), Nid(nid));
+            }
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! The host, as sketches see it: the seam at which tests let it fail, or cut its power.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{
+    AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Timespec, Timestamps, UTIME_OMIT,
+};
+use rustix::io::Errno;
+
+use crate::Seek;
+use crate::upper::{Attribute, Mark, Metacopy, Namespace, REDIRECT_NOWHERE, SketchMark};
+
+/// A regular file of the host.
+pub trait HostFile: Send + Sync {
+    /// Size in bytes.
+    fn size(&self) -> io::Result<u64>;
+    /// Bytes of the host's disk that it takes.
+    fn stored_bytes(&self) -> io::Result<u64>;
+    /// Reads; fewer bytes than asked for at the end of the file or where the host likes.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize>;
+    /// Writes; fewer bytes than given where the host likes, and at least one.
+    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize>;
+    /// Cuts it, or lengthens it with zeros.
+    fn set_size(&self, size: u64) -> io::Result<()>;
+    /// Makes a range read as zeros and gives back its space; the size stays. [`io::ErrorKind::Unsupported`] if it cannot.
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
+    /// Takes space for a range; size and content stay.
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()>;
+    /// The first byte from `offset` on that is data, or in a hole; `None` if there is none before the end.
+    fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>>;
+    /// When it was last written to.
+    fn modified(&self) -> io::Result<Timespec>;
+    /// Changes that.
+    fn set_modified(&self, at: Timespec) -> io::Result<()>;
+    /// Returns when the content is durable, with what is needed to read it.
+    fn sync_data(&self) -> io::Result<()>;
+    /// Returns when content and attributes are durable.
+    fn sync_all(&self) -> io::Result<()>;
+}
+
+/// The file of the upper that holds a sketch, with the marks that say so. On the host, changes of size, marks and names happen
+/// one after the other, also across a power cut.
+pub trait MarkedFile: Send + Sync {
+    /// Its content.
+    fn content(&self) -> &dyn HostFile;
+    /// Makes it a sketch, or changes what kind of sketch it is.
+    fn set_mark(&self, mark: &SketchMark) -> io::Result<()>;
+    /// Tells others, who do not know sketches, that this is none of their files.
+    fn set_foreign(&self) -> io::Result<()>;
+    /// Makes it a file like any other.
+    fn remove_marks(&self) -> io::Result<()>;
+}
+
+/// Where the maps of sketches are.
+pub trait MapStore: Send + Sync {
+    /// The map of sketch `id`, if there is one.
+    fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>>;
+    /// An empty file that shall become the map.
+    fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>>;
+    /// Makes what was created last the map, in one step.
+    fn publish(&self, id: u64) -> io::Result<()>;
+    /// Returns when names are durable.
+    fn sync(&self) -> io::Result<()>;
+    /// Whether files can have holes that are told from data.
+    fn has_holes(&self) -> io::Result<bool>;
+    /// Removes the map, if there is one, and what was to become one.
+    fn remove(&self, id: u64) -> io::Result<()>;
+    /// Where the map is, for people.
+    fn path(&self, id: u64) -> PathBuf;
+}
+
+impl HostFile for File {
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.len())
+    }
+    fn stored_bytes(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.blocks().saturating_mul(512))
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
+        retry(|| FileExt::read_at(self, buf, offset))
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize> {
+        match retry(|| FileExt::write_at(self, data, offset))? {
+            0 if !data.is_empty() => Err(io::ErrorKind::WriteZero.into()),
+            written => Ok(written),
+        }
+    }
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.set_len(size)
+    }
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(self, flags, offset, length) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Err(io::ErrorKind::Unsupported.into()),
+            other => Ok(other?),
+        }
+    }
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        Ok(rustix::fs::fallocate(
+            self,
+            FallocateFlags::KEEP_SIZE,
+            offset,
+            length,
+        )?)
+    }
+    fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>> {
+        let from = match what {
+            Seek::Data => SeekFrom::Data(offset),
+            Seek::Hole => SeekFrom::Hole(offset),
+        };
+        match rustix::fs::seek(self, from) {
+            Ok(at) => Ok(Some(at)),
+            Err(Errno::NXIO) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+    fn modified(&self) -> io::Result<Timespec> {
+        let metadata = self.metadata()?;
+        Ok(Timespec {
+            tv_sec: metadata.mtime(),
+            tv_nsec: metadata.mtime_nsec(),
+        })
+    }
+    fn set_modified(&self, at: Timespec) -> io::Result<()> {
+        let times = Timestamps {
+            last_access: Timespec {
+                tv_sec: 0,
+                tv_nsec: UTIME_OMIT,
+            },
+            last_modification: at,
+        };
+        Ok(rustix::fs::futimens(self, &times)?)
+    }
+    fn sync_data(&self) -> io::Result<()> {
+        File::sync_data(self)
+    }
+    fn sync_all(&self) -> io::Result<()> {
+        File::sync_all(self)
+    }
+}
+
+fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
+
+/// A file of an upper.
+pub(super) struct UpperFile {
+    file: File,
+    namespace: Namespace,
+}
+
+impl UpperFile {
+    pub(super) fn new(file: File, namespace: Namespace) -> Self {
+        UpperFile { file, namespace }
+    }
+
+    fn set(&self, mark: Mark, value: &[u8]) -> io::Result<()> {
+        let at = Attribute::Open(self.file.as_fd());
+        Ok(mark.set(at, self.namespace, value)?)
+    }
+}
+
+impl MarkedFile for UpperFile {
+    fn content(&self) -> &dyn HostFile {
+        &self.file
+    }
+    fn set_mark(&self, mark: &SketchMark) -> io::Result<()> {
+        self.set(Mark::Sketch, &mark.encode())
+    }
+    fn set_foreign(&self) -> io::Result<()> {
+        self.set(Mark::Redirect, REDIRECT_NOWHERE)?;
+        match Metacopy::Sketch.encode() {
+            Some(value) => self.set(Mark::Metacopy, value),
+            None => Ok(()),
+        }
+    }
+    fn remove_marks(&self) -> io::Result<()> {
+        // In this order: a sketch of which nothing is missing reads the same with and without the first, but a metadata copy
+        // without the second would be one of the lower file.
+        for mark in [Mark::Metacopy, Mark::Sketch, Mark::Redirect] {
+            mark.clear(Attribute::Open(self.file.as_fd()), self.namespace)?;
+        }
+        Ok(())
+    }
+}
+
+/// The directories of an upper in which maps lie and are made.
+pub(super) struct MapDirectory {
+    maps: OwnedFd,
+    work: OwnedFd,
+    path: PathBuf,
+}
+
+impl MapDirectory {
+    /// `path` is that of `maps`, for people.
+    pub(super) fn new(maps: OwnedFd, work: OwnedFd, path: &Path) -> Self {
+        MapDirectory {
+            maps,
+            work,
+            path: path.to_owned(),
+        }
+    }
+}
+
+/// The name of the map of a sketch.
+pub fn map_name(id: u64) -> String {
+    format!("{id:016x}")
+}
+
+fn temporary_name(id: u64) -> String {
+    format!("map-{id:016x}")
+}
+
+impl MapStore for MapDirectory {
+    fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>> {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = match rustix::fs::openat(&self.maps, map_name(id), flags, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(None),
+            other => File::from(other?),
+        };
+        let mode = rustix::fs::fstat(&file)?.st_mode;
+        match FileType::from_raw_mode(mode) {
+            FileType::RegularFile => Ok(Some(Arc::new(file))),
+            _ => Err(Errno::INVAL.into()),
+        }
+    }
+    fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>> {
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(0o600);
+        let file = rustix::fs::openat(&self.work, temporary_name(id), flags, mode)?;
+        Ok(Arc::new(File::from(file)))
+    }
+    fn publish(&self, id: u64) -> io::Result<()> {
+        Ok(rustix::fs::renameat(
+            &self.work,
+            temporary_name(id),
+            &self.maps,
+            map_name(id),
+        )?)
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(&self.maps)?)
+    }
+    fn has_holes(&self) -> io::Result<bool> {
+        const SIZE: u64 = 1 << 20;
+        let name = "holes";
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW;
+        let mode = Mode::from_raw_mode(0o600);
+        let file = rustix::fs::openat(&self.work, name, flags | OFlags::CLOEXEC, mode)?;
+        let file = File::from(file);
+        rustix::fs::unlinkat(&self.work, name, AtFlags::empty())?;
+        // A host that knows of no holes says that all of it is data.
+        file.set_size(SIZE)?;
+        HostFile::write_at(&file, SIZE - 1, &[1])?;
+        let data = HostFile::seek(&file, 0, Seek::Data)?;
+        Ok(data.is_some_and(|at| at >= SIZE / 2) && file.stored_bytes()? < SIZE / 2)
+    }
+    fn remove(&self, id: u64) -> io::Result<()> {
+        for (dir, name) in [(&self.work, temporary_name(id)), (&self.maps, map_name(id))] {
+            match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+    fn path(&self, id: u64) -> PathBuf {
+        self.path.join(map_name(id))
+    }
+}
+
+/// Writes all of `data`.
+pub(super) fn write_all(file: &dyn HostFile, offset: u64, data: &[u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < data.len() {
+        done += file.write_at(offset + done as u64, &data[done..])?;
+    }
+    Ok(())
+}
+
+/// Reads all of `buf`; what lies beyond the end of the file is zeros.
+pub(super) fn read_all(file: &dyn HostFile, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        match file.read_at(offset + done as u64, &mut buf[done..])? {
+            0 => {
+                buf[done..].fill(0);
+                return Ok(());
+            }
+            read => done += read,
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,246 @@
+//! The map of a sparse sketch: which of its blocks are present, on the disk.
+
+use std::sync::Arc;
+
+use super::blocks::BlockSet;
+use super::error::{Damage, SketchError};
+use super::host::{HostFile, MapStore, write_all};
+use super::journal::{self, Header, Replay, Replayed, SECTOR_BYTES};
+
+/// Records up to which a map is not written anew.
+const FEW_RECORDS: u64 = 128;
+/// Sectors read at once.
+const BATCH: usize = 128;
+
+/// The map's file. One thread at a time uses it.
+pub(super) struct Map {
+    id: u64,
+    /// Blocks of the lower file.
+    blocks: u64,
+    store: Arc<dyn MapStore>,
+    file: Option<Arc<dyn HostFile>>,
+    records: u64,
+    /// Records that the header says there are.
+    confirmed: u64,
+    /// Records after it was last written anew.
+    compact: u64,
+    /// Whether what is at its end is unknown.
+    spoilt: bool,
+    /// Whether something was recorded without barriers.
+    unsynced: bool,
+}
+
+/// How a map is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Barriers {
+    /// What is recorded is durable when it returns.
+    Use,
+    /// The host's kernel has it.
+    None,
+}
+
+impl Map {
+    /// Of a sketch that has none yet.
+    pub(super) fn new(id: u64, blocks: u64, store: Arc<dyn MapStore>) -> Self {
+        Map {
+            id,
+            blocks,
+            store,
+            file: None,
+            records: 0,
+            confirmed: 0,
+            compact: 0,
+            spoilt: false,
+            unsynced: false,
+        }
+    }
+
+    /// Reads the map of a sketch whose mark says that there is one.
+    pub(super) fn load(
+        id: u64,
+        blocks: u64,
+        store: Arc<dyn MapStore>,
+    ) -> Result<(Self, BlockSet), SketchError> {
+        let mut map = Map::new(id, blocks, store);
+        let found = map
+            .store
+            .open(id)
+            .map_err(|error| SketchError::host("open the map of a sketch", &error))?;
+        let Some(file) = found else {
+            return Err(map.damaged((0, Damage::Missing)));
+        };
+        let (header, replayed) = map.replay(&*file)?;
+        map.file = Some(file);
+        map.records = replayed.records;
+        map.compact = replayed.records;
+        map.confirmed = header.confirmed;
+        map.spoilt = replayed.torn;
+        Ok((map, replayed.present))
+    }
+
+    /// Whether there is a file.
+    pub(super) fn exists(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Whether it should be written anew though there may be nothing new.
+    pub(super) fn is_spoilt(&self) -> bool {
+        self.spoilt && self.exists()
+    }
+
+    /// Whether the next record wants all blocks that are present, not only new ones, because the map is then written anew.
+    pub(super) fn wants_all(&self) -> bool {
+        self.file.is_none() || self.spoilt || self.records > FEW_RECORDS + 2 * self.compact
+    }
+
+    /// Records `blocks`: all that are present if [`Map::wants_all`], else those that are new. Says whether the map was written
+    /// anew. If it fails, nothing can be said of what the map holds, but that any of it is right.
+    pub(super) fn record(
+        &mut self,
+        blocks: &BlockSet,
+        barriers: Barriers,
+    ) -> Result<bool, SketchError> {
+        let result = match &self.file {
+            Some(file) if !self.wants_all() => {
+                let file = Arc::clone(file);
+                self.append(&*file, blocks, barriers).map(|()| false)
+            }
+            _ => self.rewrite(blocks, barriers).map(|()| true),
+        };
+        self.spoilt = result.is_err();
+        self.unsynced |= barriers == Barriers::None;
+        result
+    }
+
+    /// Makes durable what was recorded without barriers. If that fails, it has to be recorded again.
+    pub(super) fn sync(&mut self) -> Result<(), SketchError> {
+        let Some(file) = self.file.as_ref().filter(|_| self.unsynced) else {
+            return Ok(());
+        };
+        let synced = file.sync_all().and_then(|()| self.store.sync());
+        self.spoilt |= synced.is_err();
+        self.unsynced = synced.is_err();
+        synced.map_err(|error| SketchError::host("sync the map of a sketch", &error))
+    }
+
+    /// Says in the header how many records there are, so that if some go missing it is noticed. To be called when they are durable.
+    pub(super) fn confirm(&mut self) -> Result<(), SketchError> {
+        let Some(file) = self.file.as_ref().filter(|_| !self.spoilt) else {
+            return Ok(());
+        };
+        if self.confirmed < self.records {
+            let header = self.header(self.records).encode();
+            write_all(&**file, 0, &header)
+                .map_err(|error| SketchError::host("write the map of a sketch", &error))?;
+            self.confirmed = self.records;
+        }
+        Ok(())
+    }
+
+    /// Removes it.
+    pub(super) fn remove(&mut self) -> Result<(), SketchError> {
+        self.file = None;
+        self.store
+            .remove(self.id)
+            .map_err(|error| SketchError::host("remove the map of a sketch", &error))
+    }
+
+    fn append(
+        &mut self,
+        file: &dyn HostFile,
+        blocks: &BlockSet,
+        barriers: Barriers,
+    ) -> Result<(), SketchError> {
+        let bytes = journal::encode(blocks, &self.header(0), self.records);
+        let at = (self.records + 1) * SECTOR_BYTES as u64;
+        write_all(file, at, &bytes)
+            .map_err(|error| SketchError::host("write the map of a sketch", &error))?;
+        if barriers == Barriers::Use {
+            file.sync_data()
+                .map_err(|error| SketchError::host("sync the map of a sketch", &error))?;
+        }
+        self.records += (bytes.len() / SECTOR_BYTES) as u64;
+        Ok(())
+    }
+
+    /// Writes another file and puts it in this one's place.
+    fn rewrite(&mut self, blocks: &BlockSet, barriers: Barriers) -> Result<(), SketchError> {
+        let failed = |error| SketchError::host("write the map of a sketch anew", &error);
+        let records = journal::encode(blocks, &self.header(0), 0);
+        let count = (records.len() / SECTOR_BYTES) as u64;
+        let mut bytes = self.header(count).encode().to_vec();
+        bytes.extend_from_slice(&records);
+        let file = self.store.create(self.id).map_err(failed)?;
+        write_all(&*file, 0, &bytes).map_err(failed)?;
+        // As long as there is none, nobody looks for it, and a sync of the file makes the name durable that it has by then.
+        let is_first = self.file.is_none();
+        if is_first {
+            self.store.publish(self.id).map_err(failed)?;
+        }
+        if barriers == Barriers::Use {
+            file.sync_all().map_err(failed)?;
+        }
+        if !is_first {
+            self.store.publish(self.id).map_err(failed)?;
+        }
+        // From here on it is the map, be its name durable or not.
+        self.file = Some(file);
+        self.records = count;
+        self.compact = count;
+        self.confirmed = count;
+        if barriers == Barriers::Use && !is_first {
+            self.store.sync().map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn header(&self, confirmed: u64) -> Header {
+        Header {
+            id: self.id,
+            blocks: self.blocks,
+            confirmed,
+        }
+    }
+
+    fn replay(&self, file: &dyn HostFile) -> Result<(Header, Replayed), SketchError> {
+        let failed = |error| SketchError::host("read the map of a sketch", &error);
+        let mut buf = vec![0; BATCH * SECTOR_BYTES];
+        let mut held = 0;
+        let mut at = 0;
+        let mut replay: Option<(Header, Replay)> = None;
+        loop {
+            let read = file.read_at(at, &mut buf[held..]).map_err(failed)?;
+            at += read as u64;
+            held += read;
+            let (sectors, left) = buf[..held].as_chunks::<SECTOR_BYTES>();
+            for sector in sectors {
+                match &mut replay {
+                    Some((_, replay)) => replay.sector(sector).map_err(|at| self.damaged(at))?,
+                    None => {
+                        let header = Header::decode(sector, self.id, self.blocks)
+                            .map_err(|damage| self.damaged((0, damage)))?;
+                        replay = Some((header, Replay::new(header)));
+                    }
+                }
+            }
+            if read == 0 {
+                let Some((header, replay)) = replay else {
+                    return Err(self.damaged((0, Damage::Header)));
+                };
+                let replayed = replay.finish(!left.is_empty());
+                return Ok((header, replayed.map_err(|at| self.damaged(at))?));
+            }
+            let done = held - left.len();
+            buf.copy_within(done..held, 0);
+            held -= done;
+        }
+    }
+
+    fn damaged(&self, (sector, damage): journal::At) -> SketchError {
+        SketchError::Damaged {
+            file: self.store.path(self.id),
+            offset: sector * SECTOR_BYTES as u64,
+            damage,
+        }
+    }
+}

@@ -1,0 +1,548 @@
+//! Packed sketches: a BCoW file on the lower file, for hosts without holes.
+//!
+//! The BCoW file has the blocks, the mark has the size in bytes and how much of the lower file shows. They are two things, made durable
+//! one after the other, so:
+//!
+//! - What the BCoW file has behind the size that the mark says counts for nothing. It is zeroed before the file grows over it.
+//! - A file that grew: first what is in it is durable, then the mark says how long it is.
+//! - A file that is cut: first the mark says how long it is, then the BCoW file gives up the rest. If a crash comes between, or what
+//!   was written since the last flush is lost, the mark hides it.
+//! - Until the first flush the mark says that nothing is stored, and whatever the BCoW file is, it is made anew. So nothing that it
+//!   does before needs a barrier.
+//!
+//! So whatever a crash leaves is the file as it was flushed last, cut where it was cut since.
+
+mod device;
+mod storage;
+
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Instant;
+
+use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::{
+    BackingResolver, BlockDevice, Content, CreateOptions, Disk, Layout, OpenOptions, Space,
+    WritableDevice,
+};
+use rustix::io::Errno;
+
+use super::host::MarkedFile;
+use super::locks::{Turns, lock, read, write};
+use super::mark::{Fence, MarkState, mark_new, size_of};
+use super::shared::{Kept, Shared};
+use super::{
+    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
+    SketchStatus, copy,
+};
+use crate::Seek;
+use storage::HostStorage;
+
+pub use device::LowerDevice;
+
+/// Largest address space that the format has.
+const MOST_BYTES: u64 = 1 << 48;
+/// The address space of a new file is at least so large, as it costs nothing, and making it larger does.
+const LEAST_SPACE: u64 = 64 << 20;
+
+/// A packed sketch that is open.
+pub(super) struct Packed {
+    id: u64,
+    shared: Arc<Shared>,
+    host: Arc<dyn MarkedFile>,
+    storage: Arc<HostStorage>,
+    lower: Arc<LowerDevice>,
+    disk: Disk,
+    /// Shared by all that read and write, exclusive to change how far the file and its address space reach.
+    gate: RwLock<Frame>,
+    size: AtomicU64,
+    /// Whether what the address space has behind the end of the file is zeros.
+    is_clean: AtomicBool,
+    /// How often the file was cut, by which a flush notices that it was.
+    cuts: AtomicU64,
+    /// How often something was changed.
+    changes: AtomicU64,
+    mark: Mutex<MarkState>,
+    turns: Turns,
+    fence: Fence,
+    /// Whether its space is free when it is dropped.
+    discarded: AtomicBool,
+}
+
+struct Frame {
+    /// Whether the file has a name.
+    marked: bool,
+}
+
+impl Packed {
+    /// Makes a sketch of a host file that has the right size and no content.
+    pub(super) fn create(
+        shared: &Arc<Shared>,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+    ) -> Result<Arc<Self>, SketchError> {
+        let size = size_of(&*host)?;
+        let mark = SketchMark {
+            id: shared.new_id(),
+            kind: SketchKind::Packed,
+            block_shift: BLOCK_BYTES.trailing_zeros() as u8,
+            map_exists: false,
+            lower_limit: lower.size().min(size),
+            size,
+        };
+        mark_new(&*host, &mark)?;
+        Self::new(shared, host, lower, mark)
+    }
+
+    /// Opens a sketch with this mark.
+    pub(super) fn open(
+        shared: &Arc<Shared>,
+        mark: &SketchMark,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+    ) -> Result<Arc<Self>, SketchError> {
+        if mark.lower_limit > lower.size().min(mark.size) {
+            return Err(SketchError::OtherLower {
+                limit: mark.lower_limit,
+                size: lower.size().min(mark.size),
+            });
+        }
+        Self::new(shared, host, lower, *mark)
+    }
+
+    fn new(
+        shared: &Arc<Shared>,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+        mark: SketchMark,
+    ) -> Result<Arc<Self>, SketchError> {
+        let device = Arc::new(LowerDevice::new(lower, mark.lower_limit));
+        let storage = HostStorage::new(Arc::clone(&host), Arc::clone(&shared.account));
+        let storage = Arc::new(storage);
+        let options = OpenOptions {
+            cache: shared.cache.clone(),
+            ..OpenOptions::default()
+        };
+        let disk = match mark.map_exists {
+            true => {
+                storage.use_barriers(shared.options.durable);
+                let modified = host.content().modified();
+                let disk = storage
+                    .while_opening(|| Disk::open(storage.clone(), &options, &Given(&device)))?;
+                // What opening writes, after a crash or as a note, is no change of the file either.
+                if let Ok(modified) = modified {
+                    let _ = host.content().set_modified(modified);
+                }
+                disk
+            }
+            false => create_disk(shared, &storage, &mark, &device, &options)?,
+        };
+        let counters = &shared.counters;
+        counters.open.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(Packed {
+            id: mark.id,
+            shared: Arc::clone(shared),
+            host,
+            storage,
+            lower: device,
+            disk,
+            gate: RwLock::new(Frame { marked: true }),
+            size: AtomicU64::new(mark.size),
+            is_clean: AtomicBool::new(!mark.map_exists),
+            cuts: AtomicU64::new(0),
+            changes: AtomicU64::new(0),
+            mark: Mutex::new(MarkState::new(mark)),
+            turns: Turns::default(),
+            fence: Fence::default(),
+            discarded: AtomicBool::new(false),
+        }))
+    }
+
+    /// Calls `work` when the file may reach to `end`.
+    fn within<T>(
+        &self,
+        end: u64,
+        work: impl FnOnce() -> Result<T, SketchError>,
+    ) -> Result<T, SketchError> {
+        loop {
+            {
+                let _frame = read(&self.gate);
+                self.fence.check()?;
+                let is_clean = self.is_clean.load(Ordering::Acquire);
+                if end <= self.size() || is_clean && end <= self.disk.size() {
+                    return work();
+                }
+            }
+            let _frame = write(&self.gate);
+            self.make_room(end)?;
+        }
+    }
+
+    /// Sees to it that the file can grow up to `end`. The gate is closed.
+    fn make_room(&self, end: u64) -> Result<(), SketchError> {
+        if end > MOST_BYTES {
+            return Err(SketchError::TooLarge { end });
+        }
+        let space = self.disk.size();
+        if !self.is_clean.load(Ordering::Acquire) {
+            let size = self.size();
+            self.disk.write_zeroes(size, space - size, Space::Free)?;
+            self.is_clean.store(true, Ordering::Release);
+        }
+        if end > space {
+            let double = space.saturating_mul(2).min(MOST_BYTES);
+            self.disk
+                .resize(end.next_multiple_of(BLOCK_BYTES).max(double))?;
+        }
+        Ok(())
+    }
+
+    fn reach(&self, end: u64) {
+        self.size.fetch_max(end, Ordering::AcqRel);
+        self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+
+    fn cut(&self, frame: &Frame, size: u64) -> Result<(), SketchError> {
+        let was = self.size();
+        let mut state = lock(&self.mark);
+        let mark = SketchMark {
+            size: size.min(state.written.size),
+            lower_limit: size.min(state.written.lower_limit),
+            ..state.written
+        };
+        let changed = frame.marked && state.change(&*self.host, mark)?;
+        if changed && mark.map_exists && self.shared.options.durable {
+            // Before the BCoW file can say, in a record that becomes durable when it likes, that the rest is gone.
+            self.fence.sync(|| self.host.content().sync_all())?;
+            state.unsynced = false;
+        }
+        drop(state);
+        self.cuts.fetch_add(1, Ordering::AcqRel);
+        self.changes.fetch_add(1, Ordering::AcqRel);
+        self.lower.cut(size);
+        self.size.store(size, Ordering::Release);
+        let end = was.next_multiple_of(BLOCK_BYTES);
+        if let Err(error) = self.disk.write_zeroes(size, end - size, Space::Free) {
+            // It counts for nothing any more; it is tried again when the file grows.
+            self.shared
+                .log("a file that was cut", &SketchError::from(error));
+            self.is_clean.store(false, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Makes the file at least so long. The gate is closed.
+    fn grow(&self, size: u64) -> Result<(), SketchError> {
+        if size > self.size() {
+            self.make_room(size)?;
+            self.reach(size);
+        }
+        Ok(())
+    }
+
+    /// Writes as much as there is room for, if there is not for all: block by block.
+    fn write_some(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+        let all = match self.disk.write_at(offset, data) {
+            Ok(()) => return Ok(data.len()),
+            Err(error) => SketchError::from(error),
+        };
+        if !all.is_no_space() {
+            return Err(all);
+        }
+        let mut done = 0;
+        while done < data.len() {
+            let at = offset + done as u64;
+            let piece = (BLOCK_BYTES - at % BLOCK_BYTES).min((data.len() - done) as u64) as usize;
+            match self.disk.write_at(at, &data[done..done + piece]) {
+                Ok(()) => done += piece,
+                Err(_) if done > 0 => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(done)
+    }
+
+    fn flush_once(&self, how: Durability) -> Result<(), SketchError> {
+        self.fence.check()?;
+        self.shared.counters.flushes.fetch_add(1, Ordering::Relaxed);
+        self.unseen(|| self.record())?;
+        let mut state = lock(&self.mark);
+        if how == Durability::Durable && state.unsynced {
+            self.fence.sync(|| self.host.content().sync_all())?;
+            state.unsynced = false;
+        }
+        Ok(())
+    }
+
+    /// Has the BCoW file name all that was written, then the mark say how long the file is.
+    fn record(&self) -> Result<(), SketchError> {
+        let cuts = self.cuts.load(Ordering::Acquire);
+        let size = self.size();
+        self.storage.use_barriers(self.shared.options.durable);
+        self.disk.flush()?;
+        if !lock(&self.mark).written.map_exists {
+            // It was made without barriers, and may have had nothing to flush.
+            self.fence.sync(|| bcow::Storage::sync(&*self.storage))?;
+        }
+        let frame = read(&self.gate);
+        let mut state = lock(&self.mark);
+        let mut mark = state.written;
+        mark.map_exists = true;
+        if cuts == self.cuts.load(Ordering::Acquire) {
+            mark.size = size;
+        }
+        if frame.marked {
+            state.change(&*self.host, mark)?;
+        }
+        Ok(())
+    }
+
+    /// Does what writes to the host's file without being a change of this one, so that it keeps its time.
+    fn unseen(&self, work: impl FnOnce() -> Result<(), SketchError>) -> Result<(), SketchError> {
+        let content = self.host.content();
+        let changes = self.changes.load(Ordering::Acquire);
+        let modified = content.modified();
+        work()?;
+        if changes == self.changes.load(Ordering::Acquire)
+            && let Ok(modified) = modified
+        {
+            let _ = content.set_modified(modified);
+        }
+        Ok(())
+    }
+
+    /// Calls `each` with where pieces of the file begin, how long they are, what is there, and in which file of the chain, until it
+    /// has an answer.
+    fn pieces<T>(
+        &self,
+        from: u64,
+        mut each: impl FnMut(u64, u64, Content, u32) -> Option<T>,
+    ) -> Result<Option<T>, SketchError> {
+        let size = self.size();
+        let mut at = from;
+        while at < size {
+            let status = self.disk.status(at, size - at)?;
+            if let Some(answer) = each(at, status.length, status.content, status.depth) {
+                return Ok(Some(answer));
+            }
+            at += status.length;
+        }
+        Ok(None)
+    }
+}
+
+/// The backing's name, which nobody has to find by it: the union gives the lower file.
+fn backing_entry(device: &LowerDevice) -> BackingEntry {
+    BackingEntry {
+        name: BackingName::FileName {
+            name: "lower".into(),
+            identity: None,
+        },
+        size: device.size(),
+    }
+}
+
+fn create_disk(
+    shared: &Shared,
+    storage: &Arc<HostStorage>,
+    mark: &SketchMark,
+    device: &Arc<LowerDevice>,
+    open: &OpenOptions,
+) -> Result<Disk, SketchError> {
+    let layout = shared.options.layout;
+    if mark.size > MOST_BYTES {
+        return Err(SketchError::TooLarge { end: mark.size });
+    }
+    let size = mark.size.next_multiple_of(BLOCK_BYTES);
+    // How the performance layout is cut depends on the size.
+    let size = match layout {
+        Layout::Performance => size,
+        Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MOST_BYTES),
+    };
+    let options = CreateOptions {
+        layout,
+        purpose: Use::Sketch,
+        ..CreateOptions::disk(size)
+    };
+    bcow::Storage::set_len(&**storage, 0)
+        .map_err(|error| SketchError::host("empty the file of a sketch", &error))?;
+    let backing = (device.size() > 0).then(|| {
+        let device: Arc<dyn BlockDevice> = device.clone();
+        device
+    });
+    let backing = backing.map(|shared| (backing_entry(device), shared));
+    Ok(Disk::create(storage.clone(), &options, backing, open)?)
+}
+
+/// Gives the lower file as the backing.
+struct Given<'a>(&'a Arc<LowerDevice>);
+
+impl BackingResolver for Given<'_> {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+impl Sketch for Packed {
+    fn id(&self) -> u64 {
+        self.id
+    }
+    fn kind(&self) -> SketchKind {
+        SketchKind::Packed
+    }
+    fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
+        let _frame = read(&self.gate);
+        let end = offset.saturating_add(buf.len() as u64).min(self.size());
+        if offset >= end {
+            return Ok(0);
+        }
+        let count = (end - offset) as usize;
+        self.disk.read_at(offset, &mut buf[..count])?;
+        Ok(count)
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+        if data.is_empty() {
+            return Ok(0);
+        }
+        let end = offset.saturating_add(data.len() as u64);
+        self.within(end, || {
+            let result = self.write_some(offset, data);
+            let written = *result.as_ref().unwrap_or(&0);
+            if written < data.len() && end > self.size() {
+                // Some of it may be there nevertheless.
+                self.is_clean.store(false, Ordering::Release);
+            }
+            if written > 0 {
+                self.reach(offset + written as u64);
+            }
+            result
+        })
+    }
+    fn set_size(&self, size: u64) -> Result<(), SketchError> {
+        let frame = write(&self.gate);
+        self.fence.check()?;
+        match size < self.size() {
+            true => self.cut(&frame, size),
+            false => self.grow(size),
+        }
+    }
+    fn zero(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
+        let end = offset.saturating_add(length);
+        if size == KeepSize::Grow {
+            let _frame = write(&self.gate);
+            self.fence.check()?;
+            self.grow(end)?;
+        }
+        self.within(0, || {
+            let size = self.size();
+            let end = match end < size {
+                true => end,
+                // Behind the end there are zeros already, as far as it matters.
+                false => size.next_multiple_of(BLOCK_BYTES),
+            };
+            if offset < end.min(size) {
+                self.disk.write_zeroes(offset, end - offset, Space::Free)?;
+                self.changes.fetch_add(1, Ordering::AcqRel);
+            }
+            Ok(())
+        })
+    }
+    fn allocate(&self, _: u64, _: u64, _: KeepSize) -> Result<(), SketchError> {
+        // Where a block will lie is decided when it is written.
+        Err(SketchError::Host {
+            action: "take space for a packed sketch",
+            errno: Errno::OPNOTSUPP,
+        })
+    }
+    fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
+        let _frame = read(&self.gate);
+        let size = self.size();
+        if offset >= size {
+            return Ok(None);
+        }
+        let found = self.pieces(offset, |at, _, content, _| {
+            ((content == Content::Data) == (what == Seek::Data)).then_some(at)
+        })?;
+        Ok(match what {
+            Seek::Data => found,
+            Seek::Hole => Some(found.unwrap_or(size)),
+        })
+    }
+    fn settle(&self) -> Result<(), SketchError> {
+        Ok(self.disk.settle()?)
+    }
+    fn flush(&self, how: Durability) -> Result<(), SketchError> {
+        self.turns.take(|| self.flush_once(how))
+    }
+    fn rest(&self, how: Durability) -> Result<(), SketchError> {
+        self.flush(how)?;
+        // A log would be folded when it is opened next.
+        self.unseen(|| Ok(self.disk.rest()?))
+    }
+    fn status(&self) -> Result<SketchStatus, SketchError> {
+        let _frame = read(&self.gate);
+        let mut below = 0;
+        self.pieces(0, |_, length, _, depth| {
+            below += if depth > 1 { length } else { 0 };
+            None::<()>
+        })?;
+        let blocks = self.size().div_ceil(BLOCK_BYTES);
+        Ok(SketchStatus {
+            blocks,
+            present: blocks.saturating_sub(below.div_ceil(BLOCK_BYTES)),
+            in_transit: self.disk.statistics().waiting_blocks,
+            stored_bytes: self
+                .host
+                .content()
+                .stored_bytes()
+                .map_err(|error| SketchError::host("look at the space of a sketch", &error))?,
+        })
+    }
+    fn is_complete(&self) -> Result<bool, SketchError> {
+        let _frame = read(&self.gate);
+        let below = self.pieces(0, |_, _, _, depth| (depth > 1).then_some(()))?;
+        Ok(below.is_none())
+    }
+    fn promote(&self) -> Result<bool, SketchError> {
+        Ok(false)
+    }
+    fn discard(&self) -> Result<(), SketchError> {
+        write(&self.gate).marked = false;
+        self.discarded.store(true, Ordering::Release);
+        Ok(())
+    }
+    fn copy_out(&self, to: &File) -> Result<u64, SketchError> {
+        copy::copy_out(self, to)
+    }
+}
+
+impl Kept for Packed {
+    fn fill_some(&self, _: usize) -> Option<Instant> {
+        // The BCoW file does it by itself.
+        None
+    }
+}
+
+impl std::fmt::Debug for Packed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Packed")
+            .field("id", &format_args!("{:016x}", self.id))
+            .field("size", &self.size())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Packed {
+    fn drop(&mut self) {
+        self.shared.counters.open.fetch_sub(1, Ordering::Relaxed);
+        if self.discarded.load(Ordering::Acquire)
+            && let Err(error) = self.storage.release()
+        {
+            self.shared.log("a sketch that is closed", &error);
+        }
+        self.shared.leave(self.id);
+    }
+}

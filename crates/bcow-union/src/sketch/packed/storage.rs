@@ -1,0 +1,132 @@
+//! The host's file of a packed sketch, as the storage of a BCoW file.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bcow::Storage;
+
+use super::super::SketchError;
+use super::super::host::{HostFile, MarkedFile};
+use crate::account::{Account, StoredBlocks};
+
+/// Charges what it stores.
+pub(super) struct HostStorage {
+    host: Arc<dyn MarkedFile>,
+    stored: StoredBlocks,
+    /// Whether barriers are wanted.
+    barriers: AtomicBool,
+    /// Whether it is being opened. What that writes is no use of more space, but what makes the file readable.
+    opening: AtomicBool,
+}
+
+impl HostStorage {
+    /// Of which nothing is to be durable yet.
+    pub(super) fn new(host: Arc<dyn MarkedFile>, account: Arc<Account>) -> Self {
+        HostStorage {
+            host,
+            stored: StoredBlocks::new(account),
+            barriers: AtomicBool::new(false),
+            opening: AtomicBool::new(false),
+        }
+    }
+
+    /// Calls `open`, which may write beyond the limit of space.
+    pub(super) fn while_opening<T>(&self, open: impl FnOnce() -> T) -> T {
+        self.opening.store(true, Ordering::Release);
+        let opened = open();
+        self.opening.store(false, Ordering::Release);
+        opened
+    }
+
+    pub(super) fn use_barriers(&self, barriers: bool) {
+        self.barriers.store(barriers, Ordering::Release);
+    }
+
+    /// The file goes.
+    pub(super) fn release(&self) -> Result<(), SketchError> {
+        self.stored.release_all(self.content())
+    }
+
+    fn content(&self) -> &dyn HostFile {
+        self.host.content()
+    }
+}
+
+impl Storage for HostStorage {
+    fn len(&self) -> io::Result<u64> {
+        self.content().size()
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            match self.content().read_at(at, &mut buf[done..])? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                read => done += read,
+            }
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let range = offset..offset.saturating_add(bytes.len() as u64);
+        let failed = |error: SketchError| io::Error::from(error.errno());
+        if self.opening.load(Ordering::Acquire) {
+            self.stored
+                .add(self.content(), range.clone())
+                .map_err(failed)?;
+        }
+        let reserved = self
+            .stored
+            .reserve_all(self.content(), range)
+            .map_err(failed)?;
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = offset + done as u64;
+            match self.content().write_at(at, &bytes[done..]) {
+                Ok(written) => done += written,
+                Err(error) => {
+                    self.stored.undo(reserved, at);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.look()?;
+        self.content().set_size(bytes)?;
+        self.stored.truncated(bytes);
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        match self.barriers.load(Ordering::Acquire) {
+            true => self.content().sync_data(),
+            false => Ok(()),
+        }
+    }
+
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        self.look()?;
+        match self.content().punch(offset, bytes) {
+            Ok(()) => {
+                self.stored.punched(offset..offset + bytes);
+                Ok(())
+            }
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl HostStorage {
+    fn look(&self) -> io::Result<()> {
+        self.stored
+            .look(self.content())
+            .map_err(|error| io::Error::from(error.errno()))
+    }
+}

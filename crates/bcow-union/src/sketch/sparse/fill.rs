@@ -1,0 +1,106 @@
+//! Completing blocks in transit.
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::super::host::write_all;
+use super::super::locks::{lock, read};
+use super::super::shared::By;
+use super::super::{BLOCK_BYTES, Sketch, SketchError};
+use super::{Frame, Sparse};
+
+impl Sparse {
+    /// Completes a block, if it is in transit. Its stripe is not held while the lower file is read.
+    pub(super) fn complete(&self, frame: &Frame, block: u64, by: By) -> Result<(), SketchError> {
+        let start = block * BLOCK_BYTES;
+        let gaps = match self.stripe(block).get(&block) {
+            Some(transit) => transit.written.gaps(self.length(block)),
+            None => return Ok(()),
+        };
+        let mut bytes = [0; BLOCK_BYTES as usize];
+        if let (Some(first), Some(last)) = (gaps.first(), gaps.last()) {
+            let piece = &mut bytes[first.start as usize..last.end as usize];
+            self.read_lower(frame, start + first.start, piece)?;
+        }
+        let mut stripe = self.stripe(block);
+        let Some(transit) = stripe.get(&block) else {
+            return Ok(());
+        };
+        // What is missing now was missing before, but for what lies behind the end as it was: zeros, as in `bytes`.
+        for gap in transit.written.gaps(self.length(block)) {
+            let piece = &bytes[gap.start as usize..gap.end as usize];
+            write_all(self.content(), start + gap.start, piece)
+                .map_err(|error| SketchError::host("complete a block of a sketch", &error))?;
+        }
+        // In this order, so that at no moment nothing seems to be left to record.
+        self.set_present(block..block + 1);
+        stripe.remove(&block);
+        self.transit_ended();
+        drop(stripe);
+        self.shared.filled(by);
+        Ok(())
+    }
+
+    /// Bytes of a block that are in the file.
+    pub(super) fn length(&self, block: u64) -> u64 {
+        self.size()
+            .saturating_sub(block * BLOCK_BYTES)
+            .min(BLOCK_BYTES)
+    }
+
+    /// Completes all blocks that are in transit now. After an error the others are completed all the same.
+    pub(super) fn complete_all(&self, frame: &Frame) -> Result<(), SketchError> {
+        let mut result = Ok(());
+        if self.in_transit.load(Ordering::Acquire) == 0 {
+            return result;
+        }
+        for stripe in &self.stripes {
+            let blocks: Vec<u64> = lock(stripe).keys().copied().collect();
+            for block in blocks {
+                let completed = self.complete(frame, block, By::Flush);
+                result = result.and(completed);
+            }
+        }
+        result
+    }
+
+    /// Completes up to `most` blocks that were in transit for a while. Says when to come again, if blocks are left.
+    pub(super) fn fill_due(&self, most: usize) -> Option<Instant> {
+        // Whoever leaves a block from here on says so again.
+        self.queued.store(false, Ordering::Release);
+        let frame = read(&self.gate);
+        let delay = self.shared.options.fill_delay;
+        let mut left = most;
+        let mut again: Option<Instant> = None;
+        for stripe in &self.stripes {
+            let now = Instant::now();
+            let behind = self.shared.is_behind();
+            let mut due = Vec::new();
+            for (block, transit) in lock(stripe).iter() {
+                if transit.given_up {
+                    continue;
+                }
+                let when = transit.since + delay;
+                if due.len() < left && (behind || when <= now) {
+                    due.push(*block);
+                } else {
+                    again = Some(again.map_or(when, |again| again.min(when)));
+                }
+            }
+            left -= due.len();
+            for block in due {
+                if let Err(error) = self.complete(&frame, block, By::Background) {
+                    self.shared.log("a block could not be completed", &error);
+                    if let Some(transit) = lock(stripe).get_mut(&block) {
+                        transit.given_up = true;
+                    }
+                }
+            }
+        }
+        // In the queue again, so that nobody else puts it there.
+        if again.is_some() && self.queued.swap(true, Ordering::AcqRel) {
+            return None;
+        }
+        again
+    }
+}

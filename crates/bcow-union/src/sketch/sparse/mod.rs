@@ -1,0 +1,383 @@
+//! Sparse sketches: blocks at their own offset of a host file with holes, and a map beside it.
+//!
+//! The host file has the sketch's full size. A block is
+//! - *lower*: what shows is the lower file up to `limit`, and zeros from there on, whatever the host's file has at its place (after
+//!   a crash that may be something);
+//! - *in transit*: some of its bytes are at their place in the host's file, and which is known in memory; the others are the lower
+//!   file's;
+//! - *present*: the host's file has it. It stays so. Blocks that begin at or behind `limit` always are.
+//!
+//! `limit` is what still shows of the lower file. It begins as the lower file's size and shrinks to whatever the file is cut to, so
+//! that what was cut off never comes back. On the disk, the host file's size limits it too: the file is cut first, then the mark
+//! says so, then the file may grow. Whatever a crash leaves of this is the file as it was before or after.
+//!
+//! # Locks
+//!
+//! In the order in which they are taken:
+//!
+//! 1. the map, by who flushes;
+//! 2. the gate: shared to read and write, exclusive to cut, to make holes, and to promote;
+//! 3. a stripe: the blocks in transit of a part of the file. Held while a block that is not present changes;
+//! 4. the set of present blocks; the mark. Leaves.
+//!
+//! Blocks that are present are read and written under the gate alone.
+
+mod ahead;
+mod fill;
+mod flush;
+mod range;
+mod read;
+mod write;
+
+use std::fs::File;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
+use std::time::Instant;
+
+use super::blocks::BlockSet;
+use super::host::{HostFile, MarkedFile};
+use super::locks::{Turns, lock, read, write};
+use super::map::Map;
+use super::mark::{Fence, MarkState, mark_new, size_of};
+use super::shared::{Kept, Shared};
+use super::transit::Stripe;
+use super::{
+    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
+    SketchStatus, copy,
+};
+use crate::Seek;
+use crate::account::StoredBlocks;
+
+const STRIPES: usize = 16;
+/// Blocks that are next to each other in a stripe.
+const UNIT_BLOCKS: u64 = 64;
+/// Longest file that Linux has.
+const MOST_BYTES: u64 = i64::MAX as u64;
+
+/// A sparse sketch that is open.
+pub(super) struct Sparse {
+    me: Weak<Sparse>,
+    id: u64,
+    shared: Arc<Shared>,
+    host: Arc<dyn MarkedFile>,
+    lower: Arc<dyn Lower>,
+    gate: RwLock<Frame>,
+    /// Size of the host's file. It shrinks behind the closed gate only.
+    size: AtomicU64,
+    presence: RwLock<Presence>,
+    stripes: [Mutex<Stripe>; STRIPES],
+    in_transit: AtomicU64,
+    stored: StoredBlocks,
+    mark: Mutex<MarkState>,
+    /// Whether the mark allows more of the lower file than there is, and must be changed before the file may grow.
+    mark_is_late: AtomicBool,
+    map: Mutex<Map>,
+    turns: Turns,
+    fence: Fence,
+    /// Where flushes went. A leaf.
+    ahead: Mutex<ahead::Ahead>,
+    /// How often something was changed.
+    changes: AtomicU64,
+    /// Whether the background knows that blocks are in transit.
+    queued: AtomicBool,
+    /// Whether its space is free when it is dropped.
+    discarded: AtomicBool,
+}
+
+/// What all operations rely on.
+struct Frame {
+    /// Bytes of the lower file that show where nothing is present.
+    limit: u64,
+    /// Whether it is a sketch: neither promoted nor removed.
+    marked: bool,
+}
+
+#[derive(Default)]
+struct Presence {
+    present: BlockSet,
+    /// Those of them that the map does not have.
+    unrecorded: BlockSet,
+}
+
+/// Where a run of blocks is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Lower,
+    Transit,
+    Host,
+}
+
+impl Frame {
+    /// Blocks of which the map says whether they are present. All behind them are.
+    fn covered(&self) -> u64 {
+        self.limit.div_ceil(BLOCK_BYTES)
+    }
+}
+
+impl Sparse {
+    /// Makes a sketch of a host file that has the right size and no content.
+    pub(super) fn create(
+        shared: &Arc<Shared>,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+    ) -> Result<Arc<Self>, SketchError> {
+        let size = size_of(&*host)?;
+        let mark = SketchMark {
+            id: shared.new_id(),
+            kind: SketchKind::Sparse,
+            block_shift: BLOCK_BYTES.trailing_zeros() as u8,
+            map_exists: false,
+            lower_limit: lower.size().min(size),
+            size: 0,
+        };
+        mark_new(&*host, &mark)?;
+        let blocks = lower.size().div_ceil(BLOCK_BYTES);
+        let map = Map::new(mark.id, blocks, Arc::clone(&shared.store));
+        let present = BlockSet::default();
+        Ok(Self::new(shared, host, lower, mark, size, map, present))
+    }
+
+    /// Opens a sketch with this mark.
+    pub(super) fn open(
+        shared: &Arc<Shared>,
+        mark: &SketchMark,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+    ) -> Result<Arc<Self>, SketchError> {
+        if 1u64.checked_shl(mark.block_shift.into()) != Some(BLOCK_BYTES) {
+            return Err(SketchError::Unsupported {
+                what: "a block size of 2 to the power of",
+                value: mark.block_shift.into(),
+            });
+        }
+        if mark.lower_limit > lower.size() {
+            return Err(SketchError::OtherLower {
+                limit: mark.lower_limit,
+                size: lower.size(),
+            });
+        }
+        let size = size_of(&*host)?;
+        let blocks = lower.size().div_ceil(BLOCK_BYTES);
+        let store = Arc::clone(&shared.store);
+        let (map, mut present) = match mark.map_exists {
+            true => Map::load(mark.id, blocks, store)?,
+            false => (Map::new(mark.id, blocks, store), BlockSet::default()),
+        };
+        let covered = mark.lower_limit.min(size).div_ceil(BLOCK_BYTES);
+        present.remove(covered..u64::MAX);
+        Ok(Self::new(shared, host, lower, *mark, size, map, present))
+    }
+
+    fn new(
+        shared: &Arc<Shared>,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+        mark: SketchMark,
+        size: u64,
+        map: Map,
+        present: BlockSet,
+    ) -> Arc<Self> {
+        // The file was cut, and a crash came before the mark said so.
+        let limit = mark.lower_limit.min(size);
+        let counters = &shared.counters;
+        counters.open.fetch_add(1, Ordering::Relaxed);
+        counters.lower_bytes.fetch_add(limit, Ordering::Relaxed);
+        counters.present.fetch_add(present.len(), Ordering::Relaxed);
+        Arc::new_cyclic(|me| Sparse {
+            me: Weak::clone(me),
+            id: mark.id,
+            shared: Arc::clone(shared),
+            host,
+            lower,
+            gate: RwLock::new(Frame {
+                limit,
+                marked: true,
+            }),
+            size: AtomicU64::new(size),
+            presence: RwLock::new(Presence {
+                present,
+                unrecorded: BlockSet::default(),
+            }),
+            stripes: Default::default(),
+            in_transit: AtomicU64::new(0),
+            stored: StoredBlocks::new(Arc::clone(&shared.account)),
+            mark: Mutex::new(MarkState::new(mark)),
+            mark_is_late: AtomicBool::new(limit < mark.lower_limit),
+            map: Mutex::new(map),
+            turns: Turns::default(),
+            fence: Fence::default(),
+            ahead: Mutex::default(),
+            changes: AtomicU64::new(0),
+            queued: AtomicBool::new(false),
+            discarded: AtomicBool::new(false),
+        })
+    }
+
+    fn content(&self) -> &dyn HostFile {
+        self.host.content()
+    }
+
+    fn stripe(&self, block: u64) -> MutexGuard<'_, Stripe> {
+        lock(&self.stripes[(block / UNIT_BLOCKS) as usize % STRIPES])
+    }
+
+    /// Where `block` is, and how far that holds, up to `end`. A block that is not present stays so while its stripe is
+    /// held, which the caller does if it gives it.
+    fn source(&self, frame: &Frame, stripe: &Stripe, block: u64, end: u64) -> (Source, u64) {
+        let covered = frame.covered();
+        if block >= covered {
+            return (Source::Host, end);
+        }
+        let unit_end = (block / UNIT_BLOCKS + 1) * UNIT_BLOCKS;
+        let end = end.min(covered);
+        let (present, until) = read(&self.presence).present.run(block, end);
+        if present {
+            return (Source::Host, until);
+        }
+        let until = until.min(unit_end);
+        match stripe.range(block..until).next() {
+            Some((&first, _)) if first == block => (Source::Transit, block + 1),
+            Some((&first, _)) => (Source::Lower, first),
+            None => (Source::Lower, until),
+        }
+    }
+
+    /// Where `block` is now.
+    fn find(&self, frame: &Frame, block: u64, end: u64) -> (Source, u64) {
+        let covered = frame.covered();
+        if block < covered {
+            let (present, until) = read(&self.presence).present.run(block, end.min(covered));
+            if present {
+                return (Source::Host, until);
+            }
+        }
+        self.source(frame, &self.stripe(block), block, end)
+    }
+
+    /// These blocks are on the host from now on.
+    fn set_present(&self, blocks: Range<u64>) {
+        let mut presence = write(&self.presence);
+        let newly = presence.present.insert(blocks.clone());
+        presence.unrecorded.insert(blocks);
+        drop(presence);
+        self.shared
+            .counters
+            .present
+            .fetch_add(newly, Ordering::Relaxed);
+    }
+}
+
+/// The end of a range, if a file can have it.
+fn end_of(offset: u64, length: u64) -> Result<u64, SketchError> {
+    let end = offset.saturating_add(length);
+    match end <= MOST_BYTES {
+        true => Ok(end),
+        false => Err(SketchError::TooLarge { end }),
+    }
+}
+
+impl Sketch for Sparse {
+    fn id(&self) -> u64 {
+        self.id
+    }
+    fn kind(&self) -> SketchKind {
+        SketchKind::Sparse
+    }
+    fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
+        self.read(offset, buf)
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+        self.write(offset, data)
+    }
+    fn set_size(&self, size: u64) -> Result<(), SketchError> {
+        self.resize(size)
+    }
+    fn zero(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
+        self.make_zero(offset, length, size)
+    }
+    fn allocate(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError> {
+        self.take_space(offset, length, size)
+    }
+    fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
+        self.find_next(offset, what)
+    }
+    fn settle(&self) -> Result<(), SketchError> {
+        self.complete_all(&read(&self.gate))
+    }
+    fn flush(&self, how: Durability) -> Result<(), SketchError> {
+        match how {
+            Durability::Durable => self.turns.take(|| self.flush_once(how)),
+            Durability::Volatile => self.flush_once(how),
+        }
+    }
+    fn rest(&self, how: Durability) -> Result<(), SketchError> {
+        // Opening reads the host's file only.
+        self.flush(how)
+    }
+    fn status(&self) -> Result<SketchStatus, SketchError> {
+        let frame = read(&self.gate);
+        let blocks = self.size().div_ceil(BLOCK_BYTES);
+        let present = read(&self.presence).present.len();
+        Ok(SketchStatus {
+            blocks,
+            present: present + blocks.saturating_sub(frame.covered()),
+            in_transit: self.in_transit.load(Ordering::Relaxed),
+            stored_bytes: self
+                .content()
+                .stored_bytes()
+                .map_err(|error| SketchError::host("look at the space of a sketch", &error))?,
+        })
+    }
+    fn is_complete(&self) -> Result<bool, SketchError> {
+        Ok(self.lacks_nothing(&read(&self.gate)))
+    }
+    fn promote(&self) -> Result<bool, SketchError> {
+        self.make_plain()
+    }
+    fn discard(&self) -> Result<(), SketchError> {
+        self.forget_map()
+    }
+    fn copy_out(&self, to: &File) -> Result<u64, SketchError> {
+        copy::copy_out(self, to)
+    }
+}
+
+impl Kept for Sparse {
+    fn fill_some(&self, most: usize) -> Option<Instant> {
+        self.fill_due(most)
+    }
+}
+
+impl std::fmt::Debug for Sparse {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sparse")
+            .field("id", &format_args!("{:016x}", self.id))
+            .field("size", &self.size())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Sparse {
+    fn drop(&mut self) {
+        let counters = &self.shared.counters;
+        counters.open.fetch_sub(1, Ordering::Relaxed);
+        let limit = read(&self.gate).limit;
+        counters.lower_bytes.fetch_sub(limit, Ordering::Relaxed);
+        let present = read(&self.presence).present.len();
+        counters.present.fetch_sub(present, Ordering::Relaxed);
+        let left: usize = self.stripes.iter().map(|stripe| lock(stripe).len()).sum();
+        self.shared.transit_ended(left as u64);
+        let left = match self.discarded.load(Ordering::Acquire) {
+            true => self.stored.release_all(self.content()),
+            false => lock(&self.map).confirm(),
+        };
+        if let Err(error) = left {
+            self.shared.log("a sketch that is closed", &error);
+        }
+        self.shared.leave(self.id);
+    }
+}

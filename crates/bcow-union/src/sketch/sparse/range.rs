@@ -1,0 +1,204 @@
+//! What changes a range of a sparse sketch as a whole: its size, holes, space.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use super::super::locks::{lock, read, write};
+use super::super::{BLOCK_BYTES, KeepSize, Sketch, SketchError};
+use super::{Frame, Sparse, end_of};
+
+/// Zeros that must be stored are written in pieces of this size.
+const ZEROS: &[u8] = &[0; 64 << 10];
+
+impl Sparse {
+    pub(super) fn resize(&self, size: u64) -> Result<(), SketchError> {
+        end_of(0, size)?;
+        let mut frame = write(&self.gate);
+        self.fence.check()?;
+        match size < self.size() {
+            true => self.cut(&mut frame, size),
+            false => self.grow(&frame, size),
+        }
+    }
+
+    /// The gate is closed.
+    fn grow(&self, frame: &Frame, size: u64) -> Result<(), SketchError> {
+        if size > self.size() {
+            self.before_growth(frame)?;
+            self.content()
+                .set_size(size)
+                .map_err(|error| SketchError::host("lengthen a sketch", &error))?;
+            self.size.store(size, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn cut(&self, frame: &mut Frame, size: u64) -> Result<(), SketchError> {
+        self.stored.look(self.content())?;
+        self.content()
+            .set_size(size)
+            .map_err(|error| SketchError::host("cut a sketch", &error))?;
+        self.size.store(size, Ordering::Release);
+        self.stored.truncated(size);
+        self.end_transit(size.div_ceil(BLOCK_BYTES)..u64::MAX);
+        let edge = size / BLOCK_BYTES;
+        let length = size % BLOCK_BYTES;
+        if length > 0 {
+            let mut stripe = self.stripe(edge);
+            if let Some(transit) = stripe.get_mut(&edge) {
+                transit.written.cut(length);
+                let complete = transit.written.covers(length);
+                let untouched = transit.written.is_empty();
+                if complete {
+                    self.set_present(edge..edge + 1);
+                }
+                if complete || untouched {
+                    stripe.remove(&edge);
+                    self.transit_ended();
+                }
+            }
+        }
+        if size < frame.limit {
+            let counters = &self.shared.counters;
+            counters
+                .lower_bytes
+                .fetch_sub(frame.limit - size, Ordering::Relaxed);
+            frame.limit = size;
+            self.mark_is_late.store(true, Ordering::Release);
+            let mut presence = write(&self.presence);
+            let gone = presence.present.remove(frame.covered()..u64::MAX);
+            presence.unrecorded.remove(frame.covered()..u64::MAX);
+            counters.present.fetch_sub(gone, Ordering::Relaxed);
+            drop(presence);
+            // If this fails, it is tried again when the file is to grow.
+            if let Err(error) = self.before_growth(frame) {
+                self.shared.log("a file that was cut", &error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets that these blocks were in transit.
+    fn end_transit(&self, blocks: Range<u64>) {
+        for stripe in &self.stripes {
+            let mut stripe = lock(stripe);
+            while let Some((&block, _)) = stripe.range(blocks.clone()).next() {
+                stripe.remove(&block);
+                self.transit_ended();
+            }
+        }
+    }
+
+    pub(super) fn make_zero(
+        &self,
+        offset: u64,
+        length: u64,
+        size: KeepSize,
+    ) -> Result<(), SketchError> {
+        let end = end_of(offset, length)?;
+        let frame = write(&self.gate);
+        self.fence.check()?;
+        if size == KeepSize::Grow {
+            self.grow(&frame, end)?;
+        }
+        let size = self.size();
+        let end = end.min(size);
+        if offset >= end {
+            return Ok(());
+        }
+        // At the end of the file the last block is meant as a whole.
+        let hole_end = match end == size {
+            true => end.next_multiple_of(BLOCK_BYTES),
+            false => end,
+        };
+        let mut hole = offset..hole_end;
+        for edge in [offset, hole_end] {
+            let block = edge / BLOCK_BYTES;
+            let block_bytes = block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES;
+            let is_host = block >= frame.covered() || read(&self.presence).present.contains(block);
+            if edge == block_bytes.start || is_host {
+                continue;
+            }
+            // A part of a block of which another part is, or may be, the lower file's.
+            let part = hole.start.max(block_bytes.start)..hole.end.min(block_bytes.end);
+            if part.is_empty() {
+                continue;
+            }
+            self.write_zeros(&frame, part.start..part.end.min(size))?;
+            match edge == offset {
+                true => hole.start = part.end,
+                false => hole.end = part.start,
+            }
+        }
+        if hole.start >= hole.end {
+            return Ok(());
+        }
+        self.punch(&frame, hole.clone())?;
+        let whole = hole.start.div_ceil(BLOCK_BYTES)..hole.end / BLOCK_BYTES;
+        let whole = whole.start..whole.end.min(frame.covered());
+        if !whole.is_empty() {
+            self.set_present(whole.clone());
+            self.end_transit(whole);
+        }
+        Ok(())
+    }
+
+    /// Makes a hole in the host's file, or writes zeros if it can have none.
+    fn punch(&self, frame: &Frame, hole: Range<u64>) -> Result<(), SketchError> {
+        self.stored.look(self.content())?;
+        match self.content().punch(hole.start, hole.end - hole.start) {
+            Ok(()) => {
+                self.stored.punched(hole);
+                Ok(())
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
+                self.write_zeros(frame, hole.start..hole.end.min(self.size()))
+            }
+            Err(error) => Err(SketchError::host("make a hole in a sketch", &error)),
+        }
+    }
+
+    fn write_zeros(&self, frame: &Frame, range: Range<u64>) -> Result<(), SketchError> {
+        let reserved = self.stored.reserve_all(self.content(), range.clone())?;
+        let mut at = range.start;
+        while at < range.end {
+            let n = (range.end - at).min(ZEROS.len() as u64) as usize;
+            match self.write_reserved(frame, at, &ZEROS[..n]) {
+                // What stopped a short write is told by the next.
+                Ok(written) => at += written as u64,
+                Err(error) => {
+                    self.stored.undo(reserved, at);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn take_space(
+        &self,
+        offset: u64,
+        length: u64,
+        size: KeepSize,
+    ) -> Result<(), SketchError> {
+        let end = end_of(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        let frame = write(&self.gate);
+        self.fence.check()?;
+        if size == KeepSize::Grow && end > self.size() {
+            self.before_growth(&frame)?;
+        }
+        let reserved = self.stored.reserve_all(self.content(), offset..end)?;
+        let allocated = self.content().allocate(offset, length);
+        if let Err(error) = allocated {
+            self.stored.undo(reserved, 0);
+            return Err(SketchError::host("take space for a sketch", &error));
+        }
+        match size {
+            KeepSize::Grow => self.grow(&frame, end),
+            KeepSize::Keep => Ok(()),
+        }
+    }
+}

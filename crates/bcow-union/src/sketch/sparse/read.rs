@@ -1,0 +1,157 @@
+//! Reading a sparse sketch.
+
+use super::super::host::read_all;
+use super::super::locks::read;
+use super::super::shared::By;
+use super::super::{BLOCK_BYTES, Sketch, SketchError};
+use super::{Frame, Source, Sparse};
+use crate::Seek;
+
+impl Sparse {
+    pub(super) fn read(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
+        let frame = read(&self.gate);
+        let size = self.size();
+        let end = offset.saturating_add(buf.len() as u64).min(size);
+        if offset >= end {
+            return Ok(0);
+        }
+        let mut at = offset;
+        while at < end {
+            let last = end.div_ceil(BLOCK_BYTES);
+            let (source, until) = self.find(&frame, at / BLOCK_BYTES, last);
+            let stop = until.saturating_mul(BLOCK_BYTES).min(end);
+            let piece = &mut buf[(at - offset) as usize..(stop - offset) as usize];
+            match source {
+                Source::Host => self.read_host(at, piece)?,
+                Source::Lower => self.read_lower(&frame, at, piece)?,
+                Source::Transit => self.read_transit(&frame, at, piece)?,
+            }
+            at = stop;
+        }
+        Ok((end - offset) as usize)
+    }
+
+    pub(super) fn read_host(&self, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
+        read_all(self.content(), at, buf)
+            .map_err(|error| SketchError::host("read what a sketch stores", &error))
+    }
+
+    /// What shows where nothing is present.
+    pub(super) fn read_lower(
+        &self,
+        frame: &Frame,
+        at: u64,
+        buf: &mut [u8],
+    ) -> Result<(), SketchError> {
+        let shown = frame.limit.saturating_sub(at).min(buf.len() as u64) as usize;
+        let (shown, beyond) = buf.split_at_mut(shown);
+        beyond.fill(0);
+        if shown.is_empty() {
+            return Ok(());
+        }
+        self.lower
+            .read_at(at, shown)
+            .map_err(|errno| SketchError::Lower { offset: at, errno })
+    }
+
+    /// Within one block in transit.
+    fn read_transit(&self, frame: &Frame, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
+        let block = at / BLOCK_BYTES;
+        match self.complete(frame, block, By::Reader) {
+            Ok(()) => self.read_host(at, buf),
+            // The host has no room for it, or the lower file is damaged there: what can be read is.
+            Err(_) => self.read_merged(frame, at, buf),
+        }
+    }
+
+    fn read_merged(&self, frame: &Frame, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
+        let block = at / BLOCK_BYTES;
+        let start = block * BLOCK_BYTES;
+        let stripe = self.stripe(block);
+        self.read_host(at, buf)?;
+        let Some(transit) = stripe.get(&block) else {
+            return Ok(());
+        };
+        let end = at + buf.len() as u64;
+        for gap in transit.written.gaps(BLOCK_BYTES) {
+            let from = (start + gap.start).max(at);
+            let to = (start + gap.end).min(end);
+            if from < to {
+                let piece = &mut buf[(from - at) as usize..(to - at) as usize];
+                self.read_lower(frame, from, piece)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn find_next(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
+        let frame = read(&self.gate);
+        let size = self.size();
+        if offset >= size {
+            return Ok(None);
+        }
+        let last = size.div_ceil(BLOCK_BYTES);
+        let (mut in_host, mut in_lower) = (Next::default(), Next::default());
+        let mut at = offset;
+        while at < size {
+            let (source, until) = self.find(&frame, at / BLOCK_BYTES, last);
+            let stop = until.saturating_mul(BLOCK_BYTES).min(size);
+            let found = match source {
+                Source::Transit => match what {
+                    Seek::Data => at,
+                    Seek::Hole => stop,
+                },
+                Source::Host => in_host.from(at, || {
+                    self.content()
+                        .seek(at, what)
+                        .map_err(|error| SketchError::host("look for holes", &error))
+                })?,
+                Source::Lower if at >= frame.limit => match what {
+                    Seek::Data => stop,
+                    Seek::Hole => at,
+                },
+                Source::Lower => {
+                    let next = in_lower.from(at, || {
+                        self.lower
+                            .seek(at, what)
+                            .map_err(|errno| SketchError::Lower { offset: at, errno })
+                    })?;
+                    match what {
+                        Seek::Data if next >= frame.limit => stop,
+                        Seek::Hole => next.min(frame.limit),
+                        Seek::Data => next,
+                    }
+                }
+            };
+            if found < stop {
+                return Ok(Some(found));
+            }
+            at = stop;
+        }
+        Ok(match what {
+            Seek::Data => None,
+            Seek::Hole => Some(size),
+        })
+    }
+}
+
+/// Where the next of what is looked for was, so that a file of many small pieces is not asked for each.
+#[derive(Default)]
+struct Next(Option<u64>);
+
+impl Next {
+    fn from(
+        &mut self,
+        at: u64,
+        seek: impl FnOnce() -> Result<Option<u64>, SketchError>,
+    ) -> Result<u64, SketchError> {
+        match self.0 {
+            Some(known) if known >= at => Ok(known),
+            _ => {
+                let found = seek()?.unwrap_or(u64::MAX);
+                self.0 = Some(found);
+                Ok(found)
+            }
+        }
+    }
+}

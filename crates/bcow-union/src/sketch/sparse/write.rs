@@ -1,0 +1,198 @@
+//! Writing into a sparse sketch.
+//!
+//! The bytes go to their place in the host's file first, so that it is the host who says at once whether there is room. Then the
+//! block is present, if all of it was written, or in transit.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::super::locks::{lock, read};
+use super::super::shared::{By, Kept};
+use super::super::transit::{Stripe, Transit, Written};
+use super::super::{BLOCK_BYTES, Sketch, SketchError, SketchMark};
+use super::{Frame, Sparse, UNIT_BLOCKS, end_of};
+
+/// Bytes of the blocks that share a stripe's lock.
+const UNIT_BYTES: u64 = UNIT_BLOCKS * BLOCK_BYTES;
+
+impl Sparse {
+    pub(super) fn write(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+        if data.is_empty() {
+            return Ok(0);
+        }
+        let end = end_of(offset, data.len() as u64)?;
+        let frame = read(&self.gate);
+        self.fence.check()?;
+        // Before and after, so that whoever looks twice sees what lies between.
+        self.changes.fetch_add(1, Ordering::AcqRel);
+        if end > self.size() {
+            self.before_growth(&frame)?;
+        }
+        let reserved = self.stored.reserve(self.content(), offset..end)?;
+        let fits = &data[..(reserved.end - offset) as usize];
+        let result = self.write_reserved(&frame, offset, fits);
+        self.changes.fetch_add(1, Ordering::AcqRel);
+        let written = *result.as_ref().unwrap_or(&0);
+        if written < fits.len() {
+            self.stored.undo(reserved, offset + written as u64);
+        }
+        result
+    }
+
+    /// Writes what there is room for by the limit. An error after the first byte is told by writing less.
+    pub(super) fn write_reserved(
+        &self,
+        frame: &Frame,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<usize, SketchError> {
+        let end = offset + data.len() as u64;
+        let covered = frame.covered();
+        let stop = end.div_ceil(BLOCK_BYTES).min(covered);
+        let first = offset / BLOCK_BYTES;
+        if first >= stop || read(&self.presence).present.contains_all(first..stop) {
+            return self.write_host(offset, data);
+        }
+        let mut done = 0;
+        while done < data.len() {
+            let at = offset + done as u64;
+            let piece_end = match at / BLOCK_BYTES < covered {
+                true => ((at / UNIT_BYTES + 1) * UNIT_BYTES).min(covered * BLOCK_BYTES),
+                false => end,
+            };
+            let piece = &data[done..(piece_end.min(end) - offset) as usize];
+            let result = match at / BLOCK_BYTES < covered {
+                true => self.write_unit(frame, at, piece),
+                false => self.write_host(at, piece),
+            };
+            match result {
+                Ok(written) => {
+                    done += written;
+                    if written < piece.len() {
+                        break;
+                    }
+                }
+                Err(error) if done == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    /// Writes into the host's file, and says how far it got before an error, if it got anywhere.
+    fn write_host(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+        let mut done = 0;
+        while done < data.len() {
+            match self.content().write_at(offset + done as u64, &data[done..]) {
+                Ok(written) => done += written,
+                Err(error) if done == 0 => {
+                    return Err(SketchError::host("write to a sketch", &error));
+                }
+                Err(_) => break,
+            }
+        }
+        self.size.fetch_max(offset + done as u64, Ordering::AcqRel);
+        Ok(done)
+    }
+
+    /// Writes within blocks that share a stripe.
+    fn write_unit(&self, frame: &Frame, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
+        let blocks = offset / BLOCK_BYTES..(offset + data.len() as u64).div_ceil(BLOCK_BYTES);
+        let mut stripe = self.stripe(blocks.start);
+        let written = self.write_host(offset, data)?;
+        let began = self.note(&mut stripe, offset..offset + written as u64);
+        drop(stripe);
+        for block in began.into_iter().flatten() {
+            self.later(frame, block);
+        }
+        Ok(written)
+    }
+
+    /// Notes that bytes were written in blocks of one stripe. Gives the blocks that are in transit since, which are the first
+    /// and the last at most.
+    fn note(&self, stripe: &mut Stripe, bytes: Range<u64>) -> [Option<u64>; 2] {
+        let size = self.size();
+        let blocks = bytes.start / BLOCK_BYTES..bytes.end.div_ceil(BLOCK_BYTES);
+        let mut began = [None; 2];
+        let mut complete = blocks.start..blocks.start;
+        for block in blocks {
+            let start = block * BLOCK_BYTES;
+            let length = (size - start).min(BLOCK_BYTES);
+            let range = bytes.start.max(start) - start..bytes.end.min(start + BLOCK_BYTES) - start;
+            let is_complete = if range.start == 0 && range.end >= length {
+                if stripe.remove(&block).is_some() {
+                    self.transit_ended();
+                }
+                true
+            } else if read(&self.presence).present.contains(block) {
+                false
+            } else {
+                let transit = stripe.entry(block).or_insert_with(|| {
+                    began[usize::from(began[0].is_some())] = Some(block);
+                    self.in_transit.fetch_add(1, Ordering::AcqRel);
+                    self.shared.transit_began();
+                    Transit {
+                        written: Written::default(),
+                        since: Instant::now(),
+                        given_up: false,
+                    }
+                });
+                transit.written.insert(range);
+                let covered = transit.written.covers(length);
+                if covered {
+                    stripe.remove(&block);
+                    self.transit_ended();
+                }
+                covered
+            };
+            if is_complete {
+                if complete.end != block {
+                    self.set_present(complete);
+                    complete = block..block;
+                }
+                complete.end = block + 1;
+            }
+        }
+        if !complete.is_empty() {
+            self.set_present(complete);
+        }
+        began
+    }
+
+    pub(super) fn transit_ended(&self) {
+        self.in_transit.fetch_sub(1, Ordering::AcqRel);
+        self.shared.transit_ended(1);
+    }
+
+    /// Leaves a block to the background, unless that is behind.
+    fn later(&self, frame: &Frame, block: u64) {
+        if self.shared.is_behind() {
+            // It was written; whoever reads the rest or flushes meets the error again.
+            let _ = self.complete(frame, block, By::Writer);
+            return;
+        }
+        if !self.queued.swap(true, Ordering::AcqRel)
+            && let Some(me) = self.me.upgrade()
+        {
+            let me: Arc<dyn Kept> = me;
+            self.shared.fill_later(Arc::downgrade(&me));
+        }
+    }
+
+    /// Sees to it that the mark does not allow what the file was cut to once before it grows.
+    pub(super) fn before_growth(&self, frame: &Frame) -> Result<(), SketchError> {
+        if !self.mark_is_late.load(Ordering::Acquire) || !frame.marked {
+            return Ok(());
+        }
+        let mut state = lock(&self.mark);
+        let mark = SketchMark {
+            lower_limit: frame.limit,
+            ..state.written
+        };
+        state.change(&*self.host, mark)?;
+        self.mark_is_late.store(false, Ordering::Release);
+        Ok(())
+    }
+}

@@ -1,0 +1,98 @@
+//! Blocks in transit: what of them was written, in memory only.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Instant;
+
+/// Ranges of bytes within one block, few of them, in order, that neither overlap nor touch.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Written(Vec<(u16, u16)>);
+
+impl Written {
+    /// Adds a range; it merges with what it touches.
+    pub(super) fn insert(&mut self, range: Range<u64>) {
+        let (mut start, mut end) = (range.start as u16, range.end as u16);
+        self.0.retain(|have| {
+            let apart = have.1 < start || have.0 > end;
+            if !apart {
+                start = start.min(have.0);
+                end = end.max(have.1);
+            }
+            apart
+        });
+        let at = self.0.partition_point(|have| have.0 < start);
+        self.0.insert(at, (start, end));
+    }
+
+    /// Forgets what lies from `length` on.
+    pub(super) fn cut(&mut self, length: u64) {
+        let length = length as u16;
+        self.0.retain(|have| have.0 < length);
+        if let Some(last) = self.0.last_mut() {
+            last.1 = last.1.min(length);
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What of `0..length` is in no range.
+    pub(super) fn gaps(&self, length: u64) -> Vec<Range<u64>> {
+        let mut gaps = Vec::new();
+        let mut at = 0;
+        for &(start, end) in &self.0 {
+            if at < length.min(start.into()) {
+                gaps.push(at..length.min(start.into()));
+            }
+            at = end.into();
+        }
+        if at < length {
+            gaps.push(at..length);
+        }
+        gaps
+    }
+
+    /// Whether all of `0..length` is in a range.
+    pub(super) fn covers(&self, length: u64) -> bool {
+        matches!(self.0[..], [(0, end), ..] if u64::from(end) >= length)
+    }
+}
+
+/// A block in transit.
+#[derive(Debug)]
+pub(super) struct Transit {
+    pub(super) written: Written,
+    /// When it was first written.
+    pub(super) since: Instant,
+    /// Whether the background could not complete it: it is left to who needs it, who is then told why.
+    pub(super) given_up: bool,
+}
+
+/// The blocks in transit of a part of a file.
+pub(super) type Stripe = BTreeMap<u64, Transit>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_are_what_was_not_written() {
+        let mut written = Written::default();
+        for range in [10..20, 30..40, 15..32] {
+            written.insert(range);
+        }
+        assert_eq!(written.gaps(50), [0..10, 40..50]);
+        assert_eq!(written.gaps(35), vec![0..10]);
+        assert_eq!(written.gaps(5), vec![0..5]);
+        assert!(!written.covers(1));
+        written.insert(0..10);
+        assert!(written.covers(40) && !written.covers(41));
+        written.insert(40..4096);
+        assert_eq!(written.gaps(4096), []);
+        written.cut(35);
+        assert_eq!(written.gaps(4096), vec![35..4096]);
+        written.cut(0);
+        assert!(written.is_empty());
+    }
+}

@@ -1,0 +1,261 @@
+//! Content of a file of the union, put together from the host's file and the image's.
+
+use bcow_erofs::reader::{ErofsError, ExtentSource, Filesystem, Inode};
+use bcow_erofs::tree::{Blocks, ChunkRun, Content};
+
+use super::splice::{BLOCK_BYTES, LOWER_FROM, Segments};
+
+/// Chunks of a file in pieces, at most: eight bytes each in memory. Of 4 KiB they make 16 GiB.
+const MAX_CHUNKS: u64 = 4 << 20;
+
+/// Whose a piece of a file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    /// The host file's, at the same offset.
+    Host,
+    /// The lower file's, at the same offset.
+    Lower,
+    /// Nobody's: zeros.
+    Hole,
+}
+
+/// A run of a file's bytes that ends where the next one begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// One past its last byte.
+    pub(super) end: u64,
+    /// Whose it is.
+    pub(super) source: Source,
+}
+
+/// How the host's file holds its bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holder {
+    /// At their offsets.
+    Plain,
+    /// In a BCoW file.
+    Packed,
+}
+
+/// A regular file.
+#[derive(Debug, Clone)]
+pub(super) struct Body {
+    /// Size in bytes.
+    pub(super) size: u64,
+    /// Path of the host's file below the upper, and its inode number; none if all is the image's.
+    pub(super) host: Option<(Vec<u8>, u64, Holder)>,
+    /// The lower file, if there is one.
+    pub(super) lower: Option<Inode>,
+    /// The pieces, up to `size`.
+    pub(super) pieces: Vec<Piece>,
+}
+
+impl Body {
+    /// One of the image's files as it is.
+    pub(super) fn of_lower(inode: Inode) -> Body {
+        Body {
+            size: inode.size,
+            host: None,
+            lower: Some(inode),
+            pieces: vec![Piece {
+                end: inode.size,
+                source: Source::Lower,
+            }],
+        }
+    }
+
+    /// The piece that holds byte `offset`, and where the piece ends.
+    pub(super) fn piece(&self, offset: u64) -> Piece {
+        let index = self.pieces.partition_point(|piece| piece.end <= offset);
+        match self.pieces.get(index) {
+            Some(piece) => *piece,
+            None => Piece {
+                end: u64::MAX,
+                source: Source::Hole,
+            },
+        }
+    }
+
+    /// Where the content lies in the spliced device. What is the image's stays there, in as far as whole chunks of it lie in
+    /// whole blocks; the rest gets addresses in `segments`, which read this body.
+    pub(super) fn content(
+        &self,
+        index: u32,
+        lower: &Filesystem,
+        segments: &mut Segments,
+    ) -> Result<Content, BodyError> {
+        let size = self.size;
+        let mut shift = 0;
+        while size.div_ceil(BLOCK_BYTES << shift) > MAX_CHUNKS {
+            shift += 1;
+        }
+        let mut chunks = Chunks {
+            body: index,
+            size,
+            shift,
+            runs: Vec::new(),
+            open: None,
+            segments,
+        };
+        let mut start = 0;
+        for piece in &self.pieces {
+            let end = piece.end.min(size);
+            match piece.source {
+                _ if start >= end => {}
+                Source::Hole => {}
+                Source::Host => chunks.own(start, end)?,
+                Source::Lower => {
+                    if let Some(inode) = &self.lower {
+                        lower_piece(inode, start, end, lower, &mut chunks)?;
+                    }
+                }
+            }
+            start = end;
+        }
+        chunks.finish()
+    }
+}
+
+/// Content cannot be given addresses.
+#[derive(Debug)]
+pub(super) enum BodyError {
+    /// The image is damaged.
+    Lower(ErofsError),
+    /// There are no addresses left.
+    Full,
+}
+
+fn lower_piece(
+    inode: &Inode,
+    start: u64,
+    end: u64,
+    lower: &Filesystem,
+    chunks: &mut Chunks<'_>,
+) -> Result<(), BodyError> {
+    for extent in lower.extents(inode, start) {
+        let extent = extent.map_err(BodyError::Lower)?;
+        if extent.offset >= end {
+            break;
+        }
+        let extent_end = (extent.offset + extent.length).min(end);
+        if let ExtentSource::Device { offset } = extent.source {
+            chunks.below(extent.offset, extent_end, offset)?;
+        }
+    }
+    Ok(())
+}
+
+/// The runs of a file in the making. Pieces come in order.
+struct Chunks<'s> {
+    body: u32,
+    size: u64,
+    shift: u8,
+    runs: Vec<ChunkRun>,
+    /// First chunk and end of a run of own chunks that has no addresses yet.
+    open: Option<(u64, u64)>,
+    segments: &'s mut Segments,
+}
+
+impl Chunks<'_> {
+    fn chunk_bytes(&self) -> u64 {
+        BLOCK_BYTES << self.shift
+    }
+
+    /// Bytes that are read through the body.
+    fn own(&mut self, start: u64, end: u64) -> Result<(), BodyError> {
+        let first = start / self.chunk_bytes();
+        let last = end.div_ceil(self.chunk_bytes());
+        match &mut self.open {
+            Some((_, open_end)) if first <= *open_end => *open_end = (*open_end).max(last),
+            _ => {
+                self.close()?;
+                self.open = Some((first, last));
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes that lie at byte `device` of the image.
+    fn below(&mut self, start: u64, end: u64, device: u64) -> Result<(), BodyError> {
+        let chunk = self.chunk_bytes();
+        let first = start.div_ceil(chunk);
+        let last = match end == self.size {
+            true => end.div_ceil(chunk),
+            false => end / chunk,
+        };
+        let at = device + (first * chunk).saturating_sub(start);
+        if first >= last || !at.is_multiple_of(BLOCK_BYTES) {
+            return self.own(start, end);
+        }
+        if start < first * chunk {
+            self.own(start, first * chunk)?;
+        }
+        // What an earlier piece made of the first chunk stays.
+        let taken = self.open.map_or(0, |(_, open_end)| open_end);
+        let (first, at) = match taken > first {
+            true => (taken, at + (taken - first) * chunk),
+            false => (first, at),
+        };
+        self.close()?;
+        if first < last {
+            let start =
+                u32::try_from((LOWER_FROM + at) / BLOCK_BYTES).map_err(|_| BodyError::Full)?;
+            self.push(ChunkRun {
+                first,
+                count: last - first,
+                start,
+            });
+        }
+        if last * chunk < end {
+            self.own(last * chunk, end)?;
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, run: ChunkRun) {
+        if let Some(before) = self.runs.last_mut() {
+            let next = u64::from(before.start) + (before.count << self.shift);
+            if before.first + before.count == run.first && next == u64::from(run.start) {
+                before.count += run.count;
+                return;
+            }
+        }
+        self.runs.push(run);
+    }
+
+    fn close(&mut self) -> Result<(), BodyError> {
+        let Some((first, end)) = self.open.take() else {
+            return Ok(());
+        };
+        let offset = first * self.chunk_bytes();
+        let bytes = (end * self.chunk_bytes()).min(self.size) - offset;
+        let start = self
+            .segments
+            .add(self.body, offset, bytes)
+            .ok_or(BodyError::Full)?;
+        self.push(ChunkRun {
+            first,
+            count: end - first,
+            start,
+        });
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Content, BodyError> {
+        self.close()?;
+        let chunks = self.size.div_ceil(self.chunk_bytes());
+        let blocks = match &self.runs[..] {
+            [] if self.size == 0 => Blocks::Flat { start: 0 },
+            [run] if run.first == 0 && run.count == chunks => Blocks::Flat { start: run.start },
+            _ => Blocks::Chunked {
+                chunk_shift: self.shift,
+                runs: self.runs.into(),
+            },
+        };
+        Ok(Content {
+            size: self.size,
+            blocks,
+            tail: None,
+        })
+    }
+}

@@ -1,0 +1,226 @@
+//! Files: what they are, and whose their bytes are.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use bcow_erofs::reader::{FileType, Inode, Nid};
+use bcow_erofs::tree::{Content, DeviceNumber, Directory, Node, NodeId, NodeKind};
+use rustix::fs::{AtFlags, OFlags};
+use rustix::io::Errno;
+
+use super::{Above, Kind, Pending, Problem, Reader};
+use crate::upper::beneath::open_beneath;
+use crate::upper::body::{Body, Holder, Piece, Source};
+use crate::upper::sketched::{self, HostFile};
+use crate::upper::{Attribute, META, Marks, Metacopy};
+
+impl Reader<'_> {
+    /// The node of anything but a directory.
+    pub(super) fn file(
+        &mut self,
+        above: &Above<'_>,
+        parent: Option<&Inode>,
+        below: Option<Inode>,
+    ) -> Result<NodeId, Problem> {
+        let has_names = above.stat.st_nlink > 1;
+        if has_names && let Some(&node) = self.hosts.get(&above.stat.st_ino) {
+            return Ok(node);
+        }
+        let at = Attribute::Named(above.dir, above.name);
+        let attributes = self.attributes(&above.stat, &above.marks, at, above.kind)?;
+        let kind = match above.kind {
+            Kind::Regular => {
+                let body = self.body(above, parent, below)?;
+                NodeKind::Regular(self.content(body)?)
+            }
+            Kind::Symlink => {
+                let target = rustix::fs::readlinkat(above.dir, above.name, Vec::new())?;
+                NodeKind::Symlink(target.into_bytes().into())
+            }
+            Kind::Char(number) => NodeKind::CharDevice(number),
+            Kind::Block(number) => NodeKind::BlockDevice(number),
+            Kind::Fifo => NodeKind::Fifo,
+            Kind::Socket | Kind::Directory => NodeKind::Socket,
+        };
+        let node = self.add(Node { attributes, kind })?;
+        if has_names {
+            self.hosts.insert(above.stat.st_ino, node);
+        }
+        Ok(node)
+    }
+
+    /// Puts what the image has into a directory that says all that is in it.
+    pub(super) fn below(
+        &mut self,
+        dir: &Pending,
+        name: &[u8],
+        nid: Nid,
+        path: &[u8],
+    ) -> Result<(), Problem> {
+        let inode = self.lower.inode(nid)?;
+        let node = match inode.kind {
+            FileType::Directory => {
+                let node = self.lower_directory(&inode)?;
+                let node = self.add(node)?;
+                self.whole.insert(node);
+                self.pending.push(Pending {
+                    node,
+                    path: path.to_vec(),
+                    is_above: false,
+                    lower: Some(inode),
+                    is_whole: true,
+                });
+                node
+            }
+            _ => self.node_below(nid)?,
+        };
+        self.tree.insert(dir.node, name, node);
+        Ok(())
+    }
+
+    /// The node of a file of the image, as it is or as it was changed under another name.
+    pub(super) fn node_below(&mut self, nid: Nid) -> Result<NodeId, Problem> {
+        if self.index.contains_key(&nid.0) {
+            return self.indexed(nid);
+        }
+        let inode = self.lower.inode(nid)?;
+        self.lower_file(&inode)
+    }
+
+    pub(super) fn lower_directory(&mut self, inode: &Inode) -> Result<Node, Problem> {
+        Ok(Node {
+            attributes: self.lower_attributes(inode)?,
+            kind: NodeKind::Directory(Directory::default()),
+        })
+    }
+
+    pub(super) fn lower_file(&mut self, inode: &Inode) -> Result<NodeId, Problem> {
+        if let Some(&node) = self.lowers.get(&inode.nid) {
+            return Ok(node);
+        }
+        let attributes = self.lower_attributes(inode)?;
+        let number = inode.rdev.unwrap_or(DeviceNumber { major: 0, minor: 0 });
+        let kind = match inode.kind {
+            FileType::Regular => NodeKind::Regular(self.content(Body::of_lower(*inode))?),
+            FileType::Symlink => NodeKind::Symlink(self.lower.read_link(inode)?.into()),
+            FileType::CharDevice => NodeKind::CharDevice(number),
+            FileType::BlockDevice => NodeKind::BlockDevice(number),
+            FileType::Fifo => NodeKind::Fifo,
+            FileType::Socket | FileType::Directory => NodeKind::Socket,
+        };
+        let node = self.add(Node { attributes, kind })?;
+        if inode.nlink > 1 {
+            self.lowers.insert(inode.nid, node);
+        }
+        Ok(node)
+    }
+
+    /// The node of an entry of the index.
+    pub(super) fn indexed(&mut self, nid: Nid) -> Result<NodeId, Problem> {
+        if let Some(&node) = self
+            .index
+            .get(&nid.0)
+            .and_then(|inode| self.hosts.get(inode))
+        {
+            return Ok(node);
+        }
+        let Some(dir) = self.index_directory()? else {
+            return Err(Problem::Host(Errno::NOENT));
+        };
+        let name = format!("{:016x}", nid.0).into_bytes();
+        let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
+        let marks = Marks::read(Attribute::Named(dir.as_fd(), &name), self.names.namespace)?;
+        let kind = self.kind(&stat, &marks);
+        let path = [META.as_bytes(), b"/index/", &name].concat();
+        let above = Above {
+            dir: dir.as_fd(),
+            name: &name,
+            path: &path,
+            stat,
+            marks,
+            kind,
+        };
+        let below = self.lower.inode(nid)?;
+        let node = self.file(&above, None, Some(below))?;
+        self.hosts.insert(stat.st_ino, node);
+        Ok(node)
+    }
+
+    pub(super) fn index_directory(&self) -> Result<Option<OwnedFd>, Problem> {
+        match self.upper.meta_directory("index") {
+            Ok(dir) => Ok(dir),
+            Err(error) => Err(Problem::Host(error.errno().unwrap_or(Errno::IO))),
+        }
+    }
+
+    pub(super) fn content(&mut self, body: Body) -> Result<Content, Problem> {
+        let index = u32::try_from(self.bodies.len()).map_err(|_| Problem::TooLarge)?;
+        let content = body.content(index, self.lower, &mut self.segments)?;
+        self.bodies.push(body);
+        Ok(content)
+    }
+
+    /// Where the bytes of a regular file are.
+    pub(super) fn body(
+        &self,
+        above: &Above<'_>,
+        parent: Option<&Inode>,
+        below: Option<Inode>,
+    ) -> Result<Body, Problem> {
+        let size = u64::try_from(above.stat.st_size).unwrap_or(0);
+        let host = |holder| Some((above.path.to_vec(), above.stat.st_ino, holder));
+        if let Some(mark) = &above.marks.sketch {
+            let lower = self.lower_of(above, parent, below)?;
+            let host = HostFile {
+                path: above.path,
+                inode: above.stat.st_ino,
+                size,
+            };
+            return sketched::body(self.upper, mark, &host, lower);
+        }
+        match above.marks.metacopy {
+            Metacopy::None => Ok(Body {
+                size,
+                host: host(Holder::Plain),
+                lower: None,
+                pieces: self.host_pieces(above, size)?,
+            }),
+            Metacopy::Whole => Ok(Body::of_lower(self.lower_of(above, parent, below)?)),
+            Metacopy::Sketch => Err(Problem::Sketch(
+                "it is marked as a sketch, but does not say of what kind".into(),
+            )),
+        }
+    }
+
+    /// The file of the image that a copy of metadata, or a sketch, has bytes of.
+    pub(super) fn lower_of(
+        &self,
+        above: &Above<'_>,
+        parent: Option<&Inode>,
+        below: Option<Inode>,
+    ) -> Result<Inode, Problem> {
+        if let Some(inode) = self.origin(&above.marks, FileType::Regular)? {
+            return Ok(inode);
+        }
+        let found = match self.redirected(&above.marks, parent)? {
+            Some(found) => found,
+            None => below,
+        };
+        found
+            .filter(|inode| inode.kind == FileType::Regular)
+            .ok_or(Problem::NoLower { what: "file" })
+    }
+
+    /// The runs of data of a host file.
+    pub(super) fn host_pieces(&self, above: &Above<'_>, size: u64) -> Result<Vec<Piece>, Problem> {
+        let whole = vec![Piece {
+            end: size,
+            source: Source::Host,
+        }];
+        if (above.stat.st_blocks as u64).saturating_mul(512) >= size {
+            return Ok(whole);
+        }
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+        let file = open_beneath(self.upper.root(), above.path, flags)?;
+        Ok(sketched::data_runs(&file, size)?)
+    }
+}

@@ -1,0 +1,537 @@
+//! What an upper changes of an image, read while nobody writes to it.
+//!
+//! The result is a layer over the image ([`Changes::layer`]): directories that exist in both list what differs in them, names
+//! that are gone are whiteouts. A directory that was renamed is in it whole, as an opaque one under its new name.
+
+mod attributes;
+mod files;
+mod names;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use bcow::BlockDevice;
+use bcow_erofs::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
+use bcow_erofs::tree::{
+    Attributes, DeviceNumber, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs,
+};
+use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::io::Errno;
+
+use super::beneath::open_beneath;
+use super::body::{Body, BodyError};
+use super::splice::{Segments, Store};
+use super::{
+    Attribute, META, MarkError, Marks, Names, ReadMarksError, Redirect, UpperReader, is_whiteout,
+    work,
+};
+
+/// What an upper changes.
+pub struct Changes {
+    /// As a layer over the image. Contents are addresses of [`Changes::store`].
+    pub layer: LayerTree,
+    /// What the image has at the paths of the layer, with everything below directories that are gone or hidden: what a
+    /// comparison has to look at. Empty unless it was asked for.
+    pub touched: LayerTree,
+    /// The content.
+    pub store: Arc<Store>,
+    /// Of inodes of the image with several names that changed: the node of each, by inode.
+    pub index: BTreeMap<u64, NodeId>,
+    /// Attributes that no image can have, by name, and how often they were left out.
+    pub dropped_xattrs: BTreeMap<Vec<u8>, u64>,
+}
+
+/// What to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// The layer.
+    Layer,
+    /// Also what the image has at its paths.
+    Touched,
+}
+
+/// An upper cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read {}", show(path))]
+pub struct ChangesError {
+    /// Path in the tree, without a slash at its start.
+    pub path: Vec<u8>,
+    /// Why.
+    #[source]
+    pub problem: Problem,
+}
+
+/// Why something of an upper cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// The host failed.
+    #[error("the host: {0}")]
+    Host(#[source] Errno),
+    /// A mark is damaged.
+    #[error(transparent)]
+    Mark(#[from] MarkError),
+    /// The image cannot be read.
+    #[error("the image: {0}")]
+    Image(#[source] ErofsError),
+    /// What it continues is not in the image.
+    #[error("the image has no {what} that it could continue")]
+    NoLower {
+        /// What is missing.
+        what: &'static str,
+    },
+    /// A sketch's map is missing or damaged.
+    #[error("{0}")]
+    Sketch(String),
+    /// The files together are larger than an image can be.
+    #[error("the files of the upper are larger than an image can address (7 TiB)")]
+    TooLarge,
+    /// There are more files than an image can have.
+    #[error("the upper has more than {allowed} files")]
+    TooMany {
+        /// How many there may be.
+        allowed: u64,
+    },
+}
+
+impl From<Errno> for Problem {
+    fn from(errno: Errno) -> Self {
+        Problem::Host(errno)
+    }
+}
+
+impl From<ErofsError> for Problem {
+    fn from(error: ErofsError) -> Self {
+        Problem::Image(error)
+    }
+}
+
+impl From<ReadMarksError> for Problem {
+    fn from(error: ReadMarksError) -> Self {
+        match error {
+            ReadMarksError::Io(errno) => Problem::Host(errno),
+            ReadMarksError::Mark(error) => Problem::Mark(error),
+        }
+    }
+}
+
+impl From<BodyError> for Problem {
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::Lower(error) => Problem::Image(error),
+            BodyError::Full => Problem::TooLarge,
+        }
+    }
+}
+
+fn show(path: &[u8]) -> String {
+    match path {
+        [] => "the root".into(),
+        path => format!("{:?}", String::from_utf8_lossy(path)),
+    }
+}
+
+impl Changes {
+    /// Reads what `upper` changes of the image whose file system `lower` is, on `device`. Needs memory for every file of the
+    /// upper; no content is read.
+    pub fn read(
+        upper: &UpperReader,
+        lower: Arc<Filesystem>,
+        device: Arc<dyn BlockDevice>,
+        scope: Scope,
+        max_inodes: u64,
+    ) -> Result<Changes, ChangesError> {
+        let root_error = |problem| ChangesError {
+            path: Vec::new(),
+            problem,
+        };
+        let root = open_beneath(upper.root(), b"", OFlags::RDONLY | OFlags::DIRECTORY)
+            .map_err(|errno| root_error(errno.into()))?;
+        let known = index_of(upper).map_err(root_error)?;
+        let mut reader = Reader {
+            upper,
+            names: upper.names(),
+            lower: &lower,
+            max_inodes,
+            tree: LayerTree::new(),
+            whole: HashSet::new(),
+            hosts: HashMap::new(),
+            lowers: HashMap::new(),
+            index: known,
+            xattrs: HashMap::new(),
+            bodies: Vec::new(),
+            segments: Segments::default(),
+            dropped_xattrs: BTreeMap::new(),
+            pending: Vec::new(),
+        };
+        reader.run()?;
+        let layer = std::mem::take(&mut reader.tree);
+        let changed = reader.index.iter().filter_map(|(nid, inode)| {
+            let node = reader.hosts.get(inode)?;
+            Some((*nid, *node))
+        });
+        let index = changed.collect();
+        if scope == Scope::Touched {
+            reader.touched(&layer)?;
+        }
+        let Reader {
+            tree,
+            bodies,
+            segments,
+            dropped_xattrs,
+            ..
+        } = reader;
+        Ok(Changes {
+            layer,
+            touched: tree,
+            index,
+            dropped_xattrs,
+            store: Arc::new(Store {
+                lower,
+                device,
+                root,
+                bodies,
+                segments,
+                open: Default::default(),
+            }),
+        })
+    }
+}
+
+/// The upper's files that are entries of the index: host inode numbers by the image's inodes.
+fn index_of(upper: &UpperReader) -> Result<HashMap<u64, u64>, Problem> {
+    let mut known = HashMap::new();
+    let Ok(Some(dir)) = upper.meta_directory("index") else {
+        return Ok(known);
+    };
+    for name in work::list(dir.as_fd())? {
+        if let Some(nid) = parse_id(&name) {
+            let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
+            known.insert(nid, stat.st_ino);
+        }
+    }
+    Ok(known)
+}
+
+/// The number that an entry of the index, or a map, is named by: 16 hexadecimal digits.
+pub(super) fn parse_id(name: &[u8]) -> Option<u64> {
+    let digits = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    if name.len() != 16 || !name.iter().all(digits) {
+        return None;
+    }
+    u64::from_str_radix(std::str::from_utf8(name).ok()?, 16).ok()
+}
+
+/// A directory to be read.
+struct Pending {
+    node: NodeId,
+    /// Path in the union.
+    path: Vec<u8>,
+    /// Whether it is in the upper, where it has the same path.
+    is_above: bool,
+    /// The directory of the image that it continues.
+    lower: Option<Inode>,
+    /// Whether the layer has to say all that is in it.
+    is_whole: bool,
+}
+
+struct Reader<'r> {
+    upper: &'r UpperReader,
+    names: Names,
+    lower: &'r Filesystem,
+    max_inodes: u64,
+    tree: LayerTree,
+    /// Directories that say all that is in them.
+    whole: HashSet<NodeId>,
+    /// Files of the upper with several names, by host inode number.
+    hosts: HashMap<u64, NodeId>,
+    /// Files of the image with several names.
+    lowers: HashMap<Nid, NodeId>,
+    index: HashMap<u64, u64>,
+    xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
+    bodies: Vec<Body>,
+    segments: Segments,
+    dropped_xattrs: BTreeMap<Vec<u8>, u64>,
+    pending: Vec<Pending>,
+}
+
+/// Something of the upper.
+struct Above<'a> {
+    dir: BorrowedFd<'a>,
+    name: &'a [u8],
+    path: &'a [u8],
+    stat: Stat,
+    marks: Marks,
+    kind: Kind,
+}
+
+/// What a file is to the container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Directory,
+    Regular,
+    Symlink,
+    Char(DeviceNumber),
+    Block(DeviceNumber),
+    Fifo,
+    Socket,
+}
+
+impl Reader<'_> {
+    fn run(&mut self) -> Result<(), ChangesError> {
+        self.root().map_err(at(b""))?;
+        while let Some(next) = self.pending.pop() {
+            self.directory(next)?;
+        }
+        // What changed under one of its names changed under all.
+        let found = match self.index.is_empty() {
+            true => Vec::new(),
+            false => self.names_of(&|nid| self.index.contains_key(&nid.0))?,
+        };
+        for (path, nid) in found {
+            self.other_name(&path, nid).map_err(at(&path))?;
+        }
+        self.links_below()
+    }
+
+    fn root(&mut self) -> Result<(), Problem> {
+        let fd = self.upper.root();
+        let stat = rustix::fs::fstat(fd)?;
+        let marks = Marks::read(Attribute::Open(fd), self.names.namespace)?;
+        let below = self.lower.inode(self.lower.root())?;
+        let mut attributes =
+            self.attributes(&stat, &marks, Attribute::Open(fd), Kind::Directory)?;
+        // An instance's root is more private on the host than in the container.
+        if self.upper.record().is_some() {
+            match &marks.owner {
+                Some(owner) => {
+                    (attributes.uid, attributes.gid) = (owner.uid, owner.gid);
+                    attributes.permissions = owner.permissions;
+                }
+                None => {
+                    (attributes.uid, attributes.gid) = (below.uid, below.gid);
+                    attributes.permissions = below.permissions;
+                }
+            }
+        }
+        *self.tree.node_mut(LayerTree::ROOT) = Node {
+            attributes,
+            kind: NodeKind::Directory(Directory {
+                opaque: marks.opaque,
+                ..Directory::default()
+            }),
+        };
+        if marks.opaque {
+            self.whole.insert(LayerTree::ROOT);
+        }
+        self.pending.push(Pending {
+            node: LayerTree::ROOT,
+            path: Vec::new(),
+            is_above: true,
+            lower: (!marks.opaque).then_some(below),
+            is_whole: marks.opaque,
+        });
+        Ok(())
+    }
+
+    fn directory(&mut self, dir: Pending) -> Result<(), ChangesError> {
+        let mut seen: BTreeSet<Vec<u8>> = BTreeSet::new();
+        if dir.is_above {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+            let fd = open_beneath(self.upper.root(), &dir.path, flags)
+                .map_err(|errno| at(&dir.path)(errno.into()))?;
+            let mut names = work::list(fd.as_fd()).map_err(|errno| at(&dir.path)(errno.into()))?;
+            names.sort_unstable();
+            for name in names {
+                if dir.path.is_empty() && name == META.as_bytes() {
+                    continue;
+                }
+                let path = join(&dir.path, &name);
+                self.entry(&dir, fd.as_fd(), &name, &path)
+                    .map_err(at(&path))?;
+                seen.insert(name);
+            }
+        }
+        if let (true, Some(lower)) = (dir.is_whole, &dir.lower) {
+            let mut children = bcow_erofs::reader::Children::sorted(*lower);
+            while let Some(child) = children
+                .next(self.lower)
+                .map_err(|error| at(&dir.path)(error.into()))?
+            {
+                if seen.contains(&child.name) {
+                    continue;
+                }
+                let path = join(&dir.path, &child.name);
+                self.below(&dir, &child.name, child.nid, &path)
+                    .map_err(at(&path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes one name of the upper.
+    fn entry(
+        &mut self,
+        dir: &Pending,
+        fd: BorrowedFd<'_>,
+        name: &[u8],
+        path: &[u8],
+    ) -> Result<(), Problem> {
+        let stat = rustix::fs::statat(fd, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let below = match &dir.lower {
+            Some(lower) => match self.lower.lookup(lower, name)? {
+                Some(entry) => Some(self.lower.inode(entry.nid)?),
+                None => None,
+            },
+            None => None,
+        };
+        if is_whiteout(&stat) {
+            if !dir.is_whole && below.is_some() {
+                let node = self.add(Node {
+                    attributes: Attributes::default(),
+                    kind: NodeKind::Whiteout,
+                })?;
+                self.tree.insert(dir.node, name, node);
+            }
+            return Ok(());
+        }
+        let marks = Marks::read(Attribute::Named(fd, name), self.names.namespace)?;
+        let kind = self.kind(&stat, &marks);
+        let above = Above {
+            dir: fd,
+            name,
+            path,
+            stat,
+            marks,
+            kind,
+        };
+        match kind {
+            Kind::Directory => self.subdirectory(dir, &above, below),
+            _ => {
+                let node = self.file(&above, dir.lower.as_ref(), below)?;
+                self.tree.insert(dir.node, name, node);
+                Ok(())
+            }
+        }
+    }
+
+    fn subdirectory(
+        &mut self,
+        dir: &Pending,
+        above: &Above<'_>,
+        below: Option<Inode>,
+    ) -> Result<(), Problem> {
+        let lower = self.continued_directory(above, dir.lower.as_ref(), below)?;
+        let is_below = |inode: &Inode| below.is_some_and(|below| below.nid == inode.nid);
+        let is_whole = dir.is_whole || !lower.as_ref().is_some_and(is_below);
+        let hides = below.is_some_and(|below| below.kind == FileType::Directory);
+        let at = Attribute::Named(above.dir, above.name);
+        let attributes = self.attributes(&above.stat, &above.marks, at, above.kind)?;
+        let node = self.add(Node {
+            attributes,
+            kind: NodeKind::Directory(Directory {
+                opaque: !dir.is_whole && is_whole && hides,
+                ..Directory::default()
+            }),
+        })?;
+        self.tree.insert(dir.node, above.name, node);
+        if is_whole {
+            self.whole.insert(node);
+        }
+        self.pending.push(Pending {
+            node,
+            path: above.path.to_vec(),
+            is_above: true,
+            lower,
+            is_whole,
+        });
+        Ok(())
+    }
+
+    /// The directory of the image that one of the upper continues.
+    fn continued_directory(
+        &self,
+        above: &Above<'_>,
+        parent: Option<&Inode>,
+        below: Option<Inode>,
+    ) -> Result<Option<Inode>, Problem> {
+        if above.marks.opaque {
+            return Ok(None);
+        }
+        if let Some(inode) = self.origin(&above.marks, FileType::Directory)? {
+            return Ok(Some(inode));
+        }
+        let is_directory = |inode: &Inode| inode.kind == FileType::Directory;
+        match self.redirected(&above.marks, parent)? {
+            Some(found) => match found.filter(is_directory) {
+                Some(found) => Ok(Some(found)),
+                None => Err(Problem::NoLower { what: "directory" }),
+            },
+            None => Ok(below.filter(is_directory)),
+        }
+    }
+
+    /// The inode that the origin names, if it is one of this image and of this type.
+    fn origin(&self, marks: &Marks, kind: FileType) -> Result<Option<Inode>, Problem> {
+        let Some(origin) = &marks.origin else {
+            return Ok(None);
+        };
+        if origin.uuid != self.lower.superblock().uuid {
+            return Ok(None);
+        }
+        let inode = self.lower.inode(Nid(origin.nid))?;
+        Ok((inode.kind == kind).then_some(inode))
+    }
+
+    /// What a redirect leads to; `None` without one.
+    fn redirected(
+        &self,
+        marks: &Marks,
+        parent: Option<&Inode>,
+    ) -> Result<Option<Option<Inode>>, Problem> {
+        let nid = match &marks.redirect {
+            None => return Ok(None),
+            Some(Redirect::Path(path)) => self.lower.resolve(path)?,
+            Some(Redirect::Sibling(name)) => match parent {
+                Some(parent) => self.lower.lookup(parent, name)?.map(|entry| entry.nid),
+                None => None,
+            },
+        };
+        match nid {
+            Some(nid) => Ok(Some(Some(self.lower.inode(nid)?))),
+            None => Ok(Some(None)),
+        }
+    }
+
+    fn add(&mut self, node: Node) -> Result<NodeId, Problem> {
+        if self.tree.len() as u64 >= self.max_inodes {
+            return Err(Problem::TooMany {
+                allowed: self.max_inodes,
+            });
+        }
+        Ok(self.tree.add(node))
+    }
+}
+
+/// Says where in the tree there is a problem.
+fn at(path: &[u8]) -> impl Fn(Problem) -> ChangesError + use<> {
+    let path = path.to_vec();
+    move |problem| ChangesError {
+        path: path.clone(),
+        problem,
+    }
+}
+
+/// The same of the image.
+fn below(path: &[u8]) -> impl Fn(ErofsError) -> ChangesError + use<> {
+    let at = at(path);
+    move |error| at(error.into())
+}
+
+fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
+    match dir {
+        [] => name.to_vec(),
+        dir => [dir, b"/", name].concat(),
+    }
+}

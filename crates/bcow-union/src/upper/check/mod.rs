@@ -1,0 +1,494 @@
+//! Examines an upper while nobody writes to it: every mark, every map, what is named by a mark and what nothing names.
+//!
+//! Codes of findings are stable; docs/upper.md has them. Leaks and wrong link counts can be repaired, marks cannot: nobody
+//! but them says what a file is.
+
+mod beside;
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use bcow::BlockDevice;
+use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
+use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::io::Errno;
+
+pub use bcow::check::Severity;
+
+use super::beneath::open_beneath;
+use super::sketched::HostFile;
+use super::{
+    Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
+    Redirect, SketchKind, UpperError, UpperReader, is_whiteout, sketched, work,
+};
+
+/// At most this many findings are kept.
+const MOST_FINDINGS: usize = 1000;
+
+/// Something wrong, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// Stable code.
+    pub code: &'static str,
+    /// How bad.
+    pub severity: Severity,
+    /// Path below the upper; `.` for the root.
+    pub path: Vec<u8>,
+    /// What.
+    pub message: String,
+}
+
+/// What was examined and found.
+#[derive(Debug, Default)]
+pub struct Report {
+    /// Directory by directory; then what lies beside the tree.
+    pub findings: Vec<Finding>,
+    /// Findings beyond those kept.
+    pub omitted: u64,
+    /// Directories of the tree.
+    pub directories: u64,
+    /// Other names of the tree.
+    pub files: u64,
+    /// Whiteouts.
+    pub whiteouts: u64,
+    /// Copies of metadata, all of whose bytes are the image's.
+    pub metadata_copies: u64,
+    /// Sketches.
+    pub sketches: u64,
+    /// What a repair would do.
+    repairs: Vec<Repair>,
+}
+
+/// Something that can be repaired without guessing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Repair {
+    /// Nothing names this map.
+    Map(Vec<u8>),
+    /// Nothing names this entry of the index.
+    Index(Vec<u8>),
+    /// Temporaries.
+    Work,
+    /// So many names beyond those on the host.
+    Nlink(Vec<u8>, i32),
+}
+
+impl Report {
+    /// Whether there is no finding of severity [`Severity::Error`].
+    pub fn is_sound(&self) -> bool {
+        self.omitted == 0 && self.findings.iter().all(|f| f.severity != Severity::Error)
+    }
+
+    /// Whether [`repair`] would do something.
+    pub fn is_repairable(&self) -> bool {
+        !self.repairs.is_empty()
+    }
+
+    fn add(&mut self, severity: Severity, code: &'static str, path: &[u8], message: String) {
+        if self.findings.len() == MOST_FINDINGS {
+            self.omitted += 1;
+            return;
+        }
+        self.findings.push(Finding {
+            code,
+            severity,
+            path: if path.is_empty() {
+                b".".to_vec()
+            } else {
+                path.to_vec()
+            },
+            message,
+        });
+    }
+
+    fn error(&mut self, code: &'static str, path: &[u8], message: impl Into<String>) {
+        self.add(Severity::Error, code, path, message.into());
+    }
+
+    fn warning(&mut self, code: &'static str, path: &[u8], message: impl Into<String>) {
+        self.add(Severity::Warning, code, path, message.into());
+    }
+}
+
+/// The image an upper belongs to.
+#[derive(Clone)]
+pub struct CheckedImage {
+    /// Its file system.
+    pub filesystem: Arc<Filesystem>,
+    /// What that is on.
+    pub device: Arc<dyn BlockDevice>,
+}
+
+/// Examines the upper that `upper` reads; what it says of the image only if that is given. Fails only if the host does so
+/// where nothing can be said without it.
+pub fn check(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
+    let host = |errno| UpperError::Io {
+        path: upper.path().to_owned(),
+        action: "read it",
+        source: errno,
+    };
+    let mut checker = Checker {
+        upper,
+        names: upper.names(),
+        image: image.map(|image| &*image.filesystem),
+        report: Report::default(),
+        sketches: HashMap::new(),
+        indexed: HashMap::new(),
+        pending: Vec::new(),
+    };
+    if upper.is_lost()? {
+        let message = "the machine stopped while it was mounted with --sync volatile";
+        let path = format!("{META}/volatile").into_bytes();
+        checker.report.error("upper-volatile", &path, message);
+    }
+    checker.index().map_err(host)?;
+    checker.tree().map_err(host)?;
+    checker.maps().map_err(host)?;
+    checker.work().map_err(host)?;
+    if let Some(image) = image {
+        checker.links(image);
+    }
+    Ok(checker.report)
+}
+
+/// Repairs what `report` found, as far as it can be repaired; says what was done. The caller has checked again before, with
+/// `instance` open, or nobody could have written meanwhile.
+pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, UpperError> {
+    let mut done = Vec::new();
+    let host = |errno| UpperError::Io {
+        path: instance.path().to_owned(),
+        action: "repair it",
+        source: errno,
+    };
+    for repair in &report.repairs {
+        let shown = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+        done.push(match repair {
+            Repair::Map(name) => {
+                remove(instance.maps(), name).map_err(host)?;
+                format!("removed {META}/maps/{}, which no sketch has", shown(name))
+            }
+            Repair::Index(name) => {
+                remove(instance.index(), name).map_err(host)?;
+                format!("removed {META}/index/{}, which nothing names", shown(name))
+            }
+            // Opening it has done so.
+            Repair::Work => format!("emptied {META}/work"),
+            Repair::Nlink(name, delta) => {
+                let value = NlinkDelta::Upper(*delta).encode();
+                let at = Attribute::Named(instance.index(), name);
+                Mark::Nlink
+                    .set(at, instance.namespace(), value.as_bytes())
+                    .map_err(host)?;
+                format!("set the number of names of {META}/index/{}", shown(name))
+            }
+        });
+    }
+    for dir in [instance.maps(), instance.index(), instance.work()] {
+        work::make_durable(dir).map_err(host)?;
+    }
+    Ok(done)
+}
+
+fn remove(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
+    match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno),
+    }
+}
+
+struct Checker<'c> {
+    upper: &'c UpperReader,
+    names: Names,
+    image: Option<&'c Filesystem>,
+    report: Report,
+    /// Sketches by number: host inode and path.
+    sketches: HashMap<u64, (u64, Vec<u8>)>,
+    /// Entries of the index by host inode: the image's inode.
+    indexed: HashMap<u64, u64>,
+    /// Directories to go into, with what they continue in the image as far as it is known.
+    pending: Vec<(Vec<u8>, Option<Inode>)>,
+}
+
+impl Checker<'_> {
+    fn tree(&mut self) -> Result<(), Errno> {
+        let root = self.upper.root();
+        let marks = self.marks(Attribute::Open(root), b"")?;
+        let stat = rustix::fs::fstat(root)?;
+        let below = self.image.and_then(|image| image.inode(image.root()).ok());
+        let lower = self.entry(b"", &stat, &marks, None, below);
+        self.pending.push((Vec::new(), lower));
+        while let Some((path, lower)) = self.pending.pop() {
+            self.directory(&path, lower)?;
+        }
+        Ok(())
+    }
+
+    fn directory(&mut self, path: &[u8], lower: Option<Inode>) -> Result<(), Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let listed = open_beneath(self.upper.root(), path, flags)
+            .and_then(|fd| Ok((work::list(fd.as_fd())?, fd)));
+        let (mut names, fd) = match listed {
+            Ok(listed) => listed,
+            Err(errno) if path.is_empty() => return Err(errno),
+            Err(errno) => {
+                let message = format!("it cannot be listed: {errno}");
+                self.report.error("upper-host", path, message);
+                return Ok(());
+            }
+        };
+        names.sort_unstable();
+        let first = self.pending.len();
+        for name in names {
+            if path.is_empty() && name == META.as_bytes() {
+                continue;
+            }
+            let full = match path {
+                [] => name.clone(),
+                path => [path, b"/", &name].concat(),
+            };
+            if let Err(errno) = self.name(fd.as_fd(), &name, &full, lower.as_ref()) {
+                let message = format!("it cannot be read: {errno}");
+                self.report.error("upper-host", &full, message);
+            }
+        }
+        // The last is taken first.
+        self.pending[first..].reverse();
+        Ok(())
+    }
+
+    fn name(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &[u8],
+        path: &[u8],
+        parent: Option<&Inode>,
+    ) -> Result<(), Errno> {
+        let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let below = self.child(parent, name);
+        if is_whiteout(&stat) {
+            self.report.whiteouts += 1;
+            if self.image.is_some() && parent.is_some() && below.is_none() {
+                let message = "a whiteout of what the image does not have";
+                self.report.warning("upper-whiteout", path, message);
+            }
+            return Ok(());
+        }
+        let marks = self.marks(Attribute::Named(dir, name), path)?;
+        let lower = self.entry(path, &stat, &marks, parent, below);
+        if file_type(&stat) == rustix::fs::FileType::Directory {
+            self.pending.push((path.to_vec(), lower));
+        }
+        Ok(())
+    }
+
+    fn child(&self, parent: Option<&Inode>, name: &[u8]) -> Option<Inode> {
+        let image = self.image?;
+        let entry = image.lookup(parent?, name).ok()??;
+        image.inode(entry.nid).ok()
+    }
+
+    /// The marks of a file; each that is damaged is a finding.
+    fn marks(&mut self, at: Attribute<'_>, path: &[u8]) -> Result<Marks, Errno> {
+        let mut marks = Marks::default();
+        let list = at.list()?;
+        for name in list
+            .split(|&byte| byte == 0)
+            .filter(|name| !name.is_empty())
+        {
+            let known = Mark::ALL
+                .into_iter()
+                .find(|mark| mark.name(self.names.namespace) == name);
+            let read = match known {
+                None if name == OVERRIDE => at
+                    .get(name)?
+                    .map(|value| Override::decode(&value).map(|owner| marks.owner = Some(owner))),
+                None => None,
+                Some(mark) => at.get(name)?.map(|value| marks.take(mark, &value)),
+            };
+            if let Some(Err(error)) = read {
+                self.report.error("upper-mark", path, error.to_string());
+            }
+        }
+        Ok(marks)
+    }
+
+    /// Checks what the marks of something say; gives back the inode of the image that it continues.
+    fn entry(
+        &mut self,
+        path: &[u8],
+        stat: &Stat,
+        marks: &Marks,
+        parent: Option<&Inode>,
+        below: Option<Inode>,
+    ) -> Option<Inode> {
+        let kind = file_type(stat);
+        let is_directory = kind == rustix::fs::FileType::Directory;
+        let is_regular = kind == rustix::fs::FileType::RegularFile;
+        match is_directory {
+            true => self.report.directories += 1,
+            false => self.report.files += 1,
+        }
+        let misplaced = [
+            (marks.opaque && !is_directory, "opaque", "is no directory"),
+            (
+                marks.metacopy != Metacopy::None && !is_regular,
+                "metacopy",
+                "is no regular file",
+            ),
+            (
+                marks.sketch.is_some() && !is_regular,
+                "sketch",
+                "is no regular file",
+            ),
+            (
+                marks.metacopy == Metacopy::Sketch && marks.sketch.is_none(),
+                "metacopy",
+                "does not say what kind of sketch it is",
+            ),
+            (
+                marks.sketch.is_some() && marks.metacopy == Metacopy::None,
+                "sketch",
+                "is not marked as a copy, so that overlayfs would show its holes",
+            ),
+            (
+                marks.sketch.is_some() && marks.origin.is_none(),
+                "sketch",
+                "does not say which file of the image it is of",
+            ),
+        ];
+        for (is_wrong, mark, what) in misplaced {
+            if is_wrong {
+                let message = format!("it is marked as {mark}, but {what}");
+                self.report.error("upper-mark-misplaced", path, message);
+            }
+        }
+        let lower = self.lower(path, marks, kind, parent, below);
+        let has_lower_bytes = is_regular && marks.metacopy != Metacopy::None;
+        if has_lower_bytes && self.image.is_some() && lower.is_none() {
+            let message = "its bytes are in the image, which has no such file";
+            self.report.error("upper-lower-missing", path, message);
+        }
+        if marks.sketch.is_some() && is_regular {
+            self.report.sketches += 1;
+            self.sketch(path, stat, marks, lower.as_ref());
+        } else if marks.metacopy == Metacopy::Whole && is_regular {
+            self.report.metadata_copies += 1;
+        }
+        lower
+    }
+
+    /// What of the image something continues, by its marks and its name.
+    fn lower(
+        &mut self,
+        path: &[u8],
+        marks: &Marks,
+        kind: rustix::fs::FileType,
+        parent: Option<&Inode>,
+        below: Option<Inode>,
+    ) -> Option<Inode> {
+        let image = self.image?;
+        let mut found = None;
+        if let Some(origin) = &marks.origin {
+            if origin.uuid != image.superblock().uuid {
+                let message = "its origin is in another image";
+                self.report.error("upper-origin", path, message);
+            } else {
+                match image.inode(Nid(origin.nid)) {
+                    Ok(inode) if same_type(inode.kind, kind, marks) => found = Some(inode),
+                    Ok(inode) => {
+                        let message = format!(
+                            "its origin, inode {} of the image, is of another type ({})",
+                            origin.nid,
+                            type_name(inode.kind)
+                        );
+                        self.report.error("upper-origin", path, message);
+                    }
+                    Err(error) => {
+                        let message = format!("its origin cannot be read: {error}");
+                        self.report.error("upper-origin", path, message);
+                    }
+                }
+            }
+        }
+        let redirected = match &marks.redirect {
+            None => below,
+            Some(redirect) => {
+                let target = match redirect {
+                    Redirect::Path(path) => image
+                        .resolve(path)
+                        .ok()
+                        .flatten()
+                        .and_then(|nid| image.inode(nid).ok()),
+                    Redirect::Sibling(name) => self.child(parent, name),
+                };
+                if !target.is_some_and(|inode| same_type(inode.kind, kind, marks)) {
+                    let shown = String::from_utf8_lossy(&redirect.encode()).into_owned();
+                    let message = format!("the image has no {shown:?} that it could continue");
+                    match found {
+                        // Only overlayfs goes by the redirect then.
+                        Some(_) => self.report.warning("upper-redirect", path, message),
+                        None => self.report.error("upper-redirect", path, message),
+                    }
+                }
+                target
+            }
+        };
+        if marks.opaque {
+            return None;
+        }
+        found.or(redirected.filter(|inode| same_type(inode.kind, kind, marks)))
+    }
+
+    fn sketch(&mut self, path: &[u8], stat: &Stat, marks: &Marks, lower: Option<&Inode>) {
+        let Some(mark) = &marks.sketch else { return };
+        if let Some((inode, other)) = self.sketches.get(&mark.id) {
+            if *inode != stat.st_ino {
+                let other = String::from_utf8_lossy(other).into_owned();
+                let message = format!("it has the number of the sketch {other:?}");
+                self.report.error("upper-sketch-number", path, message);
+            }
+            // Another name of the same file.
+            return;
+        }
+        self.sketches.insert(mark.id, (stat.st_ino, path.to_vec()));
+        let host = HostFile {
+            path,
+            inode: stat.st_ino,
+            size: u64::try_from(stat.st_size).unwrap_or(0),
+        };
+        if let Err(problem) = sketched::check(self.upper, mark, &host, lower) {
+            let code = match mark.kind {
+                SketchKind::Sparse => "upper-sketch-map",
+                SketchKind::Packed => "upper-sketch-file",
+            };
+            self.report.error(code, path, problem);
+        }
+    }
+}
+
+fn file_type(stat: &Stat) -> rustix::fs::FileType {
+    rustix::fs::FileType::from_raw_mode(stat.st_mode)
+}
+
+/// Whether a type of the image is that of a host file. Where owners are kept in an attribute, so are types.
+fn same_type(kind: FileType, host: rustix::fs::FileType, marks: &Marks) -> bool {
+    let is_kept = marks.owner.is_some_and(|owner| owner.kind.is_some());
+    let is_special = !matches!(
+        kind,
+        FileType::Directory | FileType::Regular | FileType::Symlink
+    );
+    rustix::fs::FileType::from_raw_mode(kind.mode_bits()) == host
+        || (is_kept && is_special && host == rustix::fs::FileType::RegularFile)
+}
+
+fn type_name(kind: FileType) -> &'static str {
+    match kind {
+        FileType::Regular => "a regular file",
+        FileType::Directory => "a directory",
+        FileType::Symlink => "a symbolic link",
+        FileType::CharDevice => "a character device",
+        FileType::BlockDevice => "a block device",
+        FileType::Fifo => "a pipe",
+        FileType::Socket => "a socket",
+    }
+}

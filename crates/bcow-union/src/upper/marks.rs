@@ -1,0 +1,558 @@
+//! The attributes that say what a file of an upper stands for.
+//!
+//! Names and values are overlayfs's (`fs/overlayfs/overlayfs.h`) as far as overlayfs has them; docs/upper.md has them all.
+
+use bcow_format::{crc32c, crc32c_matches};
+use rustix::io::Errno;
+
+use super::{Attribute, Namespace, OVERRIDE, Override, SetHow};
+
+/// An attribute of ours or of overlayfs's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mark {
+    /// The directory hides what the lower one has in it.
+    Opaque,
+    /// Which lower directory, or which lower file's data, this continues: see [`Redirect`].
+    Redirect,
+    /// Which lower inode this was copied from: see [`Origin`].
+    Origin,
+    /// The data, or some of it, is the lower file's: see [`Metacopy`].
+    Metacopy,
+    /// How many names there are beyond those on the host: see [`NlinkDelta`].
+    Nlink,
+    /// The file is a sketch: see [`SketchMark`].
+    Sketch,
+}
+
+impl Mark {
+    /// All of them.
+    pub const ALL: [Mark; 6] = [
+        Mark::Opaque,
+        Mark::Redirect,
+        Mark::Origin,
+        Mark::Metacopy,
+        Mark::Nlink,
+        Mark::Sketch,
+    ];
+
+    /// Full name of the attribute.
+    pub fn name(self, namespace: Namespace) -> &'static [u8] {
+        let names: [&[u8]; 2] = match self {
+            Mark::Opaque => [b"trusted.overlay.opaque", b"user.overlay.opaque"],
+            Mark::Redirect => [b"trusted.overlay.redirect", b"user.overlay.redirect"],
+            Mark::Origin => [b"trusted.overlay.origin", b"user.overlay.origin"],
+            Mark::Metacopy => [b"trusted.overlay.metacopy", b"user.overlay.metacopy"],
+            Mark::Nlink => [b"trusted.overlay.nlink", b"user.overlay.nlink"],
+            Mark::Sketch => [b"trusted.bcow.sketch", b"user.bcow.sketch"],
+        };
+        match namespace {
+            Namespace::Trusted => names[0],
+            Namespace::User => names[1],
+        }
+    }
+
+    /// Sets it on a file.
+    pub fn set(self, at: Attribute<'_>, namespace: Namespace, value: &[u8]) -> Result<(), Errno> {
+        at.set(self.name(namespace), value, SetHow::Any)
+    }
+
+    /// Removes it from a file; whether it was there.
+    pub fn clear(self, at: Attribute<'_>, namespace: Namespace) -> Result<bool, Errno> {
+        at.clear(self.name(namespace))
+    }
+}
+
+/// Value of [`Mark::Opaque`].
+pub const OPAQUE: &[u8] = b"y";
+
+/// A mark that says nothing sensible.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("its attribute {name} is damaged: {value}")]
+pub struct MarkError {
+    /// The attribute, without its namespace where it may be in either.
+    pub name: &'static str,
+    /// The value, made printable and cut short.
+    pub value: String,
+}
+
+impl MarkError {
+    pub(super) fn new(name: &'static str, value: &[u8]) -> MarkError {
+        let shown = &value[..value.len().min(64)];
+        let mut text = match value.is_empty() {
+            true => "it is empty".to_string(),
+            false => shown.escape_ascii().to_string(),
+        };
+        if shown.len() < value.len() {
+            text.push_str("...");
+        }
+        MarkError { name, value: text }
+    }
+}
+
+/// Why the marks of a file could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadMarksError {
+    /// The host failed.
+    #[error("its attributes cannot be read")]
+    Io(#[from] Errno),
+    /// One of them is damaged.
+    #[error(transparent)]
+    Mark(#[from] MarkError),
+}
+
+/// Everything that the marks of one file say.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Marks {
+    /// The directory hides what the lower one has in it.
+    pub opaque: bool,
+    /// What it continues, if this is not what has its name below.
+    pub redirect: Option<Redirect>,
+    /// The lower inode it was copied from. Origins that overlayfs wrote name inodes of host file systems, and are none.
+    pub origin: Option<Origin>,
+    /// Whether data is the lower file's.
+    pub metacopy: Metacopy,
+    /// Names beyond those on the host.
+    pub nlink: Option<NlinkDelta>,
+    /// What kind of sketch it is.
+    pub sketch: Option<SketchMark>,
+    /// Who owns it. Counts only where the host's word does not.
+    pub owner: Option<Override>,
+    /// Why that cannot be told although there is such an attribute. Where owners are the host's it is nobody's business.
+    pub owner_damage: Option<MarkError>,
+}
+
+impl Marks {
+    /// Reads the marks of a file: one call if it has no attributes, one more for each mark.
+    pub fn read(at: Attribute<'_>, namespace: Namespace) -> Result<Marks, ReadMarksError> {
+        let mut marks = Marks::default();
+        let list = at.list()?;
+        for name in list
+            .split(|&byte| byte == 0)
+            .filter(|name| !name.is_empty())
+        {
+            if name == OVERRIDE {
+                if let Some(value) = at.get(name)? {
+                    match Override::decode(&value) {
+                        Ok(owner) => marks.owner = Some(owner),
+                        Err(error) => marks.owner_damage = Some(error),
+                    }
+                }
+                continue;
+            }
+            let known = Mark::ALL
+                .into_iter()
+                .find(|mark| mark.name(namespace) == name);
+            if let Some(mark) = known
+                && let Some(value) = at.get(name)?
+            {
+                marks.take(mark, &value)?;
+            }
+        }
+        Ok(marks)
+    }
+
+    /// Takes over what `value` says.
+    pub fn take(&mut self, mark: Mark, value: &[u8]) -> Result<(), MarkError> {
+        match mark {
+            Mark::Opaque => self.opaque = value == OPAQUE,
+            Mark::Redirect if value == REDIRECT_NOWHERE => {}
+            Mark::Redirect => self.redirect = Some(Redirect::decode(value)?),
+            Mark::Origin => self.origin = Origin::decode(value)?,
+            Mark::Metacopy => self.metacopy = Metacopy::decode(value)?,
+            Mark::Nlink => self.nlink = Some(NlinkDelta::decode(value)?),
+            Mark::Sketch => self.sketch = Some(SketchMark::decode(value)?),
+        }
+        Ok(())
+    }
+}
+
+/// Where the lower part of a renamed directory or metadata copy is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Redirect {
+    /// This path in the lower tree, components with a slash between, none before.
+    Path(Vec<u8>),
+    /// The name, in the lower directory that the parent continues.
+    Sibling(Vec<u8>),
+}
+
+impl Redirect {
+    /// The attribute's value: a path begins with a slash, a name has none.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            Redirect::Path(path) => [b"/", &path[..]].concat(),
+            Redirect::Sibling(name) => name.clone(),
+        }
+    }
+
+    /// Reads a value. Components are names that an entry can have.
+    pub fn decode(value: &[u8]) -> Result<Redirect, MarkError> {
+        let is_name = |name: &[u8]| {
+            !matches!(name, b"" | b"." | b"..") && name.len() <= 255 && !name.contains(&0)
+        };
+        let bad = || MarkError::new("overlay.redirect", value);
+        match value.strip_prefix(b"/") {
+            Some(path) if path.split(|&byte| byte == b'/').all(is_name) => {
+                Ok(Redirect::Path(path.to_vec()))
+            }
+            None if is_name(value) && !value.contains(&b'/') => {
+                Ok(Redirect::Sibling(value.to_vec()))
+            }
+            _ => Err(bad()),
+        }
+    }
+}
+
+/// The lower inode that something was copied from, in the form of overlayfs's `struct ovl_fb`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Origin {
+    /// The image's file system: its superblock's uuid.
+    pub uuid: [u8; 16],
+    /// The inode.
+    pub nid: u64,
+}
+
+/// Bytes of `struct ovl_fb` before the file handle, and of ours behind it.
+const ORIGIN_HEAD: usize = 21;
+const ORIGIN_BYTES: usize = ORIGIN_HEAD + 8;
+/// `OVL_FH_VERSION`, `OVL_FH_MAGIC`.
+const ORIGIN_VERSION: u8 = 0;
+const ORIGIN_MAGIC: u8 = 0xfb;
+/// The type of our file handles. No file system of Linux's has it, so overlayfs finds nothing by it and goes on.
+const ORIGIN_TYPE: u8 = 0xbc;
+
+impl Origin {
+    /// The attribute's value.
+    pub fn encode(&self) -> [u8; ORIGIN_BYTES] {
+        let mut bytes = [0; ORIGIN_BYTES];
+        bytes[0] = ORIGIN_VERSION;
+        bytes[1] = ORIGIN_MAGIC;
+        bytes[2] = ORIGIN_BYTES as u8;
+        // Byte 3, the flags, says with zero that it is no directory index and in no particular byte order; ours is little.
+        bytes[4] = ORIGIN_TYPE;
+        bytes[5..ORIGIN_HEAD].copy_from_slice(&self.uuid);
+        bytes[ORIGIN_HEAD..].copy_from_slice(&self.nid.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a value; `None` if it is an origin that overlayfs wrote, which also may be empty.
+    pub fn decode(value: &[u8]) -> Result<Option<Origin>, MarkError> {
+        let bad = || MarkError::new("overlay.origin", value);
+        if value.is_empty() {
+            return Ok(None);
+        }
+        let head = value.first_chunk::<ORIGIN_HEAD>().ok_or_else(bad)?;
+        if head[1] != ORIGIN_MAGIC || usize::from(head[2]) != value.len() {
+            return Err(bad());
+        }
+        if head[4] != ORIGIN_TYPE || head[0] != ORIGIN_VERSION {
+            return Ok(None);
+        }
+        let handle = value[ORIGIN_HEAD..].try_into().map_err(|_| bad())?;
+        let mut uuid = [0; 16];
+        uuid.copy_from_slice(&head[5..]);
+        Ok(Some(Origin {
+            uuid,
+            nid: u64::from_le_bytes(handle),
+        }))
+    }
+}
+
+/// Whose the data of an upper file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Metacopy {
+    /// The upper file's own.
+    #[default]
+    None,
+    /// The lower file's: only metadata was copied.
+    Whole,
+    /// Some of it the lower file's: a sketch. overlayfs does not know this form, and refuses the file rather than showing
+    /// holes.
+    Sketch,
+}
+
+/// [`Metacopy::Sketch`]: shorter than overlayfs's header, which it takes for damage (`ovl_check_metacopy_xattr`, since 6.6).
+const SKETCH_METACOPY: [u8; 1] = [0xbc];
+
+/// The redirect of a sketch: a path that no image has. Overlayfs finds no data there and answers EIO, in every version, rather
+/// than show the lower file. To us it says nothing.
+pub const REDIRECT_NOWHERE: &[u8] = b"/.bcow/sketch";
+
+impl Metacopy {
+    /// The attribute's value; `None` if there shall be no attribute.
+    pub fn encode(self) -> Option<&'static [u8]> {
+        match self {
+            Metacopy::None => None,
+            Metacopy::Whole => Some(&[]),
+            Metacopy::Sketch => Some(&SKETCH_METACOPY),
+        }
+    }
+
+    /// Reads a value. Digests that overlayfs put there (`verity=on`) are passed over.
+    pub fn decode(value: &[u8]) -> Result<Metacopy, MarkError> {
+        match value {
+            [] => Ok(Metacopy::Whole),
+            [0, length, ..] if value.len() >= 4 && usize::from(*length) == value.len() => {
+                Ok(Metacopy::Whole)
+            }
+            _ if value == SKETCH_METACOPY => Ok(Metacopy::Sketch),
+            _ => Err(MarkError::new("overlay.metacopy", value)),
+        }
+    }
+}
+
+/// How many names a file has in the union, told by how many its host file has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NlinkDelta {
+    /// So many more than the upper's host file.
+    Upper(i32),
+    /// So many more than the lower file; only overlayfs writes it, before it has made the upper one.
+    Lower(i32),
+}
+
+impl NlinkDelta {
+    /// The attribute's value.
+    pub fn encode(self) -> String {
+        match self {
+            NlinkDelta::Upper(delta) => format!("U{delta:+}"),
+            NlinkDelta::Lower(delta) => format!("L{delta:+}"),
+        }
+    }
+
+    /// Reads a value.
+    pub fn decode(value: &[u8]) -> Result<NlinkDelta, MarkError> {
+        let bad = || MarkError::new("overlay.nlink", value);
+        let text = std::str::from_utf8(value).map_err(|_| bad())?;
+        let signed = |text: &str| match text.starts_with(['+', '-']) {
+            true => text.parse().map_err(|_| bad()),
+            false => Err(bad()),
+        };
+        match text.split_at_checked(1) {
+            Some(("U", delta)) => Ok(NlinkDelta::Upper(signed(delta)?)),
+            Some(("L", delta)) => Ok(NlinkDelta::Lower(signed(delta)?)),
+            _ => Err(bad()),
+        }
+    }
+}
+
+/// How a sketch keeps its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SketchKind {
+    /// At their own offsets in the host file, which has holes elsewhere.
+    Sparse,
+    /// In the order they were written: the host file is a BCoW file.
+    Packed,
+}
+
+/// What a sketch is, in an attribute of its host file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SketchMark {
+    /// Its number in this upper: the name of its map.
+    pub id: u64,
+    /// How its blocks are kept.
+    pub kind: SketchKind,
+    /// log2 of the block size in bytes, 9..=30.
+    pub block_shift: u8,
+    /// Whether a map must exist. Without one, no block is stored.
+    pub map_exists: bool,
+    /// Bytes of the lower file, from its start, that show through where no block is stored.
+    pub lower_limit: u64,
+    /// Size of the file in bytes if it is packed; if it is sparse, 0, and the host file's size counts.
+    pub size: u64,
+}
+
+/// Bytes of an encoded [`SketchMark`].
+pub const SKETCH_MARK_BYTES: usize = 40;
+const SKETCH_VERSION: u8 = 1;
+const MAP_EXISTS: u8 = 1;
+/// Where the checksum stands.
+const SKETCH_CRC: usize = SKETCH_MARK_BYTES - 4;
+
+impl SketchMark {
+    /// The attribute's value.
+    pub fn encode(&self) -> [u8; SKETCH_MARK_BYTES] {
+        let mut bytes = [0; SKETCH_MARK_BYTES];
+        bytes[0] = SKETCH_VERSION;
+        bytes[1] = match self.kind {
+            SketchKind::Sparse => 1,
+            SketchKind::Packed => 2,
+        };
+        bytes[2] = self.block_shift;
+        bytes[3] = if self.map_exists { MAP_EXISTS } else { 0 };
+        bytes[8..16].copy_from_slice(&self.id.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.lower_limit.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.size.to_le_bytes());
+        let crc = crc32c(&bytes[..SKETCH_CRC]);
+        bytes[SKETCH_CRC..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a value: length, checksum, version, and each field within its limits.
+    pub fn decode(value: &[u8]) -> Result<SketchMark, MarkError> {
+        let bad = || MarkError::new("bcow.sketch", value);
+        let bytes: &[u8; SKETCH_MARK_BYTES] = value.try_into().map_err(|_| bad())?;
+        let u64_at = |at: usize| {
+            let mut number = [0; 8];
+            number.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(number)
+        };
+        let mut crc = [0; 4];
+        crc.copy_from_slice(&bytes[SKETCH_CRC..]);
+        let intact = crc32c_matches(u32::from_le_bytes(crc), crc32c(&bytes[..SKETCH_CRC]));
+        let kind = match bytes[1] {
+            1 => SketchKind::Sparse,
+            2 => SketchKind::Packed,
+            _ => return Err(bad()),
+        };
+        let mark = SketchMark {
+            id: u64_at(8),
+            kind,
+            block_shift: bytes[2],
+            map_exists: bytes[3] & MAP_EXISTS != 0,
+            lower_limit: u64_at(16),
+            size: u64_at(24),
+        };
+        let most = i64::MAX as u64;
+        let sensible = bytes[0] == SKETCH_VERSION
+            && bytes[3] & !MAP_EXISTS == 0
+            && (9..=30).contains(&mark.block_shift)
+            && mark.lower_limit <= most
+            && mark.size <= most
+            && (kind == SketchKind::Packed || mark.size == 0);
+        match intact && sensible {
+            true => Ok(mark),
+            false => Err(bad()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn redirects_come_back_and_lead_nowhere_else() {
+        for text in ["/a", "/a/b c/\u{fc}", "name"] {
+            let redirect = Redirect::decode(text.as_bytes()).unwrap();
+            assert_eq!(redirect.encode(), text.as_bytes());
+        }
+        let long = [b"/", &[b'x'; 256][..]].concat();
+        let bad: [&[u8]; 12] = [
+            b"", b"/", b"//a", b"/a/", b"/a//b", b"/../a", b"/a/.", b"..", b".", b"a/b", b"a\0b",
+            &long,
+        ];
+        for text in bad {
+            assert!(Redirect::decode(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn origins_have_the_form_of_overlayfs() {
+        let origin = Origin {
+            uuid: *b"0123456789abcdef",
+            nid: 0x0102,
+        };
+        let bytes = origin.encode();
+        assert_eq!(bytes[..5], [0, 0xfb, 29, 0, 0xbc]);
+        assert_eq!(bytes[21..], [2, 1, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(Origin::decode(&bytes), Ok(Some(origin)));
+        // What overlayfs writes of an ext4 inode: type 1, eight bytes.
+        let mut theirs = bytes;
+        theirs[4] = 1;
+        assert_eq!(Origin::decode(&theirs), Ok(None));
+        assert_eq!(Origin::decode(b""), Ok(None));
+        assert!(Origin::decode(&bytes[..28]).is_err());
+        assert!(Origin::decode(&[bytes.to_vec(), vec![0]].concat()).is_err());
+        let mut short = bytes[..25].to_vec();
+        short[2] = 25;
+        assert!(Origin::decode(&short).is_err());
+    }
+
+    #[test]
+    fn metadata_copies_and_sketches_are_told_apart() {
+        for form in [Metacopy::Whole, Metacopy::Sketch] {
+            assert_eq!(Metacopy::decode(form.encode().unwrap()), Ok(form));
+        }
+        assert_eq!(Metacopy::None.encode(), None);
+        assert_eq!(Metacopy::decode(&[0, 4, 0, 0]), Ok(Metacopy::Whole));
+        for bad in [&[1, 4, 0, 0][..], &[0], &[0, 5, 0, 0], &[0xbc, 4, 0, 1]] {
+            assert!(Metacopy::decode(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn link_counts_have_the_form_of_overlayfs() {
+        for (text, delta) in [
+            ("U+2", NlinkDelta::Upper(2)),
+            ("U-1", NlinkDelta::Upper(-1)),
+            ("L+0", NlinkDelta::Lower(0)),
+        ] {
+            assert_eq!(delta.encode(), text);
+            assert_eq!(NlinkDelta::decode(text.as_bytes()), Ok(delta));
+        }
+        for bad in ["", "U", "U2", "X+1", "U+", "U+99999999999", "\u{fc}+1"] {
+            assert!(NlinkDelta::decode(bad.as_bytes()).is_err(), "{bad}");
+        }
+    }
+
+    fn sketch() -> SketchMark {
+        SketchMark {
+            id: 0x1122_3344_5566_7788,
+            kind: SketchKind::Packed,
+            block_shift: 12,
+            map_exists: true,
+            lower_limit: 1 << 40,
+            size: 77,
+        }
+    }
+
+    #[test]
+    fn a_sketch_comes_back_and_no_bit_of_it_can_change() {
+        let bytes = sketch().encode();
+        assert_eq!(bytes[..4], [1, 2, 12, 1]);
+        assert_eq!(SketchMark::decode(&bytes), Ok(sketch()));
+        for bit in 0..SKETCH_MARK_BYTES * 8 {
+            let mut bytes = bytes;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert!(SketchMark::decode(&bytes).is_err(), "bit {bit}");
+        }
+        assert!(SketchMark::decode(&bytes[..39]).is_err());
+    }
+
+    #[test]
+    fn fields_out_of_their_limits_are_refused() {
+        let changes: [fn(&mut SketchMark); 5] = [
+            |mark| mark.block_shift = 8,
+            |mark| mark.block_shift = 31,
+            |mark| mark.lower_limit = 1 << 63,
+            |mark| mark.size = 1 << 63,
+            |mark| mark.kind = SketchKind::Sparse,
+        ];
+        for (index, change) in changes.into_iter().enumerate() {
+            let mut mark = sketch();
+            change(&mut mark);
+            assert!(
+                SketchMark::decode(&mark.encode()).is_err(),
+                "change {index}"
+            );
+        }
+    }
+
+    #[test]
+    fn errors_show_a_value_that_can_be_printed() {
+        let error = MarkError::new("overlay.redirect", &[0x1b; 100]).to_string();
+        assert!(error.starts_with("its attribute overlay.redirect is damaged: \\x1b\\x1b"));
+        assert!(error.ends_with("..."));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_decoded_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let mut marks = Marks::default();
+            for mark in Mark::ALL {
+                let _ = marks.take(mark, &bytes);
+            }
+            let _ = Override::decode(&bytes);
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! Names of the container's own attributes in an upper.
+//!
+//! The container may have attributes whose names mean something here. They are stored under escaped names, as overlayfs
+//! escapes its own: `trusted.overlay.x` lies as `trusted.overlay.overlay.x`. In a user's upper only `user.*` can be
+//! stored, so other names have a prefix there.
+
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
+
+/// Where marks are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Namespace {
+    /// In `trusted.*`, which needs CAP_SYS_ADMIN.
+    Trusted,
+    /// In `user.*`, as overlayfs does with its option `userxattr`.
+    User,
+}
+
+/// Where owners, modes and types are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Ownership {
+    /// They are the host file's.
+    Native,
+    /// In [`OVERRIDE`](super::OVERRIDE): the host lets this user give files to nobody else.
+    Override,
+}
+
+/// What stands before the name of an attribute that a user's upper cannot have.
+const FOREIGN: &[u8] = b"user.bcow.x.";
+
+/// How an upper names attributes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Names {
+    /// Where marks are kept.
+    pub namespace: Namespace,
+    /// Where owners are kept.
+    pub ownership: Ownership,
+}
+
+impl Names {
+    /// Under which name the container's attribute `name` is stored.
+    pub fn stored_name<'a>(&self, name: &'a [u8]) -> Cow<'a, [u8]> {
+        if self.namespace == Namespace::User && !name.starts_with(b"user.") {
+            return [FOREIGN, name].concat().into();
+        }
+        for prefix in self.reserved() {
+            if name.starts_with(prefix) {
+                return [prefix, last_part(prefix), &name[prefix.len()..]]
+                    .concat()
+                    .into();
+            }
+        }
+        name.into()
+    }
+
+    /// Under which name the container sees the stored attribute `name`; `None` if it does not: a mark, or something that
+    /// the host put there.
+    pub fn shown_name<'a>(&self, name: &'a [u8]) -> Option<Cow<'a, [u8]>> {
+        if self.namespace == Namespace::User {
+            if let Some(foreign) = name.strip_prefix(FOREIGN) {
+                let shown = !foreign.is_empty() && !foreign.starts_with(b"user.");
+                return shown.then(|| foreign.into());
+            }
+            if !name.starts_with(b"user.") {
+                return None;
+            }
+        }
+        for prefix in self.reserved() {
+            if let Some(rest) = name.strip_prefix(prefix) {
+                let own = rest.strip_prefix(last_part(prefix))?;
+                return Some([prefix, own].concat().into());
+            }
+        }
+        Some(name.into())
+    }
+
+    /// The names that the container sees of a list of stored ones, in the same form: each with a NUL behind it.
+    pub fn shown_list(&self, list: &[u8]) -> Vec<u8> {
+        let mut shown = Vec::with_capacity(list.len());
+        for name in list
+            .split(|&byte| byte == 0)
+            .filter(|name| !name.is_empty())
+        {
+            if let Some(name) = self.shown_name(name) {
+                shown.extend_from_slice(&name);
+                shown.push(0);
+            }
+        }
+        shown
+    }
+
+    /// The prefixes, each with a dot at its end, below which nothing is the container's unless it is escaped.
+    fn reserved(&self) -> impl Iterator<Item = &'static [u8]> {
+        let (marks, ours): (&[u8], &[u8]) = match self.namespace {
+            Namespace::Trusted => (b"trusted.overlay.", b"trusted.bcow."),
+            Namespace::User => (b"user.overlay.", b"user.bcow."),
+        };
+        // The root keeps its owner there, also where others keep theirs on the host.
+        [marks, ours, b"user.containers."].into_iter()
+    }
+}
+
+/// `overlay.` of `trusted.overlay.`.
+fn last_part(prefix: &[u8]) -> &[u8] {
+    let namespace = prefix.iter().position(|&byte| byte == b'.');
+    &prefix[namespace.map_or(0, |dot| dot + 1)..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TRUSTED: Names = Names {
+        namespace: Namespace::Trusted,
+        ownership: Ownership::Native,
+    };
+    const USER: Names = Names {
+        namespace: Namespace::User,
+        ownership: Ownership::Override,
+    };
+
+    fn text(name: Cow<'_, [u8]>) -> String {
+        String::from_utf8(name.into_owned()).unwrap()
+    }
+
+    #[test]
+    fn names_that_mean_something_are_escaped_and_come_back() {
+        let both = [
+            (TRUSTED, "user.a", "user.a"),
+            (TRUSTED, "trusted.overlay", "trusted.overlay"),
+            (
+                TRUSTED,
+                "trusted.overlay.opaque",
+                "trusted.overlay.overlay.opaque",
+            ),
+            (
+                TRUSTED,
+                "trusted.overlay.overlay.opaque",
+                "trusted.overlay.overlay.overlay.opaque",
+            ),
+            (TRUSTED, "trusted.bcow.sketch", "trusted.bcow.bcow.sketch"),
+            (
+                TRUSTED,
+                "user.containers.override_stat",
+                "user.containers.containers.override_stat",
+            ),
+            (TRUSTED, "user.overlay.opaque", "user.overlay.opaque"),
+            (TRUSTED, "security.capability", "security.capability"),
+            (USER, "user.a", "user.a"),
+            (USER, "user.overlay.opaque", "user.overlay.overlay.opaque"),
+            (USER, "user.bcow.x.user.a", "user.bcow.bcow.x.user.a"),
+            (
+                USER,
+                "user.containers.override_stat",
+                "user.containers.containers.override_stat",
+            ),
+            (
+                USER,
+                "security.capability",
+                "user.bcow.x.security.capability",
+            ),
+            (
+                USER,
+                "trusted.overlay.opaque",
+                "user.bcow.x.trusted.overlay.opaque",
+            ),
+        ];
+        for (names, shown, stored) in both {
+            assert_eq!(text(names.stored_name(shown.as_bytes())), stored);
+            let back = names.shown_name(stored.as_bytes()).map(text);
+            assert_eq!(back.as_deref(), Some(shown));
+        }
+    }
+
+    #[test]
+    fn marks_and_what_the_host_put_there_are_not_shown() {
+        for name in [
+            "trusted.overlay.opaque",
+            "trusted.overlay.",
+            "trusted.bcow.sketch",
+        ] {
+            assert_eq!(TRUSTED.shown_name(name.as_bytes()), None);
+        }
+        let hidden = [
+            "user.overlay.origin",
+            "user.bcow.sketch",
+            "user.containers.override_stat",
+            "user.bcow.x.user.a",
+            "user.bcow.x.",
+            "security.selinux",
+            "trusted.a",
+        ];
+        for name in hidden {
+            assert_eq!(USER.shown_name(name.as_bytes()), None, "{name}");
+        }
+        let list = b"user.a\0user.overlay.origin\0user.bcow.x.security.b\0";
+        assert_eq!(USER.shown_list(list), b"user.a\0security.b\0");
+        assert_eq!(USER.shown_list(b""), b"");
+    }
+}

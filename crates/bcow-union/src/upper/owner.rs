@@ -1,0 +1,201 @@
+//! Owner, mode and type of a file where the host cannot keep them: `user.containers.override_stat`, as containers-storage
+//! and fuse-overlayfs write and read it.
+//!
+//! `UID:GID:MODE:TYPE`, the mode octal, the type one of `file`, `dir`, `symlink`, `pipe`, `socket`, `block-MAJOR-MINOR`,
+//! `char-MAJOR-MINOR`. Symbolic links cannot have the attribute.
+
+use super::MarkError;
+
+/// Name of the attribute.
+pub const OVERRIDE: &[u8] = b"user.containers.override_stat";
+
+/// What a file is to the container, whatever it is on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Override {
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Permission bits with set-id and sticky bits (`0o7777`).
+    pub permissions: u16,
+    /// Type; `None` if the attribute leaves it to the host file, as older writers do.
+    pub kind: Option<OverrideKind>,
+}
+
+/// The type of a file to the container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OverrideKind {
+    /// A regular file.
+    File,
+    /// A directory.
+    Directory,
+    /// A symbolic link.
+    Symlink,
+    /// A named pipe.
+    Pipe,
+    /// A socket.
+    Socket,
+    /// A block device.
+    Block {
+        /// Major number.
+        major: u32,
+        /// Minor number.
+        minor: u32,
+    },
+    /// A character device.
+    Char {
+        /// Major number.
+        major: u32,
+        /// Minor number.
+        minor: u32,
+    },
+}
+
+impl Override {
+    /// The attribute's value.
+    pub fn encode(&self) -> String {
+        let Override {
+            uid,
+            gid,
+            permissions,
+            kind,
+        } = self;
+        let mode = permissions & 0o7777;
+        let kind = match kind {
+            None => return format!("{uid}:{gid}:{mode:04o}"),
+            Some(OverrideKind::File) => "file",
+            Some(OverrideKind::Directory) => "dir",
+            Some(OverrideKind::Symlink) => "symlink",
+            Some(OverrideKind::Pipe) => "pipe",
+            Some(OverrideKind::Socket) => "socket",
+            Some(OverrideKind::Block { major, minor }) => &format!("block-{major}-{minor}"),
+            Some(OverrideKind::Char { major, minor }) => &format!("char-{major}-{minor}"),
+        };
+        format!("{uid}:{gid}:{mode:04o}:{kind}")
+    }
+
+    /// Reads a value. Type bits in the mode and a missing type are accepted.
+    pub fn decode(value: &[u8]) -> Result<Override, MarkError> {
+        let bad = || MarkError::new("user.containers.override_stat", value);
+        let text = std::str::from_utf8(value).map_err(|_| bad())?;
+        // Some writers count the NUL.
+        let mut parts = text.trim_end_matches('\0').splitn(4, ':');
+        let mut next = || parts.next().ok_or_else(bad);
+        let (uid, gid, mode) = (next()?, next()?, next()?);
+        let kind = parts.next();
+        let number = |text: &str| match text.bytes().all(|byte| byte.is_ascii_digit()) {
+            true => text.parse::<u32>().map_err(|_| bad()),
+            false => Err(bad()),
+        };
+        let octal = mode.bytes().all(|byte| matches!(byte, b'0'..=b'7'));
+        let mode = match octal {
+            true => u32::from_str_radix(mode, 8).map_err(|_| bad())?,
+            false => return Err(bad()),
+        };
+        let kind = match kind {
+            None | Some("") => None,
+            Some("file") => Some(OverrideKind::File),
+            Some("dir") => Some(OverrideKind::Directory),
+            Some("symlink") => Some(OverrideKind::Symlink),
+            Some("pipe") => Some(OverrideKind::Pipe),
+            Some("socket") => Some(OverrideKind::Socket),
+            Some(device) => {
+                let mut parts = device.splitn(3, '-');
+                let (kind, major, minor) = (parts.next(), parts.next(), parts.next());
+                let major = number(major.ok_or_else(bad)?)?;
+                let minor = number(minor.ok_or_else(bad)?)?;
+                match kind {
+                    Some("block") => Some(OverrideKind::Block { major, minor }),
+                    Some("char") => Some(OverrideKind::Char { major, minor }),
+                    _ => return Err(bad()),
+                }
+            }
+        };
+        Ok(Override {
+            uid: number(uid)?,
+            gid: number(gid)?,
+            permissions: (mode & 0o7777) as u16,
+            kind,
+        })
+    }
+}
+
+/// The mode of a host file that carries an [`Override`]: its user can read and write it, and enter it if it is a directory.
+/// Set-id bits would give away the user, not the container's owner, and stay off.
+pub fn host_mode(permissions: u16, is_directory: bool) -> u32 {
+    let least = if is_directory { 0o700 } else { 0o600 };
+    u32::from(permissions) & 0o777 | least
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_type_comes_back() {
+        let kinds = [
+            (None, "0:65534:4755"),
+            (Some(OverrideKind::File), "0:65534:4755:file"),
+            (Some(OverrideKind::Directory), "0:65534:4755:dir"),
+            (Some(OverrideKind::Symlink), "0:65534:4755:symlink"),
+            (Some(OverrideKind::Pipe), "0:65534:4755:pipe"),
+            (Some(OverrideKind::Socket), "0:65534:4755:socket"),
+            (
+                Some(OverrideKind::Block { major: 8, minor: 1 }),
+                "0:65534:4755:block-8-1",
+            ),
+            (
+                Some(OverrideKind::Char { major: 1, minor: 3 }),
+                "0:65534:4755:char-1-3",
+            ),
+        ];
+        for (kind, text) in kinds {
+            let owner = Override {
+                uid: 0,
+                gid: 65534,
+                permissions: 0o4755,
+                kind,
+            };
+            assert_eq!(owner.encode(), text);
+            assert_eq!(Override::decode(text.as_bytes()).unwrap(), owner);
+        }
+    }
+
+    #[test]
+    fn what_other_writers_wrote_is_understood() {
+        let read = |text: &str| Override::decode(text.as_bytes()).unwrap();
+        assert_eq!(read("1000:100:755").permissions, 0o755);
+        assert_eq!(read("1000:100:100644").permissions, 0o644);
+        assert_eq!(read("1:2:0600:file\0").kind, Some(OverrideKind::File));
+        assert_eq!(read("1:2:0040755:dir").permissions, 0o755);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let texts: [&[u8]; 14] = [
+            b"",
+            b"1",
+            b"1:2",
+            b"1:2:",
+            b":2:644",
+            b"1:2:8",
+            b"1:2:+7",
+            b"-1:2:644",
+            b"1:2:644:door",
+            b"1:2:644:char",
+            b"1:2:644:char-1",
+            b"1:2:644:char-1-x",
+            b"4294967296:2:644",
+            b"1:2:\xff",
+        ];
+        for text in texts {
+            let read = Override::decode(text);
+            // An empty mode is no mode.
+            assert!(
+                read.is_err(),
+                "{:?} is {read:?}",
+                String::from_utf8_lossy(text)
+            );
+        }
+    }
+}

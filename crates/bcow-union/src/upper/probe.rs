@@ -1,0 +1,84 @@
+//! What the host lets this user do in an upper.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
+use rustix::io::Errno;
+
+use super::{Attribute, Names, Namespace, Ownership, SetHow};
+
+/// Name of the file that things are tried on, in the work directory.
+const PROBE: &str = "probe";
+/// The user that a container's `nobody` is. Whoever can give files to it has a range of users that suffices.
+const NOBODY: u32 = 65534;
+
+/// What the host refused.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Refused {
+    /// Attributes.
+    Attributes,
+    /// Whiteouts.
+    Whiteouts(Errno),
+    /// Something else.
+    Io(Errno),
+}
+
+/// Finds out how marks and owners can be kept in files of the directory `work`; whether whiteouts can be made at all.
+pub(super) fn probe(work: BorrowedFd<'_>) -> Result<Names, Refused> {
+    remove(work).map_err(Refused::Io)?;
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let file =
+        rustix::fs::openat(work, PROBE, flags, Mode::from_raw_mode(0o600)).map_err(Refused::Io)?;
+    let names = namespace(file.as_fd()).map(|namespace| Names {
+        namespace,
+        ownership: ownership(file.as_fd()),
+    });
+    remove(work).map_err(Refused::Io)?;
+    let names = names?;
+    whiteout(work).map_err(Refused::Whiteouts)?;
+    remove(work).map_err(Refused::Io)?;
+    Ok(names)
+}
+
+/// Whether the host lets this user keep things as `names` say.
+pub(super) fn permits(found: Names, names: Names) -> (bool, bool) {
+    let namespace = names.namespace == Namespace::User || found.namespace == Namespace::Trusted;
+    let ownership = names.ownership == Ownership::Override || found.ownership == Ownership::Native;
+    (namespace, ownership)
+}
+
+fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
+    let file = Attribute::Open(file);
+    let set = |name: &[u8]| file.set(name, b"y", SetHow::Any);
+    match set(b"trusted.bcow.probe") {
+        Ok(()) => return Ok(Namespace::Trusted),
+        Err(Errno::PERM | Errno::ACCESS | Errno::NOTSUP) => {}
+        Err(errno) => return Err(Refused::Io(errno)),
+    }
+    match set(b"user.bcow.probe") {
+        Ok(()) => Ok(Namespace::User),
+        Err(Errno::NOTSUP | Errno::PERM | Errno::ACCESS) => Err(Refused::Attributes),
+        Err(errno) => Err(Refused::Io(errno)),
+    }
+}
+
+fn ownership(file: BorrowedFd<'_>) -> Ownership {
+    let nobody = (Uid::from_raw(NOBODY), Gid::from_raw(NOBODY));
+    let given = rustix::process::geteuid().is_root()
+        && rustix::fs::fchown(file, Some(nobody.0), Some(nobody.1)).is_ok();
+    match given {
+        true => Ownership::Native,
+        false => Ownership::Override,
+    }
+}
+
+fn whiteout(work: BorrowedFd<'_>) -> Result<(), Errno> {
+    rustix::fs::mknodat(work, PROBE, FileType::CharacterDevice, Mode::empty(), 0)
+}
+
+fn remove(work: BorrowedFd<'_>) -> Result<(), Errno> {
+    match rustix::fs::unlinkat(work, PROBE, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno),
+    }
+}

@@ -1,0 +1,139 @@
+//! Opens an upper for those who read it while nobody writes.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use bcow::lock::FileLock;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use super::instance::{failed, marked_by_user, meta_failed, open_lock, open_root};
+use super::work;
+use super::{META, Names, Namespace, Ownership, Record, UpperError};
+
+/// An upper that nobody changes while this lives.
+///
+/// Also one that overlayfs left, which has no [`META`]: nobody can be kept from changing that.
+#[derive(Debug)]
+pub struct UpperReader {
+    path: PathBuf,
+    root: OwnedFd,
+    meta: Option<OwnedFd>,
+    names: Names,
+    record: Option<Record>,
+    _lock: Option<File>,
+}
+
+impl UpperReader {
+    /// Opens the upper at `path` for reading, if nobody writes to it.
+    pub fn open(path: &Path) -> Result<UpperReader, UpperError> {
+        let root = open_root(path)?;
+        let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
+            Ok(meta) => Some(meta),
+            Err(Errno::NOENT) => None,
+            Err(errno) => return Err(meta_failed(path, META, errno)),
+        };
+        let (lock, record) = match &meta {
+            None => (None, None),
+            Some(meta) => (
+                lock_shared(meta.as_fd(), path)?,
+                Record::read(meta.as_fd(), path)?,
+            ),
+        };
+        let names = match &record {
+            Some(record) => Names {
+                namespace: record.namespace,
+                ownership: record.ownership,
+            },
+            None => {
+                let is_users =
+                    marked_by_user(root.as_fd()) || !rustix::process::geteuid().is_root();
+                match is_users {
+                    true => Names {
+                        namespace: Namespace::User,
+                        ownership: Ownership::Override,
+                    },
+                    false => Names {
+                        namespace: Namespace::Trusted,
+                        ownership: Ownership::Native,
+                    },
+                }
+            }
+        };
+        Ok(UpperReader {
+            path: path.to_owned(),
+            root,
+            meta,
+            names,
+            record,
+            _lock: lock,
+        })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The root of the tree.
+    pub fn root(&self) -> BorrowedFd<'_> {
+        self.root.as_fd()
+    }
+
+    /// How attributes are named.
+    pub fn names(&self) -> Names {
+        self.names
+    }
+
+    /// What its `instance.json` says, if there is one.
+    pub fn record(&self) -> Option<&Record> {
+        self.record.as_ref()
+    }
+
+    /// Whether the machine stopped while it was in use without ever being synchronised: what is in it may be anything.
+    pub fn is_lost(&self) -> Result<bool, UpperError> {
+        let failed = |errno| failed(&self.path, "look for a note in it", errno);
+        let Some(meta) = &self.meta else {
+            return Ok(false);
+        };
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let note = match rustix::fs::openat(meta, "volatile", flags, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(false),
+            other => other.map_err(failed)?,
+        };
+        let mut boot = Vec::new();
+        File::from(note)
+            .take(256)
+            .read_to_end(&mut boot)
+            .map_err(|error| failed(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+        let now = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        Ok(boot != now)
+    }
+
+    /// The directory `name` of [`META`], if there is one.
+    pub fn meta_directory(&self, name: &str) -> Result<Option<OwnedFd>, UpperError> {
+        let Some(meta) = &self.meta else {
+            return Ok(None);
+        };
+        match work::open_directory(meta.as_fd(), name.as_bytes()) {
+            Ok(dir) => Ok(Some(dir)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(meta_failed(&self.path.join(META), name, errno)),
+        }
+    }
+}
+
+/// A reader's lock; `None` if the upper has no lock, which its first writer makes.
+fn lock_shared(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<File>, UpperError> {
+    let io = |errno| failed(path, "open its lock .bcow/lock", errno);
+    let Some(file) = open_lock(meta, OFlags::RDONLY).map_err(io)? else {
+        return Ok(None);
+    };
+    FileLock::shared(&file).map_err(|holder| UpperError::InUse {
+        path: path.to_owned(),
+        holder,
+    })?;
+    Ok(Some(file))
+}

@@ -1,0 +1,127 @@
+//! `instance.json`: whose an upper is, and how it keeps things.
+
+use std::io::Read;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::{META, Namespace, Ownership, UpperError};
+
+/// The form this version writes and reads.
+pub const SCHEMA: &str = "bcow.instance/1";
+/// Name of the file in [`META`], and of the one that takes its place.
+const FILE: &str = "instance.json";
+const NEW_FILE: &str = "instance.json.new";
+/// Longest record that is read, in bytes.
+const MOST_BYTES: u64 = 64 << 10;
+
+/// What `instance.json` says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// Identity of the image, 64 hexadecimal digits.
+    pub image: String,
+    /// What the image was called when the upper was begun.
+    pub image_name: String,
+    /// Where marks are kept.
+    pub namespace: Namespace,
+    /// Where owners are kept.
+    pub ownership: Ownership,
+    /// Which program began it.
+    pub created_by: String,
+}
+
+impl Record {
+    /// The identity as bytes; `None` if it is no identity, which [`Record::read`] has excluded.
+    pub fn identity(&self) -> Option<[u8; 32]> {
+        let digits = self.image.as_bytes();
+        if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
+            return None;
+        }
+        let mut identity = [0; 32];
+        for (index, byte) in identity.iter_mut().enumerate() {
+            let pair = self.image.get(2 * index..2 * index + 2)?;
+            *byte = u8::from_str_radix(pair, 16).ok()?;
+        }
+        Some(identity)
+    }
+
+    /// The record in the directory `meta` of the upper at `path`; `None` if there is none.
+    pub(super) fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Record>, UpperError> {
+        let path = path.join(META).join(FILE);
+        let io = |source| UpperError::Io {
+            path: path.clone(),
+            action: "read it",
+            source,
+        };
+        let damaged = |problem: String| UpperError::Record {
+            path: path.clone(),
+            problem,
+        };
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = match rustix::fs::openat(meta, FILE, flags, Mode::empty()) {
+            Ok(file) => file,
+            Err(Errno::NOENT) => return Ok(None),
+            Err(errno) => return Err(io(errno)),
+        };
+        let stat = rustix::fs::fstat(&file).map_err(io)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err(damaged("it is not a regular file".into()));
+        }
+        let mut text = Vec::new();
+        std::fs::File::from(file)
+            .take(MOST_BYTES + 1)
+            .read_to_end(&mut text)
+            .map_err(|error| io(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+        if text.len() as u64 > MOST_BYTES {
+            return Err(damaged(format!("it is longer than {MOST_BYTES} bytes")));
+        }
+        // The schema first: whatever else a newer form has in it.
+        let value: serde_json::Value =
+            serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+        match value.get("schema").and_then(|schema| schema.as_str()) {
+            Some(SCHEMA) => {}
+            Some(schema) => {
+                return Err(UpperError::UnknownSchema {
+                    schema: schema.into(),
+                    path,
+                });
+            }
+            None => return Err(damaged("it names no schema".into())),
+        }
+        let record: Record =
+            serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?;
+        if record.identity().is_none() {
+            return Err(damaged("its image is no identity".into()));
+        }
+        Ok(Some(record))
+    }
+
+    /// Writes the record, whole or not at all, and makes it durable.
+    pub(super) fn write(&self, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
+        let io = |source| UpperError::Io {
+            path: path.join(META).join(FILE),
+            action: "write it",
+            source,
+        };
+        let mut text = serde_json::to_vec(self).map_err(|_| io(Errno::INVAL))?;
+        text.push(b'\n');
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(meta, NEW_FILE, flags, Mode::from_raw_mode(0o600));
+        let file = std::fs::File::from(file.map_err(io)?);
+        let written = std::io::Write::write_all(&mut &file, &text).and_then(|()| file.sync_all());
+        let moved = written
+            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
+            .and_then(|()| rustix::fs::renameat(meta, NEW_FILE, meta, FILE))
+            .and_then(|()| rustix::fs::fsync(meta));
+        if moved.is_err() {
+            let _ = rustix::fs::unlinkat(meta, NEW_FILE, rustix::fs::AtFlags::empty());
+        }
+        moved.map_err(io)
+    }
+}

@@ -1,0 +1,315 @@
+//! What of a sketch is stored, and what is the image's.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, Finding, Severity};
+use bcow::{BlockDevice, Image, Mapping, NoBackings, OpenOptions};
+use bcow_erofs::reader::Inode;
+use rustix::fs::{Mode, OFlags, SeekFrom};
+use rustix::io::Errno;
+
+use super::beneath::open_beneath;
+use super::body::{Body, Holder, Piece, Source};
+use super::changes::Problem;
+use super::{META, SketchKind, SketchMark, UpperReader};
+use crate::sketch::blocks::BlockSet;
+use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
+use crate::sketch::{BLOCK_BYTES, Damage};
+
+/// The host's file of a sketch.
+pub(super) struct HostFile<'a> {
+    /// Path below the upper.
+    pub(super) path: &'a [u8],
+    /// Inode number.
+    pub(super) inode: u64,
+    /// Size in bytes.
+    pub(super) size: u64,
+}
+
+/// The content of a sketch.
+pub(super) fn body(
+    upper: &UpperReader,
+    mark: &SketchMark,
+    host: &HostFile<'_>,
+    lower: Inode,
+) -> Result<Body, Problem> {
+    check_mark(mark, &lower).map_err(Problem::Sketch)?;
+    let file = open_beneath(upper.root(), host.path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    let (size, holder, pieces) = match mark.kind {
+        SketchKind::Sparse => (
+            host.size,
+            Holder::Plain,
+            sparse(upper, mark, &file, host.size, &lower)?,
+        ),
+        SketchKind::Packed => (mark.size, Holder::Packed, packed(mark, file)?),
+    };
+    Ok(Body {
+        size,
+        host: Some((host.path.to_vec(), host.inode, holder)),
+        lower: Some(lower),
+        pieces,
+    })
+}
+
+/// Checks what is stored of a sketch; says what is wrong.
+pub(super) fn check(
+    upper: &UpperReader,
+    mark: &SketchMark,
+    host: &HostFile<'_>,
+    lower: Option<&Inode>,
+) -> Result<(), String> {
+    if mark.kind == SketchKind::Packed && mark.map_exists {
+        check_packed(upper, host)?;
+    }
+    if let Some(lower) = lower {
+        return body(upper, mark, host, *lower)
+            .map(drop)
+            .map_err(|problem| problem.to_string());
+    }
+    // How many blocks the lower file has is what the map says.
+    if mark.kind == SketchKind::Sparse && mark.map_exists {
+        read_map(upper, mark, None).map_err(|problem| problem.to_string())?;
+    }
+    Ok(())
+}
+
+fn check_mark(mark: &SketchMark, lower: &Inode) -> Result<(), String> {
+    if mark.kind == SketchKind::Sparse && 1u64 << mark.block_shift != BLOCK_BYTES {
+        return Err(format!(
+            "its blocks are of 2^{} bytes, which this version does not know",
+            mark.block_shift
+        ));
+    }
+    match mark.lower_limit > lower.size {
+        true => Err(format!(
+            "{} bytes of the image's file shall show, which has {}",
+            mark.lower_limit, lower.size
+        )),
+        false => Ok(()),
+    }
+}
+
+fn sparse(
+    upper: &UpperReader,
+    mark: &SketchMark,
+    file: &OwnedFd,
+    size: u64,
+    lower: &Inode,
+) -> Result<Vec<Piece>, Problem> {
+    let limit = mark.lower_limit.min(size);
+    let covered = limit.div_ceil(BLOCK_BYTES);
+    let present = match mark.map_exists {
+        true => read_map(upper, mark, Some(lower.size.div_ceil(BLOCK_BYTES)))?,
+        false => BlockSet::default(),
+    };
+    let stored = data_runs(file, size)?;
+    let mut pieces = Pieces {
+        all: Vec::new(),
+        limit,
+    };
+    let mut at = 0;
+    for run in present.runs(0..covered) {
+        pieces.not_stored(at, run.start * BLOCK_BYTES);
+        at = (run.end * BLOCK_BYTES).min(size);
+        pieces.stored(run.start * BLOCK_BYTES, at, &stored);
+    }
+    let end = (covered * BLOCK_BYTES).min(size);
+    pieces.not_stored(at, end);
+    pieces.stored(end, size, &stored);
+    Ok(pieces.all)
+}
+
+fn packed(mark: &SketchMark, file: OwnedFd) -> Result<Vec<Piece>, Problem> {
+    let failed = |error: bcow::Error| Problem::Sketch(error.to_string());
+    let size = mark.size;
+    let mut pieces = Pieces {
+        all: Vec::new(),
+        limit: mark.lower_limit.min(size),
+    };
+    if !mark.map_exists {
+        pieces.not_stored(0, size);
+        return Ok(pieces.all);
+    }
+    let image = open_packed(File::from(file)).map_err(failed)?;
+    for extent in image.extents() {
+        let extent = extent.map_err(failed)?;
+        let end = (extent.offset + extent.length).min(size);
+        match extent.mapping {
+            _ if extent.offset >= end => break,
+            Mapping::Hole | Mapping::Backing { .. } => pieces.not_stored(extent.offset, end),
+            Mapping::Zero => pieces.push(end, Source::Hole),
+            _ => pieces.push(end, Source::Host),
+        }
+    }
+    pieces.not_stored(image.size().min(size), size);
+    Ok(pieces.all)
+}
+
+/// Opens the file of a packed sketch, to read what it stores itself.
+pub(super) fn open_packed(file: File) -> Result<Arc<Image>, bcow::Error> {
+    Image::open_with_backings(Arc::new(file), &OpenOptions::default(), &NoBackings)
+}
+
+/// Checks the file of a packed sketch on its own.
+fn check_packed(upper: &UpperReader, host: &HostFile<'_>) -> Result<(), String> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+    let file = open_beneath(upper.root(), host.path, flags).map_err(|errno| errno.to_string())?;
+    let options = CheckOptions {
+        data: false,
+        threads: 1,
+    };
+    let report = bcow::check::check(Arc::new(File::from(file)), &options)
+        .map_err(|error| error.to_string())?;
+    let is_error = |finding: &&Finding| finding.severity == Severity::Error;
+    match report.findings.iter().find(is_error) {
+        Some(finding) => Err(format!(
+            "{}: {}: {}",
+            finding.code, finding.place, finding.message
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Pieces in the making, in order.
+struct Pieces {
+    all: Vec<Piece>,
+    /// What shows of the lower file.
+    limit: u64,
+}
+
+impl Pieces {
+    fn push(&mut self, end: u64, source: Source) {
+        let start = self.all.last().map_or(0, |last| last.end);
+        match self.all.last_mut() {
+            _ if end <= start => {}
+            Some(last) if last.source == source => last.end = end,
+            _ => self.all.push(Piece { end, source }),
+        }
+    }
+
+    fn not_stored(&mut self, start: u64, end: u64) {
+        if start < self.limit {
+            self.push(end.min(self.limit), Source::Lower);
+        }
+        if end > self.limit {
+            self.push(end, Source::Hole);
+        }
+    }
+
+    /// Bytes of the host's file, of which `runs` are data.
+    fn stored(&mut self, start: u64, end: u64, runs: &[Piece]) {
+        let mut at = start;
+        let first = runs.partition_point(|run| run.end <= start);
+        for run in &runs[first..] {
+            if at >= end {
+                break;
+            }
+            at = run.end.min(end);
+            self.push(at, run.source);
+        }
+    }
+}
+
+/// Where a host file has data, and where holes, up to `size`.
+pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> {
+    let mut runs = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data.min(size),
+            Err(Errno::NXIO) => size,
+            // A host without holes.
+            Err(Errno::INVAL) if at == 0 => 0,
+            Err(errno) => return Err(errno),
+        };
+        if data > at {
+            runs.push(Piece {
+                end: data,
+                source: Source::Hole,
+            });
+        }
+        if data >= size {
+            break;
+        }
+        let hole = match rustix::fs::seek(file, SeekFrom::Hole(data)) {
+            Ok(hole) => hole.clamp(data + 1, size),
+            Err(Errno::INVAL) => size,
+            Err(errno) => return Err(errno),
+        };
+        runs.push(Piece {
+            end: hole,
+            source: Source::Host,
+        });
+        at = hole;
+    }
+    Ok(runs)
+}
+
+/// Reads the map of a sketch over a lower file of `blocks` blocks; of as many as the map says if that is not known.
+fn read_map(
+    upper: &UpperReader,
+    mark: &SketchMark,
+    blocks: Option<u64>,
+) -> Result<BlockSet, Problem> {
+    let name = format!("{:016x}", mark.id);
+    let damaged = |sector: u64, damage: &Damage| {
+        Problem::Sketch(format!(
+            "{META}/maps/{name}: at byte {}: {damage}",
+            sector * SECTOR_BYTES as u64
+        ))
+    };
+    let missing = || damaged(0, &Damage::Missing);
+    let maps = upper
+        .meta_directory("maps")
+        .map_err(|error| Problem::Host(error.errno().unwrap_or(Errno::IO)))?
+        .ok_or_else(missing)?;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let file = match rustix::fs::openat(maps.as_fd(), &*name, flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Err(missing()),
+        other => other?,
+    };
+    let mut file = std::io::BufReader::with_capacity(64 << 10, File::from(file));
+    let host =
+        |error: std::io::Error| Problem::Host(Errno::from_io_error(&error).unwrap_or(Errno::IO));
+    let mut sector = [0; SECTOR_BYTES];
+    if read_sector(&mut file, &mut sector).map_err(host)? < SECTOR_BYTES {
+        return Err(damaged(0, &Damage::Header));
+    }
+    let blocks = blocks.unwrap_or_else(|| {
+        let mut number = [0; 8];
+        number.copy_from_slice(&sector[24..32]);
+        u64::from_le_bytes(number)
+    });
+    let header = Header::decode(&sector, mark.id, blocks).map_err(|damage| damaged(0, &damage))?;
+    let mut replay = Replay::new(header);
+    loop {
+        match read_sector(&mut file, &mut sector).map_err(host)? {
+            SECTOR_BYTES => {
+                let taken = replay.sector(&sector);
+                taken.map_err(|(at, damage)| damaged(at, &damage))?;
+            }
+            left => {
+                let replayed = replay.finish(left > 0);
+                let replayed = replayed.map_err(|(at, damage)| damaged(at, &damage))?;
+                return Ok(replayed.present);
+            }
+        }
+    }
+}
+
+/// Fills a sector; gives how many bytes there were.
+fn read_sector(file: &mut impl Read, sector: &mut [u8; SECTOR_BYTES]) -> std::io::Result<usize> {
+    let mut filled = 0;
+    while filled < SECTOR_BYTES {
+        match file.read(&mut sector[filled..]) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}

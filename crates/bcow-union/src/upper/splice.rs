@@ -1,0 +1,346 @@
+//! A device that shows the image, the upper's files and a file system of them all, without a copy of anything.
+//!
+//! ```text
+//! 0          superblock, metadata (in memory)
+//! 1 TiB      content of the upper's files, a segment for each run of it
+//! 8 TiB      the image's address space
+//! ```
+//!
+//! So whatever reads an image (an export, a comparison) reads a union.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bcow::{BlockDevice, Error, Image};
+use bcow_erofs::reader::{ErofsError, Filesystem};
+use bcow_erofs::tree::{TailSource, Tree};
+use bcow_erofs::writer::{EmitError, MAX_INLINE, Plan, WriteError, WriteOptions};
+use rustix::fs::OFlags;
+
+use super::beneath::open_beneath;
+use super::body::{Body, Holder, Source};
+use super::sketched::open_packed;
+
+/// Block of a file system.
+pub(super) const BLOCK_BYTES: u64 = 4096;
+/// Where the upper's content begins.
+const OWN_FROM: u64 = 1 << 40;
+/// Where the image's address space begins.
+pub const LOWER_FROM: u64 = 8 << 40;
+/// Where the superblock begins, and where the metadata does.
+const SUPERBLOCK_AT: u64 = 1024;
+const METADATA_AT: u64 = BLOCK_BYTES;
+/// Host files that stay open.
+const OPEN_FILES: usize = 16;
+
+/// Addresses of the upper's content.
+#[derive(Debug, Default)]
+pub(super) struct Segments {
+    all: Vec<Segment>,
+    /// Blocks that have addresses.
+    blocks: u64,
+}
+
+/// A run of addresses and the content there.
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    /// First block, from [`OWN_FROM`] on.
+    first: u64,
+    /// Bytes.
+    length: u64,
+    /// Which body, and where in it.
+    body: u32,
+    offset: u64,
+}
+
+impl Segments {
+    /// Gives `length` bytes at `offset` of a body an address: a block number. `None` if there is none left.
+    pub(super) fn add(&mut self, body: u32, offset: u64, length: u64) -> Option<u32> {
+        let first = self.blocks;
+        let end = first.checked_add(length.div_ceil(BLOCK_BYTES))?;
+        if end > (LOWER_FROM - OWN_FROM) / BLOCK_BYTES {
+            return None;
+        }
+        self.blocks = end;
+        self.all.push(Segment {
+            first,
+            length,
+            body,
+            offset,
+        });
+        u32::try_from(OWN_FROM / BLOCK_BYTES + first).ok()
+    }
+}
+
+/// The content of a union.
+pub struct Store {
+    pub(super) lower: Arc<Filesystem>,
+    pub(super) device: Arc<dyn BlockDevice>,
+    /// The upper's root.
+    pub(super) root: OwnedFd,
+    pub(super) bodies: Vec<Body>,
+    pub(super) segments: Segments,
+    pub(super) open: Mutex<Vec<(u32, Arc<dyn BytesAt>)>>,
+}
+
+/// A host file's bytes.
+pub(super) trait BytesAt: Send + Sync {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error>;
+}
+
+struct PlainFile(File);
+
+impl BytesAt for PlainFile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        match self.0.read_exact_at(buf, offset) {
+            Ok(()) => Ok(()),
+            Err(error) => Err(io_error(offset, error)),
+        }
+    }
+}
+
+struct PackedFile(Arc<Image>);
+
+impl BytesAt for PackedFile {
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.0.read_at(offset, buf)
+    }
+}
+
+fn io_error(offset: u64, source: io::Error) -> Error {
+    Error::Io {
+        action: "read a file of the upper",
+        offset,
+        source,
+    }
+}
+
+impl Store {
+    /// The file system that `tree` is, on a device of its own over this content.
+    pub fn filesystem(self: &Arc<Self>, tree: &Tree) -> Result<Spliced, SpliceError> {
+        let options = WriteOptions {
+            metadata_start: METADATA_AT,
+            inline_max: MAX_INLINE,
+        };
+        let plan = Plan::new(tree, &options)?.with_uuid(self.lower.superblock().uuid);
+        let mut metadata = Vec::new();
+        plan.write::<io::Error>(&Tails(self), &mut |bytes| {
+            metadata.extend_from_slice(bytes);
+            Ok(())
+        })
+        .map_err(|error| match error {
+            EmitError::Tail(error) | EmitError::Output(error) => SpliceError::Tail(error),
+        })?;
+        let size = LOWER_FROM + self.device.size();
+        let device = Arc::new(Splice {
+            superblock: plan.superblock(size / BLOCK_BYTES),
+            metadata,
+            size,
+            store: self.clone(),
+        });
+        Ok(Spliced {
+            filesystem: Filesystem::open(device.clone())?,
+            device,
+        })
+    }
+
+    /// The content at an address of the upper's, and how far it goes on; `None` if there is none.
+    fn segment(&self, offset: u64) -> Option<(Segment, u64)> {
+        let block = offset.checked_sub(OWN_FROM)? / BLOCK_BYTES;
+        let after = self.segments.all.partition_point(|s| s.first <= block);
+        let segment = *self.segments.all.get(after.checked_sub(1)?)?;
+        Some((segment, offset - OWN_FROM - segment.first * BLOCK_BYTES))
+    }
+
+    /// Reads content of the upper.
+    fn read_own(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let rest = &mut buf[done..];
+            let Some((segment, within)) = self.segment(at) else {
+                rest.fill(0);
+                return Ok(());
+            };
+            let padded = segment.length.next_multiple_of(BLOCK_BYTES);
+            if within >= padded {
+                rest.fill(0);
+                return Ok(());
+            }
+            let n = rest.len().min((padded - within) as usize);
+            let stored = segment.length.saturating_sub(within).min(n as u64) as usize;
+            self.read_body(segment.body, segment.offset + within, &mut rest[..stored])?;
+            rest[stored..n].fill(0);
+            done += n;
+        }
+        Ok(())
+    }
+
+    fn read_body(&self, index: u32, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let body = &self.bodies[index as usize];
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let piece = body.piece(at);
+            let n = (buf.len() - done).min((piece.end - at).min(1 << 30) as usize);
+            let part = &mut buf[done..done + n];
+            match (piece.source, &body.lower) {
+                (Source::Host, _) => self.host(index)?.read_at(at, part)?,
+                (Source::Lower, Some(inode)) => {
+                    let read = self.lower.read(inode, at, part).map_err(lower_error)?;
+                    part[read..].fill(0);
+                }
+                _ => part.fill(0),
+            }
+            done += n;
+        }
+        Ok(())
+    }
+
+    /// A body's host file, opened again unless it is one of the last ones.
+    fn host(&self, index: u32) -> Result<Arc<dyn BytesAt>, Error> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = open.iter().position(|(known, _)| *known == index) {
+            let entry = open.remove(at);
+            let file = entry.1.clone();
+            open.push(entry);
+            return Ok(file);
+        }
+        let host = &self.bodies[index as usize].host;
+        let Some((path, inode, holder)) = host else {
+            return Err(io_error(0, io::ErrorKind::NotFound.into()));
+        };
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
+        let file = open_beneath(self.root.as_fd(), path, flags)
+            .map_err(|errno| io_error(0, errno.into()))?;
+        let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
+        if stat.st_ino != *inode {
+            let changed = io::Error::other("it is another file than a moment ago");
+            return Err(io_error(0, changed));
+        }
+        let file = File::from(file);
+        let file: Arc<dyn BytesAt> = match holder {
+            Holder::Plain => Arc::new(PlainFile(file)),
+            Holder::Packed => Arc::new(PackedFile(open_packed(file)?)),
+        };
+        if open.len() == OPEN_FILES {
+            open.remove(0);
+        }
+        open.push((index, file.clone()));
+        Ok(file)
+    }
+}
+
+fn lower_error(error: ErofsError) -> Error {
+    match error {
+        ErofsError::Device(error) => error,
+        other => Error::Io {
+            action: "read the image",
+            offset: 0,
+            source: io::Error::other(other),
+        },
+    }
+}
+
+/// Ends of files that lie beside inodes of the image.
+struct Tails<'s>(&'s Store);
+
+impl TailSource for Tails<'_> {
+    fn read_tail(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let at = offset
+            .checked_sub(LOWER_FROM)
+            .ok_or(io::ErrorKind::InvalidInput)?;
+        self.0.device.read_at(at, buf).map_err(io::Error::other)
+    }
+}
+
+/// Why a union cannot be shown as a file system.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SpliceError {
+    /// It is larger than EROFS can address.
+    #[error(transparent)]
+    Write(#[from] WriteError),
+    /// What was written cannot be read.
+    #[error(transparent)]
+    Read(#[from] ErofsError),
+    /// The end of a file of the image cannot be read.
+    #[error("cannot read the end of a file of the image")]
+    Tail(#[source] io::Error),
+}
+
+/// A file system over a union's content.
+pub struct Spliced {
+    /// It.
+    pub filesystem: Filesystem,
+    /// What it is on.
+    pub device: Arc<dyn BlockDevice>,
+}
+
+/// Where a byte of a [`Spliced`] device is in the image; `None` if it is not the image's.
+pub fn lower_offset(offset: u64) -> Option<u64> {
+    offset.checked_sub(LOWER_FROM)
+}
+
+struct Splice {
+    superblock: [u8; 3072],
+    metadata: Vec<u8>,
+    size: u64,
+    store: Arc<Store>,
+}
+
+impl Splice {
+    /// Reads memory: `bytes` begin at `start`; around them are zeros.
+    fn memory(start: u64, bytes: &[u8], offset: u64, buf: &mut [u8]) {
+        let end = start + bytes.len() as u64;
+        let from = offset.clamp(start, end);
+        let to = (offset + buf.len() as u64).clamp(start, end);
+        if from < to {
+            buf[(from - offset) as usize..(to - offset) as usize]
+                .copy_from_slice(&bytes[(from - start) as usize..(to - start) as usize]);
+        }
+    }
+}
+
+impl BlockDevice for Splice {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        let end = offset.checked_add(buf.len() as u64);
+        if end.is_none_or(|end| end > self.size) {
+            return Err(Error::OutOfRange {
+                offset,
+                length: buf.len() as u64,
+                size: self.size,
+            });
+        }
+        let mut done = 0;
+        while done < buf.len() {
+            let at = offset + done as u64;
+            let rest = &mut buf[done..];
+            let limit = [OWN_FROM, LOWER_FROM, u64::MAX]
+                .into_iter()
+                .find(|limit| at < *limit);
+            let n = rest
+                .len()
+                .min((limit.unwrap_or(u64::MAX) - at).min(1 << 30) as usize);
+            let part = &mut rest[..n];
+            match limit {
+                Some(OWN_FROM) => {
+                    part.fill(0);
+                    Splice::memory(SUPERBLOCK_AT, &self.superblock, at, part);
+                    Splice::memory(METADATA_AT, &self.metadata, at, part);
+                }
+                Some(LOWER_FROM) => self.store.read_own(at, part)?,
+                _ => self.store.device.read_at(at - LOWER_FROM, part)?,
+            }
+            done += n;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,206 @@
+//! The work directory: where things are made before they take their place in the tree with one rename.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, RenameFlags, Stat};
+use rustix::io::Errno;
+
+/// Names of temporaries, each used once between two times that the directory is emptied.
+#[derive(Debug, Default)]
+pub(super) struct TemporaryNames {
+    next: AtomicU64,
+}
+
+/// Something in the work directory, removed when this is dropped unless it was placed.
+#[derive(Debug)]
+pub struct Temporary<'a> {
+    work: BorrowedFd<'a>,
+    name: String,
+    kind: FileType,
+    placed: bool,
+}
+
+impl<'a> Temporary<'a> {
+    pub(super) fn name(names: &TemporaryNames) -> String {
+        format!("{:x}", names.next.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Takes care of what has this name in the work directory now.
+    pub(super) fn adopt(work: BorrowedFd<'a>, name: String, kind: FileType) -> Temporary<'a> {
+        Temporary {
+            work,
+            name,
+            kind,
+            placed: false,
+        }
+    }
+
+    /// The work directory and its name in there.
+    pub fn at(&self) -> (BorrowedFd<'a>, &str) {
+        (self.work, &self.name)
+    }
+
+    /// Moves it to `name` in `dir`, over whatever has the name.
+    pub fn place(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), (Self, Errno)> {
+        self.rename(dir, name, RenameFlags::empty())
+    }
+
+    /// Moves it to `name` in `dir`, unless something has the name (`EEXIST`).
+    pub fn place_new(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), (Self, Errno)> {
+        self.rename(dir, name, RenameFlags::NOREPLACE)
+    }
+
+    /// Exchanges it with `name` in `dir`. What comes back is what had the name, to be dropped or looked at; if it is a
+    /// directory, only empty ones and those of whiteouts can be removed by dropping.
+    pub fn exchange(
+        mut self,
+        dir: BorrowedFd<'_>,
+        name: &[u8],
+        other: FileType,
+    ) -> Result<Temporary<'a>, (Self, Errno)> {
+        match rustix::fs::renameat_with(self.work, &*self.name, dir, name, RenameFlags::EXCHANGE) {
+            Ok(()) => {
+                self.kind = other;
+                Ok(self)
+            }
+            Err(errno) => Err((self, errno)),
+        }
+    }
+
+    fn rename(
+        mut self,
+        dir: BorrowedFd<'_>,
+        name: &[u8],
+        flags: RenameFlags,
+    ) -> Result<(), (Self, Errno)> {
+        match rustix::fs::renameat_with(self.work, &*self.name, dir, name, flags) {
+            Ok(()) => {
+                self.placed = true;
+                Ok(())
+            }
+            Err(errno) => Err((self, errno)),
+        }
+    }
+}
+
+impl Drop for Temporary<'_> {
+    fn drop(&mut self) {
+        // Whatever cannot be removed is so at the next start, when the directory is emptied.
+        if self.placed {
+            return;
+        }
+        let _ = match self.kind {
+            FileType::Directory => remove_tree(self.work, self.name.as_bytes()),
+            _ => rustix::fs::unlinkat(self.work, &*self.name, AtFlags::empty()),
+        };
+    }
+}
+
+/// Whether what `stat` describes is a whiteout.
+pub fn is_whiteout(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice && stat.st_rdev == 0
+}
+
+/// Makes the names in a directory durable.
+pub fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
+    rustix::fs::fsync(dir)
+}
+
+/// Removes everything from a directory, following nothing.
+///
+/// What is in directories below is moved up first, so that neither depth nor length of a path matters.
+pub(super) fn empty(dir: BorrowedFd<'_>) -> Result<(), Errno> {
+    loop {
+        let names = list(dir)?;
+        if names.is_empty() {
+            return Ok(());
+        }
+        for name in names {
+            match rustix::fs::unlinkat(dir, &name[..], AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                // POSIX has EPERM for directories, Linux EISDIR.
+                Err(Errno::ISDIR | Errno::PERM) => remove_tree(dir, &name)?,
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+/// Removes the directory `name` of `dir` and all that is in it.
+fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
+    // Directories found on the way: they wait in `dir`, under names of their own.
+    let mut waiting = vec![name.to_vec()];
+    let mut moved = 0u64;
+    while let Some(name) = waiting.pop() {
+        match rustix::fs::unlinkat(dir, &name[..], AtFlags::REMOVEDIR) {
+            Ok(()) | Err(Errno::NOENT) => continue,
+            Err(Errno::NOTEMPTY | Errno::EXIST) => {}
+            Err(errno) => return Err(errno),
+        }
+        let inside = open_to_empty(dir, &name)?;
+        for entry in list(inside.as_fd())? {
+            match rustix::fs::unlinkat(&inside, &entry[..], AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => continue,
+                Err(Errno::ISDIR | Errno::PERM) => {}
+                Err(errno) => return Err(errno),
+            }
+            if rustix::fs::unlinkat(&inside, &entry[..], AtFlags::REMOVEDIR).is_ok() {
+                continue;
+            }
+            loop {
+                let up = format!("up{moved:x}").into_bytes();
+                moved += 1;
+                let flags = RenameFlags::NOREPLACE;
+                match rustix::fs::renameat_with(&inside, &entry[..], dir, &up[..], flags) {
+                    Ok(()) => {
+                        waiting.push(up);
+                        break;
+                    }
+                    Err(Errno::EXIST) => {}
+                    // A directory's own permission is needed to give it another parent.
+                    Err(Errno::ACCESS) => {
+                        let mode = Mode::from_raw_mode(0o700);
+                        rustix::fs::chmodat(&inside, &entry[..], mode, AtFlags::empty())?;
+                        rustix::fs::renameat_with(&inside, &entry[..], dir, &up[..], flags)?;
+                        waiting.push(up);
+                        break;
+                    }
+                    Err(errno) => return Err(errno),
+                }
+            }
+        }
+        rustix::fs::unlinkat(dir, &name[..], AtFlags::REMOVEDIR)?;
+    }
+    Ok(())
+}
+
+/// Opens a directory whose entries shall go, and lets its owner at them.
+fn open_to_empty(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
+    match open_directory(dir, name) {
+        Err(Errno::ACCESS) => {
+            rustix::fs::chmodat(dir, name, Mode::from_raw_mode(0o700), AtFlags::empty())?;
+            open_directory(dir, name)
+        }
+        other => other,
+    }
+}
+
+/// Opens the directory `name` of `dir`, following nothing.
+pub(super) fn open_directory(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat(dir, name, flags, Mode::empty())
+}
+
+/// The names in a directory, without `.` and `..`.
+pub(super) fn list(dir: BorrowedFd<'_>) -> Result<Vec<Vec<u8>>, Errno> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(dir)? {
+        let entry = entry?;
+        let name = entry.file_name().to_bytes();
+        if !matches!(name, b"." | b"..") {
+            names.push(name.to_vec());
+        }
+    }
+    Ok(names)
+}

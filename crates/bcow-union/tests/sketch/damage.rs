@@ -1,0 +1,131 @@
+//! Maps and marks that are not what was written: refused, by name and place.
+
+use std::sync::Arc;
+
+use bcow_union::sketch::{
+    BLOCK_BYTES, Damage, Durability, Lower, SketchError, SketchKind, SketchMark, Sketches,
+};
+
+use crate::script::{reopened, sketches, write_all};
+use crate::support::{TestLower, quiet};
+use crate::world::World;
+
+const B: u64 = BLOCK_BYTES;
+
+/// A sketch that was flushed twice, and closed unless it was killed.
+fn flushed(killed: bool) -> (World, Arc<TestLower>) {
+    let lower = Arc::new(TestLower::new(5, 1000 * B));
+    let world = World::new(lower.size());
+    let sketches = sketches(&world, quiet());
+    let sketch = sketches
+        .create_on(SketchKind::Sparse, world.host(), lower.clone())
+        .unwrap();
+    for flush in 0..2 {
+        for block in (flush..900).step_by(3) {
+            write_all(&*sketch, block * B, &[1; B as usize]).unwrap();
+        }
+        sketch.flush(Durability::Durable).unwrap();
+    }
+    if killed {
+        return (world.killed(), lower);
+    }
+    drop(sketch);
+    (world, lower)
+}
+
+#[test]
+fn a_changed_byte_anywhere_in_a_map_is_found_and_named() {
+    for killed in [false, true] {
+        let (world, lower) = flushed(killed);
+        let length = world.map_bytes().unwrap();
+        assert!(length >= 3 * 512, "{length}");
+        let (_, before) = reopened(&world, &lower).unwrap();
+        for at in (0..length).step_by(11) {
+            assert!(world.spoil_map(at, 4));
+            let Err(SketchError::Damaged { file, offset, .. }) = reopened(&world, &lower) else {
+                panic!("byte {at}");
+            };
+            assert_eq!(offset, (at / 512 * 512) as u64);
+            assert!(file.starts_with("maps"));
+            assert!(world.spoil_map(at, 4));
+        }
+        assert!(reopened(&world, &lower).unwrap().1 == before);
+    }
+}
+
+#[test]
+fn a_record_that_goes_missing_after_the_sketch_was_closed_is_missed() {
+    for (killed, is_missed) in [(false, true), (true, false)] {
+        let (world, lower) = flushed(killed);
+        let length = world.map_bytes().unwrap();
+        world.cut_map(length - 512);
+        match reopened(&world, &lower) {
+            Err(SketchError::Damaged { damage, offset, .. }) if is_missed => {
+                let expected = (length / 512 - 1) as u64;
+                assert_eq!(damage, Damage::Cut { expected });
+                assert_eq!(offset, (length - 512) as u64);
+            }
+            // After a crash it may as well never have been written.
+            Ok(_) if !is_missed => {}
+            other => panic!("{:?}", other.map(|(sketch, _)| sketch)),
+        }
+    }
+}
+
+#[test]
+fn a_map_that_is_gone_is_named() {
+    let (world, lower) = flushed(false);
+    world.cut_map(0);
+    let error = reopened(&world, &lower).unwrap_err();
+    assert!(error.to_string().contains("not a map"), "{error}");
+    world.remove_map();
+    let error = reopened(&world, &lower).unwrap_err();
+    let SketchError::Damaged { damage, .. } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(*damage, Damage::Missing);
+    assert_eq!(error.errno(), rustix::io::Errno::IO);
+}
+
+fn open(sketches: &Sketches, world: &World, mark: SketchMark, lower: u64) -> SketchError {
+    let lower = Arc::new(TestLower::new(1, lower));
+    sketches.open_on(&mark, world.host(), lower).unwrap_err()
+}
+
+#[test]
+fn marks_that_make_no_sense_are_refused() {
+    let (world, _) = flushed(false);
+    let sketches = sketches(&world, quiet());
+    let mark = world.mark().unwrap();
+    let shift = SketchMark {
+        block_shift: 16,
+        ..mark
+    };
+    let error = open(&sketches, &world, shift, 1000 * B).to_string();
+    assert!(error.contains("block size"), "{error}");
+    let error = open(&sketches, &world, mark, 999 * B).to_string();
+    assert!(error.contains("lower file that has"), "{error}");
+    let error = open(&sketches, &world, mark, 1001 * B).to_string();
+    assert!(error.contains("file of 1000 blocks, not 1001"), "{error}");
+    let packed = SketchMark {
+        kind: SketchKind::Packed,
+        size: 1000 * B,
+        ..mark
+    };
+    let error = open(&sketches, &world, packed, 1000 * B).to_string();
+    assert!(error.contains("not a BCoW file"), "{error}");
+}
+
+#[test]
+fn a_torn_append_is_dropped_and_written_over() {
+    let (world, lower) = flushed(true);
+    let length = world.map_bytes().unwrap();
+    world.cut_map(length - 100);
+    let (sketch, _) = reopened(&world, &lower).unwrap();
+    let sketch = sketch.unwrap();
+    write_all(&*sketch, 999 * B, &[9; B as usize]).unwrap();
+    sketch.flush(Durability::Durable).unwrap();
+    let expected = crate::script::shown(&*sketch).unwrap();
+    assert!(reopened(&world.killed(), &lower).unwrap().1 == expected);
+    assert_eq!(world.map_bytes().unwrap() % 512, 0);
+}

@@ -1,0 +1,94 @@
+//! The host fails: the program is told, no byte is wrong, and once the host works again so does the sketch.
+
+use bcow_testkit::Random;
+use bcow_union::sketch::{Durability, SketchKind};
+use rustix::io::Errno;
+
+use crate::script::{Script, reopened, shown, write_all};
+use crate::support::cases;
+use crate::world::Fault;
+
+const STEPS: usize = 20;
+
+fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
+    let context = format!("{kind:?}, seed {seed}, {fault:?}");
+    let mut script = Script::new(kind, seed);
+    script.world.plan(fault);
+    for step in 0..STEPS {
+        let before = script.history.now().to_vec();
+        let Err(error) = script.step() else {
+            continue;
+        };
+        let context = format!("{context}, step {step}: {error}");
+        let fault = fault.expect("nothing fails by itself");
+        let told = error.errno().raw_os_error();
+        assert!(
+            told == fault.errno || told == Errno::IO.raw_os_error(),
+            "{context}"
+        );
+        // To read a block in transit of a packed one, it has to be completed.
+        script.world.pause(kind == SketchKind::Packed);
+        script.accept(&before, &context);
+        script.world.pause(false);
+        if script.world.calls().2 {
+            break;
+        }
+    }
+    let (calls, hits, failed_sync) = script.world.calls();
+    script.world.plan(None);
+    let expected = script.history.now().to_vec();
+    let found = shown(&*script.sketch).unwrap();
+    let differs = found
+        .iter()
+        .zip(&expected)
+        .position(|(found, expected)| found != expected);
+    assert_eq!(found.len(), expected.len(), "{context}");
+    assert_eq!(differs, None, "{context}");
+    match script.sketch.flush(Durability::Durable) {
+        Ok(()) => {
+            let (_, bytes) = reopened(&script.world.killed(), &script.lower).unwrap();
+            assert!(bytes == expected, "opened again: {context}");
+        }
+        // What the host has of it nobody knows; from here on that is said.
+        Err(error) => {
+            // A record that could neither be written nor taken back ends a packed one.
+            let torn = kind == SketchKind::Packed && hits > 1;
+            assert!(failed_sync || torn, "{error}: {context}");
+            assert_eq!(error.errno(), Errno::IO, "{context}");
+            assert!(script.sketch.flush(Durability::Durable).is_err());
+            assert!(write_all(&*script.sketch, 0, b"x").is_err(), "{context}");
+            let world = script.world.killed();
+            let (_, bytes) = reopened(&world, &script.lower).unwrap();
+            let allowed = script.history.allows(script.world.now(), &bytes);
+            assert_eq!(allowed, Ok(()), "{context}");
+        }
+    }
+    (calls, hits)
+}
+
+fn runs(kind: SketchKind, seeds: u64) {
+    let mut hit = 0;
+    for seed in 0..seeds {
+        let (calls, _) = run(kind, seed, None);
+        let mut random = Random::new(seed);
+        for _ in 0..30 {
+            let fault = Fault {
+                after: random.below(calls),
+                stays: random.one_in(2),
+                errno: random.pick(&[Errno::NOSPC, Errno::IO]).raw_os_error(),
+            };
+            hit += run(kind, seed, Some(fault)).1;
+        }
+    }
+    assert!(hit > seeds * 20, "{hit} faults");
+}
+
+#[test]
+fn a_host_that_fails_spoils_no_sparse_sketch() {
+    runs(SketchKind::Sparse, cases(60));
+}
+
+#[test]
+fn a_host_that_fails_spoils_no_packed_sketch() {
+    runs(SketchKind::Packed, cases(12));
+}

@@ -1,0 +1,12 @@
+//! Sketches, from outside.
+
+mod damage;
+mod faults;
+mod history;
+mod model;
+mod power_cut;
+mod script;
+mod sparse;
+mod support;
+mod threads;
+mod world;

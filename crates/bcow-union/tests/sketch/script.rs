@@ -1,0 +1,178 @@
+//! Random operations on a sketch in a host in memory, with a record of what it may hold.
+
+use std::sync::Arc;
+
+use bcow_testkit::Random;
+use bcow_union::account::Account;
+use bcow_union::sketch::{
+    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchOptions,
+    Sketches,
+};
+use bcow_union::upper::{Metacopy, Namespace};
+
+use crate::history::History;
+use crate::support::{TestLower, quiet};
+use crate::world::World;
+
+const B: u64 = BLOCK_BYTES;
+
+/// A sketch under test.
+pub struct Script {
+    pub world: World,
+    pub lower: Arc<TestLower>,
+    pub sketch: Arc<dyn Sketch>,
+    pub history: History,
+    random: Random,
+    tag: u8,
+}
+
+/// The sketches of a world.
+pub fn sketches(world: &World, options: SketchOptions) -> Sketches {
+    let store = Arc::new(world.clone());
+    Sketches::on(
+        store,
+        Namespace::Trusted,
+        Arc::new(Account::new(None)),
+        options,
+    )
+}
+
+/// All that a sketch shows.
+pub fn shown(sketch: &dyn Sketch) -> Result<Vec<u8>, SketchError> {
+    let mut bytes = vec![0xEE; sketch.size() as usize];
+    let read = sketch.read_at(0, &mut bytes)?;
+    assert_eq!(read, bytes.len());
+    Ok(bytes)
+}
+
+/// A sketch that was opened, if the file is one, and what the file shows.
+pub type Reopened = (Option<Arc<dyn Sketch>>, Vec<u8>);
+
+/// Opens what is in a world, as the union does.
+pub fn reopened(world: &World, lower: &Arc<TestLower>) -> Result<Reopened, SketchError> {
+    let Some(mark) = world.mark() else {
+        return Ok(match world.metacopy() {
+            Metacopy::None => (None, world.content()),
+            Metacopy::Whole => (None, lower.bytes.clone()),
+            Metacopy::Sketch => panic!("it is marked as a sketch and has no mark"),
+        });
+    };
+    let sketches = sketches(world, quiet());
+    let sketch = sketches.open_on(&mark, world.host(), lower.clone())?;
+    let bytes = shown(&*sketch)?;
+    Ok((Some(sketch), bytes))
+}
+
+impl Script {
+    pub fn new(kind: SketchKind, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let most = *random.pick(&[B, 6 * B, 20 * B]);
+        let size = 1 + random.below(most);
+        let lower = Arc::new(TestLower::new(seed, size));
+        let world = World::new(size);
+        let sketches = sketches(&world, quiet());
+        let lower_file: Arc<dyn Lower> = lower.clone();
+        let sketch = sketches.create_on(kind, world.host(), lower_file).unwrap();
+        Script {
+            history: History::new(lower.bytes.clone()),
+            world,
+            lower,
+            sketch,
+            random,
+            tag: 0,
+        }
+    }
+
+    /// Does something. Gives the error that there was.
+    pub fn step(&mut self) -> Result<(), SketchError> {
+        let random = &mut self.random;
+        let size = self.sketch.size();
+        let at = match random.below(3) {
+            0 => random.below(size + 2 * B),
+            1 => random.below(size / B + 2) * B,
+            _ => random.below(size + 1),
+        };
+        let length = match random.below(5) {
+            0 => 1 + random.below(600),
+            1 => B,
+            2 => 1 + random.below(3 * B),
+            3 => (1 + random.below(4)) * B,
+            _ => 512,
+        };
+        let begun = self.world.now();
+        let mut bytes = self.history.now().to_vec();
+        let mut durable = false;
+        let sketch = Arc::clone(&self.sketch);
+        let result = match random.below(16) {
+            0..7 => {
+                self.tag = self.tag % 200 + 1;
+                let data = vec![self.tag; length as usize];
+                let end = (at + length) as usize;
+                if bytes.len() < end {
+                    bytes.resize(end, 0);
+                }
+                bytes[at as usize..end].fill(self.tag);
+                write_all(&*sketch, at, &data)
+            }
+            7 => {
+                let keep = *random.pick(&[KeepSize::Keep, KeepSize::Grow]);
+                let end = (at + length) as usize;
+                if keep == KeepSize::Grow && bytes.len() < end {
+                    bytes.resize(end, 0);
+                }
+                let end = end.min(bytes.len());
+                if (at as usize) < end {
+                    bytes[at as usize..end].fill(0);
+                }
+                sketch.zero(at, length, keep)
+            }
+            8 | 9 => {
+                bytes.resize(at as usize, 0);
+                sketch.set_size(at)
+            }
+            10 => sketch.settle(),
+            11 => shown(&*sketch).map(|shown| assert!(shown == bytes, "it shows something else")),
+            12 if sketch.is_complete().unwrap_or(false) => {
+                let was_marked = self.world.mark().is_some();
+                let promoted = sketch.promote();
+                durable = was_marked && matches!(promoted, Ok(true));
+                promoted.map(drop)
+            }
+            _ => {
+                durable = true;
+                sketch.flush(Durability::Durable)
+            }
+        };
+        let ended = self.world.now();
+        let durable = durable && result.is_ok();
+        self.history.step(begun, ended, durable, bytes);
+        result
+    }
+
+    /// After an operation failed: what the sketch shows is what it holds from now on, if it is something it may.
+    pub fn accept(&mut self, before: &[u8], context: &str) {
+        let after = self.history.now().to_vec();
+        let shown = shown(&*self.sketch).unwrap();
+        let longest = before.len().max(after.len());
+        assert!(shown.len() <= longest, "{context}");
+        for (at, byte) in shown.iter().enumerate() {
+            let could = [before.get(at), after.get(at)];
+            let new = at >= before.len() && *byte == 0;
+            assert!(
+                new || could.contains(&Some(byte)),
+                "byte {at}: {byte}, {could:?}, {context}"
+            );
+        }
+        let now = self.world.now();
+        self.history.step(now, now, false, shown);
+    }
+}
+
+/// Writes all, as programs do.
+pub fn write_all(sketch: &dyn Sketch, at: u64, data: &[u8]) -> Result<(), SketchError> {
+    let mut done = 0;
+    while done < data.len() {
+        done += sketch.write_at(at + done as u64, &data[done..])?;
+    }
+    Ok(())
+}

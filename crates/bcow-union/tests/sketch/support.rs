@@ -1,0 +1,172 @@
+//! Lower files, and places for sketches.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use bcow_testkit::Random;
+use bcow_union::Seek;
+use bcow_union::account::Account;
+use bcow_union::sketch::{Lower, SketchMark, SketchOptions, Sketches};
+use bcow_union::upper::{Attribute, ImageName, Instance, Mark, Marks, Metacopy};
+use rustix::io::Errno;
+
+/// How many random cases to run: `PROPTEST_CASES`, or as many as do not take long.
+pub fn cases(few: u64) -> u64 {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    asked.and_then(|cases| cases.parse().ok()).unwrap_or(few)
+}
+
+/// Nothing happens in the background, and nothing that was not asked for.
+pub fn quiet() -> SketchOptions {
+    SketchOptions {
+        fillers: 0,
+        ahead_blocks: 0,
+        ..SketchOptions::default()
+    }
+}
+
+/// A lower file in memory: bytes above 200, and some holes.
+pub struct TestLower {
+    pub bytes: Vec<u8>,
+    /// Whether reads fail.
+    pub broken: AtomicBool,
+    /// Reads, by offset and length.
+    pub reads: Mutex<Vec<(u64, usize)>>,
+}
+
+impl TestLower {
+    pub fn new(seed: u64, size: u64) -> Self {
+        let mut random = Random::new(seed);
+        let mut lower = TestLower::full(size);
+        for _ in 0..random.below(4) {
+            let start = random.below(size + 1) as usize;
+            let end = (start + random.below(40_000) as usize).min(lower.bytes.len());
+            lower.bytes[start..end].fill(0);
+        }
+        lower
+    }
+}
+
+impl TestLower {
+    /// Without holes.
+    pub fn full(size: u64) -> Self {
+        TestLower {
+            bytes: (0..size).map(|at| 201 + (at * 7 % 50) as u8).collect(),
+            broken: AtomicBool::new(false),
+            reads: Mutex::default(),
+        }
+    }
+}
+
+impl Lower for TestLower {
+    fn size(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno> {
+        if self.broken.load(Ordering::Relaxed) {
+            return Err(Errno::IO);
+        }
+        self.reads.lock().unwrap().push((offset, buf.len()));
+        buf.copy_from_slice(&self.bytes[offset as usize..][..buf.len()]);
+        Ok(())
+    }
+    fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, Errno> {
+        let size = self.size();
+        if offset >= size {
+            return Ok(None);
+        }
+        let wanted = |byte: &u8| (*byte != 0) == (what == Seek::Data);
+        let found = self.bytes[offset as usize..].iter().position(wanted);
+        Ok(match (found, what) {
+            (Some(found), _) => Some(offset + found as u64),
+            (None, Seek::Hole) => Some(size),
+            (None, Seek::Data) => None,
+        })
+    }
+}
+
+/// An upper of the host with one file in it.
+pub struct Place {
+    dir: tempfile::TempDir,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        Place {
+            dir: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join("file")
+    }
+
+    fn instance(&self) -> Instance {
+        let image = ImageName {
+            identity: [7; 32],
+            name: "image",
+        };
+        Instance::open(self.dir.path(), image, "a test").unwrap()
+    }
+
+    /// The file, as a metadata copy of this size.
+    pub fn file(&self, size: u64) -> File {
+        let file = File::options()
+            .create(true)
+            .truncate(true)
+            .read(true)
+            .write(true)
+            .open(self.path())
+            .unwrap();
+        file.set_len(size).unwrap();
+        let at = Attribute::Open(file.as_fd());
+        let value = Metacopy::Whole.encode().unwrap();
+        Mark::Metacopy
+            .set(at, self.instance().namespace(), value)
+            .unwrap();
+        file
+    }
+
+    pub fn sketches(&self, account: Arc<Account>, options: SketchOptions) -> Sketches {
+        Sketches::with_options(&self.instance(), account, options).unwrap()
+    }
+
+    pub fn host(&self) -> File {
+        File::options()
+            .read(true)
+            .write(true)
+            .open(self.path())
+            .unwrap()
+    }
+
+    /// Its mark, if it is a sketch.
+    pub fn mark(&self) -> Option<SketchMark> {
+        let namespaces = [
+            bcow_union::upper::Namespace::Trusted,
+            bcow_union::upper::Namespace::User,
+        ];
+        let host = self.host();
+        namespaces.into_iter().find_map(|namespace| {
+            let marks = Marks::read(Attribute::Open(host.as_fd()), namespace).unwrap();
+            assert_eq!(marks.sketch.is_some(), marks.metacopy == Metacopy::Sketch);
+            marks.sketch
+        })
+    }
+}
+
+/// The sketches of that upper.
+pub fn on_host(place: &Place, options: SketchOptions) -> Sketches {
+    place.sketches(Arc::default(), options)
+}
+
+/// All bytes of a file.
+pub fn content(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}

@@ -1,0 +1,657 @@
+//! The union without a mount: what each request does to the upper, and that all is as it was when it is opened again.
+//! Needs root (trusted attributes) and mkfs.erofs.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::ControlFlow;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, OnceLock};
+
+use bcow_erofs::reader::Filesystem;
+use bcow_union::NodeId;
+use bcow_union::fs::{
+    Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SyncWhat, UnionFs,
+};
+use bcow_union::options::{SketchChoice, UnionOptions};
+use bcow_union::upper::SetHow;
+use rustix::io::Errno;
+use tempfile::TempDir;
+
+/// Whether to skip. Where tests must be complete (`CI` is set), that is a failure.
+fn lacks_tools() -> bool {
+    let mkfs = std::env::var_os("PATH").is_some_and(|path| {
+        std::env::split_paths(&path).any(|directory| directory.join("mkfs.erofs").exists())
+    });
+    let there = mkfs && rustix::process::geteuid().is_root();
+    if !there {
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "root or mkfs.erofs is missing, and CI is set"
+        );
+        eprintln!("SKIPPED: root or mkfs.erofs is missing");
+    }
+    !there
+}
+
+struct Fixture {
+    directory: TempDir,
+    options: UnionOptions,
+    image: Vec<u8>,
+    union: Option<Arc<UnionFs>>,
+}
+
+fn noise(seed: u32, length: usize) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..length)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 17;
+            state ^= state << 5;
+            state as u8
+        })
+        .collect()
+}
+
+fn make_image() -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let tree = directory.path().join("tree");
+    fs::create_dir_all(tree.join("dir/sub")).unwrap();
+    fs::write(tree.join("small"), b"small file\n").unwrap();
+    fs::write(tree.join("big"), noise(1, 300_000)).unwrap();
+    fs::write(tree.join("dir/x"), b"x").unwrap();
+    fs::write(tree.join("dir/sub/y"), b"y").unwrap();
+    fs::write(tree.join("h1"), b"two names").unwrap();
+    fs::hard_link(tree.join("h1"), tree.join("h2")).unwrap();
+    symlink("small", tree.join("link")).unwrap();
+    fs::create_dir(tree.join("empty")).unwrap();
+    let image = directory.path().join("image");
+    let status = Command::new("mkfs.erofs")
+        .args([
+            "--quiet",
+            "-x1",
+            "-U",
+            "6a0f7b5e-0000-4000-8000-00000000bc0f",
+        ])
+        .arg(&image)
+        .arg(&tree)
+        .stdout(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    assert!(status.success());
+    fs::read(image).unwrap()
+}
+
+impl Fixture {
+    fn new(options: UnionOptions) -> Option<Fixture> {
+        if lacks_tools() {
+            return None;
+        }
+        // Made once: a child that was just forked would hold another test's lock for a moment.
+        static IMAGE: OnceLock<Vec<u8>> = OnceLock::new();
+        let mut fixture = Fixture {
+            image: IMAGE.get_or_init(make_image).clone(),
+            directory: tempfile::tempdir().unwrap(),
+            options,
+            union: None,
+        };
+        fixture.open();
+        Some(fixture)
+    }
+
+    fn upper(&self) -> PathBuf {
+        self.directory.path().join("upper")
+    }
+
+    fn open(&mut self) {
+        let fs = Filesystem::open(Arc::new(self.image.clone())).unwrap();
+        let lower = LowerImage {
+            fs: Arc::new(fs),
+            identity: [7; 32],
+            name: "image".into(),
+        };
+        self.union = Some(UnionFs::open(lower, &self.upper(), "a test", &self.options).unwrap());
+    }
+
+    /// Closes and opens again, as an unmount and a mount do.
+    fn reopen(&mut self) {
+        self.union.take().unwrap().close().unwrap();
+        self.open();
+    }
+
+    fn fs(&self) -> &UnionFs {
+        self.union.as_deref().unwrap()
+    }
+
+    fn get(&self, path: &str) -> Option<Attributes> {
+        let mut found = self.fs().attributes(NodeId::ROOT).unwrap();
+        for name in path.split('/').filter(|name| !name.is_empty()) {
+            found = self.fs().lookup(found.node, name.as_bytes()).unwrap()?;
+        }
+        Some(found)
+    }
+
+    fn id(&self, path: &str) -> NodeId {
+        self.get(path)
+            .unwrap_or_else(|| panic!("{path} is there"))
+            .node
+    }
+
+    fn content(&self, path: &str) -> Vec<u8> {
+        self.read(self.id(path))
+    }
+
+    fn read(&self, id: NodeId) -> Vec<u8> {
+        let mut all = Vec::new();
+        let mut scratch = Vec::new();
+        loop {
+            let read = self
+                .fs()
+                .read(id, all.len() as u64, 65536, &mut scratch, <[u8]>::to_vec)
+                .unwrap();
+            if read.is_empty() {
+                return all;
+            }
+            all.extend(read);
+        }
+    }
+
+    fn write(&self, path: &str, offset: u64, data: &[u8]) {
+        let id = self.id(path);
+        let written = self.fs().write(id, offset, data, Privileges::Drop).unwrap();
+        assert_eq!(written as usize, data.len());
+    }
+
+    fn names(&self, path: &str) -> Vec<String> {
+        let handle = self.fs().open_directory(self.id(path)).unwrap();
+        let mut names = Vec::new();
+        self.fs()
+            .read_directory(handle, 0, &mut |entry| {
+                names.push(String::from_utf8(entry.name.to_vec()).unwrap());
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        self.fs().close_directory(handle);
+        names.retain(|name| name != "." && name != "..");
+        names.sort();
+        names
+    }
+
+    /// Every path with its type, mode, link count, inode number and content.
+    fn tree(&self) -> BTreeMap<String, String> {
+        let mut tree = BTreeMap::new();
+        let mut todo = vec![String::new()];
+        while let Some(path) = todo.pop() {
+            let found = self.get(&path).unwrap();
+            let content = match found.kind {
+                bcow_erofs::reader::FileType::Directory => {
+                    todo.extend(
+                        self.names(&path)
+                            .iter()
+                            .map(|name| format!("{path}/{name}")),
+                    );
+                    Vec::new()
+                }
+                bcow_erofs::reader::FileType::Regular => self.read(found.node),
+                bcow_erofs::reader::FileType::Symlink => self.fs().read_link(found.node).unwrap(),
+                _ => Vec::new(),
+            };
+            let mode = found.kind.mode_bits() | u32::from(found.permissions);
+            let sum = content.iter().fold(0_u64, |sum, &byte| {
+                sum.wrapping_mul(31).wrapping_add(byte.into())
+            });
+            let line = format!(
+                "{mode:o} links {} inode {} size {} sum {sum:x}",
+                found.nlink,
+                found.node.0,
+                content.len()
+            );
+            tree.insert(path, line);
+        }
+        tree
+    }
+
+    /// Asserts that nothing changes by closing and opening.
+    fn assert_kept(&mut self) {
+        let before = self.tree();
+        self.reopen();
+        assert_eq!(self.tree(), before);
+    }
+}
+
+fn is_whiteout(path: &Path) -> bool {
+    let found = fs::symlink_metadata(path).unwrap();
+    found.file_type().is_char_device() && found.rdev() == 0
+}
+
+const ROOT: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+    umask: 0o022,
+};
+
+#[test]
+fn fresh_union_shows_the_image_and_its_upper_stays_empty() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    assert_eq!(
+        fixture.names(""),
+        ["big", "dir", "empty", "h1", "h2", "link", "small"]
+    );
+    assert_eq!(fixture.content("small"), b"small file\n");
+    assert_eq!(fixture.content("big"), noise(1, 300_000));
+    assert_eq!(fixture.get("h1").unwrap().nlink, 2);
+    fixture.assert_kept();
+    let left: Vec<_> = fs::read_dir(fixture.upper())
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name())
+        .collect();
+    assert_eq!(left, [".bcow"]);
+}
+
+#[test]
+fn changing_attributes_of_a_big_file_copies_no_byte() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let before = fixture.get("big").unwrap();
+    let changes = Changes {
+        permissions: Some(0o600),
+        uid: Some(7),
+        ..Changes::default()
+    };
+    let after = fixture.fs().set_attributes(before.node, &changes).unwrap();
+    assert_eq!((after.permissions, after.uid), (0o600, 7));
+    assert_eq!((after.node, after.size), (before.node, before.size));
+    let host = fs::metadata(fixture.upper().join("big")).unwrap();
+    // At most the host's block for attributes.
+    assert_eq!(host.len(), 300_000);
+    assert!(host.blocks() <= 8, "{}", host.blocks());
+    assert_eq!(host.permissions().mode() & 0o7777, 0o600);
+    assert_eq!(fixture.content("big"), noise(1, 300_000));
+    fixture.assert_kept();
+}
+
+#[test]
+fn small_file_is_copied_by_its_first_write() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let node = fixture.id("small");
+    fixture.write("small", 6, b"FILE");
+    assert_eq!(fixture.content("small"), b"small FILE\n");
+    assert_eq!(
+        fs::read(fixture.upper().join("small")).unwrap(),
+        b"small FILE\n"
+    );
+    fixture.fs().sync(node, SyncWhat::All).unwrap();
+    assert_eq!(fixture.id("small"), node);
+    fixture.assert_kept();
+}
+
+#[test]
+fn removed_names_are_whiteouts_and_new_ones_take_their_place() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    fixture.fs().unlink(NodeId::ROOT, b"small").unwrap();
+    assert!(fixture.get("small").is_none());
+    assert!(is_whiteout(&fixture.upper().join("small")));
+    let dir = fixture.id("dir");
+    assert_eq!(
+        fixture.fs().remove_directory(NodeId::ROOT, b"dir"),
+        Err(Errno::NOTEMPTY)
+    );
+    let sub = fixture.id("dir/sub");
+    fixture.fs().unlink(sub, b"y").unwrap();
+    fixture.fs().remove_directory(dir, b"sub").unwrap();
+    fixture.fs().unlink(dir, b"x").unwrap();
+    fixture.fs().remove_directory(NodeId::ROOT, b"dir").unwrap();
+    assert!(is_whiteout(&fixture.upper().join("dir")));
+    fixture.assert_kept();
+    fixture
+        .fs()
+        .make_directory(&ROOT, NodeId::ROOT, b"dir", 0o777)
+        .unwrap();
+    assert!(fixture.names("dir").is_empty());
+    assert_eq!(fixture.get("dir").unwrap().permissions, 0o755);
+    fixture
+        .fs()
+        .create(&ROOT, NodeId::ROOT, b"small", 0o666)
+        .unwrap();
+    assert_eq!(fixture.content("small"), b"");
+    assert_eq!(
+        fixture.fs().create(&ROOT, NodeId::ROOT, b"big", 0o666),
+        Err(Errno::EXIST)
+    );
+    fixture.assert_kept();
+}
+
+#[test]
+fn lower_directory_is_renamed_with_all_that_is_in_it() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let dir = fixture.id("dir");
+    let y = fixture.id("dir/sub/y");
+    fixture
+        .fs()
+        .rename(
+            NodeId::ROOT,
+            b"dir",
+            NodeId::ROOT,
+            b"moved",
+            RenameHow::NoReplace,
+        )
+        .unwrap();
+    assert!(fixture.get("dir").is_none());
+    assert!(is_whiteout(&fixture.upper().join("dir")));
+    assert_eq!((fixture.id("moved"), fixture.id("moved/sub/y")), (dir, y));
+    fixture.write("moved/sub/y", 1, b"es");
+    assert_eq!(
+        fixture
+            .fs()
+            .rename(NodeId::ROOT, b"moved", dir, b"in", RenameHow::Replace),
+        Err(Errno::INVAL)
+    );
+    // Over an empty lower directory, and another in its old place.
+    fixture
+        .fs()
+        .rename(
+            NodeId::ROOT,
+            b"moved",
+            NodeId::ROOT,
+            b"empty",
+            RenameHow::Replace,
+        )
+        .unwrap();
+    fixture
+        .fs()
+        .make_directory(&ROOT, NodeId::ROOT, b"dir", 0o700)
+        .unwrap();
+    assert!(fixture.names("dir").is_empty());
+    assert_eq!(fixture.names("empty"), ["sub", "x"]);
+    assert_eq!(fixture.content("empty/sub/y"), b"yes");
+    fixture.assert_kept();
+    fixture
+        .fs()
+        .rename(
+            NodeId::ROOT,
+            b"dir",
+            NodeId::ROOT,
+            b"empty",
+            RenameHow::Exchange,
+        )
+        .unwrap();
+    assert_eq!(fixture.names("dir"), ["sub", "x"]);
+    assert!(fixture.names("empty").is_empty());
+    fixture.assert_kept();
+}
+
+#[test]
+fn hardlinks_of_the_image_stay_one_file() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let node = fixture.id("h1");
+    assert_eq!(fixture.id("h2"), node);
+    fixture.write("h1", 0, b"TWO");
+    assert_eq!(fixture.content("h2"), b"TWO names");
+    fixture.reopen();
+    assert_eq!(fixture.content("h2"), b"TWO names");
+    assert_eq!(fixture.get("h2").unwrap().nlink, 2);
+    let dir = fixture.id("dir");
+    fixture.fs().link(fixture.id("h2"), dir, b"h3").unwrap();
+    assert_eq!(fixture.get("h1").unwrap().nlink, 3);
+    fixture.assert_kept();
+    fixture
+        .fs()
+        .rename(NodeId::ROOT, b"h2", NodeId::ROOT, b"h4", RenameHow::Replace)
+        .unwrap();
+    assert_eq!(fixture.get("h4").unwrap().nlink, 3);
+    fixture.assert_kept();
+    for (directory, name) in [(NodeId::ROOT, "h1"), (fixture.id("dir"), "h3")] {
+        fixture.fs().unlink(directory, name.as_bytes()).unwrap();
+        fixture.assert_kept();
+    }
+    assert_eq!(fixture.get("h4").unwrap().nlink, 1);
+    assert_eq!(fixture.content("h4"), b"TWO names");
+    let open = fixture.id("h4");
+    fixture.fs().unlink(NodeId::ROOT, b"h4").unwrap();
+    assert_eq!(fixture.read(open), b"TWO names");
+    assert_eq!(fixture.fs().attributes(open).unwrap().nlink, 0);
+    assert_eq!(
+        fs::read_dir(fixture.upper().join(".bcow/index"))
+            .unwrap()
+            .count(),
+        0
+    );
+    fixture.assert_kept();
+}
+
+#[test]
+fn one_of_two_lower_names_removed_leaves_one() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    fixture.fs().unlink(NodeId::ROOT, b"h2").unwrap();
+    assert_eq!(fixture.get("h1").unwrap().nlink, 1);
+    assert_eq!(fixture.content("h1"), b"two names");
+    fixture.assert_kept();
+    fixture.fs().unlink(NodeId::ROOT, b"h1").unwrap();
+    assert!(fixture.get("h1").is_none());
+    fixture.assert_kept();
+}
+
+#[test]
+fn unlinked_file_lives_until_it_is_forgotten() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let small = fixture.id("small");
+    fixture.fs().unlink(NodeId::ROOT, b"small").unwrap();
+    assert_eq!(fixture.read(small), b"small file\n");
+    fixture
+        .fs()
+        .write(small, 0, b"S", Privileges::Drop)
+        .unwrap();
+    assert_eq!(fixture.read(small), b"Small file\n");
+    assert_eq!(fixture.fs().attributes(small).unwrap().nlink, 0);
+    fixture.fs().forget(small, 1);
+    assert_eq!(fixture.fs().attributes(small), Err(Errno::STALE));
+    fixture.assert_kept();
+}
+
+#[test]
+fn meta_directory_is_not_part_of_the_tree() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    assert!(fixture.get(".bcow").is_none());
+    let refused = Err(Errno::PERM);
+    assert_eq!(
+        fixture.fs().create(&ROOT, NodeId::ROOT, b".bcow", 0o600),
+        refused
+    );
+    assert_eq!(
+        fixture.fs().rename(
+            NodeId::ROOT,
+            b"small",
+            NodeId::ROOT,
+            b".bcow",
+            RenameHow::Replace
+        ),
+        Err(Errno::PERM)
+    );
+    let dir = fixture.id("dir");
+    fixture.fs().create(&ROOT, dir, b".bcow", 0o600).unwrap();
+}
+
+#[test]
+fn opaque_marks_of_the_container_do_not_reach_the_host() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let dir = fixture.id("dir");
+    let how = bcow_union::fs::SetHow::Any;
+    fixture
+        .fs()
+        .set_xattr(dir, b"trusted.overlay.opaque", b"y", how)
+        .unwrap();
+    fixture.fs().set_xattr(dir, b"user.x", b"1", how).unwrap();
+    assert_eq!(
+        fixture.fs().xattr(dir, b"trusted.overlay.opaque").unwrap(),
+        b"y"
+    );
+    fixture.assert_kept();
+    assert_eq!(fixture.names("dir"), ["sub", "x"]);
+    let dir = fixture.id("dir");
+    let names = fixture.fs().xattr_names(dir).unwrap();
+    let mut names: Vec<&[u8]> = names
+        .split(|&byte| byte == 0)
+        .filter(|n| !n.is_empty())
+        .collect();
+    names.sort();
+    assert_eq!(names, [&b"trusted.overlay.opaque"[..], b"user.x"]);
+}
+
+#[test]
+fn first_write_to_a_big_file_stores_what_it_touches() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let node = fixture.id("big");
+    let mut expected = noise(1, 300_000);
+    fixture.write("big", 100_000, b"hello");
+    expected[100_000..100_005].copy_from_slice(b"hello");
+    assert_eq!(fixture.content("big"), expected);
+    let host = fs::metadata(fixture.upper().join("big")).unwrap();
+    assert_eq!(host.len(), 300_000);
+    assert!(host.blocks() <= 16 + 8, "{}", host.blocks());
+    fixture.fs().sync(node, SyncWhat::Data).unwrap();
+    fixture.assert_kept();
+    assert_eq!(fixture.content("big"), expected);
+    // Cut and grown again: what was cut off does not come back.
+    let size = |size| Changes {
+        size: Some(size),
+        ..Changes::default()
+    };
+    fixture.fs().set_attributes(node, &size(150_001)).unwrap();
+    fixture.fs().set_attributes(node, &size(200_000)).unwrap();
+    expected.truncate(150_001);
+    expected.resize(200_000, 0);
+    assert_eq!(fixture.content("big"), expected);
+    fixture.assert_kept();
+    assert_eq!(fixture.content("big"), expected);
+    // Written whole, it needs the image no more.
+    let all = noise(9, 200_000);
+    fixture.write("big", 0, &all);
+    fixture.assert_kept();
+    assert_eq!(fixture.content("big"), all);
+}
+
+/// The host takes them away with each write, and whoever opens a sketch may have to write to it.
+#[test]
+fn capabilities_of_a_sketch_stay_until_its_next_write() {
+    const NAME: &[u8] = b"security.capability";
+    const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let options = UnionOptions {
+            sketch: kind,
+            ..UnionOptions::default()
+        };
+        let Some(mut fixture) = Fixture::new(options) else {
+            return;
+        };
+        let node = fixture.id("big");
+        fixture.write("big", 100_000, b"hello");
+        fixture.fs().sync(node, SyncWhat::All).unwrap();
+        fixture.write("big", 200_000, b"more");
+        let set = fixture.fs().set_xattr(node, NAME, &CAPABILITY, SetHow::Any);
+        set.unwrap();
+        for _ in 0..2 {
+            fixture.fs().sync(fixture.id("big"), SyncWhat::All).unwrap();
+            fixture.reopen();
+            assert_eq!(&fixture.content("big")[200_000..200_004], b"more");
+            let found = fixture.fs().xattr(fixture.id("big"), NAME);
+            assert_eq!(found.as_deref(), Ok(&CAPABILITY[..]), "{kind:?}");
+        }
+        fixture.write("big", 0, b"x");
+        let found = fixture.fs().xattr(fixture.id("big"), NAME);
+        assert_eq!(found, Err(Errno::NODATA), "{kind:?}");
+    }
+}
+
+#[test]
+fn renamed_and_removed_sketches_leave_nothing_behind() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let maps = fixture.upper().join(".bcow/maps");
+    let node = fixture.id("big");
+    fixture.write("big", 5000, b"hello");
+    fixture.fs().sync(node, SyncWhat::All).unwrap();
+    assert_eq!(fs::read_dir(&maps).unwrap().count(), 1);
+    let dir = fixture.id("dir");
+    fixture
+        .fs()
+        .rename(NodeId::ROOT, b"big", dir, b"BIG", RenameHow::Replace)
+        .unwrap();
+    fixture.assert_kept();
+    let mut expected = noise(1, 300_000);
+    expected[5000..5005].copy_from_slice(b"hello");
+    assert_eq!(fixture.content("dir/BIG"), expected);
+    let node = fixture.id("dir/BIG");
+    fixture.fs().unlink(fixture.id("dir"), b"BIG").unwrap();
+    assert_eq!(fs::read_dir(&maps).unwrap().count(), 0);
+    fixture
+        .fs()
+        .write(node, 0, b"still", Privileges::Drop)
+        .unwrap();
+    expected[..5].copy_from_slice(b"still");
+    assert_eq!(fixture.read(node), expected);
+    fixture.assert_kept();
+    assert!(fixture.get("dir/BIG").is_none());
+}
+
+#[test]
+fn limit_counts_what_is_stored_and_deleting_makes_room() {
+    let options = UnionOptions {
+        size_limit: Some(10 * 4096),
+        ..UnionOptions::default()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let node = fixture.id("big");
+    for block in 0..10 {
+        fixture.write("big", block * 8192, b"x");
+    }
+    let full = fixture.fs().write(node, 100_001, b"x", Privileges::Drop);
+    assert_eq!(full, Err(Errno::NOSPC));
+    // What is stored already can be written again.
+    fixture.write("big", 0, b"y");
+    fixture.reopen();
+    let node = fixture.id("big");
+    let full = fixture.fs().write(node, 100_001, b"x", Privileges::Drop);
+    assert_eq!(full, Err(Errno::NOSPC));
+    fixture.fs().unlink(NodeId::ROOT, b"big").unwrap();
+    fixture.fs().forget(node, 1000);
+    let new = fixture
+        .fs()
+        .create(&ROOT, NodeId::ROOT, b"new", 0o644)
+        .unwrap();
+    let data = noise(3, 11 * 4096);
+    let written = fixture
+        .fs()
+        .write(new.node, 0, &data, Privileges::Drop)
+        .unwrap();
+    assert_eq!(written, 10 * 4096);
+    let full = fixture
+        .fs()
+        .write(new.node, 10 * 4096, b"x", Privileges::Drop);
+    assert_eq!(full, Err(Errno::NOSPC));
+}

@@ -1,0 +1,333 @@
+//! Uppers on the host: how they are begun, found again and refused; what is made and removed in them.
+
+use std::ffi::CString;
+use std::fs;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+
+use bcow_union::upper::{
+    Attribute, Begun, ImageName, Instance, Mark, Marks, Metacopy, Namespace, Origin, SetHow,
+    UpperError, UpperReader, is_whiteout,
+};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use tempfile::TempDir;
+
+const IMAGE: ImageName<'_> = ImageName {
+    identity: [7; 32],
+    name: "base.bcow",
+};
+const NOTE: &str = "a test, process 1";
+
+fn begin(path: &Path) -> Instance {
+    Instance::open(path, IMAGE, NOTE).unwrap()
+}
+
+fn refusal(path: &Path) -> UpperError {
+    Instance::open(path, IMAGE, NOTE).unwrap_err()
+}
+
+fn count(path: &Path) -> usize {
+    fs::read_dir(path).unwrap().count()
+}
+
+#[test]
+fn a_missing_upper_is_created_for_its_owner_and_found_again() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("upper");
+    let instance = begin(&path);
+    assert_eq!(instance.begun(), Begun::New);
+    assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o700);
+    let meta = path.join(".bcow");
+    assert_eq!(fs::metadata(&meta).unwrap().mode() & 0o7777, 0o700);
+    drop(instance);
+
+    let instance = begin(&path);
+    assert_eq!(instance.begun(), Begun::Before);
+    assert_eq!(instance.record().identity(), Some([7; 32]));
+    assert_eq!(instance.record().image_name, "base.bcow");
+    let mut names: Vec<_> = fs::read_dir(&meta)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["index", "instance.json", "lock", "maps", "work"]);
+}
+
+#[test]
+fn an_upper_without_a_record_is_adopted() {
+    let dir = TempDir::new().unwrap();
+    fs::write(dir.path().join("file"), "x").unwrap();
+    assert_eq!(begin(dir.path()).begun(), Begun::Adopted);
+    assert_eq!(begin(dir.path()).begun(), Begun::Before);
+}
+
+#[test]
+fn places_that_cannot_be_uppers_are_refused_and_stay_as_they_are() {
+    let dir = TempDir::new().unwrap();
+    let refused = refusal(&dir.path().join("no/upper"));
+    assert!(matches!(refused, UpperError::NoParent { .. }), "{refused}");
+
+    let file = dir.path().join("file");
+    fs::write(&file, "x").unwrap();
+    let refused = refusal(&file);
+    assert!(
+        matches!(refused, UpperError::NotADirectory { .. }),
+        "{refused}"
+    );
+
+    let elsewhere = dir.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    let upper = dir.path().join("upper");
+    fs::create_dir(&upper).unwrap();
+    symlink(&elsewhere, upper.join(".bcow")).unwrap();
+    let refused = refusal(&upper);
+    assert!(
+        matches!(refused, UpperError::NotADirectory { .. }),
+        "{refused}"
+    );
+    assert_eq!(count(&elsewhere), 0);
+
+    let linked = dir.path().join("linked");
+    fs::create_dir_all(linked.join(".bcow")).unwrap();
+    symlink(&elsewhere, linked.join(".bcow/work")).unwrap();
+    fs::write(elsewhere.join("precious"), "x").unwrap();
+    let refused = refusal(&linked);
+    assert!(
+        matches!(refused, UpperError::NotADirectory { .. }),
+        "{refused}"
+    );
+    assert!(elsewhere.join("precious").exists());
+}
+
+#[test]
+fn an_upper_of_another_image_is_refused_by_both_names() {
+    let dir = TempDir::new().unwrap();
+    drop(begin(dir.path()));
+    let other = ImageName {
+        identity: [0xab; 32],
+        name: "other.bcow",
+    };
+    let refused = Instance::open(dir.path(), other, NOTE).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        format!(
+            "{}: it belongs to the image base.bcow (070707070707), not to other.bcow (abababababab)",
+            dir.path().display()
+        )
+    );
+    // The refusal has changed nothing.
+    drop(begin(dir.path()));
+}
+
+#[test]
+fn records_that_are_newer_or_damaged_are_refused() {
+    let dir = TempDir::new().unwrap();
+    drop(begin(dir.path()));
+    let record = dir.path().join(".bcow/instance.json");
+    let text = fs::read_to_string(&record).unwrap();
+    let cases = [
+        (
+            text.replace("instance/1", "instance/2"),
+            "\"bcow.instance/2\", which this version",
+        ),
+        (text.replace("0707", "07"), "its image is no identity"),
+        (text.replace("schema", "scheme"), "it names no schema"),
+        (
+            text.replace("image_name", "name"),
+            "missing field `image_name`",
+        ),
+        (text[..40].to_string(), "EOF"),
+        (" ".repeat(70_000), "longer than 65536 bytes"),
+    ];
+    for (text, expected) in cases {
+        fs::write(&record, text).unwrap();
+        let refused = refusal(dir.path()).to_string();
+        assert!(refused.contains(expected), "{refused}");
+        assert!(refused.contains("instance.json"), "{refused}");
+        assert!(UpperReader::open(dir.path()).is_err());
+    }
+    fs::remove_file(&record).unwrap();
+    fs::create_dir(&record).unwrap();
+    let refused = refusal(dir.path()).to_string();
+    assert!(refused.contains("not a regular file"), "{refused}");
+}
+
+#[test]
+fn one_writer_or_many_readers() {
+    let dir = TempDir::new().unwrap();
+    let instance = begin(dir.path());
+    let expected = format!("{}: it is being written by {NOTE}", dir.path().display());
+    assert_eq!(refusal(dir.path()).to_string(), expected);
+    let refused = UpperReader::open(dir.path()).unwrap_err();
+    assert_eq!(refused.to_string(), expected);
+    let refused = Instance::open_existing(dir.path(), NOTE).unwrap_err();
+    assert_eq!(refused.to_string(), expected);
+    drop(instance);
+
+    let first = UpperReader::open(dir.path()).unwrap();
+    let second = UpperReader::open(dir.path()).unwrap();
+    assert_eq!(second.record().unwrap().image_name, "base.bcow");
+    assert!(matches!(refusal(dir.path()), UpperError::InUse { .. }));
+    drop((first, second));
+    Instance::open_existing(dir.path(), NOTE).unwrap();
+}
+
+#[test]
+fn the_work_directory_is_emptied_whatever_is_in_it() {
+    let dir = TempDir::new().unwrap();
+    drop(begin(dir.path()));
+    let work = dir.path().join(".bcow/work");
+    let outside = dir.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    fs::write(outside.join("kept"), "x").unwrap();
+    symlink(&outside, work.join("link")).unwrap();
+    fs::write(work.join("file"), "x").unwrap();
+    fs::write(work.join("up0"), "x").unwrap();
+    // Deeper than a path can be told.
+    let mut at = rustix::fs::open(&work, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap();
+    let name = "d".repeat(200);
+    for _ in 0..60 {
+        rustix::fs::mkdirat(&at, &*name, 0o755.into()).unwrap();
+        let below = rustix::fs::openat(&at, &*name, OFlags::PATH, Mode::empty()).unwrap();
+        rustix::fs::mknodat(&at, "white", FileType::CharacterDevice, 0.into(), 0).unwrap();
+        rustix::fs::symlinkat(&outside, &at, "link2").unwrap();
+        at = below;
+    }
+    fs::create_dir_all(work.join("wide/a/b")).unwrap();
+    fs::create_dir_all(work.join("wide/c/b")).unwrap();
+    fs::set_permissions(work.join("wide/a"), fs::Permissions::from_mode(0o0)).unwrap();
+    let instance = begin(dir.path());
+    assert_eq!(count(&work), 0);
+    assert!(outside.join("kept").exists());
+    drop(instance);
+}
+
+#[test]
+fn temporaries_take_their_place_or_go() {
+    let dir = TempDir::new().unwrap();
+    let instance = begin(dir.path());
+    let (temporary, _file) = instance.temporary_file(0o600).unwrap();
+    drop(temporary);
+    let (temporary, _dir) = instance.temporary_directory(0o700).unwrap();
+    drop(temporary);
+    drop(instance.temporary_symlink(b"x").unwrap());
+    drop(instance.temporary_node(FileType::Fifo, 0o600, 0).unwrap());
+    let work = dir.path().join(".bcow/work");
+    assert_eq!(count(&work), 0);
+
+    let (temporary, _file) = instance.temporary_file(0o600).unwrap();
+    temporary.place_new(instance.root(), b"a").unwrap();
+    let (temporary, _file) = instance.temporary_file(0o600).unwrap();
+    let (temporary, errno) = temporary.place_new(instance.root(), b"a").unwrap_err();
+    assert_eq!(errno, Errno::EXIST);
+    temporary.place(instance.root(), b"a").unwrap();
+    assert!(dir.path().join("a").exists());
+    assert_eq!(count(&work), 0);
+}
+
+#[test]
+fn whiteouts_take_the_place_of_anything() {
+    let dir = TempDir::new().unwrap();
+    let instance = begin(dir.path());
+    let root = instance.root();
+    fs::write(dir.path().join("file"), "x").unwrap();
+    fs::create_dir(dir.path().join("dir")).unwrap();
+    rustix::fs::mknodat(root, "dir/white", FileType::CharacterDevice, 0.into(), 0).unwrap();
+    let places = [
+        ("nothing", None),
+        ("file", Some(FileType::RegularFile)),
+        ("dir", Some(FileType::Directory)),
+    ];
+    for (name, present) in places {
+        instance.white_out(root, name.as_bytes(), present).unwrap();
+        let stat = rustix::fs::statat(root, name, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+        assert!(is_whiteout(&stat), "{name}");
+        let metadata = fs::metadata(dir.path().join(name)).unwrap();
+        assert!(metadata.file_type().is_char_device());
+    }
+    let work = dir.path().join(".bcow/work");
+    // The whiteout that is kept for more names.
+    assert_eq!(count(&work), 1);
+    fs::create_dir(dir.path().join("gone")).unwrap();
+    fs::write(dir.path().join("gone/file"), "x").unwrap();
+    drop(
+        instance
+            .take_out(root, b"gone", FileType::Directory)
+            .unwrap(),
+    );
+    assert!(!dir.path().join("gone").exists());
+    assert_eq!(count(&work), 1);
+    drop(instance);
+    assert_eq!(count(&work), 0);
+}
+
+#[test]
+fn marks_are_read_of_whatever_they_are_on() {
+    let dir = TempDir::new().unwrap();
+    let instance = begin(dir.path());
+    let (root, namespace) = (instance.root(), instance.namespace());
+    let origin = Origin {
+        uuid: [3; 16],
+        nid: 99,
+    };
+    fs::write(dir.path().join("file"), "x").unwrap();
+    fs::create_dir(dir.path().join("dir")).unwrap();
+    symlink("nowhere", dir.path().join("link")).unwrap();
+    for name in ["file", "dir", "link"] {
+        if name == "link" && namespace == Namespace::User {
+            continue;
+        }
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let path = rustix::fs::openat(root, name, flags, Mode::empty()).unwrap();
+        let at = Attribute::Path(path.as_fd());
+        assert_eq!(Marks::read(at, namespace).unwrap(), Marks::default());
+        Mark::Origin.set(at, namespace, &origin.encode()).unwrap();
+        let value = Metacopy::Sketch.encode().unwrap();
+        Mark::Metacopy.set(at, namespace, value).unwrap();
+        let expected = Marks {
+            origin: Some(origin),
+            metacopy: Metacopy::Sketch,
+            ..Marks::default()
+        };
+        assert_eq!(Marks::read(at, namespace).unwrap(), expected);
+        let named = Attribute::Named(root, name.as_bytes());
+        assert_eq!(Marks::read(named, namespace).unwrap(), expected);
+        assert!(Mark::Metacopy.clear(named, namespace).unwrap());
+        assert!(!Mark::Metacopy.clear(named, namespace).unwrap());
+    }
+    let file = fs::File::open(dir.path().join("file")).unwrap();
+    let at = Attribute::Open(file.as_fd());
+    assert_eq!(Marks::read(at, namespace).unwrap().origin, Some(origin));
+    Mark::Sketch.set(at, namespace, b"nonsense").unwrap();
+    let error = Marks::read(at, namespace).unwrap_err().to_string();
+    assert_eq!(error, "its attribute bcow.sketch is damaged: nonsense");
+}
+
+#[test]
+fn attributes_of_any_length_are_read() {
+    let dir = TempDir::new().unwrap();
+    fs::write(dir.path().join("file"), "x").unwrap();
+    let root = fs::File::open(dir.path()).unwrap();
+    let at = Attribute::Named(root.as_fd(), b"file");
+    for length in [0usize, 1, 256, 257, 3000] {
+        let value = vec![b'v'; length];
+        at.set(b"user.long", &value, SetHow::Any).unwrap();
+        assert_eq!(at.get(b"user.long").unwrap(), Some(value));
+    }
+    at.remove(b"user.long").unwrap();
+    let names: Vec<CString> = (0..12)
+        .map(|n| CString::new(format!("user.{}{n}", "n".repeat(60))).unwrap())
+        .collect();
+    for name in &names {
+        at.set(name.as_bytes(), b"", SetHow::Create).unwrap();
+    }
+    let list = at.list().unwrap();
+    assert_eq!(list.split(|&byte| byte == 0).count(), 13);
+    assert_eq!(at.get(b"user.none").unwrap(), None);
+    for name in [&b""[..], b".", b"..", b"a/b"] {
+        let at = Attribute::Named(root.as_fd(), name);
+        assert_eq!(at.get(b"user.x"), Err(Errno::INVAL));
+    }
+}

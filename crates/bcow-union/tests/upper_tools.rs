@@ -1,0 +1,514 @@
+//! What is said of an upper without a mount is what the union showed: random changes, with both kinds of sketches. Needs root
+//! (trusted attributes) and mkfs.erofs.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::ops::ControlFlow;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, OnceLock};
+
+use bcow::BlockDevice;
+use bcow_erofs::merge::merge;
+use bcow_erofs::overlay::{ReadOptions, read_layer};
+use bcow_erofs::reader::{FileType, Filesystem, Walk};
+use bcow_testkit::Random;
+use bcow_union::NodeId;
+use bcow_union::fs::{
+    Allocate, Caller, Changes as SetAttributes, LowerImage, Privileges, RenameHow, SetTime, UnionFs,
+};
+use bcow_union::options::{SketchChoice, UnionOptions};
+use bcow_union::upper::check::{self, CheckedImage};
+use bcow_union::upper::{Changes, Instance, LOWER_FROM, Scope, UpperReader, lower_offset};
+use tempfile::TempDir;
+
+/// Whether to skip. Where tests must be complete (`CI` is set), that is a failure.
+fn lacks_tools() -> bool {
+    let mkfs = std::env::var_os("PATH").is_some_and(|path| {
+        std::env::split_paths(&path).any(|directory| directory.join("mkfs.erofs").exists())
+    });
+    let there = mkfs && rustix::process::geteuid().is_root();
+    if !there {
+        assert!(
+            std::env::var_os("CI").is_none(),
+            "root or mkfs.erofs is missing, and CI is set"
+        );
+        eprintln!("SKIPPED: root or mkfs.erofs is missing");
+    }
+    !there
+}
+
+fn noise(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    (0..length).map(|_| random.next_u64() as u8).collect()
+}
+
+fn make_image() -> Vec<u8> {
+    let directory = TempDir::new().unwrap();
+    let tree = directory.path().join("tree");
+    for name in ["a/b/c", "a/d", "e/f", "g"] {
+        fs::create_dir_all(tree.join(name)).unwrap();
+    }
+    // Of all sizes around a block, so that ends lie beside inodes and in blocks.
+    let sizes = [0, 1, 100, 4095, 4096, 4097, 70_000, 131_072, 300_001];
+    for (index, size) in sizes.into_iter().enumerate() {
+        let parent = ["a", "a/b", "a/b/c", "e", "g"][index % 5];
+        let path = tree.join(parent).join(format!("file{index}"));
+        fs::write(path, noise(index as u64, size)).unwrap();
+    }
+    fs::write(tree.join("large"), noise(77, 2_000_000)).unwrap();
+    fs::write(tree.join("h1"), noise(78, 100_000)).unwrap();
+    for link in ["a/h2", "a/b/h3", "g/h4"] {
+        fs::hard_link(tree.join("h1"), tree.join(link)).unwrap();
+    }
+    symlink("a/file0", tree.join("link")).unwrap();
+    let image = directory.path().join("image");
+    let status = Command::new("mkfs.erofs")
+        .args(["--quiet", "-U", "6a0f7b5e-0000-4000-8000-00000000bc0f"])
+        .arg(&image)
+        .arg(&tree)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .unwrap();
+    assert!(status.success());
+    let mut bytes = fs::read(image).unwrap();
+    bytes.resize(bytes.len().next_multiple_of(4096), 0);
+    bytes
+}
+
+fn image() -> (Arc<Filesystem>, Arc<dyn BlockDevice>) {
+    static IMAGE: OnceLock<Arc<Vec<u8>>> = OnceLock::new();
+    let bytes = IMAGE.get_or_init(|| Arc::new(make_image())).clone();
+    let device: Arc<dyn BlockDevice> = Arc::new(bytes);
+    (Arc::new(Filesystem::open(device.clone()).unwrap()), device)
+}
+
+/// What there is to see of a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Seen {
+    kind: FileType,
+    permissions: u16,
+    owner: (u32, u32),
+    mtime: (i64, u32),
+    /// Of files, the number of their names, and the first of them.
+    names: Option<(u32, Vec<u8>)>,
+    content: Vec<u8>,
+}
+
+type Tree = BTreeMap<Vec<u8>, Seen>;
+
+struct Union {
+    fs: Arc<UnionFs>,
+}
+
+impl Union {
+    fn open(upper: &Path, sketch: SketchChoice) -> Union {
+        let options = UnionOptions {
+            sketch,
+            ..UnionOptions::default()
+        };
+        let lower = LowerImage {
+            fs: image().0,
+            identity: [7; 32],
+            name: "image".into(),
+        };
+        let fs = UnionFs::open(lower, upper, "a test", &options).unwrap();
+        Union { fs }
+    }
+
+    fn names(&self, id: NodeId) -> Vec<Vec<u8>> {
+        let handle = self.fs.open_directory(id).unwrap();
+        let mut names = Vec::new();
+        self.fs
+            .read_directory(handle, 0, &mut |entry| {
+                names.push(entry.name.to_vec());
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        self.fs.close_directory(handle);
+        names.retain(|name| !matches!(&name[..], b"." | b".."));
+        names.sort();
+        names
+    }
+
+    fn content(&self, id: NodeId) -> Vec<u8> {
+        let (mut all, mut scratch) = (Vec::new(), Vec::new());
+        loop {
+            let at = all.len() as u64;
+            let read = self.fs.read(id, at, 1 << 20, &mut scratch, <[u8]>::to_vec);
+            let read = read.unwrap();
+            if read.is_empty() {
+                return all;
+            }
+            all.extend(read);
+        }
+    }
+
+    fn tree(&self) -> Tree {
+        let mut tree = Tree::new();
+        let mut firsts: HashMap<NodeId, Vec<u8>> = HashMap::new();
+        let mut todo = vec![(Vec::new(), self.fs.attributes(NodeId::ROOT).unwrap())];
+        while let Some((path, found)) = todo.pop() {
+            let mut names = None;
+            let content = match found.kind {
+                FileType::Directory => {
+                    // The last is taken first, so that paths come in order.
+                    for name in self.names(found.node).into_iter().rev() {
+                        let child = self.fs.lookup(found.node, &name).unwrap().unwrap();
+                        todo.push((join(&path, &name), child));
+                    }
+                    Vec::new()
+                }
+                FileType::Regular => self.content(found.node),
+                FileType::Symlink => self.fs.read_link(found.node).unwrap(),
+                _ => Vec::new(),
+            };
+            if found.kind != FileType::Directory {
+                let first = firsts.entry(found.node).or_insert_with(|| path.clone());
+                names = Some((found.nlink, first.clone()));
+            }
+            let seen = Seen {
+                kind: found.kind,
+                permissions: found.permissions,
+                owner: (found.uid, found.gid),
+                mtime: (found.mtime.seconds, found.mtime.nanoseconds),
+                names,
+                content,
+            };
+            tree.insert(path, seen);
+        }
+        tree
+    }
+}
+
+fn join(path: &[u8], name: &[u8]) -> Vec<u8> {
+    match path {
+        [] => name.to_vec(),
+        path => [path, b"/", name].concat(),
+    }
+}
+
+fn tree_of(fs: &Filesystem) -> Tree {
+    let mut tree = Tree::new();
+    let mut firsts: HashMap<u64, Vec<u8>> = HashMap::new();
+    let mut walk = Walk::new(fs);
+    while let Some(inode) = walk.next().unwrap() {
+        let path = walk.path().to_vec();
+        let content = match inode.kind {
+            FileType::Regular => {
+                let mut content = vec![0; inode.size as usize];
+                assert_eq!(fs.read(&inode, 0, &mut content).unwrap(), content.len());
+                content
+            }
+            FileType::Symlink => fs.read_link(&inode).unwrap(),
+            _ => Vec::new(),
+        };
+        let names = (inode.kind != FileType::Directory).then(|| {
+            let first = firsts.entry(inode.nid.0).or_insert_with(|| path.clone());
+            (inode.nlink, first.clone())
+        });
+        let seen = Seen {
+            kind: inode.kind,
+            permissions: inode.permissions,
+            owner: (inode.uid, inode.gid),
+            mtime: (inode.mtime.seconds, inode.mtime.nanoseconds),
+            names,
+            content,
+        };
+        tree.insert(path, seen);
+    }
+    tree
+}
+
+const ROOT: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+    umask: 0o022,
+};
+
+/// One random change. That some are refused is as it should be.
+fn change(union: &Union, random: &mut Random) {
+    let fs = &union.fs;
+    let mut directories = Vec::new();
+    let mut files = Vec::new();
+    let mut todo = vec![NodeId::ROOT];
+    while let Some(id) = todo.pop() {
+        directories.push(id);
+        for name in union.names(id) {
+            let child = fs.lookup(id, &name).unwrap().unwrap();
+            match child.kind {
+                FileType::Directory => {
+                    todo.push(child.node);
+                    files.push((id, name, child));
+                }
+                _ => files.push((id, name, child)),
+            }
+        }
+    }
+    let new = format!("new{}", random.below(30)).into_bytes();
+    let into = *random.pick(&directories);
+    if files.is_empty() {
+        let _ = fs.create(&ROOT, into, &new, 0o644);
+        return;
+    }
+    let (parent, name, found) = random.pick(&files).clone();
+    let size = found.size;
+    match random.below(14) {
+        0 => {
+            if let Ok(made) = fs.create(&ROOT, into, &new, 0o640) {
+                let data = noise(random.next_u64(), random.below(20_000) as usize);
+                fs.write(made.node, random.below(3) * 5000, &data, Privileges::Drop)
+                    .unwrap();
+            }
+        }
+        1 => drop(fs.make_directory(&ROOT, into, &new, 0o750)),
+        2 => drop(fs.unlink(parent, &name)),
+        3 => drop(fs.remove_directory(parent, &name)),
+        4 | 5 => {
+            let how = *random.pick(&[
+                RenameHow::Replace,
+                RenameHow::NoReplace,
+                RenameHow::Exchange,
+            ]);
+            let (to, to_name) = match random.one_in(2) {
+                true => (into, new),
+                false => {
+                    let (to, name, _) = random.pick(&files).clone();
+                    (to, name)
+                }
+            };
+            let _ = fs.rename(parent, &name, to, &to_name, how);
+        }
+        6 => drop(fs.link(found.node, into, &new)),
+        7 => {
+            let set = SetAttributes {
+                permissions: Some(random.below(0o1000) as u16),
+                uid: Some(random.below(3) as u32),
+                mtime: Some(SetTime::At(bcow_erofs::tree::Timestamp {
+                    seconds: random.below(1 << 31) as i64,
+                    nanoseconds: random.below(1_000_000_000) as u32,
+                })),
+                ..SetAttributes::default()
+            };
+            let _ = fs.set_attributes(found.node, &set);
+        }
+        8 if found.kind == FileType::Regular => {
+            let set = SetAttributes {
+                size: Some(random.below(size * 2 + 5000)),
+                ..SetAttributes::default()
+            };
+            fs.set_attributes(found.node, &set).unwrap();
+        }
+        9 if found.kind == FileType::Regular => {
+            let how = *random.pick(&[Allocate::PunchHole, Allocate::ZeroExtend, Allocate::Extend]);
+            let _ = fs.allocate(
+                found.node,
+                random.below(size + 1),
+                1 + random.below(9000),
+                how,
+            );
+        }
+        10 => drop(fs.make_symlink(&ROOT, into, &new, b"some/where")),
+        _ if found.kind == FileType::Regular => {
+            for _ in 0..=random.below(4) {
+                let data = noise(random.next_u64(), 1 + random.below(9000) as usize);
+                let at = random.below(size + 9000);
+                fs.write(found.node, at, &data, Privileges::Drop).unwrap();
+            }
+        }
+        _ => {}
+    }
+}
+
+fn changes(upper: &Path, scope: Scope) -> Changes {
+    let (fs, device) = image();
+    let reader = UpperReader::open(upper).unwrap();
+    Changes::read(&reader, fs, device, scope, 1 << 20).unwrap()
+}
+
+/// What the upper and the image are together.
+fn put_together(upper: &Path) -> Tree {
+    let changes = changes(upper, Scope::Layer);
+    let options = ReadOptions {
+        place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
+        tails: LOWER_FROM,
+        max_inodes: 1 << 20,
+    };
+    let lower = read_layer(&image().0, &options).unwrap();
+    let merged = merge(vec![lower, changes.layer]).unwrap();
+    tree_of(&changes.store.filesystem(&merged).unwrap().filesystem)
+}
+
+/// What the comparison looks at must have all that differs, and nothing that is only in one.
+fn assert_touched(upper: &Path, before: &Tree, after: &Tree) {
+    let changes = changes(upper, Scope::Touched);
+    let a = merge(vec![changes.touched.clone()]).unwrap();
+    let b = merge(vec![changes.touched, changes.layer]).unwrap();
+    let [a, b] = [a, b].map(|tree| tree_of(&changes.store.filesystem(&tree).unwrap().filesystem));
+    for (seen, whole) in [(&a, before), (&b, after)] {
+        for (path, seen) in seen {
+            assert_eq!(
+                whole.get(path),
+                Some(seen),
+                "{:?}",
+                String::from_utf8_lossy(path)
+            );
+        }
+    }
+    for path in before.keys().chain(after.keys()) {
+        if before.get(path) != after.get(path) {
+            let shown = String::from_utf8_lossy(path);
+            assert!(
+                a.contains_key(path) || b.contains_key(path),
+                "{shown:?} is left out"
+            );
+        }
+    }
+}
+
+fn assert_sound(upper: &Path) {
+    let (filesystem, device) = image();
+    let image = CheckedImage { filesystem, device };
+    let reader = UpperReader::open(upper).unwrap();
+    let report = check::check(&reader, Some(&image)).unwrap();
+    assert!(report.is_sound(), "{:#?}", report.findings);
+    assert!(report.findings.is_empty(), "{:#?}", report.findings);
+}
+
+fn assert_same(shown: &Tree, told: &Tree, seed: u64) {
+    for path in shown.keys().chain(told.keys()) {
+        let (a, b) = (shown.get(path), told.get(path));
+        let brief = |seen: Option<&Seen>| {
+            seen.map(|seen| {
+                let mut seen = seen.clone();
+                seen.content.truncate(8);
+                (seen, seen_length(shown, path), seen_length(told, path))
+            })
+        };
+        assert!(
+            a == b,
+            "seed {seed}: {:?}: the union has {:?}, the upper says {:?}",
+            String::from_utf8_lossy(path),
+            brief(a),
+            brief(b)
+        );
+    }
+}
+
+fn seen_length(tree: &Tree, path: &[u8]) -> Option<usize> {
+    tree.get(path).map(|seen| seen.content.len())
+}
+
+/// `BCOW_ROUNDS` asks for more.
+fn rounds(sketch: SketchChoice, first: u64) {
+    if lacks_tools() {
+        return;
+    }
+    let before = tree_of(&image().0);
+    let count = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
+    for seed in first..first + count {
+        let mut random = Random::new(seed);
+        let directory = TempDir::new().unwrap();
+        let upper = directory.path().join("upper");
+        for _ in 0..3 {
+            let union = Union::open(&upper, sketch);
+            for _ in 0..1 + random.below(40) {
+                change(&union, &mut random);
+            }
+            let shown = union.tree();
+            union.fs.close().unwrap();
+            drop(union);
+            let told = put_together(&upper);
+            assert_same(&shown, &told, seed);
+            assert_sound(&upper);
+            assert_touched(&upper, &before, &told);
+        }
+    }
+}
+
+#[test]
+fn an_upper_with_sparse_sketches_is_what_the_union_showed() {
+    rounds(SketchChoice::Sparse, 0);
+}
+
+#[test]
+fn an_upper_with_packed_sketches_is_what_the_union_showed() {
+    rounds(SketchChoice::Packed, 1 << 32);
+}
+
+#[test]
+fn what_comes_from_the_image_is_not_stored_again() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let large = union.fs.lookup(NodeId::ROOT, b"large").unwrap().unwrap();
+    union
+        .fs
+        .write(large.node, 1_000_000, b"x", Privileges::Drop)
+        .unwrap();
+    union.fs.close().unwrap();
+    drop(union);
+    let changes = changes(&upper, Scope::Layer);
+    let tree = merge(vec![changes.layer]).unwrap();
+    let spliced = changes.store.filesystem(&tree).unwrap();
+    let fs = &spliced.filesystem;
+    let inode = fs.inode(fs.resolve(b"large").unwrap().unwrap()).unwrap();
+    let mut own = 0;
+    for extent in fs.extents(&inode, 0) {
+        let extent = extent.unwrap();
+        match extent.source {
+            bcow_erofs::reader::ExtentSource::Device { offset }
+                if lower_offset(offset).is_none() =>
+            {
+                own += extent.length;
+            }
+            _ => {}
+        }
+    }
+    // The block, and the end of the file, which lies beside its inode in the image.
+    assert!(own <= 2 * 4096, "{own}");
+}
+
+#[test]
+fn a_wrong_number_of_names_is_corrected() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let file = union.fs.lookup(NodeId::ROOT, b"h1").unwrap().unwrap();
+    union
+        .fs
+        .write(file.node, 5, b"x", Privileges::Drop)
+        .unwrap();
+    union.fs.close().unwrap();
+    drop(union);
+    let entry = fs::read_dir(upper.join(".bcow/index"))
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap();
+    rustix::fs::setxattr(
+        entry.path(),
+        "trusted.overlay.nlink",
+        b"U+9",
+        rustix::fs::XattrFlags::empty(),
+    )
+    .unwrap();
+    let (filesystem, device) = image();
+    let image = CheckedImage { filesystem, device };
+    let report = check::check(&UpperReader::open(&upper).unwrap(), Some(&image)).unwrap();
+    assert_eq!(report.findings.len(), 1, "{:#?}", report.findings);
+    assert_eq!(report.findings[0].code, "upper-nlink");
+    let instance = Instance::open_existing(&upper, "a test").unwrap();
+    assert_eq!(check::repair(&instance, &report).unwrap().len(), 1);
+    drop(instance);
+    assert_sound(&upper);
+}
