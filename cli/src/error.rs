@@ -58,14 +58,6 @@ impl CommandError {
         CommandError::new(message).exit_with(exit::USAGE)
     }
 
-    /// Something the design promises and this version does not do.
-    pub fn not_supported_yet(what: impl fmt::Display) -> Self {
-        CommandError::new(format!("{what} is not supported yet")).hint(format!(
-            "this is bcow {}; `bcow help` lists what it can do",
-            env!("CARGO_PKG_VERSION")
-        ))
-    }
-
     /// Adds `error` and everything below it to the causes.
     pub fn caused_by(mut self, error: &(dyn Error + 'static)) -> Self {
         let mut next = Some(error);

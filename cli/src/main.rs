@@ -5,24 +5,28 @@
 
 mod commands;
 mod copy_out;
+mod cpus;
 mod disks;
 mod error;
 mod heap;
 mod image;
 mod interrupt;
+mod metrics;
 mod names;
 mod new_file;
 mod rewrite;
 mod size;
 mod stat;
 mod ui;
+mod upper;
 mod walk;
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::commands::mount::helper::{self, Caller, Wish};
 use crate::error::{CommandError, exit};
 use crate::ui::{ColorWhen, Ui, UiOptions};
 
@@ -101,18 +105,25 @@ enum Command {
     Diff(commands::diff::Args),
     Mount(commands::mount::Args),
     Umount(commands::umount::Args),
+    Stats(commands::stats::Args),
     Serve(commands::serve::Args),
     Attach(commands::attach::Args),
     Detach(commands::detach::Args),
     Completions(commands::completions::Args),
     Man(commands::man::Args),
     Version(commands::version::Args),
-    #[command(hide = true)]
-    Stats(commands::later::Args),
 }
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let arguments = match command_line() {
+        Ok(Some(arguments)) => arguments,
+        Ok(None) => return ExitCode::from(exit::DONE),
+        Err(error) => {
+            Ui::new(UiOptions::default()).error(&error);
+            return ExitCode::from(error.exit());
+        }
+    };
+    let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(error) => return ExitCode::from(no_command(&error)),
     };
@@ -131,6 +142,26 @@ fn main() -> ExitCode {
                 ui.error(&error);
             }
             ExitCode::from(error.exit())
+        }
+    }
+}
+
+/// What the user wrote, or what mount(8) wrote; `None` if that is answered.
+fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
+    let mut arguments = std::env::args_os();
+    let name = arguments.next();
+    if !helper::is_called(name.as_deref()) {
+        return Ok(Some(name.into_iter().chain(arguments).collect()));
+    }
+    let caller = match rustix::process::geteuid().is_root() {
+        true => Caller::Root,
+        false => Caller::Other,
+    };
+    match helper::translate(arguments, caller)? {
+        Wish::Run(command) => Ok(Some(command)),
+        Wish::Help => {
+            print!("{}", helper::USAGE);
+            Ok(None)
         }
     }
 }
@@ -155,13 +186,13 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Export(args) => commands::export::run(args, ui),
         Command::Mount(args) => commands::mount::run(args, ui),
         Command::Umount(args) => commands::umount::run(args, ui),
+        Command::Stats(args) => commands::stats::run(args, ui),
         Command::Serve(args) => commands::serve::run(args, ui),
         Command::Attach(args) => commands::attach::run(args, ui),
         Command::Detach(args) => commands::detach::run(args, ui),
         Command::Completions(args) => commands::completions::run(args, ui),
         Command::Man(args) => commands::man::run(args, ui),
         Command::Version(args) => commands::version::run(args, ui),
-        Command::Stats(args) => commands::later::run("stats", args),
     }
     .map(|()| exit::DONE)
 }

@@ -11,9 +11,10 @@ use crate::error::CommandError;
 use crate::names::printable;
 
 /// When to use colour.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum ColorWhen {
     /// On a terminal, unless NO_COLOR is set.
+    #[default]
     Auto,
     /// Always.
     Always,
@@ -22,7 +23,7 @@ pub enum ColorWhen {
 }
 
 /// How the user wants to be talked to.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct UiOptions {
     /// No messages and no progress; warnings and errors stay.
     pub quiet: bool,

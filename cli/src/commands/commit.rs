@@ -1,5 +1,7 @@
 //! `bcow commit`
 
+mod upper;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -8,6 +10,8 @@ use bcow::{
     BackingResolver, BlockDevice, Disk, Error, Image, Keep, Mapping, NoBackings, OpenOptions,
     Space, WritableDevice,
 };
+
+use bcow_oci::export::LayerCompression;
 
 use super::seal::{How, seal_into};
 use crate::disks::{Below, lock_disk, open_locked};
@@ -21,26 +25,74 @@ use crate::ui::{Progress, Ui};
 /// Copied at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Put a disk's changes into its backing, or into a new layer
+/// Put the changes of a disk or of a container's mount into a new layer
 ///
-/// Without NEW, what the disk has is written into its backing, which has to be a disk that can be written; the disk is
-/// empty afterwards. If that is interrupted, the disk shows what it showed, and the command can be given again. Other
-/// disks over the same backing show it as it was before, and will not open any more.
+/// With --upper, IMG is the image of a writable mount, and what the mount changed becomes a layer.
+/// NEW is one of
 ///
-/// With NEW, a sealed disk of that name is made over the same backing, with nothing but what the disk has. The disk
-/// stays as it is.
+///     FILE.bcow        a layer in overlayfs's form; of a file that changed in part, only the blocks
+///                      that changed are stored, the rest is shown of IMG
+///     tar:FILE         a layer as OCI images have them; tar:- is standard output
+///     oci:DIR[:REF]    an ordinary OCI image: the layers of IMG and the new one
+///
+/// With --merge, FILE.bcow is an image of all that the mount showed, which needs IMG as the layer
+/// does; with --flatten, one that needs no other file. Whoever needs IMG finds it by its digest, in
+/// an OCI layout or under --store. The upper and IMG stay as they are; nobody may be writing to the
+/// upper.
+///
+/// Of a disk: with NEW, a sealed disk of that name is made over the same backing, with nothing but
+/// what the disk has. The disk stays as it is.
+///
+/// Without NEW, what the disk has is written into its backing, which has to be a disk that can be
+/// written; the disk is empty afterwards. If that is interrupted, the disk shows what it showed, and
+/// the command can be given again. Other disks over the same backing show it as it was before, and
+/// will not open any more.
 #[derive(Debug, clap::Args)]
+#[command(verbatim_doc_comment)]
 pub struct Args {
-    /// The disk
-    #[arg(value_name = "DISK", value_hint = clap::ValueHint::FilePath)]
+    /// The disk; with --upper, the image
+    #[arg(value_name = "DISK|IMG", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
     /// The layer to make
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     new: Option<PathBuf>,
+    /// Commit the changes in this upper of a writable mount of IMG
+    #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
+    upper: Option<PathBuf>,
+    /// Write an image of IMG and the changes together, with IMG below it
+    #[arg(long, requires = "upper")]
+    merge: bool,
+    /// Write an image of IMG and the changes together that needs no other file
+    #[arg(long, requires = "upper", conflicts_with = "merge")]
+    flatten: bool,
+    /// How to compress the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default: gzip:6]
+    #[arg(long, value_name = "HOW", requires = "upper")]
+    layer_compress: Option<LayerCompression>,
     #[command(flatten, next_help_heading = "How NEW is written")]
     how: How,
     #[command(flatten, next_help_heading = "Files")]
     stores: StoreArgs,
+}
+
+/// How much a new image has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    /// The changes.
+    Layer,
+    /// All that is shown, with the image below it.
+    Merged,
+    /// All that is shown.
+    Whole,
+}
+
+impl Args {
+    fn extent(&self) -> Extent {
+        match (self.merge, self.flatten) {
+            (true, _) => Extent::Merged,
+            (_, true) => Extent::Whole,
+            _ => Extent::Layer,
+        }
+    }
 }
 
 /// Gives one device, whatever is asked for.
@@ -54,6 +106,9 @@ impl BackingResolver for Given {
 
 /// Commits.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
+    if let Some(upper) = &args.upper {
+        return upper::run(args, upper, ui);
+    }
     match &args.new {
         Some(new) => seal_into(&args.disk, new, Keep::Own, &args.how, &args.stores, ui),
         None => into_backing(args, ui),

@@ -2,20 +2,23 @@
 
 mod blocks;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use bcow::format::Use;
 use bcow_erofs::diff::{
     Change, Compare, ContentDifference, DiffError, DiffOptions, DiffSummary, Differences, Side,
     Stopped, XattrChange, diff,
 };
+use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::is_whiteout;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
+use bcow_union::upper::{Scope, lower_offset};
 use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};
 use crate::image::{OpenImage, StoreArgs, Tree};
 use crate::ui::{Output, Ui};
+use crate::upper::{self, Joined};
 use crate::{names, stat};
 
 /// Show what differs between two images
@@ -31,6 +34,9 @@ use crate::{names, stat};
 /// Of disks, with all that lies below them, the ranges of bytes that differ are printed: first byte and length, in
 /// whole sectors of 4096 bytes.
 ///
+/// With --upper, the image is compared with what a writable mount of it shows: B is the image with the upper's changes.
+/// Only directories that the upper changes are looked at. Nobody may be writing to the upper.
+///
 /// On a terminal, unusual names are quoted as GNU ls quotes them; elsewhere they come byte by byte.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 no difference, 1 differences, 2 trouble.")]
@@ -40,7 +46,11 @@ pub struct Args {
     a: PathBuf,
     /// The other image
     #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
-    b: PathBuf,
+    #[arg(required_unless_present = "upper", conflicts_with = "upper")]
+    b: Option<PathBuf>,
+    /// Compare with the changes in this upper of a writable mount
+    #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
+    upper: Option<PathBuf>,
     /// Compare only types, content, link targets and device numbers
     #[arg(long, conflicts_with = "metadata")]
     content: bool,
@@ -73,30 +83,64 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
 /// Whether nothing differs.
 fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
-    let images = [
-        OpenImage::open(&args.a, &args.stores)?,
-        OpenImage::open(&args.b, &args.stores)?,
-    ];
+    let image = OpenImage::open(&args.a, &args.stores)?;
     let is_disk = |image: &OpenImage| image.image().header().purpose != Use::Image;
-    if images.iter().any(is_disk) {
-        return blocks::compare(args, &images[0], &images[1], ui);
-    }
-    let [a, b] = [images[0].tree()?, images[1].tree()?];
-    let known_same = |here, there, length| {
-        bcow::known_same(images[0].image(), here, images[1].image(), there, length)
+    let Some(b) = &args.b else {
+        return match &args.upper {
+            Some(upper) => compare_upper(args, &image, upper, ui),
+            None => Err(CommandError::usage("there is nothing to compare with")),
+        };
     };
+    let other = OpenImage::open(b, &args.stores)?;
+    if is_disk(&image) || is_disk(&other) {
+        return blocks::compare(args, &image, &other, ui);
+    }
+    let known_same =
+        |here, there, length| bcow::known_same(image.image(), here, other.image(), there, length);
+    compare_trees(args, &image.tree()?, &other.tree()?, &known_same, ui)
+}
+
+/// Whether an upper changes nothing of its image.
+fn compare_upper(
+    args: &Args,
+    image: &OpenImage,
+    upper: &Path,
+    ui: &Ui,
+) -> Result<bool, CommandError> {
+    let changes = upper::changes(image, upper, Scope::Touched, ui)?;
+    let before = merge(vec![changes.touched.clone()]).joined(upper)?;
+    let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
+    let trees = [(args.a.as_path(), before), (upper, after)].map(|(name, tree)| {
+        let spliced = changes.store.filesystem(&tree).joined(upper)?;
+        Ok(Tree::new(name, spliced.filesystem))
+    });
+    let [a, b] = trees;
+    let known_same = |here, there, length| match lower_offset(here) {
+        Some(offset) if lower_offset(there) == Some(offset) => length,
+        _ => 0,
+    };
+    compare_trees(args, &a?, &b?, &known_same, ui)
+}
+
+fn compare_trees(
+    args: &Args,
+    a: &Tree,
+    b: &Tree,
+    known_same: &dyn Fn(u64, u64, u64) -> u64,
+    ui: &Ui,
+) -> Result<bool, CommandError> {
     let options = DiffOptions {
         compare: match (args.content, args.metadata) {
             (true, _) => Compare::Content,
             (_, true) => Compare::Metadata,
             _ => Compare::All,
         },
-        known_same: Some(&known_same),
+        known_same: Some(known_same),
     };
     let mut report = Report {
         args,
-        a: &a,
-        b: &b,
+        a,
+        b,
         quote: ui.stdout_is_terminal() && !args.null,
         out: ui.output(),
         is_first: true,
@@ -114,7 +158,7 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
         Err(Stopped::Trouble(error)) => {
             // What was found until then is true, and may be what the user needs.
             report.out.finish()?;
-            return Err(trouble(&error, &a, &b));
+            return Err(trouble(&error, a, b));
         }
     };
     report.end(&summary)?;

@@ -21,7 +21,7 @@ use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::new_file::NewFile;
 use crate::size::{Count, Human};
-use crate::ui::Ui;
+use crate::ui::{Progress, Ui};
 
 /// Write an image's content in another form
 ///
@@ -137,7 +137,8 @@ fn is_layer(image: &OpenImage) -> Result<bool, CommandError> {
     Ok(metadata(image)?.get("layer").is_some())
 }
 
-fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
+/// What an image says of itself.
+pub fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
     image
         .image()
         .metadata()
@@ -155,25 +156,9 @@ fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(),
     let progress = ui.progress();
     progress.phase("exporting");
     let write = |out: &mut dyn Write| export_tar(tree.filesystem(), form, out, &options, &progress);
-    if output == Path::new("-") {
-        let mut out = ui.output();
-        write(out.stream()).map_err(|error| match error {
-            ExportError::Write(error) => CommandError::standard_output(&error),
-            _ => export_failure(image, &error),
-        })?;
-        return out.finish();
-    }
-    let new = NewFile::create(output)?;
-    let cannot = || format!("cannot write {}", output.display());
-    let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
-    let report = write(&mut out).map_err(|error| match error {
-        ExportError::Write(error) => CommandError::new(cannot()).caused_by(&error),
-        _ => export_failure(image, &error),
-    })?;
-    out.flush().context(cannot)?;
-    drop(out);
-    progress.phase("syncing");
-    new.complete()?;
+    let Some(report) = to_archive(image, output, ui, &progress, &write)? else {
+        return Ok(());
+    };
     drop(progress);
     let TarReport {
         entries,
@@ -187,6 +172,36 @@ fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(),
         Human(content_bytes)
     ));
     Ok(())
+}
+
+/// Writes an archive to `output`, complete or not at all; to standard output if that is `-`, and then there is no report.
+pub fn to_archive(
+    image: &OpenImage,
+    output: &Path,
+    ui: &Ui,
+    progress: &Progress<'_>,
+    write: &dyn Fn(&mut dyn Write) -> Result<TarReport, ExportError>,
+) -> Result<Option<TarReport>, CommandError> {
+    if output == Path::new("-") {
+        let mut out = ui.output();
+        write(out.stream()).map_err(|error| match error {
+            ExportError::Write(error) => CommandError::standard_output(&error),
+            _ => export_failure(image, &error),
+        })?;
+        return out.finish().map(|()| None);
+    }
+    let new = NewFile::create(output)?;
+    let cannot = || format!("cannot write {}", output.display());
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
+    let report = write(&mut out).map_err(|error| match error {
+        ExportError::Write(error) => CommandError::new(cannot()).caused_by(&error),
+        _ => export_failure(image, &error),
+    })?;
+    out.flush().context(cannot)?;
+    drop(out);
+    progress.phase("syncing");
+    new.complete()?;
+    Ok(Some(report))
 }
 
 fn oci(args: &Args, image: &OpenImage, directory: &Path, ui: &Ui) -> Result<(), CommandError> {
@@ -235,7 +250,14 @@ fn oci(args: &Args, image: &OpenImage, directory: &Path, ui: &Ui) -> Result<(), 
 }
 
 /// The file systems of a stack's layers, lowest first; none of other images.
-fn layers_of_stack(image: &OpenImage, metadata: &Value) -> Result<Vec<Filesystem>, CommandError> {
+pub fn layers_of_stack(
+    image: &OpenImage,
+    metadata: &Value,
+) -> Result<Vec<Filesystem>, CommandError> {
+    // What a commit merged is one layer, though it shows the image below.
+    if metadata.get("commit").is_some() {
+        return Ok(Vec::new());
+    }
     let opened = image.opened();
     let backings: Vec<String> = image
         .image()
@@ -266,7 +288,7 @@ fn layers_of_stack(image: &OpenImage, metadata: &Value) -> Result<Vec<Filesystem
 }
 
 /// What to say when an export fails, but for its output.
-fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
+pub fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
     let failure = |path: &[u8], doing: &str| {
         CommandError::new(format!(
             "cannot {doing} {} in {}",

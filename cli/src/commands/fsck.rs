@@ -1,5 +1,7 @@
 //! `bcow fsck`
 
+mod upper;
+
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -30,9 +32,12 @@ use crate::walk::{Entries, Seen, join};
 /// and link. With --data also every stored block and the whole Merkle tree, that is, every byte.
 /// Nothing is changed without --repair.
 ///
+/// An upper of a writable mount is checked too, while nobody writes to it: its marks, its sketches with their maps, and
+/// what of it nothing needs any more; with what it says of its image, if that is named or still stands where it was.
+///
 /// Each finding is a line: how bad it is, a code, where, and what. Codes are stable: those of the
-/// format stand in its specification, section 12; those of the file system begin with `erofs-`;
-/// `file-data` names a file whose content is damaged (with --data).
+/// format stand in its specification, section 12; those of the file system begin with `erofs-`, those of an
+/// upper with `upper-`; `file-data` names a file whose content is damaged (with --data).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Exit status, as in fsck(8):
@@ -42,14 +47,17 @@ Exit status, as in fsck(8):
   8   the check could not be done (also: not a BCoW file, or one of a newer version)
   16  the command line makes no sense")]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST; or an upper, which is a directory
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
+    /// The image of an upper [default: where it was when the upper was begun]
+    #[arg(value_name = "BELOW", value_hint = clap::ValueHint::FilePath)]
+    below: Option<PathBuf>,
     /// Read and check every byte
     #[arg(long)]
     data: bool,
-    /// Repair what can be repaired without guessing: a damaged header slot, and of a disk the log, the
-    /// free list and lost space. What the file shows stays as it is
+    /// Repair what can be repaired without guessing: a damaged header slot, of a disk the log, the free
+    /// list and lost space, of an upper what nothing needs and link counts. What is shown stays as it is
     #[arg(long)]
     repair: bool,
     /// Threads that read and check [default: one for each CPU]
@@ -126,6 +134,13 @@ impl Checked {
 }
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
+    if upper::is_upper(&args.image) {
+        return upper::run(args, ui);
+    }
+    if args.below.is_some() {
+        let usage = format!("{} is no upper of a writable mount", args.image.display());
+        return Err(CommandError::usage(usage).hint("only an upper has an image to be named"));
+    }
     let stores = args.stores.directories()?;
     let name = parse_name(&args.image)?;
     refuse_what_is_no_file(&name)?;

@@ -1,27 +1,38 @@
 //! `bcow mount`
 
+pub mod helper;
+pub mod upper;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use bcow::{BlockCache, OpenOptions, Verify};
 use bcow_fuse::daemon::{self, Launch};
-use bcow_fuse::options::Access;
+use bcow_fuse::options::{Access, Writing};
+use bcow_fuse::session::Content;
 use bcow_fuse::signals::{Ground, Signals};
-use bcow_fuse::{ImageFs, MountError, MountOptions, Session};
+use bcow_fuse::stats::About;
+use bcow_fuse::{ImageFs, MountError, MountOptions, MountStats, Session};
+use bcow_nbd::Place;
+use bcow_union::log::{self, Severity};
 
+use crate::cpus::Cpus;
 use crate::error::CommandError;
 use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::metrics::Metrics;
 use crate::ui::Ui;
+use upper::UpperArgs;
 
-/// Mount an image, read-only
+/// Mount an image, read-only or with an upper that takes changes
 ///
 /// Returns when programs can use the mount; a process of its own serves it in the background, and ends
 /// when somebody unmounts it, with `bcow umount`, umount(8) or `fusermount3 -u`.
 ///
 /// Root and ordinary users can mount; an ordinary user needs fusermount3 and a directory of their own.
-/// The mount is read-only, for the user who mounts, and without set-user-ID files and devices, unless
-/// options say otherwise.
+/// The mount is for the user who mounts, and without set-user-ID files and devices, unless options say
+/// otherwise. It is read-only unless --upper names a directory for changes: files in it are as overlayfs
+/// keeps them, and of a large file of the image only the blocks that were written are stored.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Mount options (-o, separated by commas; of two opposites the last holds):
@@ -35,10 +46,19 @@ Mount options (-o, separated by commas; of two opposites the last holds):
   dev, nodev              devices work, or not (default; dev is for root)
   exec, noexec            programs can be run (default), or not
   noatime, relatime, nodiratime
-                          taken and without effect: a read-only mount keeps no access times
+                          access times are kept in a writable mount only, as the upper's own
+                          file system keeps them
+  rw, ro                  a mount with --upper is writable (default), or not
+  sync, async             each write is made durable before it returns, or not (default)
+  writeback               writes are collected in the kernel's page cache: small ones cost a
+                          quarter, but errors such as a full disk come with fsync or not at all,
+                          and a part of a block that is not cached is read first
   fsname=NAME             what /proc/mounts shows as the source, instead of the image's path
-  ro, subtype=bcow, defaults
-                          taken, and the case anyway
+  subtype=bcow, defaults  taken, and the case anyway
+
+With --upper the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
+returns when everything is with the upper's file system; a new mount waits for a process that is
+still ending another one of the same upper.
 
 The background process logs to the system log, in the foreground to standard error. SIGTERM and
 SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with
@@ -65,8 +85,19 @@ pub struct Args {
     /// Threads that answer requests [default: one for each CPU, 2 to 16]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    /// CPUs that the background process runs on, as in taskset(1): 0,2-5 [default: all it may use]
+    #[arg(long, value_name = "LIST", value_parser = crate::cpus::parse)]
+    cpus: Option<Cpus>,
+    /// Answer Prometheus at http://ADDR/metrics, or at the Unix socket unix:PATH. Whoever can connect may ask
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics: Option<String>,
+    /// Check the command line only
+    #[arg(long, hide = true)]
+    fake: bool,
     #[command(flatten)]
     stores: StoreArgs,
+    #[command(flatten)]
+    upper: UpperArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -87,6 +118,18 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             error => failure(&error),
         })?;
     }
+    options
+        .settle(match args.upper.path() {
+            Some(_) => Writing::ToUpper,
+            None => Writing::Never,
+        })
+        .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))?;
+    if let Some(upper) = args.upper.path() {
+        upper::refuse_one_in_the_other(upper, &args.directory)?;
+    }
+    if args.fake {
+        return Ok(());
+    }
     let readiness = match args.foreground {
         true => None,
         false => match daemon::started_by_launch() {
@@ -99,41 +142,84 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => Ground::Foreground,
     })
     .map_err(|error| failure(&error))?;
-    let shown = args.image.display();
+    if let Some(cpus) = &args.cpus {
+        cpus.confine()
+            .map_err(|cause| CommandError::new("cannot keep to --cpus").caused_by_text(cause))?;
+    }
+    let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
+    let cache = BlockCache::new(args.cache_size);
     let image = OpenImage::open_with(
         &args.image,
         &args.stores,
         &OpenOptions {
-            cache: BlockCache::new(args.cache_size),
+            cache: cache.clone(),
             verify: match args.verify {
                 VerifyWhat::Checksums => Verify::Checksums,
                 VerifyWhat::Merkle => Verify::Merkle,
             },
         },
     )?;
-    let fs = image.tree()?.into_filesystem();
+    let tree = image.tree()?.into_filesystem();
     options.set_default_source(parse_name(&args.image)?.absolute());
+    let stats = Arc::new(MountStats::new(About {
+        image: options.source().to_owned(),
+        identity: image.image().identity_hash(),
+        cache,
+    }));
+    let content = match args.upper.path() {
+        None => Content::from(ImageFs::new(Arc::new(tree))),
+        Some(upper) => Content::from(args.upper.open(upper, &image, tree, ui)?),
+    };
     let session = Session::mount(
-        ImageFs::new(Arc::new(fs)),
+        content,
+        Arc::clone(&stats),
         &args.directory,
         &options,
         args.threads.map_or_else(default_threads, usize::from),
     )
     .map_err(|error| failure(&error))?;
+    if let Some(metrics) = &metrics {
+        metrics.answer(move || stats.for_prometheus())?;
+        // Which port the host chose, nobody else can tell.
+        if let Place::Tcp(address) = metrics.place()
+            && args
+                .metrics
+                .as_deref()
+                .is_some_and(|asked| asked.ends_with(":0"))
+        {
+            ui.status(format_args!("metrics at http://{address}/metrics"));
+        }
+    }
+    let in_background = readiness.is_some();
     match readiness {
         Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
-        None => ui.status(format_args!(
-            "{shown} is mounted at {}{}",
-            args.directory.display(),
-            match options.access() {
-                Access::Owner => "",
-                Access::Everyone => ", for everybody",
-            }
-        )),
+        None => announce(args, &options, ui),
     }
-    session
-        .serve_until_signal(signals)
-        .map_err(|error| failure(&error))
+    session.serve_until_signal(signals).map_err(|error| {
+        let failure = failure(&error);
+        if in_background {
+            // There is nobody left to read standard error.
+            let text = [failure.message()].into_iter();
+            let causes = failure.causes().iter().map(String::as_str);
+            log::log(
+                Severity::Error,
+                &text.chain(causes).collect::<Vec<_>>().join(": "),
+            );
+        }
+        failure
+    })
+}
+
+fn announce(args: &Args, options: &MountOptions, ui: &Ui) {
+    ui.status(format_args!(
+        "{} is mounted at {}{}",
+        args.image.display(),
+        args.directory.display(),
+        match options.access() {
+            Access::Owner => "",
+            Access::Everyone => ", for everybody",
+        }
+    ));
 }
 
 fn in_background() -> Result<(), CommandError> {

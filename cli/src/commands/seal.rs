@@ -55,6 +55,31 @@ pub struct How {
     no_verify: bool,
 }
 
+impl How {
+    /// How blocks are stored.
+    pub fn compression(&self) -> Result<Compression, CommandError> {
+        match self.compress {
+            Some(compress) => compress.of_blocks(),
+            None => Ok(Compression::Zstd { level: 3 }),
+        }
+    }
+
+    /// Block size in bytes, if it was chosen.
+    pub fn block_bytes(&self) -> Option<u32> {
+        self.block_size.0
+    }
+
+    /// Threads, if their number was chosen.
+    pub fn jobs(&self) -> Option<usize> {
+        self.jobs.map(usize::from)
+    }
+
+    /// Whether what was written is read back.
+    pub fn verify(&self) -> bool {
+        !self.no_verify
+    }
+}
+
 /// Seals.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let keep = match args.flatten {
@@ -108,10 +133,7 @@ fn seal(
     how: &How,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    let compression = match how.compress {
-        Some(compress) => compress.of_blocks()?,
-        None => Compression::Zstd { level: 3 },
-    };
+    let compression = how.compression()?;
     let backing = match keep {
         Keep::All => None,
         Keep::Own => backing_of(image),

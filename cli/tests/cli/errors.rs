@@ -69,15 +69,6 @@ fn no_command_at_all_shows_the_help() {
 }
 
 #[test]
-fn what_comes_later_says_so() {
-    let sandbox = Sandbox::with_image();
-    let output = sandbox.run(&["stats", "--some", "thing"]);
-    assert_eq!(output.status.code(), Some(1));
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    snapshot!(stderr.lines().next().unwrap());
-}
-
-#[test]
 fn files_that_are_no_images() {
     let sandbox = Sandbox::new();
     sandbox.write("empty", b"");

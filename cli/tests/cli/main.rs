@@ -15,3 +15,4 @@ mod mount;
 mod outputs;
 mod stacks;
 mod support;
+mod writable;

@@ -11,11 +11,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::support::{Sandbox, is_root, missing, noise, snapshot};
 
 /// An image, and `mnt` to mount it on. Unmounts, however the test ends.
-struct Place(Sandbox);
+pub struct Place(pub Sandbox);
 
 impl Place {
     /// `None` where nothing can be mounted.
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         if let Err(error) = fs::File::options().read(true).write(true).open("/dev/fuse") {
             missing("/dev/fuse", &error);
             return None;
@@ -25,13 +25,13 @@ impl Place {
         Some(Place(sandbox))
     }
 
-    fn file(&self, name: &str) -> std::path::PathBuf {
+    pub fn file(&self, name: &str) -> std::path::PathBuf {
         self.0.path("mnt").join(name)
     }
 
     /// Unmounts. A process that another test is just starting has our open files until it executes its
     /// program, so the mount may be in use for a moment.
-    fn unmounted(&self) -> String {
+    pub fn unmounted(&self) -> String {
         let start = Instant::now();
         loop {
             let shown = self.0.shown(&["umount", "mnt"]);

@@ -185,6 +185,7 @@ pub fn settings() -> insta::Settings {
     );
     settings.add_filter(r#""crc32c":"[0-9a-f]{8}""#, "\"crc32c\":\"[CRC]\"");
     settings.add_filter(r"0x[0-9a-f]{8}", "[CRC]");
+    settings.add_filter(r"\([0-9a-f]{12}\)", "([IDENTITY])");
     settings.add_filter(r"bcow \d+\.\d+\.\d+", "bcow [VERSION]");
     settings.add_filter(
         r#""version": "\d+\.\d+\.\d+""#,

@@ -69,7 +69,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let size = file.metadata()?.len();
     let fs = Filesystem::open(Arc::new(FileDevice { file, size }))?;
     options.set_default_source(OsString::from(image));
-    let session = Session::mount(ImageFs::new(Arc::new(fs)), target, &options, threads)?;
+    let session = Session::mount(
+        ImageFs::new(Arc::new(fs)),
+        Arc::default(),
+        target,
+        &options,
+        threads,
+    )?;
     if let Some(readiness) = readiness {
         readiness.announce()?;
     }

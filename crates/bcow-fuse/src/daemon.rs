@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::error::MountError;
-use crate::log;
+use bcow_union::log;
 
 /// Set for the process that is to become the daemon. Its standard output is the pipe to its parent.
 const MARK: &str = "BCOW_BECOME_DAEMON";

@@ -18,9 +18,9 @@ pub enum MountError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// The mount shall be writable.
-    #[error("mount option \"rw\": writable mounts are not supported yet")]
-    ReadWrite,
+    /// An option of writable mounts, for one that is not.
+    #[error("mount option {0:?} needs an upper")]
+    NoUpper(&'static str),
     /// A known option that asks for what there is not.
     #[error("mount option {option:?} is not supported: {reason}")]
     UnsupportedOption {
@@ -71,6 +71,9 @@ pub enum MountError {
     /// The conversation with the kernel failed.
     #[error("the conversation with the kernel failed")]
     Session(#[source] io::Error),
+    /// What was written could not be made durable at the end.
+    #[error("cannot close the upper")]
+    Close(#[source] io::Error),
     /// A process could not be started or its files not arranged.
     #[error("cannot {action}")]
     Process {
@@ -108,6 +111,9 @@ impl MountError {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             MountError::UnknownOption(_) => Some("`bcow mount --help` lists the options"),
+            MountError::NoUpper(_) => Some(
+                "`--upper DIR` names the directory that takes the changes; without it a mount is read-only",
+            ),
             MountError::UnsupportedOption { option, .. } if option == "allow_root" => Some(
                 "use allow_other: the kernel then checks every access against the file's permissions",
             ),

@@ -6,24 +6,20 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use bcow_erofs::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid};
+use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
+use bcow_union::image::Image;
+use bcow_union::node::NodeId;
 use rustix::io::Errno;
 
-use crate::errno::errno;
-use crate::log::DamageLog;
-use crate::node::{NodeId, NodeIds};
+pub use bcow_union::Seek;
+pub use bcow_union::image::COUNTED_EXTENTS;
 
 /// Longest name of a directory entry.
 const NAME_MAX: usize = 255;
 
-/// Chunks up to which the allocated size of a sparse file is counted exactly. A stat shall stay cheap.
-pub const COUNTED_EXTENTS: usize = 1 << 16;
-
 /// A mounted image.
 pub struct ImageFs {
-    fs: Arc<Filesystem>,
-    ids: NodeIds,
-    damage: DamageLog,
+    image: Image,
 }
 
 /// An inode and how the kernel calls it.
@@ -61,15 +57,6 @@ pub struct Statistics {
     pub inodes: u64,
 }
 
-/// What `lseek` looks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Seek {
-    /// The next byte that is stored.
-    Data,
-    /// The next byte that is not, or the end of the file.
-    Hole,
-}
-
 /// Whether names of `trusted.` attributes are listed: as in other file systems, for the privileged only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrustedNames {
@@ -94,9 +81,7 @@ impl ImageFs {
     /// The file system of `fs`.
     pub fn new(fs: Arc<Filesystem>) -> Self {
         ImageFs {
-            ids: NodeIds::new(fs.root()),
-            damage: DamageLog::default(),
-            fs,
+            image: Image::new(fs),
         }
     }
 
@@ -106,19 +91,15 @@ impl ImageFs {
             return Err(Errno::NAMETOOLONG);
         }
         let directory = self.directory(parent)?;
-        let found = self
-            .fs
-            .lookup(&directory, name)
-            .map_err(|error| self.failure(directory.nid, "look up a name", error))?;
-        match found {
-            Some(entry) => self.node_of(entry.nid).map(Some),
+        match self.image.lookup(directory.nid, name)? {
+            Some(nid) => self.node_of(nid).map(Some),
             None => Ok(None),
         }
     }
 
     /// The inode.
     pub fn node(&self, id: NodeId) -> Result<Node, Errno> {
-        self.node_of(self.ids.nid(id))
+        self.node_of(self.image.nid(id))
     }
 
     /// Calls `each` for the entries of a directory, `.` and `..` among them, from `cookie` on, where 0 is
@@ -130,27 +111,23 @@ impl ImageFs {
         each: &mut dyn FnMut(Entry<'_>) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
         let directory = self.directory(id)?;
-        self.fs
-            .read_dir(&directory, cookie, &mut |entry| {
-                each(Entry {
-                    name: entry.name,
-                    node: self.ids.node(entry.nid),
-                    kind: entry.kind,
-                    next_cookie: entry.next_cookie,
-                })
+        self.image.read_dir(&directory, cookie, &mut |entry| {
+            each(Entry {
+                name: entry.name,
+                node: self.image.node(entry.nid),
+                kind: entry.kind,
+                next_cookie: entry.next_cookie,
             })
-            .map_err(|error| self.failure(directory.nid, "list", error))
+        })
     }
 
     /// Where a symbolic link points.
     pub fn read_link(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
+        let inode = self.image.inode(self.image.nid(id))?;
         if inode.kind != FileType::Symlink {
             return Err(Errno::INVAL);
         }
-        self.fs
-            .read_link(&inode)
-            .map_err(|error| self.failure(inode.nid, "read the link", error))
+        self.image.read_link(&inode)
     }
 
     /// Hands `length` bytes at `offset`, or as many as there are, in one piece to `reply`.
@@ -165,77 +142,39 @@ impl ImageFs {
         scratch: &mut Vec<u8>,
         reply: impl FnOnce(&[u8]) -> R,
     ) -> Result<R, Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
+        let inode = self.image.inode(self.image.nid(id))?;
         match inode.kind {
             FileType::Regular => {}
             FileType::Directory => return Err(Errno::ISDIR),
             _ => return Err(Errno::INVAL),
         }
-        let length = inode.size.saturating_sub(offset).min(length.into());
-        let mut reply = Some(reply);
-        let mut result = None;
         scratch.clear();
-        if length > 0 {
-            self.fs
-                .read_with(&inode, offset, length, &mut |piece| {
-                    if piece.len() as u64 == length
-                        && let Some(reply) = reply.take()
-                    {
-                        result = Some(reply(piece));
-                    } else {
-                        scratch.extend_from_slice(piece);
-                    }
-                })
-                .map_err(|error| self.failure(inode.nid, "read", error))?;
-        }
-        match (result, reply) {
-            (Some(result), _) => Ok(result),
-            (None, Some(reply)) => Ok(reply(scratch)),
-            // The reply was taken, so there is a result.
-            (None, None) => Err(Errno::IO),
-        }
+        self.image.lend(&inode, offset, length, scratch, reply)
     }
 
     /// The next data or hole at or behind `offset`.
     pub fn seek(&self, id: NodeId, offset: u64, seek: Seek) -> Result<u64, Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
+        let inode = self.image.inode(self.image.nid(id))?;
         if inode.kind != FileType::Regular {
             return Err(Errno::INVAL);
         }
         if offset >= inode.size {
             return Err(Errno::NXIO);
         }
-        for extent in self.fs.extents(&inode, offset) {
-            let extent = extent.map_err(|error| self.failure(inode.nid, "map", error))?;
-            let is_hole = matches!(extent.source, ExtentSource::Hole);
-            if is_hole == (seek == Seek::Hole) {
-                return Ok(extent.offset.max(offset));
-            }
-        }
-        match seek {
-            Seek::Data => Err(Errno::NXIO),
-            Seek::Hole => Ok(inode.size),
-        }
+        self.image.seek(&inode, offset, seek)?.ok_or(Errno::NXIO)
     }
 
     /// The value of an extended attribute.
     pub fn xattr(&self, id: NodeId, name: &[u8]) -> Result<Vec<u8>, Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
-        self.fs
-            .xattr(&inode, name)
-            .map_err(|error| self.failure(inode.nid, "read an extended attribute", error))?
-            .ok_or(Errno::NODATA)
+        let inode = self.image.inode(self.image.nid(id))?;
+        self.image.xattr(&inode, name)?.ok_or(Errno::NODATA)
     }
 
     /// The names of the extended attributes, each with a zero byte behind it, as `listxattr` has them.
     pub fn xattr_names(&self, id: NodeId, trusted: TrustedNames) -> Result<Vec<u8>, Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
-        let xattrs = self
-            .fs
-            .xattrs(&inode)
-            .map_err(|error| self.failure(inode.nid, "list the extended attributes", error))?;
+        let inode = self.image.inode(self.image.nid(id))?;
         let mut names = Vec::new();
-        for (name, _) in xattrs {
+        for (name, _) in self.image.xattrs(&inode)? {
             if trusted == TrustedNames::Shown || !name.starts_with(b"trusted.") {
                 names.extend_from_slice(&name);
                 names.push(0);
@@ -247,7 +186,7 @@ impl ImageFs {
     /// Whether a mount in which nobody but the kernel's mode bits decides lets a caller do this. Whoever may
     /// enter it may read everything, but a file without any execute bit is no program.
     pub fn access(&self, id: NodeId, wish: Wish) -> Result<(), Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
+        let inode = self.image.inode(self.image.nid(id))?;
         match wish {
             Wish::Read => Ok(()),
             Wish::Write => Err(Errno::ROFS),
@@ -260,7 +199,7 @@ impl ImageFs {
 
     /// Figures of the whole file system.
     pub fn statistics(&self) -> Statistics {
-        let superblock = self.fs.superblock();
+        let superblock = self.image.superblock();
         Statistics {
             block_bytes: superblock.block_bytes,
             blocks: superblock.blocks,
@@ -269,49 +208,19 @@ impl ImageFs {
     }
 
     fn directory(&self, id: NodeId) -> Result<Inode, Errno> {
-        let inode = self.inode(self.ids.nid(id))?;
+        let inode = self.image.inode(self.image.nid(id))?;
         match inode.kind {
             FileType::Directory => Ok(inode),
             _ => Err(Errno::NOTDIR),
         }
     }
 
-    fn inode(&self, nid: Nid) -> Result<Inode, Errno> {
-        self.fs
-            .inode(nid)
-            .map_err(|error| self.failure(nid, "read the inode", error))
-    }
-
     fn node_of(&self, nid: Nid) -> Result<Node, Errno> {
-        let inode = self.inode(nid)?;
+        let inode = self.image.inode(nid)?;
         Ok(Node {
-            id: self.ids.node(nid),
-            sectors: self.sectors(&inode)?,
+            id: self.image.node(nid),
+            sectors: self.image.sectors(&inode)?,
             inode,
         })
-    }
-
-    fn sectors(&self, inode: &Inode) -> Result<u64, Errno> {
-        let block_bytes = u64::from(self.fs.superblock().block_bytes);
-        let whole = inode.size.div_ceil(block_bytes).saturating_mul(block_bytes) / 512;
-        if inode.kind != FileType::Regular {
-            return Ok(whole);
-        }
-        let mut bytes = 0_u64;
-        for (index, extent) in self.fs.extents(inode, 0).enumerate() {
-            let extent = extent.map_err(|error| self.failure(inode.nid, "map", error))?;
-            if index == COUNTED_EXTENTS {
-                return Ok(whole);
-            }
-            if !matches!(extent.source, ExtentSource::Hole) {
-                bytes = bytes.saturating_add(extent.length);
-            }
-        }
-        Ok(bytes.div_ceil(block_bytes).saturating_mul(block_bytes) / 512)
-    }
-
-    fn failure(&self, nid: Nid, action: &'static str, error: ErofsError) -> Errno {
-        self.damage.report(nid, action, &error);
-        errno(&error)
     }
 }

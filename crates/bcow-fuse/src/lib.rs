@@ -13,28 +13,27 @@
 //! let image = bcow_erofs::reader::Filesystem::open(Arc::new(device))?;
 //! let fs = ImageFs::new(Arc::new(image));
 //! // From here on programs can use the mount. Serving ends when somebody unmounts it.
-//! Session::mount(fs, Path::new("/mnt"), &MountOptions::default(), 4)?.serve()?;
+//! Session::mount(fs, Arc::default(), Path::new("/mnt"), &MountOptions::default(), 4)?.serve()?;
 //! # Ok(())
 //! # }
 //! ```
 
 mod adapter;
 pub mod daemon;
-mod errno;
 pub mod error;
 pub mod fs;
-mod log;
 mod mount;
 mod mountinfo;
-mod node;
 pub mod options;
 pub mod session;
 pub mod signals;
+pub mod stats;
 mod unmount;
 
+pub use bcow_union::NodeId;
 pub use error::MountError;
 pub use fs::ImageFs;
-pub use node::NodeId;
 pub use options::MountOptions;
 pub use session::{Session, Unmounter};
-pub use unmount::{WhenBusy, unmount};
+pub use stats::MountStats;
+pub use unmount::{MountedImage, WhenBusy, mounted_image, unmount};

@@ -21,6 +21,8 @@ pub struct MountEntry {
     pub fs_type: String,
     /// What is mounted.
     pub source: OsString,
+    /// Whether it can be written to.
+    pub is_writable: bool,
 }
 
 /// All mounts of this mount namespace, lower ones first.
@@ -43,6 +45,7 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|&byte| byte == b' ');
     let device = fields.nth(2)?;
     let target = fields.nth(1)?;
+    let mut options = fields.next()?.split(|&byte| byte == b',');
     // Behind the mount options comes a variable number of optional fields, closed by a dash.
     fields.find(|&field| field == b"-")?;
     let fs_type = fields.next()?;
@@ -52,6 +55,7 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
         target: PathBuf::from(OsString::from_vec(unescape(target))),
         fs_type: String::from_utf8_lossy(fs_type).into_owned(),
         source: OsString::from_vec(unescape(source)),
+        is_writable: options.any(|option| option == b"rw"),
     })
 }
 
@@ -86,11 +90,13 @@ mod tests {
         assert_eq!(entry.target, Path::new("/mnt 2\\x"));
         assert_eq!(entry.fs_type, FS_TYPE);
         assert_eq!(entry.source, "/a\tb");
+        assert!(entry.is_writable);
     }
 
     #[test]
     fn line_without_optional_fields_is_read() {
-        let entry = parse(b"22 1 0:21 / / rw - tmpfs tmpfs rw").unwrap();
+        let entry = parse(b"22 1 0:21 / / ro,relatime - tmpfs tmpfs rw").unwrap();
+        assert!(!entry.is_writable);
         assert_eq!(
             (entry.target.as_path(), entry.fs_type.as_str()),
             (Path::new("/"), "tmpfs")

@@ -27,6 +27,25 @@ pub enum Permissions {
     ByMode,
 }
 
+/// Where bytes are between being written by a program and being given to us.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WriteCache {
+    /// Nowhere: each write is a request.
+    #[default]
+    Through,
+    /// In the kernel's page cache, which writes back later, at the latest when a file is closed (`writeback`).
+    Back,
+}
+
+/// Whether a mount can be changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Writing {
+    /// An image by itself.
+    Never,
+    /// An image under an upper.
+    ToUpper,
+}
+
 /// How to mount. The default is read-only, owner-only, nosuid, nodev.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MountOptions {
@@ -34,6 +53,9 @@ pub struct MountOptions {
     permissions: Permissions,
     flags: MountFlags,
     source: Option<OsString>,
+    write_cache: WriteCache,
+    /// `ro` or `rw`, whichever was said last.
+    read_only: Option<bool>,
 }
 
 impl Default for MountOptions {
@@ -43,6 +65,8 @@ impl Default for MountOptions {
             permissions: Permissions::default(),
             flags: MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV,
             source: None,
+            write_cache: WriteCache::default(),
+            read_only: None,
         }
     }
 }
@@ -77,11 +101,35 @@ impl MountOptions {
         }
     }
 
+    /// Where written bytes wait.
+    pub fn write_cache(&self) -> WriteCache {
+        self.write_cache
+    }
+
+    /// Makes the options fit what is mounted: with an upper a mount is writable unless `ro` was asked for, and the kernel
+    /// decides about every access; without one, `rw` and what belongs to it are errors.
+    pub fn settle(&mut self, writing: Writing) -> Result<(), MountError> {
+        match writing {
+            Writing::ToUpper => {
+                self.permissions = Permissions::ByMode;
+                self.flags
+                    .set(MountFlags::RDONLY, self.read_only == Some(true));
+                Ok(())
+            }
+            Writing::Never if self.read_only == Some(false) => Err(MountError::NoUpper("rw")),
+            Writing::Never if self.write_cache != WriteCache::Through => {
+                Err(MountError::NoUpper("writeback"))
+            }
+            Writing::Never => Ok(()),
+        }
+    }
+
     pub(crate) fn flags(&self) -> MountFlags {
         self.flags
     }
 
-    pub(crate) fn source(&self) -> &OsStr {
+    /// What `/proc/mounts` shows as the mounted thing.
+    pub fn source(&self) -> &OsStr {
         self.source.as_deref().unwrap_or(OsStr::new("bcow"))
     }
 
@@ -100,8 +148,11 @@ impl MountOptions {
         }
         match bytes {
             // What this mount is anyway.
-            b"ro" | b"defaults" | b"subtype=bcow" => {}
-            b"rw" => return Err(MountError::ReadWrite),
+            b"defaults" | b"subtype=bcow" => {}
+            b"ro" => self.read_only = Some(true),
+            b"rw" => self.read_only = Some(false),
+            b"writeback" => self.write_cache = WriteCache::Back,
+            b"nowriteback" => self.write_cache = WriteCache::Through,
             _ if bytes.starts_with(b"subtype=") => {
                 return Err(MountError::UnsupportedOption {
                     option: shown(),
@@ -129,6 +180,8 @@ impl MountOptions {
             b"noatime" => self.flags.insert(MountFlags::NOATIME),
             b"diratime" => self.flags.remove(MountFlags::NODIRATIME),
             b"nodiratime" => self.flags.insert(MountFlags::NODIRATIME),
+            b"sync" => self.flags.insert(MountFlags::SYNCHRONOUS),
+            b"async" => self.flags.remove(MountFlags::SYNCHRONOUS),
             _ => return Err(MountError::UnknownOption(shown())),
         }
         Ok(())
@@ -137,6 +190,9 @@ impl MountOptions {
     /// The options in the words of `fusermount3 -o`.
     pub(crate) fn for_helper(&self) -> Result<OsString, MountError> {
         let mut list = Vec::new();
+        if !self.flags.contains(MountFlags::RDONLY) {
+            list.extend_from_slice(b"rw,");
+        }
         for (flag, set) in [
             (MountFlags::RDONLY, "ro"),
             (MountFlags::NOSUID, "nosuid"),
@@ -144,6 +200,7 @@ impl MountOptions {
             (MountFlags::NOEXEC, "noexec"),
             (MountFlags::NOATIME, "noatime"),
             (MountFlags::NODIRATIME, "nodiratime"),
+            (MountFlags::SYNCHRONOUS, "sync"),
         ] {
             if self.flags.contains(flag) {
                 list.extend_from_slice(set.as_bytes());
@@ -211,12 +268,31 @@ mod tests {
     }
 
     #[test]
-    fn rw_is_refused_as_not_supported_yet() {
-        let error = parsed(&["rw"]).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "mount option \"rw\": writable mounts are not supported yet"
-        );
+    fn writing_needs_an_upper() {
+        for option in ["rw", "writeback"] {
+            let mut options = parsed(&["ro", option]).unwrap();
+            assert!(options.clone().settle(Writing::ToUpper).is_ok());
+            let error = options.settle(Writing::Never).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                format!("mount option {option:?} needs an upper")
+            );
+        }
+        assert!(parsed(&["rw,ro"]).unwrap().settle(Writing::Never).is_ok());
+    }
+
+    #[test]
+    fn with_an_upper_the_kernel_decides_and_ro_holds() {
+        for (list, read_only) in [("", false), ("rw", false), ("ro", true), ("ro,rw", false)] {
+            let mut options = parsed(&[list]).unwrap();
+            options.settle(Writing::ToUpper).unwrap();
+            assert_eq!(options.permissions(), Permissions::ByMode);
+            let expected = match read_only {
+                true => "ro,nosuid,nodev,default_permissions,subtype=bcow,fsname=bcow",
+                false => "rw,nosuid,nodev,default_permissions,subtype=bcow,fsname=bcow",
+            };
+            assert_eq!(options.for_helper().unwrap(), expected, "{list}");
+        }
     }
 
     #[test]
@@ -228,7 +304,7 @@ mod tests {
 
     #[test]
     fn empty_items_are_skipped() {
-        assert_eq!(parsed(&[",ro,,"]).unwrap(), MountOptions::default());
+        assert_eq!(parsed(&[",defaults,,"]).unwrap(), MountOptions::default());
     }
 
     #[test]

@@ -1,21 +1,56 @@
 //! A mounted image from its mount to its end.
 
+use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::adapter::Adapter;
+use bcow_union::fs::UnionFs;
+use bcow_union::log::{self, Severity};
+
+use crate::adapter::readonly::ReadOnly;
+use crate::adapter::writable::Writable;
 use crate::error::MountError;
 use crate::fs::ImageFs;
-use crate::log::{self, Severity};
 use crate::mount::{self, Mount, Unmounted};
-use crate::options::MountOptions;
+use crate::options::{MountOptions, Writing};
 use crate::signals::Signals;
+use crate::stats::MountStats;
+
+/// What a process that ends a writable mount is called meanwhile, for those who wait for it.
+pub const CLOSING: &std::ffi::CStr = c"bcow-closing";
+
+/// What is mounted.
+pub enum Content {
+    /// An image, read-only.
+    Image(ImageFs),
+    /// An image under an upper. It is closed when the mount has ended.
+    Union(Arc<UnionFs>),
+}
+
+impl From<ImageFs> for Content {
+    fn from(fs: ImageFs) -> Self {
+        Content::Image(fs)
+    }
+}
+
+impl From<Arc<UnionFs>> for Content {
+    fn from(fs: Arc<UnionFs>) -> Self {
+        Content::Union(fs)
+    }
+}
 
 /// A mount that the kernel knows and that waits to be served. Dropping it unmounts.
 pub struct Session {
     // Dropped first: closing our side of the connection, so that an unmount finds nobody waiting for us.
-    fuse: fuser::Session<Adapter>,
+    fuse: Fuse,
     mount: Arc<Mutex<Mount>>,
+    /// To be closed.
+    union: Option<Arc<UnionFs>>,
+}
+
+enum Fuse {
+    ReadOnly(fuser::Session<ReadOnly>),
+    Writable(fuser::Session<Writable>),
 }
 
 /// Ends a [`Session`] from another thread.
@@ -25,25 +60,44 @@ pub struct Unmounter {
 }
 
 impl Session {
-    /// Mounts `fs` at `target`, to be served by `threads` threads (at least one).
+    /// Mounts `content` at `target`, to be served by `threads` threads (at least one), which count in `stats`.
     ///
     /// Once this returns, programs can use the mount; their requests wait for [`Session::serve`].
     pub fn mount(
-        fs: ImageFs,
+        content: impl Into<Content>,
+        stats: Arc<MountStats>,
         target: &Path,
         options: &MountOptions,
         threads: usize,
     ) -> Result<Self, MountError> {
-        let adapter = Adapter::new(fs, options.permissions());
-        let (mount, connection) = mount::mount(target, options)?;
+        let content = content.into();
+        let mut options = options.clone();
+        options.settle(match content {
+            Content::Image(_) => Writing::Never,
+            Content::Union(_) => Writing::ToUpper,
+        })?;
+        let (mount, connection) = mount::mount(target, &options)?;
         let mut config = fuser::Config::default();
         config.n_threads = Some(threads.max(1));
         // The kernel keeps strangers out by itself (see `Access`), so fuser need not.
-        let fuse = fuser::Session::from_fd(adapter, connection, fuser::SessionACL::All, config)
-            .map_err(MountError::Session)?;
+        let all = fuser::SessionACL::All;
+        let (fuse, union) = match content {
+            Content::Image(fs) => {
+                let adapter = ReadOnly::new(fs, stats, options.permissions());
+                let fuse = fuser::Session::from_fd(adapter, connection, all, config);
+                (fuse.map(Fuse::ReadOnly), None)
+            }
+            Content::Union(fs) => {
+                stats.set_union(Arc::clone(&fs));
+                let adapter = Writable::new(Arc::clone(&fs), stats, options.write_cache());
+                let fuse = fuser::Session::from_fd(adapter, connection, all, config);
+                (fuse.map(Fuse::Writable), Some(fs))
+            }
+        };
         Ok(Session {
-            fuse,
+            fuse: fuse.map_err(MountError::Session)?,
             mount: Arc::new(Mutex::new(mount)),
+            union,
         })
     }
 
@@ -54,9 +108,19 @@ impl Session {
         }
     }
 
-    /// Answers requests until the mount is gone, whoever unmounts it.
+    /// Answers requests until the mount is gone, whoever unmounts it. What was written is durable then, as far as the
+    /// union's options want it.
     pub fn serve(self) -> Result<(), MountError> {
-        self.fuse.run().map_err(MountError::Session)
+        let served = self.fuse.run().map_err(MountError::Session);
+        let Some(union) = self.union else {
+            return served;
+        };
+        // A name is a courtesy to those who wait.
+        let _ = rustix::thread::set_name(CLOSING);
+        union
+            .close()
+            .map_err(|errno| MountError::Close(errno.into()))?;
+        served
     }
 
     /// As [`Session::serve`], but a signal unmounts. If files are in use then, nobody can enter any more, and
@@ -64,6 +128,7 @@ impl Session {
     pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
         abort_on_panic();
         let unmounter = self.unmounter();
+        let union = self.union.clone();
         let target = self
             .mount
             .lock()
@@ -92,6 +157,11 @@ impl Session {
                     ),
                 }
                 signals.wait();
+                if let Some(union) = union
+                    && let Err(error) = union.close()
+                {
+                    log::log(Severity::Error, &format!("cannot close the upper: {error}"));
+                }
                 // The kernel sees the connection close and fails what is under way.
                 std::process::exit(1);
             })
@@ -100,6 +170,15 @@ impl Session {
                 source,
             })?;
         self.serve()
+    }
+}
+
+impl Fuse {
+    fn run(self) -> io::Result<()> {
+        match self {
+            Fuse::ReadOnly(session) => session.run(),
+            Fuse::Writable(session) => session.run(),
+        }
     }
 }
 

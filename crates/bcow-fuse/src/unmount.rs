@@ -7,7 +7,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::error::MountError;
 use crate::mount::run_unmount_helper;
-use crate::mountinfo::{self, FS_TYPE};
+use crate::mountinfo::{self, FS_TYPE, MountEntry};
 
 /// What to do about a mount that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,25 +19,38 @@ pub enum WhenBusy {
     Detach,
 }
 
-/// Unmounts the BCoW image that is mounted at `target`. Its daemon then ends by itself.
-///
-/// Fails if nothing is mounted there, or something that is no BCoW image.
-pub fn unmount(target: &Path, when_busy: WhenBusy) -> Result<(), MountError> {
-    let resolved = resolve(target);
-    let entry = mountinfo::mounted_at(&resolved).map_err(|source| MountError::Process {
+/// A BCoW image that is mounted, as the kernel lists it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MountedImage {
+    /// The mountpoint.
+    pub path: PathBuf,
+    /// Whether it can be written to.
+    pub is_writable: bool,
+}
+
+/// The BCoW image that is mounted at `target`, which is not asked. Fails if nothing is mounted there, or something that is no
+/// BCoW image.
+pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
+    let path = resolve(target);
+    let entry = mountinfo::mounted_at(&path).map_err(|source| MountError::Process {
         action: "read /proc/self/mountinfo",
         source,
     })?;
     match entry {
-        None => return Err(MountError::NotMounted(target.to_owned())),
-        Some(entry) if entry.fs_type != FS_TYPE => {
-            return Err(MountError::ForeignMount {
-                path: target.to_owned(),
-                fs_type: entry.fs_type,
-            });
-        }
-        Some(_) => {}
+        None => Err(MountError::NotMounted(target.to_owned())),
+        Some(entry) if entry.fs_type != FS_TYPE => Err(MountError::ForeignMount {
+            path: target.to_owned(),
+            fs_type: entry.fs_type,
+        }),
+        Some(MountEntry { is_writable, .. }) => Ok(MountedImage { path, is_writable }),
     }
+}
+
+/// Unmounts the BCoW image that is mounted at `target`. Its daemon then ends by itself.
+///
+/// Fails if nothing is mounted there, or something that is no BCoW image.
+pub fn unmount(target: &Path, when_busy: WhenBusy) -> Result<(), MountError> {
+    let resolved = mounted_image(target)?.path;
     let (flags, arguments): (_, &[&str]) = match when_busy {
         WhenBusy::Fail => (UnmountFlags::empty(), &[]),
         WhenBusy::Detach => (UnmountFlags::DETACH, &["-z"]),

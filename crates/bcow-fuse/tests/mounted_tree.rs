@@ -6,27 +6,13 @@ use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::BlockDevice;
 use rustix::io::Errno;
 use support::*;
-
-/// Whom tests use as an ordinary user: `nobody`.
-const NOBODY: u32 = 65_534;
-
-fn as_nobody(program: &str, arguments: &[&Path]) -> std::process::Output {
-    use std::os::unix::process::CommandExt;
-    Command::new(program)
-        .args(arguments)
-        .uid(NOBODY)
-        .gid(NOBODY)
-        .stdin(Stdio::null())
-        .output()
-        .unwrap()
-}
 
 #[test]
 fn mounted_tree_equals_kernel_mount_and_source() {
@@ -458,7 +444,7 @@ fn second_mount_on_the_same_directory_is_refused() {
     let mounted = Mounted::new(sample.open());
     let options = bcow_fuse::MountOptions::default();
     let fs = bcow_fuse::ImageFs::new(sample.open());
-    let error = bcow_fuse::Session::mount(fs, mounted.path(), &options, 1)
+    let error = bcow_fuse::Session::mount(fs, Arc::default(), mounted.path(), &options, 1)
         .err()
         .unwrap();
     assert!(
@@ -493,11 +479,4 @@ fn busy_mount_stays_unless_it_may_be_detached() {
     assert_eq!(content, noise(1_000_003, 1_000_003));
     drop(file);
     mounted.ended().unwrap();
-}
-
-/// Temporary directories are for their owner only; others shall get as far as the mount itself.
-fn open_the_way_to(mountpoint: &Path) {
-    let parent = mountpoint.parent().unwrap();
-    let mode = fs::metadata(parent).unwrap().permissions().mode();
-    assert!(mode & 0o001 != 0, "others cannot reach {parent:?}");
 }

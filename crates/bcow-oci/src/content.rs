@@ -269,6 +269,23 @@ impl<S: ContentSink> ContentWriter<S> {
         Ok(start)
     }
 
+    /// Stores a run of a file in one place, padded to whole blocks. Up to [`PIECE_BYTES`] it is looked up.
+    pub(crate) fn run(&mut self, length: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
+        if length > PIECE_BYTES as u64 {
+            return self.verbatim(length, data);
+        }
+        let (first, second) = data.window(length as usize)?;
+        let stored = self.piece(first, second, false)?;
+        data.consume(length as usize);
+        Ok(stored.start)
+    }
+
+    /// Keeps the end of a file apart, to be stored beside its inode.
+    pub(crate) fn tail(&mut self, bytes: &[u8]) -> Result<Tail, StoreError> {
+        self.stats.content_bytes += bytes.len() as u64;
+        Ok(self.tails.push(bytes, &[])?)
+    }
+
     /// A file too large for looking up its pieces.
     fn verbatim(&mut self, size: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
         let start = self.next_block(size)?;

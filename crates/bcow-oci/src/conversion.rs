@@ -30,7 +30,7 @@ use crate::warnings::Warnings;
 /// of Debian with Python: 0 to 512 give the same file size within 0.1 %, 2000 gives 0.3 % more.
 pub(crate) const INLINE_MAX: u16 = 256;
 /// The same in a plain image, where such a tail costs a block of 4096 bytes: 5 % of the same image.
-const INLINE_MAX_PLAIN: u16 = 2000;
+pub(crate) const INLINE_MAX_PLAIN: u16 = 2000;
 
 /// What zstd knows, and bcow promises to.
 const ZSTD_LEVELS: RangeInclusive<i32> = -7..=22;
@@ -102,10 +102,7 @@ impl<'c> Conversion<'c> {
                 bcow::Error::Unsupported(text) => ConvertError::Options(text),
                 e => image_error(&path, e),
             })?;
-        let sink = ImageSink {
-            writer,
-            path: path.clone(),
-        };
+        let sink = ImageSink::new(writer, &path);
         Ok(Conversion {
             content: ContentWriter::new(
                 sink,
@@ -335,6 +332,19 @@ pub(crate) fn verify(
 pub(crate) struct ImageSink {
     writer: ImageWriter,
     path: PathBuf,
+}
+
+impl ImageSink {
+    pub(crate) fn new(writer: ImageWriter, path: &Path) -> Self {
+        ImageSink {
+            writer,
+            path: path.to_owned(),
+        }
+    }
+
+    pub(crate) fn into_writer(self) -> ImageWriter {
+        self.writer
+    }
 }
 
 impl ContentSink for ImageSink {

@@ -24,6 +24,7 @@ mod archive;
 mod blob;
 mod builder;
 mod cancel;
+pub mod commit;
 mod content;
 mod conversion;
 pub mod convert;

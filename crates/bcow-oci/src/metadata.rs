@@ -64,6 +64,16 @@ impl Metadata {
         ]))
     }
 
+    /// Of whatever `described` says beside that.
+    pub(crate) fn new(tool: &str, options: Value, described: Map<String, Value>) -> Self {
+        let mut all = Map::from_iter([
+            ("tool".to_owned(), json!(tool)),
+            ("options".to_owned(), options),
+        ]);
+        all.extend(described);
+        Metadata(all)
+    }
+
     /// Adds what was stored.
     pub(crate) fn content(&mut self, entries: u64, stats: ContentStats, metadata_start: u64) {
         let mut content = json!({
@@ -76,6 +86,10 @@ impl Metadata {
             content["lower_bytes"] = json!(stats.lower_bytes);
         }
         self.0.insert("content".into(), content);
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        Value::Object(self.0.clone())
     }
 
     pub(crate) fn into_json(self) -> Value {

@@ -7,15 +7,20 @@ use std::fs::{self, File};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirEntryExt, FileExt, FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::{Attributes, Blocks, ChunkRun, Content, LayerTree, Node, NodeKind};
 use bcow_erofs::writer::{Plan, WriteOptions};
+use bcow_fuse::session::Content as Mountable;
 use bcow_fuse::{ImageFs, MountError, MountOptions, Session, Unmounter};
+use bcow_union::fs::{LowerImage, UnionFs};
+use bcow_union::options::UnionOptions;
+use bcow_union::upper::UpperError;
 use rustix::fs::{FileType, Mode, Timespec, Timestamps, XattrFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 use tempfile::TempDir;
@@ -154,10 +159,38 @@ impl Mounted {
     }
 
     pub fn with_options(fs: Arc<Filesystem>, list: &str) -> Result<Self, MountError> {
+        Mounted::serve(ImageFs::new(fs), list)
+    }
+
+    /// An image under `upper`.
+    pub fn writable(fs: Arc<Filesystem>, upper: &Path, list: &str) -> Self {
+        let options = UnionOptions::default();
+        let open = || {
+            let lower = LowerImage {
+                fs: Arc::clone(&fs),
+                identity: [7; 32],
+                name: "sample".into(),
+            };
+            UnionFs::open(lower, upper, "a test", &options)
+        };
+        // A process that another test is just starting has the lock of the mount before until it executes its program.
+        let start = Instant::now();
+        let union = loop {
+            match open() {
+                Err(UpperError::InUse { .. }) if start.elapsed() < Duration::from_secs(10) => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                opened => break opened.unwrap(),
+            }
+        };
+        Mounted::serve(union, list).unwrap()
+    }
+
+    fn serve(content: impl Into<Mountable>, list: &str) -> Result<Self, MountError> {
         let directory = TempDir::new().unwrap();
         let mut options = MountOptions::default();
         options.apply(OsStr::new(list))?;
-        let session = Session::mount(ImageFs::new(fs), directory.path(), &options, 4)?;
+        let session = Session::mount(content, Arc::default(), directory.path(), &options, 4)?;
         Ok(Mounted {
             directory,
             unmounter: session.unmounter(),
@@ -435,4 +468,25 @@ impl Sample {
     pub fn open(&self) -> Arc<Filesystem> {
         open(device(&self.image()))
     }
+}
+
+/// Whom tests use as an ordinary user: `nobody`.
+pub const NOBODY: u32 = 65_534;
+
+pub fn as_nobody(program: &str, arguments: &[&Path]) -> std::process::Output {
+    use std::os::unix::process::CommandExt;
+    Command::new(program)
+        .args(arguments)
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+/// Temporary directories are for their owner only; others shall get as far as the mount itself.
+pub fn open_the_way_to(mountpoint: &Path) {
+    let parent = mountpoint.parent().unwrap();
+    let mode = fs::metadata(parent).unwrap().permissions().mode();
+    assert!(mode & 0o001 != 0, "others cannot reach {parent:?}");
 }

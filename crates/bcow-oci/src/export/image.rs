@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::compress::{Encoder, LayerCompression};
 use super::tree::{Form, TreeExport};
 use super::{ExportError, ExportOptions, TarReport};
+use crate::blob::{open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::image::ImageConfig;
@@ -34,6 +35,38 @@ pub enum Layers<'e> {
     Flattened(&'e Filesystem),
     /// The layers of a stack, lowest first, each in overlayfs's form (see [`bcow_erofs::overlay`]).
     Stack(Vec<&'e Filesystem>),
+    /// The same, where for some of them the layout may have the archive that they were made of.
+    Known(Vec<(&'e Filesystem, Option<KnownLayer>)>),
+}
+
+/// The archive that a layer was made of. If the layout has it, it is taken as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownLayer {
+    /// Digest of the blob.
+    pub digest: Digest,
+    /// Its media type.
+    pub media_type: String,
+    /// Its size in bytes.
+    pub stored_bytes: u64,
+    /// Digest of the archive, uncompressed.
+    pub diff_id: DiffId,
+}
+
+impl KnownLayer {
+    /// The layers of a stack, lowest first, as its metadata describes them; `None` where it does not say enough.
+    pub fn of_stack(metadata: &Value) -> Vec<Option<KnownLayer>> {
+        let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
+        let known = |layer: &Value| {
+            let source = &layer["source"];
+            Some(KnownLayer {
+                digest: source["digest"].as_str()?.parse().ok()?,
+                media_type: source["media_type"].as_str()?.to_owned(),
+                stored_bytes: source["stored_bytes"].as_u64()?,
+                diff_id: DiffId(layer["diff_id"].as_str()?.parse().ok()?),
+            })
+        };
+        layers.iter().map(known).collect()
+    }
 }
 
 /// Where an image goes.
@@ -84,9 +117,13 @@ pub fn export_layout(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<OciReport, ExportError> {
-    let (layers, form) = match layers {
-        Layers::Flattened(fs) => (vec![*fs], Form::Flattened),
-        Layers::Stack(layers) => (layers.clone(), Form::Layer),
+    let (layers, known, form) = match layers {
+        Layers::Flattened(fs) => (vec![*fs], vec![None], Form::Flattened),
+        Layers::Stack(layers) => (layers.clone(), vec![None; layers.len()], Form::Layer),
+        Layers::Known(layers) => {
+            let (layers, known): (Vec<_>, Vec<_>) = layers.iter().cloned().unzip();
+            (layers, known, Form::Layer)
+        }
     };
     // What is wrong with it is known before anything is written.
     let template = ConfigTemplate::new(config)?;
@@ -103,8 +140,9 @@ pub fn export_layout(
     let order: Vec<usize> = (0..layers.len()).collect();
     // Each takes two.
     let at_once = (options.threads / 2).max(1);
-    let written = parallel::run(&order, at_once, &stop, |index| {
-        work.layer(layers[index], &layers[..index])
+    let written = parallel::run(&order, at_once, &stop, |index| match &known[index] {
+        Some(known) if work.has(known)? => Ok(WrittenLayer::kept(known)),
+        _ => work.layer(layers[index], &layers[..index]),
     })?;
     progress.phase("syncing");
     let diff_ids: Vec<&Digest> = written
@@ -120,7 +158,8 @@ pub fn export_layout(
     let descriptors: Vec<Value> = written
         .iter()
         .map(|layer| {
-            let (digest, size) = (&layer.blob.digest, layer.blob.size);
+            let media_type = layer.kept_type.as_deref().unwrap_or(media_type);
+            let (digest, size) = (&layer.report.digest, layer.report.stored_bytes);
             Value::Object(descriptor(media_type, digest, size))
         })
         .collect();
@@ -141,10 +180,11 @@ pub fn export_layout(
     if work.cancel.is_set() {
         return Err(ExportError::Interrupted);
     }
-    let (mut blobs, layers): (Vec<NewBlob>, Vec<ExportedLayer>) = written
+    let (blobs, layers): (Vec<Option<NewBlob>>, Vec<ExportedLayer>) = written
         .into_iter()
         .map(|layer| (layer.blob, layer.report))
         .unzip();
+    let mut blobs: Vec<NewBlob> = blobs.into_iter().flatten().collect();
     let report = OciReport {
         manifest: manifest.digest.clone(),
         layers,
@@ -165,11 +205,52 @@ struct Work<'w> {
 }
 
 struct WrittenLayer {
-    blob: NewBlob,
+    /// The blob, unless the layout has it.
+    blob: Option<NewBlob>,
+    /// Its media type, if it was there.
+    kept_type: Option<String>,
     report: ExportedLayer,
 }
 
+impl WrittenLayer {
+    fn kept(known: &KnownLayer) -> WrittenLayer {
+        WrittenLayer {
+            blob: None,
+            kept_type: Some(known.media_type.clone()),
+            report: ExportedLayer {
+                digest: known.digest.clone(),
+                stored_bytes: known.stored_bytes,
+                diff_id: known.diff_id.clone(),
+                tar_bytes: 0,
+                entries: 0,
+            },
+        }
+    }
+}
+
 impl Work<'_> {
+    /// Whether the layout has this layer's archive, in a form that OCI images may have. It is read: what has the name need not
+    /// have the content.
+    fn has(&self, known: &KnownLayer) -> Result<bool, ExportError> {
+        const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
+        if !known.media_type.starts_with(FORM) {
+            return Ok(false);
+        }
+        let path = self.writer.blob_path(&known.digest);
+        let Some(blob) = open_regular(&path)? else {
+            return Ok(false);
+        };
+        let (Some(file), Some(length)) = (blob.file(), blob.length()) else {
+            return Ok(false);
+        };
+        if length != known.stored_bytes {
+            return Ok(false);
+        }
+        let (digest, _) = Digest::of_file(&file, known.digest.algorithm())
+            .map_err(|error| read_error("read", &path.display().to_string(), error))?;
+        Ok(digest == known.digest)
+    }
+
     fn layer(&self, fs: &Filesystem, below: &[&Filesystem]) -> Result<WrittenLayer, ExportError> {
         let failed = |error| write_error("write", self.writer.directory(), error);
         let output = self.writer.new_blob()?;
@@ -196,7 +277,8 @@ impl Work<'_> {
                 tar_bytes,
                 entries: tar.entries,
             },
-            blob,
+            blob: Some(blob),
+            kept_type: None,
         })
     }
 

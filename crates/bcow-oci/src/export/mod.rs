@@ -20,7 +20,7 @@ use crate::options::Progress;
 
 pub use compress::LayerCompression;
 pub use error::ExportError;
-pub use image::{ExportedLayer, Layers, LayoutExport, OciReport, export_layout};
+pub use image::{ExportedLayer, KnownLayer, Layers, LayoutExport, OciReport, export_layout};
 
 /// How to export.
 #[derive(Debug, Clone)]

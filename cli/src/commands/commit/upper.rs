@@ -1,0 +1,441 @@
+//! `bcow commit` of the upper of a writable mount.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use bcow::format::Use;
+use bcow_erofs::merge::merge;
+use bcow_erofs::overlay::{ReadOptions, read_layer};
+use bcow_erofs::tree::Tree as ErofsTree;
+use bcow_oci::commit::{Base, Commit, CommitReport};
+use bcow_oci::digest::Algorithm;
+use bcow_oci::export::{
+    ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, TarReport, export_layout, export_tar,
+};
+use bcow_oci::{ConvertOptions, Digest, ImageName, Limits, Source, store};
+use bcow_union::upper::{Changes, LOWER_FROM, Scope, Spliced};
+use serde_json::{Map, Value, json};
+
+use super::{Args, Extent};
+use crate::commands::convert::{failure as convert_failure, source_date_epoch};
+use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
+use crate::error::CommandError;
+use crate::image::{OpenImage, parse_name};
+use crate::interrupt::Interrupt;
+use crate::size::{Count, Human};
+use crate::ui::Ui;
+use crate::upper::{self, Joined};
+
+/// Where the changes go.
+#[derive(Debug, PartialEq, Eq)]
+enum Destination {
+    /// An archive; `None` is standard output.
+    Tar(Option<PathBuf>),
+    Layout {
+        directory: PathBuf,
+        reference: Option<String>,
+    },
+    File(PathBuf),
+}
+
+fn destination(name: &OsStr) -> Result<Destination, CommandError> {
+    if let Some(path) = name.as_bytes().strip_prefix(b"tar:") {
+        return match path {
+            b"" => Err(CommandError::usage("there is no file behind tar:")),
+            b"-" => Ok(Destination::Tar(None)),
+            path => Ok(Destination::Tar(Some(OsStr::from_bytes(path).into()))),
+        };
+    }
+    if name.as_bytes().starts_with(b"oci:") {
+        let text = name.to_str().unwrap_or_default();
+        return match text.parse::<Source>() {
+            Ok(Source::Oci {
+                directory,
+                reference,
+            }) => Ok(Destination::Layout {
+                directory,
+                reference,
+            }),
+            _ => Err(CommandError::usage("write oci:DIR[:REF]")),
+        };
+    }
+    if name == "-" {
+        return Err(CommandError::usage("an image is not written in order")
+            .hint("tar:- writes an archive of the changes to standard output"));
+    }
+    Ok(Destination::File(name.into()))
+}
+
+/// Makes a layer, or an image, of what `upper` changes.
+pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
+    let Some(new) = &args.new else {
+        return Err(
+            CommandError::usage("there is nothing to write the changes to")
+                .hint("name FILE.bcow, tar:FILE or oci:DIR[:REF]"),
+        );
+    };
+    let destination = destination(new.as_os_str())?;
+    if !matches!(destination, Destination::File(_)) && args.extent() != Extent::Layer {
+        return Err(
+            CommandError::usage("--merge and --flatten are for an image in one file")
+                .hint("`bcow export --to tar` writes the tree of an image"),
+        );
+    }
+    let image = OpenImage::open(&args.disk, &args.stores)?;
+    let changes = upper::changes(&image, upper, Scope::Layer, ui)?;
+    let work = Work {
+        args,
+        image: &image,
+        upper,
+        ui,
+    };
+    match destination {
+        Destination::Tar(output) => work.archive(changes, output.as_deref()),
+        Destination::Layout {
+            directory,
+            reference,
+        } => work.layout(changes, directory, reference),
+        Destination::File(path) => work.file(changes, &path),
+    }
+}
+
+struct Work<'w> {
+    args: &'w Args,
+    image: &'w OpenImage,
+    upper: &'w Path,
+    ui: &'w Ui,
+}
+
+impl Work<'_> {
+    /// The changes as a layer in overlayfs's form.
+    fn layer(&self, changes: Changes) -> Result<(ErofsTree, Spliced), CommandError> {
+        let tree = changes.layer.into_overlay().joined(self.upper)?;
+        let spliced = changes.store.filesystem(&tree).joined(self.upper)?;
+        Ok((tree, spliced))
+    }
+
+    fn export_options(&self, interrupt: &Interrupt) -> ExportOptions {
+        let defaults = ExportOptions::default();
+        ExportOptions {
+            threads: self.args.how.jobs().unwrap_or(defaults.threads),
+            cancel: Some(interrupt.flag()),
+        }
+    }
+
+    fn archive(&self, changes: Changes, output: Option<&Path>) -> Result<(), CommandError> {
+        let (_, layer) = self.layer(changes)?;
+        let interrupt = Interrupt::catch();
+        let options = self.export_options(&interrupt);
+        let progress = self.ui.progress();
+        progress.phase("committing");
+        let write = |out: &mut dyn Write| {
+            export_tar(&layer.filesystem, TarForm::Layer, out, &options, &progress)
+        };
+        let output = output.unwrap_or(Path::new("-"));
+        let written = to_archive(self.image, output, self.ui, &progress, &write)?;
+        let Some(report) = written else {
+            return Ok(());
+        };
+        drop(progress);
+        let TarReport {
+            entries,
+            content_bytes,
+            ..
+        } = report;
+        self.ui.status(format_args!(
+            "{}: layer of {} entries, {} of file content",
+            output.display(),
+            Count(entries),
+            Human(content_bytes)
+        ));
+        Ok(())
+    }
+
+    fn layout(
+        &self,
+        changes: Changes,
+        directory: PathBuf,
+        reference: Option<String>,
+    ) -> Result<(), CommandError> {
+        self.refuse_to_replace(&directory, reference.as_deref())?;
+        let (_, layer) = self.layer(changes)?;
+        let metadata = metadata(self.image)?;
+        let whole = self.image.tree()?;
+        let below = layers_of_stack(self.image, &metadata)?;
+        let mut layers: Vec<_> = match &below[..] {
+            [] => vec![(whole.filesystem(), None)],
+            below => {
+                let mut known = KnownLayer::of_stack(&metadata);
+                known.resize(below.len(), None);
+                below.iter().zip(known).collect()
+            }
+        };
+        let config = config_after(metadata.get("config"), layers.len())?;
+        layers.push((&layer.filesystem, None));
+        let destination = LayoutExport {
+            directory: directory.clone(),
+            reference,
+            compression: self.args.layer_compress.unwrap_or_default(),
+        };
+        let interrupt = Interrupt::catch();
+        let options = self.export_options(&interrupt);
+        let progress = self.ui.progress();
+        progress.phase("committing");
+        let report = export_layout(
+            &Layers::Known(layers),
+            config.as_ref(),
+            &destination,
+            &options,
+            &progress,
+        )
+        .map_err(|error| export_failure(self.image, &error))?;
+        drop(progress);
+        let new = report.layers.last();
+        self.ui.status(format_args!(
+            "oci:{}: {} layers, the new one of {} entries, {}; manifest {}",
+            directory.display(),
+            Count(report.layers.len() as u64),
+            Count(new.map_or(0, |layer| layer.entries)),
+            Human(new.map_or(0, |layer| layer.stored_bytes)),
+            report.manifest
+        ));
+        Ok(())
+    }
+
+    /// Fails if the new image would take the name of the one it was made of.
+    fn refuse_to_replace(
+        &self,
+        directory: &Path,
+        reference: Option<&str>,
+    ) -> Result<(), CommandError> {
+        let ImageName::Layout {
+            directory: own,
+            reference: name,
+        } = parse_name(self.image.path())?
+        else {
+            return Ok(());
+        };
+        let is_same = match (own.canonicalize(), directory.canonicalize()) {
+            (Ok(own), Ok(directory)) => own == directory,
+            _ => false,
+        };
+        match is_same && name.as_deref() == reference && reference.is_some() {
+            true => Err(CommandError::new(format!(
+                "cannot write oci:{}: the new image would take the name of the image below it",
+                directory.display()
+            ))
+            .hint("give it another name: oci:DIR:REF")),
+            false => Ok(()),
+        }
+    }
+
+    fn file(&self, changes: Changes, path: &Path) -> Result<(), CommandError> {
+        let extent = self.args.extent();
+        let is_image = self.image.image().header().purpose == Use::Image;
+        if !is_image && extent != Extent::Whole {
+            return Err(
+                CommandError::new(format!("cannot write {}", path.display()))
+                    .caused_by_text(format!(
+                        "{} is a disk, which an image cannot name as what lies below it",
+                        self.args.disk.display()
+                    ))
+                    .hint("store everything in it (--flatten), or write the changes to tar:FILE"),
+            );
+        }
+        self.refuse_own_name(path)?;
+        let interrupt = Interrupt::catch();
+        let options = self.convert_options(&interrupt)?;
+        let progress = self.ui.progress();
+        progress.phase("committing");
+        let store = changes.store.clone();
+        let tree = match extent {
+            Extent::Layer => changes.layer.into_overlay().joined(self.upper)?,
+            Extent::Merged | Extent::Whole => self.merged(changes)?,
+        };
+        let spliced = store.filesystem(&tree).joined(self.upper)?;
+        let base = (extent != Extent::Whole).then(|| Base {
+            image: self.image.image().clone(),
+            digest: Box::new(|| self.digest()),
+        });
+        let commit = Commit {
+            tree,
+            device: &*spliced.device,
+            base,
+            described: self.described(extent)?,
+        };
+        let report = bcow_oci::commit::commit(commit, path, &options, &progress)
+            .map_err(|error| convert_failure(&error))?;
+        drop(progress);
+        self.tell(&report, path);
+        Ok(())
+    }
+
+    /// Refuses to replace a file that the image is made of.
+    fn refuse_own_name(&self, path: &Path) -> Result<(), CommandError> {
+        let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
+            (Ok(file), Ok(path)) => file == path,
+            _ => false,
+        };
+        match self.image.files().iter().any(same) {
+            true => Err(
+                CommandError::new(format!("cannot write {}", path.display()))
+                    .caused_by_text("it is the image that the changes are over"),
+            ),
+            false => Ok(()),
+        }
+    }
+
+    fn merged(&self, changes: Changes) -> Result<ErofsTree, CommandError> {
+        let lower = self.image.tree()?.into_filesystem();
+        let options = ReadOptions {
+            place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
+            tails: LOWER_FROM,
+            max_inodes: Limits::default().max_entries,
+        };
+        let below = read_layer(&lower, &options).joined(self.upper)?;
+        merge(vec![below, changes.layer]).joined(self.upper)
+    }
+
+    fn convert_options(&self, interrupt: &Interrupt) -> Result<ConvertOptions, CommandError> {
+        let defaults = ConvertOptions::default();
+        let how = &self.args.how;
+        Ok(ConvertOptions {
+            compression: how.compression()?,
+            block_bytes: how.block_bytes(),
+            threads: how.jobs().unwrap_or(defaults.threads),
+            verify: how.verify(),
+            source_date_epoch: source_date_epoch()?,
+            tool_version: env!("CARGO_PKG_VERSION").to_owned(),
+            cancel: Some(interrupt.flag()),
+            ..defaults
+        })
+    }
+
+    /// The digest of the image's file: known if it goes by one, else read.
+    fn digest(&self) -> std::io::Result<[u8; 32]> {
+        let name = parse_name(self.image.path()).ok();
+        let located = name.and_then(|name| store::locate(&name).ok());
+        let known = located.and_then(|located| located.digest?.sha256());
+        match known {
+            Some(digest) => Ok(digest),
+            None => {
+                let file = File::open(&self.image.opened().path)?;
+                let (digest, _) = Digest::of_file(&file, Algorithm::Sha256)?;
+                Ok(digest.sha256().unwrap_or_default())
+            }
+        }
+    }
+
+    fn described(&self, extent: Extent) -> Result<Map<String, Value>, CommandError> {
+        let mut all = Map::new();
+        if let Some(created) = source_date_epoch()?.and_then(bcow_oci::rfc3339) {
+            all.insert("created".into(), json!(created));
+        }
+        let over = self.image.image().identity_hash();
+        let over: String = over.iter().map(|byte| format!("{byte:02x}")).collect();
+        let of = json!({ "over": over });
+        match extent {
+            Extent::Layer => {
+                all.insert("layer".into(), of);
+            }
+            Extent::Merged | Extent::Whole => {
+                all.insert("commit".into(), of);
+                let metadata = metadata(self.image)?;
+                if let Some(config) = metadata.get("config") {
+                    all.insert("config".into(), config.clone());
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn tell(&self, report: &CommitReport, path: &Path) {
+        let what = match self.args.extent() {
+            Extent::Layer => "layer",
+            Extent::Merged | Extent::Whole => "image",
+        };
+        let over = match report.base_bytes {
+            0 => String::new(),
+            bytes => format!(", {} in {}", Human(bytes), self.args.disk.display()),
+        };
+        self.ui.status(format_args!(
+            "{}: {what} of {} inodes, {} of file content stored{over}, file of {}",
+            path.display(),
+            Count(report.entries),
+            Human(report.content_bytes),
+            Human(report.file_bytes)
+        ));
+    }
+}
+
+/// The configuration of the image with one layer more, on `below` layers.
+fn config_after(config: Option<&Value>, below: usize) -> Result<Option<Value>, CommandError> {
+    let Some(Value::Object(config)) = config else {
+        return Ok(config.cloned());
+    };
+    let mut config = config.clone();
+    let created = match source_date_epoch()? {
+        Some(seconds) => Some(seconds),
+        None => std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .ok()
+            .and_then(|since| i64::try_from(since.as_secs()).ok()),
+    };
+    let created = created.and_then(bcow_oci::rfc3339).map(Value::from);
+    let is_layer = |entry: &&Value| entry.get("empty_layer") != Some(&json!(true));
+    let mut history = match config.get("history").and_then(Value::as_array) {
+        Some(history) if history.iter().filter(is_layer).count() == below => history.clone(),
+        _ => {
+            let entry =
+                json!({"created_by": "bcow export", "comment": "a layer of the image below"});
+            vec![entry; below]
+        }
+    };
+    let mut entry = json!({"created_by": "bcow commit"});
+    if let Some(created) = created {
+        entry["created"] = created.clone();
+        config.insert("created".into(), created);
+    }
+    history.push(entry);
+    config.insert("history".into(), history.into());
+    Ok(Some(Value::Object(config)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn destinations_are_told_by_their_transport() {
+        let of = |text: &str| destination(OsStr::new(text));
+        assert_eq!(of("tar:-").unwrap(), Destination::Tar(None));
+        let tar = of("tar:a:b").unwrap();
+        assert_eq!(tar, Destination::Tar(Some("a:b".into())));
+        let layout = Destination::Layout {
+            directory: "dir".into(),
+            reference: Some("ref".into()),
+        };
+        assert_eq!(of("oci:dir:ref").unwrap(), layout);
+        let file = of("./tar:x").unwrap();
+        assert_eq!(file, Destination::File("./tar:x".into()));
+        for bad in ["tar:", "oci:", "-"] {
+            assert!(of(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_history_says_who_made_the_last_layer() {
+        let config = json!({"os": "linux", "history": [{"created_by": "one"}, {"created_by": "x", "empty_layer": true}]});
+        let after = config_after(Some(&config), 1).unwrap().unwrap();
+        let history = after["history"].as_array().unwrap();
+        assert_eq!(history.len(), 3);
+        assert_eq!(history[0]["created_by"], "one");
+        assert_eq!(history[2]["created_by"], "bcow commit");
+        let after = config_after(Some(&config), 3).unwrap().unwrap();
+        assert_eq!(after["history"].as_array().unwrap().len(), 4);
+        assert_eq!(config_after(None, 1).unwrap(), None);
+    }
+}

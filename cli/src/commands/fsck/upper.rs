@@ -1,0 +1,227 @@
+//! `bcow fsck` of the upper of a writable mount.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow_union::upper::check::{self, CheckedImage, Finding, Report, Severity};
+use bcow_union::upper::{Instance, META, UpperError, UpperReader};
+use serde_json::json;
+
+use super::{Args, verdict};
+use crate::error::{CommandError, exit};
+use crate::image::OpenImage;
+use crate::names::{self, printable};
+use crate::size::{Count, plural};
+use crate::ui::Ui;
+use crate::upper::{cannot_use, require_same_image, when_free};
+
+/// Whether this is the upper of a writable mount.
+pub fn is_upper(path: &Path) -> bool {
+    path.join(META).is_dir()
+}
+
+/// Checks; gives the exit status.
+pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
+    if args.jobs.is_some() {
+        return Err(CommandError::usage("an upper is checked by one thread").hint("leave out -j"));
+    }
+    let progress = ui.progress();
+    progress.phase("checking");
+    let mut found = examine(args, ui)?;
+    let mut repaired = Vec::new();
+    if args.repair && found.report.is_repairable() {
+        progress.phase("repairing");
+        let note = format!("bcow fsck --repair, process {}", std::process::id());
+        let instance = when_free(ui, || Instance::open_existing(&args.image, &note))
+            .map_err(|error| cannot_use(&error))?;
+        repaired = check::repair(&instance, &found.report).map_err(|error| cannot_use(&error))?;
+        drop(instance);
+        progress.phase("checking");
+        found = examine(args, ui)?;
+    }
+    drop(progress);
+    match args.json {
+        true => ui.print_json(&as_json(args, &found, &repaired))?,
+        false => tell(args, ui, &found, &repaired)?,
+    }
+    Ok(match (found.report.is_sound(), repaired.is_empty()) {
+        (false, _) => exit::FSCK_ERRORS_LEFT,
+        (true, false) => exit::FSCK_REPAIRED,
+        (true, true) => exit::DONE,
+    })
+}
+
+/// What was found.
+struct Found {
+    report: Report,
+    /// The image that it was checked against.
+    image: Option<PathBuf>,
+}
+
+fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
+    let upper = match when_free(ui, || UpperReader::open(&args.image)) {
+        Ok(upper) => upper,
+        // Without its record, nothing says what its marks mean.
+        Err(error @ UpperError::Record { .. }) => {
+            return Ok(Found {
+                report: unreadable(&error),
+                image: None,
+            });
+        }
+        Err(error) => return Err(cannot_use(&error)),
+    };
+    let image = open_image(args, &upper, ui)?;
+    let checked = match &image {
+        Some(image) => Some(CheckedImage {
+            filesystem: Arc::new(image.tree()?.into_filesystem()),
+            device: image.image().clone(),
+        }),
+        None => None,
+    };
+    let report = check::check(&upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
+    Ok(Found {
+        report,
+        image: image.map(|image| image.path().to_owned()),
+    })
+}
+
+fn unreadable(error: &UpperError) -> Report {
+    let mut report = Report::default();
+    report.findings.push(Finding {
+        code: "upper-record",
+        severity: Severity::Error,
+        path: format!("{META}/instance.json").into_bytes(),
+        message: error.to_string(),
+    });
+    report
+}
+
+/// The image that the upper belongs to: as the user says, else by the name that the upper remembers.
+fn open_image(
+    args: &Args,
+    upper: &UpperReader,
+    ui: &Ui,
+) -> Result<Option<OpenImage>, CommandError> {
+    if let Some(name) = &args.below {
+        let image = OpenImage::open(name, &args.stores)?;
+        require_same_image(upper, &image)?;
+        return Ok(Some(image));
+    }
+    let Some(record) = upper.record() else {
+        return Ok(None);
+    };
+    let name = Path::new(&record.image_name);
+    if let Ok(image) = OpenImage::open(name, &args.stores)
+        && require_same_image(upper, &image).is_ok()
+    {
+        return Ok(Some(image));
+    }
+    ui.warning(format_args!(
+        "{} is not there, or is another image now: what the upper says of it is not checked",
+        names::quoted(record.image_name.as_bytes())
+    ));
+    Ok(None)
+}
+
+fn errors(report: &Report) -> u64 {
+    let kept = report.findings.iter();
+    kept.filter(|f| f.severity == Severity::Error).count() as u64 + report.omitted
+}
+
+fn warnings(report: &Report) -> u64 {
+    let kept = report.findings.iter();
+    kept.filter(|f| f.severity == Severity::Warning).count() as u64
+}
+
+fn word(severity: Severity) -> &'static str {
+    match severity {
+        Severity::Error => "error",
+        Severity::Warning => "warning",
+    }
+}
+
+fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value {
+    let report = &found.report;
+    let name = args.image.to_string_lossy();
+    let findings: Vec<_> = report
+        .findings
+        .iter()
+        .map(|finding| {
+            json!({
+                "code": finding.code,
+                "severity": word(finding.severity),
+                "file": name,
+                "place": String::from_utf8_lossy(&finding.path),
+                "message": finding.message,
+            })
+        })
+        .collect();
+    json!({
+        "schema": "bcow.fsck/1",
+        "verdict": verdict(errors(report)),
+        "errors": errors(report),
+        "warnings": warnings(report),
+        "findings": findings,
+        "findings_omitted": report.omitted,
+        "repaired": repaired,
+        "data": args.data,
+        "upper": {
+            "image": found.image.as_ref().map(|image| image.to_string_lossy()),
+            "directories": report.directories,
+            "files": report.files,
+            "whiteouts": report.whiteouts,
+            "metadata_copies": report.metadata_copies,
+            "sketches": report.sketches,
+        },
+    })
+}
+
+fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), CommandError> {
+    let report = &found.report;
+    let mut out = ui.output();
+    for line in repaired {
+        writeln!(out, "repaired: {}", printable(line))?;
+    }
+    for finding in &report.findings {
+        writeln!(
+            out,
+            "{} {}: {}: {}",
+            word(finding.severity),
+            finding.code,
+            names::quoted(&finding.path),
+            printable(&finding.message)
+        )?;
+    }
+    if report.omitted > 0 {
+        writeln!(out, "... and {} more", Count(report.omitted))?;
+    }
+    let (errors, warnings) = (errors(report), warnings(report));
+    if errors + warnings > 0 || !ui.quiet() {
+        let counts = match (errors, warnings) {
+            (0, 0) => "clean".to_owned(),
+            (0, n) => format!("clean, {}", plural(n, "warning")),
+            (n, 0) => format!("damaged: {} found", plural(n, "error")),
+            (n, m) => format!(
+                "damaged: {} and {} found",
+                plural(n, "error"),
+                plural(m, "warning")
+            ),
+        };
+        let of = match report.directories {
+            1 => "1 directory".to_owned(),
+            n => format!("{} directories", Count(n)),
+        };
+        let sketches = match report.sketches {
+            1 => "1 sketch".to_owned(),
+            n => format!("{} sketches", Count(n)),
+        };
+        writeln!(
+            out,
+            "{}: {counts} ({of}, {}, {}, {sketches})",
+            args.image.display(),
+            plural(report.files, "file"),
+            plural(report.whiteouts, "whiteout"),
+        )?;
+    }
+    out.finish()
+}

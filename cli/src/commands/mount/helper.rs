@@ -1,0 +1,411 @@
+//! `mount.bcow`: what mount(8) calls for `mount -t bcow` and for lines of fstab(5).
+//!
+//! The same program under another name, so that a symbolic link /sbin/mount.bcow suffices. mount(8) gives it
+//! `IMG DIR [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]`; it becomes a command line of `bcow mount`.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+
+use crate::error::CommandError;
+
+/// Whether this process was called by that name.
+pub fn is_called(name: Option<&OsStr>) -> bool {
+    name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new("mount.bcow")))
+}
+
+/// What mount(8) wants.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// This command line of `bcow`.
+    Run(Vec<OsString>),
+    /// To be told how it is called.
+    Help,
+}
+
+/// How it is called.
+pub const USAGE: &str = "\
+Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
+
+Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. Beside the options of `bcow mount -o`,
+those of fstab(5) are taken, and these stand for options of `bcow mount`:
+  upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, fillers=N, cache_size=SIZE, verify=WHAT,
+  threads=N, cpus=LIST, metrics=ADDR, store=DIR
+A comma in a value is written \\, or the value stands in double quotes.
+";
+
+/// Options with a value that are options of `bcow mount` on their own.
+const WITH_VALUE: [(&[u8], &str); 11] = [
+    (b"upper", "--upper"),
+    (b"sketch", "--sketch"),
+    (b"sync", "--sync"),
+    (b"size_limit", "--size-limit"),
+    (b"fillers", "--fillers"),
+    (b"cache_size", "--cache-size"),
+    (b"verify", "--verify"),
+    (b"threads", "--threads"),
+    (b"cpus", "--cpus"),
+    (b"metrics", "--metrics"),
+    (b"store", "--store"),
+];
+
+/// Options that are meant for mount(8) and its like.
+const FOR_OTHERS: [&[u8]; 16] = [
+    b"auto",
+    b"noauto",
+    b"user",
+    b"nouser",
+    b"users",
+    b"nousers",
+    b"owner",
+    b"noowner",
+    b"group",
+    b"nogroup",
+    b"nofail",
+    b"_netdev",
+    b"nostrictatime",
+    b"norelatime",
+    b"nolazytime",
+    b"silent",
+];
+
+/// Their beginnings.
+const FOR_OTHERS_PREFIXES: [&[u8]; 5] = [b"x-", b"X-", b"comment=", b"user=", b"uhelper="];
+
+/// Options that `bcow mount` knows.
+const KNOWN: [&[u8]; 22] = [
+    b"ro",
+    b"rw",
+    b"defaults",
+    b"allow_other",
+    b"allow_root",
+    b"default_permissions",
+    b"suid",
+    b"nosuid",
+    b"dev",
+    b"nodev",
+    b"exec",
+    b"noexec",
+    b"atime",
+    b"noatime",
+    b"relatime",
+    b"diratime",
+    b"nodiratime",
+    b"writeback",
+    b"nowriteback",
+    b"subtype=bcow",
+    b"sync",
+    b"async",
+];
+
+/// Whose call it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Caller {
+    /// Root's. Of `suid` and `dev`, which are the default of every mount that root makes, mount(8) says nothing.
+    Root,
+    /// Somebody else's, who may have neither.
+    Other,
+}
+
+/// Turns the helper's arguments, without its name, into those of `bcow`.
+pub fn translate(
+    arguments: impl Iterator<Item = OsString>,
+    caller: Caller,
+) -> Result<Wish, CommandError> {
+    let mut given = Given::default();
+    let mut arguments = arguments;
+    while let Some(argument) = arguments.next() {
+        match argument.as_bytes() {
+            b"-h" | b"--help" => return Ok(Wish::Help),
+            b"--" => given.paths.extend(arguments.by_ref()),
+            [b'-', flags @ ..] if !flags.is_empty() => given.flags(flags, &mut arguments)?,
+            _ => given.paths.push(argument),
+        }
+    }
+    given.into_command(caller)
+}
+
+#[derive(Default)]
+struct Given {
+    paths: Vec<OsString>,
+    lists: Vec<OsString>,
+    sloppy: bool,
+    fake: bool,
+    verbose: bool,
+}
+
+impl Given {
+    /// Short options, as getopt(3) reads them: several behind one dash, a value behind its letter or in the next argument.
+    fn flags(
+        &mut self,
+        mut flags: &[u8],
+        arguments: &mut impl Iterator<Item = OsString>,
+    ) -> Result<(), CommandError> {
+        while let Some((&flag, rest)) = flags.split_first() {
+            flags = rest;
+            match flag {
+                b's' => self.sloppy = true,
+                b'f' => self.fake = true,
+                b'v' => self.verbose = true,
+                // There has been no mtab to leave alone for long.
+                b'n' => {}
+                b'r' => self.lists.push("ro".into()),
+                b'w' => self.lists.push("rw".into()),
+                b'o' | b't' | b'N' => {
+                    let value = match flags {
+                        [] => arguments.next().ok_or_else(|| {
+                            usage(format!("option -{} has no value", char::from(flag)))
+                        })?,
+                        rest => OsStr::from_bytes(rest).to_owned(),
+                    };
+                    flags = &[];
+                    match (flag, value.as_bytes()) {
+                        (b'o', _) => self.lists.push(value),
+                        (b't', b"bcow" | b"fuse.bcow") => {}
+                        (b't', _) => {
+                            return Err(usage(format!(
+                                "type {} is not for this program",
+                                value.display()
+                            )));
+                        }
+                        _ => {
+                            return Err(usage(
+                                "mounting in another namespace is not possible here: use nsenter(1)",
+                            ));
+                        }
+                    }
+                }
+                other => {
+                    return Err(usage(format!("unknown option -{}", char::from(other))));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn into_command(self, caller: Caller) -> Result<Wish, CommandError> {
+        let [image, directory] = &self.paths[..] else {
+            return Err(usage("an image and a directory are needed"));
+        };
+        let mut command: Vec<OsString> = vec!["bcow".into()];
+        if self.verbose {
+            command.push("--verbose".into());
+        }
+        command.push("mount".into());
+        if self.fake {
+            command.push("--fake".into());
+        }
+        // Of two opposites the last holds.
+        let mut kept: Vec<u8> = match caller {
+            Caller::Root => b"suid,dev,".to_vec(),
+            Caller::Other => Vec::new(),
+        };
+        let mut has_upper = false;
+        for option in self.lists.iter().flat_map(|list| split(list.as_bytes())) {
+            let (name, value) = match option.iter().position(|&byte| byte == b'=') {
+                Some(at) => (&option[..at], Some(&option[at + 1..])),
+                None => (&option[..], None),
+            };
+            let long = WITH_VALUE
+                .iter()
+                .find(|(known, _)| *known == name)
+                .map(|(_, long)| *long);
+            match (long, value) {
+                (Some(long), Some(value)) => {
+                    has_upper |= long == "--upper";
+                    let mut argument = OsString::from(long);
+                    argument.push("=");
+                    argument.push(OsStr::from_bytes(value));
+                    command.push(argument);
+                }
+                _ if name == b"remount" => {
+                    return Err(usage("what is mounted cannot be changed").hint(
+                        "unmount it and mount it again; `mount -i -o remount,ro DIR` makes it read-only",
+                    ));
+                }
+                _ if is_for_others(&option) => {}
+                _ if self.sloppy && !is_known(&option) => {}
+                _ => {
+                    kept.extend_from_slice(&option);
+                    kept.push(b',');
+                }
+            }
+        }
+        // mount(8) says `rw` of every mount that nobody wants read-only.
+        if !has_upper {
+            kept = without_rw(&kept);
+        }
+        if !kept.is_empty() {
+            kept.pop();
+            command.push("-o".into());
+            command.push(OsString::from_vec(kept));
+        }
+        command.extend(["--".into(), image.clone(), directory.clone()]);
+        Ok(Wish::Run(command))
+    }
+}
+
+fn is_for_others(option: &[u8]) -> bool {
+    FOR_OTHERS.contains(&option)
+        || FOR_OTHERS_PREFIXES
+            .iter()
+            .any(|prefix| option.starts_with(prefix))
+}
+
+fn is_known(option: &[u8]) -> bool {
+    KNOWN.contains(&option) || option.starts_with(b"fsname=")
+}
+
+fn without_rw(list: &[u8]) -> Vec<u8> {
+    list.split_inclusive(|&byte| byte == b',')
+        .filter(|option| *option != b"rw,")
+        .flatten()
+        .copied()
+        .collect()
+}
+
+/// Splits a list at its commas, but for those behind a backslash and inside double quotes.
+fn split(list: &[u8]) -> Vec<Vec<u8>> {
+    let mut options = vec![Vec::new()];
+    let mut quoted = false;
+    let mut bytes = list.iter();
+    while let Some(&byte) = bytes.next() {
+        let byte = match byte {
+            b'"' => {
+                quoted = !quoted;
+                continue;
+            }
+            b',' if !quoted => {
+                options.push(Vec::new());
+                continue;
+            }
+            b'\\' => match bytes.clone().next() {
+                Some(&escaped @ (b',' | b'"' | b'\\')) => {
+                    bytes.next();
+                    escaped
+                }
+                _ => byte,
+            },
+            byte => byte,
+        };
+        if let Some(option) = options.last_mut() {
+            option.push(byte);
+        }
+    }
+    options.retain(|option| !option.is_empty());
+    options
+}
+
+fn usage(message: impl Into<String>) -> CommandError {
+    CommandError::usage(message).hint("`mount.bcow -h` says how it is called")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn command(arguments: &[&str]) -> Result<String, String> {
+        command_of(Caller::Other, arguments)
+    }
+
+    fn command_of(caller: Caller, arguments: &[&str]) -> Result<String, String> {
+        match translate(arguments.iter().map(OsString::from), caller) {
+            Ok(Wish::Run(command)) => Ok(command
+                .iter()
+                .map(|argument| argument.to_string_lossy().into_owned())
+                .collect::<Vec<_>>()
+                .join(" ")),
+            Ok(Wish::Help) => Ok("help".into()),
+            Err(error) => Err(error.message().to_owned()),
+        }
+    }
+
+    #[test]
+    fn mounts_of_fstab_become_commands() {
+        for (arguments, expected) in [
+            (
+                &["a.bcow", "/mnt", "-o", "rw"][..],
+                "bcow mount -- a.bcow /mnt",
+            ),
+            (
+                &[
+                    "a.bcow",
+                    "/mnt",
+                    "-v",
+                    "-o",
+                    "rw,upper=/u,noauto,x-systemd.automount,allow_other",
+                ],
+                "bcow --verbose mount --upper=/u -o rw,allow_other -- a.bcow /mnt",
+            ),
+            (
+                &["a", "m", "-sn", "-oro,what,suid", "-t", "bcow"],
+                "bcow mount -o ro,suid -- a m",
+            ),
+            (
+                &[
+                    "-o",
+                    "ro,cpus=\"0,2\",upper=/a\\,b,sync=batch=4,comment=x",
+                    "--",
+                    "-a",
+                    "-m",
+                ],
+                "bcow mount --cpus=0,2 --upper=/a,b --sync=batch=4 -o ro -- -a -m",
+            ),
+            (&["a", "m", "-fo", "rw,nofail"], "bcow mount --fake -- a m"),
+            (&["-h"], "help"),
+        ] {
+            assert_eq!(command(arguments).as_deref(), Ok(expected));
+        }
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused() {
+        for (arguments, expected) in [
+            (&["a"][..], "an image and a directory are needed"),
+            (&["a", "b", "c"], "an image and a directory are needed"),
+            (&["a", "b", "-x"], "unknown option -x"),
+            (
+                &["a", "b", "-oremount,ro"],
+                "what is mounted cannot be changed",
+            ),
+            (&["a", "b", "-o"], "option -o has no value"),
+            (
+                &["a", "b", "-t", "ext4"],
+                "type ext4 is not for this program",
+            ),
+        ] {
+            assert_eq!(command(arguments), Err(expected.to_owned()));
+        }
+    }
+
+    #[test]
+    fn root_has_set_id_bits_and_devices_unless_told_otherwise() {
+        for (options, expected) in [
+            ("rw", "suid,dev"),
+            (
+                "rw,nosuid,noexec,nodev,users",
+                "suid,dev,nosuid,noexec,nodev",
+            ),
+        ] {
+            assert_eq!(
+                command_of(Caller::Root, &["a", "m", "-o", options]),
+                Ok(format!("bcow mount -o {expected} -- a m"))
+            );
+        }
+    }
+
+    #[test]
+    fn unknown_options_are_left_to_the_command() {
+        assert_eq!(
+            command(&["a", "m", "-o", "surprise,upper"]).as_deref(),
+            Ok("bcow mount -o surprise,upper -- a m")
+        );
+    }
+
+    #[test]
+    fn it_is_known_by_its_name() {
+        assert!(is_called(Some(OsStr::new("/sbin/mount.bcow"))));
+        assert!(!is_called(Some(OsStr::new("/mnt/mount.bcow/bcow"))));
+        assert!(!is_called(None));
+    }
+}

@@ -1,0 +1,156 @@
+//! The upper of a writable mount: its options, and where it may be.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow_erofs::reader::Filesystem;
+use bcow_union::fs::{LowerImage, UnionFs};
+use bcow_union::options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
+use bcow_union::upper::UpperError;
+
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
+use crate::ui::Ui;
+use crate::upper::{NOTE, when_free};
+
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Writable mounts")]
+pub struct UpperArgs {
+    /// The directory that takes the changes; it is created if it is missing. One mount at a time may use it, and only
+    /// with the image it was begun with
+    #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
+    upper: Option<PathBuf>,
+    /// How changed blocks of an image's file are kept: at their own offset of a sparse file, in the order they were
+    /// written in a BCoW file, or as the host's file system does it best
+    #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
+    sketch: SketchWhat,
+    /// When what was copied from the image is made durable: each file at once (strict), so many together (batch=N), or
+    /// never (volatile), and then fsync does nothing either
+    #[arg(long, value_name = "POLICY", default_value = "strict", value_parser = parse_sync, requires = "upper")]
+    sync: SyncPolicy,
+    /// Most that the upper may store [default: what its file system has]
+    #[arg(long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
+    size_limit: Option<u64>,
+    /// Threads that complete partly written blocks in the background
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64), requires = "upper")]
+    fillers: u16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum SketchWhat {
+    Auto,
+    Sparse,
+    Packed,
+}
+
+/// Parses `strict`, `batch=N` or `volatile`.
+fn parse_sync(text: &str) -> Result<SyncPolicy, String> {
+    match text {
+        "strict" => Ok(SyncPolicy::Strict),
+        "volatile" => Ok(SyncPolicy::Volatile),
+        _ => match text.strip_prefix("batch=").map(str::parse) {
+            Some(Ok(0)) => Err("a batch is at least 1".to_owned()),
+            Some(Ok(count)) => Ok(SyncPolicy::Batch(count)),
+            _ => Err("it is strict, batch=N or volatile".to_owned()),
+        },
+    }
+}
+
+impl UpperArgs {
+    /// The upper, if there is to be one.
+    pub fn path(&self) -> Option<&Path> {
+        self.upper.as_deref()
+    }
+
+    fn options(&self) -> UnionOptions {
+        UnionOptions {
+            sketch: match self.sketch {
+                SketchWhat::Auto => SketchChoice::Auto,
+                SketchWhat::Sparse => SketchChoice::Sparse,
+                SketchWhat::Packed => SketchChoice::Packed,
+            },
+            sync: self.sync,
+            size_limit: self.size_limit,
+            small_bytes: SMALL_BYTES,
+            fillers: self.fillers.into(),
+        }
+    }
+
+    /// The union of `image` and the upper at `path`.
+    pub fn open(
+        &self,
+        path: &Path,
+        image: &OpenImage,
+        tree: Filesystem,
+        ui: &Ui,
+    ) -> Result<Arc<UnionFs>, CommandError> {
+        let options = self.options();
+        // The process will change its directory, and others ask it where the upper is.
+        let path = &std::path::absolute(path)
+            .context(|| format!("cannot use upper {}", path.display()))?;
+        let note = format!("{NOTE}{}", std::process::id());
+        let tree = Arc::new(tree);
+        when_free(ui, || {
+            let lower = LowerImage {
+                fs: Arc::clone(&tree),
+                identity: image.image().identity_hash(),
+                name: image.path().to_string_lossy().into_owned(),
+            };
+            UnionFs::open(lower, path, &note, &options)
+        })
+        .map_err(|error| failure(&error))
+    }
+}
+
+/// Fails if the upper and the mountpoint are in each other: what is mounted would cover its own upper, or lie in it.
+pub fn refuse_one_in_the_other(upper: &Path, mountpoint: &Path) -> Result<(), CommandError> {
+    let (Ok(mountpoint), Ok(resolved)) = (mountpoint.canonicalize(), resolve(upper)) else {
+        // Opening the one or mounting on the other will say what is wrong with it.
+        return Ok(());
+    };
+    let relation = if resolved == mountpoint {
+        "is the mountpoint"
+    } else if resolved.starts_with(&mountpoint) {
+        "is inside the mountpoint"
+    } else if mountpoint.starts_with(&resolved) {
+        "has the mountpoint inside"
+    } else {
+        return Ok(());
+    };
+    Err(
+        CommandError::usage(format!("upper {} {relation}", upper.display()))
+            .hint("choose a directory beside the mountpoint"),
+    )
+}
+
+/// Where the upper is, or where it would be made.
+fn resolve(upper: &Path) -> std::io::Result<PathBuf> {
+    match upper.canonicalize() {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let absolute = std::path::absolute(upper)?;
+            match (absolute.parent(), absolute.file_name()) {
+                (Some(parent), Some(name)) => Ok(parent.canonicalize()?.join(name)),
+                _ => Err(error),
+            }
+        }
+        other => other,
+    }
+}
+
+/// The library's error in the command's form.
+fn failure(error: &UpperError) -> CommandError {
+    let failure = CommandError::new("cannot use the upper").caused_by(error);
+    match error {
+        UpperError::NoAttributes { .. } | UpperError::NoWhiteouts { .. } => {
+            failure.hint("ext4, xfs, btrfs and tmpfs (Linux 6.6 and later) can hold an upper")
+        }
+        UpperError::AnotherImage { .. } => failure
+            .hint("an upper holds changes to one image: give that image, or another directory"),
+        UpperError::InUse { .. } => failure
+            .hint("unmount the other one first with `bcow umount`, or give each its own upper"),
+        UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
+            failure.hint("it was made by root: mount it as root")
+        }
+        _ => failure,
+    }
+}

@@ -1,0 +1,113 @@
+//! Lists of CPUs, as taskset(1) and the kernel write them: `0,4-7,8-14:2`.
+
+use rustix::thread::CpuSet;
+
+/// CPUs that somebody named.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cpus(Vec<usize>);
+
+/// Parses a list: numbers and ranges, separated by commas; a range with `:N` is every Nth of it.
+pub fn parse(text: &str) -> Result<Cpus, String> {
+    let number = |text: &str| {
+        let number: Option<usize> = match text.bytes().all(|byte| byte.is_ascii_digit()) {
+            true => text.parse().ok(),
+            false => None,
+        };
+        number.ok_or_else(|| format!("{text:?} is no number of a CPU"))
+    };
+    let mut cpus = Vec::new();
+    for part in text.split(',') {
+        let (range, step) = match part.split_once(':') {
+            Some((range, step)) => (range, number(step)?),
+            None => (part, 1),
+        };
+        let (first, last) = match range.split_once('-') {
+            Some((first, last)) => (number(first)?, number(last)?),
+            None => (number(range)?, number(range)?),
+        };
+        if first > last || step == 0 {
+            return Err(format!("there is nothing in {part:?}"));
+        }
+        if last >= CpuSet::MAX_CPU {
+            return Err(format!(
+                "{last} is beyond the last CPU there can be, {}",
+                CpuSet::MAX_CPU - 1
+            ));
+        }
+        cpus.extend((first..=last).step_by(step));
+    }
+    cpus.sort_unstable();
+    cpus.dedup();
+    Ok(Cpus(cpus))
+}
+
+impl Cpus {
+    /// Lets this thread, and all that it starts, run on these only. The error names those that there are not, or that this
+    /// process may not use.
+    pub fn confine(&self) -> Result<(), String> {
+        let failed = |errno: rustix::io::Errno| std::io::Error::from(errno).to_string();
+        let allowed = rustix::thread::sched_getaffinity(None).map_err(failed)?;
+        let refused: Vec<String> = self
+            .0
+            .iter()
+            .filter(|&&cpu| !allowed.is_set(cpu))
+            .map(usize::to_string)
+            .collect();
+        if !refused.is_empty() {
+            return Err(format!(
+                "this process may not use {} {}",
+                if refused.len() == 1 { "CPU" } else { "CPUs" },
+                refused.join(", ")
+            ));
+        }
+        let mut set = CpuSet::new();
+        for &cpu in &self.0 {
+            set.set(cpu);
+        }
+        rustix::thread::sched_setaffinity(None, &set).map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_those_of_taskset() {
+        for (text, cpus) in [
+            ("0", &[0][..]),
+            ("3,0-2", &[0, 1, 2, 3]),
+            ("0-7:3", &[0, 3, 6]),
+            ("1,1,0-1", &[0, 1]),
+        ] {
+            assert_eq!(parse(text), Ok(Cpus(cpus.to_vec())), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_list_is_refused() {
+        for text in [
+            "",
+            ",",
+            "a",
+            "-1",
+            "1-",
+            "+1",
+            "2-1",
+            "0-4:0",
+            "99999",
+            "0-99999999999999999999",
+            "1;2",
+        ] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn cpus_that_are_not_there_are_named() {
+        // On a thread of its own, should it succeed after all.
+        let result = std::thread::spawn(|| parse("1022-1023").unwrap().confine()).join();
+        let error = result.unwrap().unwrap_err();
+        assert_eq!(error, "this process may not use CPUs 1022, 1023");
+    }
+}

@@ -1,0 +1,174 @@
+//! Uppers of writable mounts, for commands that read them while nobody writes.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bcow::lock::LockError;
+use bcow_fuse::session::CLOSING;
+use bcow_oci::Limits;
+use bcow_union::upper::{Changes, ChangesError, Problem, Scope, UpperError, UpperReader};
+
+use crate::error::{CommandError, Context};
+use crate::image::OpenImage;
+use crate::names;
+use crate::ui::Ui;
+
+/// How long a process that holds the upper may go on without ending its mount: umount(8) returns before it has noticed.
+const NOTICES_WITHIN: Duration = Duration::from_secs(2);
+/// After so long the user is told why nothing happens.
+const PATIENCE: Duration = Duration::from_millis(500);
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// What the note in an upper's lock begins with; the number of the process follows.
+pub const NOTE: &str = "bcow mount, process ";
+
+/// Opens an upper with `open`, waiting for a process that just ends a mount of it.
+pub fn when_free<T>(
+    ui: &Ui,
+    mut open: impl FnMut() -> Result<T, UpperError>,
+) -> Result<T, UpperError> {
+    let start = Instant::now();
+    let mut told = false;
+    loop {
+        let error = match open() {
+            Err(error) if ends_soon(&error, start.elapsed()) => error,
+            other => return other,
+        };
+        if start.elapsed() > PATIENCE && !told {
+            told = true;
+            ui.status(format_args!(
+                "waiting for the end of another mount: {error}"
+            ));
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Whether somebody holds the upper who lets go of it soon: a process that ends its mount, or may be about to.
+fn ends_soon(error: &UpperError, waited: Duration) -> bool {
+    let UpperError::InUse { holder, .. } = error else {
+        return false;
+    };
+    match holder {
+        LockError::Writer(note) => match note.strip_prefix(NOTE).map(str::parse::<u32>) {
+            Some(Ok(pid)) => is_closing(pid) || waited < NOTICES_WITHIN,
+            _ => false,
+        },
+        // A process that let go of its note lets go of its lock next.
+        LockError::InUse => waited < NOTICES_WITHIN,
+        LockError::Io(_) => false,
+    }
+}
+
+/// Whether a process ends a writable mount.
+pub fn is_closing(pid: u32) -> bool {
+    std::fs::read(format!("/proc/{pid}/comm"))
+        .is_ok_and(|name| name.strip_suffix(b"\n") == Some(CLOSING.to_bytes()))
+}
+
+/// Opens an upper for reading, if nobody writes to it and it belongs to `image`.
+pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, CommandError> {
+    let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
+    require_same_image(&reader, image)?;
+    match reader.is_lost() {
+        Ok(false) => Ok(reader),
+        Ok(true) => Err(cannot_use(&UpperError::Volatile {
+            path: upper.to_owned(),
+        })),
+        Err(error) => Err(cannot_use(&error)),
+    }
+}
+
+/// Refuses an upper of another image. One that overlayfs left belongs to none.
+pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), CommandError> {
+    let identity = image.image().identity_hash();
+    match upper.record() {
+        Some(record) if record.identity() != Some(identity) => {
+            let belongs = record.identity().unwrap_or_default();
+            Err(cannot_use(&UpperError::AnotherImage {
+                path: upper.path().to_owned(),
+                belongs: Box::new((belongs, record.image_name.clone())),
+                image: Box::new((identity, image.path().display().to_string())),
+            }))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What an upper changes of the image that it belongs to.
+pub fn changes(
+    image: &OpenImage,
+    upper: &Path,
+    scope: Scope,
+    ui: &Ui,
+) -> Result<Changes, CommandError> {
+    let reader = open_of(image, upper, ui)?;
+    let lower = Arc::new(image.tree()?.into_filesystem());
+    let device = image.image().clone();
+    let most = Limits::default().max_entries;
+    let changes = Changes::read(&reader, lower, device, scope, most)
+        .map_err(|error| cannot_read(upper, image, &error))?;
+    for (name, count) in &changes.dropped_xattrs {
+        let name = names::quoted(name);
+        ui.warning(format_args!(
+            "left out attribute {name} of {count} files, which no image can have"
+        ));
+    }
+    Ok(changes)
+}
+
+/// What to say when an upper cannot be used.
+pub fn cannot_use(error: &UpperError) -> CommandError {
+    let mut failure = CommandError::new(format!("cannot use the upper {error}"));
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        failure = failure.caused_by_text(cause.to_string());
+        source = cause.source();
+    }
+    match error {
+        UpperError::InUse { .. } => failure.hint("unmount it first, or wait"),
+        UpperError::AnotherImage { .. } => {
+            failure.hint("name the image that it was begun on; what is in it makes no sense with others")
+        }
+        UpperError::NoAttributes { .. } => failure.hint(
+            "put the upper on a file system that has them: ext4, xfs, btrfs, tmpfs (user.* since Linux 6.6)",
+        ),
+        UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
+            failure.hint("it was begun by root; use it as root")
+        }
+        _ => failure,
+    }
+}
+
+fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> CommandError {
+    let what = match &error.path[..] {
+        [] => "the root".to_owned(),
+        path => names::quoted(path),
+    };
+    let failure = CommandError::new(format!("cannot read {what} in {}", upper.display()))
+        .caused_by_text(error.problem.to_string());
+    match error.problem {
+        Problem::Image(_) => failure.hint(format!(
+            "`bcow fsck --data {}` says what else is wrong",
+            image.path().display()
+        )),
+        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Sketch(_) => failure.hint(format!(
+            "`bcow fsck {}` says what else is wrong",
+            upper.display()
+        )),
+        _ => failure,
+    }
+}
+
+/// As [`Context::context`], for what joining them needs.
+pub trait Joined<T> {
+    /// Names the upper.
+    fn joined(self, upper: &Path) -> Result<T, CommandError>;
+}
+
+impl<T, E: std::error::Error + 'static> Joined<T> for Result<T, E> {
+    fn joined(self, upper: &Path) -> Result<T, CommandError> {
+        self.context(|| format!("cannot join {} and its image", upper.display()))
+    }
+}

@@ -1,0 +1,375 @@
+//! `bcow mount --upper`, `bcow stats` and `mount.bcow` on real mounts.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::mount::Place;
+use crate::support::{Sandbox, is_root, missing, noise, snapshot};
+
+impl Place {
+    /// The process that serves the mount.
+    fn server(&self) -> Pid {
+        let json: serde_json::Value =
+            serde_json::from_slice(&self.0.ok(&["stats", "--json", "mnt"])).unwrap();
+        Pid::from_raw(json["process"]["pid"].as_i64().unwrap() as i32).unwrap()
+    }
+}
+
+#[test]
+fn what_was_written_is_there_again_after_every_kind_of_unmount() {
+    let Some(place) = Place::new() else { return };
+    let mut expected = noise(100_000);
+    for (round, how) in ["bcow", "umount", "fusermount3", "SIGTERM", "bcow"]
+        .into_iter()
+        .enumerate()
+    {
+        // Right behind the unmount: whoever still has the upper is waited for.
+        place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+        assert_eq!(fs::read(place.file("var/data")).unwrap(), expected, "{how}");
+        let at = 10_000 * round + 777;
+        expected[at..at + 3].copy_from_slice(b"new");
+        let file = fs::File::options()
+            .write(true)
+            .open(place.file("var/data"))
+            .unwrap();
+        file.write_all_at(b"new", at as u64).unwrap();
+        drop(file);
+        fs::write(place.file(&format!("etc/round{round}")), how).unwrap();
+        match how {
+            "bcow" => assert_eq!(place.unmounted(), "$ bcow umount mnt\n--- exit status 0\n"),
+            "SIGTERM" => {
+                let server = place.server();
+                kill_process(server, Signal::TERM).unwrap();
+                let start = Instant::now();
+                while place.file("etc").exists() {
+                    assert!(start.elapsed() < Duration::from_secs(20), "still mounted");
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+            program => {
+                let mut command = Command::new(program);
+                if program == "fusermount3" {
+                    command.arg("-u");
+                }
+                let unmounted = command.arg(place.0.path("mnt")).output();
+                if let Err(error) = &unmounted {
+                    missing(program, error);
+                    assert!(place.unmounted().contains("status 0"));
+                    continue;
+                }
+                assert!(unmounted.unwrap().status.success(), "{program}");
+            }
+        }
+    }
+    place
+        .0
+        .ok(&["mount", "--upper=upper", "-o", "ro", "image.bcow", "mnt"]);
+    assert_eq!(fs::read(place.file("var/data")).unwrap(), expected);
+    for round in 0..5 {
+        assert!(place.file(&format!("etc/round{round}")).exists(), "{round}");
+    }
+}
+
+#[test]
+fn killed_server_leaves_an_upper_that_mounts_again() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    let path = place.file("var/data");
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    file.write_all_at(b"kept", 50_000).unwrap();
+    file.sync_all().unwrap();
+    kill_process(place.server(), Signal::KILL).unwrap();
+    drop(file);
+    // The dead mount is taken away, too.
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    let mut expected = noise(100_000);
+    expected[50_000..50_004].copy_from_slice(b"kept");
+    assert_eq!(fs::read(&path).unwrap(), expected);
+}
+
+#[test]
+fn mount_whose_server_hangs_can_be_unmounted() {
+    let Some(place) = Place::new() else { return };
+    let mount = ["mount", "--upper=upper", "image.bcow", "mnt"];
+    place.0.ok(&mount);
+    fs::write(place.file("etc/new"), "new").unwrap();
+    let server = place.server();
+    kill_process(server, Signal::STOP).unwrap();
+    let unmounted = place.unmounted();
+    kill_process(server, Signal::CONT).unwrap();
+    assert_eq!(unmounted, "$ bcow umount mnt\n--- exit status 0\n");
+    place.0.ok(&mount);
+    assert_eq!(fs::read(place.file("etc/new")).unwrap(), b"new");
+}
+
+#[test]
+fn writable_mount_that_cannot_be_says_why() {
+    let Some(place) = Place::new() else { return };
+    let sandbox = &place.0;
+    sandbox.write("text", b"no directory");
+    fs::create_dir(sandbox.path("another")).unwrap();
+    fs::create_dir(sandbox.path("mnt/inside")).unwrap();
+    fs::create_dir_all(sandbox.path("around/mnt")).unwrap();
+    sandbox.ok(&["convert", "dir:another", "another.bcow"]);
+    sandbox.ok(&["mount", "--upper=used", "another.bcow", "another"]);
+    let mut shown: Vec<_> = [
+        &["mount", "-o", "rw", "image.bcow", "mnt"][..],
+        &["mount", "--size-limit=1G", "image.bcow", "mnt"],
+        &[
+            "mount",
+            "--upper=upper",
+            "--sync=batch",
+            "image.bcow",
+            "mnt",
+        ],
+        &[
+            "mount",
+            "--upper=upper",
+            "--sync=batch=0",
+            "image.bcow",
+            "mnt",
+        ],
+        &[
+            "mount",
+            "--upper=upper",
+            "--sketch=thin",
+            "image.bcow",
+            "mnt",
+        ],
+        &[
+            "mount",
+            "--upper=upper",
+            "--size-limit=many",
+            "image.bcow",
+            "mnt",
+        ],
+        &["mount", "--cpus=1-", "image.bcow", "mnt"],
+        &["mount", "--cpus=1023", "image.bcow", "mnt"],
+        &["mount", "--metrics=nowhere", "image.bcow", "mnt"],
+        &[
+            "mount",
+            "--metrics=unix:missing/socket",
+            "image.bcow",
+            "mnt",
+        ],
+        &["mount", "--upper=mnt", "image.bcow", "mnt"],
+        &["mount", "--upper=mnt/inside", "image.bcow", "mnt"],
+        &["mount", "--upper=around", "image.bcow", "around/mnt"],
+        &["mount", "--upper=text", "image.bcow", "mnt"],
+        &["mount", "--upper=missing/upper", "image.bcow", "mnt"],
+        &["mount", "--upper=used", "another.bcow", "mnt"],
+    ]
+    .into_iter()
+    .map(|args| sandbox.shown(args))
+    .collect();
+    sandbox.ok(&["umount", "another"]);
+    shown.push(sandbox.shown(&["mount", "--upper=used", "image.bcow", "mnt"]));
+    assert!(!sandbox.path("upper").exists());
+    snapshot!(without_chance(&place, &shown.join("\n")));
+}
+
+/// Paths and numbers that are others every time.
+fn without_chance(place: &Place, text: &str) -> String {
+    let here = place.0.path("");
+    let here = here.to_str().unwrap().trim_end_matches('/');
+    let text = text.replace(here, "[HERE]");
+    let mut out = String::new();
+    let mut rest = text.as_str();
+    while let Some(at) = rest.find("process ") {
+        let (before, after) = rest.split_at(at + "process ".len());
+        out.push_str(before);
+        rest = after.trim_start_matches(|c: char| c.is_ascii_digit());
+        if rest.len() < after.len() {
+            out.push_str("[PID]");
+        }
+    }
+    out + rest
+}
+
+#[test]
+fn limit_is_kept_and_space_comes_back() {
+    let Some(place) = Place::new() else { return };
+    let mount = [
+        "mount",
+        "--upper=upper",
+        "--size-limit=1M",
+        "image.bcow",
+        "mnt",
+    ];
+    place.0.ok(&mount);
+    let error = fs::write(place.file("large"), noise(2_000_000)).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::StorageFull, "{error}");
+    assert_eq!(fs::metadata(place.file("large")).unwrap().len(), 1 << 20);
+    fs::remove_file(place.file("large")).unwrap();
+    fs::write(place.file("small"), noise(500_000)).unwrap();
+    let text = String::from_utf8(place.0.ok(&["stats", "mnt"])).unwrap();
+    assert!(text.contains("stored:      492 KiB of 1 MiB\n"), "{text}");
+    assert!(place.unmounted().contains("status 0"));
+    place.0.ok(&mount);
+    let again = String::from_utf8(place.0.ok(&["stats", "mnt"])).unwrap();
+    assert!(again.contains("stored:      492 KiB of 1 MiB\n"), "{again}");
+}
+
+#[test]
+fn statistics_are_for_people_and_for_programs() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&[
+        "mount",
+        "--upper=upper",
+        "--sync=batch=8",
+        "image.bcow",
+        "mnt",
+    ]);
+    let mut motd = fs::File::options()
+        .append(true)
+        .open(place.file("etc/motd"))
+        .unwrap();
+    motd.write_all(b"Changed.\n").unwrap();
+    drop(motd);
+    let file = fs::File::options()
+        .write(true)
+        .open(place.file("var/zeros"))
+        .unwrap();
+    file.write_all_at(b"x", 100_000).unwrap();
+    file.sync_all().unwrap();
+    let text = place.0.shown(&["stats", "mnt"]);
+    let before_requests = text.split("\n\n").next().unwrap();
+    let no_numbers: String = without_chance(&place, before_requests)
+        .lines()
+        .map(|line| match line.split_once(':') {
+            Some(("cache" | "served by" | "identity" | "saved" | "in transit", _)) => {
+                "...\n".to_owned()
+            }
+            _ => format!("{line}\n"),
+        })
+        .collect();
+    snapshot!(no_numbers);
+    for request in ["lookup", "write", "fsync", "mean", "99.9%"] {
+        assert!(text.contains(request), "{text}");
+    }
+    let json: serde_json::Value =
+        serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap();
+    assert_eq!(json["schema"], "bcow.stats/1");
+    assert_eq!(json["upper"]["sync"], "batch=8");
+    assert_eq!(json["upper"]["copied_whole"], 1);
+    assert_eq!(json["upper"]["sketches"]["open"], 1);
+    let fills = json["upper"]["sketches"]["fills"].as_object().unwrap();
+    let completed: u64 = fills.values().filter_map(|count| count.as_u64()).sum();
+    assert_eq!(completed, 1, "{json}");
+    drop(file);
+    assert!(place.unmounted().contains("status 0"));
+    place.0.ok(&["mount", "image.bcow", "mnt"]);
+    let json: serde_json::Value =
+        serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap();
+    assert_eq!(json["upper"], serde_json::Value::Null);
+    assert!(place.unmounted().contains("status 0"));
+    let shown =
+        [&["stats", "mnt"][..], &["stats", "/proc"], &["stats"]].map(|args| place.0.shown(args));
+    snapshot!(shown.join("\n"));
+}
+
+#[test]
+fn metrics_are_served_while_it_is_mounted() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&[
+        "mount",
+        "--upper=upper",
+        "--metrics=unix:metrics",
+        "image.bcow",
+        "mnt",
+    ]);
+    let socket = place.0.path("metrics");
+    assert_eq!(fs::metadata(&socket).unwrap().mode() & 0o777, 0o600);
+    let mut client = UnixStream::connect(&socket).unwrap();
+    client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+    for line in [
+        "\nbcow_sketches_open 0\n",
+        "mode=\"rw\"} 1\n",
+        "bcow_sketch_fills_total{by=\"flush\"} 0\n",
+    ] {
+        assert!(answer.contains(line), "{answer}");
+    }
+    assert!(place.unmounted().contains("status 0"));
+    assert!(!socket.exists());
+}
+
+#[test]
+fn server_keeps_to_its_cpus() {
+    let Some(place) = Place::new() else { return };
+    place
+        .0
+        .ok(&["mount", "--upper=upper", "--cpus=0", "image.bcow", "mnt"]);
+    let server = place.server();
+    for task in fs::read_dir(format!("/proc/{server}/task")).unwrap() {
+        let status = fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        assert!(status.contains("\nCpus_allowed_list:\t0\n"), "{status}");
+    }
+}
+
+#[test]
+fn mount_8_and_fstab_mount_images() {
+    let Some(place) = Place::new() else { return };
+    if !is_root() {
+        return;
+    }
+    for program in ["mount", "unshare"] {
+        if let Err(error) = Command::new(program).arg("--version").output() {
+            return missing(program, &error);
+        }
+    }
+    let sandbox = &place.0;
+    sandbox.write(
+        "fstab",
+        format!(
+            "{0}/image.bcow {0}/mnt bcow upper={0}/upper,noauto,nofail,x-any=thing,size_limit=1M,cpus=\"0\" 0 0\n",
+            sandbox.path("").to_str().unwrap().trim_end_matches('/')
+        )
+        .as_bytes(),
+    );
+    // In a mount namespace of its own, with the helper where mount(8) looks for it.
+    let script = format!(
+        "set -e
+         mkdir sbin; ln -s {} sbin/mount.bcow
+         mount -t overlay -o lowerdir=sbin:$(readlink -f /sbin) none $(readlink -f /sbin)
+         shown() {{ grep \" $PWD/mnt \" /proc/self/mountinfo | cut -d' ' -f6,9; }}
+         mount -T fstab $PWD/mnt; shown
+         echo written > mnt/file; umount mnt
+         mount -t bcow image.bcow mnt -o upper=upper,nosuid,noatime; shown; cat mnt/file; umount mnt
+         mount -t bcow image.bcow mnt; shown
+         mount -f -t bcow image.bcow mnt
+         mount -t bcow image.bcow mnt -o remount,ro || echo refused
+         umount mnt
+         mount -t bcow image.bcow mnt -o upper=upper,surprise || echo refused",
+        env!("CARGO_BIN_EXE_bcow")
+    );
+    let output = Command::new("unshare")
+        .args(["-m", "sh", "-c", &script])
+        .current_dir(sandbox.path(""))
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let overlay = text(&output.stderr);
+    if overlay.contains("overlay") {
+        return missing("overlayfs", &std::io::Error::other(overlay));
+    }
+    let shown = format!("{}---\n{overlay}", text(&output.stdout));
+    snapshot!(without_chance(&place, &shown));
+    let help = Sandbox::new();
+    let helper = help.path("mount.bcow");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_bcow"), &helper).unwrap();
+    let output = Command::new(&helper).arg("-h").output().unwrap();
+    assert!(text(&output.stdout).starts_with("Usage: mount.bcow IMG DIR"));
+    assert_eq!(
+        Command::new(&helper).output().unwrap().status.code(),
+        Some(2)
+    );
+}

@@ -1,0 +1,107 @@
+//! What requests to a union and its answers look like to fuser.
+
+use std::time::SystemTime;
+
+use bcow_erofs::tree::Timestamp;
+use bcow_union::fs::{Attributes, Caller, SetTime};
+use fuser::{FileAttr, INodeNo, Request, TimeOrNow};
+
+use super::{NOBODY, file_type, system_time};
+
+/// Without the type.
+pub(super) fn permissions(mode: u32) -> u16 {
+    (mode & 0o7777) as u16
+}
+
+pub(super) fn caller(request: &Request, umask: u32) -> Caller {
+    Caller {
+        uid: request.uid(),
+        gid: request.gid(),
+        pid: request.pid(),
+        umask: umask & 0o777,
+    }
+}
+
+/// A list of names, each with a zero byte behind it, without those of `trusted.` attributes.
+pub(super) fn without_trusted(names: &[u8]) -> Vec<u8> {
+    names
+        .split_inclusive(|&byte| byte == 0)
+        .filter(|name| !name.starts_with(b"trusted."))
+        .flatten()
+        .copied()
+        .collect()
+}
+
+pub(super) fn encoded(attributes: &Attributes) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(attributes.node.0),
+        size: attributes.size,
+        blocks: attributes.sectors,
+        atime: system_time(attributes.atime),
+        mtime: system_time(attributes.mtime),
+        ctime: system_time(attributes.ctime),
+        kind: file_type(attributes.kind),
+        perm: attributes.permissions,
+        nlink: attributes.nlink,
+        uid: attributes.uid,
+        gid: attributes.gid,
+        rdev: attributes.rdev,
+        ..NOBODY
+    }
+}
+
+pub(super) fn decoded_time(time: TimeOrNow) -> SetTime {
+    match time {
+        TimeOrNow::Now => SetTime::Now,
+        TimeOrNow::SpecificTime(time) => SetTime::At(timestamp(time)),
+    }
+}
+
+/// What the kernel meant by a time that fuser decoded: before 1970 fuser counts the nanoseconds, which the kernel counts
+/// forward from the second, backward like the seconds.
+fn timestamp(time: SystemTime) -> Timestamp {
+    let whole = |seconds: u64| i64::try_from(seconds).unwrap_or(i64::MAX);
+    match time.duration_since(SystemTime::UNIX_EPOCH) {
+        Ok(after) => Timestamp {
+            seconds: whole(after.as_secs()),
+            nanoseconds: after.subsec_nanos(),
+        },
+        Err(error) => {
+            let before = error.duration();
+            Timestamp {
+                seconds: -whole(before.as_secs()),
+                nanoseconds: before.subsec_nanos(),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn trusted_names_are_left_out() {
+        let names = b"user.a\0trusted.b\0user.trusted.\0";
+        assert_eq!(without_trusted(names), b"user.a\0user.trusted.\0");
+        assert_eq!(without_trusted(b""), b"");
+    }
+
+    #[test]
+    fn time_to_set_is_what_the_kernel_meant() {
+        let after = SystemTime::UNIX_EPOCH + Duration::new(5, 7);
+        let meant = |seconds, nanoseconds| Timestamp {
+            seconds,
+            nanoseconds,
+        };
+        assert_eq!(timestamp(after), meant(5, 7));
+        // -2 s and 0.8 s, as fuser puts them together.
+        let before = SystemTime::UNIX_EPOCH - Duration::new(2, 800_000_000);
+        assert_eq!(timestamp(before), meant(-2, 800_000_000));
+        assert_eq!(system_time(meant(-2, 800_000_000)), {
+            SystemTime::UNIX_EPOCH - Duration::from_millis(1200)
+        });
+    }
+}

@@ -1,0 +1,224 @@
+//! Between FUSE's protocol and the file systems: decoding and encoding, no meaning of its own.
+//!
+//! [`readonly`] is for an image alone, [`writable`] for an image under an upper; here is what they share.
+
+mod convert;
+mod privileges;
+pub(crate) mod readonly;
+pub(crate) mod writable;
+
+use std::cell::RefCell;
+use std::ffi::OsStr;
+use std::time::{Duration, SystemTime};
+
+use bcow_erofs::reader::FileType;
+use bcow_erofs::tree::{DeviceNumber, Timestamp};
+use bcow_union::{NodeId, Seek};
+use fuser::{
+    FileAttr, Generation, INodeNo, InitFlags, KernelConfig, ReplyData, ReplyEmpty, ReplyLseek,
+    ReplyXattr,
+};
+use rustix::io::Errno;
+
+use crate::stats::STATS_XATTR;
+
+/// How long the kernel may trust a name or attribute it was told: for good. An image's content cannot change, and
+/// that of a writable mount only through the kernel.
+/// (Years rather than the largest number, which some kernels mistake for a time in the past.)
+const FOREVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// An inode keeps its number for as long as the mount exists, so there is one generation.
+const GENERATION: Generation = Generation(0);
+
+/// Reading ahead that we would like; the kernel offers 128 KiB, and root can raise it.
+const READAHEAD_BYTES: u32 = 1 << 20;
+
+/// Requests the kernel may have under way on nobody's behalf, which is readahead and writing back. Its default of 12
+/// starves several streams at once.
+const BACKGROUND_REQUESTS: u16 = 64;
+
+thread_local! {
+    /// Where a thread puts together what it replies with.
+    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Agrees with the kernel on how to talk: what of `wanted` it has, and the sizes that hold for every mount. Returns what
+/// it has of all.
+fn negotiate(config: &mut KernelConfig, wanted: InitFlags) -> InitFlags {
+    let offered = config.capabilities();
+    // Adding what was offered cannot fail.
+    let _ = config.add_capabilities(wanted & offered);
+    if let Err(most) = config.set_max_readahead(READAHEAD_BYTES) {
+        let _ = config.set_max_readahead(most);
+    }
+    let _ = config.set_max_background(BACKGROUND_REQUESTS);
+    offered
+}
+
+/// Whether an attribute is the mount's own.
+fn is_stats(node: NodeId, name: &OsStr) -> bool {
+    node == NodeId::ROOT && name == STATS_XATTR
+}
+
+fn reply_empty(result: Result<(), Errno>, reply: ReplyEmpty) {
+    match result {
+        Ok(()) => reply.ok(),
+        Err(errno) => reply.error(to_fuser(errno)),
+    }
+}
+
+fn reply_bytes(result: Result<Vec<u8>, Errno>, reply: ReplyData) {
+    match result {
+        Ok(bytes) => reply.data(&bytes),
+        Err(errno) => reply.error(to_fuser(errno)),
+    }
+}
+
+/// Answers a read. `read` gets room to put bytes together and hands them on: the reply goes out from inside, while the block
+/// that it lends is held.
+fn reply_read(
+    reply: ReplyData,
+    read: impl FnOnce(&mut Vec<u8>, &mut dyn FnMut(&[u8])) -> Result<(), Errno>,
+) {
+    let mut reply = Some(reply);
+    let result = SCRATCH.with_borrow_mut(|scratch| {
+        read(scratch, &mut |bytes| {
+            if let Some(reply) = reply.take() {
+                reply.data(bytes);
+            }
+        })
+    });
+    if let (Err(errno), Some(reply)) = (result, reply) {
+        reply.error(to_fuser(errno));
+    }
+}
+
+/// Answers an lseek for data or holes.
+fn reply_seek(
+    offset: i64,
+    whence: i32,
+    reply: ReplyLseek,
+    seek: impl FnOnce(u64, Seek) -> Result<u64, Errno>,
+) {
+    let what = match whence {
+        libc::SEEK_DATA => Seek::Data,
+        libc::SEEK_HOLE => Seek::Hole,
+        _ => return reply.error(fuser::Errno::EINVAL),
+    };
+    let Ok(offset) = u64::try_from(offset) else {
+        return reply.error(fuser::Errno::ENXIO);
+    };
+    match seek(offset, what).map(i64::try_from) {
+        Ok(Ok(found)) => reply.offset(found),
+        Ok(Err(_)) => reply.error(fuser::Errno::EOVERFLOW),
+        Err(errno) => reply.error(to_fuser(errno)),
+    }
+}
+
+/// Answers as `getxattr` and `listxattr` want it: the size, or the bytes if there is room for them.
+fn reply_sized(result: Result<Vec<u8>, Errno>, room: u32, reply: ReplyXattr) {
+    match result {
+        // At most 64 KiB, by the format.
+        Ok(bytes) if room == 0 => reply.size(bytes.len() as u32),
+        Ok(bytes) if bytes.len() <= room as usize => reply.data(&bytes),
+        Ok(_) => reply.error(fuser::Errno::ERANGE),
+        Err(errno) => reply.error(to_fuser(errno)),
+    }
+}
+
+fn to_fuser(errno: Errno) -> fuser::Errno {
+    fuser::Errno::from_i32(errno.raw_os_error())
+}
+
+/// Attributes of no inode.
+const NOBODY: FileAttr = FileAttr {
+    ino: INodeNo(0),
+    size: 0,
+    blocks: 0,
+    atime: SystemTime::UNIX_EPOCH,
+    mtime: SystemTime::UNIX_EPOCH,
+    ctime: SystemTime::UNIX_EPOCH,
+    crtime: SystemTime::UNIX_EPOCH,
+    kind: fuser::FileType::RegularFile,
+    perm: 0,
+    nlink: 0,
+    uid: 0,
+    gid: 0,
+    rdev: 0,
+    blksize: 4096,
+    flags: 0,
+};
+
+/// What a listing says of a damaged inode, which must not hide its neighbours: the kernel shows the name but does not take
+/// over attributes with an impossible size; whoever looks at the file asks for them again, and gets the error.
+fn damaged(ino: INodeNo, kind: FileType) -> FileAttr {
+    FileAttr {
+        ino,
+        kind: file_type(kind),
+        size: u64::MAX,
+        ..NOBODY
+    }
+}
+
+fn file_type(kind: FileType) -> fuser::FileType {
+    match kind {
+        FileType::Regular => fuser::FileType::RegularFile,
+        FileType::Directory => fuser::FileType::Directory,
+        FileType::Symlink => fuser::FileType::Symlink,
+        FileType::CharDevice => fuser::FileType::CharDevice,
+        FileType::BlockDevice => fuser::FileType::BlockDevice,
+        FileType::Fifo => fuser::FileType::NamedPipe,
+        FileType::Socket => fuser::FileType::Socket,
+    }
+}
+
+/// The kernel's 32-bit form (`new_encode_dev`): 12 bits of major between 8 and 12 bits of minor.
+fn encode_device(device: DeviceNumber) -> u32 {
+    (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
+}
+
+/// Times that `SystemTime` cannot hold become 1970; there are none such in 64-bit seconds on Linux.
+fn system_time(time: Timestamp) -> SystemTime {
+    let seconds = Duration::from_secs(time.seconds.unsigned_abs());
+    let whole = if time.seconds < 0 {
+        SystemTime::UNIX_EPOCH.checked_sub(seconds)
+    } else {
+        SystemTime::UNIX_EPOCH.checked_add(seconds)
+    };
+    whole
+        .and_then(|whole| whole.checked_add(Duration::from_nanos(time.nanoseconds.into())))
+        .unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_number_is_encoded_as_the_kernel_decodes_it() {
+        let encode = |major, minor| encode_device(DeviceNumber { major, minor });
+        assert_eq!(encode(1, 3), 0x103);
+        assert_eq!(encode(0xfff, 0xfffff), 0xffff_ffff);
+        assert_eq!(encode(8, 0x12345), 0x1230_0845);
+    }
+
+    #[test]
+    fn time_before_1970_keeps_its_nanoseconds() {
+        let time = system_time(Timestamp {
+            seconds: -2,
+            nanoseconds: 800_000_000,
+        });
+        let before = SystemTime::UNIX_EPOCH.duration_since(time).unwrap();
+        assert_eq!(before, Duration::from_millis(1200));
+    }
+
+    #[test]
+    fn extreme_times_do_not_panic() {
+        for seconds in [i64::MIN, i64::MAX] {
+            system_time(Timestamp {
+                seconds,
+                nanoseconds: 999_999_999,
+            });
+        }
+    }
+}

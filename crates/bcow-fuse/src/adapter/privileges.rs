@@ -1,0 +1,176 @@
+//! Who may keep set-id bits, where the kernel's word does not reach us.
+//!
+//! Having agreed on FUSE_HANDLE_KILLPRIV_V2, the kernel leaves it to us to take set-id bits away when a file is written,
+//! truncated or given away, and in return asks for `security.capability` once per file rather than before every write.
+//! (It still removes capabilities by itself.) It says when with flags: that of WRITE fuser shows, that of SETATTR it does not.
+//! So the latter is worked out here. It is set when a file is given away, and for a new size unless the caller has CAP_FSETID.
+//! Before fallocate, copy_file_range and the like by somebody without CAP_FSETID comes a SETATTR of nothing, which means the
+//! same. (It also comes when root's write has removed a capability, and for `chown(-1, -1)`, which cannot be told apart: root
+//! keeps the bits then.)
+
+use bcow_erofs::reader::FileType;
+use bcow_union::NodeId;
+use bcow_union::fs::{Changes, UnionFs};
+use fuser::Request;
+use rustix::io::Errno;
+
+/// Number of the capability to keep set-id bits (linux/capability.h).
+const CAP_FSETID: u32 = 4;
+
+const SET_UID: u16 = 0o4000;
+const SET_GID: u16 = 0o2000;
+const GROUP_EXECUTES: u16 = 0o0010;
+
+/// What a SETATTR means for set-id bits, beside what it says.
+pub(super) fn drop_set_id(
+    fs: &UnionFs,
+    request: &Request,
+    node: NodeId,
+    changes: &mut Changes,
+) -> Result<(), Errno> {
+    let given_away = changes.uid.is_some() || changes.gid.is_some();
+    let resized = changes.size.is_some();
+    let nothing = *changes == Changes::default();
+    if changes.permissions.is_some() || !(given_away || resized || nothing) {
+        return Ok(());
+    }
+    let attributes = fs.attributes(node)?;
+    if attributes.kind == FileType::Directory
+        || attributes.permissions & (SET_UID | SET_GID) == 0
+        || (!given_away && may_keep_set_id(request))
+    {
+        return Ok(());
+    }
+    let group = match given_away || is_in_group(request, attributes.gid) {
+        true => Group::Same,
+        false => Group::Another,
+    };
+    changes.permissions = Some(without_set_id(attributes.permissions, group));
+    Ok(())
+}
+
+/// With a new ACL, set-group-ID goes unless the caller is in the group, or root.
+pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Result<(), Errno> {
+    let attributes = fs.attributes(node)?;
+    if attributes.permissions & SET_GID == 0 || is_in_group(request, attributes.gid) {
+        return Ok(());
+    }
+    let changes = Changes {
+        permissions: Some(attributes.permissions & !SET_GID),
+        ..Changes::default()
+    };
+    fs.set_attributes(node, &changes).map(drop)
+}
+
+/// Whether the caller is in a file's group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Group {
+    Same,
+    Another,
+}
+
+/// Permissions without set-id bits, as the kernel takes them away. Set-group-ID without the group's right to execute is no
+/// privilege but an old mark for mandatory locking, and stays if the caller is in the group.
+fn without_set_id(permissions: u16, group: Group) -> u16 {
+    let kept = permissions & !SET_UID;
+    match kept & GROUP_EXECUTES == 0 && group == Group::Same {
+        true => kept,
+        false => kept & !SET_GID,
+    }
+}
+
+/// Whether the caller has CAP_FSETID in the first user namespace, which alone counts for the kernel. If that cannot be
+/// told, not.
+fn may_keep_set_id(request: &Request) -> bool {
+    if request.uid() != 0 {
+        // A capability without being root is rare, and taking the bits away then is the safe side.
+        return false;
+    }
+    let Some(process) = Process::of(request) else {
+        return false;
+    };
+    process.first_user_namespace && process.effective & (1 << CAP_FSETID) != 0
+}
+
+/// Whether the caller is in a group, or may ignore that: then a new ACL leaves set-group-ID.
+fn is_in_group(request: &Request, group: u32) -> bool {
+    request.gid() == group
+        || may_keep_set_id(request)
+        || Process::of(request).is_some_and(|process| process.groups.contains(&group))
+}
+
+/// What /proc says of the caller.
+#[derive(Debug, PartialEq, Eq)]
+struct Process {
+    effective: u64,
+    groups: Vec<u32>,
+    first_user_namespace: bool,
+}
+
+impl Process {
+    fn of(request: &Request) -> Option<Process> {
+        // 0 is whoever this process's PID namespace does not show.
+        let pid = Some(request.pid()).filter(|&pid| pid != 0)?;
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let map = std::fs::read_to_string(format!("/proc/{pid}/uid_map")).ok()?;
+        Process::parse(&status, &map)
+    }
+
+    fn parse(status: &str, uid_map: &str) -> Option<Process> {
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+        Some(Process {
+            effective: u64::from_str_radix(field("CapEff:")?.trim(), 16).ok()?,
+            groups: field("Groups:")?
+                .split_whitespace()
+                .filter_map(|group| group.parse().ok())
+                .collect(),
+            first_user_namespace: uid_map.split_whitespace().eq(["0", "0", "4294967295"]),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_id_bits_go_as_in_the_kernel() {
+        for (before, same, another) in [
+            (0o6777, 0o0777, 0o0777),
+            (0o4600, 0o0600, 0o0600),
+            (0o2644, 0o2644, 0o0644),
+            (0o6644, 0o2644, 0o0644),
+            (0o2654, 0o0654, 0o0654),
+            (0o1777, 0o1777, 0o1777),
+        ] {
+            assert_eq!(without_set_id(before, Group::Same), same, "{before:o}");
+            assert_eq!(
+                without_set_id(before, Group::Another),
+                another,
+                "{before:o}"
+            );
+        }
+    }
+
+    #[test]
+    fn process_is_read_from_its_status() {
+        let status = "Name:\tx\nGroups:\t4 24 1000 \nCapEff:\t0000000000000010\n";
+        let process = Process::parse(status, "         0          0 4294967295\n").unwrap();
+        assert_eq!(process.effective, 1 << CAP_FSETID);
+        assert_eq!(process.groups, [4, 24, 1000]);
+        assert!(process.first_user_namespace);
+        assert!(
+            !Process::parse(status, "0 100000 65536\n")
+                .unwrap()
+                .first_user_namespace
+        );
+        assert_eq!(Process::parse("Name:\tx\n", ""), None);
+    }
+
+    #[test]
+    fn this_process_can_be_read() {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let map = std::fs::read_to_string("/proc/self/uid_map").unwrap();
+        assert!(Process::parse(&status, &map).is_some());
+    }
+}

@@ -1,0 +1,639 @@
+//! The adapter of an image under an upper.
+//!
+//! Files are not opened here (FUSE_NO_OPEN_SUPPORT): a request says which node it means, and nothing is kept per open file.
+//! Locks are the kernel's own, and so is the check of permissions (`default_permissions`).
+
+use std::ffi::OsStr;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bcow_union::NodeId;
+use bcow_union::fs::{
+    Allocate, Attributes, Changes, Privileges, RenameHow, SetHow, SyncWhat, UnionFs,
+};
+use fuser::{
+    BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
+    LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+use rustix::io::Errno;
+
+use super::convert::{caller, decoded_time, encoded, permissions, without_trusted};
+use super::privileges::{drop_set_gid, drop_set_id};
+use super::{
+    FOREVER, GENERATION, NOBODY, damaged, file_type, is_stats, negotiate, reply_bytes, reply_empty,
+    reply_read, reply_seek, reply_sized, to_fuser,
+};
+use crate::options::WriteCache;
+use crate::stats::{MountStats, Operation};
+
+/// Largest write in one request. More makes no request cheaper, and costs memory in the kernel.
+const WRITE_BYTES: u32 = 1 << 20;
+
+/// Most that one copy_file_range copies: the caller asks again for the rest, and can be interrupted in between. Its answer
+/// has 32 bits.
+const COPY_BYTES: u64 = 1 << 30;
+
+/// The file system as fuser wants it.
+pub(crate) struct Writable {
+    fs: Arc<UnionFs>,
+    stats: Arc<MountStats>,
+    write_cache: WriteCache,
+    /// Whether the kernel opens files without asking.
+    opens_unasked: bool,
+    /// Whether it leaves taking set-id bits away to us.
+    drops_set_id: bool,
+}
+
+impl Writable {
+    pub(crate) fn new(fs: Arc<UnionFs>, stats: Arc<MountStats>, write_cache: WriteCache) -> Self {
+        Writable {
+            fs,
+            stats,
+            write_cache,
+            opens_unasked: false,
+            drops_set_id: false,
+        }
+    }
+}
+
+impl fuser::Filesystem for Writable {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let mut wanted = InitFlags::FUSE_PARALLEL_DIROPS
+            | InitFlags::FUSE_CACHE_SYMLINKS
+            | InitFlags::FUSE_DO_READDIRPLUS
+            | InitFlags::FUSE_READDIRPLUS_AUTO
+            | InitFlags::FUSE_EXPLICIT_INVAL_DATA
+            | InitFlags::FUSE_ASYNC_DIO
+            | InitFlags::FUSE_NO_OPEN_SUPPORT
+            | InitFlags::FUSE_POSIX_ACL
+            | InitFlags::FUSE_DONT_MASK
+            | InitFlags::FUSE_HANDLE_KILLPRIV_V2;
+        if self.write_cache == WriteCache::Back {
+            wanted |= InitFlags::FUSE_WRITEBACK_CACHE;
+        }
+        let offered = negotiate(config, wanted);
+        self.opens_unasked = offered.contains(InitFlags::FUSE_NO_OPEN_SUPPORT);
+        self.drops_set_id = offered.contains(InitFlags::FUSE_HANDLE_KILLPRIV_V2);
+        let _ = config.set_max_write(WRITE_BYTES);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let _running = self.stats.time(Operation::Lookup);
+        match self.fs.lookup(id(parent), name.as_bytes()) {
+            Ok(Some(found)) => reply.entry(&FOREVER, &encoded(&found), GENERATION),
+            // Node 0 says: not there, and you may remember that.
+            Ok(None) => reply.entry(&FOREVER, &NOBODY, GENERATION),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
+        self.fs.forget(id(ino), count);
+    }
+
+    fn getattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: Option<FileHandle>,
+        reply: ReplyAttr,
+    ) {
+        let _running = self.stats.time(Operation::Stat);
+        reply_attributes(self.fs.attributes(id(ino)), reply);
+    }
+
+    fn setattr(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        atime: Option<TimeOrNow>,
+        mtime: Option<TimeOrNow>,
+        // The host keeps its own.
+        _ctime: Option<SystemTime>,
+        _handle: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let _running = self.stats.time(Operation::SetAttributes);
+        let node = id(ino);
+        let mut changes = Changes {
+            permissions: mode.map(permissions),
+            uid,
+            gid,
+            size,
+            atime: atime.map(decoded_time),
+            mtime: mtime.map(decoded_time),
+            drop_privileges: false,
+        };
+        let ready = match self.drops_set_id {
+            true => drop_set_id(&self.fs, request, node, &mut changes),
+            false => Ok(()),
+        };
+        reply_attributes(
+            ready.and_then(|()| self.fs.set_attributes(node, &changes)),
+            reply,
+        );
+    }
+
+    fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
+        let _running = self.stats.time(Operation::ReadLink);
+        reply_bytes(self.fs.read_link(id(ino)), reply);
+    }
+
+    fn mknod(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        let _running = self.stats.time(Operation::MakeNode);
+        let made = self.fs.make_node(
+            &caller(request, umask),
+            id(parent),
+            name.as_bytes(),
+            mode,
+            rdev,
+        );
+        reply_entry(made, reply);
+    }
+
+    fn mkdir(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        reply: ReplyEntry,
+    ) {
+        let _running = self.stats.time(Operation::MakeDirectory);
+        let made = self.fs.make_directory(
+            &caller(request, umask),
+            id(parent),
+            name.as_bytes(),
+            permissions(mode),
+        );
+        reply_entry(made, reply);
+    }
+
+    fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _running = self.stats.time(Operation::Unlink);
+        reply_empty(self.fs.unlink(id(parent), name.as_bytes()), reply);
+    }
+
+    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _running = self.stats.time(Operation::RemoveDirectory);
+        reply_empty(self.fs.remove_directory(id(parent), name.as_bytes()), reply);
+    }
+
+    fn symlink(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
+        let _running = self.stats.time(Operation::Symlink);
+        let made = self.fs.make_symlink(
+            &caller(request, 0),
+            id(parent),
+            name.as_bytes(),
+            target.as_os_str().as_bytes(),
+        );
+        reply_entry(made, reply);
+    }
+
+    fn rename(
+        &self,
+        _request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let _running = self.stats.time(Operation::Rename);
+        let how = match flags {
+            flags if flags.is_empty() => RenameHow::Replace,
+            RenameFlags::RENAME_NOREPLACE => RenameHow::NoReplace,
+            RenameFlags::RENAME_EXCHANGE => RenameHow::Exchange,
+            // RENAME_WHITEOUT leaves a device 0:0 behind, which here hides a name rather than being there.
+            _ => return reply.error(fuser::Errno::EINVAL),
+        };
+        let renamed = self.fs.rename(
+            id(parent),
+            name.as_bytes(),
+            id(new_parent),
+            new_name.as_bytes(),
+            how,
+        );
+        reply_empty(renamed, reply);
+    }
+
+    fn link(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        reply: ReplyEntry,
+    ) {
+        let _running = self.stats.time(Operation::Link);
+        let linked = self.fs.link(id(ino), id(new_parent), new_name.as_bytes());
+        reply_entry(linked, reply);
+    }
+
+    /// ENOSYS means: open without asking, keep the page cache, and do not tell about closing.
+    fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        if self.opens_unasked {
+            reply.error(fuser::Errno::ENOSYS);
+        } else {
+            reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE);
+        }
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let _running = self.stats.time(Operation::Read);
+        reply_read(reply, |scratch, send| {
+            self.fs.read(id(ino), offset, size, scratch, send)
+        });
+    }
+
+    fn write(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        data: &[u8],
+        write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let _running = self.stats.time(Operation::Write);
+        let privileges = match write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
+            true => Privileges::Drop,
+            false => Privileges::Keep,
+        };
+        match self.fs.write(id(ino), offset, data, privileges) {
+            Ok(written) => reply.written(written),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    /// What is written is with the host already when a file is closed. ENOSYS spares the kernel asking again.
+    fn flush(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _handle: FileHandle,
+        _owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(fuser::Errno::ENOSYS);
+    }
+
+    fn fsync(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        data_only: bool,
+        reply: ReplyEmpty,
+    ) {
+        let _running = self.stats.time(Operation::Sync);
+        let what = match data_only {
+            true => SyncWhat::Data,
+            false => SyncWhat::All,
+        };
+        reply_empty(self.fs.sync(id(ino), what), reply);
+    }
+
+    fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        let _running = self.stats.time(Operation::OpenDirectory);
+        match self.fs.open_directory(id(ino)) {
+            Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    fn readdir(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        handle: FileHandle,
+        cookie: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        let _running = self.stats.time(Operation::ReadDirectory);
+        let result = self.fs.read_directory(handle.0, cookie, &mut |entry| {
+            flow(reply.add(
+                INodeNo(entry.node.0),
+                entry.next_cookie,
+                file_type(entry.kind),
+                OsStr::from_bytes(entry.name),
+            ))
+        });
+        match result {
+            Ok(()) => reply.ok(),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    fn readdirplus(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        handle: FileHandle,
+        cookie: u64,
+        mut reply: ReplyDirectoryPlus,
+    ) {
+        let _running = self.stats.time(Operation::ReadDirectory);
+        let result = self.fs.read_directory_plus(handle.0, cookie, &mut |entry| {
+            let attributes = match entry.attributes {
+                Ok(attributes) => encoded(&attributes),
+                Err(node) => damaged(INodeNo(node.0), entry.kind),
+            };
+            flow(reply.add(
+                attributes.ino,
+                entry.next_cookie,
+                OsStr::from_bytes(entry.name),
+                &FOREVER,
+                &attributes,
+                GENERATION,
+            ))
+        });
+        match result {
+            Ok(()) => reply.ok(),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    fn releasedir(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        handle: FileHandle,
+        _flags: OpenFlags,
+        reply: ReplyEmpty,
+    ) {
+        self.fs.close_directory(handle.0);
+        reply.ok();
+    }
+
+    fn fsyncdir(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        _data_only: bool,
+        reply: ReplyEmpty,
+    ) {
+        let _running = self.stats.time(Operation::Sync);
+        reply_empty(self.fs.sync_directory(id(ino)), reply);
+    }
+
+    fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let _running = self.stats.time(Operation::StatFs);
+        match self.fs.statistics() {
+            Ok(figures) => reply.statfs(
+                figures.blocks,
+                figures.free,
+                figures.available,
+                figures.inodes,
+                figures.inodes_free,
+                figures.block_bytes,
+                255,
+                figures.block_bytes,
+            ),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    fn setxattr(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        let _running = self.stats.time(Operation::SetXattr);
+        let node = id(ino);
+        if is_stats(node, name) {
+            return reply.error(fuser::Errno::EPERM);
+        }
+        let how = match flags {
+            0 => SetHow::Any,
+            libc::XATTR_CREATE => SetHow::Create,
+            libc::XATTR_REPLACE => SetHow::Replace,
+            _ => return reply.error(fuser::Errno::EINVAL),
+        };
+        let set = self
+            .fs
+            .set_xattr(node, name.as_bytes(), value, how)
+            .and_then(|()| match name.as_bytes() {
+                b"system.posix_acl_access" => drop_set_gid(&self.fs, request, node),
+                _ => Ok(()),
+            });
+        reply_empty(set, reply);
+    }
+
+    fn getxattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        size: u32,
+        reply: ReplyXattr,
+    ) {
+        let _running = self.stats.time(Operation::GetXattr);
+        let node = id(ino);
+        let value = match is_stats(node, name) {
+            true => self.stats.for_xattr(),
+            false => self.fs.xattr(node, name.as_bytes()),
+        };
+        reply_sized(value, size, reply);
+    }
+
+    fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        let _running = self.stats.time(Operation::GetXattr);
+        let names = self
+            .fs
+            .xattr_names(id(ino))
+            .map(|names| match request.uid() {
+                0 => names,
+                // As in other file systems, the privileged alone see them.
+                _ => without_trusted(&names),
+            });
+        reply_sized(names, size, reply);
+    }
+
+    fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let _running = self.stats.time(Operation::SetXattr);
+        let node = id(ino);
+        if is_stats(node, name) {
+            return reply.error(fuser::Errno::EPERM);
+        }
+        reply_empty(self.fs.remove_xattr(node, name.as_bytes()), reply);
+    }
+
+    fn create(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        umask: u32,
+        _flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let _running = self.stats.time(Operation::Create);
+        let made = self.fs.create(
+            &caller(request, umask),
+            id(parent),
+            name.as_bytes(),
+            permissions(mode),
+        );
+        match made {
+            Ok(attributes) => reply.created(
+                &FOREVER,
+                &encoded(&attributes),
+                GENERATION,
+                FileHandle(0),
+                FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH,
+            ),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+
+    fn fallocate(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        const PUNCH_AND_KEEP: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        const ZERO_AND_KEEP: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        let _running = self.stats.time(Operation::Allocate);
+        let how = match mode {
+            0 => Allocate::Extend,
+            libc::FALLOC_FL_KEEP_SIZE => Allocate::KeepSize,
+            PUNCH_AND_KEEP => Allocate::PunchHole,
+            libc::FALLOC_FL_ZERO_RANGE => Allocate::ZeroExtend,
+            ZERO_AND_KEEP => Allocate::ZeroKeep,
+            _ => return reply.error(fuser::Errno::EOPNOTSUPP),
+        };
+        reply_empty(self.fs.allocate(id(ino), offset, length, how), reply);
+    }
+
+    fn lseek(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: i64,
+        whence: i32,
+        reply: ReplyLseek,
+    ) {
+        let _running = self.stats.time(Operation::Seek);
+        if self.write_cache == WriteCache::Back {
+            // The kernel does not write back first, and what it still has would look like holes. Without us it takes
+            // the whole file for data.
+            return reply.error(fuser::Errno::ENOSYS);
+        }
+        reply_seek(offset, whence, reply, |offset, seek| {
+            self.fs.seek(id(ino), offset, seek)
+        });
+    }
+
+    fn copy_file_range(
+        &self,
+        _request: &Request,
+        from: INodeNo,
+        _handle_from: FileHandle,
+        offset_from: u64,
+        to: INodeNo,
+        _handle_to: FileHandle,
+        offset_to: u64,
+        length: u64,
+        flags: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        let _running = self.stats.time(Operation::CopyRange);
+        if !flags.is_empty() {
+            return reply.error(fuser::Errno::EINVAL);
+        }
+        let length = length.min(COPY_BYTES);
+        let copied = self
+            .fs
+            .copy_range(id(from), offset_from, id(to), offset_to, length);
+        match copied {
+            // Not more than was asked for.
+            Ok(copied) => reply.written(copied as u32),
+            Err(errno) => reply.error(to_fuser(errno)),
+        }
+    }
+}
+
+fn id(ino: INodeNo) -> NodeId {
+    NodeId(ino.0)
+}
+
+fn flow(full: bool) -> ControlFlow<()> {
+    match full {
+        true => ControlFlow::Break(()),
+        false => ControlFlow::Continue(()),
+    }
+}
+
+fn reply_attributes(result: Result<Attributes, Errno>, reply: ReplyAttr) {
+    match result {
+        Ok(attributes) => reply.attr(&FOREVER, &encoded(&attributes)),
+        Err(errno) => reply.error(to_fuser(errno)),
+    }
+}
+
+fn reply_entry(result: Result<Attributes, Errno>, reply: ReplyEntry) {
+    match result {
+        Ok(attributes) => reply.entry(&FOREVER, &encoded(&attributes), GENERATION),
+        Err(errno) => reply.error(to_fuser(errno)),
+    }
+}

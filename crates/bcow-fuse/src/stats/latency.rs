@@ -1,0 +1,263 @@
+//! How long requests take: a histogram for each kind, filled without locks.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// A kind of request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Operation {
+    /// A name was looked up.
+    Lookup,
+    /// Attributes were asked for.
+    Stat,
+    /// Attributes or the size were changed.
+    SetAttributes,
+    /// A symbolic link was read.
+    ReadLink,
+    /// A file was created.
+    Create,
+    /// A file, device, pipe or socket was made.
+    MakeNode,
+    /// A directory was made.
+    MakeDirectory,
+    /// A symbolic link was made.
+    Symlink,
+    /// A name was removed.
+    Unlink,
+    /// A directory was removed.
+    RemoveDirectory,
+    /// A name was changed.
+    Rename,
+    /// A file got another name.
+    Link,
+    /// A file was read.
+    Read,
+    /// A file was written.
+    Write,
+    /// A file or directory was made durable.
+    Sync,
+    /// Space was allocated or given back.
+    Allocate,
+    /// Data or holes were looked for.
+    Seek,
+    /// A range was copied from file to file.
+    CopyRange,
+    /// An extended attribute was read, or their names.
+    GetXattr,
+    /// An extended attribute was set or removed.
+    SetXattr,
+    /// A directory was opened.
+    OpenDirectory,
+    /// A directory was listed.
+    ReadDirectory,
+    /// The file system's figures were asked for.
+    StatFs,
+}
+
+impl Operation {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Operation; 23] = [
+        Operation::Lookup,
+        Operation::Stat,
+        Operation::SetAttributes,
+        Operation::ReadLink,
+        Operation::Create,
+        Operation::MakeNode,
+        Operation::MakeDirectory,
+        Operation::Symlink,
+        Operation::Unlink,
+        Operation::RemoveDirectory,
+        Operation::Rename,
+        Operation::Link,
+        Operation::Read,
+        Operation::Write,
+        Operation::Sync,
+        Operation::Allocate,
+        Operation::Seek,
+        Operation::CopyRange,
+        Operation::GetXattr,
+        Operation::SetXattr,
+        Operation::OpenDirectory,
+        Operation::ReadDirectory,
+        Operation::StatFs,
+    ];
+
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operation::Lookup => "lookup",
+            Operation::Stat => "stat",
+            Operation::SetAttributes => "setattr",
+            Operation::ReadLink => "readlink",
+            Operation::Create => "create",
+            Operation::MakeNode => "mknod",
+            Operation::MakeDirectory => "mkdir",
+            Operation::Symlink => "symlink",
+            Operation::Unlink => "unlink",
+            Operation::RemoveDirectory => "rmdir",
+            Operation::Rename => "rename",
+            Operation::Link => "link",
+            Operation::Read => "read",
+            Operation::Write => "write",
+            Operation::Sync => "fsync",
+            Operation::Allocate => "fallocate",
+            Operation::Seek => "lseek",
+            Operation::CopyRange => "copy_file_range",
+            Operation::GetXattr => "getxattr",
+            Operation::SetXattr => "setxattr",
+            Operation::OpenDirectory => "opendir",
+            Operation::ReadDirectory => "readdir",
+            Operation::StatFs => "statfs",
+        }
+    }
+}
+
+/// Buckets of a histogram. Bucket `i` counts what took less than `2^i` ns, and not less than half of that; the last
+/// one, what took longer (above 4.6 minutes).
+pub const BUCKETS: usize = 40;
+
+/// A histogram for each kind of request.
+#[derive(Debug)]
+pub struct Latencies([Histogram; Operation::ALL.len()]);
+
+#[derive(Debug)]
+struct Histogram {
+    buckets: [AtomicU64; BUCKETS],
+    total_ns: AtomicU64,
+}
+
+/// What a histogram held at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests in each bucket.
+    pub buckets: [u64; BUCKETS],
+    /// All their times together.
+    pub total_ns: u64,
+}
+
+/// A request that is being answered; its time is counted when this is dropped.
+#[derive(Debug)]
+#[must_use]
+pub struct Running<'a> {
+    histogram: &'a Histogram,
+    start: Instant,
+}
+
+impl Default for Latencies {
+    fn default() -> Self {
+        Latencies(std::array::from_fn(|_| Histogram {
+            buckets: std::array::from_fn(|_| AtomicU64::new(0)),
+            total_ns: AtomicU64::new(0),
+        }))
+    }
+}
+
+impl Latencies {
+    /// From now until the result is dropped.
+    pub fn time(&self, operation: Operation) -> Running<'_> {
+        Running {
+            histogram: &self.0[operation as usize],
+            start: Instant::now(),
+        }
+    }
+
+    /// What was counted so far.
+    pub fn counts(&self, operation: Operation) -> Counts {
+        let histogram = &self.0[operation as usize];
+        Counts {
+            buckets: std::array::from_fn(|i| histogram.buckets[i].load(Ordering::Relaxed)),
+            total_ns: histogram.total_ns.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let ns = u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.histogram.buckets[bucket(ns)].fetch_add(1, Ordering::Relaxed);
+        self.histogram.total_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+}
+
+/// The bucket of a time: the number of its binary digits.
+fn bucket(ns: u64) -> usize {
+    ((u64::BITS - ns.leading_zeros()) as usize).min(BUCKETS - 1)
+}
+
+/// The time below which everything in a bucket lies.
+pub fn upper_ns(bucket: usize) -> u64 {
+    1 << bucket
+}
+
+impl Counts {
+    /// How many there were.
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// The time within which `share` (0 to 1) of the requests were answered, as exactly as the buckets tell: within
+    /// one it is taken to be spread evenly. 0 if there were none.
+    pub fn quantile_ns(&self, share: f64) -> u64 {
+        let count = self.count();
+        let wanted = share * count as f64;
+        let mut below = 0.0;
+        for (index, &here) in self.buckets.iter().enumerate() {
+            let here = here as f64;
+            if here > 0.0 && below + here >= wanted {
+                let (from, to) = (upper_ns(index) / 2, upper_ns(index));
+                return from + ((to - from) as f64 * (wanted - below) / here) as u64;
+            }
+            below += here;
+        }
+        0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operations_stand_at_their_numbers() {
+        for (index, operation) in Operation::ALL.into_iter().enumerate() {
+            assert_eq!(operation as usize, index);
+        }
+        let names: std::collections::HashSet<_> = Operation::ALL.map(Operation::name).into();
+        assert_eq!(names.len(), Operation::ALL.len());
+    }
+
+    #[test]
+    fn a_time_is_below_its_bucket_and_not_below_the_one_before() {
+        for ns in [0, 1, 2, 3, 4, 1023, 1024, 1_000_000_000] {
+            let bucket = bucket(ns);
+            assert!(ns < upper_ns(bucket), "{ns}");
+            assert!(bucket == 0 || ns >= upper_ns(bucket - 1), "{ns}");
+        }
+        assert_eq!(bucket(u64::MAX), BUCKETS - 1);
+    }
+
+    #[test]
+    fn only_the_kind_that_ran_is_counted() {
+        let latencies = Latencies::default();
+        drop(latencies.time(Operation::Write));
+        drop(latencies.time(Operation::Write));
+        assert_eq!(latencies.counts(Operation::Write).count(), 2);
+        assert_eq!(latencies.counts(Operation::Read).count(), 0);
+    }
+
+    #[test]
+    fn quantiles_lie_in_the_right_bucket() {
+        let mut counts = Counts {
+            buckets: [0; BUCKETS],
+            total_ns: 0,
+        };
+        assert_eq!(counts.quantile_ns(0.5), 0);
+        counts.buckets[10] = 90;
+        counts.buckets[20] = 10;
+        assert!((512..=1024).contains(&counts.quantile_ns(0.5)));
+        assert_eq!(counts.quantile_ns(0.9), 1024);
+        assert!((1 << 19..=1 << 20).contains(&counts.quantile_ns(0.99)));
+        assert_eq!(counts.quantile_ns(1.0), 1 << 20);
+    }
+}

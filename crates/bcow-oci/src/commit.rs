@@ -1,0 +1,478 @@
+//! Changes over an image, written as an image of their own: a layer, or the whole that they make.
+//!
+//! What is written is a tree whose contents are addresses of a device, at whose byte [`BASE_FROM`] the address space of the
+//! image below begins. Content that lies there is named through a window and not stored, so that of a file of which a block
+//! changed, a block is stored; or it is copied, and the image then stands alone.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BackingResolver, BlockDevice, Error, Image, ImageWriter, OpenOptions, Written};
+use bcow_erofs::tree::{Blocks, ChunkRun, Content, TailSource, Tree};
+use bcow_erofs::writer::{ContentWindow, MAX_INLINE, Plan, WriteOptions};
+use serde_json::{Map, Value};
+
+use crate::cancel::Cancel;
+use crate::content::{BLOCK_BYTES, ContentStats, ContentWriter, Data, PIECE_BYTES, StoreError};
+use crate::conversion::{
+    INLINE_MAX, INLINE_MAX_PLAIN, ImageSink, emit, image_error, unfit, writer_options,
+};
+use crate::convert::hex;
+use crate::error::{ConvertError, Place};
+use crate::ingest::store_error;
+use crate::layered::lower::{LOWER_FROM, REGION_BYTES};
+use crate::metadata::{Metadata, options_json, tool};
+use crate::options::{ConvertOptions, Progress};
+use crate::output::Output;
+use crate::tails::TailStore;
+use crate::tar::{Run, SparseMap};
+
+/// Where, in bytes, the address space of the image below begins in a device of changes.
+pub const BASE_FROM: u64 = (LOWER_FROM as u64) * BLOCK_BYTES;
+
+/// The image below.
+pub struct Base<'b> {
+    /// Its address space.
+    pub image: Arc<Image>,
+    /// Gives the SHA-256 digest of its file. Asked only if some of it is named.
+    pub digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
+}
+
+/// The same, when it is known to be needed.
+struct Named {
+    image: Arc<Image>,
+    digest: [u8; 32],
+}
+
+/// What is to be written.
+pub struct Commit<'c> {
+    /// The tree.
+    pub tree: Tree,
+    /// What its contents are addresses of.
+    pub device: &'c dyn BlockDevice,
+    /// The image whose content is named rather than stored; `None` stores all.
+    pub base: Option<Base<'c>>,
+    /// What the JSON section says beside what every image's says.
+    pub described: Map<String, Value>,
+}
+
+/// What was written.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CommitReport {
+    /// Inodes of its tree.
+    pub entries: u64,
+    /// Length of the file in bytes.
+    pub file_bytes: u64,
+    /// Bytes of file content that were stored, before compression.
+    pub content_bytes: u64,
+    /// Bytes of file content that are in the image below.
+    pub base_bytes: u64,
+    /// Root of its Merkle tree.
+    pub merkle_root: String,
+}
+
+/// Writes an image of changes to `destination`, which appears, or is replaced, at once and complete or not at all.
+pub fn commit(
+    commit: Commit<'_>,
+    destination: &Path,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<CommitReport, ConvertError> {
+    if options.plain && commit.base.is_some() {
+        return Err(ConvertError::Options(
+            "a plain image cannot name content of the image below".to_owned(),
+        ));
+    }
+    let output = Output::create(destination)?;
+    let failed = |error| image_error(destination, error);
+    let writer = ImageWriter::create(
+        output.file()?,
+        writer_options(options, options.threads.max(1))?,
+    )
+    .map_err(failed)?;
+    let inline_max = match options.plain {
+        true => INLINE_MAX_PLAIN,
+        false => INLINE_MAX,
+    };
+    let sink = ImageSink::new(writer, destination);
+    let tails = TailStore::new(output.directory());
+    let never = AtomicBool::new(false);
+    let mut store = Store {
+        content: ContentWriter::new(sink, tails, inline_max, options.limits.max_bytes),
+        device: commit.device,
+        base_bytes: commit.base.as_ref().map(|base| base.image.size()),
+        kept_bytes: 0,
+        cancel: Cancel::new(options.cancel.as_deref()).or(&never),
+        progress,
+    };
+    let mut tree = commit.tree;
+    tree.replace_contents(&mut |content| store.take(content))?;
+    let kept_bytes = store.kept_bytes;
+    let stats = store.content.stats();
+    let (sink, tails) = store.content.into_parts();
+    let mut metadata = Metadata::new(&tool(options), options_json(options), commit.described);
+    let base = match commit.base.filter(|_| kept_bytes > 0) {
+        Some(base) => Some(Named {
+            digest: (base.digest)().map_err(|source| ConvertError::Read {
+                action: "take the digest of",
+                what: "the image below".to_owned(),
+                source,
+            })?,
+            image: base.image,
+        }),
+        None => None,
+    };
+    let written = finish(
+        &tree,
+        sink.into_writer(),
+        &tails,
+        &base,
+        stats,
+        &mut metadata,
+        inline_max,
+        destination,
+    )?;
+    if options.verify {
+        progress.phase("verify");
+        verify(&written, &output, &base, options.threads)?;
+    }
+    if store.cancel.is_set() {
+        return Err(ConvertError::Interrupted);
+    }
+    progress.phase("syncing");
+    let report = CommitReport {
+        entries: tree.len() as u64,
+        file_bytes: written.file_bytes(),
+        content_bytes: stats.content_bytes - stats.deduplicated_bytes,
+        base_bytes: kept_bytes,
+        merkle_root: hex(&written.merkle_root()),
+    };
+    output.publish()?;
+    Ok(report)
+}
+
+#[allow(
+    clippy::too_many_arguments,
+    reason = "one caller; a struct would only rename them"
+)]
+fn finish(
+    tree: &Tree,
+    mut writer: ImageWriter,
+    tails: &dyn TailSource,
+    base: &Option<Named>,
+    stats: ContentStats,
+    metadata: &mut Metadata,
+    inline_max: u16,
+    path: &Path,
+) -> Result<Written, ConvertError> {
+    let failed = |error| image_error(path, error);
+    let metadata_start = writer.begin_metadata().map_err(failed)?;
+    // Tails that are kept of the image below are as long as it has them.
+    let inline_max = match base {
+        Some(_) => MAX_INLINE,
+        None => inline_max,
+    };
+    let options = WriteOptions {
+        metadata_start,
+        inline_max,
+    };
+    let mut plan = Plan::new(tree, &options).map_err(|error| unfit(path, error))?;
+    let start = (metadata_start + plan.metadata_bytes()).next_multiple_of(REGION_BYTES);
+    if let Some(base) = base {
+        let too_large = || ConvertError::Options("the image below is larger than 8 TiB".to_owned());
+        let block = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).map_err(|_| too_large());
+        plan = plan
+            .with_windows(vec![ContentWindow {
+                from: LOWER_FROM,
+                to: block(start)?,
+                blocks: block(base.image.size())?,
+            }])
+            .map_err(|error| unfit(path, error))?;
+    }
+    emit(&plan, tails, &mut writer, path)?;
+    if let Some(base) = base {
+        let size = base.image.size();
+        let backing = writer.add_backing(BackingEntry {
+            name: BackingName::Digest(base.digest),
+            size,
+        });
+        let found = writer.append_window(backing, 0, size).map_err(failed)?;
+        debug_assert_eq!(found, start);
+    }
+    metadata.content(plan.inodes(), stats, metadata_start);
+    let superblock = plan.superblock(writer.position() / BLOCK_BYTES);
+    writer
+        .finish(&superblock, &metadata.to_json())
+        .map_err(failed)
+}
+
+/// Reads the image back, and walks its file system.
+fn verify(
+    written: &Written,
+    output: &Output,
+    base: &Option<Named>,
+    threads: usize,
+) -> Result<(), ConvertError> {
+    let wrong = |error: Error| ConvertError::Verify(Box::new(error));
+    bcow::verify_written(written, threads).map_err(wrong)?;
+    let given = Given(base.as_ref().map(|base| base.image.clone()));
+    let storage = Arc::new(output.file()?);
+    let image =
+        Image::open_with_backings(storage, &OpenOptions::default(), &given).map_err(wrong)?;
+    crate::verify::file_system(image)
+}
+
+struct Given(Option<Arc<Image>>);
+
+impl BackingResolver for Given {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(self.0.clone().map(|image| image as Arc<dyn BlockDevice>))
+    }
+}
+
+/// Contents on their way into the image.
+struct Store<'s> {
+    content: ContentWriter<ImageSink>,
+    device: &'s dyn BlockDevice,
+    /// How much of the image below may be named.
+    base_bytes: Option<u64>,
+    /// How much of it is.
+    kept_bytes: u64,
+    cancel: Cancel<'s>,
+    progress: &'s dyn Progress,
+}
+
+/// A run of a file's blocks on the device.
+#[derive(Debug, Clone, Copy)]
+struct DeviceRun {
+    /// First byte of the file, and how many; the last may be short of a block.
+    offset: u64,
+    length: u64,
+    /// First byte on the device.
+    at: u64,
+}
+
+impl Store<'_> {
+    /// Stores a file's content, or as much of it as has to be.
+    fn take(&mut self, content: &Content) -> Result<Content, ConvertError> {
+        if self.cancel.is_set() {
+            return Err(ConvertError::Interrupted);
+        }
+        let failed = |error| store_error(Place::layer("the changes"), error);
+        let runs = runs(content);
+        let is_kept = |run: &DeviceRun| self.is_kept(run);
+        let kept = runs.iter().filter(|run| is_kept(run)).count();
+        if kept == 0 {
+            return self.copy(content, &runs).map_err(failed);
+        }
+        self.kept_bytes += runs
+            .iter()
+            .filter(|run| is_kept(run))
+            .map(|run| run.length)
+            .sum::<u64>();
+        if kept == runs.len() {
+            return self.keep(content).map_err(failed);
+        }
+        self.mix(content, &runs).map_err(failed)
+    }
+
+    fn is_kept(&self, run: &DeviceRun) -> bool {
+        self.base_bytes.is_some_and(|size| {
+            let end = run.at + run.length.next_multiple_of(BLOCK_BYTES);
+            run.at >= BASE_FROM && end <= BASE_FROM + size
+        })
+    }
+
+    /// All of it is stored.
+    fn copy(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, StoreError> {
+        let mut pieces: Vec<DeviceRun> = runs.to_vec();
+        if let Some(tail) = content.tail {
+            let length = u64::from(tail.length);
+            pieces.push(DeviceRun {
+                offset: content.size - length,
+                length,
+                at: tail.offset,
+            });
+        }
+        let mut data = DeviceData::new(self.device, self.progress, pieces);
+        let stored: u64 = data.runs.iter().map(|run| run.length).sum();
+        if stored == content.size {
+            return self.content.file(content.size, &mut data);
+        }
+        let runs = data.runs.iter().map(|run| Run {
+            offset: run.offset,
+            length: run.length,
+        });
+        let map = SparseMap {
+            size: content.size,
+            runs: runs.collect(),
+        };
+        self.content.sparse(&map, &mut data)
+    }
+
+    /// Nothing of it is stored, but for a tail beside the inode.
+    fn keep(&mut self, content: &Content) -> Result<Content, StoreError> {
+        let mut kept = content.clone();
+        if let Some(tail) = content.tail {
+            let mut bytes = vec![0; tail.length.into()];
+            self.device
+                .read_at(tail.offset, &mut bytes)
+                .map_err(read_error)?;
+            kept.tail = Some(self.content.tail(&bytes)?);
+        }
+        Ok(kept)
+    }
+
+    /// Some of it is stored: whole chunks.
+    fn mix(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, StoreError> {
+        let Blocks::Chunked { chunk_shift, .. } = content.blocks else {
+            return self.copy(content, runs);
+        };
+        let chunk = BLOCK_BYTES << chunk_shift;
+        let mut mixed: Vec<ChunkRun> = Vec::new();
+        let mut push = |run: ChunkRun| match mixed.last_mut() {
+            Some(last)
+                if last.first + last.count == run.first
+                    && u64::from(last.start) + (last.count << chunk_shift)
+                        == u64::from(run.start) =>
+            {
+                last.count += run.count;
+            }
+            _ => mixed.push(run),
+        };
+        for run in runs {
+            let first = run.offset / chunk;
+            if self.is_kept(run) {
+                push(ChunkRun {
+                    first,
+                    count: run.length.div_ceil(chunk),
+                    start: (run.at / BLOCK_BYTES) as u32,
+                });
+                continue;
+            }
+            let mut data = DeviceData::new(self.device, self.progress, vec![*run]);
+            let mut done = 0;
+            while done < run.length {
+                // A chunk lies in one place.
+                let length = (run.length - done).min(chunk.max(PIECE_BYTES as u64));
+                let start = self.content.run(length, &mut data)?;
+                push(ChunkRun {
+                    first: first + done / chunk,
+                    count: length.div_ceil(chunk),
+                    start,
+                });
+                done += length;
+            }
+        }
+        Ok(Content {
+            size: content.size,
+            blocks: Blocks::Chunked {
+                chunk_shift,
+                runs: mixed.into(),
+            },
+            tail: None,
+        })
+    }
+}
+
+/// Where a file's blocks are on the device.
+fn runs(content: &Content) -> Vec<DeviceRun> {
+    let tail = content.tail.map_or(0, |tail| u64::from(tail.length));
+    let in_blocks = content.size - tail;
+    let device = |block: u32| u64::from(block) * BLOCK_BYTES;
+    match &content.blocks {
+        Blocks::Flat { start } if in_blocks > 0 => vec![DeviceRun {
+            offset: 0,
+            length: in_blocks,
+            at: device(*start),
+        }],
+        Blocks::Flat { .. } | Blocks::Dropped => Vec::new(),
+        Blocks::Chunked { chunk_shift, runs } => {
+            let chunk = BLOCK_BYTES << chunk_shift;
+            let bytes = |run: &ChunkRun| {
+                let offset = run.first * chunk;
+                DeviceRun {
+                    offset,
+                    length: (run.count * chunk).min(content.size.saturating_sub(offset)),
+                    at: device(run.start),
+                }
+            };
+            let runs = runs.iter().map(bytes).filter(|run| run.length > 0);
+            runs.collect()
+        }
+    }
+}
+
+fn read_error(error: Error) -> StoreError {
+    StoreError::from(ConvertError::Read {
+        action: "read",
+        what: "a file's content".to_owned(),
+        source: io::Error::other(error),
+    })
+}
+
+/// The bytes of runs, one behind the other.
+struct DeviceData<'d> {
+    device: &'d dyn BlockDevice,
+    progress: &'d dyn Progress,
+    runs: Vec<DeviceRun>,
+    /// The run to be read next, and how much of it was.
+    next: usize,
+    done: u64,
+    buffer: Vec<u8>,
+    /// Bytes of the buffer that were taken.
+    taken: usize,
+}
+
+impl<'d> DeviceData<'d> {
+    fn new(device: &'d dyn BlockDevice, progress: &'d dyn Progress, runs: Vec<DeviceRun>) -> Self {
+        DeviceData {
+            device,
+            progress,
+            runs,
+            next: 0,
+            done: 0,
+            buffer: Vec::new(),
+            taken: 0,
+        }
+    }
+}
+
+impl Data for DeviceData<'_> {
+    fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
+        self.buffer.drain(..self.taken);
+        self.taken = 0;
+        while self.buffer.len() < wanted {
+            let Some(run) = self.runs.get(self.next) else {
+                return Err(ConvertError::Changed {
+                    what: "a file's content".to_owned(),
+                });
+            };
+            let have = self.buffer.len();
+            let length = (run.length - self.done).min((wanted - have) as u64) as usize;
+            self.buffer.resize(have + length, 0);
+            self.device
+                .read_at(run.at + self.done, &mut self.buffer[have..])
+                .map_err(|error| ConvertError::Read {
+                    action: "read",
+                    what: "a file's content".to_owned(),
+                    source: io::Error::other(error),
+                })?;
+            self.progress.advance(length as u64);
+            self.done += length as u64;
+            if self.done == run.length {
+                self.next += 1;
+                self.done = 0;
+            }
+        }
+        Ok((&self.buffer[..wanted], &[]))
+    }
+
+    fn consume(&mut self, bytes: usize) {
+        self.taken += bytes;
+    }
+}
