@@ -1,0 +1,301 @@
+"""Writable views of a tree, to be judged alike: bcow's in all its kinds, and those of others to judge the judges.
+
+A Lower is a directory and the image made of it. A Subject shows it at `where`, and keeps what is written in `upper`, which outlives
+unmounting. BCOW_SUBJECTS names those to test, separated by spaces:
+
+    plain             a copy on the same file system, no union at all
+    overlayfs         the kernel's, with redirected directories, metadata copies and the index
+    fuse-overlayfs
+    bcow[+OPTION...]  options as `bcow mount` has them, without the dashes, or of -o: bcow+sketch=packed+sync=volatile+writeback
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+
+import support
+import syscalls
+from support import BCOW, bcow, is_mounted, need, run
+
+KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed")
+SPARSE = ("bcow+sketch=sparse",)
+# From here on a first write makes a sketch.
+LARGE = 64 << 10
+# 2001, and a part of a second, so that a copy that loses nanoseconds is seen.
+EPOCH = 1_000_000_000_123_456_789
+
+
+def chosen(default=KINDS):
+    return tuple((os.environ.get("BCOW_SUBJECTS") or " ".join(default)).split())
+
+
+class Lower:
+    """A tree in a directory, and the image of it."""
+
+    def __init__(self, directory, plant):
+        self.tree, self.image = os.path.join(directory, "lower"), os.path.join(directory, "image.bcow")
+        os.mkdir(self.tree)
+        plant(self.tree)
+
+    def make_image(self, *options):
+        if not os.path.exists(self.image):
+            bcow("convert", *options, f"dir:{self.tree}", self.image)
+        return self.image
+
+
+class Subject:
+    """What all have in common: a directory with `mnt` and `upper`."""
+
+    # Whether files have an end in the mount's own process, which can be killed.
+    daemon = False
+    # Whether fallocate can reserve space in every file.
+    reserves = True
+
+    def __init__(self, name, lower, directory):
+        self.name, self.lower, self.directory = name, lower, directory
+        self.where, self.upper = os.path.join(directory, "mnt"), os.path.join(directory, "upper")
+        for path in (self.where, self.upper):
+            os.makedirs(path, exist_ok=True)
+        self.prepare()
+
+    def prepare(self):
+        os.chmod(self.upper, os.stat(self.lower.tree).st_mode & 0o7777)
+
+    def mount(self):
+        raise NotImplementedError
+
+    def unmount(self):
+        run("umount", self.where)
+
+    def remount(self):
+        self.unmount()
+        self.mount()
+
+    def check(self):
+        """Fails unless the upper of what is not mounted is in order."""
+
+    def remove(self):
+        """Whatever state it is in, nothing stays."""
+        while is_mounted(self.where):
+            subprocess.run(["umount", "-l", self.where], check=False)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Plain(Subject):
+    def prepare(self):
+        self.upper = self.where
+        os.rmdir(self.where)
+        run("cp", "-a", self.lower.tree, self.where)
+
+    def mount(self):
+        # So that its root is that of a mount too: EBUSY and EXDEV.
+        run("mount", "--bind", self.where, self.where)
+
+
+class Overlay(Subject):
+    options = "redirect_dir=on,metacopy=on,index=on,xino=auto"
+
+    def prepare(self):
+        super().prepare()
+        self.work = os.path.join(self.directory, "work")
+        os.makedirs(self.work, exist_ok=True)
+        shutil.copystat(self.lower.tree, self.upper)
+
+    def mount(self):
+        run("mount", "-t", "overlay", "overlay", "-o",
+            f"lowerdir={self.lower.tree},upperdir={self.upper},workdir={self.work},{self.options}", self.where)
+
+
+class Foreground(Subject):
+    """A program of ours in the foreground that serves the mount, so that its end and its last words are known."""
+
+    daemon = True
+    process = user = None
+
+    def command(self):
+        raise NotImplementedError
+
+    def start(self):
+        """Starts mounting; whether that succeeds is the caller's to find out."""
+        self.log = tempfile.TemporaryFile()
+        options = {} if self.user is None else {"user": self.user, "group": self.user, "extra_groups": []}
+        self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True,
+                                        **options)
+
+    def mount(self):
+        self.start()
+        deadline = time.monotonic() + 60
+        while not self.answers():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"`{' '.join(self.command())}` did not mount, code {self.process.poll()}:\n{self.said()}")
+            time.sleep(0.002)
+
+    def answers(self):
+        """Whether it is mounted. A dead mount may still be there, and then none, until this one takes its place."""
+        return is_mounted(self.where) and syscalls.code_of(os.statvfs, self.where) not in ("ENOTCONN", "ECONNABORTED") and is_mounted(self.where)
+
+    def said(self):
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+    def unmount(self):
+        super().unmount()
+        self.ended()
+
+    def ended(self):
+        code = self.process.wait(timeout=60)
+        said = self.let_go()
+        if code != 0 or "panicked" in said:
+            raise AssertionError(f"the mount's process ended with {code}:\n{said}")
+
+    def kill(self):
+        """Ends the process at once. The dead mount stays, as the kernel has it."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        said = self.let_go()
+        if "panicked" in said:
+            raise AssertionError(f"before it was killed:\n{said}")
+
+    def let_go(self):
+        """Of a process that has ended; gives its last words."""
+        said = self.said()
+        self.log.close()
+        self.process = None
+        return said
+
+    def remove(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.let_go()
+        super().remove()
+
+
+class FuseOverlay(Foreground, Overlay):
+    def command(self):
+        return ["fuse-overlayfs", "-f", "-o", f"lowerdir={self.lower.tree},upperdir={self.upper},workdir={self.work},allow_other", self.where]
+
+    def kill(self):
+        super().kill()
+        run("umount", self.where)
+
+
+class Bcow(Foreground):
+    access = "allow_other,suid,dev"
+
+    def prepare(self):
+        given = self.name.split("+")[1:]
+        self.options = [f"--{option}" for option in given if "=" in option]
+        self.access = ",".join([self.access, *(option for option in given if "=" not in option)])
+        self.reserves = "--sketch=packed" not in self.options
+
+    def command(self):
+        program, image = BCOW, self.lower.make_image()
+        if self.user is not None:
+            program, image = support.for_everyone(program), support.for_everyone(image)
+        options = self.options + (["-o", self.access] if self.access else [])
+        return [program, "mount", "-f", image, self.where, "--upper", self.upper, *options]
+
+    def unmount(self):
+        bcow("umount", self.where, user=self.user, timeout=60)
+        self.ended()
+
+    def check(self):
+        done = bcow("fsck", self.upper, check=False, user=self.user)
+        if done.code != 0:
+            raise AssertionError(str(done))
+
+
+def subject(name, lower, directory):
+    kind = {"plain": Plain, "overlayfs": Overlay, "fuse-overlayfs": FuseOverlay, "bcow": Bcow}[name.split("+")[0]]
+    return kind(name, lower, directory)
+
+
+def need_for(*names):
+    """What the tests of these subjects need besides bcow."""
+    need(root=True, fuse=True)
+    for name in names:
+        if name == "fuse-overlayfs":
+            need("fuse-overlayfs")
+
+
+@contextlib.contextmanager
+def shown(name, lower, mount=True):
+    """A subject in a directory of its own for the length of a with block, which must end well."""
+    directory = tempfile.mkdtemp(prefix="union-", dir=support.WORK)
+    os.chmod(directory, 0o755)
+    one = subject(name, lower, directory)
+    try:
+        if mount:
+            one.mount()
+        yield one
+        if is_mounted(one.where):
+            one.unmount()
+    finally:
+        one.remove()
+
+
+def content(tag, length):
+    """Bytes that follow from a tag, none of them zero, so that what was never written is told from what was."""
+    piece = random.Random(str(tag)).randbytes(min(length, 4 << 20)).replace(b"\0", b"\1")
+    return (piece * (length // max(1, len(piece)) + 1))[:length]
+
+
+def plant(top):
+    """The lower tree of most tests: each type, sizes around every threshold, hardlinks, holes, xattrs, ACLs, odd names."""
+    def at(*names):
+        return os.path.join(top, *names)
+
+    for name in ("d0", "d0/sub", "d0/sub/deep", "d1", "d2", "many", "empty", "sticky", "setgid"):
+        os.mkdir(at(name))
+    sizes = {"d0/zero": 0, "d0/one": 1, "d0/hundred": 100, "d0/sub/4095": 4095, "d0/sub/4096": 4096, "d0/sub/4097": 4097,
+             "d1/small": LARGE, "d1/large": LARGE + 1, "d1/odd": 100_003, "d2/blocks": 75 * 4096, "d2/big": (1 << 20) + 123,
+             "d0/sub/deep/file": 200_000, "top": 10_000, "setgid/tool": 70_000, "sticky/others": 300}
+    for name, size in sizes.items():
+        with open(at(name), "wb") as file:
+            file.write(content(name, size))
+    with open(at("d2/holes"), "wb") as file:
+        for offset in (0, 40_000, 500_000, 1_500_000):
+            file.seek(offset)
+            file.write(content(offset, 9000))
+        file.truncate(2_000_000)
+    with open(at("d2/hollow"), "wb") as file:
+        file.truncate(300_000)
+    for first, *others in (("d0/pair", "d1/pair"), ("d2/three", "d0/sub/three", "three")):
+        with open(at(first), "wb") as file:
+            file.write(content(first, 90_000 if others[-1] == "three" else 500))
+        for other in others:
+            os.link(at(first), at(other))
+    for name, target in (("link", "d0/hundred"), ("d0/link", "sub"), ("dangling", "nowhere"), ("d1/self", "self"), ("long-link", "d0/" * 300)):
+        os.symlink(target, at(name))
+    os.link(at("link"), at("d1/link"), follow_symlinks=False)
+    os.mkfifo(at("fifo"), 0o640)
+    os.mknod(at("null"), 0o20666, os.makedev(1, 3))
+    os.mknod(at("d1/block"), 0o60640, os.makedev(7, 300))
+    os.mknod(at("d1/socket"), 0o140600)
+    for number in range(120):
+        with open(at("many", f"entry-{number:03}"), "wb"):
+            pass
+    for name in ("n" * 255, "back\\slash", "new\nline", "\udcff\udcfe", "über", " ", "-", "#x"):
+        with open(at("d2", name), "wb") as file:
+            file.write(os.fsencode(name))
+    os.setxattr(at("d0/hundred"), "user.one", b"1")
+    os.setxattr(at("d2/big"), "user.two", bytes(range(200)))
+    os.setxattr(at("d2/big"), "trusted.three", b"3")
+    os.setxattr(at("d0"), "user.dir", b"")
+    os.setxattr(at("d1/large"), syscalls.ACCESS_ACL, syscalls.simple_acl(6, 4, 0, mask=6, users=((1000, 6),)))
+    os.setxattr(at("d1"), syscalls.DEFAULT_ACL, syscalls.simple_acl(7, 5, 0, mask=7, users=((1000, 7),), groups=((1001, 5),)))
+    for name, uid, gid, mode in (("d2/blocks", 1000, 1000, 0o644), ("setgid", 0, 1001, 0o2775), ("setgid/tool", 1000, 1001, 0o6755),
+                                 ("sticky", 0, 0, 0o1777), ("sticky/others", 1001, 1001, 0o666), ("d0/sub", 1000, 1000, 0o755),
+                                 ("d2", 0, 0, 0o777), ("empty", 1000, 1000, 0o700), ("d0/one", 0, 0, 0o400)):
+        os.chown(at(name), uid, gid)
+        os.chmod(at(name), mode)
+    for path, folders, files in os.walk(top, topdown=False):
+        for number, name in enumerate(sorted(files + folders)):
+            syscalls.utimens(os.path.join(path, name), EPOCH + number, EPOCH + number * 10 ** 9, follow=False)
+    syscalls.utimens(top, EPOCH, EPOCH)

@@ -1,0 +1,119 @@
+"""System calls that Python's standard library has not, and one door for credentials."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+RENAME_NOREPLACE, RENAME_EXCHANGE, RENAME_WHITEOUT = 1, 2, 4
+KEEP_SIZE, PUNCH_HOLE, COLLAPSE_RANGE, ZERO_RANGE, INSERT_RANGE = 1, 2, 8, 16, 32
+UTIME_NOW, UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
+AT_FDCWD, AT_SYMLINK_NOFOLLOW, AT_SYMLINK_FOLLOW = -100, 0x100, 0x400
+MS_SYNC = 4
+GETDENTS64, SETFSUID, SETFSGID = 217, 122, 123
+ACCESS_ACL, DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default"
+
+libc.syscall.restype = ctypes.c_long
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def checked(result, what=None):
+    """The result of a call of the C library, or its error as an OSError."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), what)
+    return result
+
+
+def rename(old, new, flags=0):
+    checked(libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags)), new)
+
+
+def fallocate(fd, mode, offset, length):
+    checked(libc.fallocate(fd, mode, offset, length))
+
+
+def syncfs(fd):
+    checked(libc.syncfs(fd))
+
+
+def utimens(path, atime, mtime, follow=True):
+    """Sets times; each is nanoseconds, UTIME_NOW as "now", or None for neither."""
+    def spec(time):
+        if time is None:
+            return 0, UTIME_OMIT
+        return (0, UTIME_NOW) if time == "now" else divmod(time, 10 ** 9)
+
+    times = struct.pack("qqqq", *spec(atime), *spec(mtime))
+    checked(libc.utimensat(AT_FDCWD, os.fsencode(path), times, 0 if follow else AT_SYMLINK_NOFOLLOW), path)
+
+
+def link_descriptor(fd, new):
+    """Gives a file that is open a name, one that never had any too."""
+    checked(libc.linkat(AT_FDCWD, f"/proc/self/fd/{fd}".encode(), AT_FDCWD, os.fsencode(new), AT_SYMLINK_FOLLOW), new)
+
+
+def directory_entries(fd, room):
+    """What one getdents64 of so many bytes gives: (name, inode, type) each; nothing at the end."""
+    buffer = ctypes.create_string_buffer(room)
+    length = checked(libc.syscall(GETDENTS64, fd, buffer, room))
+    entries, at = [], 0
+    while at < length:
+        inode, _, size, kind = struct.unpack_from("QqHB", buffer.raw, at)
+        name = buffer.raw[at + 19:at + size].split(b"\0", 1)[0]
+        entries.append((os.fsdecode(name), inode, kind))
+        at += size
+    return entries
+
+
+@contextlib.contextmanager
+def acting_as(uid, gid, umask=0o022):
+    """Makes and asks for files as somebody else would, without that one's capabilities."""
+    before = os.umask(umask)
+    groups = os.getgroups()
+    if uid:
+        os.setgroups([])
+        libc.syscall(SETFSGID, gid)
+        libc.syscall(SETFSUID, uid)
+    try:
+        yield
+    finally:
+        if uid:
+            libc.syscall(SETFSUID, 0)
+            libc.syscall(SETFSGID, 0)
+            os.setgroups(groups)
+        os.umask(before)
+
+
+def acl(*entries):
+    """The bytes of a POSIX ACL of (tag, permissions, id) each."""
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+NO_ID = 0xFFFFFFFF
+USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 1, 2, 4, 8, 16, 32
+
+
+def simple_acl(owner, group, other, mask=None, users=(), groups=()):
+    entries = [(USER_OBJ, owner, NO_ID)] + [(USER, bits, uid) for uid, bits in users]
+    entries += [(GROUP_OBJ, group, NO_ID)] + [(GROUP, bits, gid) for gid, bits in groups]
+    if mask is not None:
+        entries.append((MASK, mask, NO_ID))
+    return acl(*entries, (OTHER, other, NO_ID))
+
+
+def name_of(code):
+    """An errno's name; of two names for one number, the one that file systems use."""
+    return "EOPNOTSUPP" if code == errno.EOPNOTSUPP else errno.errorcode[code]
+
+
+def code_of(function, *arguments, **options):
+    """The name of the errno that a call ends with, or None."""
+    try:
+        function(*arguments, **options)
+    except OSError as error:
+        return name_of(error.errno)
+    return None

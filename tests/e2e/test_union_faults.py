@@ -1,0 +1,396 @@
+"""What goes wrong around a writable mount: uppers that cannot be one, full and limited space, damage below and above. Clear errors, nothing
+lost, no wrong bytes, and what is not concerned goes on."""
+
+import contextlib
+import errno
+import os
+import random
+import time
+
+import syscalls
+from promises import promise
+from support import assert_refused, bcow, is_mounted, run
+from union import UnionCase
+
+BIG = "d2/big"
+PAGE = 4096
+
+
+class Refusals(UnionCase):
+    mounts = False
+    tools = ("mkfs.ext4",)
+
+    def refused(self, upper, *mention, image=None):
+        """Fails unless mounting with this upper is refused with one clear error, and leaves nothing."""
+        result = bcow("mount", image or self.lower.make_image(), self.where, "--upper", upper, check=False, timeout=60)
+        assert_refused(self, result, *mention)
+        self.assertFalse(is_mounted(self.where))
+
+    @promise("An upper on a read-only file system, or on one without extended attributes, is refused before anything is mounted.")
+    def test_an_upper_that_cannot_be_written(self):
+        disk = self.disk(16)
+        os.mkdir(os.path.join(disk, "upper"))
+        run("mount", "-o", "remount,ro", disk)
+        self.refused(os.path.join(disk, "upper"), "disk/upper", r"(?i)read-only")
+        self.assertEqual(os.listdir(os.path.join(disk, "upper")), [])
+
+    def test_an_upper_without_attributes(self):
+        where = os.path.join(self.mount.directory, "ramfs")
+        os.mkdir(where)
+        run("mount", "-t", "ramfs", "ramfs", where)
+        self.addCleanup(run, "umount", where)
+        self.refused(where, "ramfs", r"(?i)attribute")
+        self.assertEqual(os.listdir(where), [])
+
+    def test_an_upper_that_is_none(self):
+        file = os.path.join(self.mount.directory, "file")
+        with open(file, "w"):
+            pass
+        self.refused(file, "file", r"(?i)directory")
+        self.refused(os.path.join(self.mount.directory, "absent", "upper"), "absent", r"(?i)no such")
+        self.refused(self.lower.make_image(), r"(?i)directory")
+
+    @promise("An upper has one writer at a time: a second mount is refused, and told who holds it. An upper that was begun for another image is "
+             "refused.")
+    def test_an_upper_has_one_writer_and_one_image(self):
+        self.mount.mount()
+        self.write("kept", b"kept")
+        other = os.path.join(self.mount.directory, "other")
+        os.mkdir(other)
+        result = bcow("mount", self.lower.image, other, "--upper", self.upper, check=False)
+        assert_refused(self, result, "upper", str(self.mount.process.pid))
+        self.assertEqual(self.read("kept"), b"kept")
+        self.mount.unmount()
+        tree = os.path.join(self.mount.directory, "tree")
+        os.mkdir(tree)
+        image = os.path.join(self.mount.directory, "another.bcow")
+        with open(os.path.join(tree, "kept"), "wb") as file:
+            file.write(b"of another image")
+        bcow("convert", f"dir:{tree}", image)
+        self.refused(self.upper, "upper", r"(?i)image", image=image)
+        self.mount.mount()
+        self.assertEqual(self.read("kept"), b"kept")
+
+    @promise("after the machine stopped, the upper is refused.")
+    def test_a_volatile_upper_after_the_machine_stopped(self):
+        self.mount.options.append("--sync=volatile")
+        self.mount.mount()
+        self.write("kept", b"kept")
+        self.mount.kill()
+        # In the same boot nothing is lost.
+        self.mount.mount()
+        self.assertEqual(self.read("kept"), b"kept")
+        self.mount.kill()
+        run("umount", "-l", self.where)
+        with open(os.path.join(self.upper, ".bcow", "volatile"), "w") as file:
+            file.write("11111111-2222-3333-4444-555555555555\n")
+        self.refused(self.upper, "upper", r"(?i)volatile")
+
+
+class Space(UnionCase):
+    mounts = False
+    tools = ("mkfs.ext4",)
+
+    def fill(self, name, total, data=b"f" * 65_536):
+        """Writes a new file until there is no more room, or this many bytes: how many were written."""
+        fd = self.open(name, os.O_WRONLY | os.O_CREAT)
+        done = 0
+        try:
+            while done < total:
+                done += os.write(fd, data)
+            os.fsync(fd)
+        except OSError as error:
+            self.assertEqual(error.errno, errno.ENOSPC)
+        finally:
+            os.close(fd)
+        return done
+
+    def wait_for_room(self, room=1 << 20):
+        """The kernel tells the mount a little later that a file without a name is not open any more."""
+        deadline = time.monotonic() + 10
+        while os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize < room:
+            self.assertLess(time.monotonic(), deadline, "no room after a file was removed")
+            time.sleep(0.01)
+
+    @promise("A full or failing host file system ends the call that needs it with its error, ENOSPC or EIO. Nothing that was there is lost, and when "
+             "there is room again all goes on.")
+    def test_a_full_disk(self):
+        self.mount.upper = self.upper = os.path.join(self.disk(24), "upper")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        names = [BIG, "d1/odd", "d2/three", "d0/sub/deep/file"]
+        want = {name: self.original(name) for name in names}
+        for name in names:
+            with open(self.at(name), "r+b", buffering=0) as file:
+                file.seek(5000)
+                file.write(b"before")
+            want[name][5000:5006] = b"before"
+        self.fill("filler", 1 << 30)
+        self.fill("filler-too", 1 << 30, b"f")
+        dice, refused = random.Random(3), 0
+        for _ in range(400):
+            name = dice.choice(names)
+            offset, length = dice.randrange(len(want[name]) - 5000), dice.choice([1, 700, 4096, 5000])
+            data = dice.randbytes(length)
+            try:
+                with open(self.at(name), "r+b", buffering=0) as file:
+                    done = os.pwrite(file.fileno(), data, offset)
+                want[name][offset:offset + done] = data[:done]
+            except OSError as error:
+                self.assertEqual(error.errno, errno.ENOSPC)
+                refused += 1
+        self.assertGreater(refused, 50)
+        for call in (lambda: self.write("d0/new-file", bytes(20_000)), lambda: self.fill("more", 1 << 20)):
+            with contextlib.suppress(OSError):
+                call()
+        for name in names:
+            self.assertEqual(self.read(name), want[name], name)
+        # Room again: everything can be made durable, and goes on.
+        os.unlink(self.at("filler"))
+        self.wait_for_room()
+        for name in names:
+            with open(self.at(name), "r+b", buffering=0) as file:
+                file.seek(60_000)
+                file.write(b"after")
+                os.fsync(file.fileno())
+            want[name][60_000:60_005] = b"after"
+        os.rename(self.at("d1"), self.at("d7"))
+        self.remount()
+        for name in names:
+            self.assertEqual(self.read(name.replace("d1/", "d7/")), want[name], name)
+        self.mount.unmount()
+        self.mount.check()
+
+    def test_changes_on_a_full_disk_are_whole_or_not_at_all(self):
+        self.mount.upper = self.upper = os.path.join(self.disk(8), "upper")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        self.fill("filler", 1 << 30)
+        self.fill("filler-too", 1 << 30, b"f")
+        self.assertEqual(os.statvfs(self.where).f_bavail, 0)
+        done = []
+        for number in range(300):
+            path = self.at(f"d0/directory-{number}")
+            with contextlib.suppress(OSError):
+                os.mkdir(path)
+                done.append(path)
+            if number == 250:
+                # Only bytes that the host has to spare by itself are left.
+                self.assertLess(len(done), 250)
+        before = {name: os.lstat(self.at(name)) for name in ("d0/hundred", "d1/small", BIG, "d0/sub", "link")}
+        for name, info in before.items():
+            for call in (lambda path=self.at(name): os.chown(path, 7, 7, follow_symlinks=False),
+                         lambda path=self.at(name): os.rename(path, path + "-moved"),
+                         lambda path=self.at(name): os.link(path, path + "-linked", follow_symlinks=False)):
+                code = syscalls.code_of(call)
+                self.assertIn(code, ("ENOSPC", None, "EPERM"))
+        # Whatever could be done was done, the rest is as before; nothing is both or neither.
+        for name, info in before.items():
+            there = [path for path in (name, name + "-moved") if os.path.lexists(self.at(path))]
+            self.assertEqual(len(there), 1, name)
+            self.assertEqual(os.lstat(self.at(there[0])).st_size, info.st_size) if name != "d0/sub" else None
+            if name in ("d0/hundred", BIG):
+                self.assertEqual(self.read(there[0]), self.original(name))
+        os.unlink(self.at("filler"))
+        os.mkdir(self.at("room"))
+        self.remount()
+        self.assertTrue(all(os.path.isdir(path) for path in done))
+        self.mount.unmount()
+        self.mount.check()
+
+    @promise("What counts against `--size-limit` is what is stored. A write that does not fit ends with ENOSPC and changes nothing; when something was "
+             "removed, there is room again.")
+    def test_a_limit(self):
+        limit = 4 << 20
+        self.mount.options.append(f"--size-limit={limit}")
+        self.mount.mount()
+        fd = self.opened(BIG)
+        # Blocks of a sketch count as they are stored, and once.
+        blocks = (1 << 20) // PAGE
+        want = self.original(BIG)
+        for _ in range(2):
+            for block in range(0, blocks, 2):
+                os.pwrite(fd, b"x", block * PAGE)
+                want[block * PAGE:block * PAGE + 1] = b"x"
+        os.fsync(fd)
+        taken = blocks // 2 * PAGE
+        written = self.fill("filler", 1 << 30, b"f" * PAGE)
+        self.assertLessEqual(written + taken, limit)
+        self.assertGreater(written + taken, limit - (256 << 10))
+        self.assert_error("ENOSPC", os.pwrite, fd, b"yyy", PAGE + 50)
+        self.assertEqual(self.read(BIG), want)
+        if "sparse" in self.kind:
+            # What is stored already is written over in its place. A packed sketch may need a block to change its tables.
+            os.pwrite(fd, b"zzz", 0)
+            want[:3] = b"zzz"
+            self.assertEqual(self.read(BIG), want)
+        self.remount()
+        fd = self.opened(BIG)
+        self.assertEqual(self.read(BIG), want)
+        self.assert_error("ENOSPC", os.pwrite, fd, b"yyy", PAGE + 50)
+        os.truncate(self.at("filler"), written - (64 << 10))
+        for block in range(8):
+            os.pwrite(fd, b"www", block * PAGE * 2 + PAGE + 50)
+            want[block * PAGE * 2 + PAGE + 50:block * PAGE * 2 + PAGE + 53] = b"www"
+        os.unlink(self.at("filler"))
+        self.wait_for_room(written - (256 << 10))
+        again = self.fill("filler", 1 << 30, b"f" * PAGE)
+        self.assertLess(abs(again - written), 256 << 10)
+        self.assertEqual(self.read(BIG), want)
+        # Punched out, cut off: room again.
+        os.unlink(self.at("filler"))
+        os.ftruncate(fd, 4096)
+        self.wait_for_room(again + taken - (256 << 10))
+        more = self.fill("filler", 1 << 30, b"f" * PAGE)
+        self.assertGreater(more, again + taken - (256 << 10))
+
+    @promise("A write to each of many large files costs a few blocks each, for bytes, attributes and map, not the files.")
+    def test_many_large_files(self):
+        tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(self.mount.directory, "many.bcow")
+        os.mkdir(tree)
+        count, size = 60, 8 << 20
+        for number in range(count):
+            with open(os.path.join(tree, str(number)), "wb") as file:
+                file.write(bytes([number + 1]) * size)
+        bcow("convert", f"dir:{tree}", image)
+        self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
+        self.mount.options.append("--size-limit=2M")
+        self.mount.mount()
+        for number in range(count):
+            with open(self.at(str(number)), "r+b", buffering=0) as file:
+                file.seek(size // 2 + 100)
+                file.write(b"!")
+        self.mount.unmount()
+        stored = self.stored()
+        self.assertLess(stored, count * (5 if "sparse" in self.kind else 8) * PAGE)
+        self.mount.mount()
+        for number in (0, count - 1):
+            want = bytearray(bytes([number + 1]) * size)
+            want[size // 2 + 100] = ord("!")
+            self.assertEqual(self.read(str(number)), want)
+
+
+class PackedSpace(Space):
+    kind = "bcow+sketch=packed"
+
+
+class Damage(UnionCase):
+    mounts = False
+
+    def damaged_image(self, *names):
+        """A copy of an uncompressed image in which the second mebibyte of each of these files is not what it was."""
+        image = os.path.join(self.mount.directory, "damaged.bcow")
+        bcow("convert", "--compress", "none", "--block-size", "4K", f"dir:{self.lower.tree}", image)
+        with open(image, "r+b") as file:
+            data = file.read()
+            for name in names:
+                at = data.index(bytes(self.original(name)[40_960:45_056]))
+                file.seek(at + 100)
+                file.write(b"damage")
+        return image
+
+    @promise("A damaged block of the image, or a damaged map of a sketch, is EIO for that file only. The log names it, by its path or its inode number.")
+    def test_a_damaged_image(self):
+        image = self.damaged_image("d1/odd")
+        self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
+        self.mount.mount()
+        self.assert_error("EIO", self.read, "d1/odd")
+        # A partial write into the damaged block cannot be completed; one into another can.
+        fd = self.opened("d1/odd")
+        os.pwrite(fd, b"elsewhere", 4)
+        os.fsync(fd)
+        self.assertEqual(os.pread(fd, 100, 0), self.original("d1/odd")[:4] + b"elsewhere" + self.original("d1/odd")[13:100])
+        with contextlib.suppress(OSError):
+            os.pwrite(fd, b"inside", 41_000)
+        self.assert_error("EIO", os.pread, fd, 4096, 40_960)
+        self.assert_error("EIO", os.fsync, fd)
+        # The rest lives, and can be written to.
+        with open(self.at(BIG), "r+b", buffering=0) as file:
+            file.write(b"lives")
+            os.fsync(file.fileno())
+        self.assertEqual(self.read(BIG), b"lives" + self.original(BIG)[5:])
+        self.assertRegex(self.mount.said(), "(?i)damage|checksum|corrupt")
+        # Written over as a whole, the block is no concern any more.
+        whole = os.urandom(4096 * 40)
+        offset = 0
+        os.pwrite(fd, whole[:len(self.original("d1/odd"))], offset)
+        os.fsync(fd)
+        self.assertEqual(self.read("d1/odd"), whole[:100_003])
+        self.close()
+        with contextlib.suppress(AssertionError):
+            self.mount.unmount()
+
+    def test_a_damaged_map(self):
+        kind = self.mount.options[0]
+        self.mount.mount()
+        for name in (BIG, "d1/odd"):
+            with open(self.at(name), "r+b", buffering=0) as file:
+                for block in range(0, 20, 2):
+                    file.seek(block * PAGE + 7)
+                    file.write(b"written")
+                    os.fsync(file.fileno())
+        inode = os.stat(self.at(BIG)).st_ino
+        self.mount.unmount()
+        damaged = self.damage_map(kind)
+        self.assertNotEqual(bcow("fsck", self.upper, check=False).code, 0)
+        self.mount.mount()
+        self.assertEqual(syscalls.code_of(self.read, BIG), "EIO", damaged)
+        self.assertEqual(self.read("d1/odd")[7:14], b"written")
+        self.assertEqual(self.read("d0/hundred"), self.original("d0/hundred"))
+        self.assertEqual(syscalls.code_of(self.write_some, BIG), "EIO")
+        self.assertRegex(self.mount.said(), f"{os.path.basename(damaged)}|inode {inode}: ")
+        # It can be removed, which is what there is to do.
+        os.unlink(self.at(BIG))
+        self.assertFalse(os.path.exists(self.at(BIG)))
+
+    def write_some(self, name):
+        fd = self.open(name)
+        try:
+            os.pwrite(fd, b"x", 5)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def damage_map(self, kind):
+        """Damages what says which blocks of BIG are there; gives its path."""
+        if "packed" in kind:
+            path = os.path.join(self.upper, BIG)
+            with open(path, "r+b") as file:
+                file.seek(0)
+                file.write(b"\xa5" * 1024)
+            return path
+        # Which of the maps is BIG's stands in its mark.
+        mark = os.getxattr(os.path.join(self.upper, BIG), "trusted.bcow.sketch")
+        path = os.path.join(self.upper, ".bcow", "maps", f"{int.from_bytes(mark[8:16], 'little'):016x}")
+        with open(path, "r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            self.assertGreater(size, 100)
+            file.seek(min(40, size // 2))
+            data = file.read(8)
+            file.seek(min(40, size // 2))
+            file.write(bytes(byte ^ 0x5A for byte in data))
+        return path
+
+    def test_files_are_open_when_the_process_dies(self):
+        self.mount.mount()
+        fd = self.open(BIG)
+        os.pwrite(fd, b"durable", 100_000)
+        os.fsync(fd)
+        os.pwrite(fd, b"perhaps", 200_000)
+        self.mount.kill()
+        self.assert_error("ENOTCONN", os.fsync, fd)
+        self.assert_error("ENOTCONN", os.statvfs, self.where)
+        # The next mount clears the dead one away; who had files open there has them no more.
+        self.mount.mount()
+        self.assert_error("ENOTCONN", os.fsync, fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        have, want = self.read(BIG), self.original(BIG)
+        want[100_000:100_007] = b"durable"
+        if have[200_000:200_007] == b"perhaps":
+            want[200_000:200_007] = b"perhaps"
+        self.assertEqual(have, want)
+
+
+class PackedDamage(Damage):
+    kind = "bcow+sketch=packed"

@@ -1,0 +1,74 @@
+"""pjdfstest, which asks for what POSIX says case by case: no case fails on a writable mount that passes on overlayfs over ext4."""
+
+import os
+import re
+import shutil
+import tempfile
+import unittest
+
+import subjects
+import support
+from support import run
+
+CONFIGURATION = """
+[features]
+posix_fallocate = {}
+rename_ctime = {}
+stat_st_birthtime = {}
+utime_now = {}
+utimensat = {}
+[settings]
+naptime = 0.02
+[dummy_auth]
+entries = [["nobody", "nogroup"], ["daemon", "daemon"]]
+"""
+PRELOAD = os.path.join(support.TOP, "tests", "e2e", "preload", "no_whiteouts.c")
+# Of 398 cases, those that remount are left out.
+CASES = 380
+
+
+def plant(top):
+    """A lower tree: the cases make their own files."""
+    os.chmod(top, 0o755)
+
+
+class Pjdfstest(unittest.TestCase):
+    def setUp(self):
+        subjects.need_for(*subjects.chosen(subjects.SPARSE))
+        support.need("pjdfstest", "gcc")
+        self.directory = tempfile.mkdtemp(prefix="pjdfstest-", dir=support.WORK)
+        self.addCleanup(shutil.rmtree, self.directory)
+        os.chmod(self.directory, 0o755)
+        self.lower = subjects.Lower(self.directory, plant)
+        self.preload, self.configuration = self.path("preload.so"), self.path("configuration")
+        run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", self.preload, PRELOAD)
+        with open(self.configuration, "w") as file:
+            file.write(CONFIGURATION)
+        # Another file system, for links and renames into it.
+        self.other = self.path("other")
+        os.mkdir(self.other)
+        run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", self.other)
+        self.addCleanup(run, "umount", self.other)
+
+    def path(self, name):
+        return os.path.join(self.directory, name)
+
+    def outcome(self, name):
+        """Each case with `ok`, `skipped` or `FAILED`, and all that was said."""
+        with subjects.shown(name, self.lower) as subject:
+            told = run("pjdfstest", "-c", self.configuration, "-s", self.other, "-p", subject.where, check=False, timeout=300,
+                       env={"LD_PRELOAD": self.preload, "RUST_BACKTRACE": "0"})
+        text = told.out.decode(errors="replace")
+        return dict(re.findall(r"^([a-z_0-9:]+) +(ok|skipped|FAILED)$", text, re.MULTILINE)), text
+
+    def test_no_case_fails_that_passes_on_overlayfs(self):
+        judge, _ = self.outcome("overlayfs")
+        passed = {case for case, how in judge.items() if how == "ok"}
+        self.assertGreaterEqual(len(passed), CASES)
+        for name in subjects.chosen(subjects.SPARSE):
+            with self.subTest(subject=name):
+                found, text = self.outcome(name)
+                worse = sorted(case for case in passed if found.get(case) != "ok")
+                lines = text.splitlines()
+                said = "\n".join("\n".join(lines[at:at + 3]) for at, line in enumerate(lines) if line.split(" ")[0] in worse)
+                self.assertEqual(worse, [], said)

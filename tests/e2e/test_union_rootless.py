@@ -1,0 +1,258 @@
+"""Writable mounts without privilege: as an ordinary user through fusermount3, and as root of a user namespace."""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+
+import subjects
+import support
+import syscalls
+from promises import promise
+from support import NOBODY, for_everyone, run
+from union import UnionCase
+
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
+OVERRIDE = "user.containers.override_stat"
+BIG = "home/big"
+
+
+def plant(top):
+    """A tree of which a part is the user's."""
+    subjects.plant(top)
+    home = os.path.join(top, "home")
+    os.mkdir(home)
+    with open(os.path.join(home, "big"), "wb") as file:
+        file.write(subjects.content("big", 500_000))
+    with open(os.path.join(home, "small"), "wb") as file:
+        file.write(b"small")
+    os.mkdir(os.path.join(home, "folder"))
+    for name in ("one", "two"):
+        with open(os.path.join(home, "folder", name), "wb") as file:
+            file.write(os.fsencode(name))
+    for path, folders, files in os.walk(home):
+        for name in [".", *files]:
+            os.chown(os.path.join(path, name), NOBODY, NOBODY)
+
+
+class Rootless(UnionCase):
+    plant = staticmethod(plant)
+    mounts = False
+    tools = ("fusermount3", "fuse-overlayfs")
+
+    def setUp(self):
+        super().setUp()
+        self.mount.user, self.mount.access = NOBODY, None
+        for path in (self.where, self.upper):
+            os.chown(path, NOBODY, NOBODY)
+        self.mount.where = self.where = for_everyone(self.where)
+        self.mount.upper = self.upper = for_everyone(self.upper)
+
+    def user(self, program, *arguments):
+        """Runs lines of Python as the user; what they print."""
+        head = ("import os, sys, stat\nsys.dont_write_bytecode = True\n"
+                f"sys.path.insert(0, {support.reachable(os.path.dirname(os.path.abspath(__file__)))!r})\nimport syscalls\n"
+                f"os.chdir({self.where!r})\n")
+        return run(sys.executable, "-c", head + program, *arguments, user=NOBODY).out.decode()
+
+    def work(self):
+        self.user("""
+fd = os.open('home/big', os.O_RDWR)
+os.pwrite(fd, b'written', 300_001)
+os.fsync(fd)
+open('home/small', 'ab').write(b' and more')
+os.mkdir('home/new', 0o700)
+with open('home/new/file', 'w') as file:
+    file.write('new')
+os.chmod('home/new/file', 0)
+os.symlink('new/file', 'home/link')
+os.mkfifo('home/pipe', 0o640)
+os.rename('home/folder', 'home/moved')
+os.unlink('home/moved/two')
+os.setxattr('home/small', 'user.x', b'y')
+os.utime('home/small', ns=(5, 6))
+os.link('home/small', 'home/small-too')
+""")
+
+    @promise("An ordinary user mounts through `fusermount3`, and everything works as for root inside: owners, modes and devices are kept in "
+             "`user.containers.override_stat`, which podman and containers-storage read, and files of the host belong to that user.")
+    def test_an_ordinary_user(self):
+        self.mount.mount()
+        self.work()
+        program = "print([oct(os.stat(n).st_mode) for n in ('home/new/file', 'home/pipe')], [os.lstat('d2/big').st_uid, os.lstat('d2/blocks').st_uid])"
+        want = "['0o100000', '0o10640'] [0, 1000]"
+        self.assertEqual(self.user(program).strip(), want)
+        self.mount.remount()
+        self.assertEqual(self.user(program).strip(), want)
+        big = bytearray(self.original(BIG))
+        big[300_001:300_008] = b"written"
+        self.assertEqual(self.user("import hashlib; print(hashlib.sha256(open('home/big', 'rb').read()).hexdigest())").strip(),
+                         hashlib.sha256(big).hexdigest())
+        self.assertEqual(self.user("print(open('home/small').read(), os.stat('home/small-too').st_nlink, os.stat('home/small').st_mtime_ns, "
+                                   "os.getxattr('home/small', 'user.x'), sorted(os.listdir('home/moved')))").strip(),
+                         "small and more 2 6 b'y' ['one']")
+        # On the host everything is the user's, and says what it stands for.
+        for path, folders, files in os.walk(self.upper):
+            for name in folders + files:
+                self.assertEqual(os.lstat(os.path.join(path, name)).st_uid, NOBODY, os.path.join(path, name))
+                names = os.listxattr(os.path.join(path, name), follow_symlinks=False)
+                self.assertFalse([one for one in names if one.startswith("trusted.")])
+        stored = os.path.join(self.upper, "home")
+
+        def override(name):
+            uid, gid, mode, kind = os.getxattr(os.path.join(stored, name), OVERRIDE).decode().split(":")
+            return int(uid), int(gid), int(mode, 8), kind
+
+        self.assertEqual(override("new/file"), (NOBODY, NOBODY, 0, "file"))
+        self.assertEqual(override("new"), (NOBODY, NOBODY, 0o700, "dir"))
+        self.assertEqual(override("pipe"), (NOBODY, NOBODY, 0o640, "pipe"))
+        self.assertTrue(stat.S_ISREG(os.lstat(os.path.join(stored, "pipe")).st_mode))
+        self.assertEqual(os.lstat(os.path.join(stored, "new/file")).st_mode & 0o777, 0o600)
+        self.mount.unmount()
+        self.mount.check()
+
+    def test_what_the_user_may_not(self):
+        self.mount.mount()
+        told = self.user("""
+def code(function, *arguments):
+    return syscalls.code_of(function, *arguments)
+print(code(os.open, 'd0/hundred', os.O_WRONLY), code(os.chown, 'home/small', 0, 0), code(os.unlink, 'd0/hundred'),
+      code(os.mknod, 'home/device', stat.S_IFCHR | 0o600, os.makedev(1, 3)), code(os.setxattr, 'home/small', 'trusted.x', b''))
+""")
+        self.assertEqual(told.split(), ["EACCES", "EPERM", "EACCES", "EPERM", "EPERM"])
+
+    def test_other_tools_read_the_upper(self):
+        """fuse-overlayfs, which rootless podman uses, shows the same tree of the upper where there is no sketch."""
+        self.mount.mount()
+        self.user("""
+open('home/small', 'ab').write(b' and more')
+os.mkdir('home/new', 0o700)
+with open('home/new/file', 'w') as file:
+    file.write('new')
+os.chmod('home/new/file', 0o4750)
+os.symlink('new/file', 'home/link')
+os.unlink('home/folder/two')
+os.unlink('home/big')
+""")
+        want = self.user_home(self.where)
+        self.mount.unmount()
+        work, seen = (os.path.join(self.mount.directory, name) for name in ("work", "seen"))
+        for path in (work, seen):
+            os.mkdir(path)
+            os.chown(path, NOBODY, NOBODY)
+        seen = for_everyone(seen)
+        run("fuse-overlayfs", "-o", f"lowerdir={for_everyone(self.lower.tree)},upperdir={self.upper},workdir={for_everyone(work)}",
+            seen, user=NOBODY)
+        try:
+            have = self.user_home(seen)
+        finally:
+            run("umount", "-l", seen)
+        self.maxDiff = None
+        self.assertEqual(have, want)
+
+    def user_home(self, where):
+        """What the user sees of the part of the tree that was changed: type, mode, owner, size, link, content."""
+        return json.loads(self.user("""
+import json
+seen = {}
+for path, folders, files in os.walk(sys.argv[1]):
+    for name in ['.', *folders, *files]:
+        full = os.path.join(path, name)
+        info = os.lstat(full)
+        entry = seen[os.path.relpath(full, sys.argv[1])] = [oct(info.st_mode), info.st_uid, info.st_gid]
+        if stat.S_ISREG(info.st_mode):
+            entry += [info.st_size, open(full, 'rb').read().decode('latin-1')]
+        elif stat.S_ISLNK(info.st_mode):
+            entry.append(os.readlink(full))
+print(json.dumps(seen))
+""", os.path.join(where, "home")))
+
+
+def children():
+    """Processes that this one started, from whichever thread."""
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/children") as own:
+            found |= set(own.read().split())
+    return found
+
+
+class UserNamespace(UnionCase):
+    """Root of a user namespace, as in rootless podman: it mounts by itself, gives files away inside, and has no `trusted.` attributes."""
+
+    mounts = False
+    SHIFT = 200_000
+
+    def inside(self, *command):
+        """What a command prints that runs as root of a new user namespace, which has 65536 ids of the host's, and of a mount namespace."""
+        def enter():
+            syscalls.checked(syscalls.libc.unshare(NEW_USER | NEW_MOUNTS))
+            os.write(ready[1], b"x")
+            os.read(mapped[0], 1)
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+
+        ready, mapped = os.pipe(), os.pipe()
+        with tempfile.TemporaryFile() as out:
+            def start():
+                return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, preexec_fn=enter)
+
+            # Popen returns once the command runs, and that waits for its ids.
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                before = children()
+                started = pool.submit(start)
+                os.read(ready[0], 1)
+                (child,) = children() - before
+                for kind in ("uid_map", "gid_map"):
+                    with open(f"/proc/{child}/{kind}", "w") as ids:
+                        ids.write(f"0 {self.SHIFT} 65536")
+                os.write(mapped[1], b"x")
+                code = started.result().wait(timeout=120)
+            for fd in (*ready, *mapped):
+                os.close(fd)
+            out.seek(0)
+            told = out.read().decode()
+        self.assertEqual(code, 0, told)
+        return told
+
+    def test_root_of_a_user_namespace(self):
+        lower, directory = for_everyone(self.lower.image), for_everyone(self.mount.directory)
+        # The image's owners are those inside the namespace; what lies on the host belongs to ids of the range that it has.
+        for path in (self.where, self.upper):
+            os.chown(path, self.SHIFT, self.SHIFT)
+        script = os.path.join(directory, "inside")
+        where, upper = os.path.join(directory, "mnt"), os.path.join(directory, "upper")
+        with open(script, "w") as file:
+            file.write(f"""set -e
+{for_everyone(support.BCOW)} mount {lower} {where} --upper {upper}
+cd {where}
+chown 1000:1001 d0/hundred
+echo more >> d0/hundred
+# The write takes set-user-ID away: only root outside may keep it.
+chmod 4711 d2/big
+printf x | dd of=d2/big bs=1 seek=500000 conv=notrunc status=none
+mkdir made; chown 1001 made
+rm -r many
+mv d1 d9
+cd /
+{for_everyone(support.BCOW)} umount {where}
+{for_everyone(support.BCOW)} mount {lower} {where} --upper {upper}
+cd {where}
+stat -c '%n %u %g %a' d0/hundred d2/big made d9/odd
+ls
+cd /
+{for_everyone(support.BCOW)} umount {where}
+""")
+        told = self.inside("sh", script).split("\n")
+        self.assertEqual(told[:4], ["d0/hundred 1000 1001 644", "d2/big 0 0 711", "made 1001 0 755", "d9/odd 0 0 644"])
+        self.assertNotIn("many", told)
+        stored = os.stat(os.path.join(self.upper, "d0/hundred"))
+        self.assertEqual((stored.st_uid, stored.st_gid), (self.SHIFT + 1000, self.SHIFT + 1001))
+        for path, folders, files in os.walk(self.upper):
+            for name in folders + files:
+                names = os.listxattr(os.path.join(path, name), follow_symlinks=False)
+                self.assertFalse([one for one in names if one.startswith("trusted.")])
