@@ -1,4 +1,4 @@
-//! Development only: storages that fail or remember, for tests of the other crates.
+//! Development only: storages that fail or remember, and what a machine must have, for tests of the other crates.
 
 use std::io;
 use std::sync::Mutex;
@@ -9,11 +9,13 @@ mod faults;
 mod history;
 mod power_cut;
 mod random;
+mod tools;
 
 pub use faults::{Fault, Faulty, On};
 pub use history::{History, SECTOR_BYTES, fill, tag_of, tagged, tags};
 pub use power_cut::{Fate, PowerCut, Window};
 pub use random::Random;
+pub use tools::{has_program, lacks};
 
 /// A disk with room for so many bytes; writes past that fail as on a full disk.
 pub struct SmallDisk {

@@ -18,6 +18,7 @@ use bcow_erofs::tree::{Attributes, Blocks, ChunkRun, Content, LayerTree, Node, N
 use bcow_erofs::writer::{Plan, WriteOptions};
 use bcow_fuse::session::Content as Mountable;
 use bcow_fuse::{ImageFs, MountError, MountOptions, Session, Unmounter};
+pub use bcow_testkit::{has_program, lacks};
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::options::UnionOptions;
 use bcow_union::upper::UpperError;
@@ -77,30 +78,11 @@ pub fn written_image() -> Vec<u8> {
     image
 }
 
-/// Whether to skip a test because of something the machine lacks. Where tests must be complete (`CI` is
-/// set), that is a failure.
-pub fn lacks(what: &str, there: bool) -> bool {
-    if !there {
-        assert!(
-            std::env::var_os("CI").is_none(),
-            "{what} is missing, and CI is set"
-        );
-        eprintln!("SKIPPED: {what} is missing");
-    }
-    !there
-}
-
 /// Whether real mounts cannot be tested here.
 pub fn lacks_mounts() -> bool {
     lacks("/dev/fuse", Path::new("/dev/fuse").exists())
         || lacks("root", rustix::process::geteuid().is_root())
         || lacks("mkfs.erofs", has_program("mkfs.erofs"))
-}
-
-pub fn has_program(name: &str) -> bool {
-    std::env::var_os("PATH").is_some_and(|path| {
-        std::env::split_paths(&path).any(|directory| directory.join(name).exists())
-    })
 }
 
 /// A plain file as an address space.
