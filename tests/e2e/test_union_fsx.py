@@ -29,6 +29,7 @@ PAGE = 4096
 FSX = """
 flen = 1000000
 [opsize]
+min = 1
 max = 65536
 [weights]
 close_open = 2
