@@ -576,6 +576,70 @@ fn capabilities_of_a_sketch_stay_until_its_next_write() {
     }
 }
 
+/// The value of an attribute of a file of the host.
+fn host_xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
+    let mut value = [0; 256];
+    match rustix::fs::lgetxattr(path, name, &mut value[..]) {
+        Ok(length) => Some(value[..length].to_vec()),
+        Err(Errno::NODATA) => None,
+        Err(errno) => panic!("{name}: {errno}"),
+    }
+}
+
+#[test]
+fn a_first_write_without_room_leaves_the_images_file() {
+    let options = UnionOptions {
+        sketch: SketchChoice::Packed,
+        size_limit: Some(4096),
+        ..UnionOptions::default()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let node = fixture.id("big");
+    let changes = Changes {
+        permissions: Some(0o600),
+        ..Changes::default()
+    };
+    fixture.fs().set_attributes(node, &changes).unwrap();
+    fixture
+        .fs()
+        .rename(
+            NodeId::ROOT,
+            b"big",
+            NodeId::ROOT,
+            b"BIG",
+            RenameHow::Replace,
+        )
+        .unwrap();
+    let host = fixture.upper().join("BIG");
+    let before = fixture.get("BIG");
+    for _ in 0..3 {
+        let node = fixture.id("BIG");
+        for _ in 0..2 {
+            let full = fixture.fs().write(node, 5, b"x", Privileges::Drop);
+            assert_eq!(full, Err(Errno::NOSPC));
+            assert_eq!(fixture.content("BIG"), noise(1, 300_000));
+        }
+        assert_eq!(fs::metadata(&host).unwrap().len(), 300_000);
+        let xattr = |name| host_xattr(&host, name);
+        assert_eq!(xattr("trusted.bcow.sketch"), None);
+        assert_eq!(xattr("trusted.overlay.metacopy"), Some(vec![]));
+        assert_eq!(xattr("trusted.overlay.redirect"), Some(b"/big".to_vec()));
+        fixture.assert_kept();
+    }
+    let modified = |found: Option<Attributes>| found.unwrap().mtime;
+    assert_eq!(modified(fixture.get("BIG")), modified(before));
+    // With room it can be written to.
+    fixture.options.size_limit = None;
+    fixture.reopen();
+    fixture.write("BIG", 5, b"x");
+    fixture.assert_kept();
+    let mut expected = noise(1, 300_000);
+    expected[5] = b'x';
+    assert_eq!(fixture.content("BIG"), expected);
+}
+
 #[test]
 fn renamed_and_removed_sketches_leave_nothing_behind() {
     let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {

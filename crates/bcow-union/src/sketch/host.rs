@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{
     AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Timespec, Timestamps, UTIME_OMIT,
@@ -52,6 +52,9 @@ pub trait MarkedFile: Send + Sync {
     fn set_mark(&self, mark: &SketchMark) -> io::Result<()>;
     /// Tells others, who do not know sketches, that this is none of their files.
     fn set_foreign(&self) -> io::Result<()>;
+    /// Makes it the metadata copy again that it was before [`MarkedFile::set_mark`] and [`MarkedFile::set_foreign`], whether they
+    /// succeeded or not.
+    fn take_marks_back(&self) -> io::Result<()>;
     /// Makes it a file like any other.
     fn remove_marks(&self) -> io::Result<()>;
 }
@@ -157,16 +160,30 @@ fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 pub(super) struct UpperFile {
     file: File,
     namespace: Namespace,
+    /// The redirect that it had before it was marked as a sketch, if it was marked here.
+    redirect: OnceLock<Option<Vec<u8>>>,
 }
 
 impl UpperFile {
     pub(super) fn new(file: File, namespace: Namespace) -> Self {
-        UpperFile { file, namespace }
+        UpperFile {
+            file,
+            namespace,
+            redirect: OnceLock::new(),
+        }
+    }
+
+    fn at(&self) -> Attribute<'_> {
+        Attribute::Open(self.file.as_fd())
     }
 
     fn set(&self, mark: Mark, value: &[u8]) -> io::Result<()> {
-        let at = Attribute::Open(self.file.as_fd());
-        Ok(mark.set(at, self.namespace, value)?)
+        Ok(mark.set(self.at(), self.namespace, value)?)
+    }
+
+    fn clear(&self, mark: Mark) -> io::Result<()> {
+        mark.clear(self.at(), self.namespace)?;
+        Ok(())
     }
 }
 
@@ -178,17 +195,34 @@ impl MarkedFile for UpperFile {
         self.set(Mark::Sketch, &mark.encode())
     }
     fn set_foreign(&self) -> io::Result<()> {
+        if self.redirect.get().is_none() {
+            let before = self.at().get(Mark::Redirect.name(self.namespace))?;
+            let _ = self.redirect.set(before);
+        }
         self.set(Mark::Redirect, REDIRECT_NOWHERE)?;
         match Metacopy::Sketch.encode() {
             Some(value) => self.set(Mark::Metacopy, value),
             None => Ok(()),
         }
     }
+    fn take_marks_back(&self) -> io::Result<()> {
+        // The sketch mark goes last: as long as it is there, a sketch of which nothing is stored shows what the copy does.
+        if let Some(value) = Metacopy::Whole.encode() {
+            self.set(Mark::Metacopy, value)?;
+        }
+        match self.redirect.get() {
+            Some(Some(redirect)) => self.set(Mark::Redirect, redirect)?,
+            Some(None) => self.clear(Mark::Redirect)?,
+            // It was not changed.
+            None => {}
+        }
+        self.clear(Mark::Sketch)
+    }
     fn remove_marks(&self) -> io::Result<()> {
         // In this order: a sketch of which nothing is missing reads the same with and without the first, but a metadata copy
         // without the second would be one of the lower file.
         for mark in [Mark::Metacopy, Mark::Sketch, Mark::Redirect] {
-            mark.clear(Attribute::Open(self.file.as_fd()), self.namespace)?;
+            self.clear(mark)?;
         }
         Ok(())
     }

@@ -133,8 +133,8 @@ impl Sketches {
         }
     }
 
-    /// Makes a sketch of `host`: a file that has the sketch's size and no content, and is marked as a metadata copy of `lower`. It
-    /// shows as much of the lower file as its size has room for.
+    /// Makes a sketch of `host`: a file that is marked as a metadata copy of `lower`, whatever size and content it has. If that fails,
+    /// it is one still.
     pub fn create(
         &self,
         kind: SketchKind,

@@ -2,6 +2,7 @@
 
 mod damage;
 mod faults;
+mod first_write;
 mod history;
 mod model;
 mod power_cut;

@@ -519,16 +519,26 @@ impl MarkedFile for Host {
         Ok(())
     }
     fn set_foreign(&self) -> io::Result<()> {
-        let mut state = self.0.world.call(Call::Change)?;
-        state.ops.push(Op::Metacopy(Metacopy::Sketch));
-        state.files[HOST].metacopy = Metacopy::Sketch;
-        Ok(())
+        self.set_metacopy(Metacopy::Sketch)
+    }
+    fn take_marks_back(&self) -> io::Result<()> {
+        self.set_metacopy(Metacopy::Whole)?;
+        self.clear_mark()
     }
     fn remove_marks(&self) -> io::Result<()> {
+        self.set_metacopy(Metacopy::None)?;
+        self.clear_mark()
+    }
+}
+
+impl Host {
+    fn set_metacopy(&self, metacopy: Metacopy) -> io::Result<()> {
         let mut state = self.0.world.call(Call::Change)?;
-        state.ops.push(Op::Metacopy(Metacopy::None));
-        state.files[HOST].metacopy = Metacopy::None;
-        drop(state);
+        state.ops.push(Op::Metacopy(metacopy));
+        state.files[HOST].metacopy = metacopy;
+        Ok(())
+    }
+    fn clear_mark(&self) -> io::Result<()> {
         let mut state = self.0.world.call(Call::Change)?;
         state.ops.push(Op::Mark(None));
         state.files[HOST].mark = None;

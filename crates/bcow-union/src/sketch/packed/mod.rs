@@ -29,7 +29,7 @@ use rustix::io::Errno;
 
 use super::host::MarkedFile;
 use super::locks::{Turns, lock, read, write};
-use super::mark::{Fence, MarkState, mark_new, size_of};
+use super::mark::{Fence, MarkState, mark_new, take_back};
 use super::shared::{Kept, Shared};
 use super::{
     BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
@@ -75,23 +75,41 @@ struct Frame {
 }
 
 impl Packed {
-    /// Makes a sketch of a host file that has the right size and no content.
+    /// Makes a sketch of a metadata copy.
     pub(super) fn create(
         shared: &Arc<Shared>,
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<Self>, SketchError> {
-        let size = size_of(&*host)?;
+        // Not the host's file's, whose size need not be that of what it is a copy of.
+        let size = lower.size();
+        if size > MOST_BYTES {
+            return Err(SketchError::TooLarge { end: size });
+        }
         let mark = SketchMark {
             id: shared.new_id(),
             kind: SketchKind::Packed,
             block_shift: BLOCK_BYTES.trailing_zeros() as u8,
             map_exists: false,
-            lower_limit: lower.size().min(size),
+            lower_limit: size,
             size,
         };
-        mark_new(&*host, &mark)?;
-        Self::new(shared, host, lower, mark)
+        let modified = host.content().modified();
+        mark_new(shared, &*host, &mark)?;
+        let file = Files::new(shared, host, lower, &mark);
+        match file.create_disk(shared, &mark) {
+            Ok(disk) => Ok(Self::new(shared, file, disk, mark)),
+            Err(error) => {
+                if let Err(error) = file.storage.empty(size) {
+                    shared.log("a file that could not become a sketch", &error);
+                }
+                if let Ok(modified) = modified {
+                    let _ = file.host.content().set_modified(modified);
+                }
+                take_back(shared, &*file.host);
+                Err(error)
+            }
+        }
     }
 
     /// Opens a sketch with this mark.
@@ -107,44 +125,32 @@ impl Packed {
                 size: lower.size().min(mark.size),
             });
         }
-        Self::new(shared, host, lower, *mark)
-    }
-
-    fn new(
-        shared: &Arc<Shared>,
-        host: Arc<dyn MarkedFile>,
-        lower: Arc<dyn Lower>,
-        mark: SketchMark,
-    ) -> Result<Arc<Self>, SketchError> {
-        let device = Arc::new(LowerDevice::new(lower, mark.lower_limit));
-        let storage = HostStorage::new(Arc::clone(&host), Arc::clone(&shared.account));
-        let storage = Arc::new(storage);
-        let options = OpenOptions {
-            cache: shared.cache.clone(),
-            ..OpenOptions::default()
-        };
+        let file = Files::new(shared, host, lower, mark);
         let disk = match mark.map_exists {
             true => {
-                storage.use_barriers(shared.options.durable);
-                let modified = host.content().modified();
-                let disk = storage
-                    .while_opening(|| Disk::open(storage.clone(), &options, &Given(&device)))?;
+                file.storage.use_barriers(shared.options.durable);
+                let modified = file.host.content().modified();
+                let disk = file.storage.while_opening(|| file.open_disk(shared))?;
                 // What opening writes, after a crash or as a note, is no change of the file either.
                 if let Ok(modified) = modified {
-                    let _ = host.content().set_modified(modified);
+                    let _ = file.host.content().set_modified(modified);
                 }
                 disk
             }
-            false => create_disk(shared, &storage, &mark, &device, &options)?,
+            false => file.create_disk(shared, mark)?,
         };
+        Ok(Self::new(shared, file, disk, *mark))
+    }
+
+    fn new(shared: &Arc<Shared>, file: Files, disk: Disk, mark: SketchMark) -> Arc<Self> {
         let counters = &shared.counters;
         counters.open.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(Packed {
+        Arc::new(Packed {
             id: mark.id,
             shared: Arc::clone(shared),
-            host,
-            storage,
-            lower: device,
+            host: file.host,
+            storage: file.storage,
+            lower: file.lower,
             disk,
             gate: RwLock::new(Frame { marked: true }),
             size: AtomicU64::new(mark.size),
@@ -155,7 +161,7 @@ impl Packed {
             turns: Turns::default(),
             fence: Fence::default(),
             discarded: AtomicBool::new(false),
-        }))
+        })
     }
 
     /// Calls `work` when the file may reach to `end`.
@@ -342,36 +348,70 @@ fn backing_entry(device: &LowerDevice) -> BackingEntry {
     }
 }
 
-fn create_disk(
-    shared: &Shared,
-    storage: &Arc<HostStorage>,
-    mark: &SketchMark,
-    device: &Arc<LowerDevice>,
-    open: &OpenOptions,
-) -> Result<Disk, SketchError> {
-    let layout = shared.options.layout;
-    if mark.size > MOST_BYTES {
-        return Err(SketchError::TooLarge { end: mark.size });
+/// The files of a sketch whose BCoW file is not open yet.
+struct Files {
+    host: Arc<dyn MarkedFile>,
+    storage: Arc<HostStorage>,
+    lower: Arc<LowerDevice>,
+}
+
+impl Files {
+    fn new(
+        shared: &Shared,
+        host: Arc<dyn MarkedFile>,
+        lower: Arc<dyn Lower>,
+        mark: &SketchMark,
+    ) -> Self {
+        let storage = HostStorage::new(Arc::clone(&host), Arc::clone(&shared.account));
+        Files {
+            host,
+            storage: Arc::new(storage),
+            lower: Arc::new(LowerDevice::new(lower, mark.lower_limit)),
+        }
     }
-    let size = mark.size.next_multiple_of(BLOCK_BYTES);
-    // How the performance layout is cut depends on the size.
-    let size = match layout {
-        Layout::Performance => size,
-        Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MOST_BYTES),
-    };
-    let options = CreateOptions {
-        layout,
-        purpose: Use::Sketch,
-        ..CreateOptions::disk(size)
-    };
-    bcow::Storage::set_len(&**storage, 0)
-        .map_err(|error| SketchError::host("empty the file of a sketch", &error))?;
-    let backing = (device.size() > 0).then(|| {
-        let device: Arc<dyn BlockDevice> = device.clone();
-        device
-    });
-    let backing = backing.map(|shared| (backing_entry(device), shared));
-    Ok(Disk::create(storage.clone(), &options, backing, open)?)
+
+    fn open_disk(&self, shared: &Shared) -> Result<Disk, SketchError> {
+        let given = Given(&self.lower);
+        Ok(Disk::open(
+            self.storage.clone(),
+            &open_options(shared),
+            &given,
+        )?)
+    }
+
+    /// Makes the BCoW file, whatever the host's file has.
+    fn create_disk(&self, shared: &Shared, mark: &SketchMark) -> Result<Disk, SketchError> {
+        let layout = shared.options.layout;
+        let size = mark.size.next_multiple_of(BLOCK_BYTES);
+        // How the performance layout is cut depends on the size.
+        let size = match layout {
+            Layout::Performance => size,
+            Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MOST_BYTES),
+        };
+        let options = CreateOptions {
+            layout,
+            purpose: Use::Sketch,
+            ..CreateOptions::disk(size)
+        };
+        self.storage.empty(0)?;
+        let backing = (self.lower.size() > 0).then(|| {
+            let device: Arc<dyn BlockDevice> = self.lower.clone();
+            (backing_entry(&self.lower), device)
+        });
+        Ok(Disk::create(
+            self.storage.clone(),
+            &options,
+            backing,
+            &open_options(shared),
+        )?)
+    }
+}
+
+fn open_options(shared: &Shared) -> OpenOptions {
+    OpenOptions {
+        cache: shared.cache.clone(),
+        ..OpenOptions::default()
+    }
 }
 
 /// Gives the lower file as the backing.

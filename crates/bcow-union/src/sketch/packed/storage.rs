@@ -43,6 +43,19 @@ impl HostStorage {
         self.barriers.store(barriers, Ordering::Release);
     }
 
+    /// Takes all content from the file, and gives it this size.
+    pub(super) fn empty(&self, size: u64) -> Result<(), SketchError> {
+        let set_len = |bytes| {
+            Storage::set_len(self, bytes)
+                .map_err(|error| SketchError::host("empty the file of a sketch", &error))
+        };
+        set_len(0)?;
+        match size {
+            0 => Ok(()),
+            _ => set_len(size),
+        }
+    }
+
     /// The file goes.
     pub(super) fn release(&self) -> Result<(), SketchError> {
         self.stored.release_all(self.content())

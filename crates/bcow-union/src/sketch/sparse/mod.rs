@@ -39,7 +39,7 @@ use super::blocks::BlockSet;
 use super::host::{HostFile, MarkedFile};
 use super::locks::{Turns, lock, read, write};
 use super::map::Map;
-use super::mark::{Fence, MarkState, mark_new, size_of};
+use super::mark::{Fence, MarkState, make_fit, mark_new, size_of};
 use super::shared::{Kept, Shared};
 use super::transit::Stripe;
 use super::{
@@ -116,22 +116,27 @@ impl Frame {
 }
 
 impl Sparse {
-    /// Makes a sketch of a host file that has the right size and no content.
+    /// Makes a sketch of a metadata copy.
     pub(super) fn create(
         shared: &Arc<Shared>,
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<Self>, SketchError> {
-        let size = size_of(&*host)?;
+        let size = lower.size();
+        make_fit(
+            &*host,
+            &StoredBlocks::new(Arc::clone(&shared.account)),
+            size,
+        )?;
         let mark = SketchMark {
             id: shared.new_id(),
             kind: SketchKind::Sparse,
             block_shift: BLOCK_BYTES.trailing_zeros() as u8,
             map_exists: false,
-            lower_limit: lower.size().min(size),
+            lower_limit: size,
             size: 0,
         };
-        mark_new(&*host, &mark)?;
+        mark_new(shared, &*host, &mark)?;
         let blocks = lower.size().div_ceil(BLOCK_BYTES);
         let map = Map::new(mark.id, blocks, Arc::clone(&shared.store));
         let present = BlockSet::default();

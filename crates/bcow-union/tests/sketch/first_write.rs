@@ -1,0 +1,168 @@
+//! A first write for which there is no room, or that the host fails: the file is the image's still, also when it is tried again.
+
+use std::sync::Arc;
+
+use bcow_testkit::Random;
+use bcow_union::account::Account;
+use bcow_union::sketch::{
+    BLOCK_BYTES, Durability, Lower, Sketch, SketchError, SketchKind, Sketches,
+};
+use bcow_union::upper::{Metacopy, Namespace};
+use rustix::io::Errno;
+
+use crate::script::{reopened, shown, sketches, write_all};
+use crate::support::{TestLower, quiet};
+use crate::world::{Fault, World};
+
+const B: u64 = BLOCK_BYTES;
+const KINDS: [SketchKind; 2] = [SketchKind::Sparse, SketchKind::Packed];
+
+fn create(
+    sketches: &Sketches,
+    kind: SketchKind,
+    world: &World,
+    lower: &Arc<TestLower>,
+) -> Result<Arc<dyn Sketch>, SketchError> {
+    sketches.create_on(kind, world.host(), lower.clone())
+}
+
+/// Of a world with room for so many blocks.
+fn limited(world: &World, blocks: u64) -> (Sketches, Arc<Account>) {
+    let account = Arc::new(Account::new(Some(blocks * B)));
+    let store = Arc::new(world.clone());
+    let sketches = Sketches::on(store, Namespace::Trusted, Arc::clone(&account), quiet());
+    (sketches, account)
+}
+
+/// A crash now, or a power cut any time since, leaves the lower file.
+fn assert_lower(world: &World, lower: &Arc<TestLower>, context: &str) {
+    let mut random = Random::new(world.now() as u64);
+    let mut left = vec![world.killed()];
+    for _ in 0..10 {
+        let moment = random.below(world.now() as u64 + 1) as usize;
+        left.push(world.cut(moment, &mut random));
+    }
+    for world in left {
+        let (_, bytes) = reopened(&world, lower).unwrap();
+        assert!(bytes == lower.bytes, "{context}");
+    }
+}
+
+fn assert_copy(world: &World, context: &str) {
+    let marks = (world.mark(), world.metacopy());
+    assert_eq!(marks, (None, Metacopy::Whole), "{context}");
+}
+
+/// It can be written to, and the rest is the lower file's.
+fn assert_writable(sketches: &Sketches, kind: SketchKind, world: &World, lower: &Arc<TestLower>) {
+    let sketch = create(sketches, kind, world, lower).unwrap();
+    write_all(&*sketch, B + 7, b"written").unwrap();
+    sketch.flush(Durability::Durable).unwrap();
+    let mut expected = lower.bytes.clone();
+    expected[B as usize + 7..][..7].copy_from_slice(b"written");
+    assert!(shown(&*sketch).unwrap() == expected);
+    assert!(reopened(&world.killed(), lower).unwrap().1 == expected);
+}
+
+#[test]
+fn a_host_that_fails_leaves_a_metadata_copy() {
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    for kind in KINDS {
+        let mut failed = 0;
+        for (errno, stays) in [(Errno::NOSPC, true), (Errno::IO, false)] {
+            for after in 0.. {
+                let world = World::new(lower.size());
+                let sketches = sketches(&world, quiet());
+                world.plan(Some(Fault {
+                    after,
+                    stays,
+                    errno: errno.raw_os_error(),
+                }));
+                let created = create(&sketches, kind, &world, &lower);
+                let hits = world.calls().1;
+                world.plan(None);
+                let context = format!("{kind:?} {errno} after {after}");
+                match created {
+                    Err(error) => assert_eq!(error.errno(), errno, "{context}"),
+                    Ok(_) if hits == 0 => break,
+                    // Nobody needs to know when it was modified.
+                    Ok(_) => continue,
+                }
+                failed += 1;
+                assert_copy(&world, &context);
+                assert_eq!(world.content(), vec![0; lower.bytes.len()], "{context}");
+                assert_lower(&world, &lower, &context);
+                assert_writable(&sketches, kind, &world, &lower);
+            }
+        }
+        assert!(failed > 3, "{kind:?}: {failed}");
+    }
+}
+
+#[test]
+fn without_room_for_a_packed_sketch_nothing_is_stored_however_often_it_is_tried() {
+    let kind = SketchKind::Packed;
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    let mut blocks = 0;
+    loop {
+        let world = World::new(lower.size());
+        let (sketches, account) = limited(&world, blocks);
+        for time in 0..3 {
+            let context = format!("{blocks} blocks, time {time}");
+            let Err(error) = create(&sketches, kind, &world, &lower) else {
+                assert!(blocks > 0, "{context}");
+                return;
+            };
+            assert_eq!(error.errno(), Errno::NOSPC, "{context}");
+            assert_eq!(account.used(), 0, "{context}");
+            assert_copy(&world, &context);
+            assert_lower(&world, &lower, &context);
+        }
+        assert_writable(&limited(&world, 1000).0, kind, &world, &lower);
+        blocks += 1;
+    }
+}
+
+/// The marks stay then, and say that nothing is stored.
+#[test]
+fn a_host_that_also_fails_when_marks_are_taken_back_does_no_harm() {
+    let kind = SketchKind::Packed;
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    for after in 0.. {
+        let world = World::new(lower.size());
+        let (sketches, _) = limited(&world, 0);
+        world.plan(Some(Fault {
+            after,
+            stays: false,
+            errno: Errno::IO.raw_os_error(),
+        }));
+        let context = format!("after {after}");
+        create(&sketches, kind, &world, &lower).unwrap_err();
+        let hits = world.calls().1;
+        world.plan(None);
+        assert_lower(&world, &lower, &context);
+        create(&sketches, kind, &world, &lower).unwrap_err();
+        assert_copy(&world, &context);
+        assert_lower(&world, &lower, &context);
+        assert_writable(&limited(&world, 1000).0, kind, &world, &lower);
+        if hits == 0 {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_metadata_copy_may_have_any_size_on_the_host() {
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    for kind in KINDS {
+        for size in [0, B, 100 * B] {
+            let world = World::new(size);
+            let sketches = sketches(&world, quiet());
+            let sketch = create(&sketches, kind, &world, &lower).unwrap();
+            assert!(shown(&*sketch).unwrap() == lower.bytes, "{kind:?} {size}");
+            drop(sketch);
+            assert_lower(&world, &lower, &format!("{kind:?} {size}"));
+            assert_writable(&sketches, kind, &world, &lower);
+        }
+    }
+}
