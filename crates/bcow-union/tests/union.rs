@@ -16,7 +16,7 @@ use bcow_union::fs::{
     Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SyncWhat, UnionFs,
 };
 use bcow_union::options::{SketchChoice, UnionOptions};
-use bcow_union::upper::SetHow;
+use bcow_union::upper::{SetHow, SketchMark};
 use rustix::io::Errno;
 use tempfile::TempDir;
 
@@ -638,6 +638,45 @@ fn a_first_write_without_room_leaves_the_images_file() {
     let mut expected = noise(1, 300_000);
     expected[5] = b'x';
     assert_eq!(fixture.content("BIG"), expected);
+}
+
+/// Not even if a host that failed left the mark of a sketch that it could not become.
+#[test]
+fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let host = fixture.upper().join("big");
+    fixture.write("big", 5, b"x");
+    fixture.fs().sync(fixture.id("big"), SyncWhat::All).unwrap();
+    let mut mark =
+        SketchMark::decode(host_xattr(&host, "trusted.bcow.sketch").unwrap().as_slice()).unwrap();
+    mark.map_exists = false;
+    fixture.fs().unlink(NodeId::ROOT, b"big").unwrap();
+    fixture.reopen();
+    let node = fixture.id("h1");
+    let changes = |permissions, size| Changes {
+        permissions,
+        size,
+        ..Changes::default()
+    };
+    fixture
+        .fs()
+        .set_attributes(node, &changes(Some(0o600), None))
+        .unwrap();
+    let host = fixture.upper().join("h1");
+    mark.lower_limit = 9;
+    let flags = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(&host, "trusted.bcow.sketch", &mark.encode(), flags).unwrap();
+    fixture
+        .fs()
+        .set_attributes(node, &changes(None, Some(0)))
+        .unwrap();
+    fixture.write("h1", 0, b"new");
+    fixture.fs().sync(node, SyncWhat::All).unwrap();
+    assert_eq!(host_xattr(&host, "trusted.bcow.sketch"), None);
+    fixture.assert_kept();
+    assert_eq!(fixture.content("h1"), b"new");
 }
 
 #[test]

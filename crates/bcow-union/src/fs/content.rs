@@ -4,6 +4,7 @@
 //! and plain again (promoted) when all its blocks are there.
 
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,7 +22,7 @@ use crate::Seek;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
 use crate::sketch::{KeepSize, SketchKind};
-use crate::upper::Metacopy;
+use crate::upper::{Attribute, Mark, Metacopy};
 
 /// Largest file that Linux's interfaces can say.
 const SIZE_MAX: u64 = i64::MAX as u64;
@@ -177,8 +178,11 @@ impl UnionFs {
                 }
             }
             Content::Lower | Content::Unknown => {
-                rustix::fs::ftruncate(&file, 0)?;
-                self.set_metacopy(&file, Metacopy::None)?;
+                self.resize_plain(node, &file, 0)?;
+                // A sketch that could not be made may have left the others, if the host failed then.
+                for mark in [Mark::Metacopy, Mark::Sketch, Mark::Redirect] {
+                    mark.clear(Attribute::Open(file.as_fd()), self.upper.namespace())?;
+                }
                 node.marks_changed();
             }
         }
