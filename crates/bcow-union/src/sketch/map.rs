@@ -26,7 +26,7 @@ pub(super) struct Map {
     compact: u64,
     /// Whether what is at its end is unknown.
     spoilt: bool,
-    /// Whether something was recorded without barriers.
+    /// Whether there are records that may not be durable: recorded without barriers, or by who was killed before the barrier.
     unsynced: bool,
 }
 
@@ -75,6 +75,8 @@ impl Map {
         map.compact = replayed.records;
         map.confirmed = header.confirmed;
         map.spoilt = replayed.torn;
+        // Read from the host's kernel, which need not have written them yet.
+        map.unsynced = true;
         Ok((map, replayed.present))
     }
 
@@ -123,9 +125,11 @@ impl Map {
         synced.map_err(|error| SketchError::host("sync the map of a sketch", &error))
     }
 
-    /// Says in the header how many records there are, so that if some go missing it is noticed. To be called when they are durable.
+    /// Says in the header how many records there are, so that if some go missing it is noticed. Not of those that may yet go
+    /// missing in a crash.
     pub(super) fn confirm(&mut self) -> Result<(), SketchError> {
-        let Some(file) = self.file.as_ref().filter(|_| !self.spoilt) else {
+        let is_durable = !self.spoilt && !self.unsynced;
+        let Some(file) = self.file.as_ref().filter(|_| is_durable) else {
             return Ok(());
         };
         if self.confirmed < self.records {
@@ -151,6 +155,10 @@ impl Map {
         blocks: &BlockSet,
         barriers: Barriers,
     ) -> Result<(), SketchError> {
+        if barriers == Barriers::Use {
+            // The new records say that those before them are on the disk.
+            self.sync()?;
+        }
         let bytes = journal::encode(blocks, &self.header(0), self.records);
         let at = (self.records + 1) * SECTOR_BYTES as u64;
         write_all(file, at, &bytes)
@@ -190,6 +198,9 @@ impl Map {
         self.confirmed = count;
         if barriers == Barriers::Use && !is_first {
             self.store.sync().map_err(failed)?;
+        }
+        if barriers == Barriers::Use {
+            self.unsynced = false;
         }
         Ok(())
     }
