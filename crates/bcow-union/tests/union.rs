@@ -680,6 +680,40 @@ fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
 }
 
 #[test]
+fn a_sketch_of_a_file_without_a_name_leaves_nothing_behind() {
+    for sketch in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let options = UnionOptions {
+            size_limit: Some(1 << 20),
+            sketch,
+            ..UnionOptions::default()
+        };
+        let Some(mut fixture) = Fixture::new(options) else {
+            return;
+        };
+        let node = fixture.id("big");
+        fixture.fs().unlink(NodeId::ROOT, b"big").unwrap();
+        let before = fixture.fs().report().counted_bytes;
+        let mut expected = noise(1, 300_000);
+        for at in [5000, 100_000] {
+            fixture
+                .fs()
+                .write(node, at, b"hello", Privileges::Drop)
+                .unwrap();
+            expected[at as usize..][..5].copy_from_slice(b"hello");
+            fixture.fs().sync(node, SyncWhat::All).unwrap();
+        }
+        assert!(fixture.fs().report().counted_bytes > before);
+        assert_eq!(fixture.read(node), expected);
+        let maps = fixture.upper().join(".bcow/maps");
+        assert_eq!(fs::read_dir(&maps).unwrap().count(), 0);
+        fixture.fs().forget(node, 1000);
+        assert_eq!(fixture.fs().report().counted_bytes, before, "{sketch:?}");
+        fixture.assert_kept();
+        assert!(fixture.get("big").is_none());
+    }
+}
+
+#[test]
 fn renamed_and_removed_sketches_leave_nothing_behind() {
     let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
         return;

@@ -403,8 +403,15 @@ impl UnionFs {
                 self.below(node)?,
             )
             .map_err(|error| self.sketch_failed(node, &error))?;
-        self.open_sketches
-            .add(sketch.id(), &sketch, Arc::downgrade(node));
+        // Of one without a name, copied up after that was taken away, nothing is to be found again.
+        if rustix::fs::fstat(&*file)?.st_nlink == 0 {
+            sketch
+                .discard()
+                .map_err(|error| self.sketch_failed(node, &error))?;
+        } else {
+            self.open_sketches
+                .add(sketch.id(), &sketch, Arc::downgrade(node));
+        }
         state.content = Content::Sketch(sketch);
         if let Some(upper) = &mut state.upper {
             upper.is_sketch = true;
