@@ -1,9 +1,10 @@
 //! A first write for which there is no room, or that the host fails: the file is the image's still, also when it is tried again.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_union::account::Account;
+use bcow_union::account::{Account, stored_bytes};
 use bcow_union::sketch::{
     BLOCK_BYTES, Durability, Lower, Sketch, SketchError, SketchKind, Sketches,
 };
@@ -11,7 +12,7 @@ use bcow_union::upper::{Metacopy, Namespace};
 use rustix::io::Errno;
 
 use crate::script::{reopened, shown, sketches, write_all};
-use crate::support::{TestLower, quiet};
+use crate::support::{Place, TestLower, on_host, quiet};
 use crate::world::{Fault, World};
 
 const B: u64 = BLOCK_BYTES;
@@ -149,6 +150,49 @@ fn a_host_that_also_fails_when_marks_are_taken_back_does_no_harm() {
             return;
         }
     }
+}
+
+/// Its BCoW file is made anew then, which takes space, and nobody who only reads shall be told that there is none.
+#[test]
+fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
+    let kind = SketchKind::Packed;
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    let world = World::new(lower.size());
+    let sketch = create(&sketches(&world, quiet()), kind, &world, &lower).unwrap();
+    write_all(&*sketch, 5, b"lost").unwrap();
+    let world = world.killed();
+    let (sketches, account) = limited(&world, 1);
+    account.add(stored_bytes(world.host().content()).unwrap());
+    let mark = world.mark().unwrap();
+    assert!(!mark.map_exists);
+    let sketch = sketches
+        .open_on(&mark, world.host(), lower.clone())
+        .unwrap();
+    assert!(shown(&*sketch).unwrap() == lower.bytes);
+    let stored = stored_bytes(world.host().content()).unwrap();
+    assert_eq!(account.used(), stored);
+    let error = sketch.write_at(5, b"x").unwrap_err();
+    assert_eq!(error.errno(), Errno::NOSPC);
+}
+
+#[test]
+fn who_opens_a_packed_sketch_that_was_never_flushed_does_not_change_its_time() {
+    let place = Place::new();
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    let sketches = on_host(&place, quiet());
+    let file = place.file(lower.size());
+    drop(
+        sketches
+            .create(SketchKind::Packed, file, lower.clone())
+            .unwrap(),
+    );
+    let host = place.host();
+    let then = std::time::UNIX_EPOCH + Duration::from_secs(1_000_000);
+    host.set_modified(then).unwrap();
+    let mark = place.mark().unwrap();
+    let sketch = sketches.open(mark, place.host(), lower.clone()).unwrap();
+    assert!(shown(&*sketch).unwrap() == lower.bytes);
+    assert_eq!(host.metadata().unwrap().modified().unwrap(), then);
 }
 
 #[test]

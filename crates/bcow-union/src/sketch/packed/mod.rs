@@ -126,19 +126,18 @@ impl Packed {
             });
         }
         let file = Files::new(shared, host, lower, mark);
-        let disk = match mark.map_exists {
+        let modified = file.host.content().modified();
+        let disk = file.storage.while_opening(|| match mark.map_exists {
             true => {
                 file.storage.use_barriers(shared.options.durable);
-                let modified = file.host.content().modified();
-                let disk = file.storage.while_opening(|| file.open_disk(shared))?;
-                // What opening writes, after a crash or as a note, is no change of the file either.
-                if let Ok(modified) = modified {
-                    let _ = file.host.content().set_modified(modified);
-                }
-                disk
+                file.open_disk(shared)
             }
-            false => file.create_disk(shared, mark)?,
-        };
+            false => file.create_disk(shared, mark),
+        })?;
+        // What opening writes, after a crash or as a note, is no change of the file either.
+        if let Ok(modified) = modified {
+            let _ = file.host.content().set_modified(modified);
+        }
         Ok(Self::new(shared, file, disk, *mark))
     }
 
