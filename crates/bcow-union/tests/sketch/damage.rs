@@ -117,6 +117,41 @@ fn marks_that_make_no_sense_are_refused() {
 }
 
 #[test]
+fn a_mark_may_say_more_bytes_than_a_packed_sketch_has() {
+    let lower = Arc::new(TestLower::full(10 * B + 5));
+    let world = World::new(lower.size());
+    let sketch = sketches(&world, quiet())
+        .create_on(SketchKind::Packed, world.host(), lower.clone())
+        .unwrap();
+    write_all(&*sketch, B, b"written").unwrap();
+    sketch.flush(Durability::Durable).unwrap();
+    let mut expected = crate::script::shown(&*sketch).unwrap();
+    drop(sketch);
+    let longer = |size| SketchMark {
+        size,
+        ..world.mark().unwrap()
+    };
+    let sketches = sketches(&world, quiet());
+    for size in [u64::MAX, 1 << 50] {
+        let error = open(&sketches, &world, longer(size), lower.size());
+        assert_eq!(error.errno(), rustix::io::Errno::IO);
+        assert!(error.to_string().contains("a size in bytes of"), "{error}");
+    }
+    let size = 65 << 20;
+    let sketch = sketches
+        .open_on(&longer(size + 1), world.host(), lower.clone())
+        .unwrap();
+    expected.resize(size as usize + 1, 0);
+    assert!(crate::script::shown(&*sketch).unwrap() == expected);
+    write_all(&*sketch, size - 2, b"at the end").unwrap();
+    expected.truncate(size as usize - 2);
+    expected.extend(b"at the end");
+    sketch.flush(Durability::Durable).unwrap();
+    let (_, bytes) = reopened(&world.killed(), &lower).unwrap();
+    assert!(bytes == expected);
+}
+
+#[test]
 fn a_torn_append_is_dropped_and_written_over() {
     let (world, lower) = flushed(true);
     let length = world.map_bytes().unwrap();

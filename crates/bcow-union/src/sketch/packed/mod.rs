@@ -125,12 +125,23 @@ impl Packed {
                 size: lower.size().min(mark.size),
             });
         }
+        if mark.size > MOST_BYTES {
+            return Err(SketchError::Unsupported {
+                what: "a size in bytes of",
+                value: mark.size,
+            });
+        }
         let file = Files::new(shared, host, lower, mark);
         let modified = file.host.content().modified();
         let disk = file.storage.while_opening(|| match mark.map_exists {
             true => {
                 file.storage.use_barriers(shared.options.durable);
-                file.open_disk(shared)
+                let disk = file.open_disk(shared)?;
+                // No mark of ours says more, but all that follows relies on it.
+                if disk.size() < mark.size {
+                    disk.resize(mark.size.next_multiple_of(BLOCK_BYTES))?;
+                }
+                Ok(disk)
             }
             false => file.create_disk(shared, mark),
         })?;
