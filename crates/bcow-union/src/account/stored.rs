@@ -23,6 +23,8 @@ pub struct StoredBlocks {
 /// What [`StoredBlocks::reserve`] gave.
 #[derive(Debug)]
 pub struct Reserved {
+    /// Its first byte.
+    start: u64,
     /// End of the range for which there is room.
     pub end: u64,
     /// Blocks that count from now on.
@@ -47,6 +49,7 @@ impl StoredBlocks {
     /// room for, up to the end of a block, but at least one byte.
     pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, SketchError> {
         let mut reserved = Reserved {
+            start: range.start,
             end: range.end,
             new: Vec::new(),
         };
@@ -119,7 +122,11 @@ impl StoredBlocks {
 
     /// Nothing was written of what was reserved, but for the bytes before `end`.
     pub fn undo(&self, reserved: Reserved, end: u64) {
-        let kept = end.div_ceil(BLOCK_BYTES);
+        let kept = match end > reserved.start {
+            true => end.div_ceil(BLOCK_BYTES),
+            // Nor of the block that it begins in.
+            false => 0,
+        };
         for blocks in reserved.new {
             self.drop_blocks(blocks.start.max(kept)..blocks.end);
         }
@@ -244,6 +251,16 @@ mod tests {
         assert_eq!(account.used(), B);
         assert!(stored.reserve_all(&file, 3 * B..6 * B).is_err());
         assert_eq!(account.used(), B);
+    }
+
+    #[test]
+    fn a_block_of_which_nothing_was_written_does_not_count() {
+        let (account, stored, file) = setup(10);
+        for (start, written_to, blocks) in [(10, 10, 0), (10, 0, 0), (B, B, 0), (10, 11, 1)] {
+            let reserved = stored.reserve(&file, start..3 * B).unwrap();
+            stored.undo(reserved, written_to);
+            assert_eq!(account.used(), blocks * B, "{start}, {written_to}");
+        }
     }
 
     #[test]
