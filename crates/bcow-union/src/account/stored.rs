@@ -31,6 +31,13 @@ pub struct Reserved {
     new: Vec<Range<u64>>,
 }
 
+/// How much is reserved where there is not room for all.
+#[derive(Debug, Clone, Copy)]
+enum Most {
+    ThereIsRoomFor,
+    AllOrNothing,
+}
+
 /// What a file counts: its blocks of 4 KiB in which there is data.
 pub fn stored_bytes(file: &dyn HostFile) -> Result<u64, SketchError> {
     Ok(scan(file)?.len() * BLOCK_BYTES)
@@ -48,6 +55,24 @@ impl StoredBlocks {
     /// Charges what the bytes `range` take that is not there yet: for all of it, or for so much from its start as there is
     /// room for, up to the end of a block, but at least one byte.
     pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, SketchError> {
+        self.take(file, range, Most::ThereIsRoomFor)
+    }
+
+    /// As [`StoredBlocks::reserve`], for all of it or nothing.
+    pub fn reserve_all(
+        &self,
+        file: &dyn HostFile,
+        range: Range<u64>,
+    ) -> Result<Reserved, SketchError> {
+        self.take(file, range, Most::AllOrNothing)
+    }
+
+    fn take(
+        &self,
+        file: &dyn HostFile,
+        range: Range<u64>,
+        most: Most,
+    ) -> Result<Reserved, SketchError> {
         let mut reserved = Reserved {
             start: range.start,
             end: range.end,
@@ -62,7 +87,14 @@ impl StoredBlocks {
         };
         let blocks = touched(&range);
         let missing = (blocks.end - blocks.start - set.count(blocks.clone())) * BLOCK_BYTES;
-        let charged = self.account.charge_up_to(missing, BLOCK_BYTES);
+        let charged = match most {
+            Most::ThereIsRoomFor => self.account.charge_up_to(missing, BLOCK_BYTES),
+            // Before anything is in the set, as others rely on what is.
+            Most::AllOrNothing => {
+                self.account.charge(missing)?;
+                missing
+            }
+        };
         let mut left = charged / BLOCK_BYTES;
         let mut at = blocks.start;
         while at < blocks.end {
@@ -102,22 +134,6 @@ impl StoredBlocks {
             self.account.add(missing * BLOCK_BYTES);
         }
         Ok(())
-    }
-
-    /// As [`StoredBlocks::reserve`], for all of it or nothing.
-    pub fn reserve_all(
-        &self,
-        file: &dyn HostFile,
-        range: Range<u64>,
-    ) -> Result<Reserved, SketchError> {
-        let end = range.end;
-        let reserved = self.reserve(file, range)?;
-        if reserved.end < end {
-            let wanted = (end - reserved.end).next_multiple_of(BLOCK_BYTES);
-            self.undo(reserved, 0);
-            return Err(self.account.no_space(wanted).into());
-        }
-        Ok(reserved)
     }
 
     /// Nothing was written of what was reserved, but for the bytes before `end`.
@@ -261,6 +277,28 @@ mod tests {
             stored.undo(reserved, written_to);
             assert_eq!(account.used(), blocks * B, "{start}, {written_to}");
         }
+    }
+
+    #[test]
+    fn what_fails_takes_nothing_from_who_reserved_at_the_same_time() {
+        let (account, stored, file) = setup(3);
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    stored.reserve_all(&file, 0..6 * B).unwrap_err();
+                }
+            });
+            let lost = (0..20_000).find(|_| {
+                let reserved = stored.reserve(&file, B..2 * B).unwrap();
+                std::thread::yield_now();
+                let lost = account.used() < B;
+                stored.undo(reserved, 0);
+                lost
+            });
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(lost, None);
+        });
     }
 
     #[test]
