@@ -13,7 +13,7 @@ use bcow_erofs::reader::Filesystem;
 use bcow_testkit::{has_program, lacks};
 use bcow_union::NodeId;
 use bcow_union::fs::{
-    Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SyncWhat, UnionFs,
+    Allocate, Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SyncWhat, UnionFs,
 };
 use bcow_union::options::{SketchChoice, UnionOptions};
 use bcow_union::upper::{SetHow, SketchMark};
@@ -677,6 +677,33 @@ fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
     assert_eq!(host_xattr(&host, "trusted.bcow.sketch"), None);
     fixture.assert_kept();
     assert_eq!(fixture.content("h1"), b"new");
+}
+
+#[test]
+fn space_that_was_allocated_is_free_when_the_file_is_gone() {
+    let options = UnionOptions {
+        size_limit: Some(100 * 4096),
+        ..UnionOptions::default()
+    };
+    let Some(fixture) = Fixture::new(options) else {
+        return;
+    };
+    let union = fixture.fs();
+    let used = || union.report().counted_bytes / 4096;
+    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    union
+        .allocate(new.node, 0, 90 * 4096, Allocate::Extend)
+        .unwrap();
+    fixture.write("new", 4096, b"some bytes");
+    assert_eq!(used(), 90);
+    union.forget(new.node, 1000);
+    assert_eq!(used(), 1);
+    fixture.write("new", 0, b"more");
+    assert_eq!(used(), 2);
+    let node = fixture.id("new");
+    union.unlink(NodeId::ROOT, b"new").unwrap();
+    union.forget(node, 1000);
+    assert_eq!(used(), 0);
 }
 
 #[test]

@@ -173,6 +173,21 @@ impl StoredBlocks {
         Ok(())
     }
 
+    /// The file lives on, but nobody announces writes here until it is looked at again: what was only allocated, which will not be
+    /// found then, no longer counts. Nobody may write to it meanwhile.
+    pub fn let_go(&self, file: &dyn HostFile) -> Result<(), SketchError> {
+        let mut guard = self.lock();
+        let Some(set) = guard.as_mut() else {
+            return Ok(());
+        };
+        for run in scan(file)?.runs(0..u64::MAX) {
+            set.remove(run);
+        }
+        self.account.release(set.len() * BLOCK_BYTES);
+        *guard = None;
+        Ok(())
+    }
+
     fn drop_blocks(&self, blocks: Range<u64>) {
         if blocks.is_empty() {
             return;
@@ -277,6 +292,21 @@ mod tests {
             stored.undo(reserved, written_to);
             assert_eq!(account.used(), blocks * B, "{start}, {written_to}");
         }
+    }
+
+    #[test]
+    fn what_was_only_allocated_counts_until_it_is_let_go() {
+        let (account, stored, file) = setup(10);
+        let used = || account.used() / B;
+        stored.reserve_all(&file, 0..6 * B).unwrap();
+        file.write_all_at(&[1; 5000], B).unwrap();
+        assert_eq!(used(), 6);
+        stored.let_go(&file).unwrap();
+        assert_eq!(used(), 2);
+        stored.reserve_all(&file, 0..2 * B).unwrap();
+        assert_eq!(used(), 3);
+        stored.release_all(&file).unwrap();
+        assert_eq!(used(), 0);
     }
 
     #[test]

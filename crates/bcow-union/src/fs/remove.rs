@@ -205,15 +205,32 @@ impl UnionFs {
         Ok(())
     }
 
-    /// What the kernel forgot: if it lost its last name before, its space is free now.
+    /// What the kernel forgot: if it lost its last name before, its space is free now, and else what it has beyond its bytes.
     pub(super) fn forgotten(&self, node: &Node) {
-        if node.kind != FileType::Regular || !node.is_removed.load(Ordering::Acquire) {
+        if node.kind != FileType::Regular || self.account.limit().is_none() {
             return;
         }
-        let state = node.read_state();
-        if let (Content::Plain, Ok(file)) = (&state.content, plain_file(&state))
-            && let Err(error) = self.stored(node).release_all(&*file)
-        {
+        let released = match node.is_removed.load(Ordering::Acquire) {
+            true => {
+                let state = node.read_state();
+                match (&state.content, plain_file(&state)) {
+                    (Content::Plain, Ok(file)) => self.stored(node).release_all(&*file),
+                    _ => return,
+                }
+            }
+            false => {
+                let Some(stored) = node.stored.get() else {
+                    return;
+                };
+                // Somebody may just have found it again, and must not write meanwhile.
+                let mut state = node.write_state();
+                match self.open_upper_locked(node, &mut state, Access::Data) {
+                    Ok(file) => stored.let_go(&*file),
+                    Err(_) => return,
+                }
+            }
+        };
+        if let Err(error) = released {
             self.complain(b"", &error.to_string());
         }
     }

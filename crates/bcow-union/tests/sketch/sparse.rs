@@ -322,6 +322,32 @@ fn the_limit_is_exact_and_space_comes_back() {
 }
 
 #[test]
+fn space_that_was_taken_and_not_used_comes_back_when_nobody_has_it_open() {
+    let (place, sketches, account) = limited(100);
+    let lower = Arc::new(TestLower::full(10 * B));
+    let file = place.file(lower.size());
+    let sketch = sketches
+        .create(SketchKind::Sparse, file, lower.clone())
+        .unwrap();
+    sketch.allocate(0, 50 * B, KeepSize::Keep).unwrap();
+    write_all(&*sketch, 3 * B, &[1; 100]).unwrap();
+    assert_eq!(account.used(), 50 * B);
+    sketch.flush(Durability::Durable).unwrap();
+    drop(sketch);
+    assert_eq!(account.used(), B);
+    let mark = place.mark().unwrap();
+    let sketch = sketches.open(mark, place.host(), lower.clone()).unwrap();
+    sketch.allocate(0, 50 * B, KeepSize::Keep).unwrap();
+    write_all(&*sketch, 0, &[1; 10 * B as usize]).unwrap();
+    assert_eq!(account.used(), 50 * B);
+    assert!(sketch.promote().unwrap());
+    assert_eq!(account.used(), 10 * B);
+    sketch.set_size(0).unwrap();
+    drop(sketch);
+    assert_eq!(account.used(), 0);
+}
+
+#[test]
 fn a_packed_sketch_keeps_to_the_limit_too() {
     let (place, sketches, account) = limited(40);
     let lower = Arc::new(TestLower::full(1000 * B));

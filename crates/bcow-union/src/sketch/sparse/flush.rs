@@ -136,6 +136,9 @@ impl Sparse {
             // The next check of the upper finds it.
             self.shared.log("a map that nobody needs", &error);
         }
+        if let Err(error) = self.stored.let_go(self.content()) {
+            self.shared.log("the space of a plain file", &error);
+        }
         let promotions = &self.shared.counters.promotions;
         promotions.fetch_add(1, Ordering::Relaxed);
         drop(frame);

@@ -378,7 +378,9 @@ impl Drop for Sparse {
         self.shared.transit_ended(left as u64);
         let left = match self.discarded.load(Ordering::Acquire) {
             true => self.stored.release_all(self.content()),
-            false => lock(&self.map).confirm(),
+            false => lock(&self.map)
+                .confirm()
+                .and(self.stored.let_go(self.content())),
         };
         if let Err(error) = left {
             self.shared.log("a sketch that is closed", &error);
