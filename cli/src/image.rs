@@ -189,6 +189,21 @@ impl OpenImage {
             .collect()
     }
 
+    /// Refuses to write to a file that the image is made of: it would be gone.
+    pub fn refuse_own_name(&self, path: &Path) -> Result<(), CommandError> {
+        let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
+            (Ok(file), Ok(path)) => file == path,
+            _ => false,
+        };
+        match self.files().iter().any(same) {
+            true => Err(
+                CommandError::new(format!("cannot write {}", path.display()))
+                    .caused_by_text(format!("{} is made of it", self.name.display())),
+            ),
+            false => Ok(()),
+        }
+    }
+
     /// The image with what is known of its layers.
     pub fn opened(&self) -> &Opened {
         &self.opened

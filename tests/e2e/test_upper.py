@@ -254,7 +254,7 @@ class Uppers:
         target = self.path("refused.bcow")
         refused = bcow("commit", self.base, "--upper", self.path("nowhere"), target, check=False)
         assert_refused(self, refused, "there is no such directory")
-        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, self.base, check=False), "changes are over")
+        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, self.base, check=False), "is made of it")
         assert_refused(self, bcow("commit", self.base, "--upper", self.upper, check=False), "nothing to write", code=2)
         assert_refused(self, bcow("commit", self.base, "--upper", self.upper, "tar:x", "--merge", check=False), "--merge",
                        code=2)

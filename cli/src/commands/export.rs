@@ -37,7 +37,8 @@ use crate::ui::{Progress, Ui};
 /// them; holes stay holes, sockets are left out. `erofs` and `raw` come as a sparse file.
 ///
 /// The same tree gives the same bytes, however it is stored. Every block is checked on the way. A file
-/// or an image gets its name when it is complete, and replaces one of that name.
+/// or an image gets its name when it is complete, and replaces one of that name, but none that IMG is
+/// made of.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -190,6 +191,7 @@ pub fn to_archive(
         })?;
         return out.finish().map(|()| None);
     }
+    image.refuse_own_name(output)?;
     let new = NewFile::create(output)?;
     let cannot = || format!("cannot write {}", output.display());
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, new.file());
@@ -335,6 +337,7 @@ fn address_space(
         export.stream(&mut out)?;
         return out.finish();
     }
+    image.refuse_own_name(output)?;
     let new = NewFile::create(output)?;
     export.raw(&new, &|| format!("cannot write {}", output.display()))?;
     progress.phase("syncing");

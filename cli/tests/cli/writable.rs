@@ -373,3 +373,33 @@ fn mount_8_and_fstab_mount_images() {
         Some(2)
     );
 }
+
+#[test]
+fn what_is_made_of_an_image_does_not_take_its_place() {
+    let sandbox = Sandbox::with_image();
+    fs::create_dir(sandbox.path("upper")).unwrap();
+    std::os::unix::fs::symlink("image.bcow", sandbox.path("link")).unwrap();
+    let before = sandbox.read("image.bcow");
+    let commit = ["commit", "image.bcow", "--upper=upper"];
+    let export = ["export", "image.bcow", "--to"];
+    for (command, rest) in [
+        (&commit, &["tar:image.bcow"][..]),
+        (&commit, &["tar:./link"]),
+        (&commit, &["--flatten", "image.bcow"]),
+        (&export, &["tar", "-o", "image.bcow"]),
+        (&export, &["tar", "-o", "link"]),
+        (&export, &["erofs", "-o", "image.bcow"]),
+        (&export, &["raw", "-o", "image.bcow"]),
+    ] {
+        let args = [&command[..], rest].concat();
+        let shown = sandbox.shown(&args);
+        assert!(shown.contains("image.bcow is made of it"), "{shown}");
+        assert!(!shown.contains("status 0"), "{shown}");
+        assert!(sandbox.read("image.bcow") == before, "{shown}");
+    }
+    assert_eq!(
+        sandbox.names(),
+        ["image.bcow", "link", "sample.tar", "upper"]
+    );
+    sandbox.ok(&[&commit[..], &["tar:other"]].concat());
+}

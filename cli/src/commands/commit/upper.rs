@@ -245,7 +245,7 @@ impl Work<'_> {
                     .hint("store everything in it (--flatten), or write the changes to tar:FILE"),
             );
         }
-        self.refuse_own_name(path)?;
+        self.image.refuse_own_name(path)?;
         let interrupt = Interrupt::catch();
         let options = self.convert_options(&interrupt)?;
         let progress = self.ui.progress();
@@ -271,21 +271,6 @@ impl Work<'_> {
         drop(progress);
         self.tell(&report, path);
         Ok(())
-    }
-
-    /// Refuses to replace a file that the image is made of.
-    fn refuse_own_name(&self, path: &Path) -> Result<(), CommandError> {
-        let same = |file: &PathBuf| match (file.canonicalize(), path.canonicalize()) {
-            (Ok(file), Ok(path)) => file == path,
-            _ => false,
-        };
-        match self.image.files().iter().any(same) {
-            true => Err(
-                CommandError::new(format!("cannot write {}", path.display()))
-                    .caused_by_text("it is the image that the changes are over"),
-            ),
-            false => Ok(()),
-        }
     }
 
     fn merged(&self, changes: Changes) -> Result<ErofsTree, CommandError> {
