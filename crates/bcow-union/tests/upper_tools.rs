@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::ops::ControlFlow;
+use std::os::fd::AsFd;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -19,8 +20,12 @@ use bcow_union::fs::{
     Allocate, Caller, Changes as SetAttributes, LowerImage, Privileges, RenameHow, SetTime, UnionFs,
 };
 use bcow_union::options::{SketchChoice, UnionOptions};
-use bcow_union::upper::check::{self, CheckedImage};
-use bcow_union::upper::{Changes, Instance, LOWER_FROM, Scope, UpperReader, lower_offset};
+use bcow_union::upper::check::{self, CheckedImage, Report, Severity};
+use bcow_union::upper::{
+    Attribute, Changes, Instance, LOWER_FROM, Mark, Marks, Namespace, Scope, SetHow, SketchMark,
+    UpperError, UpperReader, lower_offset,
+};
+use rustix::fs::{CWD, FileType as HostType, Mode};
 use tempfile::TempDir;
 
 /// Whether to skip.
@@ -501,4 +506,34 @@ fn a_wrong_number_of_names_is_corrected() {
     assert_eq!(check::repair(&instance, &report).unwrap().len(), 1);
     drop(instance);
     assert_sound(&upper);
+}
+
+/// An upper with one sketch, the start of `large`.
+fn sketched(upper: &Path) {
+    let union = Union::open(upper, SketchChoice::Sparse);
+    let large = union.fs.lookup(NodeId::ROOT, b"large").unwrap().unwrap();
+    let written = union
+        .fs
+        .write(large.node, 0, &noise(5, 8192), Privileges::Drop);
+    assert_eq!(written.unwrap(), 8192);
+    union.fs.close().unwrap();
+}
+
+#[test]
+fn nobody_writes_to_an_upper_whose_content_is_still_to_be_read() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    sketched(&upper);
+    let Changes { layer, store, .. } = changes(&upper, Scope::Layer);
+    let spliced = store.filesystem(&merge(vec![layer]).unwrap()).unwrap();
+    drop(store);
+    let writer = || Instance::open_existing(&upper, "a test");
+    assert!(matches!(writer(), Err(UpperError::InUse { .. })));
+    UpperReader::open(&upper).unwrap();
+    assert!(matches!(writer(), Err(UpperError::InUse { .. })));
+    drop(spliced);
+    writer().unwrap();
 }

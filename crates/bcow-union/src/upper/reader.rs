@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bcow::lock::FileLock;
 use rustix::fs::{Mode, OFlags};
@@ -13,7 +14,7 @@ use super::instance::{failed, marked_by_user, meta_failed, open_lock, open_root}
 use super::work;
 use super::{META, Names, Namespace, Ownership, Record, UpperError};
 
-/// An upper that nobody changes while this lives.
+/// An upper that nobody changes while this lives, or the content of [`Changes`](super::Changes) read with it.
 ///
 /// Also one that overlayfs left, which has no [`META`]: nobody can be kept from changing that.
 #[derive(Debug)]
@@ -23,7 +24,7 @@ pub struct UpperReader {
     meta: Option<OwnedFd>,
     names: Names,
     record: Option<Record>,
-    _lock: Option<File>,
+    lock: Option<Arc<File>>,
 }
 
 impl UpperReader {
@@ -68,7 +69,7 @@ impl UpperReader {
             meta,
             names,
             record,
-            _lock: lock,
+            lock: lock.map(Arc::new),
         })
     }
 
@@ -90,6 +91,11 @@ impl UpperReader {
     /// What its `instance.json` says, if there is one.
     pub fn record(&self) -> Option<&Record> {
         self.record.as_ref()
+    }
+
+    /// The lock, for those who go on reading without this; `None` if nobody can be kept from writing.
+    pub(super) fn lock(&self) -> Option<Arc<File>> {
+        self.lock.clone()
     }
 
     /// Whether the machine stopped while it was in use without ever being synchronised: what is in it may be anything.

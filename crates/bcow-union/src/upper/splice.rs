@@ -81,6 +81,8 @@ pub struct Store {
     pub(super) device: Arc<dyn BlockDevice>,
     /// The upper's root.
     pub(super) root: OwnedFd,
+    /// Keeps writers away: content is read until this is dropped.
+    pub(super) _lock: Option<Arc<File>>,
     pub(super) bodies: Vec<Body>,
     pub(super) segments: Segments,
     pub(super) open: Mutex<Vec<(u32, Arc<dyn BytesAt>)>>,

@@ -191,6 +191,7 @@ impl Changes {
                 lower,
                 device,
                 root,
+                _lock: upper.lock(),
                 bodies,
                 segments,
                 open: Default::default(),
