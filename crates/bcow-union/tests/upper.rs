@@ -5,13 +5,16 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
+use std::time::Duration;
 
+use bcow_testkit::lacks;
 use bcow_union::upper::{
     Attribute, Begun, ImageName, Instance, Mark, Marks, Metacopy, Namespace, Origin, SetHow,
     UpperError, UpperReader, is_whiteout,
 };
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
+use rustix::thread::CapabilitySet;
 use tempfile::TempDir;
 
 const IMAGE: ImageName<'_> = ImageName {
@@ -330,4 +333,39 @@ fn attributes_of_any_length_are_read() {
         let at = Attribute::Named(root.as_fd(), name);
         assert_eq!(at.get(b"user.x"), Err(Errno::INVAL));
     }
+}
+
+/// What a thread without the capability that `trusted.*` takes finds out.
+fn without_privilege<T: Send>(run: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let mut all = rustix::thread::capabilities(None).unwrap();
+            all.effective.remove(CapabilitySet::SYS_ADMIN);
+            all.permitted.remove(CapabilitySet::SYS_ADMIN);
+            rustix::thread::set_capabilities(None, all).unwrap();
+            run()
+        });
+        thread.join().unwrap()
+    })
+}
+
+#[test]
+fn marks_that_this_user_cannot_see_are_not_taken_for_missing() {
+    if lacks("root", rustix::process::geteuid().is_root()) {
+        return;
+    }
+    let dir = TempDir::new().unwrap();
+    let bare = UpperReader::open(dir.path()).unwrap();
+    assert_eq!(bare.names().namespace, Namespace::Trusted);
+    // As overlayfs keeps them for this user.
+    let bare = without_privilege(|| UpperReader::open(dir.path()).unwrap());
+    assert_eq!(bare.names().namespace, Namespace::User);
+    drop(bare);
+    assert_eq!(begin(dir.path()).namespace(), Namespace::Trusted);
+    UpperReader::open(dir.path()).unwrap();
+    let refused = without_privilege(|| UpperReader::open(dir.path()).unwrap_err());
+    assert!(
+        matches!(refused, UpperError::NamespaceDenied { .. }),
+        "{refused}"
+    );
 }

@@ -1,14 +1,19 @@
-//! What the host lets this user do in an upper.
+//! What the host lets this user do in an upper, and see of it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
 use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
 
 use super::{Attribute, Names, Namespace, Ownership, SetHow};
 
 /// Name of the file that things are tried on, in the work directory.
 const PROBE: &str = "probe";
+/// Name of an attribute that no file has.
+const TRUSTED: &[u8] = b"trusted.bcow.probe";
+/// Inode number of the machine's own user namespace (`PROC_USER_INIT_INO` of Linux).
+const FIRST_USER_NAMESPACE: u64 = 0xefff_fffd;
 /// The user that a container's `nobody` is. Whoever can give files to it has a range of users that suffices.
 const NOBODY: u32 = 65534;
 
@@ -50,7 +55,7 @@ pub(super) fn permits(found: Names, names: Names) -> (bool, bool) {
 fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
     let file = Attribute::Open(file);
     let set = |name: &[u8]| file.set(name, b"y", SetHow::Any);
-    match set(b"trusted.bcow.probe") {
+    match set(TRUSTED) {
         Ok(()) => return Ok(Namespace::Trusted),
         Err(Errno::PERM | Errno::ACCESS | Errno::NOTSUP) => {}
         Err(errno) => return Err(Refused::Io(errno)),
@@ -60,6 +65,32 @@ fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
         Err(Errno::NOTSUP | Errno::PERM | Errno::ACCESS) => Err(Refused::Attributes),
         Err(errno) => Err(Refused::Io(errno)),
     }
+}
+
+/// Whether attributes of `trusted.*` are shown to this user, if the file has any. To others they are not there, without an
+/// error; only who would change one is told. Nothing is changed.
+pub(super) fn sees_trusted(file: BorrowedFd<'_>) -> Result<bool, Errno> {
+    match Attribute::Open(file).remove(TRUSTED) {
+        Ok(()) | Err(Errno::NODATA) => Ok(true),
+        Err(Errno::NOTSUP) => Ok(false),
+        // It may also be the file, or its file system, that cannot be changed.
+        Err(Errno::PERM | Errno::ACCESS | Errno::ROFS) => administers(),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Whether this thread may administer the machine, and not only a user namespace of its own.
+fn administers() -> Result<bool, Errno> {
+    let capable = capabilities(None)?
+        .effective
+        .contains(CapabilitySet::SYS_ADMIN);
+    Ok(capable
+        && match rustix::fs::stat("/proc/self/ns/user") {
+            Ok(stat) => stat.st_ino == FIRST_USER_NAMESPACE,
+            // A kernel without them.
+            Err(Errno::NOENT) => true,
+            Err(errno) => return Err(errno),
+        })
 }
 
 fn ownership(file: BorrowedFd<'_>) -> Ownership {

@@ -11,6 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::instance::{failed, marked_by_user, meta_failed, open_lock, open_root};
+use super::probe::sees_trusted;
 use super::work;
 use super::{META, Names, Namespace, Ownership, Record, UpperError};
 
@@ -43,14 +44,23 @@ impl UpperReader {
                 Record::read(meta.as_fd(), path)?,
             ),
         };
+        let sees_trusted = sees_trusted(root.as_fd())
+            .map_err(|errno| failed(path, "find out which attributes can be read", errno))?;
         let names = match &record {
+            // What is not seen would be taken for missing: copies of metadata for files of zeros.
+            Some(record) if record.namespace == Namespace::Trusted && !sees_trusted => {
+                return Err(UpperError::NamespaceDenied {
+                    path: path.to_owned(),
+                    namespace: record.namespace,
+                });
+            }
             Some(record) => Names {
                 namespace: record.namespace,
                 ownership: record.ownership,
             },
+            // As a mount would begin it.
             None => {
-                let is_users =
-                    marked_by_user(root.as_fd()) || !rustix::process::geteuid().is_root();
+                let is_users = marked_by_user(root.as_fd()) || !sees_trusted;
                 match is_users {
                     true => Names {
                         namespace: Namespace::User,
