@@ -519,6 +519,16 @@ fn sketched(upper: &Path) {
     union.fs.close().unwrap();
 }
 
+fn checked(upper: &Path) -> Report {
+    let (filesystem, device) = image();
+    let image = CheckedImage { filesystem, device };
+    check::check(&UpperReader::open(upper).unwrap(), Some(&image)).unwrap()
+}
+
+fn codes(report: &Report) -> Vec<&'static str> {
+    report.findings.iter().map(|found| found.code).collect()
+}
+
 #[test]
 fn nobody_writes_to_an_upper_whose_content_is_still_to_be_read() {
     if lacks_tools() {
@@ -536,4 +546,45 @@ fn nobody_writes_to_an_upper_whose_content_is_still_to_be_read() {
     assert!(matches!(writer(), Err(UpperError::InUse { .. })));
     drop(spliced);
     writer().unwrap();
+}
+
+#[test]
+fn a_promotion_that_was_cut_short_is_no_damage() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    sketched(&upper);
+    let file = fs::File::open(upper.join("large")).unwrap();
+    let at = Attribute::Open(file.as_fd());
+    let set = |mark: SketchMark| {
+        let set = Mark::Sketch.set(at, Namespace::Trusted, &mark.encode());
+        set.unwrap();
+    };
+    let mark = Marks::read(at, Namespace::Trusted).unwrap().sketch.unwrap();
+    assert!(mark.lower_limit > 8192);
+    assert!(Mark::Metacopy.clear(at, Namespace::Trusted).unwrap());
+    assert_eq!(codes(&checked(&upper)), ["upper-mark-misplaced"]);
+    // Of which nothing is missing: the two blocks are all that may be the image's.
+    let lower_limit = 8192;
+    set(SketchMark {
+        lower_limit,
+        ..mark
+    });
+    assert_sound(&upper);
+    set(SketchMark {
+        lower_limit: 8193,
+        ..mark
+    });
+    assert_eq!(codes(&checked(&upper)), ["upper-mark-misplaced"]);
+    // Nor does overlayfs know what is in a packed one.
+    set(SketchMark {
+        kind: bcow_union::upper::SketchKind::Packed,
+        lower_limit: 0,
+        map_exists: false,
+        size: 8192,
+        ..mark
+    });
+    assert_eq!(codes(&checked(&upper)), ["upper-mark-misplaced"]);
 }

@@ -76,6 +76,22 @@ pub(super) fn check(
     Ok(())
 }
 
+/// Whether the host's file, of `size` bytes, has all that the sketch shows, at its place.
+pub(super) fn is_complete(
+    upper: &UpperReader,
+    mark: &SketchMark,
+    size: u64,
+) -> Result<bool, Problem> {
+    if mark.kind != SketchKind::Sparse {
+        return Ok(false);
+    }
+    let covered = mark.lower_limit.min(size).div_ceil(BLOCK_BYTES);
+    if covered == 0 || !mark.map_exists {
+        return Ok(covered == 0);
+    }
+    Ok(read_map(upper, mark, None)?.contains_all(0..covered))
+}
+
 fn check_mark(mark: &SketchMark, lower: &Inode) -> Result<(), String> {
     if mark.kind == SketchKind::Sparse && 1u64 << mark.block_shift != BLOCK_BYTES {
         return Err(format!(

@@ -346,7 +346,7 @@ impl Checker<'_> {
                 "does not say what kind of sketch it is",
             ),
             (
-                marks.sketch.is_some() && marks.metacopy == Metacopy::None,
+                marks.metacopy == Metacopy::None && self.shows_holes(marks, stat),
                 "sketch",
                 "is not marked as a copy, so that overlayfs would show its holes",
             ),
@@ -437,6 +437,15 @@ impl Checker<'_> {
             return None;
         }
         found.or(redirected.filter(|inode| same_type(inode.kind, kind, marks)))
+    }
+
+    /// Whether it is a sketch that is not all in the host's file. One that is may lack the mark of a copy: it is about to become
+    /// a plain file, and its marks are taken away one after the other.
+    fn shows_holes(&self, marks: &Marks, stat: &Stat) -> bool {
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        marks
+            .sketch
+            .is_some_and(|mark| !matches!(sketched::is_complete(self.upper, &mark, size), Ok(true)))
     }
 
     fn sketch(&mut self, path: &[u8], stat: &Stat, marks: &Marks, lower: Option<&Inode>) {
