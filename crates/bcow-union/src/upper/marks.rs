@@ -474,10 +474,18 @@ mod tests {
             assert_eq!(Metacopy::decode(form.encode().unwrap()), Ok(form));
         }
         assert_eq!(Metacopy::None.encode(), None);
+        assert_eq!(Metacopy::Sketch.encode(), Some(&[0xbc][..]));
         assert_eq!(Metacopy::decode(&[0, 4, 0, 0]), Ok(Metacopy::Whole));
         for bad in [&[1, 4, 0, 0][..], &[0], &[0, 5, 0, 0], &[0xbc, 4, 0, 1]] {
             assert!(Metacopy::decode(bad).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn the_redirect_of_a_sketch_leads_nowhere() {
+        let mut marks = Marks::default();
+        marks.take(Mark::Redirect, b"/.bcow/sketch").unwrap();
+        assert_eq!(marks, Marks::default());
     }
 
     #[test]
