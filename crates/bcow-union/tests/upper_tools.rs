@@ -588,3 +588,34 @@ fn a_promotion_that_was_cut_short_is_no_damage() {
     });
     assert_eq!(codes(&checked(&upper)), ["upper-mark-misplaced"]);
 }
+
+#[test]
+fn no_number_of_warnings_is_an_error_or_hides_one() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    Union::open(&upper, SketchChoice::Sparse)
+        .fs
+        .close()
+        .unwrap();
+    for index in 0..1003 {
+        let name = upper.join(format!("white{index}"));
+        rustix::fs::mknodat(CWD, name, HostType::CharacterDevice, Mode::empty(), 0).unwrap();
+    }
+    let report = checked(&upper);
+    assert!(report.is_sound());
+    assert_eq!(report.findings.len(), 1000);
+    let file = fs::File::create(upper.join("zzz")).unwrap();
+    let at = Attribute::Open(file.as_fd());
+    at.set(b"trusted.overlay.metacopy", b"?", SetHow::Any)
+        .unwrap();
+    let report = checked(&upper);
+    assert!(!report.is_sound());
+    let is_error = |code: &str| {
+        let mut found = report.findings.iter();
+        found.any(|found| found.severity == Severity::Error && found.code == code)
+    };
+    assert!(is_error("upper-mark"), "{:#?}", report.findings.last());
+}

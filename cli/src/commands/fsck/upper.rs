@@ -86,14 +86,12 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
 }
 
 fn unreadable(error: &UpperError) -> Report {
-    let mut report = Report::default();
-    report.findings.push(Finding {
+    Report::of(Finding {
         code: "upper-record",
         severity: Severity::Error,
         path: format!("{META}/instance.json").into_bytes(),
         message: error.to_string(),
-    });
-    report
+    })
 }
 
 /// The image that the upper belongs to: as the user says, else by the name that the upper remembers.
@@ -123,16 +121,6 @@ fn open_image(
     Ok(None)
 }
 
-fn errors(report: &Report) -> u64 {
-    let kept = report.findings.iter();
-    kept.filter(|f| f.severity == Severity::Error).count() as u64 + report.omitted
-}
-
-fn warnings(report: &Report) -> u64 {
-    let kept = report.findings.iter();
-    kept.filter(|f| f.severity == Severity::Warning).count() as u64
-}
-
 fn word(severity: Severity) -> &'static str {
     match severity {
         Severity::Error => "error",
@@ -158,11 +146,11 @@ fn as_json(args: &Args, found: &Found, repaired: &[String]) -> serde_json::Value
         .collect();
     json!({
         "schema": "bcow.fsck/1",
-        "verdict": verdict(errors(report)),
-        "errors": errors(report),
-        "warnings": warnings(report),
+        "verdict": verdict(report.errors),
+        "errors": report.errors,
+        "warnings": report.warnings,
         "findings": findings,
-        "findings_omitted": report.omitted,
+        "findings_omitted": report.omitted(),
         "repaired": repaired,
         "data": args.data,
         "upper": {
@@ -192,10 +180,10 @@ fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), 
             printable(&finding.message)
         )?;
     }
-    if report.omitted > 0 {
-        writeln!(out, "... and {} more", Count(report.omitted))?;
+    if report.omitted() > 0 {
+        writeln!(out, "... and {} more", Count(report.omitted()))?;
     }
-    let (errors, warnings) = (errors(report), warnings(report));
+    let (errors, warnings) = (report.errors, report.warnings);
     if errors + warnings > 0 || !ui.quiet() {
         let counts = match (errors, warnings) {
             (0, 0) => "clean".to_owned(),

@@ -23,8 +23,8 @@ use super::{
     Redirect, SketchKind, UpperError, UpperReader, is_whiteout, sketched, work,
 };
 
-/// At most this many findings are kept.
-const MOST_FINDINGS: usize = 1000;
+/// At most this many errors are kept, and this many warnings.
+const MOST_FINDINGS: u64 = 1000;
 
 /// Something wrong, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,8 +44,10 @@ pub struct Finding {
 pub struct Report {
     /// Directory by directory; then what lies beside the tree.
     pub findings: Vec<Finding>,
-    /// Findings beyond those kept.
-    pub omitted: u64,
+    /// Errors found, kept or not.
+    pub errors: u64,
+    /// Warnings found, kept or not.
+    pub warnings: u64,
     /// Directories of the tree.
     pub directories: u64,
     /// Other names of the tree.
@@ -74,9 +76,21 @@ enum Repair {
 }
 
 impl Report {
+    /// One that has this finding alone.
+    pub fn of(finding: Finding) -> Report {
+        let mut report = Report::default();
+        report.take(finding);
+        report
+    }
+
     /// Whether there is no finding of severity [`Severity::Error`].
     pub fn is_sound(&self) -> bool {
-        self.omitted == 0 && self.findings.iter().all(|f| f.severity != Severity::Error)
+        self.errors == 0
+    }
+
+    /// Findings beyond those kept.
+    pub fn omitted(&self) -> u64 {
+        self.errors + self.warnings - self.findings.len() as u64
     }
 
     /// Whether [`repair`] would do something.
@@ -85,11 +99,7 @@ impl Report {
     }
 
     fn add(&mut self, severity: Severity, code: &'static str, path: &[u8], message: String) {
-        if self.findings.len() == MOST_FINDINGS {
-            self.omitted += 1;
-            return;
-        }
-        self.findings.push(Finding {
+        self.take(Finding {
             code,
             severity,
             path: if path.is_empty() {
@@ -99,6 +109,17 @@ impl Report {
             },
             message,
         });
+    }
+
+    fn take(&mut self, finding: Finding) {
+        let count = match finding.severity {
+            Severity::Error => &mut self.errors,
+            Severity::Warning => &mut self.warnings,
+        };
+        *count += 1;
+        if *count <= MOST_FINDINGS {
+            self.findings.push(finding);
+        }
     }
 
     fn error(&mut self, code: &'static str, path: &[u8], message: impl Into<String>) {
