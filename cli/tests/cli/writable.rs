@@ -403,3 +403,77 @@ fn what_is_made_of_an_image_does_not_take_its_place() {
     );
     sandbox.ok(&[&commit[..], &["tar:other"]].concat());
 }
+
+#[test]
+fn fsck_of_an_upper_reads_its_files_only_if_asked_to() {
+    let Some(place) = Place::new() else { return };
+    let upper = "--upper=upper";
+    place
+        .0
+        .ok(&["mount", upper, "--sketch=packed", "image.bcow", "mnt"]);
+    let written: Vec<u8> = noise(8192).iter().map(|byte| !byte).collect();
+    // In two records: a last one that is damaged is one that a crash cut short.
+    for at in [8192, 32768] {
+        let file = fs::File::options().write(true).open(place.file("var/data"));
+        let file = file.unwrap();
+        file.write_all_at(&written, at).unwrap();
+        file.sync_all().unwrap();
+    }
+    assert!(place.unmounted().contains("status 0"));
+    let fsck = |data: &[&str], expected| {
+        let args = [&["fsck", "upper", "image.bcow"], data].concat();
+        let shown = place.0.shown(&args);
+        let status = format!("--- exit status {expected}\n");
+        assert!(shown.ends_with(&status), "{shown}");
+        shown
+    };
+    fsck(&["--data"], 0);
+    place.0.patch("upper/var/data", |bytes| {
+        let mut windows = bytes.windows(64);
+        let at = windows.position(|window| window == &written[..64]);
+        bytes[at.unwrap() + 99] ^= 1;
+    });
+    fsck(&[], 0);
+    let shown = fsck(&["--data"], 4);
+    assert!(
+        shown.contains("error upper-sketch-file: var/data: block-crc: "),
+        "{shown}"
+    );
+}
+
+#[test]
+fn fsck_of_an_upper_says_which_file_the_host_cannot_read() {
+    let Some(place) = Place::new() else { return };
+    if !is_root() {
+        return;
+    }
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    fs::write(place.file("new"), "new").unwrap();
+    assert!(place.unmounted().contains("status 0"));
+    // A regular file of some size that can only be written. Putting together image and upper would find it, too.
+    let unreadable = "/sys/bus/platform/drivers_probe";
+    let script = format!(
+        "mount --bind {unreadable} upper/new || exit 99
+         mv image.bcow elsewhere
+         {0} fsck upper; echo $?; {0} fsck --data upper; echo $?",
+        env!("CARGO_BIN_EXE_bcow")
+    );
+    let output = Command::new("unshare")
+        .args(["-m", "sh", "-c", &script])
+        .current_dir(place.0.path(""))
+        .output();
+    let output = match output {
+        Ok(output) if output.status.code() != Some(99) => output,
+        Ok(output) => {
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            return missing(unreadable, &std::io::Error::other(error));
+        }
+        Err(error) => return missing("unshare", &error),
+    };
+    let shown = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        shown.contains("sketches)\n0\nerror upper-host: new: it cannot be read: "),
+        "{shown}"
+    );
+    assert!(shown.ends_with("\n4\n"), "{shown}");
+}

@@ -78,7 +78,11 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
         }),
         None => None,
     };
-    let report = check::check(&upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
+    let check = match args.data {
+        true => check::check_data,
+        false => check::check,
+    };
+    let report = check(&upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
     Ok(Found {
         report,
         image: image.map(|image| image.path().to_owned()),

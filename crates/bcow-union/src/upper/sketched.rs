@@ -19,6 +19,9 @@ use crate::sketch::blocks::BlockSet;
 use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
 use crate::sketch::{BLOCK_BYTES, Damage};
 
+/// Read at once.
+const PIECE_BYTES: usize = 256 << 10;
+
 /// The host's file of a sketch.
 pub(super) struct HostFile<'a> {
     /// Path below the upper.
@@ -54,15 +57,16 @@ pub(super) fn body(
     })
 }
 
-/// Checks what is stored of a sketch; says what is wrong.
+/// Checks what is stored of a sketch, with `data` also the checksums of its content; says what is wrong.
 pub(super) fn check(
     upper: &UpperReader,
     mark: &SketchMark,
     host: &HostFile<'_>,
     lower: Option<&Inode>,
+    data: bool,
 ) -> Result<(), String> {
     if mark.kind == SketchKind::Packed && mark.map_exists {
-        check_packed(upper, host)?;
+        check_packed(upper, host, data)?;
     }
     if let Some(lower) = lower {
         return body(upper, mark, host, *lower)
@@ -170,13 +174,10 @@ pub(super) fn open_packed(file: File) -> Result<Arc<Image>, bcow::Error> {
 }
 
 /// Checks the file of a packed sketch on its own.
-fn check_packed(upper: &UpperReader, host: &HostFile<'_>) -> Result<(), String> {
+fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<(), String> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK;
     let file = open_beneath(upper.root(), host.path, flags).map_err(|errno| errno.to_string())?;
-    let options = CheckOptions {
-        data: false,
-        threads: 1,
-    };
+    let options = CheckOptions { data, threads: 1 };
     let report = bcow::check::check(Arc::new(File::from(file)), &options)
         .map_err(|error| error.to_string())?;
     let is_error = |finding: &&Finding| finding.severity == Severity::Error;
@@ -227,6 +228,27 @@ impl Pieces {
             self.push(at, run.source);
         }
     }
+}
+
+/// Reads all the data of the host's file at `path`, of `size` bytes.
+pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<(), Errno> {
+    let file = open_beneath(upper.root(), path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    let mut buffer = vec![0; PIECE_BYTES];
+    let mut at = 0;
+    for run in data_runs(&file, size)? {
+        while at < run.end && run.source == Source::Host {
+            let wanted = buffer.len().min((run.end - at) as usize);
+            match rustix::io::pread(&file, &mut buffer[..wanted], at) {
+                // It ends before its size.
+                Ok(0) => return Err(Errno::IO),
+                Ok(read) => at += read as u64,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        at = run.end;
+    }
+    Ok(())
 }
 
 /// Where a host file has data, and where holes, up to `size`.

@@ -5,7 +5,7 @@
 
 mod beside;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -143,6 +143,19 @@ pub struct CheckedImage {
 /// Examines the upper that `upper` reads; what it says of the image only if that is given. Fails only if the host does so
 /// where nothing can be said without it.
 pub fn check(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
+    examine(upper, image, false)
+}
+
+/// As [`check`]; also reads all that is stored, and compares what has checksums with them.
+pub fn check_data(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
+    examine(upper, image, true)
+}
+
+fn examine(
+    upper: &UpperReader,
+    image: Option<&CheckedImage>,
+    data: bool,
+) -> Result<Report, UpperError> {
     let host = |errno| UpperError::Io {
         path: upper.path().to_owned(),
         action: "read it",
@@ -152,6 +165,8 @@ pub fn check(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report
         upper,
         names: upper.names(),
         image: image.map(|image| &*image.filesystem),
+        data,
+        read: HashSet::new(),
         report: Report::default(),
         sketches: HashMap::new(),
         indexed: HashMap::new(),
@@ -221,6 +236,10 @@ struct Checker<'c> {
     upper: &'c UpperReader,
     names: Names,
     image: Option<&'c Filesystem>,
+    /// Whether content is read.
+    data: bool,
+    /// Host inodes of files with several names that were read.
+    read: HashSet<u64>,
     report: Report,
     /// Sketches by number: host inode and path.
     sketches: HashMap<u64, (u64, Vec<u8>)>,
@@ -389,6 +408,9 @@ impl Checker<'_> {
             let message = "its bytes are in the image, which has no such file";
             self.report.error("upper-lower-missing", path, message);
         }
+        if self.data && is_regular {
+            self.read(path, stat);
+        }
         if marks.sketch.is_some() && is_regular {
             self.report.sketches += 1;
             self.sketch(path, stat, marks, lower.as_ref());
@@ -460,6 +482,18 @@ impl Checker<'_> {
         found.or(redirected.filter(|inode| same_type(inode.kind, kind, marks)))
     }
 
+    /// Reads all that the host stores of a file; that it can.
+    fn read(&mut self, path: &[u8], stat: &Stat) {
+        if stat.st_nlink > 1 && !self.read.insert(stat.st_ino) {
+            return;
+        }
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        if let Err(errno) = sketched::read_all(self.upper, path, size) {
+            let message = format!("it cannot be read: {errno}");
+            self.report.error("upper-host", path, message);
+        }
+    }
+
     /// Whether it is a sketch that is not all in the host's file. One that is may lack the mark of a copy: it is about to become
     /// a plain file, and its marks are taken away one after the other.
     fn shows_holes(&self, marks: &Marks, stat: &Stat) -> bool {
@@ -486,7 +520,7 @@ impl Checker<'_> {
             inode: stat.st_ino,
             size: u64::try_from(stat.st_size).unwrap_or(0),
         };
-        if let Err(problem) = sketched::check(self.upper, mark, &host, lower) {
+        if let Err(problem) = sketched::check(self.upper, mark, &host, lower, self.data) {
             let code = match mark.kind {
                 SketchKind::Sparse => "upper-sketch-map",
                 SketchKind::Packed => "upper-sketch-file",
