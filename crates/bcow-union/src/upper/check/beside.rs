@@ -7,10 +7,10 @@ use bcow_erofs::tree::{LayerTree, NodeId, NodeKind};
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
-use super::{CheckedImage, Checker, Repair};
+use super::{CheckedImage, Checker, MOST_FILES, Repair};
 use crate::upper::changes::parse_id;
 use crate::upper::{
-    Attribute, Changes, ChangesError, META, Mark, NlinkDelta, Scope, UpperReader, work,
+    Attribute, Changes, ChangesError, META, Mark, NlinkDelta, Problem, Scope, UpperReader, work,
 };
 
 impl Checker<'_> {
@@ -100,8 +100,17 @@ impl Checker<'_> {
             return;
         }
         let (filesystem, device) = (image.filesystem.clone(), image.device.clone());
-        let changes = match Changes::read(self.upper, filesystem, device, Scope::Layer, u64::MAX) {
+        let changes = match Changes::read(self.upper, filesystem, device, Scope::Layer, MOST_FILES)
+        {
             Ok(changes) => changes,
+            Err(ChangesError {
+                path,
+                problem: problem @ Problem::TooMany { .. },
+            }) => {
+                let message = format!("{problem}: their names are not counted");
+                self.report.warning("upper-union", &path, message);
+                return;
+            }
             Err(ChangesError { path, problem }) => {
                 self.report.error("upper-union", &path, problem.to_string());
                 return;

@@ -26,6 +26,10 @@ use super::{
 /// At most this many errors are kept, and this many warnings.
 const MOST_FINDINGS: u64 = 1000;
 
+/// So many files an upper may change for their names to be counted: as many as a comparison or a commit takes. A few marks can
+/// make as many of an image as they like.
+const MOST_FILES: u64 = 4_000_000;
+
 /// Something wrong, and where.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
