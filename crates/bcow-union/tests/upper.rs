@@ -369,3 +369,19 @@ fn marks_that_this_user_cannot_see_are_not_taken_for_missing() {
         "{refused}"
     );
 }
+
+#[test]
+fn what_lies_where_the_record_is_written_is_in_nobodys_way() {
+    let dir = TempDir::new().unwrap();
+    let meta = dir.path().join(".bcow");
+    fs::create_dir(&meta).unwrap();
+    let kind = FileType::Fifo;
+    let mode = Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(CWD, meta.join("instance.json.new"), kind, mode, 0).unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let path = dir.path().to_owned();
+    std::thread::spawn(move || sender.send(Instance::open(&path, IMAGE, NOTE).map(drop)));
+    let opened = receiver.recv_timeout(Duration::from_secs(20));
+    opened.expect("it hangs").unwrap();
+    assert_eq!(begin(dir.path()).begun(), Begun::Before);
+}

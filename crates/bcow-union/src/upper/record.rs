@@ -4,7 +4,7 @@ use std::io::Read;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -110,8 +110,13 @@ impl Record {
         };
         let mut text = serde_json::to_vec(self).map_err(|_| io(Errno::INVAL))?;
         text.push(b'\n');
+        // What is left of an attempt, or whatever somebody put there; opening a pipe would wait for its other end.
+        match rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(io(errno)),
+        }
         let flags =
-            OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(meta, NEW_FILE, flags, Mode::from_raw_mode(0o600));
         let file = std::fs::File::from(file.map_err(io)?);
         let written = std::io::Write::write_all(&mut &file, &text).and_then(|()| file.sync_all());
@@ -120,7 +125,7 @@ impl Record {
             .and_then(|()| rustix::fs::renameat(meta, NEW_FILE, meta, FILE))
             .and_then(|()| rustix::fs::fsync(meta));
         if moved.is_err() {
-            let _ = rustix::fs::unlinkat(meta, NEW_FILE, rustix::fs::AtFlags::empty());
+            let _ = rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty());
         }
         moved.map_err(io)
     }
