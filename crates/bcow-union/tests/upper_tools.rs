@@ -619,3 +619,30 @@ fn no_number_of_warnings_is_an_error_or_hides_one() {
     };
     assert!(is_error("upper-mark"), "{:#?}", report.findings.last());
 }
+
+#[test]
+fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
+    if lacks_tools() {
+        return;
+    }
+    for name in ["index", "maps", "work"] {
+        let directory = TempDir::new().unwrap();
+        let upper = directory.path().join("upper");
+        let union = Union::open(&upper, SketchChoice::Sparse);
+        union.fs.close().unwrap();
+        drop(union);
+        let path = upper.join(".bcow").join(name);
+        fs::remove_dir_all(&path).unwrap();
+        fs::write(&path, "x").unwrap();
+        let report = checked(&upper);
+        assert_eq!(codes(&report), ["upper-host"], "{name}");
+        assert_eq!(report.findings[0].path, format!(".bcow/{name}").as_bytes());
+        if name == "index" {
+            let (fs, device) = image();
+            let reader = UpperReader::open(&upper).unwrap();
+            let read = Changes::read(&reader, fs, device, Scope::Layer, 1 << 20);
+            let error = read.err().unwrap().to_string();
+            assert_eq!(error, "cannot read \".bcow/index\"");
+        }
+    }
+}

@@ -27,6 +27,9 @@ use super::{
     work,
 };
 
+/// Where the upper's files are that the image has several names for.
+const INDEX: &[u8] = b".bcow/index";
+
 /// What an upper changes.
 pub struct Changes {
     /// As a layer over the image. Contents are addresses of [`Changes::store`].
@@ -148,7 +151,7 @@ impl Changes {
         };
         let root = open_beneath(upper.root(), b"", OFlags::RDONLY | OFlags::DIRECTORY)
             .map_err(|errno| root_error(errno.into()))?;
-        let known = index_of(upper).map_err(root_error)?;
+        let known = index_of(upper).map_err(at(INDEX))?;
         let mut reader = Reader {
             upper,
             names: upper.names(),
@@ -203,7 +206,10 @@ impl Changes {
 /// The upper's files that are entries of the index: host inode numbers by the image's inodes.
 fn index_of(upper: &UpperReader) -> Result<HashMap<u64, u64>, Problem> {
     let mut known = HashMap::new();
-    let Ok(Some(dir)) = upper.meta_directory("index") else {
+    let dir = upper
+        .meta_directory("index")
+        .map_err(|error| Problem::Host(error.errno().unwrap_or(Errno::NOTDIR)))?;
+    let Some(dir) = dir else {
         return Ok(known);
     };
     for name in work::list(dir.as_fd())? {

@@ -181,10 +181,10 @@ fn examine(
         let path = format!("{META}/volatile").into_bytes();
         checker.report.error("upper-volatile", &path, message);
     }
-    checker.index().map_err(host)?;
+    checker.beside("index", Checker::index).map_err(host)?;
     checker.tree().map_err(host)?;
-    checker.maps().map_err(host)?;
-    checker.work().map_err(host)?;
+    checker.beside("maps", Checker::maps).map_err(host)?;
+    checker.beside("work", Checker::work).map_err(host)?;
     if let Some(image) = image {
         checker.links(image);
     }
@@ -254,6 +254,27 @@ struct Checker<'c> {
 }
 
 impl Checker<'_> {
+    /// Checks the directory `name` of [`META`] with `check`, if it is one, or missing.
+    fn beside(
+        &mut self,
+        name: &str,
+        check: fn(&mut Self) -> Result<(), Errno>,
+    ) -> Result<(), Errno> {
+        if let Err(error) = self.upper.meta_directory(name) {
+            let message = match error {
+                UpperError::NotADirectory { .. } => "it is not a directory".to_owned(),
+                error => format!(
+                    "it cannot be opened: {}",
+                    error.errno().unwrap_or(Errno::IO)
+                ),
+            };
+            let path = format!("{META}/{name}").into_bytes();
+            self.report.error("upper-host", &path, message);
+            return Ok(());
+        }
+        check(self)
+    }
+
     fn tree(&mut self) -> Result<(), Errno> {
         let root = self.upper.root();
         let marks = self.marks(Attribute::Open(root), b"")?;
