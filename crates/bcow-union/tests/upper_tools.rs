@@ -646,3 +646,27 @@ fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
         }
     }
 }
+
+#[test]
+fn the_root_continues_the_images_root_whatever_it_is_marked_as() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    sketched(&upper);
+    let before = put_together(&upper);
+    let root = fs::File::open(&upper).unwrap();
+    let at = Attribute::Open(root.as_fd());
+    Mark::Opaque.set(at, Namespace::Trusted, b"y").unwrap();
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let shown = union.tree();
+    union.fs.close().unwrap();
+    drop(union);
+    assert_same(&shown, &put_together(&upper), 0);
+    assert_same(&shown, &before, 0);
+    assert_touched(&upper, &tree_of(&image().0), &shown);
+    // What the image has is known to those who check it.
+    rustix::fs::mknodat(&root, "white", HostType::CharacterDevice, Mode::empty(), 0).unwrap();
+    assert_eq!(codes(&checked(&upper)), ["upper-whiteout"]);
+}

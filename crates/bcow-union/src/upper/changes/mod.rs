@@ -302,6 +302,7 @@ impl Reader<'_> {
         self.links_below()
     }
 
+    /// The root continues the image's root, whatever it is marked as.
     fn root(&mut self) -> Result<(), Problem> {
         let fd = self.upper.root();
         let stat = rustix::fs::fstat(fd)?;
@@ -324,20 +325,14 @@ impl Reader<'_> {
         }
         *self.tree.node_mut(LayerTree::ROOT) = Node {
             attributes,
-            kind: NodeKind::Directory(Directory {
-                opaque: marks.opaque,
-                ..Directory::default()
-            }),
+            kind: NodeKind::Directory(Directory::default()),
         };
-        if marks.opaque {
-            self.whole.insert(LayerTree::ROOT);
-        }
         self.pending.push(Pending {
             node: LayerTree::ROOT,
             path: Vec::new(),
             is_above: true,
-            lower: (!marks.opaque).then_some(below),
-            is_whole: marks.opaque,
+            lower: Some(below),
+            is_whole: false,
         });
         Ok(())
     }

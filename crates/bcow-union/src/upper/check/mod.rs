@@ -280,8 +280,9 @@ impl Checker<'_> {
         let marks = self.marks(Attribute::Open(root), b"")?;
         let stat = rustix::fs::fstat(root)?;
         let below = self.image.and_then(|image| image.inode(image.root()).ok());
-        let lower = self.entry(b"", &stat, &marks, None, below);
-        self.pending.push((Vec::new(), lower));
+        self.entry(b"", &stat, &marks, None, below);
+        // Whatever it is marked as.
+        self.pending.push((Vec::new(), below));
         while let Some((path, lower)) = self.pending.pop() {
             self.directory(&path, lower)?;
         }
