@@ -670,3 +670,251 @@ fn the_root_continues_the_images_root_whatever_it_is_marked_as() {
     rustix::fs::mknodat(&root, "white", HostType::CharacterDevice, Mode::empty(), 0).unwrap();
     assert_eq!(codes(&checked(&upper)), ["upper-whiteout"]);
 }
+
+/// An upper in which the image's file of four names was written to, and closed again.
+fn written_links(directory: &TempDir, length: usize) -> std::path::PathBuf {
+    let upper = directory.path().join("upper");
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let file = union.fs.lookup(NodeId::ROOT, b"h1").unwrap().unwrap();
+    let data = vec![b'x'; length];
+    union
+        .fs
+        .write(file.node, 0, &data, Privileges::Drop)
+        .unwrap();
+    union.fs.close().unwrap();
+    upper
+}
+
+fn entry_of_index(upper: &Path) -> Option<std::path::PathBuf> {
+    let mut entries = fs::read_dir(upper.join(".bcow/index")).unwrap();
+    entries.next().map(|entry| entry.unwrap().path())
+}
+
+fn names_mark(entry: &Path) -> String {
+    let mut value = [0; 16];
+    let length = rustix::fs::getxattr(entry, "trusted.overlay.nlink", &mut value[..]).unwrap();
+    String::from_utf8(value[..length].to_vec()).unwrap()
+}
+
+fn set_names_mark(entry: &Path, value: &str) {
+    let flags = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(entry, "trusted.overlay.nlink", value.as_bytes(), flags).unwrap();
+}
+
+fn findings(upper: &Path) -> Vec<&'static str> {
+    let (filesystem, device) = image();
+    let image = CheckedImage { filesystem, device };
+    let reader = UpperReader::open(upper).unwrap();
+    let report = check::check(&reader, Some(&image)).unwrap();
+    report.findings.iter().map(|finding| finding.code).collect()
+}
+
+/// Repairs as `bcow fsck --repair` does.
+fn repair(upper: &Path) {
+    let (filesystem, device) = image();
+    let image = CheckedImage { filesystem, device };
+    let instance = Instance::open_existing(upper, "a test").unwrap();
+    let reader = UpperReader::of(&instance).unwrap();
+    let report = check::check(&reader, Some(&image)).unwrap();
+    check::repair(&instance, &report).unwrap();
+}
+
+fn at(union: &Union, path: &str) -> Option<bcow_union::fs::Attributes> {
+    let mut found = union.fs.attributes(NodeId::ROOT).unwrap();
+    for name in path.split('/') {
+        found = union.fs.lookup(found.node, name.as_bytes()).unwrap()?;
+    }
+    Some(found)
+}
+
+const LINKS: [&str; 4] = ["h1", "a/h2", "a/b/h3", "g/h4"];
+
+#[test]
+fn a_copy_up_of_one_of_several_names_that_fails_leaves_nothing() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let file = at(&union, "h1").unwrap();
+    // Somebody made a file behind the mount's back, where the copy would go.
+    fs::write(upper.join("h1"), b"in the way").unwrap();
+    for _ in 0..3 {
+        let failed = union.fs.write(file.node, 0, b"x", Privileges::Drop);
+        assert_eq!(failed, Err(rustix::io::Errno::EXIST));
+        assert_eq!(entry_of_index(&upper), None);
+    }
+    fs::remove_file(upper.join("h1")).unwrap();
+    union
+        .fs
+        .write(file.node, 0, b"x", Privileges::Drop)
+        .unwrap();
+    assert_eq!(at(&union, "g/h4").unwrap().nlink, 4);
+    union.fs.close().unwrap();
+    drop(union);
+    assert_sound(&upper);
+}
+
+#[test]
+fn a_further_name_that_cannot_be_copied_up_still_counts() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let file = at(&union, "h1").unwrap();
+    union
+        .fs
+        .write(file.node, 0, b"x", Privileges::Drop)
+        .unwrap();
+    let parent = at(&union, "a/b").unwrap().node;
+    let mode = SetAttributes {
+        permissions: Some(0o700),
+        ..SetAttributes::default()
+    };
+    union.fs.set_attributes(parent, &mode).unwrap();
+    // No name can be made in a directory that is gone.
+    fs::remove_dir(upper.join("a/b")).unwrap();
+    for _ in 0..3 {
+        let root = NodeId::ROOT;
+        let moved = union
+            .fs
+            .rename(parent, b"h3", root, b"new", RenameHow::Replace);
+        assert_eq!(moved, Err(rustix::io::Errno::NOENT));
+        assert_eq!(
+            union.fs.unlink(parent, b"h3"),
+            Err(rustix::io::Errno::NOENT)
+        );
+        assert_eq!(union.fs.attributes(file.node).unwrap().nlink, 4);
+        assert_eq!(names_mark(&entry_of_index(&upper).unwrap()), "U+2");
+    }
+}
+
+/// What a crash leaves between the steps of a copy-up, of a further name's, and of the removal of one: the mark is relative to
+/// the image's count, and all names are what was written.
+#[test]
+fn the_number_of_names_survives_a_crash_while_links_change() {
+    if lacks_tools() {
+        return;
+    }
+    // Whether the copy has its place; what the mark says; whether a name was removed; how many names there are said to be.
+    for (is_placed, mark, is_removed, said) in [
+        (false, "L+0", false, 4),
+        (true, "L+0", false, 4),
+        (true, "L+0", true, 4),
+        (true, "L-1", true, 3),
+    ] {
+        let directory = TempDir::new().unwrap();
+        let upper = written_links(&directory, 3);
+        let entry = entry_of_index(&upper).unwrap();
+        assert_eq!(names_mark(&entry), "U+2");
+        set_names_mark(&entry, mark);
+        if !is_placed {
+            fs::remove_file(upper.join("h1")).unwrap();
+        }
+        if is_removed {
+            let whiteout = rustix::fs::FileType::CharacterDevice;
+            fs::create_dir(upper.join("g")).unwrap();
+            let mode = rustix::fs::Mode::empty();
+            rustix::fs::mknodat(rustix::fs::CWD, upper.join("g/h4"), whiteout, mode, 0).unwrap();
+        }
+        assert_sound(&upper);
+        let union = Union::open(&upper, SketchChoice::Sparse);
+        assert_eq!(at(&union, "a/h2").unwrap().nlink, said);
+        assert_eq!(&names_mark(&entry)[..1], "U");
+        let mut left = said;
+        for name in LINKS {
+            let Some(found) = at(&union, name) else {
+                continue;
+            };
+            assert_eq!(found.nlink, left, "{mark} {name}");
+            assert_eq!(&union.content(found.node)[..3], b"xxx", "{mark} {name}");
+            let (parent, last) = match name.rsplit_once('/') {
+                Some((parent, last)) => (at(&union, parent).unwrap().node, last),
+                None => (NodeId::ROOT, name),
+            };
+            union.fs.unlink(parent, last.as_bytes()).unwrap();
+            left -= 1;
+        }
+        assert_eq!(entry_of_index(&upper).is_some(), left > 0, "{mark}");
+        union.fs.close().unwrap();
+        drop(union);
+        if left > 0 {
+            assert_eq!(findings(&upper), ["upper-index-leak"]);
+            repair(&upper);
+        }
+        assert_sound(&upper);
+    }
+}
+
+#[test]
+fn an_entry_of_the_index_without_a_name_is_removed_with_its_map() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = written_links(&directory, 5000);
+    assert_sound(&upper);
+    assert_eq!(fs::read_dir(upper.join(".bcow/maps")).unwrap().count(), 1);
+    fs::remove_file(upper.join("h1")).unwrap();
+    for name in ["a", "a/b", "g"] {
+        fs::create_dir(upper.join(name)).unwrap();
+    }
+    for name in LINKS {
+        let whiteout = rustix::fs::FileType::CharacterDevice;
+        let mode = rustix::fs::Mode::empty();
+        rustix::fs::mknodat(rustix::fs::CWD, upper.join(name), whiteout, mode, 0).unwrap();
+    }
+    // It says that there are four names.
+    assert_eq!(names_mark(&entry_of_index(&upper).unwrap()), "U+2");
+    assert_eq!(findings(&upper), ["upper-index-leak"]);
+    repair(&upper);
+    assert_eq!(entry_of_index(&upper), None);
+    assert_eq!(fs::read_dir(upper.join(".bcow/maps")).unwrap().count(), 0);
+    assert_sound(&upper);
+}
+
+#[test]
+fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = written_links(&directory, 3);
+    let entry = entry_of_index(&upper).unwrap();
+    for (mark, wrong) in [("L+0", 0), ("L+1", 0), ("L+2", 1), ("L-1", 1), ("U+3", 1)] {
+        set_names_mark(&entry, mark);
+        let found = findings(&upper);
+        assert_eq!(found, vec!["upper-nlink"; wrong], "{mark}");
+        if wrong > 0 {
+            repair(&upper);
+            assert_eq!(names_mark(&entry), "U+2");
+            assert_sound(&upper);
+        }
+    }
+    // A temporary is no name, neither when names are counted nor after it is gone.
+    set_names_mark(&entry, "U+2");
+    fs::hard_link(&entry, upper.join(".bcow/work/0")).unwrap();
+    assert_eq!(findings(&upper), ["upper-work-leak"]);
+    set_names_mark(&entry, "U+7");
+    repair(&upper);
+    assert_eq!(names_mark(&entry), "U+2");
+    assert_sound(&upper);
+}
+
+/// Without the image nobody can count, and a count that is too low must not cost the file.
+#[test]
+fn an_entry_of_the_index_that_has_names_is_never_removed() {
+    if lacks_tools() {
+        return;
+    }
+    let directory = TempDir::new().unwrap();
+    let upper = written_links(&directory, 3);
+    let entry = entry_of_index(&upper).unwrap();
+    set_names_mark(&entry, "U-2");
+    assert_eq!(findings(&upper), ["upper-nlink"]);
+    repair(&upper);
+    assert_eq!(names_mark(&entry), "U+2");
+}

@@ -14,9 +14,7 @@ use super::nodes::{Content, Node, State, Upper};
 use super::types::{Attributes, Changes};
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{
-    Attribute, NlinkDelta, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode,
-};
+use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode};
 
 /// Where the kernel keeps a program's capabilities.
 pub(super) const CAPABILITIES: &[u8] = b"security.capability";
@@ -51,7 +49,7 @@ impl UnionFs {
                 self.take_owner(node, file, &mut attributes)?;
             }
             if upper.indexed {
-                let names = i64::from(attributes.nlink) + self.nlink_delta(file)?;
+                let names = self.count_names(node.lower, file)?;
                 attributes.nlink = u32::try_from(names.max(0)).unwrap_or(u32::MAX);
             }
             if node.is_directory() && node.is_removed.load(Ordering::Acquire) {
@@ -263,14 +261,6 @@ impl UnionFs {
             }),
             None => Ok(None),
         }
-    }
-
-    fn nlink_delta(&self, file: &File) -> Result<i64, Errno> {
-        Ok(match self.read_marks(file)?.nlink {
-            Some(NlinkDelta::Upper(delta)) => delta.into(),
-            // Relative to the image's count; overlayfs writes it for a moment only.
-            Some(NlinkDelta::Lower(_)) | None => 0,
-        })
     }
 
     fn remove_capabilities(&self, file: &File) -> Result<(), Errno> {

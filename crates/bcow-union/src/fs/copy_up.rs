@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Inode, Nid};
-use rustix::fs::Stat;
+use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
 use super::attributes::{CAPABILITIES, owner_of_inode};
@@ -19,9 +19,7 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{
-    Attribute, Begun, Mark, Marks, Metacopy, NlinkDelta, Origin, SetHow, Temporary,
-};
+use crate::upper::{Attribute, Begun, Mark, Metacopy, Origin, SetHow, Temporary};
 
 impl UnionFs {
     /// Gives the root of a new upper what the image's root has: attributes and times. Owner and mode are kept in an attribute
@@ -115,16 +113,23 @@ impl UnionFs {
         let has_names = inode.kind != FileType::Directory && inode.nlink > 1;
         let before = rustix::fs::fstat(directory)?;
         let (temporary, file) = self.make_copy(&inode)?;
+        let names = i64::from(inode.nlink);
         if has_names {
-            // Two on the host then: the index's and this one.
-            self.set_nlink(&file, i64::from(inode.nlink) - 2)?;
+            self.set_names_lower(inode.nid, &file, names)?;
             host::link(&file, self.upper.index(), &index_name(inode.nid))?;
         }
-        temporary
-            .place_new(directory.as_fd(), name)
-            .map_err(|(_, errno)| errno)?;
+        if let Err((_, errno)) = temporary.place_new(directory.as_fd(), name) {
+            if has_names {
+                self.leave_index(inode.nid);
+            }
+            return Err(errno);
+        }
         parent.names_have_changed();
         restore_times(directory, &before);
+        if has_names && let Err(errno) = self.set_names_upper(&file, names) {
+            // What is there is right, and whoever changes it next says it anew.
+            self.complain(name, &format!("cannot note a number of names: {errno}"));
+        }
         self.finish_copy(node, &mut state, &inode, file, has_names)
     }
 
@@ -139,22 +144,27 @@ impl UnionFs {
         if host::stat_at(directory, name)?.is_some() {
             return Ok(());
         }
-        let state = node.write_state();
-        let Some(Upper {
-            file: Some(file),
-            indexed: true,
-            ..
-        }) = &state.upper
-        else {
-            return Err(Errno::STALE);
-        };
         let before = rustix::fs::fstat(directory)?;
         // One more on the host, as many as before in all.
-        self.change_nlink(file, -1)?;
-        host::link(file, directory, name)?;
+        let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
+        let linked = host::link(recount.file(), directory, name);
+        self.end_recount(Some(recount), 0);
+        linked?;
         parent.names_have_changed();
         restore_times(directory, &before);
         Ok(())
+    }
+
+    /// Removes an inode's entry of the index.
+    pub(super) fn leave_index(&self, nid: Nid) {
+        match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            // It is found by fsck.
+            Err(errno) => self.complain(
+                &index_name(nid),
+                &format!("cannot be removed from the index: {errno}"),
+            ),
+        }
     }
 
     /// Copies up a file that has no name any more but is still open.
@@ -323,29 +333,6 @@ impl UnionFs {
 
     pub(super) fn set_mark(&self, file: &File, mark: Mark, value: &[u8]) -> Result<(), Errno> {
         mark.set(Attribute::Path(file.as_fd()), self.upper.namespace(), value)
-    }
-
-    /// Says how many names more, or fewer, there are than on the host.
-    fn set_nlink(&self, file: &File, delta: i64) -> Result<(), Errno> {
-        let delta = i32::try_from(delta).map_err(|_| Errno::MLINK)?;
-        self.set_mark(
-            file,
-            Mark::Nlink,
-            NlinkDelta::Upper(delta).encode().as_bytes(),
-        )
-    }
-
-    /// Adds to what [`UnionFs::set_nlink`] said; gives the sum.
-    pub(super) fn change_nlink(&self, file: &File, change: i64) -> Result<i64, Errno> {
-        let delta = match self.read_marks(file)? {
-            Marks {
-                nlink: Some(NlinkDelta::Upper(delta)),
-                ..
-            } => i64::from(delta),
-            _ => 0,
-        };
-        self.set_nlink(file, delta + change)?;
-        Ok(delta + change)
     }
 
     /// Where a node was in the image, without the leading slash.

@@ -13,7 +13,7 @@ use super::nodes::{Node, Place, State, Upper};
 use super::types::Attributes;
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{META, Marks, Metacopy, Redirect, is_whiteout};
+use crate::upper::{META, Marks, Metacopy, NlinkDelta, Redirect, is_whiteout};
 
 /// Longest name of a directory entry.
 pub(super) const NAME_MAX: usize = 255;
@@ -130,6 +130,8 @@ impl UnionFs {
             parent: Arc::clone(parent),
             name: name.into(),
         };
+        // A crash may have left it so: no change of links is under way on a node that nobody knew.
+        let is_unsettled = matches!(found.marks.nlink, Some(NlinkDelta::Lower(_)));
         let mut upper = Some(Upper::new(found));
         loop {
             let node = self.table.get_or_insert(id, || {
@@ -139,6 +141,9 @@ impl UnionFs {
                 node
             });
             let Some(ours) = &mut upper else {
+                if is_unsettled {
+                    self.settle_names(&node)?;
+                }
                 return Ok(node);
             };
             // It is known already; perhaps only from the image, or its descriptor was given back.
@@ -163,6 +168,7 @@ impl UnionFs {
                 None => {
                     *state = State::of(upper.take());
                     self.descriptors.fetch_add(1, Ordering::Relaxed);
+                    self.settle_names_locked(&node, &mut state)?;
                 }
             }
             drop(state);
@@ -195,18 +201,22 @@ impl UnionFs {
 
     /// Of an inode with several names in the image: sees whether it was copied up under another one.
     fn take_from_index(&self, node: &Node, nid: Nid) -> Result<(), Errno> {
-        if node.read_state().upper.is_some() {
+        if node.read_state().upper.is_some()
+            || host::stat_at(self.upper.index(), &index_name(nid))?.is_none()
+        {
+            return Ok(());
+        }
+        // An entry that is there may be of a copy-up that is under way, and gone again if that fails.
+        let mut state = node.write_state();
+        if state.upper.is_some() {
             return Ok(());
         }
         let Above::Found(found) = self.look_above(self.upper.index(), &index_name(nid))? else {
             return Ok(());
         };
-        let mut state = node.write_state();
-        if state.upper.is_none() {
-            *state = State::of(Some(Upper::new(*found)));
-            self.descriptors.fetch_add(1, Ordering::Relaxed);
-        }
-        Ok(())
+        *state = State::of(Some(Upper::new(*found)));
+        self.descriptors.fetch_add(1, Ordering::Relaxed);
+        self.settle_names_locked(node, &mut state)
     }
 
     /// What in the image something of the upper is merged with, or came from.

@@ -13,6 +13,7 @@ mod content;
 mod copy_up;
 mod directory;
 mod host;
+mod links;
 mod lookup;
 mod lower;
 mod namespace;

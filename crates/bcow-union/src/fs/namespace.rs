@@ -409,6 +409,7 @@ impl UnionFs {
         {
             let _names = parent.lock_names();
             let spot = self.free_spot(&parent, name)?;
+            self.settle_names(&node)?;
             let file = self.open_upper(&node, Access::Path)?;
             if spot.is_whited_out {
                 let temporary = self.upper.temporary_name();

@@ -11,7 +11,7 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::content::plain_file;
-use super::lookup::{Access, index_name};
+use super::lookup::Access;
 use super::nodes::{Content, Node, Place};
 use super::{UnionFs, host};
 use crate::node::NodeId;
@@ -33,25 +33,24 @@ impl UnionFs {
         let node = self.find_existing(&parent, name)?;
         let parting = self.part(&node)?;
         let is_below = self.look_below(&parent, name)?.is_some();
-        match self.upper_directory(&parent)? {
-            Some(directory) => {
-                let is_above = host::stat_at(&*directory, name)?
-                    .map(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode));
-                match (is_above, is_below) {
-                    (above, true) => self.upper.white_out(directory.as_fd(), name, above)?,
-                    (Some(_), false) => {
-                        rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
-                    }
-                    (None, false) => return Err(Errno::NOENT),
-                }
-                if is_above.is_none() {
-                    self.lost_name_below(&node)?;
-                }
+        let directory = self.upper_directory(&parent)?.ok_or(Errno::STALE)?;
+        let is_above = host::stat_at(&*directory, name)?
+            .map(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode));
+        match (is_above, is_below) {
+            (None, true) => {
+                // The host counts on as if nothing had happened.
+                let recount = self.begin_recount(&node)?;
+                let hidden = self.upper.white_out(directory.as_fd(), name, None);
+                self.end_recount(recount, i64::from(hidden.is_ok()));
+                hidden?;
             }
-            None => return Err(Errno::STALE),
+            (above, true) => self.upper.white_out(directory.as_fd(), name, above)?,
+            (Some(_), false) => rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?,
+            (None, false) => return Err(Errno::NOENT),
         }
         parent.names_have_changed();
-        self.parted(&parent, name, &node, parting)
+        self.parted(&parent, name, &node, parting);
+        Ok(())
     }
 
     /// Takes away an empty directory.
@@ -95,7 +94,8 @@ impl UnionFs {
             }
         }
         parent.names_have_changed();
-        self.parted(&parent, name, &node, parting)
+        self.parted(&parent, name, &node, parting);
+        Ok(())
     }
 
     /// Sees that the parent is in the upper and that the name may change.
@@ -124,65 +124,56 @@ impl UnionFs {
         }
     }
 
-    /// To be called before a name is taken away: holds open what it names, for those who still use it.
+    /// To be called before a name is taken away: holds open what it names, for those who still use it, and sees that its names
+    /// are counted.
     pub(super) fn part(&self, node: &Node) -> Result<Parting, Errno> {
         if node.read_state().upper.is_none() {
             return Ok(Parting { file: None });
         }
+        self.settle_names(node)?;
         self.open_upper(node, Access::Path)
             .map(|file| Parting { file: Some(file) })
     }
 
-    /// A name of the image that has no entry in the upper was whited out: the index counts it.
-    pub(super) fn lost_name_below(&self, node: &Node) -> Result<(), Errno> {
-        let state = node.read_state();
-        match &state.upper {
-            Some(upper) if upper.indexed => match &upper.file {
-                Some(file) => self.change_nlink(file, -1).map(drop),
-                None => Err(Errno::STALE),
-            },
-            _ => Ok(()),
-        }
-    }
-
-    /// To be called after `name` of `parent` was taken away from a node.
-    pub(super) fn parted(
-        &self,
-        parent: &Node,
-        name: &[u8],
-        node: &Node,
-        parting: Parting,
-    ) -> Result<(), Errno> {
+    /// To be called after `name` of `parent` was taken away from a node. What fails now does not bring it back: it is logged,
+    /// and something nobody needs stays behind.
+    pub(super) fn parted(&self, parent: &Node, name: &[u8], node: &Node, parting: Parting) {
         if node.is_at(parent, name) {
             node.set_place(Place::Nowhere);
         }
         let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
             // Those that are only in the image have one name: of several, it would have been copied up.
             node.is_removed.store(true, Ordering::Release);
-            return Ok(());
+            return;
         };
-        let mut left = i64::try_from(rustix::fs::fstat(&*file)?.st_nlink).unwrap_or(i64::MAX);
+        if let Err(errno) = self.lost_name(node, &file) {
+            let problem = format!("removed, but not what lies beside it: {errno}");
+            self.complain(name, &problem);
+        }
+    }
+
+    /// Looks whether a name was a node's last.
+    fn lost_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let indexed = node
             .read_state()
             .upper
             .as_ref()
             .is_some_and(|upper| upper.indexed);
+        let is_last = match indexed {
+            true => self.count_names(node.lower, file)? <= 0,
+            false => rustix::fs::fstat(file)?.st_nlink == 0,
+        };
+        if !is_last {
+            return Ok(());
+        }
+        node.is_removed.store(true, Ordering::Release);
         if indexed && let Some(nid) = node.lower {
-            left += self.change_nlink(&file, 0)?;
-            if left <= 0 {
-                match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
-                    Ok(()) | Err(Errno::NOENT) => {}
-                    Err(errno) => return Err(errno),
-                }
-            }
+            self.leave_index(nid);
         }
-        if left <= 0 {
-            node.is_removed.store(true, Ordering::Release);
-            if node.kind == FileType::Regular {
-                self.lost_last_name(node, &file)?;
-            }
+        match node.kind {
+            FileType::Regular => self.lost_last_name(node, file),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// What lies beside a file that will not be found again goes too. Its bytes stay as long as somebody uses it.

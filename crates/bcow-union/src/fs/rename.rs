@@ -137,24 +137,33 @@ impl UnionFs {
         if let (Above::Found(_), true) = (&above, node.is_directory()) {
             self.clear_way(to)?;
         }
-        if matches!(above, Above::Whiteout) && node.is_directory() {
+        // Of a name that only the image has, the host does not count that it goes.
+        let recount = match there {
+            Some(there) if was_indexed_only => self.begin_recount(there)?,
+            _ => None,
+        };
+        let placed = if matches!(above, Above::Whiteout) && node.is_directory() {
             // They change places: the whiteout is then where one may be needed anyway.
-            rename(from, to, RenameFlags::EXCHANGE)?;
-            if !from.is_below {
-                rustix::fs::unlinkat(&*from.directory, from.name, rustix::fs::AtFlags::empty())?;
-            }
+            rename(from, to, RenameFlags::EXCHANGE)
         } else if from.is_below {
-            self.rename_leaving_whiteout(from, to)?;
+            self.rename_leaving_whiteout(from, to)
         } else {
-            rename(from, to, RenameFlags::empty())?;
+            rename(from, to, RenameFlags::empty())
+        };
+        self.end_recount(recount, i64::from(placed.is_ok()));
+        placed?;
+        if matches!(above, Above::Whiteout) && node.is_directory() && !from.is_below {
+            let none = rustix::fs::AtFlags::empty();
+            if let Err(errno) = rustix::fs::unlinkat(&*from.directory, from.name, none) {
+                // It hides nothing.
+                let problem = format!("a whiteout cannot be removed: {errno}");
+                self.complain(from.name, &problem);
+            }
         }
         from.parent.names_have_changed();
         to.parent.names_have_changed();
         if let Some((there, parting)) = parting {
-            if was_indexed_only {
-                self.lost_name_below(there)?;
-            }
-            self.parted(to.parent, to.name, there, parting)?;
+            self.parted(to.parent, to.name, there, parting);
         }
         moved(node, from, to);
         Ok(())

@@ -300,12 +300,12 @@ impl Metacopy {
     }
 }
 
-/// How many names a file has in the union, told by how many its host file has.
+/// How many names a file has in the union, told by how many its host file, or its lower file, has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NlinkDelta {
     /// So many more than the upper's host file.
     Upper(i32),
-    /// So many more than the lower file; only overlayfs writes it, before it has made the upper one.
+    /// So many more than the lower file: while the number of the host file's links, or of the names, changes without the other.
     Lower(i32),
 }
 

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::instance::{failed, marked_by_user, meta_failed, open_lock, open_root};
 use super::probe::sees_trusted;
 use super::work;
-use super::{META, Names, Namespace, Ownership, Record, UpperError};
+use super::{Instance, META, Names, Namespace, Ownership, Record, UpperError};
 
 /// An upper that nobody changes while this lives, or the content of [`Changes`](super::Changes) read with it.
 ///
@@ -80,6 +80,23 @@ impl UpperReader {
             names,
             record,
             lock: lock.map(Arc::new),
+        })
+    }
+
+    /// For whoever may change the upper, and reads it meanwhile: nobody else can.
+    pub fn of(instance: &Instance) -> Result<UpperReader, UpperError> {
+        let path = instance.path();
+        let root = work::open_directory(instance.root(), b".")
+            .map_err(|errno| failed(path, "open it", errno))?;
+        let meta = work::open_directory(root.as_fd(), META.as_bytes())
+            .map_err(|errno| meta_failed(path, META, errno))?;
+        Ok(UpperReader {
+            path: path.to_owned(),
+            root,
+            meta: Some(meta),
+            names: instance.names(),
+            record: Some(instance.record().clone()),
+            _lock: None,
         })
     }
 

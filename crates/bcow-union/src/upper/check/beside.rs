@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use bcow_erofs::reader::Nid;
 use bcow_erofs::tree::{LayerTree, NodeId, NodeKind};
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
@@ -37,14 +38,15 @@ impl Checker<'_> {
                 let message = format!("it is the same file as that of inode {other}");
                 self.report.error("upper-index", &path, message);
             }
-            let extra = match marks.nlink {
-                Some(NlinkDelta::Upper(extra)) => i64::from(extra),
-                _ => 0,
-            };
-            if stat.st_nlink as i64 + extra <= 0 {
-                let message = "nothing names it any more";
-                self.report.warning("upper-index-leak", &path, message);
-                self.report.repairs.push(Repair::Index(name));
+            // With the image, its names are counted, which is more than it says itself.
+            let is_leak = self.image.is_none()
+                && match marks.nlink {
+                    Some(NlinkDelta::Upper(extra)) => stat.st_nlink as i64 + i64::from(extra) <= 0,
+                    Some(NlinkDelta::Lower(_)) | None => false,
+                };
+            if is_leak {
+                // The map of a sketch that it may be is one that nothing needs then.
+                self.nothing_names(name, None);
             } else if marks.sketch.is_some() {
                 // It may have no name in the tree.
                 self.sketch(&path, &stat, &marks, None);
@@ -99,6 +101,9 @@ impl Checker<'_> {
         if !self.report.is_sound() {
             return;
         }
+        if self.indexed.is_empty() {
+            return;
+        }
         let (filesystem, device) = (image.filesystem.clone(), image.device.clone());
         let changes = match Changes::read(self.upper, filesystem, device, Scope::Layer, MOST_FILES)
         {
@@ -116,42 +121,90 @@ impl Checker<'_> {
                 return;
             }
         };
-        if changes.index.is_empty() {
-            return;
-        }
         let counts = names(&changes.layer);
-        for (nid, node) in &changes.index {
+        let temporaries = self.temporaries().unwrap_or_default();
+        let mut entries: Vec<(u64, u64)> = self.indexed.iter().map(|(&i, &nid)| (nid, i)).collect();
+        entries.sort_unstable();
+        for (nid, host_inode) in entries {
             let name = format!("{nid:016x}").into_bytes();
-            let path = [META.as_bytes(), b"/index/", &name].concat();
-            let Ok((links, extra)) = self.links_of(&name) else {
+            let node = changes.index.get(&nid);
+            let names = node.and_then(|node| counts.get(node)).copied().unwrap_or(0);
+            let Ok((links, said)) = self.links_of(&name) else {
                 continue;
             };
-            let names = counts.get(node).copied().unwrap_or(0);
-            let expected = names - links;
-            if extra != expected && names > 0 {
-                let message = format!(
-                    "it says that it has {} names, and has {names}",
-                    links + extra
-                );
-                self.report.warning("upper-nlink", &path, message);
-                if let Ok(delta) = i32::try_from(expected) {
-                    self.report.repairs.push(Repair::Nlink(name, delta));
+            // A temporary is another link of it until the next writer comes.
+            let held = temporaries.get(&host_inode).copied().unwrap_or(0);
+            if names == 0 {
+                let is_alone = links - held == 1;
+                self.nothing_names(name, is_alone.then_some(host_inode));
+                continue;
+            }
+            let (says, is_right) = match said {
+                Some(NlinkDelta::Lower(extra)) => {
+                    let below = image.filesystem.inode(Nid(nid));
+                    let says = below.map_or(0, |inode| i64::from(inode.nlink)) + i64::from(extra);
+                    // A crash left it while a name was about to go.
+                    (says, says == names || says == names + 1)
                 }
+                Some(NlinkDelta::Upper(extra)) => {
+                    let says = links - held + i64::from(extra);
+                    (says, says == names)
+                }
+                None => (links - held, false),
+            };
+            if is_right {
+                continue;
+            }
+            let path = [META.as_bytes(), b"/index/", &name].concat();
+            let message = format!("it says that it has {says} names, and has {names}");
+            self.report.warning("upper-nlink", &path, message);
+            if let Ok(delta) = i32::try_from(names - (links - held)) {
+                self.report.repairs.push(Repair::Nlink(name, delta));
             }
         }
     }
 
-    /// Names on the host of an entry of the index, and how many more it says there are.
-    fn links_of(&self, name: &[u8]) -> Result<(i64, i64), Errno> {
+    /// An entry of the index that has no name goes; with the map of the sketch that it may be, if it is the only link of this
+    /// file of the host's.
+    fn nothing_names(&mut self, name: Vec<u8>, host_inode: Option<u64>) {
+        let path = [META.as_bytes(), b"/index/", &name].concat();
+        let message = "nothing names it any more";
+        self.report.warning("upper-index-leak", &path, message);
+        self.report.repairs.push(Repair::Index(name));
+        let mut sketches = self.sketches.iter();
+        if let Some(host_inode) = host_inode
+            && let Some((id, _)) = sketches.find(|(_, (inode, _))| *inode == host_inode)
+        {
+            let map = format!("{id:016x}").into_bytes();
+            let dir = meta(self.upper, "maps").ok().flatten();
+            // Packed ones have none.
+            let exists = |dir| rustix::fs::statat(dir, &map[..], AtFlags::SYMLINK_NOFOLLOW).is_ok();
+            if dir.is_some_and(exists) {
+                self.report.repairs.push(Repair::Map(map));
+            }
+        }
+    }
+
+    /// Links of an entry of the index on the host, and what its mark says.
+    fn links_of(&self, name: &[u8]) -> Result<(i64, Option<NlinkDelta>), Errno> {
         let dir = meta(self.upper, "index")?.ok_or(Errno::NOENT)?;
         let stat = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
         let at = Attribute::Named(dir.as_fd(), name);
         let value = at.get(Mark::Nlink.name(self.names.namespace))?;
-        let extra = match value.as_deref().map(NlinkDelta::decode) {
-            Some(Ok(NlinkDelta::Upper(extra))) => i64::from(extra),
-            _ => 0,
-        };
-        Ok((stat.st_nlink as i64, extra))
+        let said = value.and_then(|value| NlinkDelta::decode(&value).ok());
+        Ok((stat.st_nlink as i64, said))
+    }
+
+    /// How many temporaries are links of a file, by host inode.
+    fn temporaries(&self) -> Result<HashMap<u64, i64>, Errno> {
+        let mut held = HashMap::new();
+        if let Some(dir) = meta(self.upper, "work")? {
+            for name in work::list(dir.as_fd())? {
+                let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
+                *held.entry(stat.st_ino).or_default() += 1;
+            }
+        }
+        Ok(held)
     }
 }
 
