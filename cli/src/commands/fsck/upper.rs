@@ -34,7 +34,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         let note = format!("bcow fsck --repair, process {}", std::process::id());
         let instance = when_free(ui, || Instance::open_existing(&args.image, &note))
             .map_err(|error| cannot_use(&error))?;
-        repaired = check::repair(&instance, &found.report).map_err(|error| cannot_use(&error))?;
+        let upper = UpperReader::of(&instance).map_err(|error| cannot_use(&error))?;
+        // Opening it has emptied the directory of temporaries, which may have been links of what is repaired; and somebody may
+        // have mounted the upper since it was checked.
+        let has_emptied = found.report.finds("upper-work-leak");
+        let again = examine_open(args, ui, &upper)?;
+        repaired = check::repair(&instance, &again.report).map_err(|error| cannot_use(&error))?;
+        if has_emptied {
+            repaired.push(format!("emptied {META}/work"));
+        }
+        drop(upper);
         drop(instance);
         progress.phase("checking");
         found = examine(args, ui)?;
@@ -70,7 +79,11 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
         }
         Err(error) => return Err(cannot_use(&error)),
     };
-    let image = open_image(args, &upper, ui)?;
+    examine_open(args, ui, &upper)
+}
+
+fn examine_open(args: &Args, ui: &Ui, upper: &UpperReader) -> Result<Found, CommandError> {
+    let image = open_image(args, upper, ui)?;
     let checked = match &image {
         Some(image) => Some(CheckedImage {
             filesystem: Arc::new(image.tree()?.into_filesystem()),
@@ -82,7 +95,7 @@ fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
         true => check::check_data,
         false => check::check,
     };
-    let report = check(&upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
+    let report = check(upper, checked.as_ref()).map_err(|error| cannot_use(&error))?;
     Ok(Found {
         report,
         image: image.map(|image| image.path().to_owned()),

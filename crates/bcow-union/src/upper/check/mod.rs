@@ -102,6 +102,11 @@ impl Report {
         !self.repairs.is_empty()
     }
 
+    /// Whether one of the findings has this code.
+    pub fn finds(&self, code: &str) -> bool {
+        self.findings.iter().any(|finding| finding.code == code)
+    }
+
     fn add(&mut self, severity: Severity, code: &'static str, path: &[u8], message: String) {
         self.take(Finding {
             code,
