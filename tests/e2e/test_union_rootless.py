@@ -115,6 +115,26 @@ os.link('home/small', 'home/small-too')
         self.mount.unmount()
         self.mount.check()
 
+    def test_modes_that_keep_the_owner_out(self):
+        """Git makes its objects read-only from the start."""
+        self.mount.mount()
+        program = """
+os.umask(0)
+fd = os.open('home/folder/object', os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o444)
+os.write(fd, b'object')
+os.close(fd)
+os.close(os.open('home/folder/none', os.O_WRONLY | os.O_CREAT, 0))
+os.mkdir('home/folder/closed', 0o555)
+os.mkdir('home/folder/shut', 0)
+"""
+        self.user(program)
+        show = ("print(open('home/folder/object').read(), *(oct(os.stat('home/folder/' + n).st_mode & 0o7777) "
+                "for n in ('object', 'none', 'closed', 'shut')))")
+        want = "object 0o444 0o0 0o555 0o0"
+        self.assertEqual(self.user(show).strip(), want)
+        self.mount.remount()
+        self.assertEqual(self.user(show).strip(), want)
+
     def test_what_the_user_may_not(self):
         self.mount.mount()
         told = self.user("""

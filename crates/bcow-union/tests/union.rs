@@ -216,6 +216,27 @@ fn is_whiteout(path: &Path) -> bool {
     found.file_type().is_char_device() && found.rdev() == 0
 }
 
+/// Runs as an ordinary user: of Linux's, each thread has its own owner.
+fn as_ordinary_user(run: impl FnOnce() + Send) {
+    let (uid, gid) = (
+        rustix::fs::Uid::from_raw(USER.uid),
+        rustix::fs::Gid::from_raw(USER.gid),
+    );
+    let thread = || {
+        rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
+        rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+        run();
+    };
+    std::thread::scope(|scope| scope.spawn(thread).join().unwrap());
+}
+
+const USER: Caller = Caller {
+    uid: 65534,
+    gid: 65534,
+    pid: 1,
+    umask: 0,
+};
+
 const ROOT: Caller = Caller {
     uid: 0,
     gid: 0,
@@ -809,4 +830,39 @@ fn limit_counts_what_is_stored_and_deleting_makes_room() {
         .fs()
         .write(new.node, 10 * 4096, b"x", Privileges::Drop);
     assert_eq!(full, Err(Errno::NOSPC));
+}
+
+/// Where owners are kept in an attribute, its owner must be able to set it, whatever the mode is.
+#[test]
+fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    fixture.union.take().unwrap().close().unwrap();
+    fs::remove_dir_all(fixture.upper()).unwrap();
+    fs::create_dir(fixture.upper()).unwrap();
+    let everyone = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(fixture.directory.path(), everyone).unwrap();
+    std::os::unix::fs::chown(fixture.upper(), Some(USER.uid), Some(USER.gid)).unwrap();
+    as_ordinary_user(|| {
+        fixture.open();
+        let file = fixture.fs().create(&USER, NodeId::ROOT, b"object", 0o444);
+        let file = file.unwrap();
+        assert_eq!((file.uid, file.permissions), (USER.uid, 0o444));
+        fixture
+            .fs()
+            .write(file.node, 0, b"object", Privileges::Drop)
+            .unwrap();
+        fixture
+            .fs()
+            .create(&USER, NodeId::ROOT, b"none", 0)
+            .unwrap();
+        for (name, mode) in [(&b"closed"[..], 0o555), (b"shut", 0)] {
+            let made = fixture.fs().make_directory(&USER, NodeId::ROOT, name, mode);
+            assert_eq!(made.unwrap().permissions, mode);
+        }
+        fixture.assert_kept();
+        assert_eq!(fixture.content("object"), b"object");
+        fixture.union.take().unwrap().close().unwrap();
+    });
 }

@@ -15,7 +15,7 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{Attribute, Mark, Override, SetHow, Temporary};
+use crate::upper::{Attribute, Mark, Override, SetHow, Temporary, host_mode};
 
 /// Attributes of access control lists.
 const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
@@ -222,7 +222,7 @@ impl UnionFs {
             &*spot.directory,
             name,
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-            self.first_mode(owned),
+            self.first_mode(owned, false),
         )?);
         let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::empty());
         self.own_in_place(&file, owned, &New::File, undo)?;
@@ -235,7 +235,7 @@ impl UnionFs {
         name: &[u8],
         owned: &Owned,
     ) -> Result<File, Errno> {
-        rustix::fs::mkdirat(&*spot.directory, name, self.first_mode(owned))?;
+        rustix::fs::mkdirat(&*spot.directory, name, self.first_mode(owned, true))?;
         let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::REMOVEDIR);
         let file = match host::open_directory(&*spot.directory, name) {
             Ok(file) => file,
@@ -249,8 +249,12 @@ impl UnionFs {
     }
 
     /// The mode to make something with in place: what it shall have, but for the bits that mean something with its owner only.
-    fn first_mode(&self, owned: &Owned) -> Mode {
-        Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
+    /// Where owners are kept in an attribute, an ordinary user has to be able to set that.
+    fn first_mode(&self, owned: &Owned, is_directory: bool) -> Mode {
+        Mode::from_raw_mode(match self.keeps_owners() {
+            true => host_mode(owned.permissions, is_directory),
+            false => u32::from(owned.permissions) & 0o777,
+        })
     }
 
     fn own_in_place(
