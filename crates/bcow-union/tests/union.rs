@@ -830,6 +830,16 @@ fn limit_counts_what_is_stored_and_deleting_makes_room() {
         .fs()
         .write(new.node, 10 * 4096, b"x", Privileges::Drop);
     assert_eq!(full, Err(Errno::NOSPC));
+    // Also of one that nobody looked into since it was mounted.
+    fixture.reopen();
+    let node = fixture.id("new");
+    fixture.fs().unlink(NodeId::ROOT, b"new").unwrap();
+    fixture.fs().forget(node, 1000);
+    let new = fixture.fs().create(&ROOT, NodeId::ROOT, b"newer", 0o644);
+    let written = fixture
+        .fs()
+        .write(new.unwrap().node, 0, &data, Privileges::Drop);
+    assert_eq!(written, Ok(10 * 4096));
 }
 
 /// Where owners are kept in an attribute, its owner must be able to set it, whatever the mode is.

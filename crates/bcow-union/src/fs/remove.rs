@@ -192,6 +192,10 @@ impl UnionFs {
             self.sketches
                 .remove(&mark)
                 .map_err(|error| self.sketch_failed(node, &error))?;
+        } else if !is_sketch && self.account.limit().is_some() {
+            // Its space is given back once it is forgotten, by what is known of it and open then.
+            drop(state);
+            self.known_content(node).map(drop)?;
         }
         Ok(())
     }
