@@ -876,3 +876,45 @@ fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
         fixture.union.take().unwrap().close().unwrap();
     });
 }
+
+fn make_whiteout(path: &Path) {
+    let whiteout = rustix::fs::FileType::CharacterDevice;
+    let mode = rustix::fs::Mode::empty();
+    rustix::fs::mknodat(rustix::fs::CWD, path, whiteout, mode, 0).unwrap();
+}
+
+fn set_attribute(path: &Path, name: &str, value: &[u8]) {
+    rustix::fs::setxattr(path, name, value, rustix::fs::XattrFlags::empty()).unwrap();
+}
+
+/// Overlayfs names the old name only of what was renamed in its directory.
+#[test]
+fn what_overlayfs_renamed_can_be_moved_again() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    fixture.union.take().unwrap().close().unwrap();
+    let upper = fixture.upper();
+    fs::remove_dir_all(&upper).unwrap();
+    fs::create_dir_all(upper.join("moved")).unwrap();
+    set_attribute(&upper.join("moved"), "trusted.overlay.redirect", b"dir");
+    make_whiteout(&upper.join("dir"));
+    let copy = fs::File::create(upper.join("copy")).unwrap();
+    copy.set_len(300_000).unwrap();
+    set_attribute(&upper.join("copy"), "trusted.overlay.redirect", b"big");
+    set_attribute(&upper.join("copy"), "trusted.overlay.metacopy", b"");
+    make_whiteout(&upper.join("big"));
+    fixture.open();
+    assert_eq!(fixture.names("moved"), ["sub", "x"]);
+    for (name, new) in [("moved", "DIR"), ("copy", "COPY")] {
+        let empty = fixture.id("empty");
+        let (name, new) = (name.as_bytes(), new.as_bytes());
+        let moved = fixture
+            .fs()
+            .rename(NodeId::ROOT, name, empty, new, RenameHow::Replace);
+        moved.unwrap();
+    }
+    fixture.assert_kept();
+    assert_eq!(fixture.names("empty/DIR"), ["sub", "x"]);
+    assert_eq!(fixture.content("empty/COPY"), noise(1, 300_000));
+}

@@ -462,6 +462,13 @@ impl UnionFs {
             Err(errno) => return Err(errno),
         };
         let file = self.open_upper(node, Access::Path)?;
+        if let (Some(nid), Some(upper)) = (node.lower, &mut node.write_state().upper)
+            && !upper.has_origin
+        {
+            // What overlayfs made was found by a name, which will lead elsewhere.
+            self.set_origin(&file, nid)?;
+            upper.has_origin = true;
+        }
         let value = match &path {
             Some(path) => crate::upper::Redirect::Path(path.clone()).encode(),
             // The origin is what we go by; overlayfs shall not go by a name.
