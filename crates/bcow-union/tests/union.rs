@@ -918,3 +918,49 @@ fn what_overlayfs_renamed_can_be_moved_again() {
     assert_eq!(fixture.names("empty/DIR"), ["sub", "x"]);
     assert_eq!(fixture.content("empty/COPY"), noise(1, 300_000));
 }
+
+#[test]
+fn a_directory_that_cannot_be_replaced_stays_as_it_was() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let root = NodeId::ROOT;
+    let made = fixture.fs().make_directory(&ROOT, root, b"from", 0o755);
+    let from = made.unwrap().node;
+    let target = fixture.fs().make_directory(&ROOT, root, b"target", 0o755);
+    let target = target.unwrap().node;
+    let changes = Changes {
+        permissions: Some(0o711),
+        uid: Some(5),
+        ..Changes::default()
+    };
+    fixture.fs().set_attributes(target, &changes).unwrap();
+    let set = fixture.fs().set_xattr(target, b"user.x", b"y", SetHow::Any);
+    set.unwrap();
+    let before = fixture.fs().attributes(target).unwrap();
+    // The host refuses to move what is immutable.
+    let host = fs::File::open(fixture.upper().join("from")).unwrap();
+    let immutable = rustix::fs::IFlags::IMMUTABLE;
+    if rustix::fs::ioctl_setflags(&host, immutable).is_err() {
+        return;
+    }
+    let moved = fixture
+        .fs()
+        .rename(root, b"from", root, b"target", RenameHow::Replace);
+    rustix::fs::ioctl_setflags(&host, rustix::fs::IFlags::empty()).unwrap();
+    assert_eq!(moved, Err(Errno::PERM));
+    for _ in 0..2 {
+        let after = fixture.get("target").unwrap();
+        assert_eq!((after.node, after.uid), (before.node, 5));
+        assert_eq!((after.permissions, after.mtime), (0o711, before.mtime));
+        assert_eq!(fixture.fs().xattr(after.node, b"user.x").unwrap(), b"y");
+        fixture.reopen();
+    }
+    assert_eq!(fixture.id("from"), from);
+    let moved = fixture
+        .fs()
+        .rename(root, b"from", root, b"target", RenameHow::Replace);
+    moved.unwrap();
+    assert_eq!(fixture.id("target"), from);
+    fixture.assert_kept();
+}

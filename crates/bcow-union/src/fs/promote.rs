@@ -132,7 +132,7 @@ impl UnionFs {
     }
 
     /// Copies all attributes as they are stored, but those that say that a file is a sketch.
-    fn copy_stored_attributes(&self, from: &File, to: &File) -> Result<(), Errno> {
+    pub(super) fn copy_stored_attributes(&self, from: &File, to: &File) -> Result<(), Errno> {
         let (from, to) = (Attribute::Path(from.as_fd()), Attribute::Path(to.as_fd()));
         let namespace = self.upper.namespace();
         for name in from.list()?.split(|&byte| byte == 0) {

@@ -12,13 +12,13 @@ use bcow_erofs::reader::FileType;
 use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
-use super::UnionFs;
-use super::lookup::{Above, Access};
+use super::lookup::{Above, Access, Found};
 use super::namespace::check_new_name;
 use super::nodes::{Node, Place};
-use super::types::RenameHow;
+use super::types::{RenameHow, SetTime};
+use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::Mark;
+use crate::upper::{Mark, Temporary};
 
 /// A name and its directory, in the upper and with its names locked.
 struct End<'a> {
@@ -134,9 +134,10 @@ impl UnionFs {
         let was_indexed_only = there.is_some_and(|there| {
             !there.is_directory() && !matches!(above, Above::Found(_)) && there.lower.is_some()
         });
-        if let (Above::Found(_), true) = (&above, node.is_directory()) {
-            self.clear_way(to)?;
-        }
+        let cleared = match &above {
+            Above::Found(found) if node.is_directory() => Some(self.clear_way(to, found)?),
+            _ => None,
+        };
         // Of a name that only the image has, the host does not count that it goes.
         let recount = match there {
             Some(there) if was_indexed_only => self.begin_recount(there)?,
@@ -151,7 +152,15 @@ impl UnionFs {
             rename(from, to, RenameFlags::empty())
         };
         self.end_recount(recount, i64::from(placed.is_ok()));
-        placed?;
+        if let Err(errno) = placed {
+            if let Some(cleared) = cleared {
+                // What cannot come back left one behind that looks the same.
+                let kind = rustix::fs::FileType::Directory;
+                let _ = cleared.exchange(to.directory.as_fd(), to.name, kind);
+            }
+            return Err(errno);
+        }
+        drop(cleared);
         if matches!(above, Above::Whiteout) && node.is_directory() && !from.is_below {
             let none = rustix::fs::AtFlags::empty();
             if let Err(errno) = rustix::fs::unlinkat(&*from.directory, from.name, none) {
@@ -209,17 +218,25 @@ impl UnionFs {
         self.set_mark(&file, Mark::Opaque, b"y")
     }
 
-    /// An empty directory is about to be replaced, which on the host may have whiteouts in it: an empty one takes its place.
-    fn clear_way(&self, to: &End<'_>) -> Result<(), Errno> {
+    /// An empty directory, `found`, is about to be replaced, which on the host may have whiteouts in it: one that has none, and
+    /// looks the same, takes its place. Gives back the old one, which goes when that is dropped.
+    fn clear_way(&self, to: &End<'_>, found: &Found) -> Result<Temporary<'_>, Errno> {
         let (temporary, fd) = self.upper.temporary_directory(0o700)?;
-        self.set_mark(&File::from(fd), Mark::Opaque, b"y")?;
+        let (file, stat) = (File::from(fd), &found.stat);
+        if !self.keeps_owners() {
+            host::set_owner(&file, Some(stat.st_uid), Some(stat.st_gid))?;
+        }
+        host::set_mode(&file, (stat.st_mode & 0o7777) as u16)?;
+        self.copy_stored_attributes(&found.file, &file)?;
+        self.set_mark(&file, Mark::Opaque, b"y")?;
+        let (atime, mtime) = host::times(stat);
+        host::set_times(&file, Some(SetTime::At(atime)), Some(SetTime::At(mtime)))?;
         temporary
             .exchange(
                 to.directory.as_fd(),
                 to.name,
                 rustix::fs::FileType::Directory,
             )
-            .map(drop)
             .map_err(|(_, errno)| errno)
     }
 
