@@ -964,3 +964,29 @@ fn a_directory_that_cannot_be_replaced_stays_as_it_was() {
     assert_eq!(fixture.id("target"), from);
     fixture.assert_kept();
 }
+
+#[test]
+fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let before = fixture.get("").unwrap().mtime;
+    fixture.union.take().unwrap().close().unwrap();
+    // Killed after its record was written.
+    let upper = fixture.upper();
+    rustix::fs::removexattr(&upper, "trusted.overlay.origin").unwrap();
+    let root = fs::File::open(&upper).unwrap();
+    let now = std::time::SystemTime::now();
+    root.set_modified(now).unwrap();
+    fixture.open();
+    assert_eq!(fixture.get("").unwrap().mtime, before);
+    // Once it has names, its time is its own.
+    fixture
+        .fs()
+        .create(&ROOT, NodeId::ROOT, b"new", 0o644)
+        .unwrap();
+    let after = fixture.get("").unwrap().mtime;
+    assert_ne!(after, before);
+    fixture.reopen();
+    assert_eq!(fixture.get("").unwrap().mtime, after);
+}

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Inode, Nid};
-use rustix::fs::{AtFlags, Stat};
+use rustix::fs::{AtFlags, Dir, Stat};
 use rustix::io::Errno;
 
 use super::attributes::{CAPABILITIES, owner_of_inode};
@@ -19,28 +19,28 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{Attribute, Begun, Mark, Metacopy, Origin, SetHow, Temporary};
+use crate::upper::{Attribute, Begun, META, Mark, Metacopy, Origin, SetHow, Temporary};
 
 impl UnionFs {
     /// Gives the root of a new upper what the image's root has: attributes and times. Owner and mode are kept in an attribute
-    /// once somebody changes them; until then they are the image's.
+    /// once somebody changes them; until then they are the image's. The origin, which comes last, says that it was done.
     pub(super) fn complete_root(&self) -> Result<(), Errno> {
-        if self.upper.begun() != Begun::New {
+        let file = self.open_upper(&self.root, Access::Directory)?;
+        let origin = Mark::Origin.name(self.upper.namespace());
+        let is_complete = Attribute::Path(file.as_fd()).get(origin)?.is_some();
+        // Where there are names, the root was used before, by us or by others.
+        if is_complete || self.upper.begun() == Begun::Adopted || has_names(&file)? {
             return Ok(());
         }
         let inode = self.image.inode(self.image.root())?;
-        let file = self.open_upper(&self.root, Access::Directory)?;
         self.copy_xattrs(&inode, &file)?;
-        self.set_origin(&file, inode.nid)?;
         if self.keeps_owners() {
             // Tools take it for a sign that the owners of all that is in there are kept so.
             self.keep_owner(NodeId::ROOT, &file, &owner_of_inode(&inode))?;
         }
-        host::set_times(
-            &file,
-            Some(SetTime::At(inode.mtime)),
-            Some(SetTime::At(inode.mtime)),
-        )
+        let time = Some(SetTime::At(inode.mtime));
+        host::set_times(&file, time, time)?;
+        self.set_origin(&file, inode.nid)
     }
 
     /// The directory in the upper, copied up, with those above it, if it is not there yet.
@@ -366,6 +366,18 @@ impl UnionFs {
         }
         Ok(path)
     }
+}
+
+/// Whether anything of the tree is in the upper's root.
+fn has_names(root: &File) -> Result<bool, Errno> {
+    for entry in Dir::read_from(root)? {
+        let entry = entry?;
+        let name = entry.file_name().to_bytes();
+        if !matches!(name, b"." | b"..") && name != META.as_bytes() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Marks that an image's layers carry for overlayfs and us. They mean nothing in a union of the whole image.
