@@ -116,6 +116,7 @@ impl UnionFs {
             }
         };
         sync::refuse_after_volatile(&instance, options.sync)?;
+        let descriptors_most = background::descriptors_most();
         let account = Arc::new(Account::new(options.size_limit));
         if options.size_limit.is_some() {
             report::count_stored(&instance, &account).map_err(failed("count what it stores"))?;
@@ -128,7 +129,6 @@ impl UnionFs {
         let table = NodeTable::new();
         let root = table.get_or_insert(NodeId::ROOT, || root);
         table.hold(&root);
-        let descriptors_most = background::descriptors_most();
         let union = Arc::new(UnionFs {
             image,
             upper: instance,

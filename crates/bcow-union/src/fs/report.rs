@@ -1,7 +1,7 @@
 //! Figures: what `statfs` says, what the upper stores, what `bcow stats` shows.
 
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -14,6 +14,7 @@ use super::{UnionFs, host};
 use crate::account::{Account, StoredBlocks, stored_bytes};
 use crate::options::SyncPolicy;
 use crate::sketch::{SketchStatus, Statistics};
+use crate::upper::beneath::open_beneath;
 use crate::upper::{Instance, META};
 
 /// The unit in which space is counted.
@@ -107,28 +108,28 @@ impl UnionFs {
 /// Counts what an upper stores already. Each inode counts once.
 pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(), Errno> {
     let mut seen = std::collections::HashSet::new();
-    let root: OwnedFd = host::open_directory(upper.root(), b".")?.into();
-    let mut todo = vec![root];
-    let mut is_root = true;
-    while let Some(directory) = todo.pop() {
+    // By path: there may be more directories than descriptors.
+    let mut todo = vec![Vec::new()];
+    while let Some(path) = todo.pop() {
+        let directory = open_beneath(upper.root(), &path, OFlags::RDONLY | OFlags::DIRECTORY)?;
         for entry in Dir::read_from(&directory)? {
             let entry = entry?;
             let name = entry.file_name().to_bytes();
-            if matches!(name, b"." | b"..") || is_root && name == META.as_bytes() {
+            if matches!(name, b"." | b"..") || path.is_empty() && name == META.as_bytes() {
                 continue;
             }
             let Some(stat) = host::stat_at(&directory, name)? else {
                 continue;
             };
             match FileType::from_raw_mode(stat.st_mode) {
-                FileType::Directory => todo.push(host::open_directory(&directory, name)?.into()),
+                FileType::Directory if path.is_empty() => todo.push(name.to_vec()),
+                FileType::Directory => todo.push([&path, &b"/"[..], name].concat()),
                 FileType::RegularFile if stat.st_nlink == 1 || seen.insert(stat.st_ino) => {
                     count_file(&directory, name, account)?;
                 }
                 _ => {}
             }
         }
-        is_root = false;
     }
     for entry in Dir::read_from(upper.index())? {
         let entry = entry?;

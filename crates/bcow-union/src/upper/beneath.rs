@@ -10,7 +10,7 @@ const PIECE_BYTES: usize = 3800;
 
 /// Opens `path`, components with slashes between, below `root`; the empty path is `root` itself. A symbolic link anywhere on
 /// the way is `ELOOP`, also as the last component unless `flags` have `O_PATH`.
-pub(super) fn open_beneath(
+pub(crate) fn open_beneath(
     root: BorrowedFd<'_>,
     path: &[u8],
     flags: OFlags,

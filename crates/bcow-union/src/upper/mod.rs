@@ -8,7 +8,7 @@
 //! [`Override`] keeps owners where the host cannot. Everything goes through descriptors and names below them; no link that
 //! a container made is ever followed.
 
-mod beneath;
+pub(crate) mod beneath;
 mod body;
 mod changes;
 pub mod check;
