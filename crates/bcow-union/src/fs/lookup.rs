@@ -163,6 +163,7 @@ impl UnionFs {
                     if let Some(known) = &mut state.upper {
                         known.file = ours.file.take();
                         known.for_data = false;
+                        self.descriptors.fetch_add(1, Ordering::Relaxed);
                     }
                 }
                 None => {
@@ -337,14 +338,36 @@ impl UnionFs {
         if found.is_none()
             && let Place::At { parent, name } = node.place()
         {
-            let directory = self.open_upper(&parent, Access::Directory)?;
-            found = host::open_path(&*directory, &name)?;
+            found = host::open_path(&*self.open_way(&parent)?, &name)?;
         }
-        let file = found.ok_or(Errno::STALE)?;
-        if rustix::fs::fstat(&file)?.st_ino != upper.host_inode {
-            return Err(Errno::STALE);
+        is_same(found, upper.host_inode)
+    }
+
+    /// A directory of the upper, open to find what is in it. Those above whose descriptors were given back are opened from the
+    /// top, and not kept: there may be more of them than descriptors, and a path can be longer than a stack is deep.
+    fn open_way(&self, node: &Arc<Node>) -> Result<Arc<File>, Errno> {
+        let mut closed = Vec::new();
+        let mut here = Arc::clone(node);
+        let mut directory = loop {
+            let host_inode = match &here.read_state().upper {
+                // One that is open as a name only leads on too.
+                Some(Upper {
+                    file: Some(file), ..
+                }) => break Arc::clone(file),
+                Some(upper) => upper.host_inode,
+                None => return Err(Errno::STALE),
+            };
+            let Place::At { parent, name } = here.place() else {
+                return Err(Errno::STALE);
+            };
+            closed.push((host_inode, name));
+            here = parent;
+        };
+        while let Some((host_inode, name)) = closed.pop() {
+            let found = host::open_path(&*directory, &name)?;
+            directory = Arc::new(is_same(found, host_inode)?);
         }
-        Ok(file)
+        Ok(directory)
     }
 
     /// Attributes of a node that was just found, with a reference of the kernel's counted.
@@ -365,6 +388,15 @@ pub(super) enum Access {
     Data,
     /// A directory, to be listed, changed and made durable.
     Directory,
+}
+
+/// Sees that what was found is this inode of the host's.
+fn is_same(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
+    let file = found.ok_or(Errno::STALE)?;
+    match rustix::fs::fstat(&file)?.st_ino == host_inode {
+        true => Ok(file),
+        false => Err(Errno::STALE),
+    }
 }
 
 /// The name in the index of an inode of the image.

@@ -5,7 +5,7 @@
 //! 1. `names` (directories): held while names of the directory change in the upper. Of two (a rename), the one with the lower
 //!    node id first; that of a directory which is removed, without waiting.
 //! 2. `state`: where the node's attributes and content come from. Held shared during I/O, exclusively to copy up, to open
-//!    and to promote. Of one node at a time.
+//!    and to promote. Of one node at a time, and shared of one directory above it for a look at its descriptor.
 //! 3. `place`, and the shards of the table: held for a few instructions, and nothing else is locked inside.
 //!
 //! Nothing here is shared between two files' data paths but the table, which I/O asks once per request for a reference.
@@ -132,6 +132,23 @@ impl Upper {
                 .map(|mark| mark.size),
             is_sketch: found.marks.sketch.is_some(),
             in_batch: false,
+        }
+    }
+}
+
+impl Drop for Node {
+    /// Lets go of the directories above that only this node held, one after the other: a path can be longer than a stack is deep.
+    fn drop(&mut self) {
+        let take = |place: &mut RwLock<Place>| {
+            let place = place.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(place, Place::Nowhere)
+        };
+        let mut place = take(&mut self.place);
+        while let Place::At { parent, .. } = place {
+            match Arc::into_inner(parent) {
+                Some(mut parent) => place = take(&mut parent.place),
+                None => return,
+            }
         }
     }
 }

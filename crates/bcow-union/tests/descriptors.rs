@@ -1,0 +1,112 @@
+//! A union with few descriptors and small stacks. Alone in its process, whose limits it lowers for good. Needs root (trusted
+//! attributes) and mkfs.erofs.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use bcow_erofs::reader::Filesystem;
+use bcow_testkit::{has_program, lacks};
+use bcow_union::NodeId;
+use bcow_union::fs::{Caller, LowerImage, UnionFs};
+use bcow_union::options::UnionOptions;
+use rustix::process::{Resource, Rlimit};
+
+const ROOT: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+    umask: 0o022,
+};
+
+/// Directories one in the other.
+const DEPTH: usize = 3000;
+/// Directories beside each other.
+const BREADTH: usize = 600;
+/// Most descriptors.
+const DESCRIPTORS: u64 = 400;
+
+fn make_image(directory: &Path) -> Vec<u8> {
+    let (tree, image) = (directory.join("tree"), directory.join("image"));
+    fs::create_dir(&tree).unwrap();
+    let made = Command::new("mkfs.erofs")
+        .args(["--quiet", "-x1"])
+        .args([&image, &tree])
+        .stdout(Stdio::null())
+        .status();
+    assert!(made.unwrap().success());
+    fs::read(image).unwrap()
+}
+
+fn open(image: &[u8], upper: &Path) -> Arc<UnionFs> {
+    let lower = LowerImage {
+        fs: Arc::new(Filesystem::open(Arc::new(image.to_vec())).unwrap()),
+        identity: [7; 32],
+        name: "image".into(),
+    };
+    // With a limit, what is stored is counted first.
+    let options = UnionOptions {
+        size_limit: Some(1 << 30),
+        ..UnionOptions::default()
+    };
+    UnionFs::open(lower, upper, "a test", &options).unwrap()
+}
+
+fn goes_deep(union: &UnionFs) {
+    let mut parent = NodeId::ROOT;
+    for _ in 0..DEPTH {
+        let made = union.make_directory(&ROOT, parent, b"d", 0o755);
+        parent = made.unwrap().node;
+    }
+    union.create(&ROOT, parent, b"file", 0o644).unwrap();
+    // So many others that none of those stays open.
+    let many = union.lookup(NodeId::ROOT, b"many").unwrap().unwrap().node;
+    for index in 0..BREADTH {
+        let name = format!("{index}").into_bytes();
+        union.lookup(many, &name).unwrap().unwrap();
+    }
+    assert!(union.lookup(parent, b"file").unwrap().is_some());
+    // The last is all that holds those above.
+    let mut here = NodeId::ROOT;
+    let mut all = Vec::new();
+    for _ in 0..DEPTH {
+        here = union.lookup(here, b"d").unwrap().unwrap().node;
+        all.push(here);
+    }
+    for id in all {
+        union.forget(id, 1000);
+    }
+}
+
+#[test]
+fn neither_depth_nor_breadth_needs_descriptors_or_stack() {
+    if lacks("root", rustix::process::geteuid().is_root())
+        || lacks("mkfs.erofs", has_program("mkfs.erofs"))
+    {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let image = make_image(directory.path());
+    let upper = directory.path().join("upper");
+    fs::create_dir_all(upper.join("many")).unwrap();
+    for index in 0..BREADTH {
+        fs::create_dir(upper.join(format!("many/{index}"))).unwrap();
+    }
+    let few = Rlimit {
+        current: Some(DESCRIPTORS),
+        maximum: Some(DESCRIPTORS),
+    };
+    rustix::process::setrlimit(Resource::Nofile, few).unwrap();
+    let union = open(&image, &upper);
+    let small = std::thread::Builder::new().stack_size(256 << 10);
+    std::thread::scope(|scope| {
+        let deep = small.spawn_scoped(scope, || goes_deep(&union));
+        deep.unwrap().join().unwrap();
+    });
+    union.close().unwrap();
+    drop(union);
+    // What the standard library removes it needs a descriptor for each level of.
+    let removed = Command::new("rm").arg("-r").arg(&upper).status();
+    assert!(removed.unwrap().success());
+}
