@@ -990,3 +990,34 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
     fixture.reopen();
     assert_eq!(fixture.get("").unwrap().mtime, after);
 }
+
+/// What is not the mount's own from the start gets its place when it is complete: a crash leaves nothing with another owner.
+#[test]
+fn what_is_made_has_its_owner_when_it_has_its_name() {
+    use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let watch = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).unwrap();
+    let what = WatchFlags::CREATE | WatchFlags::MOVED_TO;
+    inotify::add_watch(&watch, fixture.upper(), what).unwrap();
+    let (union, root) = (fixture.fs(), NodeId::ROOT);
+    union.create(&USER, root, b"file", 0o644).unwrap();
+    union
+        .make_directory(&USER, root, b"directory", 0o755)
+        .unwrap();
+    union.create(&ROOT, root, b"own", 0o644).unwrap();
+    let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
+    let mut reader = inotify::Reader::new(&watch, &mut buffer);
+    let mut seen = Vec::new();
+    while let Ok(event) = reader.next() {
+        let name = event.file_name().unwrap().to_str().unwrap().to_owned();
+        seen.push((name, event.events().contains(ReadFlags::MOVED_TO)));
+    }
+    let want = [("file", true), ("directory", true), ("own", false)];
+    assert_eq!(seen, want.map(|(name, moved)| (name.to_owned(), moved)));
+    for name in ["file", "directory"] {
+        let host = fs::metadata(fixture.upper().join(name)).unwrap();
+        assert_eq!((host.uid(), host.gid()), (USER.uid, USER.gid));
+    }
+}

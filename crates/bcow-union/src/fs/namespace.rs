@@ -15,7 +15,7 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{Attribute, Mark, Override, SetHow, Temporary, host_mode};
+use crate::upper::{Attribute, Mark, Override, SetHow, Temporary};
 
 /// Attributes of access control lists.
 const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
@@ -192,7 +192,7 @@ impl UnionFs {
         owned: &Owned,
         new: &New<'_>,
     ) -> Result<File, Errno> {
-        if !spot.is_whited_out && owned.acl.is_none() {
+        if !spot.is_whited_out && owned.acl.is_none() && self.owns_from_the_start(spot, owned)? {
             match new {
                 New::File => return self.make_file_in_place(spot, name, owned),
                 New::Directory => return self.make_directory_in_place(spot, name, owned),
@@ -217,12 +217,24 @@ impl UnionFs {
         Ok(file)
     }
 
+    /// Whether what the host makes in this place has the right owner at once, so that a crash leaves no other.
+    fn owns_from_the_start(&self, spot: &Spot, owned: &Owned) -> Result<bool, Errno> {
+        if self.keeps_owners() || owned.uid != rustix::process::geteuid().as_raw() {
+            return Ok(false);
+        }
+        let stat = rustix::fs::fstat(&*spot.directory)?;
+        Ok(match stat.st_mode & u32::from(SET_GID) {
+            0 => owned.gid == rustix::process::getegid().as_raw(),
+            _ => owned.gid == stat.st_gid,
+        })
+    }
+
     fn make_file_in_place(&self, spot: &Spot, name: &[u8], owned: &Owned) -> Result<File, Errno> {
         let file = File::from(rustix::fs::openat(
             &*spot.directory,
             name,
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-            self.first_mode(owned, false),
+            first_mode(owned),
         )?);
         let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::empty());
         self.own_in_place(&file, owned, &New::File, undo)?;
@@ -235,7 +247,7 @@ impl UnionFs {
         name: &[u8],
         owned: &Owned,
     ) -> Result<File, Errno> {
-        rustix::fs::mkdirat(&*spot.directory, name, self.first_mode(owned, true))?;
+        rustix::fs::mkdirat(&*spot.directory, name, first_mode(owned))?;
         let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::REMOVEDIR);
         let file = match host::open_directory(&*spot.directory, name) {
             Ok(file) => file,
@@ -246,15 +258,6 @@ impl UnionFs {
         };
         self.own_in_place(&file, owned, &New::Directory, undo)?;
         Ok(file)
-    }
-
-    /// The mode to make something with in place: what it shall have, but for the bits that mean something with its owner only.
-    /// Where owners are kept in an attribute, an ordinary user has to be able to set that.
-    fn first_mode(&self, owned: &Owned, is_directory: bool) -> Mode {
-        Mode::from_raw_mode(match self.keeps_owners() {
-            true => host_mode(owned.permissions, is_directory),
-            false => u32::from(owned.permissions) & 0o777,
-        })
     }
 
     fn own_in_place(
@@ -485,6 +488,11 @@ impl UnionFs {
         }
         Ok(())
     }
+}
+
+/// The mode to make something with in place: what it shall have, but for the bits that mean something with its owner only.
+fn first_mode(owned: &Owned) -> Mode {
+    Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
 }
 
 /// What is made.
