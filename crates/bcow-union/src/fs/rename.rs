@@ -222,15 +222,10 @@ impl UnionFs {
     /// looks the same, takes its place. Gives back the old one, which goes when that is dropped.
     fn clear_way(&self, to: &End<'_>, found: &Found) -> Result<Temporary<'_>, Errno> {
         let (temporary, fd) = self.upper.temporary_directory(0o700)?;
-        let (file, stat) = (File::from(fd), &found.stat);
-        if !self.keeps_owners() {
-            host::set_owner(&file, Some(stat.st_uid), Some(stat.st_gid))?;
-        }
-        host::set_mode(&file, (stat.st_mode & 0o7777) as u16)?;
-        self.copy_stored_attributes(&found.file, &file)?;
+        let file = File::from(fd);
+        // What the host does not let us copy is missed only if we are killed before the next step.
+        let _ = self.make_alike(found, &file);
         self.set_mark(&file, Mark::Opaque, b"y")?;
-        let (atime, mtime) = host::times(stat);
-        host::set_times(&file, Some(SetTime::At(atime)), Some(SetTime::At(mtime)))?;
         temporary
             .exchange(
                 to.directory.as_fd(),
@@ -238,6 +233,18 @@ impl UnionFs {
                 rustix::fs::FileType::Directory,
             )
             .map_err(|(_, errno)| errno)
+    }
+
+    /// Gives a directory owner, mode, attributes and times of another.
+    fn make_alike(&self, found: &Found, file: &File) -> Result<(), Errno> {
+        let stat = &found.stat;
+        if !self.keeps_owners() {
+            host::set_owner(file, Some(stat.st_uid), Some(stat.st_gid))?;
+        }
+        host::set_mode(file, (stat.st_mode & 0o7777) as u16)?;
+        self.copy_stored_attributes(&found.file, file)?;
+        let (atime, mtime) = host::times(stat);
+        host::set_times(file, Some(SetTime::At(atime)), Some(SetTime::At(mtime)))
     }
 
     fn rename_leaving_whiteout(&self, from: &End<'_>, to: &End<'_>) -> Result<(), Errno> {
