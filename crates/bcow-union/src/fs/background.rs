@@ -23,10 +23,10 @@ const INTERVAL: Duration = Duration::from_secs(5);
 const WAITING_MOST: usize = 1024;
 
 /// Sketches that are open, by id, whether the kernel still holds their nodes or not: what was written must not be lost with
-/// the node.
+/// the node, nor what could not be made durable yet, nor that a barrier failed.
 #[derive(Debug, Default)]
 pub(super) struct OpenSketches {
-    /// Held to find, add or remove one.
+    /// Held to find, add or remove one, and to close one that nobody uses.
     open: Mutex<HashMap<u64, Open>>,
 }
 
@@ -54,15 +54,14 @@ impl OpenSketches {
             .collect()
     }
 
-    /// Drops those that nobody but this table and the caller's one reference holds.
-    fn drop_unused(&self, id: u64) {
+    /// Closes a sketch that nobody but this table and the caller holds, if nothing is lost with it.
+    fn drop_unused(&self, sketch: Arc<dyn Sketch>) {
         let mut open = self.lock();
-        if open
-            .get(&id)
-            .is_some_and(|(sketch, _)| Arc::strong_count(sketch) == 2)
-        {
-            open.remove(&id);
+        // Nobody gets it from the table now, be it to write to it or to find it gone before it is closed.
+        if Arc::strong_count(&sketch) == 2 && sketch.is_recorded() {
+            open.remove(&sketch.id());
         }
+        drop(sketch);
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Open>> {
@@ -171,13 +170,13 @@ impl UnionFs {
         Ok(())
     }
 
-    fn regularly(&self) {
-        // Errors were logged; an fsync meets them again.
+    pub(super) fn regularly(&self) {
+        // Errors were logged; an fsync meets them again, and a sketch that has some is kept.
         let _ = self.flush_sketches(self.durability());
-        for (id, sketch, node) in self.open_sketches.all() {
+        for (_, sketch, node) in self.open_sketches.all() {
             match (sketch.is_complete(), node.upgrade()) {
                 (Ok(true), Some(node)) => self.promote_if_complete(&node),
-                _ => self.open_sketches.drop_unused(id),
+                _ => self.open_sketches.drop_unused(sketch),
             }
         }
         self.finish_batch_and_say();
@@ -195,7 +194,7 @@ impl UnionFs {
     }
 
     /// Makes a plain file of a sketch that needs nothing of the image any more.
-    fn promote_if_complete(&self, node: &Arc<Node>) {
+    pub(super) fn promote_if_complete(&self, node: &Arc<Node>) {
         node.is_waiting.store(false, Ordering::Release);
         let mut state = node.write_state();
         let Content::Sketch(sketch) = &state.content else {

@@ -23,6 +23,8 @@ mod remove;
 mod rename;
 mod report;
 mod sync;
+#[cfg(test)]
+mod tests;
 mod types;
 mod xattr;
 

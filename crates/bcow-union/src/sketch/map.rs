@@ -90,6 +90,11 @@ impl Map {
         self.spoilt && self.exists()
     }
 
+    /// Whether all that was recorded is durable.
+    pub(super) fn is_synced(&self) -> bool {
+        !self.unsynced
+    }
+
     /// Whether the next record wants all blocks that are present, not only new ones, because the map is then written anew.
     pub(super) fn wants_all(&self) -> bool {
         self.file.is_none() || self.spoilt || self.records > FEW_RECORDS + 2 * self.compact

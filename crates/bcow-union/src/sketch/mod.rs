@@ -118,6 +118,9 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     /// not the next opening either. The host takes capabilities away with each write to a file, whoever writes.
     fn rest(&self, how: Durability) -> Result<(), SketchError>;
 
+    /// Whether it can be let go and opened again with all that was written: a flush recorded that, and no barrier failed.
+    fn is_recorded(&self) -> bool;
+
     /// What it holds.
     fn status(&self) -> Result<SketchStatus, SketchError>;
 

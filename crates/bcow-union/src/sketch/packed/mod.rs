@@ -45,6 +45,9 @@ const MOST_BYTES: u64 = 1 << 48;
 /// The address space of a new file is at least so large, as it costs nothing, and making it larger does.
 const LEAST_SPACE: u64 = 64 << 20;
 
+/// No number of changes.
+const NOT_RECORDED: u64 = u64::MAX;
+
 /// A packed sketch that is open.
 pub(super) struct Packed {
     id: u64,
@@ -62,6 +65,8 @@ pub(super) struct Packed {
     cuts: AtomicU64,
     /// How often something was changed.
     changes: AtomicU64,
+    /// How often it had been when the last flush began; [`NOT_RECORDED`] if that failed.
+    recorded: AtomicU64,
     mark: Mutex<MarkState>,
     turns: Turns,
     fence: Fence,
@@ -167,6 +172,7 @@ impl Packed {
             is_clean: AtomicBool::new(!mark.map_exists),
             cuts: AtomicU64::new(0),
             changes: AtomicU64::new(0),
+            recorded: AtomicU64::new(0),
             mark: Mutex::new(MarkState::new(mark)),
             turns: Turns::default(),
             fence: Fence::default(),
@@ -525,12 +531,22 @@ impl Sketch for Packed {
         Ok(self.disk.settle()?)
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
-        self.turns.take(|| self.flush_once(how))
+        self.turns.take(|| {
+            let changes = self.changes.load(Ordering::Acquire);
+            let flushed = self.flush_once(how);
+            let recorded = flushed.as_ref().map_or(NOT_RECORDED, |()| changes);
+            self.recorded.store(recorded, Ordering::Release);
+            flushed
+        })
     }
     fn rest(&self, how: Durability) -> Result<(), SketchError> {
         self.flush(how)?;
         // A log would be folded when it is opened next.
         self.unseen(|| Ok(self.disk.rest()?))
+    }
+    fn is_recorded(&self) -> bool {
+        let recorded = self.recorded.load(Ordering::Acquire);
+        self.fence.check().is_ok() && recorded == self.changes.load(Ordering::Acquire)
     }
     fn status(&self) -> Result<SketchStatus, SketchError> {
         let _frame = read(&self.gate);

@@ -66,6 +66,19 @@ impl Sparse {
         completed
     }
 
+    /// Whether nothing is known in memory only.
+    pub(super) fn has_recorded_all(&self) -> bool {
+        let map = lock(&self.map);
+        let frame = read(&self.gate);
+        let is_recorded = || {
+            self.in_transit.load(Ordering::Acquire) == 0
+                && read(&self.presence).unrecorded.is_empty()
+                && !map.is_spoilt()
+                && (map.is_synced() || !self.shared.options.durable)
+        };
+        self.fence.check().is_ok() && (!frame.marked || is_recorded())
+    }
+
     /// The blocks that the map does not have, which it is about to get; and all that are present, if wanted.
     fn take_unrecorded(&self, wants_all: bool) -> (BlockSet, Option<BlockSet>) {
         let mut presence = write(&self.presence);

@@ -323,6 +323,9 @@ impl Sketch for Sparse {
         // Opening reads the host's file only.
         self.flush(how)
     }
+    fn is_recorded(&self) -> bool {
+        self.has_recorded_all()
+    }
     fn status(&self) -> Result<SketchStatus, SketchError> {
         let frame = read(&self.gate);
         let blocks = self.size().div_ceil(BLOCK_BYTES);

@@ -1,0 +1,237 @@
+//! What happens in the background, and between requests: driven from inside, as no request asks for it.
+//! Needs root (trusted attributes) and mkfs.erofs.
+
+use std::fs;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+
+use bcow::BlockDevice;
+use bcow_erofs::reader::Filesystem;
+use bcow_erofs::tree::Timestamp;
+use bcow_testkit::{has_program, lacks};
+use rustix::fs::IFlags;
+use rustix::io::Errno;
+use tempfile::TempDir;
+
+use super::lookup::{Above, Access};
+use super::nodes::Node;
+use super::{Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncWhat, UnionFs};
+use crate::node::NodeId;
+use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
+
+const BLOCK: u64 = 4096;
+const BIG: usize = 300_000;
+/// Files in the directory `many`, of two blocks each.
+const MANY: usize = 40;
+
+const ROOT: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+    umask: 0o022,
+};
+
+/// An image of which a part cannot be read while it is `broken`.
+struct Lower {
+    bytes: Vec<u8>,
+    big: Range<u64>,
+    broken: AtomicBool,
+}
+
+impl BlockDevice for Lower {
+    fn size(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), bcow::Error> {
+        let is_big = offset < self.big.end && offset + buf.len() as u64 > self.big.start;
+        match self.broken.load(Ordering::Acquire) && is_big {
+            true => Err(bcow::Error::OutOfRange {
+                offset,
+                length: buf.len() as u64,
+                size: 0,
+            }),
+            false => self.bytes.read_at(offset, buf),
+        }
+    }
+}
+
+struct Fixture {
+    directory: TempDir,
+    options: UnionOptions,
+    lower: Arc<Lower>,
+    union: Option<Arc<UnionFs>>,
+}
+
+fn noise(length: usize) -> Vec<u8> {
+    let mut state = 1_u32;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state as u8
+    };
+    (0..length).map(|_| next()).collect()
+}
+
+fn make_image() -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let tree = directory.path().join("tree");
+    fs::create_dir_all(tree.join("many")).unwrap();
+    for number in 0..MANY {
+        let bytes = vec![number as u8; 2 * BLOCK as usize];
+        fs::write(tree.join(format!("many/{number}")), bytes).unwrap();
+    }
+    for name in ["a", "b", "c"] {
+        fs::write(tree.join(name), b"small file\n").unwrap();
+    }
+    fs::write(tree.join("big"), noise(BIG)).unwrap();
+    fs::write(tree.join("h1"), noise(2 * BLOCK as usize)).unwrap();
+    fs::hard_link(tree.join("h1"), tree.join("h2")).unwrap();
+    let image = directory.path().join("image");
+    let mut program = Command::new("mkfs.erofs");
+    program.args(["--quiet", "-x1"]).arg(&image).arg(&tree);
+    program.stdout(std::process::Stdio::null());
+    assert!(program.status().unwrap().success());
+    fs::read(image).unwrap()
+}
+
+impl Fixture {
+    fn new(options: UnionOptions) -> Option<Fixture> {
+        if lacks("root", rustix::process::geteuid().is_root())
+            || lacks("mkfs.erofs", has_program("mkfs.erofs"))
+        {
+            return None;
+        }
+        static IMAGE: OnceLock<Vec<u8>> = OnceLock::new();
+        let bytes = IMAGE.get_or_init(make_image).clone();
+        let begin = &noise(BIG)[..64];
+        let start = bytes.windows(64).position(|piece| piece == begin).unwrap() as u64;
+        let mut fixture = Fixture {
+            directory: tempfile::tempdir().unwrap(),
+            options,
+            lower: Arc::new(Lower {
+                bytes,
+                big: start..start + BIG as u64 / BLOCK * BLOCK,
+                broken: AtomicBool::new(false),
+            }),
+            union: None,
+        };
+        fixture.open();
+        Some(fixture)
+    }
+
+    fn upper(&self) -> PathBuf {
+        self.directory.path().join("upper")
+    }
+
+    fn open(&mut self) {
+        let device: Arc<dyn BlockDevice> = self.lower.clone();
+        let lower = LowerImage {
+            fs: Arc::new(Filesystem::open(device).unwrap()),
+            identity: [7; 32],
+            name: "image".into(),
+        };
+        self.union = Some(UnionFs::open(lower, &self.upper(), "a test", &self.options).unwrap());
+    }
+
+    /// As an unmount and a mount do.
+    fn reopen(&mut self) {
+        self.union.take().unwrap().close().unwrap();
+        self.open();
+    }
+
+    /// As when the daemon is killed.
+    fn killed(&mut self) {
+        drop(self.union.take());
+        self.open();
+    }
+
+    fn fs(&self) -> &Arc<UnionFs> {
+        self.union.as_ref().unwrap()
+    }
+
+    fn get(&self, path: &str) -> Attributes {
+        let mut found = self.fs().attributes(NodeId::ROOT).unwrap();
+        for name in path.split('/') {
+            found = self
+                .fs()
+                .lookup(found.node, name.as_bytes())
+                .unwrap()
+                .unwrap();
+        }
+        found
+    }
+
+    fn node(&self, path: &str) -> Arc<Node> {
+        self.fs().node(self.get(path).node).unwrap()
+    }
+
+    fn content(&self, path: &str) -> Vec<u8> {
+        self.read(self.get(path).node)
+    }
+
+    fn read(&self, id: NodeId) -> Vec<u8> {
+        let mut scratch = Vec::new();
+        self.fs()
+            .read(id, 0, 1 << 20, &mut scratch, <[u8]>::to_vec)
+            .unwrap()
+    }
+
+    fn write(&self, id: NodeId, offset: u64, data: &[u8]) {
+        let written = self.fs().write(id, offset, data, Privileges::Drop).unwrap();
+        assert_eq!(written as usize, data.len());
+    }
+
+    fn set(&self, id: NodeId, changes: Changes) -> Attributes {
+        self.fs().set_attributes(id, &changes).unwrap()
+    }
+
+    fn counted(&self) -> u64 {
+        self.fs().report().counted_bytes
+    }
+}
+
+fn with(sketch: SketchChoice) -> UnionOptions {
+    UnionOptions {
+        sketch,
+        small_bytes: 0,
+        ..UnionOptions::default()
+    }
+}
+
+fn at(seconds: i64) -> Option<SetTime> {
+    Some(SetTime::At(Timestamp {
+        seconds,
+        nanoseconds: 0,
+    }))
+}
+
+#[test]
+fn sketch_that_could_not_be_flushed_outlives_its_node() {
+    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let Some(mut fixture) = Fixture::new(with(kind)) else {
+            return;
+        };
+        let big = fixture.get("big").node;
+        fixture.lower.broken.store(true, Ordering::Release);
+        fixture.write(big, 100_000, b"hello");
+        fixture.fs().forget(big, 1);
+        fixture.fs().regularly();
+        assert_eq!(fixture.fs().open_sketches.all().len(), 1, "{kind:?}");
+        fixture.lower.broken.store(false, Ordering::Release);
+        let mut expected = noise(BIG);
+        expected[100_000..100_005].copy_from_slice(b"hello");
+        assert!(fixture.content("big") == expected, "{kind:?}");
+        // Nothing keeps it any longer.
+        fixture.fs().forget(big, 1);
+        fixture.fs().regularly();
+        assert_eq!(fixture.fs().open_sketches.all().len(), 0, "{kind:?}");
+        assert!(fixture.content("big") == expected, "{kind:?}");
+        fixture.reopen();
+        assert!(fixture.content("big") == expected, "{kind:?}");
+    }
+}
