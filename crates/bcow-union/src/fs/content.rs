@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Inode};
+use bcow_erofs::tree::Timestamp;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
@@ -428,15 +429,17 @@ impl UnionFs {
         inode: &Inode,
         file: &Arc<File>,
     ) -> Result<(), Errno> {
-        let failed = |error| self.sketch_failed(node, &error);
-        let stored = self.stored(node);
-        let reserved = stored.reserve_all(&**file, 0..inode.size).map_err(failed)?;
-        let copied = self.copy_bytes(inode, file);
+        // Copying is no change; the write that follows sets its own time.
+        let (atime, mtime) = host::times(&rustix::fs::fstat(&**file)?);
+        let keep_times = || host::set_times(file, at(atime), at(mtime));
+        let copied = self
+            .make_hollow(node, file, inode.size)
+            .and_then(|()| self.copy_bytes(node, inode, file))
+            .and_then(|()| keep_times());
         if let Err(errno) = copied {
-            stored.undo(reserved, 0);
             // Give the space back; the mark still says that the bytes are below.
-            let _ = rustix::fs::ftruncate(&**file, 0);
-            let _ = rustix::fs::ftruncate(&**file, inode.size);
+            let _ = self.make_hollow(node, file, inode.size);
+            let _ = keep_times();
             return Err(errno);
         }
         self.copied_whole.fetch_add(1, Ordering::Relaxed);
@@ -455,7 +458,26 @@ impl UnionFs {
         Ok(())
     }
 
-    fn copy_bytes(&self, inode: &Inode, file: &File) -> Result<(), Errno> {
+    /// Takes away what the host's file of a copy of metadata has, as bytes of a copy that a crash undid, and gives it the size of
+    /// what it is a copy of.
+    fn make_hollow(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
+        let stored = self.stored(node);
+        stored
+            .look(file)
+            .map_err(|error| self.sketch_failed(node, &error))?;
+        let stat = rustix::fs::fstat(file)?;
+        if stat.st_blocks > 0 || u64::try_from(stat.st_size) != Ok(size) {
+            rustix::fs::ftruncate(file, 0)?;
+            rustix::fs::ftruncate(file, size)?;
+        }
+        stored.truncated(0);
+        Ok(())
+    }
+
+    fn copy_bytes(&self, node: &Node, inode: &Inode, file: &File) -> Result<(), Errno> {
+        self.stored(node)
+            .reserve_all(file, 0..inode.size)
+            .map_err(|error| self.sketch_failed(node, &error))?;
         let mut at = 0;
         let mut failed = None;
         self.image.read_with(inode, 0, inode.size, &mut |piece| {
@@ -466,12 +488,7 @@ impl UnionFs {
         })?;
         match failed {
             Some(error) => Err(errno_of(&error)),
-            // The copy has the times of what it is a copy of; the write that follows sets its own.
-            None => host::set_times(
-                file,
-                Some(SetTime::At(inode.mtime)),
-                Some(SetTime::At(inode.mtime)),
-            ),
+            None => Ok(()),
         }
     }
 
@@ -610,6 +627,10 @@ fn check_end(offset: u64, length: u64) -> Result<(), Errno> {
         Some(end) if end <= SIZE_MAX => Ok(()),
         _ => Err(Errno::FBIG),
     }
+}
+
+fn at(time: Timestamp) -> Option<SetTime> {
+    Some(SetTime::At(time))
 }
 
 /// The host's own errno.

@@ -235,3 +235,42 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         assert!(fixture.content("big") == expected, "{kind:?}");
     }
 }
+
+#[test]
+fn what_was_written_to_a_copy_that_a_crash_undid_does_not_come_back() {
+    let options = UnionOptions {
+        sync: SyncPolicy::Batch(100),
+        size_limit: Some(100 * BLOCK),
+        ..UnionOptions::default()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    fixture.write(fixture.get("a").node, 0, &[7; 5000]);
+    assert_eq!(fixture.counted(), 2 * BLOCK);
+    fixture.killed();
+    assert_eq!(fixture.content("a"), b"small file\n");
+    fixture.write(fixture.get("a").node, 0, b"S");
+    assert_eq!(fixture.content("a"), b"Small file\n");
+    assert_eq!(fixture.counted(), BLOCK);
+    fixture.reopen();
+    assert_eq!(fixture.content("a"), b"Small file\n");
+    assert_eq!(fixture.counted(), BLOCK);
+}
+
+#[test]
+fn first_write_keeps_the_time_of_access() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let id = fixture.get("a").node;
+    fixture.set(
+        id,
+        Changes {
+            atime: at(1_234_567),
+            ..Changes::default()
+        },
+    );
+    fixture.write(id, 0, b"S");
+    assert_eq!(fixture.get("a").atime.seconds, 1_234_567);
+}
