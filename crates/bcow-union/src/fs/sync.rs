@@ -169,11 +169,19 @@ impl UnionFs {
                 .extend(batch);
             return synced;
         }
+        let mut result = Ok(());
         for node in batch {
-            self.unmark(&node)?;
-            self.table.let_go(node);
+            match self.unmark(&node) {
+                Ok(()) => self.table.let_go(node),
+                // It is tried again with the next batch, and the others do not wait for it.
+                Err(errno) => {
+                    result = result.and(Err(errno));
+                    let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+                    batch.push(node);
+                }
+            }
         }
-        Ok(())
+        result
     }
 
     /// Makes a file durable by itself that waits in the batch.

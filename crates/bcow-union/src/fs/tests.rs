@@ -8,6 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
@@ -256,6 +257,36 @@ fn what_was_written_to_a_copy_that_a_crash_undid_does_not_come_back() {
     fixture.reopen();
     assert_eq!(fixture.content("a"), b"Small file\n");
     assert_eq!(fixture.counted(), BLOCK);
+}
+
+#[test]
+fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not() {
+    let options = UnionOptions {
+        sync: SyncPolicy::Batch(100),
+        ..UnionOptions::default()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    for name in ["a", "b", "c"] {
+        fixture.write(fixture.get(name).node, 0, b"S");
+    }
+    let host = fs::File::open(fixture.upper().join("a")).unwrap();
+    let flags = rustix::fs::ioctl_getflags(&host).and_then(|flags| {
+        rustix::fs::ioctl_setflags(&host, flags | IFlags::IMMUTABLE).map(|()| flags)
+    });
+    let Ok(flags) = flags else {
+        lacks("a host that has immutable files", false);
+        return;
+    };
+    let synced = fixture.fs().finish_batch();
+    rustix::fs::ioctl_setflags(&host, flags).unwrap();
+    assert_eq!(synced, Err(Errno::PERM));
+    assert_eq!(fixture.fs().batch.lock().unwrap().len(), 1);
+    fixture.reopen();
+    for name in ["a", "b", "c"] {
+        assert_eq!(fixture.content(name), b"Small file\n", "{name}");
+    }
 }
 
 #[test]
