@@ -200,6 +200,10 @@ impl UnionFs {
         let Content::Sketch(sketch) = &state.content else {
             return;
         };
+        // Nobody finds it again, and its space is given back when the sketch is closed.
+        if node.is_removed.load(Ordering::Acquire) {
+            return;
+        }
         let sketch = Arc::clone(sketch);
         match self.promote(node, &state, &*sketch) {
             Ok(promote::Promoted::No) => return,

@@ -290,6 +290,34 @@ fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not(
 }
 
 #[test]
+fn space_of_a_removed_sketch_is_given_back_once() {
+    let options = UnionOptions {
+        size_limit: Some(200 * BLOCK),
+        ..with(SketchChoice::Sparse)
+    };
+    let Some(fixture) = Fixture::new(options) else {
+        return;
+    };
+    let union = fixture.fs();
+    let other = union.create(&ROOT, NodeId::ROOT, b"other", 0o644).unwrap();
+    fixture.write(other.node, 0, &[1; 10 * BLOCK as usize]);
+    let big = fixture.get("big").node;
+    fixture.write(big, 5, b"x");
+    union.unlink(NodeId::ROOT, b"big").unwrap();
+    fixture.write(big, 0, &vec![2; BIG]);
+    union.promote_if_complete(&union.node(big).unwrap());
+    assert_eq!(fixture.read(big), vec![2; BIG]);
+    assert_eq!(fixture.counted(), (10 + 74) * BLOCK);
+    union.forget(big, 1);
+    // The background may have the node in hand.
+    let start = Instant::now();
+    while fixture.counted() != 10 * BLOCK && start.elapsed() < Duration::from_secs(10) {
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(fixture.counted(), 10 * BLOCK);
+}
+
+#[test]
 fn first_write_keeps_the_time_of_access() {
     let Some(fixture) = Fixture::new(UnionOptions::default()) else {
         return;
