@@ -150,11 +150,15 @@ impl UnionFs {
             let mut state = node.write_state();
             match &state.upper {
                 Some(known) if known.host_inode != host_inode => {
-                    // A copy of the upper by another tool can have the same origin twice. The second is another file.
                     if id == upper_only {
                         return Err(Errno::STALE);
                     }
                     drop(state);
+                    // Since it was looked at, another file may have taken its place, as a sketch became plain.
+                    if let Some(now) = self.replaced(parent, name, host_inode)? {
+                        return self.adopt(parent, name, now);
+                    }
+                    // A copy of the upper by another tool can have the same origin twice. The second is another file.
                     id = upper_only;
                     continue;
                 }
@@ -178,6 +182,17 @@ impl UnionFs {
             }
             return Ok(node);
         }
+    }
+
+    /// What `name` is in the upper, if that is another file than the one with this inode number.
+    fn replaced(&self, parent: &Node, name: &[u8], inode: u64) -> Result<Option<Found>, Errno> {
+        let Some(directory) = self.upper_directory(parent)? else {
+            return Ok(None);
+        };
+        Ok(match self.look_above(&directory, name)? {
+            Above::Found(found) if found.stat.st_ino != inode => Some(*found),
+            _ => None,
+        })
     }
 
     /// The node of something in the image, as it is or as its index entry says.

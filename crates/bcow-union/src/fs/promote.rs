@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use rustix::fs::Stat;
 use rustix::io::Errno;
@@ -56,11 +57,18 @@ impl UnionFs {
         let Place::At { parent, name } = node.place() else {
             return Ok(Promoted::No);
         };
-        let Some(old) = state.upper.as_ref().and_then(|upper| upper.file.clone()) else {
+        let Some(upper) = &state.upper else {
             return Ok(Promoted::No);
         };
-        let stat = rustix::fs::fstat(&*old)?;
-        if stat.st_nlink != 1 {
+        let Some(old) = &upper.file else {
+            return Ok(Promoted::No);
+        };
+        // Whoever took it from the state may be about to change its attributes, or to give it a name: that would be lost.
+        if Arc::strong_count(old) > 1 {
+            return Ok(Promoted::No);
+        }
+        let stat = rustix::fs::fstat(&**old)?;
+        if stat.st_nlink != 1 || upper.indexed {
             // All its names would have to change at once.
             return Ok(Promoted::No);
         }
@@ -79,7 +87,7 @@ impl UnionFs {
         if self.account.charge(room).is_err() {
             return Ok(Promoted::No);
         }
-        let promoted = self.write_out(node, &parent, &name, &old, &stat, sketch);
+        let promoted = self.write_out(node, &parent, &name, old, &stat, sketch);
         self.account.release(room);
         promoted
     }

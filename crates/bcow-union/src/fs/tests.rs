@@ -318,6 +318,78 @@ fn space_of_a_removed_sketch_is_given_back_once() {
 }
 
 #[test]
+fn file_that_was_promoted_while_it_was_looked_up_is_found() {
+    let Some(fixture) = Fixture::new(with(SketchChoice::Packed)) else {
+        return;
+    };
+    let union = fixture.fs();
+    let big = fixture.node("big");
+    fixture.write(big.id, 0, &vec![3; BIG]);
+    let directory = union.upper_directory(&union.root).unwrap().unwrap();
+    let Above::Found(before) = union.look_above(&directory, b"big").unwrap() else {
+        panic!("it is in the upper");
+    };
+    let old = before.stat.st_ino;
+    union.regularly();
+    assert_ne!(big.read_state().upper.as_ref().unwrap().host_inode, old);
+    let found = union.adopt(&union.root, b"big", *before).unwrap();
+    assert_eq!(found.id, big.id);
+}
+
+/// Attributes that change while a plain file takes the place of a packed sketch are the plain file's.
+#[test]
+fn attributes_are_not_lost_on_a_file_that_is_replaced() {
+    let Some(fixture) = Fixture::new(with(SketchChoice::Packed)) else {
+        return;
+    };
+    let union = fixture.fs();
+    for number in 0..MANY {
+        let node = fixture.node(&format!("many/{number}"));
+        fixture.write(node.id, 0, &[9; 2 * BLOCK as usize]);
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut mode = 0;
+                while !stop.load(Ordering::Acquire) {
+                    mode = (mode + 1) % 0o777;
+                    let permissions = Some(mode);
+                    let changes = Changes {
+                        permissions,
+                        ..Changes::default()
+                    };
+                    assert_eq!(fixture.set(node.id, changes).permissions, mode);
+                }
+            });
+            thread::sleep(Duration::from_millis(1));
+            // Not while somebody is about to change it.
+            while node.read_state().upper.as_ref().unwrap().is_sketch {
+                union.promote_if_complete(&node);
+            }
+            stop.store(true, Ordering::Release);
+        });
+    }
+}
+
+#[test]
+fn packed_sketch_with_an_index_entry_is_not_replaced() {
+    let Some(mut fixture) = Fixture::new(with(SketchChoice::Packed)) else {
+        return;
+    };
+    let bytes = vec![4; 2 * BLOCK as usize];
+    fixture.write(fixture.get("h1").node, 0, &bytes);
+    fixture.fs().unlink(NodeId::ROOT, b"h1").unwrap();
+    assert_eq!(fixture.content("h2"), bytes);
+    fixture.fs().regularly();
+    // Its only name on the host is that in the index.
+    assert!(!fixture.upper().join("h2").exists());
+    fixture.reopen();
+    assert_eq!(fixture.content("h2"), bytes);
+    fixture.fs().unlink(NodeId::ROOT, b"h2").unwrap();
+    let index = fs::read_dir(fixture.upper().join(".bcow/index")).unwrap();
+    assert_eq!(index.count(), 0);
+}
+
+#[test]
 fn first_write_keeps_the_time_of_access() {
     let Some(fixture) = Fixture::new(UnionOptions::default()) else {
         return;
