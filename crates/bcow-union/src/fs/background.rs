@@ -262,12 +262,18 @@ impl UnionFs {
                 Place::Root | Place::Nowhere => false,
             };
             match &mut state.upper {
+                // Whoever has it in hand may be taking away the name by which it would be found again.
+                Some(Upper {
+                    file: Some(file),
+                    in_batch: false,
+                    ..
+                }) if !can_be_found_again || Arc::strong_count(file) > 1 => held += 1,
                 Some(Upper {
                     file: file @ Some(_),
                     for_data,
                     in_batch: false,
                     ..
-                }) if can_be_found_again => {
+                }) => {
                     *file = None;
                     *for_data = false;
                 }

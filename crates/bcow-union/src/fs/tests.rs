@@ -390,6 +390,26 @@ fn packed_sketch_with_an_index_entry_is_not_replaced() {
 }
 
 #[test]
+fn descriptor_that_is_in_use_is_not_given_back() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let union = fixture.fs();
+    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    let node = union.node(new.node).unwrap();
+    let has_file = || node.read_state().upper.as_ref().unwrap().file.is_some();
+    // As who takes away its name holds it.
+    let file = union.open_upper(&node, Access::Path).unwrap();
+    union.descriptors_limit.store(0, Ordering::Relaxed);
+    union.spare_descriptors();
+    assert!(has_file());
+    drop(file);
+    union.descriptors_limit.store(0, Ordering::Relaxed);
+    union.spare_descriptors();
+    assert!(!has_file());
+}
+
+#[test]
 fn first_write_keeps_the_time_of_access() {
     let Some(fixture) = Fixture::new(UnionOptions::default()) else {
         return;
