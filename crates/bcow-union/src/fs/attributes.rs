@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::lookup::Access;
 use super::nodes::{Content, Node, State, Upper};
-use super::types::{Attributes, Changes};
+use super::types::{Attributes, Changes, SetTime};
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode};
@@ -168,10 +168,25 @@ impl UnionFs {
                         .settle()
                         .map_err(|error| self.sketch_failed(&node, &error))?;
                 }
-                host::set_times(&file, changes.atime, changes.mtime)?;
+                self.set_times(&node, changes.atime, changes.mtime)?;
             }
         }
         self.attributes_of(&node)
+    }
+
+    /// Sets times of something that is in the upper.
+    pub(super) fn set_times(
+        &self,
+        node: &Node,
+        atime: Option<SetTime>,
+        mtime: Option<SetTime>,
+    ) -> Result<(), Errno> {
+        let file = self.open_upper(node, Access::Path)?;
+        let mut set = || host::set_times(&file, atime, mtime);
+        match &node.read_state().content {
+            Content::Sketch(sketch) => sketch.set_times(&mut set),
+            _ => set(),
+        }
     }
 
     pub(super) fn change_owner(

@@ -136,8 +136,7 @@ impl UnionFs {
                     if size == before || sketch.kind() == SketchKind::Packed {
                         // It counts as a change, also where the host's file is as before.
                         drop(state);
-                        let file = self.open_upper(node, Access::Path)?;
-                        host::set_times(&file, None, Some(SetTime::Now))?;
+                        self.set_times(node, None, Some(SetTime::Now))?;
                     }
                     return Ok(());
                 }
@@ -224,8 +223,7 @@ impl UnionFs {
                     .map_err(|error| self.sketch_failed(&node, &error))?;
                     drop(state);
                     // It counts as a change, also where nothing had to be done.
-                    let file = self.open_upper(&node, Access::Path)?;
-                    host::set_times(&file, None, Some(SetTime::Now))?;
+                    self.set_times(&node, None, Some(SetTime::Now))?;
                     break;
                 }
                 Content::Lower | Content::Unknown => {

@@ -390,6 +390,34 @@ fn packed_sketch_with_an_index_entry_is_not_replaced() {
 }
 
 #[test]
+fn time_that_is_set_during_a_flush_stays() {
+    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let Some(fixture) = Fixture::new(with(kind)) else {
+            return;
+        };
+        let big = fixture.get("big").node;
+        for turn in 0..60 {
+            fixture.write(big, 5 + turn * BLOCK, b"x");
+            let union = fixture.fs();
+            thread::scope(|scope| {
+                let flush = scope.spawn(|| union.sync(big, SyncWhat::All));
+                let mtime = at(1_000_000 + turn as i64);
+                fixture.set(
+                    big,
+                    Changes {
+                        mtime,
+                        ..Changes::default()
+                    },
+                );
+                flush.join().unwrap().unwrap();
+            });
+            let found = fixture.get("big").mtime.seconds;
+            assert_eq!(found, 1_000_000 + turn as i64, "{kind:?}, turn {turn}");
+        }
+    }
+}
+
+#[test]
 fn descriptor_that_is_in_use_is_not_given_back() {
     let Some(fixture) = Fixture::new(UnionOptions::default()) else {
         return;

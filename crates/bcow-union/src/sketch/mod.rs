@@ -111,6 +111,9 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     /// are read or set.
     fn settle(&self) -> Result<(), SketchError>;
 
+    /// Calls `set`, which sets times of the host's file, when nothing is about to set back what they were.
+    fn set_times(&self, set: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
+
     /// Completes all blocks in transit and sees to it that the sketch can be opened again with all that was written.
     fn flush(&self, how: Durability) -> Result<(), SketchError>;
 

@@ -65,6 +65,8 @@ pub(super) struct Packed {
     cuts: AtomicU64,
     /// How often something was changed.
     changes: AtomicU64,
+    /// Held to set the host's file's times, and from when they are looked at until they are set back. Before the gate.
+    times: Mutex<()>,
     /// How often it had been when the last flush began; [`NOT_RECORDED`] if that failed.
     recorded: AtomicU64,
     mark: Mutex<MarkState>,
@@ -172,6 +174,7 @@ impl Packed {
             is_clean: AtomicBool::new(!mark.map_exists),
             cuts: AtomicU64::new(0),
             changes: AtomicU64::new(0),
+            times: Mutex::default(),
             recorded: AtomicU64::new(0),
             mark: Mutex::new(MarkState::new(mark)),
             turns: Turns::default(),
@@ -321,10 +324,13 @@ impl Packed {
 
     /// Does what writes to the host's file without being a change of this one, so that it keeps its time.
     fn unseen(&self, work: impl FnOnce() -> Result<(), SketchError>) -> Result<(), SketchError> {
+        let _times = lock(&self.times);
         let content = self.host.content();
         let changes = self.changes.load(Ordering::Acquire);
         let modified = content.modified();
         work()?;
+        // Who writes does it within the gate.
+        let _frame = write(&self.gate);
         if changes == self.changes.load(Ordering::Acquire)
             && let Ok(modified) = modified
         {
@@ -529,6 +535,10 @@ impl Sketch for Packed {
     }
     fn settle(&self) -> Result<(), SketchError> {
         Ok(self.disk.settle()?)
+    }
+    fn set_times(&self, set: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
+        let _times = lock(&self.times);
+        set()
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         self.turns.take(|| {

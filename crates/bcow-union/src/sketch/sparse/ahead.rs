@@ -58,6 +58,7 @@ impl Sparse {
         let end = new.end.saturating_add(most).min(frame.covered());
         ahead.next = end.max(new.end);
         drop(ahead);
+        let _times = lock(&self.times);
         let changes = self.changes.load(Ordering::Acquire);
         let modified = self.content().modified();
         // What fails is met again by who reads or writes it.

@@ -20,6 +20,8 @@
 //! 3. a stripe: the blocks in transit of a part of the file. Held while a block that is not present changes;
 //! 4. the set of present blocks; the mark. Leaves.
 //!
+//! That for the host's file's times comes between the gate and the stripes.
+//!
 //! Blocks that are present are read and written under the gate alone.
 
 mod ahead;
@@ -34,6 +36,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
 use std::time::Instant;
+
+use rustix::io::Errno;
 
 use super::blocks::BlockSet;
 use super::host::{HostFile, MarkedFile};
@@ -79,6 +83,8 @@ pub(super) struct Sparse {
     ahead: Mutex<ahead::Ahead>,
     /// How often something was changed.
     changes: AtomicU64,
+    /// Held to set the host's file's times, and from when they are looked at until they are set back.
+    times: Mutex<()>,
     /// Whether the background knows that blocks are in transit.
     queued: AtomicBool,
     /// Whether its space is free when it is dropped.
@@ -214,6 +220,7 @@ impl Sparse {
             fence: Fence::default(),
             ahead: Mutex::default(),
             changes: AtomicU64::new(0),
+            times: Mutex::default(),
             queued: AtomicBool::new(false),
             discarded: AtomicBool::new(false),
         })
@@ -312,6 +319,10 @@ impl Sketch for Sparse {
     }
     fn settle(&self) -> Result<(), SketchError> {
         self.complete_all(&read(&self.gate))
+    }
+    fn set_times(&self, set: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
+        let _times = lock(&self.times);
+        set()
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         match how {
