@@ -11,13 +11,16 @@ use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 
 use super::content::is_now_plain;
-use super::nodes::{Content, Node, Place, Upper};
+use super::nodes::{Content, Node, Place, State, Upper};
 use super::{UnionFs, promote};
 use crate::log::{self, Severity};
-use crate::sketch::{Durability, Sketch};
+use crate::sketch::{Durability, Sketch, SketchKind};
 
 /// Longest time that what was written to a sketch waits before it is made durable, as ext4's commit interval.
 const INTERVAL: Duration = Duration::from_secs(5);
+
+/// A sketch has its host file open, and its map.
+const DESCRIPTORS_OF_SKETCH: usize = 2;
 
 /// Most nodes that wait to be looked at; further ones are seen with the next interval.
 const WAITING_MOST: usize = 1024;
@@ -31,7 +34,7 @@ pub(super) struct OpenSketches {
 }
 
 /// A sketch and the node that it is the content of, if the kernel holds that.
-type Open = (Arc<dyn Sketch>, Weak<Node>);
+pub(super) type Open = (Arc<dyn Sketch>, Weak<Node>);
 
 impl OpenSketches {
     pub(super) fn get(&self, id: u64) -> Option<Arc<dyn Sketch>> {
@@ -47,11 +50,11 @@ impl OpenSketches {
         drop(removed);
     }
 
-    pub(super) fn all(&self) -> Vec<(u64, Arc<dyn Sketch>, Weak<Node>)> {
-        self.lock()
-            .iter()
-            .map(|(id, (sketch, node))| (*id, Arc::clone(sketch), Weak::clone(node)))
-            .collect()
+    /// Those that are open now, one after the other: of the others nobody gets hold meanwhile, so that they can be closed.
+    pub(super) fn all(&self) -> impl Iterator<Item = Open> + '_ {
+        let ids: Vec<u64> = self.lock().keys().copied().collect();
+        ids.into_iter()
+            .filter_map(|id| self.lock().get(&id).cloned())
     }
 
     /// Closes a sketch that nobody but this table and the caller holds, if nothing is lost with it.
@@ -62,6 +65,23 @@ impl OpenSketches {
             open.remove(&sketch.id());
         }
         drop(sketch);
+    }
+
+    /// Closes a sketch that nobody but this table and a node, whose state is locked, holds, if nothing is lost with it: takes it out
+    /// of the node. Says whether it did.
+    fn close(&self, content: &mut Content) -> bool {
+        let Content::Sketch(sketch) = content else {
+            return false;
+        };
+        let mut open = self.lock();
+        let is_idle = Arc::strong_count(sketch) == 2
+            && open.contains_key(&sketch.id())
+            && sketch.is_recorded();
+        if is_idle {
+            open.remove(&sketch.id());
+            *content = Content::Unknown;
+        }
+        is_idle
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Open>> {
@@ -173,7 +193,7 @@ impl UnionFs {
     pub(super) fn regularly(&self) {
         // Errors were logged; an fsync meets them again, and a sketch that has some is kept.
         let _ = self.flush_sketches(self.durability());
-        for (_, sketch, node) in self.open_sketches.all() {
+        for (sketch, node) in self.open_sketches.all() {
             match (sketch.is_complete(), node.upgrade()) {
                 (Ok(true), Some(node)) => self.promote_if_complete(&node),
                 _ => self.open_sketches.drop_unused(sketch),
@@ -232,7 +252,7 @@ impl UnionFs {
     /// Flushes all open sketches; gives the first error after having tried all.
     pub(super) fn flush_sketches(&self, how: Durability) -> Result<(), Errno> {
         let mut result = Ok(());
-        for (_, sketch, node) in self.open_sketches.all() {
+        for (sketch, node) in self.open_sketches.all() {
             if let Err(error) = sketch.flush(how) {
                 let errno = match node.upgrade() {
                     Some(node) => self.sketch_failed(&node, &error),
@@ -244,11 +264,32 @@ impl UnionFs {
         result
     }
 
-    /// Gives descriptors back when nodes hold too many.
+    /// Gives descriptors back when nodes and their sketches hold too many.
     pub(super) fn spare_descriptors(&self) {
         let limit = self.descriptors_limit.load(Ordering::Relaxed);
-        if self.descriptors.load(Ordering::Relaxed) <= limit {
+        if self.descriptors_held() <= limit {
             return;
+        }
+        self.give_descriptors_back(false);
+        // Most were written to just now.
+        if self.descriptors_held() > limit / 2 {
+            self.give_descriptors_back(true);
+        }
+        // If most are in use there is no point in asking again soon.
+        let most = self.descriptors_most.max(2 * self.descriptors_held());
+        self.descriptors_limit.store(most, Ordering::Relaxed);
+    }
+
+    /// Gives descriptors back that are not in use; those of sketches that were written to only if these are to be flushed.
+    fn give_descriptors_back(&self, flush: bool) {
+        for (sketch, node) in self.open_sketches.all() {
+            if node.strong_count() > 0 {
+                continue;
+            }
+            if flush && !sketch.is_recorded() {
+                let _ = sketch.flush(self.durability());
+            }
+            self.open_sketches.drop_unused(sketch);
         }
         let mut held = 0;
         self.table.for_each(&mut |node| {
@@ -261,6 +302,9 @@ impl UnionFs {
                 Place::At { .. } => true,
                 Place::Root | Place::Nowhere => false,
             };
+            if can_be_found_again {
+                self.let_sketch_go(&mut state, flush);
+            }
             match &mut state.upper {
                 // Whoever has it in hand may be taking away the name by which it would be found again.
                 Some(Upper {
@@ -282,9 +326,33 @@ impl UnionFs {
             }
         });
         self.descriptors.store(held, Ordering::Relaxed);
-        // If most are in use there is no point in asking again soon.
-        self.descriptors_limit
-            .store(self.descriptors_most.max(2 * held), Ordering::Relaxed);
+    }
+
+    /// Descriptors that nodes hold, at most, and open sketches.
+    fn descriptors_held(&self) -> usize {
+        let sketches = usize::try_from(self.sketches.open_count()).unwrap_or(usize::MAX);
+        self.descriptors
+            .load(Ordering::Relaxed)
+            .saturating_add(sketches.saturating_mul(DESCRIPTORS_OF_SKETCH))
+    }
+
+    /// Closes the sketch of a node that will be found again, if all that was written to it is recorded. The node's state is locked.
+    fn let_sketch_go(&self, state: &mut State, flush: bool) {
+        let Content::Sketch(sketch) = &state.content else {
+            return;
+        };
+        if flush && !sketch.is_recorded() {
+            // One that cannot be flushed stays; an fsync meets the error again.
+            let _ = sketch.flush(self.durability());
+        }
+        let (kind, size) = (sketch.kind(), sketch.size());
+        if self.open_sketches.close(&mut state.content)
+            && let Some(upper) = &mut state.upper
+        {
+            upper.is_partial = true;
+            upper.is_sketch = true;
+            upper.packed_size = (kind == SketchKind::Packed).then_some(size);
+        }
     }
 }
 

@@ -342,6 +342,7 @@ impl UnionFs {
                 return Ok(state);
             }
             drop(state);
+            self.spare_descriptors();
             self.open_content(node, &mut node.write_state())?;
         }
     }
@@ -377,6 +378,7 @@ impl UnionFs {
     /// Makes a plain file or a sketch of a file that is about to be written to.
     fn make_writable(&self, node: &Arc<Node>) -> Result<(), Errno> {
         self.ensure_upper(node)?;
+        self.spare_descriptors();
         let mut state = node.write_state();
         self.open_content(node, &mut state)?;
         if !matches!(state.content, Content::Lower) {

@@ -72,9 +72,10 @@ impl UnionFs {
 
     /// What this union did and holds.
     pub fn report(&self) -> Report {
-        let open = self.open_sketches.all();
+        let mut open = 0;
         let mut blocks = SketchStatus::default();
-        for (_, sketch, _) in &open {
+        for (sketch, _) in self.open_sketches.all() {
+            open += 1;
             // One that is damaged has nothing to tell.
             if let Ok(status) = sketch.status() {
                 blocks.blocks += status.blocks;
@@ -92,7 +93,7 @@ impl UnionFs {
             counted_bytes: self.account.used(),
             copied_metadata: self.copied_metadata.load(Ordering::Relaxed),
             copied_whole: self.copied_whole.load(Ordering::Relaxed),
-            open_sketches: open.len() as u64,
+            open_sketches: open,
             blocks,
             sketches: self.sketches.statistics(),
         }

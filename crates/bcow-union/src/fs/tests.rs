@@ -222,7 +222,7 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         fixture.write(big, 100_000, b"hello");
         fixture.fs().forget(big, 1);
         fixture.fs().regularly();
-        assert_eq!(fixture.fs().open_sketches.all().len(), 1, "{kind:?}");
+        assert_eq!(fixture.fs().open_sketches.all().count(), 1, "{kind:?}");
         fixture.lower.broken.store(false, Ordering::Release);
         let mut expected = noise(BIG);
         expected[100_000..100_005].copy_from_slice(b"hello");
@@ -230,7 +230,7 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         // Nothing keeps it any longer.
         fixture.fs().forget(big, 1);
         fixture.fs().regularly();
-        assert_eq!(fixture.fs().open_sketches.all().len(), 0, "{kind:?}");
+        assert_eq!(fixture.fs().open_sketches.all().count(), 0, "{kind:?}");
         assert!(fixture.content("big") == expected, "{kind:?}");
         fixture.reopen();
         assert!(fixture.content("big") == expected, "{kind:?}");
@@ -452,4 +452,48 @@ fn first_write_keeps_the_time_of_access() {
     );
     fixture.write(id, 0, b"S");
     assert_eq!(fixture.get("a").atime.seconds, 1_234_567);
+}
+
+#[test]
+fn sketches_give_their_descriptors_back() {
+    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let Some(mut fixture) = Fixture::new(with(kind)) else {
+            return;
+        };
+        let union = fixture.fs();
+        let mut nodes = Vec::new();
+        for number in 0..MANY {
+            let id = fixture.get(&format!("many/{number}")).node;
+            fixture.write(id, 5000, b"hello");
+            nodes.push(id);
+        }
+        assert_eq!(union.sketches.statistics().open, MANY as u64);
+        union.descriptors_limit.store(10, Ordering::Relaxed);
+        union.spare_descriptors();
+        assert_eq!(union.sketches.statistics().open, 0, "{kind:?}");
+        let check = |fixture: &Fixture, number: usize| {
+            let found = fixture.get(&format!("many/{number}"));
+            assert_eq!(found.size, 2 * BLOCK);
+            let content = fixture.read(found.node);
+            assert_eq!(&content[5000..5005], b"hello");
+            assert_eq!((content[4999], content.len()), (number as u8, 8192));
+        };
+        for (number, id) in nodes.iter().enumerate() {
+            fixture.write(*id, 3 * BLOCK, b"longer");
+            union.descriptors_limit.store(0, Ordering::Relaxed);
+            union.spare_descriptors();
+            assert_eq!(fixture.get(&format!("many/{number}")).size, 3 * BLOCK + 6);
+            let size = Some(2 * BLOCK);
+            fixture.set(
+                *id,
+                Changes {
+                    size,
+                    ..Changes::default()
+                },
+            );
+            check(&fixture, number);
+        }
+        fixture.reopen();
+        (0..MANY).for_each(|number| check(&fixture, number));
+    }
 }

@@ -208,6 +208,11 @@ impl Sketches {
         sketch.promote().map(drop)
     }
 
+    /// How many are open.
+    pub fn open_count(&self) -> u64 {
+        self.shared.counters.open.load(Ordering::Relaxed)
+    }
+
     /// What they hold and did.
     pub fn statistics(&self) -> Statistics {
         let counters = &self.shared.counters;
