@@ -19,6 +19,7 @@ use std::sync::{
 };
 
 use bcow_erofs::reader::{FileType, Nid};
+use rustix::io::Errno;
 
 use super::lookup::Found;
 use crate::account::StoredBlocks;
@@ -57,6 +58,8 @@ pub(super) struct Node {
     pub(super) may_have_default_acl: AtomicBool,
     /// Whether it lost its last name.
     pub(super) is_removed: AtomicBool,
+    /// Why what was copied whole is never said to be durable: the host could not write it, which it says only once.
+    pub(super) sync_failed: OnceLock<Errno>,
     /// Whether it waits in the background's queue.
     pub(super) is_waiting: AtomicBool,
     /// What it stores, if it is a plain file; looked at first when something is to be written.
@@ -176,6 +179,7 @@ impl Node {
             may_be_privileged: AtomicBool::new(true),
             may_have_default_acl: AtomicBool::new(true),
             is_removed: AtomicBool::new(false),
+            sync_failed: OnceLock::new(),
             is_waiting: AtomicBool::new(false),
             stored: OnceLock::new(),
         }

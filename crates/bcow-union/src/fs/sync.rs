@@ -157,21 +157,15 @@ impl UnionFs {
     /// their marks away.
     pub(super) fn finish_batch(&self) -> Result<(), Errno> {
         let batch = std::mem::take(&mut *self.batch.lock().unwrap_or_else(PoisonError::into_inner));
-        let synced = match &batch[..] {
-            [] => return Ok(()),
-            [one] => self.finish_batch_of(one),
-            _ => rustix::fs::syncfs(self.upper.root()),
-        };
-        if synced.is_err() {
-            self.batch
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .extend(batch);
-            return synced;
-        }
+        // If that fails, each by itself says which of them it is about, if any.
+        let are_durable = batch.len() > 1 && rustix::fs::syncfs(self.upper.root()).is_ok();
         let mut result = Ok(());
         for node in batch {
-            match self.unmark(&node) {
+            let finished = match are_durable {
+                true => self.unmark(&node),
+                false => self.finish_batch_of(&node),
+            };
+            match finished {
                 Ok(()) => self.table.let_go(node),
                 // It is tried again with the next batch, and the others do not wait for it.
                 Err(errno) => {
@@ -196,14 +190,21 @@ impl UnionFs {
             return Ok(());
         }
         let file = self.open_upper(node, super::lookup::Access::Data)?;
-        rustix::fs::fdatasync(&*file)?;
+        rustix::fs::fdatasync(&*file).inspect_err(|&errno| {
+            let _ = node.sync_failed.set(errno);
+        })?;
         self.unmark(node)
     }
 
+    /// Says of a file that its bytes are its own, as they are durable.
     fn unmark(&self, node: &Node) -> Result<(), Errno> {
         let mut state = node.write_state();
         if !state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
             return Ok(());
+        }
+        // The host may have dropped what it could not write, and the next sync says nothing of it.
+        if let Some(&errno) = node.sync_failed.get() {
+            return Err(errno);
         }
         let file = self.open_upper_locked(node, &mut state, super::lookup::Access::Path)?;
         self.set_metacopy(&file, Metacopy::None)?;

@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -496,4 +497,34 @@ fn sketches_give_their_descriptors_back() {
         fixture.reopen();
         (0..MANY).for_each(|number| check(&fixture, number));
     }
+}
+
+#[test]
+fn fsync_tells_of_bytes_that_the_background_could_not_make_durable() {
+    let options = UnionOptions {
+        sync: SyncPolicy::Batch(100),
+        ..UnionOptions::default()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let node = fixture.node("a");
+    fixture.write(node.id, 0, b"S");
+    let replace = |file| {
+        let mut state = node.write_state();
+        state.upper.as_mut().unwrap().file.replace(file).unwrap()
+    };
+    // Nothing that can be synchronised.
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let file = replace(Arc::new(fs::File::from(OwnedFd::from(writer))));
+    assert!(fixture.fs().finish_batch().is_err());
+    replace(file);
+    for _ in 0..2 {
+        assert!(fixture.fs().sync(node.id, SyncWhat::Data).is_err());
+    }
+    // It is there as long as it can be read, and after that the image's is.
+    assert_eq!(fixture.content("a"), b"Small file\n");
+    drop(node);
+    fixture.killed();
+    assert_eq!(fixture.content("a"), b"small file\n");
 }
