@@ -8,11 +8,13 @@
 //!    and to promote. Of one node at a time, and shared of one directory above it for a look at its descriptor.
 //! 3. `place`, and the shards of the table: held for a few instructions, and nothing else is locked inside.
 //!
+//! An fsync that makes a new name durable holds `name_sync` of that node, and takes the states of others inside.
+//!
 //! Nothing here is shared between two files' data paths but the table, which I/O asks once per request for a reference.
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{
     Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
     TryLockError, Weak,
@@ -48,8 +50,9 @@ pub(super) struct Node {
     place: RwLock<Place>,
     names: Mutex<()>,
     state: RwLock<State>,
-    /// Whether names of this directory changed in the upper since they were last made durable.
-    pub(super) names_changed: AtomicBool,
+    /// Changes of this directory's names in the upper.
+    pub(super) names_changed: Pending,
+    name_sync: Mutex<()>,
     /// Whether an fsync of this node must see that its name and marks are durable too: it was copied up or created since.
     pub(super) name_is_new: AtomicBool,
     /// Whether it may have set-id bits or capabilities, which a write takes away. False is certain.
@@ -174,7 +177,8 @@ impl Node {
             place: RwLock::new(place),
             names: Mutex::new(()),
             state: RwLock::default(),
-            names_changed: AtomicBool::new(false),
+            names_changed: Pending::default(),
+            name_sync: Mutex::default(),
             name_is_new: AtomicBool::new(false),
             may_be_privileged: AtomicBool::new(true),
             may_have_default_acl: AtomicBool::new(true),
@@ -249,7 +253,39 @@ impl Node {
     }
 
     pub(super) fn names_have_changed(&self) {
-        self.names_changed.store(true, Ordering::Release);
+        self.names_changed.change();
+    }
+
+    /// Held by who makes a new name of this node durable, so that others who sync it wait for that.
+    pub(super) fn lock_name_sync(&self) -> MutexGuard<'_, ()> {
+        self.name_sync
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Changes, and which of them are durable. They count as such only once a sync that began after them has ended: until then whoever
+/// needs them durable syncs too.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    made: AtomicU64,
+    durable: AtomicU64,
+}
+
+impl Pending {
+    fn change(&self) {
+        self.made.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// To be called before a sync, and what it gives with [`Pending::synced`] after it; `None` if there is nothing to sync.
+    pub(super) fn unsynced(&self) -> Option<u64> {
+        let made = self.made.load(Ordering::Acquire);
+        (self.durable.load(Ordering::Acquire) < made).then_some(made)
+    }
+
+    /// The changes up to there are durable.
+    pub(super) fn synced(&self, upto: u64) {
+        self.durable.fetch_max(upto, Ordering::AcqRel);
     }
 }
 

@@ -41,8 +41,11 @@ impl UnionFs {
             return Ok(());
         }
         self.finish_batch_of(node)?;
+        let syncing = node.lock_name_sync();
         // Cleared first: whoever changes the name meanwhile sets it again.
         let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
+        // Where it is not new, nobody has to wait for another.
+        let _syncing = name_is_new.then_some(syncing);
         let synced = self
             .sync_content(node, what, name_is_new)
             .and_then(|()| match name_is_new {
@@ -89,14 +92,19 @@ impl UnionFs {
         let Some(directory) = self.upper_directory(&node)? else {
             return Ok(());
         };
-        node.names_changed.store(false, Ordering::Release);
+        let _syncing = node.lock_name_sync();
+        let changed = node.names_changed.unsynced();
         let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
-        let synced = rustix::fs::fsync(&*directory).and_then(|()| match name_is_new {
-            true => self.sync_names_above(&node),
-            false => Ok(()),
+        let synced = rustix::fs::fsync(&*directory).and_then(|()| {
+            if let Some(upto) = changed {
+                node.names_changed.synced(upto);
+            }
+            match name_is_new {
+                true => self.sync_names_above(&node),
+                false => Ok(()),
+            }
         });
         if synced.is_err() {
-            node.names_have_changed();
             node.name_is_new.store(true, Ordering::Release);
         }
         synced
@@ -114,16 +122,11 @@ impl UnionFs {
             rustix::fs::fsync(self.upper.index())?;
         }
         while let Place::At { parent, .. } = place {
-            if parent.names_changed.swap(false, Ordering::AcqRel) {
-                let synced = match self.upper_directory(&parent) {
-                    Ok(Some(directory)) => rustix::fs::fsync(&*directory),
-                    Ok(None) => Ok(()),
-                    Err(errno) => Err(errno),
-                };
-                if let Err(errno) = synced {
-                    parent.names_have_changed();
-                    return Err(errno);
+            if let Some(upto) = parent.names_changed.unsynced() {
+                if let Some(directory) = self.upper_directory(&parent)? {
+                    rustix::fs::fsync(&*directory)?;
                 }
+                parent.names_changed.synced(upto);
             }
             place = parent.place();
         }

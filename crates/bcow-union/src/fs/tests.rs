@@ -528,3 +528,32 @@ fn fsync_tells_of_bytes_that_the_background_could_not_make_durable() {
     fixture.killed();
     assert_eq!(fixture.content("a"), b"small file\n");
 }
+
+#[test]
+fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let union = fixture.fs();
+    let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
+    let node = union.node(new.node).unwrap();
+    // One has begun.
+    let first = node.lock_name_sync();
+    node.name_is_new.store(false, Ordering::Release);
+    let changed = union.root.names_changed.unsynced();
+    thread::scope(|scope| {
+        let second = scope.spawn(|| union.sync(new.node, SyncWhat::All));
+        thread::sleep(Duration::from_millis(50));
+        assert!(!second.is_finished());
+        drop(first);
+        second.join().unwrap().unwrap();
+    });
+    // As long as it has not ended, others in the directory sync that too; and what comes later is not of its concern.
+    assert!(changed.is_some());
+    assert_eq!(union.root.names_changed.unsynced(), changed);
+    union.create(&ROOT, NodeId::ROOT, b"newer", 0o644).unwrap();
+    union.root.names_changed.synced(changed.unwrap());
+    assert!(union.root.names_changed.unsynced().is_some());
+    union.sync(NodeId::ROOT, SyncWhat::All).unwrap();
+    assert_eq!(union.root.names_changed.unsynced(), None);
+}
