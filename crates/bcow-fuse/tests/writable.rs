@@ -142,6 +142,53 @@ fn set_id_bits_and_capabilities_go_when_a_file_is_changed_and_not_else() {
     }
 }
 
+/// What the kernel asks for is nothing, whether a file is about to be written or given to nobody in particular; the latter
+/// takes no right to write.
+#[test]
+fn only_who_may_change_a_file_takes_its_set_id_bits_away() {
+    if lacks_tools() || lacks("python3", Path::new("/usr/bin/python3").exists()) {
+        return;
+    }
+    let pair = Pair::new("allow_other,suid");
+    const CHOWN: &str = "/usr/bin/python3 -c '
+import os
+try: os.chown(\"file\", -1, -1); print(\"done\")
+except OSError as error: print(error.errno)'";
+    let somebody = "setpriv --reuid=65534 --regid=65534 --groups=7";
+    for mode in ["4755", "2755", "6755", "2745", "0755", "6750"] {
+        for owner in ["0:0", "0:7", "0:65534", "65534:0"] {
+            for who in ["nobody", somebody] {
+                pair.same(&format!(
+                    "chown {owner} file; chmod {mode} file; {who} {CHOWN}; stat -c %a file"
+                ));
+            }
+        }
+    }
+    // Whoever may write takes them away by writing.
+    for (rights, who) in [
+        ("chown 0:65534 file; chmod 6775 file", "nobody"),
+        ("chown 0:7 file; chmod 6775 file", somebody),
+        ("chown 0:0 file; chmod 6757 file", "nobody"),
+        (
+            "chown 0:0 file; setfacl -m u:65534:rw file; chmod u+s,g+s file",
+            "nobody",
+        ),
+        (
+            "chown 0:0 file; setfacl -b -m g:7:rw file; chmod u+s,g+s file",
+            somebody,
+        ),
+        (
+            "chown 0:0 file; setfacl -b -m g:7:rw,o::rw,m::r file; chmod u+s,g+s file",
+            somebody,
+        ),
+    ] {
+        pair.same(&format!(
+            "{rights}; {who} fallocate -l 100 file; stat -c %a file"
+        ));
+    }
+    pair.same("setfacl -b file; chown 0:7 file; chmod 6755 file; nobody fallocate -l 9 file; stat -c %a file");
+}
+
 #[test]
 fn default_acls_are_inherited_instead_of_the_umask() {
     if lacks_tools() {

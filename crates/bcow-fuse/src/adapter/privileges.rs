@@ -5,16 +5,19 @@
 //! (It still removes capabilities by itself.) It says when with flags: that of WRITE fuser shows, that of SETATTR it does not.
 //! So the latter is worked out here. It is set when a file is given away, and for a new size unless the caller has CAP_FSETID.
 //! Before fallocate, copy_file_range and the like by somebody without CAP_FSETID comes a SETATTR of nothing, which means the
-//! same. (It also comes when root's write has removed a capability, and for `chown(-1, -1)`, which cannot be told apart: root
-//! keeps the bits then.)
+//! same. (It also comes when root's write has removed a capability: root keeps the bits then. And it comes for `chown(-1, -1)`, which
+//! cannot be told apart and which the kernel lets everybody do: so it is refused to those who are not the owner and could not
+//! have opened the file for writing. A program that was handed such a file open is refused too, which is the safe side.)
 
 use bcow_erofs::reader::FileType;
 use bcow_union::NodeId;
-use bcow_union::fs::{Changes, UnionFs};
+use bcow_union::fs::{Attributes, Changes, UnionFs};
 use fuser::Request;
 use rustix::io::Errno;
 
-/// Number of the capability to keep set-id bits (linux/capability.h).
+/// Numbers of capabilities (linux/capability.h): to ignore permissions, to do what the owner may, to keep set-id bits.
+const CAP_DAC_OVERRIDE: u32 = 1;
+const CAP_FOWNER: u32 = 3;
 const CAP_FSETID: u32 = 4;
 
 const SET_UID: u16 = 0o4000;
@@ -45,8 +48,36 @@ pub(super) fn drop_set_id(
         true => Group::Same,
         false => Group::Another,
     };
-    changes.permissions = Some(without_set_id(attributes.permissions, group));
+    let kept = without_set_id(attributes.permissions, group);
+    if nothing && kept != attributes.permissions && !may_change(fs, request, node, &attributes)? {
+        return Err(Errno::PERM);
+    }
+    changes.permissions = Some(kept);
     Ok(())
+}
+
+/// Whether the caller is the owner of a file, may write to it, or need not ask.
+fn may_change(
+    fs: &UnionFs,
+    request: &Request,
+    node: NodeId,
+    attributes: &Attributes,
+) -> Result<bool, Errno> {
+    let user = request.uid();
+    if user == 0 || user == attributes.uid {
+        return Ok(true);
+    }
+    let process = Process::of(request);
+    let is_in = &mut |group| {
+        request.gid() == group
+            || process
+                .as_ref()
+                .is_some_and(|process| process.groups.contains(&group))
+    };
+    let needs_not_ask = process
+        .as_ref()
+        .is_some_and(|process| process.has(CAP_DAC_OVERRIDE) || process.has(CAP_FOWNER));
+    Ok(needs_not_ask || fs.lets_write(node, user, is_in)?)
 }
 
 /// With a new ACL, set-group-ID goes unless the caller is in the group, or root.
@@ -86,10 +117,7 @@ fn may_keep_set_id(request: &Request) -> bool {
         // A capability without being root is rare, and taking the bits away then is the safe side.
         return false;
     }
-    let Some(process) = Process::of(request) else {
-        return false;
-    };
-    process.first_user_namespace && process.effective & (1 << CAP_FSETID) != 0
+    Process::of(request).is_some_and(|process| process.has(CAP_FSETID))
 }
 
 /// Whether the caller is in a group, or may ignore that: then a new ACL leaves set-group-ID.
@@ -108,6 +136,11 @@ struct Process {
 }
 
 impl Process {
+    /// Whether it has a capability in the first user namespace.
+    fn has(&self, capability: u32) -> bool {
+        self.first_user_namespace && self.effective & (1 << capability) != 0
+    }
+
     fn of(request: &Request) -> Option<Process> {
         // 0 is whoever this process's PID namespace does not show.
         let pid = Some(request.pid()).filter(|&pid| pid != 0)?;

@@ -8,9 +8,13 @@ const HEAD_BYTES: usize = 4;
 const ENTRY_BYTES: usize = 8;
 
 const USER_OBJ: u16 = 0x01;
+const USER: u16 = 0x02;
 const GROUP_OBJ: u16 = 0x04;
+const GROUP: u16 = 0x08;
 const MASK: u16 = 0x10;
 const OTHER: u16 = 0x20;
+
+const WRITE: u16 = 0o2;
 
 /// What a new inode gets from its directory's default ACL: an access ACL, if its mode does not say it all, and its mode.
 ///
@@ -55,6 +59,46 @@ pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> 
         }
     }
     Ok(changed)
+}
+
+/// Whether an access ACL lets somebody write who is not the owner, as `posix_acl_permission` in the kernel does it: `group` is the
+/// file's, `is_in` says of a group whether they are in it.
+pub(super) fn lets_write(
+    acl: &[u8],
+    user: u32,
+    group: u32,
+    is_in: &mut dyn FnMut(u32) -> bool,
+) -> Result<bool, Errno> {
+    let entries: Vec<_> = checked(acl)?.chunks_exact(ENTRY_BYTES).collect();
+    let allows = |entry: &[u8]| u16::from_le_bytes([entry[2], entry[3]]) & WRITE != 0;
+    let id = |entry: &[u8]| u32::from_le_bytes([entry[4], entry[5], entry[6], entry[7]]);
+    let mask = entries
+        .iter()
+        .find(|entry| tag(entry) == MASK)
+        .is_none_or(|mask| allows(mask));
+    if let Some(theirs) = entries
+        .iter()
+        .find(|entry| tag(entry) == USER && id(entry) == user)
+    {
+        return Ok(mask && allows(theirs));
+    }
+    // Of several groups that they are in, one suffices; being in any, they are none of the others.
+    let mut is_in_one = false;
+    for entry in &entries {
+        let is_theirs = match tag(entry) {
+            GROUP_OBJ => is_in(group),
+            GROUP => is_in(id(entry)),
+            _ => false,
+        };
+        if is_theirs && allows(entry) {
+            return Ok(mask);
+        }
+        is_in_one |= is_theirs;
+    }
+    Ok(!is_in_one
+        && entries
+            .iter()
+            .any(|entry| tag(entry) == OTHER && allows(entry)))
 }
 
 fn checked(acl: &[u8]) -> Result<&[u8], Errno> {
@@ -105,10 +149,9 @@ mod tests {
 
     #[test]
     fn mask_takes_the_place_of_the_group() {
-        let user = 0x02;
         let default = acl(&[
             (USER_OBJ, 7, !0),
-            (user, 7, 1000),
+            (USER, 7, 1000),
             (GROUP_OBJ, 5, !0),
             (MASK, 7, !0),
             (OTHER, 5, !0),
@@ -117,7 +160,7 @@ mod tests {
         assert_eq!(mode, 0o640);
         let expected = acl(&[
             (USER_OBJ, 6, !0),
-            (user, 7, 1000),
+            (USER, 7, 1000),
             (GROUP_OBJ, 5, !0),
             (MASK, 4, !0),
             (OTHER, 0, !0),
@@ -126,6 +169,36 @@ mod tests {
         assert_eq!(mode_of(&expected), Ok(0o640));
         let changed = with_mode(&expected, 0o751).unwrap();
         assert_eq!(mode_of(&changed), Ok(0o751));
+    }
+
+    #[test]
+    fn who_may_write_is_as_in_the_kernel() {
+        let of = |mask| {
+            acl(&[
+                (USER_OBJ, 7, !0),
+                (USER, 6, 1000),
+                (USER, 4, 1001),
+                (GROUP_OBJ, 4, !0),
+                (GROUP, 6, 50),
+                (MASK, mask, !0),
+                (OTHER, 6, !0),
+            ])
+        };
+        for (mask, user, groups, may) in [
+            (7, 1000, &[][..], true),
+            (4, 1000, &[], false),
+            (7, 1001, &[50], false),
+            (7, 1002, &[5], false),
+            (7, 1002, &[5, 50], true),
+            (4, 1002, &[50], false),
+            (4, 1002, &[7], true),
+        ] {
+            let lets = lets_write(&of(mask), user, 5, &mut |group| groups.contains(&group));
+            assert_eq!(lets, Ok(may), "{mask} {user} {groups:?}");
+        }
+        let small = acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 6, !0), (OTHER, 0, !0)]);
+        assert_eq!(lets_write(&small, 1, 5, &mut |group| group == 5), Ok(true));
+        assert_eq!(lets_write(&small, 1, 5, &mut |_| false), Ok(false));
     }
 
     #[test]

@@ -14,6 +14,9 @@ use super::types::Changes;
 use crate::node::NodeId;
 use crate::upper::{Attribute, SetHow};
 
+/// The ACL that says who may do what.
+const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
+
 /// Longest name of an attribute.
 const NAME_MAX: usize = 255;
 
@@ -105,12 +108,40 @@ impl UnionFs {
         Attribute::Path(file.as_fd()).remove(&stored)
     }
 
+    /// Whether mode and ACL let somebody write to a file; `is_in` says of a group whether they are in it. What the kernel checks
+    /// when the file is opened.
+    pub fn lets_write(
+        &self,
+        id: NodeId,
+        user: u32,
+        is_in: &mut dyn FnMut(u32) -> bool,
+    ) -> Result<bool, Errno> {
+        let node = self.node(id)?;
+        let attributes = self.attributes_of(&node)?;
+        let permissions = attributes.permissions;
+        if attributes.uid == user {
+            return Ok(permissions & 0o200 != 0);
+        }
+        // Without rights for the group, which are the mask's, the kernel does not look for an ACL.
+        if permissions & 0o070 != 0
+            && let Some(acl) = self.xattr_of(&node, ACCESS_ACL)?
+        {
+            return super::acl::lets_write(&acl, user, attributes.gid, is_in);
+        }
+        Ok(permissions
+            & match is_in(attributes.gid) {
+                true => 0o020,
+                false => 0o002,
+            }
+            != 0)
+    }
+
     fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {
         match name {
             CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
             b"system.posix_acl_default" => node.may_have_default_acl.store(true, Ordering::Release),
             // Where the host does not know that it is an ACL, the mode does not follow by itself.
-            b"system.posix_acl_access" if self.keeps_owner(node) => {
+            ACCESS_ACL if self.keeps_owner(node) => {
                 self.follow_acl(node, value)?;
             }
             _ => {}
@@ -132,13 +163,12 @@ impl UnionFs {
 
     /// Gives an ACL, where the host does not know that it is one, the bits of a new mode.
     pub(super) fn lead_acl(&self, node: &Node, permissions: u16) -> Result<(), Errno> {
-        let name = b"system.posix_acl_access";
-        let Some(acl) = self.xattr_of(node, name)? else {
+        let Some(acl) = self.xattr_of(node, ACCESS_ACL)? else {
             return Ok(());
         };
         let changed = super::acl::with_mode(&acl, permissions)?;
         let file = self.open_upper(node, Access::Path)?;
-        Attribute::Path(file.as_fd()).set(&self.stored_name(name)?, &changed, SetHow::Any)
+        Attribute::Path(file.as_fd()).set(&self.stored_name(ACCESS_ACL)?, &changed, SetHow::Any)
     }
 
     /// The name that an attribute has on the host.
