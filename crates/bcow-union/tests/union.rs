@@ -15,7 +15,7 @@ use bcow_union::NodeId;
 use bcow_union::fs::{
     Allocate, Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SyncWhat, UnionFs,
 };
-use bcow_union::options::{SketchChoice, UnionOptions};
+use bcow_union::options::{SketchChoice, SyncPolicy, UnionOptions};
 use bcow_union::upper::{SetHow, SketchMark};
 use rustix::io::Errno;
 use tempfile::TempDir;
@@ -758,6 +758,39 @@ fn a_sketch_of_a_file_without_a_name_leaves_nothing_behind() {
         assert_eq!(fixture.fs().report().counted_bytes, before, "{sketch:?}");
         fixture.assert_kept();
         assert!(fixture.get("big").is_none());
+    }
+}
+
+/// A process that was told to end twice ends when the first close is done, not when the second was asked for.
+#[test]
+fn whoever_closes_while_another_does_waits_for_the_outcome() {
+    let options = UnionOptions {
+        sync: SyncPolicy::Volatile,
+        ..UnionOptions::default()
+    };
+    let Some(mut fixture) = Fixture::new(options) else {
+        return;
+    };
+    let note = fixture.upper().join(".bcow/volatile");
+    for round in 0..5 {
+        for block in 0..70 {
+            fixture.write("big", block * 4096 + round, b"x");
+        }
+        assert!(note.exists());
+        let union = fixture.union.take().unwrap();
+        let together = std::sync::Barrier::new(4);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    together.wait();
+                    union.close().unwrap();
+                    // The last thing that a close does is to remove it.
+                    assert!(!note.exists());
+                });
+            }
+        });
+        drop(union);
+        fixture.open();
     }
 }
 

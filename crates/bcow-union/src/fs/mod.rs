@@ -31,7 +31,7 @@ mod xattr;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::{FileType, Filesystem, Nid};
@@ -88,8 +88,8 @@ pub struct UnionFs {
     descriptors_most: usize,
     copied_whole: AtomicU64,
     copied_metadata: AtomicU64,
-    /// Nothing is to be done any more, but what was done.
-    closed: AtomicBool,
+    /// How the use of the upper ended, if it did. Held while it ends, and nothing that waits for it is held meanwhile.
+    closed: Mutex<Option<Result<(), Errno>>>,
     background: Arc<background::Background>,
 }
 
@@ -154,7 +154,7 @@ impl UnionFs {
             descriptors_most,
             copied_whole: AtomicU64::new(0),
             copied_metadata: AtomicU64::new(0),
-            closed: AtomicBool::new(false),
+            closed: Mutex::default(),
             background: Arc::default(),
         });
         union

@@ -218,10 +218,13 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Ends the use of the upper: everything is made durable. To be called once nobody asks any more.
+    /// Ends the use of the upper: everything is made durable. To be called once nobody asks any more. Whoever calls it while another
+    /// does, or later, gets the same outcome when there is one.
     pub fn close(&self) -> Result<(), Errno> {
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
+        // Held while it is being done: a process must not end because it is done already when it is not.
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(outcome) = *closed {
+            return outcome;
         }
         self.background.stop();
         let synced = self.sync_all();
@@ -229,6 +232,7 @@ impl UnionFs {
             // Unmounted in order: what the host's kernel has is whole, and goes to the disk in its own time.
             let _ = remove_volatile(&self.upper);
         }
+        *closed = Some(synced);
         synced
     }
 }
