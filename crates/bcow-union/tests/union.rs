@@ -594,6 +594,30 @@ fn capabilities_of_a_sketch_stay_until_its_next_write() {
         fixture.write("big", 0, b"x");
         let found = fixture.fs().xattr(fixture.id("big"), NAME);
         assert_eq!(found, Err(Errno::NODATA), "{kind:?}");
+        // Also of one that the kernel forgot before everything was with the host.
+        fixture.fs().forget(fixture.id("big"), 1000);
+        let node = fixture.id("big");
+        fixture
+            .fs()
+            .set_xattr(node, NAME, &CAPABILITY, SetHow::Any)
+            .unwrap();
+        fixture.fs().sync_all().unwrap();
+        let found = fixture.fs().xattr(node, NAME);
+        assert_eq!(found.as_deref(), Ok(&CAPABILITY[..]), "{kind:?}");
+        // What the kernel writes back takes none away, when it comes nor when it is completed.
+        let written = fixture
+            .fs()
+            .write(node, 150_000, b"late", Privileges::KeepAll);
+        assert_eq!(written, Ok(4));
+        fixture.fs().sync_all().unwrap();
+        let found = fixture.fs().xattr(node, NAME);
+        assert_eq!(found.as_deref(), Ok(&CAPABILITY[..]), "{kind:?}");
+        fixture.fs().remove_xattr(node, NAME).unwrap();
+        let written = fixture
+            .fs()
+            .write(node, 160_000, b"late", Privileges::KeepAll);
+        assert_eq!(written, Ok(4));
+        assert_eq!(fixture.fs().xattr(node, NAME), Err(Errno::NODATA));
     }
 }
 

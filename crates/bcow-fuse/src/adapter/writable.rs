@@ -302,9 +302,13 @@ impl fuser::Filesystem for Writable {
         reply: ReplyWrite,
     ) {
         let _running = self.stats.time(Operation::Write);
-        let privileges = match write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
-            true => Privileges::Drop,
-            false => Privileges::Keep,
+        let privileges = if write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
+            Privileges::Drop
+        } else if write_flags.contains(WriteFlags::FUSE_WRITE_CACHE) {
+            // Pages that the kernel writes back: it took away what had to go when they were written to.
+            Privileges::KeepAll
+        } else {
+            Privileges::Keep
         };
         match self.fs.write(id(ino), offset, data, privileges) {
             Ok(written) => reply.written(written),

@@ -289,7 +289,10 @@ impl UnionFs {
             return Ok(());
         }
         let file = self.open_upper(node, Access::Path)?;
-        self.remove_capabilities(&file)?;
+        {
+            let _held = node.lock_capabilities();
+            self.remove_capabilities(&file)?;
+        }
         let permissions = match self.keeps_owner(node) {
             true => self.kept_owner(node, &file)?.permissions,
             false => (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16,

@@ -80,6 +80,10 @@ impl UnionFs {
         data: &[u8],
         privileges: Privileges,
     ) -> Result<u32, Errno> {
+        if privileges == Privileges::KeepAll {
+            return self
+                .keeping_capabilities(id, || self.write(id, offset, data, Privileges::Keep));
+        }
         let node = self.regular(id)?;
         check_end(offset, data.len() as u64)?;
         let written = loop {

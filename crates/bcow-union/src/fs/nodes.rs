@@ -2,6 +2,8 @@
 //!
 //! Locks of a node, and the order in which they are taken:
 //!
+//! 0. `capabilities` (regular files): held while the attribute is set or removed, and during a write that leaves it. Of one node at a
+//!    time, and nothing else of it is locked before. (Not when a file is given away: the kernel has removed it by then.)
 //! 1. `names` (directories): held while names of the directory change in the upper. Of two (a rename), the one with the lower
 //!    node id first; that of a directory which is removed, without waiting.
 //! 2. `state`: where the node's attributes and content come from. Held shared during I/O, exclusively to copy up, to open
@@ -57,6 +59,8 @@ pub(super) struct Node {
     pub(super) name_is_new: AtomicBool,
     /// Whether it may have set-id bits or capabilities, which a write takes away. False is certain.
     pub(super) may_be_privileged: AtomicBool,
+    /// Whether it may have capabilities. None is certain.
+    capabilities: Mutex<Capabilities>,
     /// Whether this directory may have a default ACL. False is certain.
     pub(super) may_have_default_acl: AtomicBool,
     /// Whether it lost its last name.
@@ -67,6 +71,16 @@ pub(super) struct Node {
     pub(super) is_waiting: AtomicBool,
     /// What it stores, if it is a plain file; looked at first when something is to be written.
     pub(super) stored: OnceLock<StoredBlocks>,
+}
+
+/// What is known of a file's capabilities.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Capabilities {
+    /// There may be some.
+    #[default]
+    Unknown,
+    /// There were none when they were looked for, and none were set since.
+    None,
 }
 
 /// Where attributes and content come from.
@@ -181,6 +195,7 @@ impl Node {
             name_sync: Mutex::default(),
             name_is_new: AtomicBool::new(false),
             may_be_privileged: AtomicBool::new(true),
+            capabilities: Mutex::default(),
             may_have_default_acl: AtomicBool::new(true),
             is_removed: AtomicBool::new(false),
             sync_failed: OnceLock::new(),
@@ -236,6 +251,12 @@ impl Node {
 
     pub(super) fn lock_names(&self) -> MutexGuard<'_, ()> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {
+        self.capabilities
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// As [`Node::lock_names`] out of order: without waiting. The kernel lets nobody change a directory that it removes.

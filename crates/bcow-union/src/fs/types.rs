@@ -78,8 +78,10 @@ pub struct Changes {
 /// Whether a write leaves set-id bits and capabilities as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privileges {
-    /// The writer may keep them.
+    /// The writer may keep set-id bits. Capabilities go, as the host takes them away.
     Keep,
+    /// Nobody writes: what was written before comes late, and what had to go went when it was written.
+    KeepAll,
     /// Take them away.
     Drop,
 }

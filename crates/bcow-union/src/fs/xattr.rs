@@ -1,6 +1,7 @@
 //! Extended attributes.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::FileType;
@@ -9,7 +10,7 @@ use rustix::io::Errno;
 use super::UnionFs;
 use super::attributes::CAPABILITIES;
 use super::lookup::Access;
-use super::nodes::{Content, Node};
+use super::nodes::{Capabilities, Content, Node};
 use super::types::Changes;
 use crate::node::NodeId;
 use crate::upper::{Attribute, SetHow};
@@ -80,25 +81,70 @@ impl UnionFs {
         {
             return Err(Errno::PERM);
         }
+        if name == CAPABILITIES {
+            let mut known = node.lock_capabilities();
+            *known = Capabilities::Unknown;
+            return self.set_capabilities(&node, value, how);
+        }
         self.ensure_upper(&node)?;
         let file = self.open_upper(&node, Access::Path)?;
         let stored = self.stored_name(name)?;
-        if name == CAPABILITIES
-            && let Content::Sketch(sketch) = &node.read_state().content
-        {
-            // The host takes capabilities away with each write to its file, so nothing may be left to be written by us.
-            sketch
-                .rest(self.durability())
-                .map_err(|error| self.sketch_failed(&node, &error))?;
-        }
         Attribute::Path(file.as_fd()).set(&stored, value, how)?;
         self.attribute_changed(&node, name, value)
+    }
+
+    /// Sets the attribute of capabilities, whose lock the caller holds.
+    fn set_capabilities(&self, node: &Arc<Node>, value: &[u8], how: SetHow) -> Result<(), Errno> {
+        self.ensure_upper(node)?;
+        if node.kind == FileType::Regular {
+            // The host takes capabilities away with each write to its file, so nothing may be left to be written by us, nor by
+            // an opening of its sketch that comes later.
+            let state = self.known_content(node)?;
+            if let Content::Sketch(sketch) = &state.content {
+                sketch
+                    .rest(self.durability())
+                    .map_err(|error| self.sketch_failed(node, &error))?;
+            }
+        }
+        let file = self.open_upper(node, Access::Path)?;
+        Attribute::Path(file.as_fd()).set(&self.stored_name(CAPABILITIES)?, value, how)?;
+        self.attribute_changed(node, CAPABILITIES, value)
+    }
+
+    /// Runs a write that leaves a file's capabilities, which the host takes away with each write. What it copies up first takes them
+    /// too.
+    pub(super) fn keeping_capabilities<T>(
+        &self,
+        id: NodeId,
+        write: impl FnOnce() -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        if self.stored_name(CAPABILITIES)? != CAPABILITIES {
+            // The host does not know what they are.
+            return write();
+        }
+        let node = self.node(id)?;
+        // Held during the write: another would find none, and what is removed or set meanwhile would be undone.
+        let mut known = node.lock_capabilities();
+        let kept = match *known {
+            Capabilities::None => None,
+            Capabilities::Unknown => self.xattr_of(&node, CAPABILITIES)?,
+        };
+        let Some(kept) = kept else {
+            *known = Capabilities::None;
+            drop(known);
+            return write();
+        };
+        let written = write();
+        // Also where it failed half-way, and where they are still there: a sketch may write to its file later.
+        let put_back = self.set_capabilities(&node, &kept, SetHow::Any);
+        written.and_then(|written| put_back.map(|()| written))
     }
 
     /// Removes an extended attribute.
     pub fn remove_xattr(&self, id: NodeId, name: &[u8]) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
+        let _held = (name == CAPABILITIES).then(|| node.lock_capabilities());
         if self.xattr_of(&node, name)?.is_none() {
             return Err(Errno::NODATA);
         }
