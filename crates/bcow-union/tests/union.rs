@@ -403,6 +403,56 @@ fn lower_directory_is_renamed_with_all_that_is_in_it() {
     fixture.assert_kept();
 }
 
+/// The kernel forgets an entry that it is shown without attributes: once for each.
+#[test]
+fn damaged_entries_of_a_listing_take_no_reference_from_an_open_file() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    const NAME: &str = "trusted.overlay.metacopy";
+    let none = rustix::fs::XattrFlags::empty();
+    fixture.write("small", 0, b"S");
+    let new = fixture
+        .fs()
+        .create(&ROOT, NodeId::ROOT, b"new", 0o644)
+        .unwrap();
+    for name in ["small", "new"] {
+        rustix::fs::setxattr(fixture.upper().join(name), NAME, b"bad", none).unwrap();
+    }
+    for taken in 0..12 {
+        let handle = fixture.fs().open_directory(NodeId::ROOT).unwrap();
+        let mut shown = Vec::new();
+        let mut left = taken;
+        fixture
+            .fs()
+            .read_directory_plus(handle, 0, &mut |entry| {
+                if left == 0 {
+                    return ControlFlow::Break(());
+                }
+                left -= 1;
+                let is_dot = matches!(entry.name, b"." | b"..");
+                shown.push((entry.attributes.map(|found| found.node), is_dot));
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        fixture.fs().close_directory(handle);
+        for (node, is_dot) in shown {
+            match node {
+                _ if is_dot => {}
+                Ok(node) | Err(node) => fixture.fs().forget(node, 1),
+            }
+        }
+    }
+    rustix::fs::removexattr(fixture.upper().join("new"), NAME).unwrap();
+    assert_eq!(
+        fixture.fs().attributes(new.node).map(|found| found.node),
+        Ok(new.node)
+    );
+    // The one that its creation counted is the last.
+    fixture.fs().forget(new.node, 1);
+    assert_eq!(fixture.fs().attributes(new.node), Err(Errno::STALE));
+}
+
 #[test]
 fn hardlinks_of_the_image_stay_one_file() {
     let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {

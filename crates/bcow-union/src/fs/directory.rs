@@ -111,7 +111,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// As [`UnionFs::read_directory`], with attributes. Counts a reference for each entry but `.` and `..` that `each` takes.
+    /// As [`UnionFs::read_directory`], with attributes. Counts a reference for each entry but `.` and `..` that `each` takes,
+    /// also for what is damaged, if it is a node already.
     /// Names that are gone meanwhile are left out.
     pub fn read_directory_plus(
         &self,
@@ -123,41 +124,34 @@ impl UnionFs {
         for (index, name) in names.iter().enumerate().skip(skipped(cookie)) {
             let next_cookie = index as u64 + 1;
             let is_dot = matches!(name.from, From::Dot(_));
-            let node = match self.find(&directory, &name.name) {
-                Ok(found) => found,
+            let (node, attributes, kind) = match self.find(&directory, &name.name) {
+                Ok(Some(node)) => {
+                    let attributes = self.attributes_of(&node).map_err(|_| node.id);
+                    let kind = node.kind;
+                    (Some(node), attributes, kind)
+                }
+                Ok(None) => continue,
                 // One that is damaged must not hide its neighbours: whoever asks for it gets the error.
                 Err(_) => {
-                    let (node, kind) = self.identify(&directory, None, name);
-                    let flow = each(EntryPlus {
-                        name: &name.name,
-                        attributes: Err(node),
-                        kind,
-                        next_cookie,
-                    });
-                    if flow.is_break() {
-                        return Ok(());
-                    }
-                    continue;
+                    let (id, kind) = self.identify(&directory, None, name);
+                    (self.table.get(id), Err(id), kind)
                 }
             };
-            let Some(node) = node else {
-                continue;
-            };
-            let attributes = self.attributes_of(&node).map_err(|_| node.id);
-            let is_held = !is_dot && attributes.is_ok();
-            // Counted first: the kernel may use the entry before this returns.
-            if is_held {
-                self.table.hold(&node);
+            // Counted first: the kernel may use the entry before this returns. Counted for the damaged too: the kernel takes no node
+            // of such an entry, but gives back a reference.
+            let held = node.filter(|_| !is_dot);
+            if let Some(node) = &held {
+                self.table.hold(node);
             }
             let flow = each(EntryPlus {
                 name: &name.name,
                 attributes,
-                kind: node.kind,
+                kind,
                 next_cookie,
             });
             if flow.is_break() {
-                if is_held {
-                    self.forget(node.id, 1);
+                if let Some(id) = held.map(|node| node.id) {
+                    self.forget(id, 1);
                 }
                 break;
             }

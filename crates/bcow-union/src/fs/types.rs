@@ -139,7 +139,8 @@ pub struct Entry<'a> {
 pub struct EntryPlus<'a> {
     /// Its bytes.
     pub name: &'a [u8],
-    /// What it names. For `.` and `..` no reference is counted. In error, for what is damaged, only its id is known.
+    /// What it names. For `.` and `..` no reference is counted. In error, for what is damaged, only its id is known;
+    /// whoever is shown it forgets it once, as the kernel does.
     pub attributes: Result<Attributes, NodeId>,
     /// Its type.
     pub kind: FileType,
