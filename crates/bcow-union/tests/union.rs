@@ -45,6 +45,25 @@ fn noise(seed: u32, length: usize) -> Vec<u8> {
         .collect()
 }
 
+const ACCESS_ACL: &str = "system.posix_acl_access";
+
+/// An ACL that lets everybody read, and user 1000 do `may`.
+fn acl(may: u16) -> Vec<u8> {
+    let mut bytes = 2_u32.to_le_bytes().to_vec();
+    for (tag, permissions, id) in [
+        (0x01_u16, 7_u16, u32::MAX),
+        (0x02, may, 1000),
+        (0x04, 5, u32::MAX),
+        (0x10, 7, u32::MAX),
+        (0x20, 5, u32::MAX),
+    ] {
+        bytes.extend(tag.to_le_bytes());
+        bytes.extend(permissions.to_le_bytes());
+        bytes.extend(id.to_le_bytes());
+    }
+    bytes
+}
+
 fn make_image() -> Vec<u8> {
     let directory = tempfile::tempdir().unwrap();
     let tree = directory.path().join("tree");
@@ -57,6 +76,8 @@ fn make_image() -> Vec<u8> {
     fs::hard_link(tree.join("h1"), tree.join("h2")).unwrap();
     symlink("small", tree.join("link")).unwrap();
     fs::create_dir(tree.join("empty")).unwrap();
+    fs::set_permissions(&tree, fs::Permissions::from_mode(0o755)).unwrap();
+    rustix::fs::setxattr(&tree, ACCESS_ACL, &acl(7), rustix::fs::XattrFlags::empty()).unwrap();
     let image = directory.path().join("image");
     let status = Command::new("mkfs.erofs")
         .args([
@@ -525,6 +546,55 @@ fn unlinked_file_lives_until_it_is_forgotten() {
     fixture.fs().forget(small, 1);
     assert_eq!(fixture.fs().attributes(small), Err(Errno::STALE));
     fixture.assert_kept();
+}
+
+/// Who may enter the container's root has no business in the directory on the host.
+#[test]
+fn acl_of_the_root_does_not_reach_the_host() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let upper = fixture.upper();
+    let on_host = || {
+        let mut value = [0; 256];
+        let read = rustix::fs::getxattr(&upper, ACCESS_ACL, &mut value);
+        let mode = fs::metadata(&upper).unwrap().mode() & 0o7777;
+        (mode, read.map(|length| value[..length].to_vec()))
+    };
+    let seen = |fixture: &Fixture| {
+        let names = fixture.fs().xattr_names(NodeId::ROOT).unwrap();
+        let times = names
+            .split(|&byte| byte == 0)
+            .filter(|name| *name == ACCESS_ACL.as_bytes())
+            .count();
+        let acl = fixture.fs().xattr(NodeId::ROOT, ACCESS_ACL.as_bytes());
+        let mode = fixture.fs().attributes(NodeId::ROOT).unwrap().permissions;
+        (mode, times, acl)
+    };
+    let private = (0o700, Err(Errno::NODATA));
+    assert_eq!(on_host(), private);
+    assert_eq!(seen(&fixture), (0o775, 1, Ok(acl(7))));
+    fixture
+        .fs()
+        .set_xattr(
+            NodeId::ROOT,
+            ACCESS_ACL.as_bytes(),
+            &acl(3),
+            SetHow::Replace,
+        )
+        .unwrap();
+    fixture.reopen();
+    assert_eq!(on_host(), private);
+    assert_eq!(seen(&fixture), (0o775, 1, Ok(acl(3))));
+    // The host's own is the host's.
+    rustix::fs::setxattr(&upper, ACCESS_ACL, &acl(0), rustix::fs::XattrFlags::empty()).unwrap();
+    assert_eq!(seen(&fixture), (0o775, 1, Ok(acl(3))));
+    fixture
+        .fs()
+        .remove_xattr(NodeId::ROOT, ACCESS_ACL.as_bytes())
+        .unwrap();
+    assert_eq!(seen(&fixture), (0o775, 0, Err(Errno::NODATA)));
+    assert_eq!(on_host(), (0o775, Ok(acl(0))));
 }
 
 #[test]

@@ -471,6 +471,46 @@ fn what_comes_from_the_image_is_not_stored_again() {
 }
 
 #[test]
+fn the_acl_of_the_root_is_the_mounts_and_not_the_directorys() {
+    const NAME: &str = "system.posix_acl_access";
+    if lacks_tools() {
+        return;
+    }
+    let acl = |entries: &[(u8, u8)]| {
+        let mut bytes = vec![2, 0, 0, 0];
+        for &(tag, permissions) in entries {
+            bytes.extend([tag, 0, permissions, 0, 255, 255, 255, 255]);
+        }
+        bytes
+    };
+    let of_mount = acl(&[(0x01, 7), (0x04, 5), (0x10, 5), (0x20, 1)]);
+    let of_host = acl(&[(0x01, 7), (0x04, 0), (0x10, 7), (0x20, 0)]);
+    let directory = TempDir::new().unwrap();
+    let upper = directory.path().join("upper");
+    let union = Union::open(&upper, SketchChoice::Sparse);
+    let how = bcow_union::upper::SetHow::Any;
+    let set = union
+        .fs
+        .set_xattr(NodeId::ROOT, NAME.as_bytes(), &of_mount, how);
+    set.unwrap();
+    union.fs.close().unwrap();
+    drop(union);
+    rustix::fs::setxattr(&upper, NAME, &of_host, rustix::fs::XattrFlags::empty()).unwrap();
+    let changes = changes(&upper, Scope::Layer);
+    let tree = merge(vec![changes.layer]).unwrap();
+    let spliced = changes.store.filesystem(&tree).unwrap();
+    let root = spliced.filesystem.inode(spliced.filesystem.root()).unwrap();
+    let acls: Vec<_> = spliced
+        .filesystem
+        .xattrs(&root)
+        .unwrap()
+        .into_iter()
+        .collect();
+    assert_eq!(acls, [(NAME.as_bytes().to_vec(), of_mount)]);
+    assert_eq!(root.permissions, 0o751);
+}
+
+#[test]
 fn a_wrong_number_of_names_is_corrected() {
     if lacks_tools() {
         return;

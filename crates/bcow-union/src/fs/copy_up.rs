@@ -286,7 +286,10 @@ impl UnionFs {
             if is_inner_mark(&name) || name == CAPABILITIES {
                 continue;
             }
-            let stored = names.stored_name(&name);
+            let stored = match inode.nid == self.image.root() {
+                true => names.stored_name_at_root(&name),
+                false => names.stored_name(&name),
+            };
             match Attribute::Path(file.as_fd()).set(&stored, &value, SetHow::Any) {
                 // A symlink's, on a host that has none for symlinks.
                 Err(Errno::PERM | Errno::NOTSUP) if inode.kind == FileType::Symlink => {}

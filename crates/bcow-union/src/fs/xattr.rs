@@ -13,10 +13,7 @@ use super::lookup::Access;
 use super::nodes::{Capabilities, Content, Node};
 use super::types::Changes;
 use crate::node::NodeId;
-use crate::upper::{Attribute, SetHow};
-
-/// The ACL that says who may do what.
-const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
+use crate::upper::{ACCESS_ACL, Attribute, Names, SetHow};
 
 /// Longest name of an attribute.
 const NAME_MAX: usize = 255;
@@ -39,7 +36,7 @@ impl UnionFs {
             return self.image.xattr(&inode, name);
         }
         let file = self.open_upper(node, Access::Path)?;
-        let stored = self.stored_name(name)?;
+        let stored = self.stored_name(node, name)?;
         Attribute::Path(file.as_fd()).get(&stored)
     }
 
@@ -60,7 +57,13 @@ impl UnionFs {
         }
         let file = self.open_upper(&node, Access::Path)?;
         let stored = Attribute::Path(file.as_fd()).list()?;
-        Ok(self.upper.names().shown_list(&stored))
+        Ok(match node.id == NodeId::ROOT {
+            true => self
+                .upper
+                .names()
+                .shown_list(&stored, Names::shown_name_at_root),
+            false => self.upper.names().shown_list(&stored, Names::shown_name),
+        })
     }
 
     /// Sets an extended attribute.
@@ -88,7 +91,7 @@ impl UnionFs {
         }
         self.ensure_upper(&node)?;
         let file = self.open_upper(&node, Access::Path)?;
-        let stored = self.stored_name(name)?;
+        let stored = self.stored_name(&node, name)?;
         Attribute::Path(file.as_fd()).set(&stored, value, how)?;
         self.attribute_changed(&node, name, value)
     }
@@ -107,7 +110,7 @@ impl UnionFs {
             }
         }
         let file = self.open_upper(node, Access::Path)?;
-        Attribute::Path(file.as_fd()).set(&self.stored_name(CAPABILITIES)?, value, how)?;
+        Attribute::Path(file.as_fd()).set(&self.stored_name(node, CAPABILITIES)?, value, how)?;
         self.attribute_changed(node, CAPABILITIES, value)
     }
 
@@ -118,7 +121,7 @@ impl UnionFs {
         id: NodeId,
         write: impl FnOnce() -> Result<T, Errno>,
     ) -> Result<T, Errno> {
-        if self.stored_name(CAPABILITIES)? != CAPABILITIES {
+        if self.upper.names().stored_name(CAPABILITIES) != CAPABILITIES {
             // The host does not know what they are.
             return write();
         }
@@ -150,7 +153,7 @@ impl UnionFs {
         }
         self.ensure_upper(&node)?;
         let file = self.open_upper(&node, Access::Path)?;
-        let stored = self.stored_name(name)?;
+        let stored = self.stored_name(&node, name)?;
         Attribute::Path(file.as_fd()).remove(&stored)
     }
 
@@ -214,13 +217,21 @@ impl UnionFs {
         };
         let changed = super::acl::with_mode(&acl, permissions)?;
         let file = self.open_upper(node, Access::Path)?;
-        Attribute::Path(file.as_fd()).set(&self.stored_name(ACCESS_ACL)?, &changed, SetHow::Any)
+        Attribute::Path(file.as_fd()).set(
+            &self.stored_name(node, ACCESS_ACL)?,
+            &changed,
+            SetHow::Any,
+        )
     }
 
     /// The name that an attribute has on the host.
-    fn stored_name(&self, name: &[u8]) -> Result<Vec<u8>, Errno> {
+    fn stored_name(&self, node: &Node, name: &[u8]) -> Result<Vec<u8>, Errno> {
         check(name)?;
-        let stored = self.upper.names().stored_name(name).into_owned();
+        let names = self.upper.names();
+        let stored = match node.id == NodeId::ROOT {
+            true => names.stored_name_at_root(name).into_owned(),
+            false => names.stored_name(name).into_owned(),
+        };
         match stored.len() > NAME_MAX {
             // Escaped it is too long for the host.
             true => Err(Errno::RANGE),

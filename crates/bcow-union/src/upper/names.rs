@@ -31,6 +31,13 @@ pub enum Ownership {
 /// What stands before the name of an attribute that a user's upper cannot have.
 const FOREIGN: &[u8] = b"user.bcow.x.";
 
+/// The ACL that says who may do what.
+pub(crate) const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
+
+/// Where that of the root is kept. Under its own name the host would let those into the upper's directory whom it lets into the
+/// container's root, and give the directory its mode.
+const ROOT_ACCESS_ACL: &[u8] = b"trusted.bcow.x.system.posix_acl_access";
+
 /// How an upper names attributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Names {
@@ -77,14 +84,36 @@ impl Names {
         Some(name.into())
     }
 
-    /// The names that the container sees of a list of stored ones, in the same form: each with a NUL behind it.
-    pub fn shown_list(&self, list: &[u8]) -> Vec<u8> {
+    /// As [`Names::stored_name`], for the root.
+    pub fn stored_name_at_root<'a>(&self, name: &'a [u8]) -> Cow<'a, [u8]> {
+        match self.namespace == Namespace::Trusted && name == ACCESS_ACL {
+            true => ROOT_ACCESS_ACL.into(),
+            false => self.stored_name(name),
+        }
+    }
+
+    /// As [`Names::shown_name`], for the root: an ACL of the host's directory is the host's.
+    pub fn shown_name_at_root<'a>(&self, name: &'a [u8]) -> Option<Cow<'a, [u8]>> {
+        match (self.namespace, name) {
+            (Namespace::Trusted, ROOT_ACCESS_ACL) => Some(ACCESS_ACL.into()),
+            (Namespace::Trusted, ACCESS_ACL) => None,
+            _ => self.shown_name(name),
+        }
+    }
+
+    /// The names that the container sees of a list of stored ones, in the same form: each with a NUL behind it. `shown_name`
+    /// is [`Names::shown_name`] or its like.
+    pub fn shown_list(
+        &self,
+        list: &[u8],
+        shown_name: impl for<'a> Fn(&Self, &'a [u8]) -> Option<Cow<'a, [u8]>>,
+    ) -> Vec<u8> {
         let mut shown = Vec::with_capacity(list.len());
         for name in list
             .split(|&byte| byte == 0)
             .filter(|name| !name.is_empty())
         {
-            if let Some(name) = self.shown_name(name) {
+            if let Some(name) = shown_name(self, name) {
                 shown.extend_from_slice(&name);
                 shown.push(0);
             }
@@ -197,7 +226,27 @@ mod tests {
             assert_eq!(USER.shown_name(name.as_bytes()), None, "{name}");
         }
         let list = b"user.a\0user.overlay.origin\0user.bcow.x.security.b\0";
-        assert_eq!(USER.shown_list(list), b"user.a\0security.b\0");
-        assert_eq!(USER.shown_list(b""), b"");
+        assert_eq!(
+            USER.shown_list(list, Names::shown_name),
+            b"user.a\0security.b\0"
+        );
+        assert_eq!(USER.shown_list(b"", Names::shown_name), b"");
+    }
+
+    #[test]
+    fn root_has_its_acl_where_the_host_does_not_follow_it() {
+        assert_eq!(
+            text(TRUSTED.stored_name_at_root(ACCESS_ACL)),
+            "trusted.bcow.x.system.posix_acl_access"
+        );
+        for names in [TRUSTED, USER] {
+            for shown in [ACCESS_ACL, b"user.a", b"trusted.bcow.x.b"] {
+                let stored = names.stored_name_at_root(shown).into_owned();
+                assert_ne!(stored, ACCESS_ACL);
+                assert_eq!(names.shown_name_at_root(&stored).as_deref(), Some(shown));
+            }
+            assert_eq!(names.shown_name_at_root(ACCESS_ACL), None);
+        }
+        assert_eq!(TRUSTED.shown_name(ROOT_ACCESS_ACL), None);
     }
 }

@@ -8,7 +8,7 @@ use bcow_erofs::tree::{Attributes, DeviceNumber, Timestamp, Xattrs};
 use rustix::fs::Stat;
 
 use super::{Kind, Problem, Reader};
-use crate::upper::{Attribute, Marks, OverrideKind, Ownership};
+use crate::upper::{ACCESS_ACL, Attribute, Marks, OverrideKind, Ownership};
 
 impl Reader<'_> {
     pub(super) fn kind(&self, stat: &Stat, marks: &Marks) -> Kind {
@@ -88,6 +88,20 @@ impl Reader<'_> {
         Ok(self.share(all))
     }
 
+    /// The attributes of the root of an instance, whose access ACL is not the one that the host's directory has.
+    pub(super) fn with_acl_of_root(
+        &mut self,
+        shown: Option<Xattrs>,
+        at: Attribute<'_>,
+    ) -> Result<Option<Xattrs>, Problem> {
+        let mut all = shown.map_or_else(BTreeMap::new, |shown| (*shown).clone());
+        all.remove(ACCESS_ACL);
+        if let Some(acl) = at.get(&self.names.stored_name_at_root(ACCESS_ACL))? {
+            all.insert(ACCESS_ACL.to_vec(), acl);
+        }
+        Ok(self.share(all))
+    }
+
     pub(super) fn lower_attributes(&mut self, inode: &Inode) -> Result<Attributes, Problem> {
         let mut all = BTreeMap::new();
         if inode.has_xattrs() {
@@ -123,7 +137,7 @@ impl Reader<'_> {
 /// to the container.
 fn fits_an_image(name: &[u8]) -> bool {
     const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
-    const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
+    const ACLS: [&[u8]; 2] = [ACCESS_ACL, b"system.posix_acl_default"];
     const MARKS: [&[u8]; 3] = [b"trusted.overlay.", b"user.overlay.", b"trusted.bcow."];
     let is_known = ACLS.contains(&name)
         || KNOWN

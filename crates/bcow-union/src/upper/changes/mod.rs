@@ -322,6 +322,8 @@ impl Reader<'_> {
                     attributes.permissions = below.permissions;
                 }
             }
+            attributes.xattrs =
+                self.with_acl_of_root(attributes.xattrs.take(), Attribute::Open(fd))?;
         }
         *self.tree.node_mut(LayerTree::ROOT) = Node {
             attributes,
