@@ -220,6 +220,16 @@ fn default_acls_are_inherited_instead_of_the_umask() {
          chown 65534:65534 g; chmod 2755 g; nobody setfacl -m u:2:r g; stat -c %a g
          chown 65534:7 g; chmod 2755 g; setfacl -m u:3:r g; stat -c %a g",
     );
+    pair.same(
+        "/usr/bin/python3 - <<'EOF'
+import os
+for name in ('d', 'g'):
+    for acl in ('system.posix_acl_access', 'system.posix_acl_default', 'user.missing', 'security.missing'):
+        for _ in range(2):
+            try: os.removexattr(name, acl); print(name, acl)
+            except OSError as error: print(name, acl, error.errno)
+EOF",
+    );
     pair.same("setfacl -b g; chmod 640 g; setfacl -m u:9:rw g; chmod 604 g; getfacl -n g");
 }
 

@@ -15,6 +15,9 @@ use super::types::Changes;
 use crate::node::NodeId;
 use crate::upper::{ACCESS_ACL, Attribute, Names, SetHow};
 
+/// The ACL that what is made in a directory gets.
+const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
+
 /// Longest name of an attribute.
 const NAME_MAX: usize = 255;
 
@@ -143,13 +146,17 @@ impl UnionFs {
         written.and_then(|written| put_back.map(|()| written))
     }
 
-    /// Removes an extended attribute.
+    /// Removes an extended attribute; `ENODATA` if there is none, unless it is an ACL.
     pub fn remove_xattr(&self, id: NodeId, name: &[u8]) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
         let _held = (name == CAPABILITIES).then(|| node.lock_capabilities());
         if self.xattr_of(&node, name)?.is_none() {
-            return Err(Errno::NODATA);
+            return match name {
+                // To remove an ACL is to set none, which may be so already.
+                ACCESS_ACL | DEFAULT_ACL => Ok(()),
+                _ => Err(Errno::NODATA),
+            };
         }
         self.ensure_upper(&node)?;
         let file = self.open_upper(&node, Access::Path)?;
@@ -188,7 +195,7 @@ impl UnionFs {
     fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {
         match name {
             CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
-            b"system.posix_acl_default" => node.may_have_default_acl.store(true, Ordering::Release),
+            DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),
             // Where the host does not know that it is an ACL, the mode does not follow by itself.
             ACCESS_ACL if self.keeps_owner(node) => {
                 self.follow_acl(node, value)?;
