@@ -1,10 +1,12 @@
 //! `bcow stats`
 
 use std::io::Read;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use bcow_fuse::MountedImage;
 use bcow_fuse::stats::document::{Document, OperationFigures, SCHEMA, Upper};
 use bcow_fuse::stats::{MOST_XATTR_BYTES, STATS_XATTR};
 use rustix::io::Errno;
@@ -54,27 +56,46 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     out.finish()
 }
 
+/// What a mount answers.
+#[derive(Debug)]
+pub enum Answer {
+    /// This is what it says of itself.
+    Says(Box<Document>),
+    /// Nobody serves it any more.
+    NotServed,
+    /// It does not answer, or not to us.
+    Nothing,
+}
+
 /// What a mount says of itself, without waiting for one that does not answer.
 ///
-/// Another process asks: only its end takes back a question to a mount that hangs, and the question keeps the mount in use.
-pub fn ask(directory: &Path, patience: Duration) -> Option<Document> {
-    let mut child = Command::new("/proc/self/exe")
+/// Another process asks: only its end takes back a question to a mount that hangs, and the question keeps the mount in use. For root
+/// it asks as the user whom alone the mount lets in.
+pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
+    let mut command = Command::new("/proc/self/exe");
+    command
         .args(["stats", "--json", "--"])
-        .arg(directory)
+        .arg(&mount.path)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .ok()?;
-    let mut stdout = child.stdout.take()?;
+        .stderr(Stdio::null());
+    if let Some((user, group)) = mount.owner
+        && rustix::process::geteuid().is_root()
+    {
+        command.uid(user).gid(group);
+    }
+    let Ok(mut child) = command.spawn() else {
+        return Answer::Nothing;
+    };
     let (sender, receiver) = std::sync::mpsc::channel();
-    let reader = std::thread::Builder::new().spawn(move || {
-        let mut json = Vec::new();
-        let read = stdout.read_to_end(&mut json);
-        let _ = sender.send(read.map(|_| json));
-    });
-    // Without a thread there is no sender, and no answer.
-    drop(reader);
+    if let Some(mut stdout) = child.stdout.take() {
+        // Without a thread there is no sender, and no answer.
+        let _ = std::thread::Builder::new().spawn(move || {
+            let mut json = Vec::new();
+            let read = stdout.read_to_end(&mut json);
+            let _ = sender.send(read.map(|_| json));
+        });
+    }
     let answer = receiver.recv_timeout(patience);
     let _ = child.kill();
     // It cannot be killed while the mount's process has its question in hand.
@@ -82,7 +103,17 @@ pub fn ask(directory: &Path, patience: Duration) -> Option<Document> {
     while matches!(child.try_wait(), Ok(None)) && start.elapsed() < patience {
         std::thread::sleep(Duration::from_millis(1));
     }
-    serde_json::from_slice(&answer.ok()?.ok()?).ok()
+    let Ok(Ok(json)) = answer else {
+        return Answer::Nothing;
+    };
+    match serde_json::from_slice(&json) {
+        Ok(document) => Answer::Says(document),
+        // It was refused at once, so that we can see for ourselves.
+        Err(_) => match rustix::fs::getxattr(&mount.path, STATS_XATTR, &mut [0; 0]) {
+            Err(Errno::NOTCONN) => Answer::NotServed,
+            _ => Answer::Nothing,
+        },
+    }
 }
 
 fn read(directory: &Path) -> Result<Vec<u8>, std::io::Error> {

@@ -7,7 +7,7 @@ use bcow_fuse::WhenBusy;
 use bcow_fuse::stats::document::Process;
 
 use crate::commands::mount::failure;
-use crate::commands::stats;
+use crate::commands::stats::{self, Answer};
 use crate::error::CommandError;
 use crate::ui::Ui;
 use crate::upper::is_closing;
@@ -41,18 +41,26 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         false => WhenBusy::Fail,
     };
     let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
-    let served_by = match mount.is_writable && !args.lazy {
-        true => stats::ask(&mount.path, ANSWERS_WITHIN).map(|mount| mount.process),
-        false => None,
+    // Also one that cannot be written to: it may have been until just now.
+    let answer = match args.lazy {
+        true => Answer::NotServed,
+        false => stats::ask(&mount, ANSWERS_WITHIN),
     };
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;
-    if let Some(process) = served_by
-        && !wait_for(&process)
-    {
-        ui.status(format_args!(
-            "process {} goes on: the mount is in use in another mount namespace",
-            process.pid
-        ));
+    match answer {
+        Answer::Says(document) if document.upper.is_some() => {
+            if !wait_for(&document.process) {
+                ui.status(format_args!(
+                    "process {} goes on: the mount is in use in another mount namespace",
+                    document.process.pid
+                ));
+            }
+        }
+        Answer::Says(_) | Answer::NotServed => {}
+        Answer::Nothing => ui.warning(format_args!(
+            "{} did not say which process serves it; if it has an upper, that process may still be writing there",
+            args.directory.display()
+        )),
     }
     Ok(())
 }

@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -101,11 +103,101 @@ fn mount_whose_server_hangs_can_be_unmounted() {
     fs::write(place.file("etc/new"), "new").unwrap();
     let server = place.server();
     kill_process(server, Signal::STOP).unwrap();
+    // One that still has a question in hand when it stops keeps the mount in use.
+    let start = Instant::now();
+    let is_stopped = || {
+        let mut tasks = fs::read_dir(format!("/proc/{server}/task")).unwrap();
+        tasks.all(|task| state_of(&task.unwrap().path()) == Some('T'))
+    };
+    while !is_stopped() {
+        assert!(start.elapsed() < Duration::from_secs(20), "not stopped");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let unmounted = place.unmounted();
     kill_process(server, Signal::CONT).unwrap();
-    assert_eq!(unmounted, "$ bcow umount mnt\n--- exit status 0\n");
+    assert_eq!(
+        unmounted,
+        "$ bcow umount mnt\n--- stderr\nwarning: mnt did not say which process serves it; if it has an upper, that process \
+         may still be writing there\n--- exit status 0\n"
+    );
     place.0.ok(&mount);
     assert_eq!(fs::read(place.file("etc/new")).unwrap(), b"new");
+}
+
+/// The state of a process or thread, by its directory in /proc.
+fn state_of(task: &Path) -> Option<char> {
+    let stat = fs::read_to_string(task.join("stat")).ok()?;
+    stat.rsplit(") ").next()?.chars().next()
+}
+
+/// Whether a process runs, and is not just waiting for its parent to notice its end.
+fn is_running(process: Pid) -> bool {
+    !matches!(
+        state_of(Path::new(&format!("/proc/{process}"))),
+        None | Some('Z')
+    )
+}
+
+#[test]
+fn unmounting_waits_also_for_what_can_no_longer_be_written_to() {
+    let Some(place) = Place::new() else { return };
+    if !is_root() {
+        return;
+    }
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    fs::write(place.file("etc/new"), "new").unwrap();
+    let server = place.server();
+    let output = Command::new("mount")
+        .args(["-i", "-o", "remount,ro"])
+        .arg(place.0.path("mnt"))
+        .output();
+    if let Err(error) = &output {
+        return missing("mount", error);
+    }
+    assert!(output.unwrap().status.success());
+    assert_eq!(place.unmounted(), "$ bcow umount mnt\n--- exit status 0\n");
+    assert!(!is_running(server));
+}
+
+/// Not even root may look into a mount that is for its user only.
+#[test]
+fn root_unmounts_what_is_another_users_and_waits() {
+    let Some(place) = Place::new() else { return };
+    if !is_root() {
+        return;
+    }
+    const NOBODY: u32 = 65_534;
+    let sandbox = place.0.path("");
+    fs::set_permissions(&sandbox, fs::Permissions::from_mode(0o755)).unwrap();
+    for name in ["mnt", "user-upper"] {
+        let _ = fs::create_dir(place.0.path(name));
+        std::os::unix::fs::chown(place.0.path(name), Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    let copied = Command::new("cp")
+        .args([env!("CARGO_BIN_EXE_bcow"), "bcow"])
+        .current_dir(&sandbox)
+        .status();
+    assert!(copied.unwrap().success());
+    let mounted = Command::new("./bcow")
+        .args(["mount", "--upper=user-upper", "image.bcow", "mnt"])
+        .current_dir(&sandbox)
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output()
+        .unwrap();
+    if !mounted.status.success() {
+        let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
+        return missing("mounts of ordinary users", &std::io::Error::other(said));
+    }
+    let looked = fs::metadata(place.file("etc")).map(drop);
+    assert!(looked.is_err(), "root is let in");
+    assert_eq!(place.unmounted(), "$ bcow umount mnt\n--- exit status 0\n");
+    // Whoever still had the upper would be waited for: nobody has.
+    let lock = Command::new("sh")
+        .args(["-c", "grep -l user-uppe[r] /proc/[0-9]*/cmdline"])
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&lock.stdout), "");
 }
 
 #[test]

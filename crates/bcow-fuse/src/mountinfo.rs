@@ -23,6 +23,8 @@ pub struct MountEntry {
     pub source: OsString,
     /// Whether it can be written to.
     pub is_writable: bool,
+    /// For whom it is, if it is for one user: their uid and gid.
+    pub owner: Option<(u32, u32)>,
 }
 
 /// All mounts of this mount namespace, lower ones first.
@@ -50,13 +52,32 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
     fields.find(|&field| field == b"-")?;
     let fs_type = fields.next()?;
     let source = fields.next()?;
+    let of_filesystem = fields.next().unwrap_or_default();
     Some(MountEntry {
         device: String::from_utf8_lossy(device).into_owned(),
         target: PathBuf::from(OsString::from_vec(unescape(target))),
         fs_type: String::from_utf8_lossy(fs_type).into_owned(),
         source: OsString::from_vec(unescape(source)),
         is_writable: options.any(|option| option == b"rw"),
+        owner: owner(of_filesystem),
     })
+}
+
+/// Whom FUSE lets in, from the options of the file system.
+fn owner(options: &[u8]) -> Option<(u32, u32)> {
+    let number = |name: &[u8]| {
+        let value = options
+            .split(|&byte| byte == b',')
+            .find_map(|option| option.strip_prefix(name))?;
+        std::str::from_utf8(value).ok()?.parse().ok()
+    };
+    let is_for_all = options
+        .split(|&byte| byte == b',')
+        .any(|option| option == b"allow_other");
+    match is_for_all {
+        true => None,
+        false => Some((number(b"user_id=")?, number(b"group_id=")?)),
+    }
 }
 
 /// The kernel writes space, tab, newline and backslash as `\ooo`.
@@ -91,6 +112,21 @@ mod tests {
         assert_eq!(entry.fs_type, FS_TYPE);
         assert_eq!(entry.source, "/a\tb");
         assert!(entry.is_writable);
+    }
+
+    #[test]
+    fn owner_of_a_mount_for_one_user_is_read() {
+        let of = |options: &[u8]| {
+            let line = [b"1 2 0:3 / /m ro - fuse.bcow x ", options].concat();
+            parse(&line).unwrap().owner
+        };
+        assert_eq!(of(b"rw,user_id=7,group_id=80"), Some((7, 80)));
+        assert_eq!(
+            of(b"rw,user_id=0,group_id=0,default_permissions"),
+            Some((0, 0))
+        );
+        assert_eq!(of(b"rw,user_id=7,group_id=80,allow_other"), None);
+        assert_eq!(of(b"rw,errors=continue"), None);
     }
 
     #[test]

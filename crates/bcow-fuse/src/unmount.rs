@@ -24,8 +24,8 @@ pub enum WhenBusy {
 pub struct MountedImage {
     /// The mountpoint.
     pub path: PathBuf,
-    /// Whether it can be written to.
-    pub is_writable: bool,
+    /// For whom it is, if it is for one user: their uid and gid. Not even root is let in then.
+    pub owner: Option<(u32, u32)>,
 }
 
 /// The BCoW image that is mounted at `target`, which is not asked. Fails if nothing is mounted there, or something that is no
@@ -42,7 +42,7 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
             path: target.to_owned(),
             fs_type: entry.fs_type,
         }),
-        Some(MountEntry { is_writable, .. }) => Ok(MountedImage { path, is_writable }),
+        Some(MountEntry { owner, .. }) => Ok(MountedImage { path, owner }),
     }
 }
 
