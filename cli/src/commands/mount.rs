@@ -168,7 +168,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }));
     let content = match args.upper.path() {
         None => Content::from(ImageFs::new(Arc::new(tree))),
-        Some(upper) => Content::from(args.upper.open(upper, &image, tree, ui)?),
+        Some(upper) => Content::from(args.upper.open(upper, &image, tree, &signals, ui)?),
     };
     let session = Session::mount(
         content,

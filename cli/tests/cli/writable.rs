@@ -394,6 +394,29 @@ fn metrics_are_served_while_it_is_mounted() {
     assert!(!socket.exists());
 }
 
+/// Another mount has the upper, and may be about to end.
+#[test]
+fn waiting_for_an_upper_ends_with_a_signal() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    fs::create_dir(place.0.path("another")).unwrap();
+    let mut waiting = place
+        .0
+        .command(&["mount", "-f", "--upper=upper", "image.bcow", "another"])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = [0; 7];
+    let stderr = waiting.stderr.as_mut().unwrap();
+    stderr.read_exact(&mut said).unwrap();
+    assert_eq!(&said, b"waiting");
+    let pid = Pid::from_raw(waiting.id() as i32).unwrap();
+    kill_process(pid, Signal::INT).unwrap();
+    // Otherwise it says after two seconds that the upper is in use.
+    let ended = waiting.wait().unwrap();
+    assert_eq!(ended.signal(), Some(Signal::INT.as_raw()));
+}
+
 #[test]
 fn server_keeps_to_its_cpus() {
     let Some(place) = Place::new() else { return };

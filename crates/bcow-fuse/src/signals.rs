@@ -33,6 +33,20 @@ impl Signals {
         Ok(Signals { set, ground })
     }
 
+    /// Lets those end this process that came before there is anything to unmount.
+    pub fn let_through(&self) -> Result<(), MountError> {
+        let failed = |errno: nix::errno::Errno| MountError::Process {
+            action: "unblock signals",
+            source: errno.into(),
+        };
+        let mut ending = self.set;
+        if self.ground == Ground::Background {
+            ending.remove(Signal::SIGHUP);
+        }
+        ending.thread_unblock().map_err(failed)?;
+        ending.thread_block().map_err(failed)
+    }
+
     /// Waits for the next signal that asks to unmount.
     pub(crate) fn wait(&self) -> &'static str {
         loop {

@@ -4,10 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
+use bcow_fuse::signals::Signals;
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
 use bcow_union::upper::UpperError;
 
+use crate::commands::mount;
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
 use crate::ui::Ui;
@@ -82,6 +84,7 @@ impl UpperArgs {
         path: &Path,
         image: &OpenImage,
         tree: Filesystem,
+        signals: &Signals,
         ui: &Ui,
     ) -> Result<Arc<UnionFs>, CommandError> {
         let options = self.options();
@@ -90,7 +93,12 @@ impl UpperArgs {
             .context(|| format!("cannot use upper {}", path.display()))?;
         let note = format!("{NOTE}{}", std::process::id());
         let tree = Arc::new(tree);
+        signals
+            .let_through()
+            .map_err(|error| mount::failure(&error))?;
         when_free(ui, || {
+            // Whoever waits for another mount to end may give up. Only what blocked them can fail.
+            let _ = signals.let_through();
             let lower = LowerImage {
                 fs: Arc::clone(&tree),
                 identity: image.image().identity_hash(),
