@@ -120,12 +120,12 @@ fn main() -> ExitCode {
         Ok(None) => return ExitCode::from(exit::DONE),
         Err(error) => {
             Ui::new(UiOptions::default()).error(&error);
-            return ExitCode::from(error.exit());
+            return exit_code(error.exit());
         }
     };
     let cli = match Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
-        Err(error) => return ExitCode::from(no_command(&error)),
+        Err(error) => return exit_code(no_command(&error)),
     };
     let ui = Ui::new(UiOptions {
         quiet: cli.global.quiet,
@@ -141,8 +141,16 @@ fn main() -> ExitCode {
             if error.exit() != exit::PIPE_CLOSED {
                 ui.error(&error);
             }
-            ExitCode::from(error.exit())
+            exit_code(error.exit())
         }
+    }
+}
+
+/// The status as whoever called this process knows it.
+fn exit_code(status: u8) -> ExitCode {
+    match helper::is_called(std::env::args_os().next().as_deref()) {
+        true => ExitCode::from(helper::exit_status(status)),
+        false => ExitCode::from(status),
     }
 }
 

@@ -463,7 +463,8 @@ fn mount_8_and_fstab_mount_images() {
          mount -f -t bcow image.bcow mnt
          mount -t bcow image.bcow mnt -o remount,ro || echo refused
          umount mnt
-         mount -t bcow image.bcow mnt -o upper=upper,surprise || echo refused",
+         mount -t bcow image.bcow mnt -o upper=upper,surprise || echo refused $?
+         mount -t bcow missing.bcow mnt > /dev/null 2>&1 || echo failed $?",
         env!("CARGO_BIN_EXE_bcow")
     );
     let output = Command::new("unshare")
@@ -483,10 +484,14 @@ fn mount_8_and_fstab_mount_images() {
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_bcow"), &helper).unwrap();
     let output = Command::new(&helper).arg("-h").output().unwrap();
     assert!(text(&output.stdout).starts_with("Usage: mount.bcow IMG DIR"));
-    assert_eq!(
-        Command::new(&helper).output().unwrap().status.code(),
-        Some(2)
-    );
+    // The statuses are those of mount(8).
+    let status = |arguments: &[&str]| {
+        let output = Command::new(&helper).args(arguments).output().unwrap();
+        output.status.code()
+    };
+    assert_eq!(status(&[]), Some(1));
+    assert_eq!(status(&["a", "b", "-o", "surprise"]), Some(1));
+    assert_eq!(status(&["missing.bcow", "mnt"]), Some(32));
 }
 
 #[test]

@@ -7,11 +7,24 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
-use crate::error::CommandError;
+use crate::error::{CommandError, exit};
 
 /// Whether this process was called by that name.
 pub fn is_called(name: Option<&OsStr>) -> bool {
     name.is_some_and(|name| Path::new(name).file_name() == Some(OsStr::new("mount.bcow")))
+}
+
+/// The exit statuses of mount(8), which hands on those of its helpers.
+pub fn exit_status(of_bcow: u8) -> u8 {
+    const USAGE: u8 = 1;
+    const INTERRUPTED: u8 = 8;
+    const MOUNT_FAILED: u8 = 32;
+    match of_bcow {
+        exit::DONE => exit::DONE,
+        exit::USAGE => USAGE,
+        exit::INTERRUPTED => INTERRUPTED,
+        _ => MOUNT_FAILED,
+    }
 }
 
 /// What mount(8) wants.
@@ -225,6 +238,13 @@ impl Given {
                 }
                 _ if is_for_others(&option) => {}
                 _ if self.sloppy && !is_known(&option) => {}
+                // It would be taken for two.
+                _ if option.contains(&b',') => {
+                    return Err(usage(format!(
+                        "there can be no comma in option {}",
+                        String::from_utf8_lossy(&option)
+                    )));
+                }
                 _ => {
                     kept.extend_from_slice(&option);
                     kept.push(b',');
@@ -369,6 +389,10 @@ mod tests {
                 "what is mounted cannot be changed",
             ),
             (&["a", "b", "-o"], "option -o has no value"),
+            (
+                &["a", "b", "-o", "fsname=x\\,suid"],
+                "there can be no comma in option fsname=x,suid",
+            ),
             (
                 &["a", "b", "-t", "ext4"],
                 "type ext4 is not for this program",
