@@ -96,7 +96,7 @@ impl UpperReader {
             meta: Some(meta),
             names: instance.names(),
             record: Some(instance.record().clone()),
-            _lock: None,
+            lock: None,
         })
     }
 
