@@ -402,6 +402,28 @@ fn file_without_a_name_lives_until_it_is_closed() {
     assert_eq!(fs::read(pair.path("file")).unwrap(), b"another");
 }
 
+/// Listing shows the name of what is damaged, and does not take it from whoever has it open.
+#[test]
+fn open_file_that_is_damaged_on_the_host_is_listed_and_stays_open() {
+    if lacks_mounts() {
+        return;
+    }
+    const MARK: &str = "trusted.overlay.metacopy";
+    let pair = Pair::new("");
+    let file = File::create(pair.path("new")).unwrap();
+    set_xattr(&pair.upper.path().join("new"), MARK, b"bad");
+    for _ in 0..3 {
+        let names = fs::read_dir(pair.mounted.path()).unwrap();
+        let shown = names
+            .filter(|name| name.as_ref().unwrap().file_name() == "new")
+            .count();
+        assert_eq!(shown, 1);
+    }
+    rustix::fs::lremovexattr(pair.upper.path().join("new"), MARK).unwrap();
+    file.set_permissions(fs::Permissions::from_mode(0o600))
+        .unwrap();
+}
+
 #[test]
 fn renames_exchange_and_spare_what_is_there() {
     if lacks_mounts() {
