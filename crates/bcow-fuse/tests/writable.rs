@@ -169,9 +169,19 @@ except OSError as error: print(error.errno)'";
     let somebody = "setpriv --reuid=65534 --regid=65534 --groups=7";
     for mode in ["4755", "2755", "6755", "2745", "0755", "6750"] {
         for owner in ["0:0", "0:7", "0:65534", "65534:0"] {
-            for who in ["nobody", somebody] {
+            for who in ["", "nobody", somebody] {
                 pair.same(&format!(
                     "chown {owner} file; chmod {mode} file; {who} {CHOWN}; stat -c %a file"
+                ));
+            }
+            // Somebody else may be handed the file open.
+            for change in [
+                "printf x >&3",
+                "fallocate -l 100 /dev/fd/3",
+                "head -c 3 /dev/zero >&3",
+            ] {
+                pair.same(&format!(
+                    "chown {owner} file; chmod {mode} file; exec 3<>file; nobody sh -c \"{change}\"; exec 3>&-; stat -c %a file"
                 ));
             }
         }

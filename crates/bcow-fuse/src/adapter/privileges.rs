@@ -4,10 +4,12 @@
 //! truncated or given away, and in return asks for `security.capability` once per file rather than before every write.
 //! (It still removes capabilities by itself.) It says when with flags: that of WRITE fuser shows, that of SETATTR it does not.
 //! So the latter is worked out here. It is set when a file is given away, and for a new size unless the caller has CAP_FSETID.
-//! Before fallocate, copy_file_range and the like by somebody without CAP_FSETID comes a SETATTR of nothing, which means the
-//! same. (It also comes when root's write has removed a capability: root keeps the bits then. And it comes for `chown(-1, -1)`, which
-//! cannot be told apart and which the kernel lets everybody do: so it is refused to those who are not the owner and could not
-//! have opened the file for writing. A program that was handed such a file open is refused too, which is the safe side.)
+//! Before a write, fallocate, copy_file_range and the like by somebody without CAP_FSETID comes a SETATTR of nothing, which means
+//! the same, whoever owns the file. But it also comes for `chown(-1, -1)`, which the kernel leaves to us to refuse to those who do not
+//! own the file, and when root's write has removed a capability. Which of them it is, /proc says: the caller waits in its
+//! system call. Where that cannot be read, those are refused who are not the owner and could not have opened the file for writing.
+
+use std::time::Duration;
 
 use bcow_erofs::reader::FileType;
 use bcow_union::NodeId;
@@ -38,10 +40,14 @@ pub(super) fn drop_set_id(
         return Ok(());
     }
     let attributes = fs.attributes(node)?;
-    if attributes.kind == FileType::Directory
-        || attributes.permissions & (SET_UID | SET_GID) == 0
-        || (!given_away && may_keep_set_id(request))
-    {
+    if attributes.kind == FileType::Directory || attributes.permissions & (SET_UID | SET_GID) == 0 {
+        return Ok(());
+    }
+    let cause = match nothing {
+        true => Cause::of(request),
+        false => Cause::Other,
+    };
+    if !given_away && cause != Cause::Chown && may_keep_set_id(request) {
         return Ok(());
     }
     let group = match given_away || is_in_group(request, attributes.gid) {
@@ -49,11 +55,77 @@ pub(super) fn drop_set_id(
         false => Group::Another,
     };
     let kept = without_set_id(attributes.permissions, group);
-    if nothing && kept != attributes.permissions && !may_change(fs, request, node, &attributes)? {
+    let permitted = kept == attributes.permissions
+        || match cause {
+            Cause::Other => true,
+            Cause::Chown => owns(request, &attributes),
+            Cause::Unknown => may_change(fs, request, node, &attributes)?,
+        };
+    if !permitted {
         return Err(Errno::PERM);
     }
     changes.permissions = Some(kept);
     Ok(())
+}
+
+/// What a SETATTR of nothing comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cause {
+    Chown,
+    Other,
+    Unknown,
+}
+
+/// System calls that may be a `chown(-1, -1)`. Those of 32-bit programs are among them: of 64-bit programs the same numbers are calls
+/// that never lead to a SETATTR of nothing (arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h).
+#[cfg(target_arch = "x86_64")]
+const CHOWNS: &[u32] = &[92, 93, 94, 260, 16, 95, 182, 198, 207, 212, 298];
+#[cfg(not(target_arch = "x86_64"))]
+const CHOWNS: &[u32] = &[54, 55, 16, 95, 182, 198, 207, 212, 325];
+/// In the numbers of programs of the x32 ABI.
+const X32: u32 = 0x4000_0000;
+
+impl Cause {
+    fn of(request: &Request) -> Cause {
+        // 0 is whoever this process's PID namespace does not show.
+        let Some(pid) = Some(request.pid()).filter(|&pid| pid != 0) else {
+            return Cause::Unknown;
+        };
+        // Until the caller sleeps, which it is about to, it is said to be running.
+        for _ in 0..200 {
+            match std::fs::read_to_string(format!("/proc/{pid}/syscall")) {
+                Err(_) => return Cause::Unknown,
+                Ok(text) => match Cause::parse(&text) {
+                    Some(cause) => return cause,
+                    None => std::thread::sleep(Duration::from_micros(100)),
+                },
+            }
+        }
+        Cause::Unknown
+    }
+
+    /// Of what the file `syscall` says (proc(5)); `None` while the process runs.
+    fn parse(text: &str) -> Option<Cause> {
+        match text.split_whitespace().next() {
+            Some("running") => None,
+            // -1 is a thread of the kernel, such as io_uring's: none of them changes owners.
+            Some("-1") => Some(Cause::Other),
+            Some(number) => Some(match number.parse::<u32>() {
+                Ok(number) if CHOWNS.contains(&(number & !X32)) => Cause::Chown,
+                Ok(_) => Cause::Other,
+                Err(_) => Cause::Unknown,
+            }),
+            None => Some(Cause::Unknown),
+        }
+    }
+}
+
+/// Whether the caller owns a file, or may do what its owner may.
+fn owns(request: &Request, attributes: &Attributes) -> bool {
+    let user = request.uid();
+    user == 0
+        || user == attributes.uid
+        || Process::of(request).is_some_and(|process| process.has(CAP_FOWNER))
 }
 
 /// Whether the caller is the owner of a file, may write to it, or need not ask.
@@ -63,8 +135,7 @@ fn may_change(
     node: NodeId,
     attributes: &Attributes,
 ) -> Result<bool, Errno> {
-    let user = request.uid();
-    if user == 0 || user == attributes.uid {
+    if owns(request, attributes) {
         return Ok(true);
     }
     let process = Process::of(request);
@@ -76,8 +147,8 @@ fn may_change(
     };
     let needs_not_ask = process
         .as_ref()
-        .is_some_and(|process| process.has(CAP_DAC_OVERRIDE) || process.has(CAP_FOWNER));
-    Ok(needs_not_ask || fs.lets_write(node, user, is_in)?)
+        .is_some_and(|process| process.has(CAP_DAC_OVERRIDE));
+    Ok(needs_not_ask || fs.lets_write(node, request.uid(), is_in)?)
 }
 
 /// With a new ACL, set-group-ID goes unless the caller is in the group, or root.
@@ -198,6 +269,23 @@ mod tests {
                 .first_user_namespace
         );
         assert_eq!(Process::parse("Name:\tx\n", ""), None);
+    }
+
+    #[test]
+    fn system_call_tells_a_change_of_owner_from_a_write() {
+        let chown = CHOWNS[0];
+        for (text, cause) in [
+            (
+                &*format!("{chown} 0x7f 0xff 0x7ffc 0x7f\n"),
+                Some(Cause::Chown),
+            ),
+            ("64 0x3 0x5 0x1 0x0 0x0 0x0 0x7f 0x7f\n", Some(Cause::Other)),
+            ("-1 0x7ffc 0x7f\n", Some(Cause::Other)),
+            ("running\n", None),
+            ("", Some(Cause::Unknown)),
+        ] {
+            assert_eq!(Cause::parse(text), cause, "{text:?}");
+        }
     }
 
     #[test]
