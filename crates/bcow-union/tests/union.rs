@@ -1149,14 +1149,21 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
     };
     let before = fixture.get("").unwrap().mtime;
     fixture.union.take().unwrap().close().unwrap();
-    // Killed after its record was written.
     let upper = fixture.upper();
-    rustix::fs::removexattr(&upper, "trusted.overlay.origin").unwrap();
-    let root = fs::File::open(&upper).unwrap();
-    let now = std::time::SystemTime::now();
-    root.set_modified(now).unwrap();
+    for has_record in [true, false] {
+        // Killed after its record was written, or before.
+        rustix::fs::removexattr(&upper, "trusted.overlay.origin").unwrap();
+        if !has_record {
+            fs::remove_file(upper.join(".bcow/instance.json")).unwrap();
+        }
+        let root = fs::File::open(&upper).unwrap();
+        let now = std::time::SystemTime::now();
+        root.set_modified(now).unwrap();
+        fixture.open();
+        assert_eq!(fixture.get("").unwrap().mtime, before);
+        fixture.union.take().unwrap().close().unwrap();
+    }
     fixture.open();
-    assert_eq!(fixture.get("").unwrap().mtime, before);
     // Once it has names, its time is its own.
     fixture
         .fs()
@@ -1166,6 +1173,31 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
     assert_ne!(after, before);
     fixture.reopen();
     assert_eq!(fixture.get("").unwrap().mtime, after);
+}
+
+#[test]
+fn the_root_of_an_adopted_upper_stays_what_it_was_made() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    fixture.union.take().unwrap().close().unwrap();
+    fs::remove_dir_all(fixture.upper()).unwrap();
+    fs::create_dir(fixture.upper()).unwrap();
+    fs::write(fixture.upper().join("theirs"), b"x").unwrap();
+    fixture.open();
+    let changes = Changes {
+        permissions: Some(0o711),
+        ..Changes::default()
+    };
+    let union = fixture.fs();
+    union.set_attributes(NodeId::ROOT, &changes).unwrap();
+    union.unlink(NodeId::ROOT, b"theirs").unwrap();
+    let before = fixture.get("").unwrap();
+    for _ in 0..2 {
+        fixture.reopen();
+        let after = fixture.get("").unwrap();
+        assert_eq!((after.mtime, after.permissions), (before.mtime, 0o711));
+    }
 }
 
 /// What is not the mount's own from the start gets its place when it is complete: a crash leaves nothing with another owner.

@@ -77,11 +77,12 @@ enum Cause {
 }
 
 /// System calls that may be a `chown(-1, -1)`. Those of 32-bit programs are among them: of 64-bit programs the same numbers are calls
-/// that never lead to a SETATTR of nothing (arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h).
+/// that never lead to a SETATTR of nothing (arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h). But for the `lchown` of
+/// 16 bits, whose number is that of `ioctl`, which can be a fallocate.
 #[cfg(target_arch = "x86_64")]
-const CHOWNS: &[u32] = &[92, 93, 94, 260, 16, 95, 182, 198, 207, 212, 298];
+const CHOWNS: &[u32] = &[92, 93, 94, 260, 95, 182, 198, 207, 212, 298];
 #[cfg(not(target_arch = "x86_64"))]
-const CHOWNS: &[u32] = &[54, 55, 16, 95, 182, 198, 207, 212, 325];
+const CHOWNS: &[u32] = &[54, 55, 95, 182, 198, 207, 212, 325];
 /// In the numbers of programs of the x32 ABI.
 const X32: u32 = 0x4000_0000;
 

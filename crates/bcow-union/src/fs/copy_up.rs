@@ -28,11 +28,14 @@ impl UnionFs {
         let file = self.open_upper(&self.root, Access::Directory)?;
         let origin = Mark::Origin.name(self.upper.namespace());
         let is_complete = Attribute::Path(file.as_fd()).get(origin)?.is_some();
-        // Where there are names, the root was used before, by us or by others.
-        if is_complete || self.upper.begun() == Begun::Adopted || has_names(&file)? {
+        if is_complete {
             return Ok(());
         }
         let inode = self.image.inode(self.image.root())?;
+        if self.upper.begun() == Begun::Adopted || has_names(&file)? {
+            // It was used before, by us or by others, and is what they made of it, also when all names in it are gone.
+            return self.set_origin(&file, inode.nid);
+        }
         self.copy_xattrs(&inode, &file)?;
         if self.keeps_owners() {
             // Tools take it for a sign that the owners of all that is in there are kept so.

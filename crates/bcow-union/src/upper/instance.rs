@@ -63,9 +63,11 @@ impl Instance {
             }
             other => (other?, false),
         };
+        // Ours alone may be what an interrupted first opening left.
         let is_empty = work::list(root.as_fd())
             .map_err(|errno| failed(path, "list it", errno))?
-            .is_empty();
+            .iter()
+            .all(|name| name == META.as_bytes());
         let meta = open_or_create(root.as_fd(), path, META)?;
         let lock = lock(meta.as_fd(), path, note)?;
         let opening = Opening::open(path, root, meta, lock)?;
