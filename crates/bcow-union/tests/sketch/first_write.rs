@@ -101,6 +101,34 @@ fn a_host_that_fails_leaves_a_metadata_copy() {
 }
 
 #[test]
+fn a_sketch_whose_first_flush_failed_anywhere_is_not_taken_for_recorded() {
+    let lower = Arc::new(TestLower::full(30 * B + 5));
+    for kind in KINDS {
+        let mut failed = 0;
+        for after in 0.. {
+            let world = World::new(lower.size());
+            let sketches = sketches(&world, quiet());
+            let sketch = create(&sketches, kind, &world, &lower).unwrap();
+            write_all(&*sketch, B, &[7; B as usize]).unwrap();
+            world.plan(Some(Fault {
+                after,
+                stays: true,
+                errno: Errno::NOSPC.raw_os_error(),
+            }));
+            let flushed = sketch.flush(Durability::Durable);
+            world.plan(None);
+            if flushed.is_ok() {
+                assert!(sketch.is_recorded(), "{kind:?} after {after}");
+                break;
+            }
+            failed += 1;
+            assert!(!sketch.is_recorded(), "{kind:?} after {after}");
+        }
+        assert!(failed > 3, "{kind:?}: {failed}");
+    }
+}
+
+#[test]
 fn without_room_for_a_packed_sketch_nothing_is_stored_however_often_it_is_tried() {
     let kind = SketchKind::Packed;
     let lower = Arc::new(TestLower::full(30 * B + 5));

@@ -301,8 +301,11 @@ impl Packed {
 
     /// Has the BCoW file name all that was written, then the mark say how long the file is.
     fn record(&self) -> Result<(), SketchError> {
-        let cuts = self.cuts.load(Ordering::Acquire);
-        let size = self.size();
+        let (cuts, size) = {
+            // Not while the file is cut, which changes one after the other.
+            let _frame = read(&self.gate);
+            (self.cuts.load(Ordering::Acquire), self.size())
+        };
         self.storage.use_barriers(self.shared.options.durable);
         self.disk.flush()?;
         if !lock(&self.mark).written.map_exists {

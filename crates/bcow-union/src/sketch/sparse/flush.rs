@@ -74,6 +74,8 @@ impl Sparse {
             self.in_transit.load(Ordering::Acquire) == 0
                 && read(&self.presence).unrecorded.is_empty()
                 && !map.is_spoilt()
+                // Without the mark nobody looks for the map.
+                && (!map.exists() || lock(&self.mark).written.map_exists)
                 && (map.is_synced() || !self.shared.options.durable)
         };
         self.fence.check().is_ok() && (!frame.marked || is_recorded())
