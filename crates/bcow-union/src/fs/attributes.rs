@@ -105,7 +105,9 @@ impl UnionFs {
         match (&state.content, upper.packed_size) {
             (Content::Plain, _) => return Ok(()),
             (Content::Sketch(sketch), _) => attributes.size = sketch.size(),
-            (Content::Unknown, Some(size)) => attributes.size = size,
+            (Content::Unknown, Some(size)) => {
+                attributes.size = self.size_of_packed(upper)?.unwrap_or(size);
+            }
             // The host file of a sparse sketch has the right size.
             (Content::Unknown, None) if upper.is_sketch => {}
             // A copy of metadata has the image's size; the host's may be that of bytes lost in a crash.
@@ -115,6 +117,22 @@ impl UnionFs {
         let below = self.image.sectors(&inode)?;
         attributes.sectors = attributes.sectors.saturating_add(below).min(whole);
         Ok(())
+    }
+
+    /// Size of a packed sketch that the node has not looked at: it may still be open from before the kernel forgot it, and its
+    /// mark says then what it was when it was flushed.
+    fn size_of_packed(&self, upper: &Upper) -> Result<Option<u64>, Errno> {
+        let Some(file) = &upper.file else {
+            return Ok(None);
+        };
+        let Some(mark) = self.read_marks(file)?.sketch else {
+            return Ok(None);
+        };
+        match self.open_sketches.get(mark.id) {
+            Some(sketch) => Ok(Some(sketch.size())),
+            // It may have been closed since.
+            None => Ok(self.read_marks(file)?.sketch.map(|mark| mark.size)),
+        }
     }
 
     fn attributes_below(&self, node: &Node) -> Result<Attributes, Errno> {

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Inode};
 use bcow_erofs::tree::Timestamp;
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
 use super::lookup::Access;
@@ -180,6 +180,7 @@ impl UnionFs {
                 if !is_plain {
                     return Ok(());
                 }
+                self.open_sketches.remove(sketch.id());
             }
             Content::Lower | Content::Unknown => {
                 self.resize_plain(node, &file, 0)?;
@@ -357,7 +358,12 @@ impl UnionFs {
         if !matches!(state.content, Content::Unknown) {
             return Ok(());
         }
-        let marks = self.read_marks(&file)?;
+        let mut marks = self.read_marks(&file)?;
+        let is_open = |id| self.open_sketches.get(id).is_some();
+        if marks.sketch.is_some_and(|mark| !is_open(mark.id)) {
+            // One that was open until now may have changed its mark at last. From here on only this node opens it.
+            marks = self.read_marks(&file)?;
+        }
         if let Some(mark) = marks.sketch {
             let sketch = match self.open_sketches.get(mark.id) {
                 Some(sketch) => sketch,
@@ -501,8 +507,9 @@ impl UnionFs {
         Ok(Arc::new(ImageFile::new(Arc::clone(&self.image), inode)))
     }
 
+    /// A sketch's own: what the host could not write is told to each open file once, and must not be told to another instead.
     fn own_descriptor(&self, file: &File) -> Result<File, Errno> {
-        rustix::io::fcntl_dupfd_cloexec(file, 3).map(File::from)
+        host::reopen(file, OFlags::RDWR)
     }
 
     fn write_plain(

@@ -239,6 +239,44 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
 }
 
 #[test]
+fn sketch_that_grew_has_its_size_also_when_its_node_was_forgotten() {
+    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let Some(fixture) = Fixture::new(with(kind)) else {
+            return;
+        };
+        let big = fixture.get("big").node;
+        fixture.write(big, 0, b"hello");
+        fixture.fs().regularly();
+        fixture.write(big, BIG as u64, b"more");
+        fixture.fs().forget(big, 1);
+        for _ in 0..2 {
+            assert_eq!(fixture.get("big").size, BIG as u64 + 4, "{kind:?}");
+            fixture.fs().regularly();
+        }
+    }
+}
+
+#[test]
+fn sketch_that_was_emptied_is_closed() {
+    let Some(fixture) = Fixture::new(with(SketchChoice::Sparse)) else {
+        return;
+    };
+    let big = fixture.get("big").node;
+    fixture.write(big, 0, b"hello");
+    assert_eq!(fixture.fs().open_sketches.all().count(), 1);
+    let size = Some(0);
+    fixture.set(
+        big,
+        Changes {
+            size,
+            ..Changes::default()
+        },
+    );
+    assert_eq!(fixture.fs().open_sketches.all().count(), 0);
+    assert_eq!(fixture.fs().sketches.statistics().open, 0);
+}
+
+#[test]
 fn what_was_written_to_a_copy_that_a_crash_undid_does_not_come_back() {
     let options = UnionOptions {
         sync: SyncPolicy::Batch(100),
