@@ -741,14 +741,6 @@ fn set_names_mark(entry: &Path, value: &str) {
     rustix::fs::setxattr(entry, "trusted.overlay.nlink", value.as_bytes(), flags).unwrap();
 }
 
-fn findings(upper: &Path) -> Vec<&'static str> {
-    let (filesystem, device) = image();
-    let image = CheckedImage { filesystem, device };
-    let reader = UpperReader::open(upper).unwrap();
-    let report = check::check(&reader, Some(&image)).unwrap();
-    report.findings.iter().map(|finding| finding.code).collect()
-}
-
 /// Repairs as `bcow fsck --repair` does.
 fn repair(upper: &Path) {
     let (filesystem, device) = image();
@@ -882,7 +874,7 @@ fn the_number_of_names_survives_a_crash_while_links_change() {
         union.fs.close().unwrap();
         drop(union);
         if left > 0 {
-            assert_eq!(findings(&upper), ["upper-index-leak"]);
+            assert_eq!(codes(&checked(&upper)), ["upper-index-leak"]);
             repair(&upper);
         }
         assert_sound(&upper);
@@ -909,7 +901,7 @@ fn an_entry_of_the_index_without_a_name_is_removed_with_its_map() {
     }
     // It says that there are four names.
     assert_eq!(names_mark(&entry_of_index(&upper).unwrap()), "U+2");
-    assert_eq!(findings(&upper), ["upper-index-leak"]);
+    assert_eq!(codes(&checked(&upper)), ["upper-index-leak"]);
     repair(&upper);
     assert_eq!(entry_of_index(&upper), None);
     assert_eq!(fs::read_dir(upper.join(".bcow/maps")).unwrap().count(), 0);
@@ -926,7 +918,7 @@ fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
     let entry = entry_of_index(&upper).unwrap();
     for (mark, wrong) in [("L+0", 0), ("L+1", 0), ("L+2", 1), ("L-1", 1), ("U+3", 1)] {
         set_names_mark(&entry, mark);
-        let found = findings(&upper);
+        let found = codes(&checked(&upper));
         assert_eq!(found, vec!["upper-nlink"; wrong], "{mark}");
         if wrong > 0 {
             repair(&upper);
@@ -937,7 +929,7 @@ fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
     // A temporary is no name, neither when names are counted nor after it is gone.
     set_names_mark(&entry, "U+2");
     fs::hard_link(&entry, upper.join(".bcow/work/0")).unwrap();
-    assert_eq!(findings(&upper), ["upper-work-leak"]);
+    assert_eq!(codes(&checked(&upper)), ["upper-work-leak"]);
     set_names_mark(&entry, "U+7");
     repair(&upper);
     assert_eq!(names_mark(&entry), "U+2");
@@ -954,7 +946,7 @@ fn an_entry_of_the_index_that_has_names_is_never_removed() {
     let upper = written_links(&directory, 3);
     let entry = entry_of_index(&upper).unwrap();
     set_names_mark(&entry, "U-2");
-    assert_eq!(findings(&upper), ["upper-nlink"]);
+    assert_eq!(codes(&checked(&upper)), ["upper-nlink"]);
     repair(&upper);
     assert_eq!(names_mark(&entry), "U+2");
 }
