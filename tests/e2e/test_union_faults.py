@@ -192,6 +192,7 @@ class Space(UnionCase):
             if name in ("d0/hundred", BIG):
                 self.assertEqual(self.read(there[0]), self.original(name))
         os.unlink(self.at("filler"))
+        self.wait_for_room()
         os.mkdir(self.at("room"))
         self.remount()
         self.assertTrue(all(os.path.isdir(path) for path in done))
