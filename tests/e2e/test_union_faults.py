@@ -199,6 +199,21 @@ class Space(UnionCase):
         self.mount.unmount()
         self.mount.check()
 
+    @promise("There is at once if nobody has it open, on a full host file system too.")
+    def test_what_was_removed_makes_room_at_once(self):
+        """The mount learns a little later that nobody has a file open any more, and then the host takes its time to free it."""
+        self.mount.upper = self.upper = os.path.join(self.disk(128), "upper")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        for number in range(10):
+            self.fill("filler", 1 << 30, bytes(1 << 20))
+            self.fill("filler-too", 1 << 30, bytes(4096))
+            os.unlink(self.at("filler"))
+            os.mkdir(self.at(f"room-{number}"))
+            self.write("next", bytes(2 << 20))
+            os.unlink(self.at("next"))
+            os.unlink(self.at("filler-too"))
+
     @promise("What counts against `--size-limit` is what is stored. A write that does not fit ends with ENOSPC and changes nothing; when something was "
              "removed, there is room again.")
     def test_a_limit(self):

@@ -144,7 +144,7 @@ impl fuser::Filesystem for Writable {
             false => Ok(()),
         };
         reply_attributes(
-            ready.and_then(|()| self.fs.set_attributes(node, &changes)),
+            ready.and_then(|()| self.fs.with_room(|| self.fs.set_attributes(node, &changes))),
             reply,
         );
     }
@@ -165,13 +165,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.stats.time(Operation::MakeNode);
-        let made = self.fs.make_node(
-            &caller(request, umask),
-            id(parent),
-            name.as_bytes(),
-            mode,
-            rdev,
-        );
+        let caller = caller(request, umask);
+        let made = self.fs.with_room(|| {
+            self.fs
+                .make_node(&caller, id(parent), name.as_bytes(), mode, rdev)
+        });
         reply_entry(made, reply);
     }
 
@@ -185,23 +183,28 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.stats.time(Operation::MakeDirectory);
-        let made = self.fs.make_directory(
-            &caller(request, umask),
-            id(parent),
-            name.as_bytes(),
-            permissions(mode),
-        );
+        let caller = caller(request, umask);
+        let made = self.fs.with_room(|| {
+            self.fs
+                .make_directory(&caller, id(parent), name.as_bytes(), permissions(mode))
+        });
         reply_entry(made, reply);
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.stats.time(Operation::Unlink);
-        reply_empty(self.fs.unlink(id(parent), name.as_bytes()), reply);
+        let removed = self
+            .fs
+            .with_room(|| self.fs.unlink(id(parent), name.as_bytes()));
+        reply_empty(removed, reply);
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.stats.time(Operation::RemoveDirectory);
-        reply_empty(self.fs.remove_directory(id(parent), name.as_bytes()), reply);
+        let removed = self
+            .fs
+            .with_room(|| self.fs.remove_directory(id(parent), name.as_bytes()));
+        reply_empty(removed, reply);
     }
 
     fn symlink(
@@ -213,12 +216,15 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.stats.time(Operation::Symlink);
-        let made = self.fs.make_symlink(
-            &caller(request, 0),
-            id(parent),
-            name.as_bytes(),
-            target.as_os_str().as_bytes(),
-        );
+        let caller = caller(request, 0);
+        let made = self.fs.with_room(|| {
+            self.fs.make_symlink(
+                &caller,
+                id(parent),
+                name.as_bytes(),
+                target.as_os_str().as_bytes(),
+            )
+        });
         reply_entry(made, reply);
     }
 
@@ -240,13 +246,15 @@ impl fuser::Filesystem for Writable {
             // RENAME_WHITEOUT leaves a device 0:0 behind, which here hides a name rather than being there.
             _ => return reply.error(fuser::Errno::EINVAL),
         };
-        let renamed = self.fs.rename(
-            id(parent),
-            name.as_bytes(),
-            id(new_parent),
-            new_name.as_bytes(),
-            how,
-        );
+        let renamed = self.fs.with_room(|| {
+            self.fs.rename(
+                id(parent),
+                name.as_bytes(),
+                id(new_parent),
+                new_name.as_bytes(),
+                how,
+            )
+        });
         reply_empty(renamed, reply);
     }
 
@@ -259,7 +267,9 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEntry,
     ) {
         let _running = self.stats.time(Operation::Link);
-        let linked = self.fs.link(id(ino), id(new_parent), new_name.as_bytes());
+        let linked = self
+            .fs
+            .with_room(|| self.fs.link(id(ino), id(new_parent), new_name.as_bytes()));
         reply_entry(linked, reply);
     }
 
@@ -310,7 +320,10 @@ impl fuser::Filesystem for Writable {
         } else {
             Privileges::Keep
         };
-        match self.fs.write(id(ino), offset, data, privileges) {
+        let written = self
+            .fs
+            .with_room(|| self.fs.write(id(ino), offset, data, privileges));
+        match written {
             Ok(written) => reply.written(written),
             Err(errno) => reply.error(to_fuser(errno)),
         }
@@ -341,7 +354,7 @@ impl fuser::Filesystem for Writable {
             true => SyncWhat::Data,
             false => SyncWhat::All,
         };
-        reply_empty(self.fs.sync(id(ino), what), reply);
+        reply_empty(self.fs.with_room(|| self.fs.sync(id(ino), what)), reply);
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
@@ -468,7 +481,7 @@ impl fuser::Filesystem for Writable {
         };
         let set = self
             .fs
-            .set_xattr(node, name.as_bytes(), value, how)
+            .with_room(|| self.fs.set_xattr(node, name.as_bytes(), value, how))
             .and_then(|()| match name.as_bytes() {
                 b"system.posix_acl_access" => drop_set_gid(&self.fs, request, node),
                 _ => Ok(()),
@@ -512,7 +525,10 @@ impl fuser::Filesystem for Writable {
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
         }
-        reply_empty(self.fs.remove_xattr(node, name.as_bytes()), reply);
+        let removed = self
+            .fs
+            .with_room(|| self.fs.remove_xattr(node, name.as_bytes()));
+        reply_empty(removed, reply);
     }
 
     fn create(
@@ -526,12 +542,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyCreate,
     ) {
         let _running = self.stats.time(Operation::Create);
-        let made = self.fs.create(
-            &caller(request, umask),
-            id(parent),
-            name.as_bytes(),
-            permissions(mode),
-        );
+        let caller = caller(request, umask);
+        let made = self.fs.with_room(|| {
+            self.fs
+                .create(&caller, id(parent), name.as_bytes(), permissions(mode))
+        });
         match made {
             Ok(attributes) => reply.created(
                 &FOREVER,
@@ -565,7 +580,10 @@ impl fuser::Filesystem for Writable {
             ZERO_AND_KEEP => Allocate::ZeroKeep,
             _ => return reply.error(fuser::Errno::EOPNOTSUPP),
         };
-        reply_empty(self.fs.allocate(id(ino), offset, length, how), reply);
+        let allocated = self
+            .fs
+            .with_room(|| self.fs.allocate(id(ino), offset, length, how));
+        reply_empty(allocated, reply);
     }
 
     fn lseek(
@@ -606,9 +624,10 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::EINVAL);
         }
         let length = length.min(COPY_BYTES);
-        let copied = self
-            .fs
-            .copy_range(id(from), offset_from, id(to), offset_to, length);
+        let copied = self.fs.with_room(|| {
+            self.fs
+                .copy_range(id(from), offset_from, id(to), offset_to, length)
+        });
         match copied {
             // Not more than was asked for.
             Ok(copied) => reply.written(copied as u32),

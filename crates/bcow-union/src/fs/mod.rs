@@ -22,6 +22,7 @@ mod promote;
 mod remove;
 mod rename;
 mod report;
+mod room;
 mod sync;
 #[cfg(test)]
 mod tests;
@@ -31,7 +32,7 @@ mod xattr;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::{FileType, Filesystem, Nid};
@@ -79,6 +80,7 @@ pub struct UnionFs {
     account: Arc<Account>,
     options: UnionOptions,
     listings: Listings,
+    departures: room::Departures,
     /// Files that were copied up whole and wait to be made durable together. Held for a push or a take only.
     batch: Mutex<Vec<Arc<Node>>>,
     /// Descriptors of the upper that nodes hold, at most: those of nodes that are gone are counted until the next look.
@@ -148,6 +150,7 @@ impl UnionFs {
             account,
             options: options.clone(),
             listings: Listings::default(),
+            departures: room::Departures::default(),
             batch: Mutex::default(),
             descriptors: AtomicUsize::new(0),
             descriptors_limit: AtomicUsize::new(descriptors_most),
@@ -188,10 +191,18 @@ impl UnionFs {
         if id == NodeId::ROOT {
             return;
         }
-        if let Some(node) = self.table.release(id, count) {
+        let Some(node) = self.table.release(id, count) else {
+            return;
+        };
+        if node.is_directory() || !node.is_removed.load(Ordering::Acquire) {
             self.forgotten(&node);
-            self.table.let_go(node);
+            return self.table.let_go(node);
         }
+        self.departures.forgotten(|| {
+            self.forgotten(&node);
+            self.leave_batch(&node);
+            self.table.let_go(node);
+        });
     }
 
     /// Where a symbolic link points.

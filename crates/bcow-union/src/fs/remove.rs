@@ -143,12 +143,18 @@ impl UnionFs {
         }
         let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
             // Those that are only in the image have one name: of several, it would have been copied up.
-            node.is_removed.store(true, Ordering::Release);
+            self.is_removed_now(node);
             return;
         };
         if let Err(errno) = self.lost_name(node, &file) {
             let problem = format!("removed, but not what lies beside it: {errno}");
             self.complain(name, &problem);
+        }
+    }
+
+    fn is_removed_now(&self, node: &Node) {
+        if !node.is_removed.swap(true, Ordering::AcqRel) && !node.is_directory() {
+            self.departures.removed();
         }
     }
 
@@ -166,7 +172,7 @@ impl UnionFs {
         if !is_last {
             return Ok(());
         }
-        node.is_removed.store(true, Ordering::Release);
+        self.is_removed_now(node);
         if indexed && let Some(nid) = node.lower {
             self.leave_index(nid);
         }

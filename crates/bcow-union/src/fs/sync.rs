@@ -181,6 +181,15 @@ impl UnionFs {
         result
     }
 
+    /// A file that nobody can find again need not become durable, and shall not keep its space for that.
+    pub(super) fn leave_batch(&self, node: &Node) {
+        let state = node.read_state();
+        if state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
+            let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+            batch.retain(|other| other.id != node.id);
+        }
+    }
+
     /// Makes a file durable by itself that waits in the batch.
     fn finish_batch_of(&self, node: &Arc<Node>) -> Result<(), Errno> {
         let waits = |node: &Node| {

@@ -329,6 +329,32 @@ fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not(
 }
 
 #[test]
+fn removed_file_does_not_wait_for_its_batch_to_be_let_go() {
+    let options = UnionOptions {
+        sync: SyncPolicy::Batch(100),
+        ..UnionOptions::default()
+    };
+    let Some(fixture) = Fixture::new(options) else {
+        return;
+    };
+    let union = fixture.fs();
+    for name in ["a", "b"] {
+        fixture.write(fixture.get(name).node, 0, b"S");
+    }
+    let node = fixture.node("a");
+    let id = node.id;
+    let weak = Arc::downgrade(&node);
+    drop(node);
+    union.unlink(NodeId::ROOT, b"a").unwrap();
+    assert!(weak.upgrade().is_some());
+    union.forget(id, u64::MAX);
+    assert!(weak.upgrade().is_none(), "its space is free");
+    let left = union.batch.lock().unwrap().len();
+    assert_eq!(left, 1);
+    union.finish_batch().unwrap();
+}
+
+#[test]
 fn space_of_a_removed_sketch_is_given_back_once() {
     let options = UnionOptions {
         size_limit: Some(200 * BLOCK),
