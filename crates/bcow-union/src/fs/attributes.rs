@@ -286,7 +286,7 @@ impl UnionFs {
         host::set_mode(file, mode as u16)
     }
 
-    fn read_owner(&self, file: &File) -> Result<Option<Override>, Errno> {
+    pub(super) fn read_owner(&self, file: &File) -> Result<Option<Override>, Errno> {
         match Attribute::Path(file.as_fd()).get(OVERRIDE)? {
             Some(value) => Override::decode(&value).map(Some).map_err(|error| {
                 self.complain(b"", &error.to_string());

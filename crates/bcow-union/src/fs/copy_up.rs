@@ -19,7 +19,7 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{Attribute, Begun, META, Mark, Metacopy, Origin, SetHow, Temporary};
+use crate::upper::{Attribute, Begun, META, Mark, Metacopy, Origin, Override, SetHow, Temporary};
 
 impl UnionFs {
     /// Gives the root of a new upper what the image's root has: attributes and times. Owner and mode are kept in an attribute
@@ -32,8 +32,12 @@ impl UnionFs {
             return Ok(());
         }
         let inode = self.image.inode(self.image.root())?;
-        if self.upper.begun() == Begun::Adopted || has_names(&file)? {
-            // It was used before, by us or by others, and is what they made of it, also when all names in it are gone.
+        if self.upper.begun() == Begun::Adopted {
+            self.adopt_root(&file, &inode)?;
+            return self.set_origin(&file, inode.nid);
+        }
+        if has_names(&file)? {
+            // It was used before, and is what was made of it, also when all names in it are gone.
             return self.set_origin(&file, inode.nid);
         }
         self.copy_xattrs(&inode, &file)?;
@@ -44,6 +48,25 @@ impl UnionFs {
         let time = Some(SetTime::At(inode.mtime));
         host::set_times(&file, time, time)?;
         self.set_origin(&file, inode.nid)
+    }
+
+    /// The root of an upper that others made stays as they made it, and as overlayfs shows it: of owner and mode, too, the host's
+    /// directory says it from now on by our attribute only.
+    fn adopt_root(&self, file: &File, inode: &Inode) -> Result<(), Errno> {
+        if self.keeps_owners() || self.read_owner(file)?.is_some() {
+            return Ok(());
+        }
+        let stat = rustix::fs::fstat(file)?;
+        let theirs = Override {
+            uid: stat.st_uid,
+            gid: stat.st_gid,
+            permissions: (stat.st_mode & 0o7777) as u16,
+            ..owner_of_inode(inode)
+        };
+        match theirs == owner_of_inode(inode) {
+            true => Ok(()),
+            false => self.keep_owner(NodeId::ROOT, file, &theirs),
+        }
     }
 
     /// The directory in the upper, copied up, with those above it, if it is not there yet.

@@ -203,7 +203,9 @@ impl UnionFs {
     }
 
     fn copy_up_locked_if_needed(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
-        match node.read_state().upper.is_some() {
+        // Its state is not held any more when it is copied up.
+        let is_above = node.read_state().upper.is_some();
+        match is_above {
             true => Ok(()),
             false => self.copy_up_locked(end.parent, &end.directory, end.name, node),
         }

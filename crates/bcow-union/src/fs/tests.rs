@@ -4,6 +4,7 @@
 use std::fs;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -326,6 +327,33 @@ fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not(
     for name in ["a", "b", "c"] {
         assert_eq!(fixture.content(name), b"Small file\n", "{name}");
     }
+}
+
+#[test]
+fn root_of_an_adopted_upper_has_the_owner_and_mode_of_the_directory() {
+    let Some(mut fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    fixture.union.take().unwrap().close().unwrap();
+    let upper = fixture.upper();
+    fs::remove_dir_all(&upper).unwrap();
+    fs::create_dir_all(upper.join("theirs")).unwrap();
+    fs::set_permissions(&upper, fs::Permissions::from_mode(0o1711)).unwrap();
+    std::os::unix::fs::chown(&upper, Some(7), Some(8)).unwrap();
+    fixture.open();
+    for mode in [0o1711, 0o750] {
+        let root = fixture.fs().attributes(NodeId::ROOT).unwrap();
+        assert_eq!((root.uid, root.gid, root.permissions), (7, 8, mode));
+        let changes = Changes {
+            permissions: Some(0o750),
+            ..Changes::default()
+        };
+        fixture.set(NodeId::ROOT, changes);
+        fixture.reopen();
+    }
+    // The host's stays as it is.
+    let host = fs::metadata(&upper).unwrap();
+    assert_eq!(host.permissions().mode() & 0o7777, 0o1711);
 }
 
 #[test]
