@@ -1,0 +1,122 @@
+//! Modes, owners and extended attributes.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+use bcow_union::NodeId;
+use bcow_union::fs::{Changes, Privileges, SetHow};
+use bcow_union::options::SketchChoice;
+use rustix::io::Errno;
+
+use crate::fixture::{Union, open, open_with, with_sketches};
+use crate::host::{attribute, set_attribute};
+use crate::image::{ACCESS_ACL, BIG, acl_of_user, big};
+
+#[test]
+fn changing_attributes_of_a_big_file_copies_no_byte() {
+    let Some(mut union) = open() else { return };
+    let before = union.get("big").unwrap();
+    let changes = Changes {
+        permissions: Some(0o600),
+        uid: Some(7),
+        ..Changes::default()
+    };
+    let after = union.fs().set_attributes(before.node, &changes).unwrap();
+    assert_eq!((after.permissions, after.uid), (0o600, 7));
+    assert_eq!((after.node, after.size), (before.node, before.size));
+    let host = fs::metadata(union.host("big")).unwrap();
+    // At most the host's block for attributes.
+    assert_eq!(host.len(), BIG as u64);
+    assert!(host.blocks() <= 8, "{}", host.blocks());
+    assert_eq!(host.permissions().mode() & 0o7777, 0o600);
+    assert_eq!(union.content("big"), big());
+    union.assert_kept();
+}
+
+/// Who may enter the container's root has no business in the directory on the host.
+#[test]
+fn acl_of_the_root_does_not_reach_the_host() {
+    let Some(mut union) = open() else { return };
+    let upper = union.upper();
+    let on_host = || {
+        let mode = fs::metadata(&upper).unwrap().mode() & 0o7777;
+        (mode, attribute(&upper, ACCESS_ACL))
+    };
+    let seen = |union: &Union| {
+        let names = union.xattr_names("");
+        let times = names.iter().filter(|name| *name == ACCESS_ACL).count();
+        let mode = union.get("").unwrap().permissions;
+        (mode, times, union.xattr("", ACCESS_ACL))
+    };
+    let private = (0o700, None);
+    assert_eq!(on_host(), private);
+    assert_eq!(seen(&union), (0o775, 1, Ok(acl_of_user(7))));
+    let (name, acl) = (ACCESS_ACL.as_bytes(), acl_of_user(3));
+    let set = union
+        .fs()
+        .set_xattr(NodeId::ROOT, name, &acl, SetHow::Replace);
+    set.unwrap();
+    union.reopen();
+    assert_eq!(on_host(), private);
+    assert_eq!(seen(&union), (0o775, 1, Ok(acl_of_user(3))));
+    // The host's own is the host's.
+    set_attribute(&upper, ACCESS_ACL, &acl_of_user(0));
+    assert_eq!(seen(&union), (0o775, 1, Ok(acl_of_user(3))));
+    union.fs().remove_xattr(NodeId::ROOT, name).unwrap();
+    assert_eq!(seen(&union), (0o775, 0, Err(Errno::NODATA)));
+    assert_eq!(on_host(), (0o775, Some(acl_of_user(0))));
+}
+
+#[test]
+fn opaque_marks_of_the_container_do_not_reach_the_host() {
+    const OPAQUE: &str = "trusted.overlay.opaque";
+    let Some(mut union) = open() else { return };
+    union.set_xattr("dir", OPAQUE, b"y");
+    union.set_xattr("dir", "user.x", b"1");
+    assert_eq!(union.xattr("dir", OPAQUE).unwrap(), b"y");
+    union.assert_kept();
+    assert_eq!(union.names("dir"), ["sub", "x"]);
+    assert_eq!(union.xattr_names("dir"), [OPAQUE, "user.x"]);
+}
+
+/// The host takes them away with each write, and whoever opens a sketch may have to write to it.
+#[test]
+fn capabilities_of_a_sketch_stay_until_its_next_write() {
+    const NAME: &str = "security.capability";
+    const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    for kind in [SketchChoice::Sparse, SketchChoice::Packed] {
+        let Some(mut union) = open_with(with_sketches(kind)) else {
+            return;
+        };
+        let assert_has = |union: &Union| {
+            let found = union.xattr("big", NAME);
+            assert_eq!(found.as_deref(), Ok(&CAPABILITY[..]), "{kind:?}");
+        };
+        union.write("big", 100_000, b"hello");
+        union.sync("big");
+        union.write("big", 200_000, b"more");
+        union.set_xattr("big", NAME, &CAPABILITY);
+        for _ in 0..2 {
+            union.sync("big");
+            union.reopen();
+            assert_eq!(&union.content("big")[200_000..200_004], b"more");
+            assert_has(&union);
+        }
+        union.write("big", 0, b"x");
+        assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA), "{kind:?}");
+        // Also of one that the kernel forgot before everything was with the host.
+        union.fs().forget(union.id("big"), 1000);
+        union.set_xattr("big", NAME, &CAPABILITY);
+        union.fs().sync_all().unwrap();
+        assert_has(&union);
+        // What the kernel writes back takes none away, when it comes nor when it is completed.
+        let node = union.id("big");
+        let write_back = |at| union.fs().write(node, at, b"late", Privileges::KeepAll);
+        assert_eq!(write_back(150_000), Ok(4));
+        union.fs().sync_all().unwrap();
+        assert_has(&union);
+        union.fs().remove_xattr(node, NAME.as_bytes()).unwrap();
+        assert_eq!(write_back(160_000), Ok(4));
+        assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA));
+    }
+}

@@ -1,0 +1,87 @@
+//! What a check finds, and what it must not.
+
+use std::fs;
+use std::os::fd::AsFd;
+
+use bcow_union::upper::check::Severity;
+use bcow_union::upper::{Attribute, Mark, Marks, Namespace, Scope, SetHow, SketchKind, SketchMark};
+
+use crate::fixture::open_many;
+use crate::host::make_whiteout;
+use crate::unmounted::sketched;
+
+#[test]
+fn a_promotion_that_was_cut_short_is_no_damage() {
+    let Some(union) = sketched() else { return };
+    let file = fs::File::open(union.host("large")).unwrap();
+    let at = Attribute::Open(file.as_fd());
+    let set = |mark: SketchMark| {
+        let set = Mark::Sketch.set(at, Namespace::Trusted, &mark.encode());
+        set.unwrap();
+    };
+    let mark = Marks::read(at, Namespace::Trusted).unwrap().sketch.unwrap();
+    assert!(mark.lower_limit > 8192);
+    assert!(Mark::Metacopy.clear(at, Namespace::Trusted).unwrap());
+    assert_eq!(union.found(), ["upper-mark-misplaced"]);
+    // Of which nothing is missing: the two blocks are all that may be the image's.
+    let lower_limit = 8192;
+    set(SketchMark {
+        lower_limit,
+        ..mark
+    });
+    union.assert_sound();
+    set(SketchMark {
+        lower_limit: 8193,
+        ..mark
+    });
+    assert_eq!(union.found(), ["upper-mark-misplaced"]);
+    // Nor does overlayfs know what is in a packed one.
+    set(SketchMark {
+        kind: SketchKind::Packed,
+        lower_limit: 0,
+        map_exists: false,
+        size: 8192,
+        ..mark
+    });
+    assert_eq!(union.found(), ["upper-mark-misplaced"]);
+}
+
+#[test]
+fn no_number_of_warnings_is_an_error_or_hides_one() {
+    let Some(mut union) = open_many() else { return };
+    union.close();
+    for index in 0..1003 {
+        make_whiteout(&union.host(&format!("white{index}")));
+    }
+    let report = union.checked();
+    assert!(report.is_sound());
+    assert_eq!(report.findings.len(), 1000);
+    let file = fs::File::create(union.host("zzz")).unwrap();
+    let at = Attribute::Open(file.as_fd());
+    at.set(b"trusted.overlay.metacopy", b"?", SetHow::Any)
+        .unwrap();
+    let report = union.checked();
+    assert!(!report.is_sound());
+    let is_error = |code: &str| {
+        let mut found = report.findings.iter();
+        found.any(|found| found.severity == Severity::Error && found.code == code)
+    };
+    assert!(is_error("upper-mark"), "{:#?}", report.findings.last());
+}
+
+#[test]
+fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
+    for name in [".bcow/index", ".bcow/maps", ".bcow/work"] {
+        let Some(mut union) = open_many() else { return };
+        union.close();
+        fs::remove_dir_all(union.host(name)).unwrap();
+        fs::write(union.host(name), "x").unwrap();
+        let report = union.checked();
+        assert_eq!(union.found(), ["upper-host"], "{name}");
+        assert_eq!(report.findings[0].path, name.as_bytes());
+        if name == ".bcow/index" {
+            let error = union.try_changes(Scope::Layer).err().unwrap();
+            assert_eq!(error.to_string(), "cannot read \".bcow/index\"");
+        }
+    }
+}

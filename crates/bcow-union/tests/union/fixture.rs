@@ -1,0 +1,334 @@
+//! A union on an upper of its own, asked by paths.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow_erofs::reader::FileType;
+use bcow_testkit::{has_program, lacks};
+use bcow_union::NodeId;
+use bcow_union::fs::{
+    Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SetHow, SyncWhat, UnionFs,
+};
+use bcow_union::options::{SketchChoice, UnionOptions};
+use rustix::io::Errno;
+use tempfile::TempDir;
+
+use crate::host;
+use crate::image::{self, Image};
+use crate::tree::{Bytes, FirstNames, Seen, Tree, join};
+
+pub const ROOT: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+    umask: 0o022,
+};
+
+/// A union, which can be closed and opened again, with its image and its upper. What it makes is root's.
+pub struct Union {
+    directory: TempDir,
+    image: &'static Image,
+    pub options: UnionOptions,
+    fs: Option<Arc<UnionFs>>,
+}
+
+/// Open, on the image of few files. This and those below make none where the machine lacks what it takes.
+pub fn open() -> Option<Union> {
+    open_with(UnionOptions::default())
+}
+
+/// Open, on the image of few files.
+pub fn open_with(options: UnionOptions) -> Option<Union> {
+    closed_on(image::few, options).map(Union::opened)
+}
+
+/// Open, with sparse sketches on the image of many files.
+pub fn open_many() -> Option<Union> {
+    closed_on(image::many, with_sketches(SketchChoice::Sparse)).map(Union::opened)
+}
+
+/// Not opened yet, on the image of few files: its upper is not there.
+pub fn closed() -> Option<Union> {
+    closed_on(image::few, UnionOptions::default())
+}
+
+/// Not opened yet, on this image.
+pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option<Union> {
+    if lacks("root", rustix::process::geteuid().is_root())
+        || lacks("mkfs.erofs", has_program("mkfs.erofs"))
+    {
+        return None;
+    }
+    Some(Union {
+        directory: tempfile::tempdir().unwrap(),
+        image: image(),
+        options,
+        fs: None,
+    })
+}
+
+/// The usual options, but for the kind of sketches.
+pub fn with_sketches(sketch: SketchChoice) -> UnionOptions {
+    UnionOptions {
+        sketch,
+        ..UnionOptions::default()
+    }
+}
+
+/// The usual options, but for the most bytes that the upper may store.
+pub fn with_limit(bytes: u64) -> UnionOptions {
+    UnionOptions {
+        size_limit: Some(bytes),
+        ..UnionOptions::default()
+    }
+}
+
+/// Opening and closing, and where all lies.
+impl Union {
+    pub fn open(&mut self) {
+        let lower = LowerImage {
+            fs: self.image.filesystem(),
+            identity: [7; 32],
+            name: "image".into(),
+        };
+        let fs = UnionFs::open(lower, &self.upper(), "a test", &self.options);
+        self.fs = Some(fs.unwrap());
+    }
+
+    fn opened(mut self) -> Union {
+        self.open();
+        self
+    }
+
+    pub fn close(&mut self) {
+        self.take().close().unwrap();
+    }
+
+    /// The open union, for whoever closes it in another way.
+    pub fn take(&mut self) -> Arc<UnionFs> {
+        self.fs.take().unwrap()
+    }
+
+    /// Closes and opens again, as an unmount and a mount do.
+    pub fn reopen(&mut self) {
+        self.close();
+        self.open();
+    }
+
+    pub fn fs(&self) -> &UnionFs {
+        self.fs.as_deref().unwrap()
+    }
+
+    pub fn image(&self) -> &'static Image {
+        self.image
+    }
+
+    /// What the upper lies in.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub fn upper(&self) -> PathBuf {
+        self.directory.path().join("upper")
+    }
+
+    /// Where a path lies on the host.
+    pub fn host(&self, path: &str) -> PathBuf {
+        self.upper().join(path)
+    }
+
+    /// How many maps of sketches there are.
+    pub fn maps(&self) -> usize {
+        host::count(&self.host(".bcow/maps"))
+    }
+}
+
+/// What is there.
+impl Union {
+    pub fn get(&self, path: &str) -> Option<Attributes> {
+        let mut found = self.fs().attributes(NodeId::ROOT).unwrap();
+        for name in path.split('/').filter(|name| !name.is_empty()) {
+            found = self.fs().lookup(found.node, name.as_bytes()).unwrap()?;
+        }
+        Some(found)
+    }
+
+    pub fn id(&self, path: &str) -> NodeId {
+        let found = self.get(path);
+        found.unwrap_or_else(|| panic!("{path} is there")).node
+    }
+
+    /// The directory that a path is in, and its name there.
+    fn place<'a>(&self, path: &'a str) -> (NodeId, &'a [u8]) {
+        let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
+        (self.id(parent), name.as_bytes())
+    }
+
+    pub fn content(&self, path: &str) -> Vec<u8> {
+        self.read(self.id(path))
+    }
+
+    pub fn read(&self, id: NodeId) -> Vec<u8> {
+        let (mut all, mut scratch) = (Vec::new(), Vec::new());
+        loop {
+            let at = all.len() as u64;
+            let read = self.fs().read(id, at, 65536, &mut scratch, <[u8]>::to_vec);
+            let read = read.unwrap();
+            if read.is_empty() {
+                return all;
+            }
+            all.extend(read);
+        }
+    }
+
+    pub fn names(&self, path: &str) -> Vec<String> {
+        self.names_of(self.id(path))
+    }
+
+    pub fn names_of(&self, id: NodeId) -> Vec<String> {
+        let handle = self.fs().open_directory(id).unwrap();
+        let mut names = Vec::new();
+        let mut take = |entry: bcow_union::fs::Entry<'_>| {
+            names.push(String::from_utf8(entry.name.to_vec()).unwrap());
+            ControlFlow::Continue(())
+        };
+        self.fs().read_directory(handle, 0, &mut take).unwrap();
+        self.fs().close_directory(handle);
+        names.retain(|name| name != "." && name != "..");
+        names.sort();
+        names
+    }
+
+    pub fn xattr(&self, path: &str, name: &str) -> Result<Vec<u8>, Errno> {
+        self.fs().xattr(self.id(path), name.as_bytes())
+    }
+
+    /// In order.
+    pub fn xattr_names(&self, path: &str) -> Vec<String> {
+        let names = self.fs().xattr_names(self.id(path)).unwrap();
+        let names = String::from_utf8(names).unwrap();
+        let mut names: Vec<_> = names.split_terminator('\0').map(str::to_owned).collect();
+        names.sort();
+        names
+    }
+
+    /// Every path with what it names, its number of names, and what there is to see.
+    fn walk(&self) -> BTreeMap<String, (NodeId, u32, Seen)> {
+        let mut tree = BTreeMap::new();
+        let mut firsts = FirstNames::default();
+        let mut todo = vec![(String::new(), self.get("").unwrap())];
+        while let Some((path, found)) = todo.pop() {
+            let content = match found.kind {
+                FileType::Directory => {
+                    // The last is taken first, so that paths come in order.
+                    for name in self.names_of(found.node).into_iter().rev() {
+                        let child = self.fs().lookup(found.node, name.as_bytes()).unwrap();
+                        todo.push((join(&path, &name), child.unwrap()));
+                    }
+                    Vec::new()
+                }
+                FileType::Regular => self.read(found.node),
+                FileType::Symlink => self.fs().read_link(found.node).unwrap(),
+                _ => Vec::new(),
+            };
+            let seen = Seen {
+                kind: found.kind,
+                permissions: found.permissions,
+                owner: (found.uid, found.gid),
+                mtime: (found.mtime.seconds, found.mtime.nanoseconds),
+                names: firsts.of(found.kind, found.node.0, found.nlink, &path),
+                content: Bytes(content),
+            };
+            tree.insert(path, (found.node, found.nlink, seen));
+        }
+        tree
+    }
+
+    pub fn tree(&self) -> Tree {
+        let all = self.walk().into_iter();
+        all.map(|(path, (_, _, seen))| (path, seen)).collect()
+    }
+
+    /// Asserts that nothing changes by closing and opening.
+    pub fn assert_kept(&mut self) {
+        let before = self.walk();
+        self.reopen();
+        crate::tree::assert_same(&before, &self.walk(), "opened again");
+    }
+}
+
+/// Requests.
+impl Union {
+    pub fn create(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
+        let (parent, name) = self.place(path);
+        self.fs().create(&ROOT, parent, name, mode)
+    }
+
+    pub fn make_directory(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
+        let (parent, name) = self.place(path);
+        self.fs().make_directory(&ROOT, parent, name, mode)
+    }
+
+    pub fn unlink(&self, path: &str) -> Result<(), Errno> {
+        let (parent, name) = self.place(path);
+        self.fs().unlink(parent, name)
+    }
+
+    pub fn remove_directory(&self, path: &str) -> Result<(), Errno> {
+        let (parent, name) = self.place(path);
+        self.fs().remove_directory(parent, name)
+    }
+
+    /// In the place of what has the new name.
+    pub fn rename(&self, from: &str, to: &str) -> Result<(), Errno> {
+        self.rename_how(from, to, RenameHow::Replace)
+    }
+
+    pub fn rename_how(&self, from: &str, to: &str, how: RenameHow) -> Result<(), Errno> {
+        let (parent, name) = self.place(from);
+        let (to_parent, to_name) = self.place(to);
+        self.fs().rename(parent, name, to_parent, to_name, how)
+    }
+
+    /// Writes all of it.
+    pub fn write(&self, path: &str, offset: u64, data: &[u8]) {
+        let written = self.write_to(self.id(path), offset, data).unwrap();
+        assert_eq!(written as usize, data.len());
+    }
+
+    /// Writes as somebody without privileges.
+    pub fn write_to(&self, id: NodeId, offset: u64, data: &[u8]) -> Result<u32, Errno> {
+        self.fs().write(id, offset, data, Privileges::Drop)
+    }
+
+    pub fn sync(&self, path: &str) {
+        self.fs().sync(self.id(path), SyncWhat::All).unwrap();
+    }
+
+    pub fn set_attributes(&self, path: &str, changes: &Changes) -> Attributes {
+        self.fs().set_attributes(self.id(path), changes).unwrap()
+    }
+
+    pub fn set_permissions(&self, path: &str, permissions: u16) {
+        let changes = Changes {
+            permissions: Some(permissions),
+            ..Changes::default()
+        };
+        self.set_attributes(path, &changes);
+    }
+
+    pub fn set_size(&self, path: &str, size: u64) {
+        let changes = Changes {
+            size: Some(size),
+            ..Changes::default()
+        };
+        self.set_attributes(path, &changes);
+    }
+
+    pub fn set_xattr(&self, path: &str, name: &str, value: &[u8]) {
+        let (id, name) = (self.id(path), name.as_bytes());
+        self.fs().set_xattr(id, name, value, SetHow::Any).unwrap();
+    }
+}

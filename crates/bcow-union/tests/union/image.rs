@@ -1,0 +1,132 @@
+//! The images below the unions, and what is in them.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, LazyLock};
+
+use bcow::BlockDevice;
+use bcow_erofs::reader::Filesystem;
+use bcow_testkit::Random;
+
+use crate::host::set_attribute;
+
+/// Bytes that are the same for the same seed.
+pub fn noise(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    (0..length).map(|_| random.next_u64() as u8).collect()
+}
+
+/// The attribute with an ACL in it.
+pub const ACCESS_ACL: &str = "system.posix_acl_access";
+
+/// An ACL of tags, permissions, and whom they are for.
+pub fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
+    let mut bytes = 2_u32.to_le_bytes().to_vec();
+    for (tag, permissions, id) in entries {
+        bytes.extend(tag.to_le_bytes());
+        bytes.extend(permissions.to_le_bytes());
+        bytes.extend(id.to_le_bytes());
+    }
+    bytes
+}
+
+/// An ACL that lets everybody read, and user 1000 do `may`.
+pub fn acl_of_user(may: u16) -> Vec<u8> {
+    const NOBODY: u32 = u32::MAX;
+    acl(&[
+        (0x01, 7, NOBODY),
+        (0x02, may, 1000),
+        (0x04, 5, NOBODY),
+        (0x10, 7, NOBODY),
+        (0x20, 5, NOBODY),
+    ])
+}
+
+/// The size of the file `big` of the image of few files.
+pub const BIG: usize = 300_000;
+
+/// What is in the file `big` of the image of few files.
+pub fn big() -> Vec<u8> {
+    noise(1, BIG)
+}
+
+/// An EROFS image.
+pub struct Image(Arc<Vec<u8>>);
+
+/// One of each kind, a file of two names, one that is large enough for sketches, and an ACL at the root.
+pub fn few() -> &'static Image {
+    &IMAGES[0]
+}
+
+/// Files of all sizes around a block, so that ends lie beside inodes and in blocks, and one of four names.
+pub fn many() -> &'static Image {
+    &IMAGES[1]
+}
+
+// Made together and once: a child that was just forked would hold another test's lock for a moment.
+static IMAGES: LazyLock<[Image; 2]> = LazyLock::new(|| [Image::of(fill_few), Image::of(fill_many)]);
+
+fn fill_few(tree: &Path) {
+    fs::create_dir_all(tree.join("dir/sub")).unwrap();
+    fs::write(tree.join("small"), b"small file\n").unwrap();
+    fs::write(tree.join("big"), big()).unwrap();
+    fs::write(tree.join("dir/x"), b"x").unwrap();
+    fs::write(tree.join("dir/sub/y"), b"y").unwrap();
+    fs::write(tree.join("h1"), b"two names").unwrap();
+    fs::hard_link(tree.join("h1"), tree.join("h2")).unwrap();
+    symlink("small", tree.join("link")).unwrap();
+    fs::create_dir(tree.join("empty")).unwrap();
+    fs::set_permissions(tree, fs::Permissions::from_mode(0o755)).unwrap();
+    set_attribute(tree, ACCESS_ACL, &acl_of_user(7));
+}
+
+fn fill_many(tree: &Path) {
+    for name in ["a/b/c", "a/d", "e/f", "g"] {
+        fs::create_dir_all(tree.join(name)).unwrap();
+    }
+    let sizes = [0, 1, 100, 4095, 4096, 4097, 70_000, 131_072, 300_001];
+    for (index, size) in sizes.into_iter().enumerate() {
+        let parent = ["a", "a/b", "a/b/c", "e", "g"][index % 5];
+        let path = tree.join(parent).join(format!("file{index}"));
+        fs::write(path, noise(index as u64, size)).unwrap();
+    }
+    fs::write(tree.join("large"), noise(77, 2_000_000)).unwrap();
+    fs::write(tree.join("h1"), noise(78, 100_000)).unwrap();
+    for link in ["a/h2", "a/b/h3", "g/h4"] {
+        fs::hard_link(tree.join("h1"), tree.join(link)).unwrap();
+    }
+    symlink("a/file0", tree.join("link")).unwrap();
+}
+
+impl Image {
+    /// As the reference tool makes it of a tree.
+    fn of(fill: fn(&Path)) -> Image {
+        let directory = tempfile::tempdir().unwrap();
+        let [tree, image] = ["tree", "image"].map(|name| directory.path().join(name));
+        fs::create_dir(&tree).unwrap();
+        fill(&tree);
+        let status = Command::new("mkfs.erofs")
+            .args(["--quiet", "-x1"])
+            .args(["-U", "6a0f7b5e-0000-4000-8000-00000000bc0f"])
+            .args([&image, &tree])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        assert!(status.unwrap().success());
+        let mut bytes = fs::read(image).unwrap();
+        bytes.resize(bytes.len().next_multiple_of(4096), 0);
+        Image(Arc::new(bytes))
+    }
+
+    /// Its bytes.
+    pub fn device(&self) -> Arc<dyn BlockDevice> {
+        self.0.clone()
+    }
+
+    /// What is in it.
+    pub fn filesystem(&self) -> Arc<Filesystem> {
+        Arc::new(Filesystem::open(self.device()).unwrap())
+    }
+}

@@ -1,0 +1,151 @@
+//! The index, which counts the names of files that have several in the image.
+
+use std::fs;
+use std::path::PathBuf;
+
+use bcow_union::upper::check;
+
+use crate::fixture::{Union, open_many};
+use crate::host::{attribute, make_whiteout, set_attribute};
+
+/// Where the index says how many names there are.
+const NAMES: &str = "trusted.overlay.nlink";
+
+/// The names of the file of four.
+const LINKS: [&str; 4] = ["h1", "a/h2", "a/b/h3", "g/h4"];
+
+/// Its only entry.
+impl Union {
+    pub fn entry_of_index(&self) -> Option<PathBuf> {
+        let mut entries = fs::read_dir(self.host(".bcow/index")).unwrap();
+        entries.next().map(|entry| entry.unwrap().path())
+    }
+
+    pub fn names_mark(&self) -> String {
+        let value = attribute(&self.entry_of_index().unwrap(), NAMES).unwrap();
+        String::from_utf8(value).unwrap()
+    }
+
+    fn set_names_mark(&self, value: &str) {
+        set_attribute(&self.entry_of_index().unwrap(), NAMES, value.as_bytes());
+    }
+}
+
+/// Closed again when the file of four names was written to.
+fn linked(length: usize) -> Option<Union> {
+    let mut union = open_many()?;
+    union.write("h1", 0, &vec![b'x'; length]);
+    union.close();
+    assert_eq!(union.names_mark(), "U+2");
+    Some(union)
+}
+
+/// What a crash leaves between the steps of a copy-up, of a further name's, and of the removal of one: the mark is relative to
+/// the image's count, and all names are what was written.
+#[test]
+fn the_number_of_names_survives_a_crash_while_links_change() {
+    // Whether the copy has its place; what the mark says; whether a name was removed; how many names there are said to be.
+    for (is_placed, mark, is_removed, said) in [
+        (false, "L+0", false, 4),
+        (true, "L+0", false, 4),
+        (true, "L+0", true, 4),
+        (true, "L-1", true, 3),
+    ] {
+        let Some(mut union) = linked(3) else { return };
+        union.set_names_mark(mark);
+        if !is_placed {
+            fs::remove_file(union.host("h1")).unwrap();
+        }
+        if is_removed {
+            fs::create_dir(union.host("g")).unwrap();
+            make_whiteout(&union.host("g/h4"));
+        }
+        union.assert_sound();
+        union.open();
+        assert_eq!(union.get("a/h2").unwrap().nlink, said);
+        assert_eq!(&union.names_mark()[..1], "U");
+        let mut left = said;
+        for name in LINKS {
+            let Some(found) = union.get(name) else {
+                continue;
+            };
+            assert_eq!(found.nlink, left, "{mark} {name}");
+            assert_eq!(&union.read(found.node)[..3], b"xxx", "{mark} {name}");
+            union.unlink(name).unwrap();
+            left -= 1;
+        }
+        assert_eq!(union.entry_of_index().is_some(), left > 0, "{mark}");
+        union.close();
+        if left > 0 {
+            assert_eq!(union.found(), ["upper-index-leak"]);
+            union.repair();
+        }
+        union.assert_sound();
+    }
+}
+
+#[test]
+fn an_entry_of_the_index_without_a_name_is_removed_with_its_map() {
+    let Some(union) = linked(5000) else { return };
+    union.assert_sound();
+    assert_eq!(union.maps(), 1);
+    fs::remove_file(union.host("h1")).unwrap();
+    for name in ["a", "a/b", "g"] {
+        fs::create_dir(union.host(name)).unwrap();
+    }
+    for name in LINKS {
+        make_whiteout(&union.host(name));
+    }
+    // It says that there are four names.
+    assert_eq!(union.names_mark(), "U+2");
+    assert_eq!(union.found(), ["upper-index-leak"]);
+    union.repair();
+    assert_eq!(union.entry_of_index(), None);
+    assert_eq!(union.maps(), 0);
+    union.assert_sound();
+}
+
+#[test]
+fn a_wrong_number_of_names_is_corrected() {
+    let Some(union) = linked(1) else { return };
+    union.set_names_mark("U+9");
+    let report = union.checked();
+    assert_eq!(union.found(), ["upper-nlink"]);
+    let instance = union.instance().unwrap();
+    assert_eq!(check::repair(&instance, &report).unwrap().len(), 1);
+    drop(instance);
+    union.assert_sound();
+}
+
+#[test]
+fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
+    let Some(union) = linked(3) else { return };
+    for (mark, wrong) in [("L+0", 0), ("L+1", 0), ("L+2", 1), ("L-1", 1), ("U+3", 1)] {
+        union.set_names_mark(mark);
+        assert_eq!(union.found(), vec!["upper-nlink"; wrong], "{mark}");
+        if wrong > 0 {
+            union.repair();
+            assert_eq!(union.names_mark(), "U+2");
+            union.assert_sound();
+        }
+    }
+    // A temporary is no name, neither when names are counted nor after it is gone.
+    union.set_names_mark("U+2");
+    let entry = union.entry_of_index().unwrap();
+    fs::hard_link(entry, union.host(".bcow/work/0")).unwrap();
+    assert_eq!(union.found(), ["upper-work-leak"]);
+    union.set_names_mark("U+7");
+    union.repair();
+    assert_eq!(union.names_mark(), "U+2");
+    union.assert_sound();
+}
+
+/// Without the image nobody can count, and a count that is too low must not cost the file.
+#[test]
+fn an_entry_of_the_index_that_has_names_is_never_removed() {
+    let Some(union) = linked(3) else { return };
+    union.set_names_mark("U-2");
+    assert_eq!(union.found(), ["upper-nlink"]);
+    union.repair();
+    assert_eq!(union.names_mark(), "U+2");
+}

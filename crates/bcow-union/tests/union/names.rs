@@ -1,0 +1,218 @@
+//! Names: made, removed, renamed and listed.
+
+use std::fs;
+use std::mem::MaybeUninit;
+use std::ops::ControlFlow;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+
+use bcow_union::NodeId;
+use bcow_union::fs::{Caller, Changes, RenameHow};
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use rustix::fs::{Gid, IFlags, Uid};
+use rustix::io::Errno;
+
+use crate::fixture::{ROOT, closed, open};
+use crate::host::{is_whiteout, set_attribute};
+
+const USER: Caller = Caller {
+    uid: 65534,
+    gid: 65534,
+    pid: 1,
+    umask: 0,
+};
+
+/// Runs as an ordinary user: of Linux's, each thread has its own owner.
+fn as_ordinary_user(run: impl FnOnce() + Send) {
+    let (uid, gid) = (Uid::from_raw(USER.uid), Gid::from_raw(USER.gid));
+    let thread = || {
+        rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
+        rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+        run();
+    };
+    std::thread::scope(|scope| scope.spawn(thread).join().unwrap());
+}
+
+#[test]
+fn removed_names_are_whiteouts_and_new_ones_take_their_place() {
+    let Some(mut union) = open() else { return };
+    union.unlink("small").unwrap();
+    assert!(union.get("small").is_none());
+    assert!(is_whiteout(&union.host("small")));
+    assert_eq!(union.remove_directory("dir"), Err(Errno::NOTEMPTY));
+    union.unlink("dir/sub/y").unwrap();
+    union.remove_directory("dir/sub").unwrap();
+    union.unlink("dir/x").unwrap();
+    union.remove_directory("dir").unwrap();
+    assert!(is_whiteout(&union.host("dir")));
+    union.assert_kept();
+    union.make_directory("dir", 0o777).unwrap();
+    assert!(union.names("dir").is_empty());
+    assert_eq!(union.get("dir").unwrap().permissions, 0o755);
+    union.create("small", 0o666).unwrap();
+    assert_eq!(union.content("small"), b"");
+    assert_eq!(union.create("big", 0o666), Err(Errno::EXIST));
+    union.assert_kept();
+}
+
+#[test]
+fn lower_directory_is_renamed_with_all_that_is_in_it() {
+    let Some(mut union) = open() else { return };
+    let (dir, y) = (union.id("dir"), union.id("dir/sub/y"));
+    union
+        .rename_how("dir", "moved", RenameHow::NoReplace)
+        .unwrap();
+    assert!(union.get("dir").is_none());
+    assert!(is_whiteout(&union.host("dir")));
+    assert_eq!((union.id("moved"), union.id("moved/sub/y")), (dir, y));
+    union.write("moved/sub/y", 1, b"es");
+    assert_eq!(union.rename("moved", "moved/in"), Err(Errno::INVAL));
+    // Over an empty lower directory, and another in its old place.
+    union.rename("moved", "empty").unwrap();
+    union.make_directory("dir", 0o700).unwrap();
+    assert!(union.names("dir").is_empty());
+    assert_eq!(union.names("empty"), ["sub", "x"]);
+    assert_eq!(union.content("empty/sub/y"), b"yes");
+    union.assert_kept();
+    union
+        .rename_how("dir", "empty", RenameHow::Exchange)
+        .unwrap();
+    assert_eq!(union.names("dir"), ["sub", "x"]);
+    assert!(union.names("empty").is_empty());
+    union.assert_kept();
+}
+
+#[test]
+fn a_directory_that_cannot_be_replaced_stays_as_it_was() {
+    let Some(mut union) = open() else { return };
+    let from = union.make_directory("from", 0o755).unwrap().node;
+    union.make_directory("target", 0o755).unwrap();
+    let changes = Changes {
+        permissions: Some(0o711),
+        uid: Some(5),
+        ..Changes::default()
+    };
+    union.set_attributes("target", &changes);
+    union.set_xattr("target", "user.x", b"y");
+    let before = union.get("target").unwrap();
+    // The host refuses to move what is immutable.
+    let host = fs::File::open(union.host("from")).unwrap();
+    if rustix::fs::ioctl_setflags(&host, IFlags::IMMUTABLE).is_err() {
+        return;
+    }
+    let moved = union.rename("from", "target");
+    rustix::fs::ioctl_setflags(&host, IFlags::empty()).unwrap();
+    assert_eq!(moved, Err(Errno::PERM));
+    for _ in 0..2 {
+        let after = union.get("target").unwrap();
+        assert_eq!((after.node, after.uid), (before.node, 5));
+        assert_eq!((after.permissions, after.mtime), (0o711, before.mtime));
+        assert_eq!(union.xattr("target", "user.x").unwrap(), b"y");
+        union.reopen();
+    }
+    assert_eq!(union.id("from"), from);
+    union.rename("from", "target").unwrap();
+    assert_eq!(union.id("target"), from);
+    union.assert_kept();
+}
+
+/// The kernel forgets an entry that it is shown without attributes: once for each.
+#[test]
+fn damaged_entries_of_a_listing_take_no_reference_from_an_open_file() {
+    let Some(union) = open() else { return };
+    const NAME: &str = "trusted.overlay.metacopy";
+    union.write("small", 0, b"S");
+    let new = union.create("new", 0o644).unwrap().node;
+    for name in ["small", "new"] {
+        set_attribute(&union.host(name), NAME, b"bad");
+    }
+    for taken in 0..12 {
+        let handle = union.fs().open_directory(NodeId::ROOT).unwrap();
+        let mut shown = Vec::new();
+        let mut left = taken;
+        union
+            .fs()
+            .read_directory_plus(handle, 0, &mut |entry| {
+                if left == 0 {
+                    return ControlFlow::Break(());
+                }
+                left -= 1;
+                let is_dot = matches!(entry.name, b"." | b"..");
+                shown.push((entry.attributes.map(|found| found.node), is_dot));
+                ControlFlow::Continue(())
+            })
+            .unwrap();
+        union.fs().close_directory(handle);
+        for (node, is_dot) in shown {
+            match node {
+                _ if is_dot => {}
+                Ok(node) | Err(node) => union.fs().forget(node, 1),
+            }
+        }
+    }
+    rustix::fs::removexattr(union.host("new"), NAME).unwrap();
+    let found = union.fs().attributes(new).map(|found| found.node);
+    assert_eq!(found, Ok(new));
+    // The one that its creation counted is the last.
+    union.fs().forget(new, 1);
+    assert_eq!(union.fs().attributes(new), Err(Errno::STALE));
+}
+
+#[test]
+fn meta_directory_is_not_part_of_the_tree() {
+    let Some(union) = open() else { return };
+    assert!(union.get(".bcow").is_none());
+    assert_eq!(union.create(".bcow", 0o600), Err(Errno::PERM));
+    assert_eq!(union.rename("small", ".bcow"), Err(Errno::PERM));
+    union.create("dir/.bcow", 0o600).unwrap();
+}
+
+/// Where owners are kept in an attribute, its owner must be able to set it, whatever the mode is.
+#[test]
+fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
+    let Some(mut union) = closed() else { return };
+    fs::create_dir(union.upper()).unwrap();
+    let everyone = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(union.directory(), everyone).unwrap();
+    chown(union.upper(), Some(USER.uid), Some(USER.gid)).unwrap();
+    as_ordinary_user(|| {
+        union.open();
+        let (fs, root) = (union.fs(), NodeId::ROOT);
+        let file = fs.create(&USER, root, b"object", 0o444).unwrap();
+        assert_eq!((file.uid, file.permissions), (USER.uid, 0o444));
+        union.write("object", 0, b"object");
+        fs.create(&USER, root, b"none", 0).unwrap();
+        for (name, mode) in [(&b"closed"[..], 0o555), (b"shut", 0)] {
+            let made = fs.make_directory(&USER, root, name, mode);
+            assert_eq!(made.unwrap().permissions, mode);
+        }
+        union.assert_kept();
+        assert_eq!(union.content("object"), b"object");
+        union.close();
+    });
+}
+
+/// What is not the mount's own from the start gets its place when it is complete: a crash leaves nothing with another owner.
+#[test]
+fn what_is_made_has_its_owner_when_it_has_its_name() {
+    let Some(union) = open() else { return };
+    let watch = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).unwrap();
+    let what = WatchFlags::CREATE | WatchFlags::MOVED_TO;
+    inotify::add_watch(&watch, union.upper(), what).unwrap();
+    let (fs, root) = (union.fs(), NodeId::ROOT);
+    fs.create(&USER, root, b"file", 0o644).unwrap();
+    fs.make_directory(&USER, root, b"directory", 0o755).unwrap();
+    fs.create(&ROOT, root, b"own", 0o644).unwrap();
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut reader = inotify::Reader::new(&watch, &mut buffer);
+    let mut seen = Vec::new();
+    while let Ok(event) = reader.next() {
+        let name = event.file_name().unwrap().to_str().unwrap().to_owned();
+        seen.push((name, event.events().contains(ReadFlags::MOVED_TO)));
+    }
+    let want = [("file", true), ("directory", true), ("own", false)];
+    assert_eq!(seen, want.map(|(name, moved)| (name.to_owned(), moved)));
+    for name in ["file", "directory"] {
+        let host = fs::metadata(union.host(name)).unwrap();
+        assert_eq!((host.uid(), host.gid()), (USER.uid, USER.gid));
+    }
+}

@@ -1,0 +1,142 @@
+//! Random changes, with both kinds of sketches: what is said of the upper is what the union showed.
+
+use bcow_erofs::reader::FileType;
+use bcow_erofs::tree::Timestamp;
+use bcow_testkit::Random;
+use bcow_union::NodeId;
+use bcow_union::fs::{Allocate, Attributes, Changes, RenameHow, SetTime};
+use bcow_union::options::SketchChoice;
+
+use crate::fixture::{ROOT, Union, closed_on, with_sketches};
+use crate::image::{self, noise};
+use crate::tree::{assert_same, tree_of};
+
+/// A name in a directory, with what it names.
+type Found = (NodeId, Vec<u8>, Attributes);
+
+/// All directories, and all names.
+fn all(union: &Union) -> (Vec<NodeId>, Vec<Found>) {
+    let (mut directories, mut files) = (Vec::new(), Vec::new());
+    let mut todo = vec![NodeId::ROOT];
+    while let Some(id) = todo.pop() {
+        directories.push(id);
+        for name in union.names_of(id) {
+            let name = name.into_bytes();
+            let child = union.fs().lookup(id, &name).unwrap().unwrap();
+            if child.kind == FileType::Directory {
+                todo.push(child.node);
+            }
+            files.push((id, name, child));
+        }
+    }
+    (directories, files)
+}
+
+/// One random change. That some are refused is as it should be.
+fn change(union: &Union, random: &mut Random) {
+    let fs = union.fs();
+    let (directories, files) = all(union);
+    let new = format!("new{}", random.below(30)).into_bytes();
+    let into = *random.pick(&directories);
+    if files.is_empty() {
+        let _ = fs.create(&ROOT, into, &new, 0o644);
+        return;
+    }
+    let (parent, name, found) = random.pick(&files).clone();
+    let size = found.size;
+    match random.below(14) {
+        0 => {
+            if let Ok(made) = fs.create(&ROOT, into, &new, 0o640) {
+                let data = noise(random.next_u64(), random.below(20_000) as usize);
+                let at = random.below(3) * 5000;
+                union.write_to(made.node, at, &data).unwrap();
+            }
+        }
+        1 => drop(fs.make_directory(&ROOT, into, &new, 0o750)),
+        2 => drop(fs.unlink(parent, &name)),
+        3 => drop(fs.remove_directory(parent, &name)),
+        4 | 5 => {
+            let how = *random.pick(&[
+                RenameHow::Replace,
+                RenameHow::NoReplace,
+                RenameHow::Exchange,
+            ]);
+            let (to, to_name) = match random.one_in(2) {
+                true => (into, new),
+                false => {
+                    let (to, name, _) = random.pick(&files).clone();
+                    (to, name)
+                }
+            };
+            let _ = fs.rename(parent, &name, to, &to_name, how);
+        }
+        6 => drop(fs.link(found.node, into, &new)),
+        7 => {
+            let set = Changes {
+                permissions: Some(random.below(0o1000) as u16),
+                uid: Some(random.below(3) as u32),
+                mtime: Some(SetTime::At(Timestamp {
+                    seconds: random.below(1 << 31) as i64,
+                    nanoseconds: random.below(1_000_000_000) as u32,
+                })),
+                ..Changes::default()
+            };
+            let _ = fs.set_attributes(found.node, &set);
+        }
+        8 if found.kind == FileType::Regular => {
+            let set = Changes {
+                size: Some(random.below(size * 2 + 5000)),
+                ..Changes::default()
+            };
+            fs.set_attributes(found.node, &set).unwrap();
+        }
+        9 if found.kind == FileType::Regular => {
+            let how = *random.pick(&[Allocate::PunchHole, Allocate::ZeroExtend, Allocate::Extend]);
+            let (at, length) = (random.below(size + 1), 1 + random.below(9000));
+            let _ = fs.allocate(found.node, at, length, how);
+        }
+        10 => drop(fs.make_symlink(&ROOT, into, &new, b"some/where")),
+        _ if found.kind == FileType::Regular => {
+            for _ in 0..=random.below(4) {
+                let data = noise(random.next_u64(), 1 + random.below(9000) as usize);
+                let at = random.below(size + 9000);
+                union.write_to(found.node, at, &data).unwrap();
+            }
+        }
+        _ => {}
+    }
+}
+
+/// `BCOW_ROUNDS` asks for more.
+fn rounds(sketch: SketchChoice, first: u64) {
+    let count = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
+    for seed in first..first + count {
+        let Some(mut union) = closed_on(image::many, with_sketches(sketch)) else {
+            return;
+        };
+        let before = tree_of(&union.image().filesystem());
+        let mut random = Random::new(seed);
+        for _ in 0..3 {
+            union.open();
+            for _ in 0..1 + random.below(40) {
+                change(&union, &mut random);
+            }
+            let shown = union.tree();
+            union.close();
+            let told = union.put_together();
+            assert_same(&shown, &told, &format!("seed {seed}"));
+            union.assert_sound();
+            union.assert_touched(&before, &told);
+        }
+    }
+}
+
+#[test]
+fn an_upper_with_sparse_sketches_is_what_the_union_showed() {
+    rounds(SketchChoice::Sparse, 0);
+}
+
+#[test]
+fn an_upper_with_packed_sketches_is_what_the_union_showed() {
+    rounds(SketchChoice::Packed, 1 << 32);
+}

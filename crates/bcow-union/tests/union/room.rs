@@ -1,0 +1,99 @@
+//! The limit of what an upper may store.
+
+use std::fs;
+
+use bcow_union::fs::Allocate;
+use bcow_union::options::{SketchChoice, UnionOptions};
+use rustix::io::Errno;
+
+use crate::fixture::{open_with, with_limit};
+use crate::host::attribute;
+use crate::image::{BIG, big, noise};
+
+#[test]
+fn limit_counts_what_is_stored_and_deleting_makes_room() {
+    let Some(mut union) = open_with(with_limit(10 * 4096)) else {
+        return;
+    };
+    let node = union.id("big");
+    for block in 0..10 {
+        union.write("big", block * 8192, b"x");
+    }
+    assert_eq!(union.write_to(node, 100_001, b"x"), Err(Errno::NOSPC));
+    // What is stored already can be written again.
+    union.write("big", 0, b"y");
+    union.reopen();
+    let node = union.id("big");
+    assert_eq!(union.write_to(node, 100_001, b"x"), Err(Errno::NOSPC));
+    union.unlink("big").unwrap();
+    union.fs().forget(node, 1000);
+    let new = union.create("new", 0o644).unwrap().node;
+    let data = noise(3, 11 * 4096);
+    assert_eq!(union.write_to(new, 0, &data), Ok(10 * 4096));
+    assert_eq!(union.write_to(new, 10 * 4096, b"x"), Err(Errno::NOSPC));
+    // Also of one that nobody looked into since it was mounted.
+    union.reopen();
+    let node = union.id("new");
+    union.unlink("new").unwrap();
+    union.fs().forget(node, 1000);
+    let new = union.create("newer", 0o644).unwrap().node;
+    assert_eq!(union.write_to(new, 0, &data), Ok(10 * 4096));
+}
+
+#[test]
+fn space_that_was_allocated_is_free_when_the_file_is_gone() {
+    let Some(union) = open_with(with_limit(100 * 4096)) else {
+        return;
+    };
+    let fs = union.fs();
+    let used = || fs.report().counted_bytes / 4096;
+    let new = union.create("new", 0o644).unwrap().node;
+    fs.allocate(new, 0, 90 * 4096, Allocate::Extend).unwrap();
+    union.write("new", 4096, b"some bytes");
+    assert_eq!(used(), 90);
+    fs.forget(new, 1000);
+    assert_eq!(used(), 1);
+    union.write("new", 0, b"more");
+    assert_eq!(used(), 2);
+    let node = union.id("new");
+    union.unlink("new").unwrap();
+    fs.forget(node, 1000);
+    assert_eq!(used(), 0);
+}
+
+#[test]
+fn a_first_write_without_room_leaves_the_images_file() {
+    let options = UnionOptions {
+        sketch: SketchChoice::Packed,
+        ..with_limit(4096)
+    };
+    let Some(mut union) = open_with(options) else {
+        return;
+    };
+    union.set_permissions("big", 0o600);
+    union.rename("big", "BIG").unwrap();
+    let host = union.host("BIG");
+    let before = union.get("BIG").unwrap().mtime;
+    for _ in 0..3 {
+        let node = union.id("BIG");
+        for _ in 0..2 {
+            assert_eq!(union.write_to(node, 5, b"x"), Err(Errno::NOSPC));
+            assert_eq!(union.content("BIG"), big());
+        }
+        assert_eq!(fs::metadata(&host).unwrap().len(), BIG as u64);
+        let xattr = |name| attribute(&host, name);
+        assert_eq!(xattr("trusted.bcow.sketch"), None);
+        assert_eq!(xattr("trusted.overlay.metacopy"), Some(vec![]));
+        assert_eq!(xattr("trusted.overlay.redirect"), Some(b"/big".to_vec()));
+        union.assert_kept();
+    }
+    assert_eq!(union.get("BIG").unwrap().mtime, before);
+    // With room it can be written to.
+    union.options.size_limit = None;
+    union.reopen();
+    union.write("BIG", 5, b"x");
+    union.assert_kept();
+    let mut expected = big();
+    expected[5] = b'x';
+    assert_eq!(union.content("BIG"), expected);
+}

@@ -1,0 +1,91 @@
+//! All there is to see in a union or an image.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::{self, Debug};
+
+use bcow_erofs::reader::{FileType, Filesystem, Walk};
+
+/// What there is to see of a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen {
+    pub kind: FileType,
+    pub permissions: u16,
+    pub owner: (u32, u32),
+    pub mtime: (i64, u32),
+    /// Of all but directories, the number of their names, and the first of them.
+    pub names: Option<(u32, String)>,
+    pub content: Bytes,
+}
+
+/// Content, of which a failure shows the start only.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Bytes(pub Vec<u8>);
+
+impl Debug for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let start = &self.0[..self.0.len().min(8)];
+        write!(f, "{} bytes, {start:?}…", self.0.len())
+    }
+}
+
+/// Paths from the root, which is empty, with what is there.
+pub type Tree = BTreeMap<String, Seen>;
+
+/// The first path of each file while a tree is walked in order.
+#[derive(Default)]
+pub struct FirstNames(HashMap<u64, String>);
+
+impl FirstNames {
+    /// What [`Seen::names`] is of the file `id` that was met at `path`.
+    pub fn of(&mut self, kind: FileType, id: u64, nlink: u32, path: &str) -> Option<(u32, String)> {
+        let first = self.0.entry(id).or_insert_with(|| path.to_owned());
+        (kind != FileType::Directory).then(|| (nlink, first.clone()))
+    }
+}
+
+pub fn join(path: &str, name: &str) -> String {
+    match path {
+        "" => name.to_owned(),
+        path => format!("{path}/{name}"),
+    }
+}
+
+/// All that is in an image.
+pub fn tree_of(fs: &Filesystem) -> Tree {
+    let mut tree = Tree::new();
+    let mut firsts = FirstNames::default();
+    let mut walk = Walk::new(fs);
+    while let Some(inode) = walk.next().unwrap() {
+        let path = String::from_utf8(walk.path().to_vec()).unwrap();
+        let content = match inode.kind {
+            FileType::Regular => {
+                let mut content = vec![0; inode.size as usize];
+                assert_eq!(fs.read(&inode, 0, &mut content).unwrap(), content.len());
+                content
+            }
+            FileType::Symlink => fs.read_link(&inode).unwrap(),
+            _ => Vec::new(),
+        };
+        let seen = Seen {
+            kind: inode.kind,
+            permissions: inode.permissions,
+            owner: (inode.uid, inode.gid),
+            mtime: (inode.mtime.seconds, inode.mtime.nanoseconds),
+            names: firsts.of(inode.kind, inode.nid.0, inode.nlink, &path),
+            content: Bytes(content),
+        };
+        tree.insert(path, seen);
+    }
+    tree
+}
+
+/// Asserts path by path that what was `shown` is `told` too.
+pub fn assert_same<T: Debug + PartialEq>(
+    shown: &BTreeMap<String, T>,
+    told: &BTreeMap<String, T>,
+    what: &str,
+) {
+    for path in shown.keys().chain(told.keys()) {
+        assert_eq!(shown.get(path), told.get(path), "{what}: {path:?}");
+    }
+}

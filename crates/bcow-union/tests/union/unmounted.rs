@@ -1,0 +1,114 @@
+//! What is said of an upper without a mount: its changes, what it is together with the image, and whether it is sound.
+
+use std::sync::Arc;
+
+use bcow_erofs::merge::merge;
+use bcow_erofs::overlay::{ReadOptions, read_layer};
+use bcow_erofs::tree::LayerTree;
+use bcow_union::upper::check::{self, CheckedImage, Report};
+use bcow_union::upper::{
+    Changes, ChangesError, Instance, LOWER_FROM, Scope, Spliced, Store, UpperError, UpperReader,
+};
+
+use crate::fixture::{Union, open_many};
+use crate::image::noise;
+use crate::tree::{Tree, tree_of};
+
+const MOST_INODES: u64 = 1 << 20;
+
+/// Closed again when the start of `large` was written, which is a sketch.
+pub fn sketched() -> Option<Union> {
+    let mut union = open_many()?;
+    union.write("large", 0, &noise(5, 8192));
+    union.close();
+    Some(union)
+}
+
+/// Layers over each other, as a file system.
+pub fn spliced(store: &Arc<Store>, layers: Vec<LayerTree>) -> Spliced {
+    store.filesystem(&merge(layers).unwrap()).unwrap()
+}
+
+/// What may be asked of a closed one.
+impl Union {
+    /// As whoever wants to write to the upper.
+    pub fn instance(&self) -> Result<Instance, UpperError> {
+        Instance::open_existing(&self.upper(), "a test")
+    }
+
+    pub fn reader(&self) -> UpperReader {
+        UpperReader::open(&self.upper()).unwrap()
+    }
+
+    pub fn try_changes(&self, scope: Scope) -> Result<Changes, ChangesError> {
+        let (fs, device) = (self.image().filesystem(), self.image().device());
+        Changes::read(&self.reader(), fs, device, scope, MOST_INODES)
+    }
+
+    pub fn changes(&self, scope: Scope) -> Changes {
+        self.try_changes(scope).unwrap()
+    }
+
+    /// What the upper and the image are together.
+    pub fn put_together(&self) -> Tree {
+        let changes = self.changes(Scope::Layer);
+        let options = ReadOptions {
+            place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
+            tails: LOWER_FROM,
+            max_inodes: MOST_INODES,
+        };
+        let lower = read_layer(&self.image().filesystem(), &options).unwrap();
+        tree_of(&spliced(&changes.store, vec![lower, changes.layer]).filesystem)
+    }
+
+    /// What the comparison looks at must have all that differs, and nothing that is only in one.
+    pub fn assert_touched(&self, before: &Tree, after: &Tree) {
+        let changes = self.changes(Scope::Touched);
+        let lower = vec![changes.touched.clone()];
+        let both = vec![changes.touched, changes.layer];
+        let [a, b] =
+            [lower, both].map(|layers| tree_of(&spliced(&changes.store, layers).filesystem));
+        for (seen, whole) in [(&a, before), (&b, after)] {
+            for (path, seen) in seen {
+                assert_eq!(whole.get(path), Some(seen), "{path:?}");
+            }
+        }
+        for path in before.keys().chain(after.keys()) {
+            if before.get(path) != after.get(path) {
+                let is_there = a.contains_key(path) || b.contains_key(path);
+                assert!(is_there, "{path:?} is left out");
+            }
+        }
+    }
+
+    fn checked_image(&self) -> CheckedImage {
+        CheckedImage {
+            filesystem: self.image().filesystem(),
+            device: self.image().device(),
+        }
+    }
+
+    pub fn checked(&self) -> Report {
+        check::check(&self.reader(), Some(&self.checked_image())).unwrap()
+    }
+
+    /// What is found, by its codes.
+    pub fn found(&self) -> Vec<&'static str> {
+        let findings = self.checked().findings;
+        findings.iter().map(|found| found.code).collect()
+    }
+
+    pub fn assert_sound(&self) {
+        let report = self.checked();
+        assert!(report.is_sound(), "{:#?}", report.findings);
+        assert!(report.findings.is_empty(), "{:#?}", report.findings);
+    }
+
+    /// Repairs as `bcow fsck --repair` does.
+    pub fn repair(&self) {
+        let instance = self.instance().unwrap();
+        let reader = UpperReader::of(&instance).unwrap();
+        let report = check::check(&reader, Some(&self.checked_image())).unwrap();
+        check::repair(&instance, &report).unwrap();
+    }
+}
