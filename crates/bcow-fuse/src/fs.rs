@@ -12,6 +12,7 @@ use bcow_union::node::NodeId;
 use rustix::io::Errno;
 
 pub use bcow_union::Seek;
+pub use bcow_union::fs::Entry;
 pub use bcow_union::image::COUNTED_EXTENTS;
 
 /// Longest name of a directory entry.
@@ -31,19 +32,6 @@ pub struct Node {
     pub inode: Inode,
     /// Allocated size in units of 512 bytes. Holes do not count.
     pub sectors: u64,
-}
-
-/// One name of a directory.
-#[derive(Debug, Clone, Copy)]
-pub struct Entry<'a> {
-    /// Its bytes.
-    pub name: &'a [u8],
-    /// What it names.
-    pub node: NodeId,
-    /// The type, as the directory has it.
-    pub kind: FileType,
-    /// Where to go on behind this entry.
-    pub next_cookie: u64,
 }
 
 /// Figures of the whole file system.

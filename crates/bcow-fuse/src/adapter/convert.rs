@@ -3,8 +3,8 @@
 use std::time::SystemTime;
 
 use bcow_erofs::tree::Timestamp;
-use bcow_union::fs::{Attributes, Caller, SetTime};
-use fuser::{FileAttr, INodeNo, Request, TimeOrNow};
+use bcow_union::fs::{Allocate, Attributes, Caller, Privileges, RenameHow, SetHow, SetTime};
+use fuser::{FileAttr, INodeNo, RenameFlags, Request, TimeOrNow, WriteFlags};
 
 use super::{NOBODY, file_type, system_time};
 
@@ -22,6 +22,49 @@ pub(super) fn caller(request: &Request, umask: u32) -> Caller {
     }
 }
 
+/// None for RENAME_WHITEOUT, which leaves a device 0:0 behind: here that hides a name rather than being there.
+pub(super) fn rename_how(flags: RenameFlags) -> Option<RenameHow> {
+    match flags {
+        flags if flags.is_empty() => Some(RenameHow::Replace),
+        RenameFlags::RENAME_NOREPLACE => Some(RenameHow::NoReplace),
+        RenameFlags::RENAME_EXCHANGE => Some(RenameHow::Exchange),
+        _ => None,
+    }
+}
+
+pub(super) fn set_how(flags: i32) -> Option<SetHow> {
+    match flags {
+        0 => Some(SetHow::Any),
+        libc::XATTR_CREATE => Some(SetHow::Create),
+        libc::XATTR_REPLACE => Some(SetHow::Replace),
+        _ => None,
+    }
+}
+
+pub(super) fn allocate_how(mode: i32) -> Option<Allocate> {
+    const PUNCH_AND_KEEP: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    const ZERO_AND_KEEP: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+    match mode {
+        0 => Some(Allocate::Extend),
+        libc::FALLOC_FL_KEEP_SIZE => Some(Allocate::KeepSize),
+        PUNCH_AND_KEEP => Some(Allocate::PunchHole),
+        libc::FALLOC_FL_ZERO_RANGE => Some(Allocate::ZeroExtend),
+        ZERO_AND_KEEP => Some(Allocate::ZeroKeep),
+        _ => None,
+    }
+}
+
+pub(super) fn privileges_of_writer(flags: WriteFlags) -> Privileges {
+    if flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
+        Privileges::Drop
+    } else if flags.contains(WriteFlags::FUSE_WRITE_CACHE) {
+        // Pages that the kernel writes back: it took away what had to go when they were written to.
+        Privileges::KeepAll
+    } else {
+        Privileges::Keep
+    }
+}
+
 /// A list of names, each with a zero byte behind it, without those of `trusted.` attributes.
 pub(super) fn without_trusted(names: &[u8]) -> Vec<u8> {
     names
@@ -32,7 +75,7 @@ pub(super) fn without_trusted(names: &[u8]) -> Vec<u8> {
         .collect()
 }
 
-pub(super) fn encoded(attributes: &Attributes) -> FileAttr {
+pub(super) fn encoded(attributes: Attributes) -> FileAttr {
     FileAttr {
         ino: INodeNo(attributes.node.0),
         size: attributes.size,

@@ -5,20 +5,16 @@
 mod convert;
 mod privileges;
 pub(crate) mod readonly;
+mod reply;
 pub(crate) mod writable;
 
-use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::time::{Duration, SystemTime};
 
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::{DeviceNumber, Timestamp};
-use bcow_union::{NodeId, Seek};
-use fuser::{
-    FileAttr, Generation, INodeNo, InitFlags, KernelConfig, ReplyData, ReplyEmpty, ReplyLseek,
-    ReplyXattr,
-};
-use rustix::io::Errno;
+use bcow_union::NodeId;
+use fuser::{FileAttr, Generation, INodeNo, InitFlags, KernelConfig};
 
 use crate::stats::STATS_XATTR;
 
@@ -37,14 +33,17 @@ const READAHEAD_BYTES: u32 = 1 << 20;
 /// starves several streams at once.
 const BACKGROUND_REQUESTS: u16 = 64;
 
-thread_local! {
-    /// Where a thread puts together what it replies with.
-    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Agrees with the kernel on how to talk: what of `wanted` it has, and the sizes that hold for every mount. Returns what
-/// it has of all.
-fn negotiate(config: &mut KernelConfig, wanted: InitFlags) -> InitFlags {
+/// Agrees with the kernel on how to talk: what it has of `more` and of what every mount wants, and the sizes that hold for every
+/// mount. Returns what it has of all.
+fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
+    let wanted = more
+        | InitFlags::FUSE_PARALLEL_DIROPS
+        | InitFlags::FUSE_CACHE_SYMLINKS
+        | InitFlags::FUSE_DO_READDIRPLUS
+        | InitFlags::FUSE_READDIRPLUS_AUTO
+        | InitFlags::FUSE_EXPLICIT_INVAL_DATA
+        | InitFlags::FUSE_ASYNC_DIO
+        | InitFlags::FUSE_NO_OPEN_SUPPORT;
     let offered = config.capabilities();
     // Adding what was offered cannot fail.
     let _ = config.add_capabilities(wanted & offered);
@@ -55,79 +54,13 @@ fn negotiate(config: &mut KernelConfig, wanted: InitFlags) -> InitFlags {
     offered
 }
 
+fn id(ino: INodeNo) -> NodeId {
+    NodeId(ino.0)
+}
+
 /// Whether an attribute is the mount's own.
 fn is_stats(node: NodeId, name: &OsStr) -> bool {
     node == NodeId::ROOT && name == STATS_XATTR
-}
-
-fn reply_empty(result: Result<(), Errno>, reply: ReplyEmpty) {
-    match result {
-        Ok(()) => reply.ok(),
-        Err(errno) => reply.error(to_fuser(errno)),
-    }
-}
-
-fn reply_bytes(result: Result<Vec<u8>, Errno>, reply: ReplyData) {
-    match result {
-        Ok(bytes) => reply.data(&bytes),
-        Err(errno) => reply.error(to_fuser(errno)),
-    }
-}
-
-/// Answers a read. `read` gets room to put bytes together and hands them on: the reply goes out from inside, while the block
-/// that it lends is held.
-fn reply_read(
-    reply: ReplyData,
-    read: impl FnOnce(&mut Vec<u8>, &mut dyn FnMut(&[u8])) -> Result<(), Errno>,
-) {
-    let mut reply = Some(reply);
-    let result = SCRATCH.with_borrow_mut(|scratch| {
-        read(scratch, &mut |bytes| {
-            if let Some(reply) = reply.take() {
-                reply.data(bytes);
-            }
-        })
-    });
-    if let (Err(errno), Some(reply)) = (result, reply) {
-        reply.error(to_fuser(errno));
-    }
-}
-
-/// Answers an lseek for data or holes.
-fn reply_seek(
-    offset: i64,
-    whence: i32,
-    reply: ReplyLseek,
-    seek: impl FnOnce(u64, Seek) -> Result<u64, Errno>,
-) {
-    let what = match whence {
-        libc::SEEK_DATA => Seek::Data,
-        libc::SEEK_HOLE => Seek::Hole,
-        _ => return reply.error(fuser::Errno::EINVAL),
-    };
-    let Ok(offset) = u64::try_from(offset) else {
-        return reply.error(fuser::Errno::ENXIO);
-    };
-    match seek(offset, what).map(i64::try_from) {
-        Ok(Ok(found)) => reply.offset(found),
-        Ok(Err(_)) => reply.error(fuser::Errno::EOVERFLOW),
-        Err(errno) => reply.error(to_fuser(errno)),
-    }
-}
-
-/// Answers as `getxattr` and `listxattr` want it: the size, or the bytes if there is room for them.
-fn reply_sized(result: Result<Vec<u8>, Errno>, room: u32, reply: ReplyXattr) {
-    match result {
-        // At most 64 KiB, by the format.
-        Ok(bytes) if room == 0 => reply.size(bytes.len() as u32),
-        Ok(bytes) if bytes.len() <= room as usize => reply.data(&bytes),
-        Ok(_) => reply.error(fuser::Errno::ERANGE),
-        Err(errno) => reply.error(to_fuser(errno)),
-    }
-}
-
-fn to_fuser(errno: Errno) -> fuser::Errno {
-    fuser::Errno::from_i32(errno.raw_os_error())
 }
 
 /// Attributes of no inode.

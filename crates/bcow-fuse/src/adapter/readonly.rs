@@ -2,21 +2,18 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use bcow_erofs::reader::Inode;
-use bcow_union::NodeId;
 use fuser::{
-    AccessFlags, FileAttr, FileHandle, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags,
-    ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek,
-    ReplyOpen, ReplyStatfs, ReplyXattr, Request,
+    AccessFlags, FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
+    OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
+    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyXattr, Request,
 };
 
 use super::{
-    FOREVER, GENERATION, NOBODY, damaged, encode_device, file_type, is_stats, negotiate,
-    reply_bytes, reply_empty, reply_read, reply_seek, reply_sized, system_time, to_fuser,
+    NOBODY, damaged, encode_device, file_type, id, is_stats, negotiate, reply, system_time,
 };
 use crate::fs::{ImageFs, Node, TrustedNames, Wish};
 use crate::options::Permissions;
@@ -53,14 +50,7 @@ impl ReadOnly {
 
 impl fuser::Filesystem for ReadOnly {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        let mut wanted = InitFlags::FUSE_PARALLEL_DIROPS
-            | InitFlags::FUSE_CACHE_SYMLINKS
-            | InitFlags::FUSE_DO_READDIRPLUS
-            | InitFlags::FUSE_READDIRPLUS_AUTO
-            | InitFlags::FUSE_EXPLICIT_INVAL_DATA
-            | InitFlags::FUSE_ASYNC_DIO
-            | InitFlags::FUSE_NO_OPEN_SUPPORT
-            | InitFlags::FUSE_NO_OPENDIR_SUPPORT;
+        let mut wanted = InitFlags::FUSE_NO_OPENDIR_SUPPORT;
         // Where the kernel decides by mode it shall know the ACLs too. The flag implies that it decides.
         if self.permissions == Permissions::ByMode {
             wanted |= InitFlags::FUSE_POSIX_ACL;
@@ -75,12 +65,8 @@ impl fuser::Filesystem for ReadOnly {
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _running = self.stats.time(Operation::Lookup);
-        match self.fs.lookup(NodeId(parent.0), name.as_bytes()) {
-            Ok(Some(node)) => reply.entry(&FOREVER, &attributes(&node), GENERATION),
-            // Node 0 says: not there, and you may remember that.
-            Ok(None) => reply.entry(&FOREVER, &NOBODY, GENERATION),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
+        let found = self.fs.lookup(id(parent), name.as_bytes());
+        reply::found(found.map(|node| node.map(attributes)), reply);
     }
 
     fn getattr(
@@ -91,24 +77,20 @@ impl fuser::Filesystem for ReadOnly {
         reply: ReplyAttr,
     ) {
         let _running = self.stats.time(Operation::Stat);
-        match self.fs.node(NodeId(ino.0)) {
-            Ok(node) => reply.attr(&FOREVER, &attributes(&node)),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
+        reply::attributes(self.fs.node(id(ino)).map(attributes), reply);
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
         let _running = self.stats.time(Operation::ReadLink);
-        reply_bytes(self.fs.read_link(NodeId(ino.0)), reply);
+        reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
-    /// ENOSYS means: open without asking, keep the page cache, and do not tell about closing.
     fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        if self.opens.files_unasked {
-            reply.error(fuser::Errno::ENOSYS);
-        } else {
-            reply.opened(FileHandle(0), fuser::FopenFlags::FOPEN_KEEP_CACHE);
-        }
+        reply::opened(
+            self.opens.files_unasked,
+            FopenFlags::FOPEN_KEEP_CACHE,
+            reply,
+        );
     }
 
     fn read(
@@ -123,20 +105,14 @@ impl fuser::Filesystem for ReadOnly {
         reply: ReplyData,
     ) {
         let _running = self.stats.time(Operation::Read);
-        reply_read(reply, |scratch, send| {
-            self.fs.read(NodeId(ino.0), offset, size, scratch, send)
+        reply::read(reply, |scratch, send| {
+            self.fs.read(id(ino), offset, size, scratch, send)
         });
     }
 
     fn opendir(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        if self.opens.directories_unasked {
-            reply.error(fuser::Errno::ENOSYS);
-        } else {
-            reply.opened(
-                FileHandle(0),
-                fuser::FopenFlags::FOPEN_KEEP_CACHE | fuser::FopenFlags::FOPEN_CACHE_DIR,
-            );
-        }
+        let flags = FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_CACHE_DIR;
+        reply::opened(self.opens.directories_unasked, flags, reply);
     }
 
     fn readdir(
@@ -145,26 +121,10 @@ impl fuser::Filesystem for ReadOnly {
         ino: INodeNo,
         _handle: FileHandle,
         cookie: u64,
-        mut reply: ReplyDirectory,
+        reply: ReplyDirectory,
     ) {
         let _running = self.stats.time(Operation::ReadDirectory);
-        let result = self.fs.read_dir(NodeId(ino.0), cookie, &mut |entry| {
-            let full = reply.add(
-                INodeNo(entry.node.0),
-                entry.next_cookie,
-                file_type(entry.kind),
-                OsStr::from_bytes(entry.name),
-            );
-            if full {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
-        });
-        match result {
-            Ok(()) => reply.ok(),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
+        reply::listing(reply, |each| self.fs.read_dir(id(ino), cookie, each));
     }
 
     fn readdirplus(
@@ -173,32 +133,18 @@ impl fuser::Filesystem for ReadOnly {
         ino: INodeNo,
         _handle: FileHandle,
         cookie: u64,
-        mut reply: ReplyDirectoryPlus,
+        reply: ReplyDirectoryPlus,
     ) {
         let _running = self.stats.time(Operation::ReadDirectory);
-        let result = self.fs.read_dir(NodeId(ino.0), cookie, &mut |entry| {
-            let attributes = match self.fs.node(entry.node) {
-                Ok(node) => attributes(&node),
-                Err(_) => damaged(INodeNo(entry.node.0), entry.kind),
-            };
-            let full = reply.add(
-                attributes.ino,
-                entry.next_cookie,
-                OsStr::from_bytes(entry.name),
-                &FOREVER,
-                &attributes,
-                GENERATION,
-            );
-            if full {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
+        reply::listing_plus(reply, |each| {
+            self.fs.read_dir(id(ino), cookie, &mut |entry| {
+                let attributes = match self.fs.node(entry.node) {
+                    Ok(node) => attributes(node),
+                    Err(_) => damaged(INodeNo(entry.node.0), entry.kind),
+                };
+                each(entry.name, entry.next_cookie, &attributes)
+            })
         });
-        match result {
-            Ok(()) => reply.ok(),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
@@ -225,12 +171,12 @@ impl fuser::Filesystem for ReadOnly {
         reply: ReplyXattr,
     ) {
         let _running = self.stats.time(Operation::GetXattr);
-        let node = NodeId(ino.0);
+        let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
             false => self.fs.xattr(node, name.as_bytes()),
         };
-        reply_sized(value, size, reply);
+        reply::sized(value, size, reply);
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
@@ -239,7 +185,7 @@ impl fuser::Filesystem for ReadOnly {
             0 => TrustedNames::Shown,
             _ => TrustedNames::Hidden,
         };
-        reply_sized(self.fs.xattr_names(NodeId(ino.0), trusted), size, reply);
+        reply::sized(self.fs.xattr_names(id(ino), trusted), size, reply);
     }
 
     fn access(&self, _request: &Request, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) {
@@ -251,8 +197,8 @@ impl fuser::Filesystem for ReadOnly {
         let result = wishes
             .into_iter()
             .filter(|(flag, _)| mask.contains(*flag))
-            .try_for_each(|(_, wish)| self.fs.access(NodeId(ino.0), wish));
-        reply_empty(result, reply);
+            .try_for_each(|(_, wish)| self.fs.access(id(ino), wish));
+        reply::empty(result, reply);
     }
 
     /// Closing needs no word from us; ENOSYS spares the kernel asking again.
@@ -301,13 +247,13 @@ impl fuser::Filesystem for ReadOnly {
         reply: ReplyLseek,
     ) {
         let _running = self.stats.time(Operation::Seek);
-        reply_seek(offset, whence, reply, |offset, seek| {
-            self.fs.seek(NodeId(ino.0), offset, seek)
+        reply::seek(offset, whence, reply, |offset, seek| {
+            self.fs.seek(id(ino), offset, seek)
         });
     }
 }
 
-fn attributes(node: &Node) -> FileAttr {
+fn attributes(node: Node) -> FileAttr {
     let Inode {
         kind,
         permissions,

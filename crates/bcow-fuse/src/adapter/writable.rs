@@ -5,30 +5,25 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use bcow_union::NodeId;
-use bcow_union::fs::{
-    Allocate, Attributes, Changes, Privileges, RenameHow, SetHow, SyncWhat, UnionFs,
-};
+use bcow_union::fs::{Changes, SyncWhat, UnionFs};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
     ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
-use rustix::io::Errno;
 
-use super::convert::{caller, decoded_time, encoded, permissions, without_trusted};
-use super::privileges::{drop_set_gid, drop_set_id};
-use super::{
-    FOREVER, GENERATION, NOBODY, damaged, file_type, is_stats, negotiate, reply_bytes, reply_empty,
-    reply_read, reply_seek, reply_sized, to_fuser,
+use super::convert::{
+    allocate_how, caller, decoded_time, encoded, permissions, privileges_of_writer, rename_how,
+    set_how, without_trusted,
 };
+use super::privileges::{drop_set_gid, drop_set_id};
+use super::{FOREVER, GENERATION, damaged, id, is_stats, negotiate, reply};
 use crate::options::WriteCache;
 use crate::stats::{MountStats, Operation};
 
@@ -64,14 +59,7 @@ impl Writable {
 
 impl fuser::Filesystem for Writable {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        let mut wanted = InitFlags::FUSE_PARALLEL_DIROPS
-            | InitFlags::FUSE_CACHE_SYMLINKS
-            | InitFlags::FUSE_DO_READDIRPLUS
-            | InitFlags::FUSE_READDIRPLUS_AUTO
-            | InitFlags::FUSE_EXPLICIT_INVAL_DATA
-            | InitFlags::FUSE_ASYNC_DIO
-            | InitFlags::FUSE_NO_OPEN_SUPPORT
-            | InitFlags::FUSE_POSIX_ACL
+        let mut wanted = InitFlags::FUSE_POSIX_ACL
             | InitFlags::FUSE_DONT_MASK
             | InitFlags::FUSE_HANDLE_KILLPRIV_V2;
         if self.write_cache == WriteCache::Back {
@@ -86,12 +74,8 @@ impl fuser::Filesystem for Writable {
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let _running = self.stats.time(Operation::Lookup);
-        match self.fs.lookup(id(parent), name.as_bytes()) {
-            Ok(Some(found)) => reply.entry(&FOREVER, &encoded(&found), GENERATION),
-            // Node 0 says: not there, and you may remember that.
-            Ok(None) => reply.entry(&FOREVER, &NOBODY, GENERATION),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
+        let found = self.fs.lookup(id(parent), name.as_bytes());
+        reply::found(found.map(|found| found.map(encoded)), reply);
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
@@ -106,7 +90,7 @@ impl fuser::Filesystem for Writable {
         reply: ReplyAttr,
     ) {
         let _running = self.stats.time(Operation::Stat);
-        reply_attributes(self.fs.attributes(id(ino)), reply);
+        reply::attributes(self.fs.attributes(id(ino)).map(encoded), reply);
     }
 
     fn setattr(
@@ -143,15 +127,13 @@ impl fuser::Filesystem for Writable {
             true => drop_set_id(&self.fs, request, node, &mut changes),
             false => Ok(()),
         };
-        reply_attributes(
-            ready.and_then(|()| self.fs.with_room(|| self.fs.set_attributes(node, &changes))),
-            reply,
-        );
+        let set = ready.and_then(|()| self.fs.with_room(|fs| fs.set_attributes(node, &changes)));
+        reply::attributes(set.map(encoded), reply);
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
         let _running = self.stats.time(Operation::ReadLink);
-        reply_bytes(self.fs.read_link(id(ino)), reply);
+        reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
     fn mknod(
@@ -166,11 +148,10 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.stats.time(Operation::MakeNode);
         let caller = caller(request, umask);
-        let made = self.fs.with_room(|| {
-            self.fs
-                .make_node(&caller, id(parent), name.as_bytes(), mode, rdev)
-        });
-        reply_entry(made, reply);
+        let made = self
+            .fs
+            .with_room(|fs| fs.make_node(&caller, id(parent), name.as_bytes(), mode, rdev));
+        reply::entry(made.map(encoded), reply);
     }
 
     fn mkdir(
@@ -184,27 +165,26 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.stats.time(Operation::MakeDirectory);
         let caller = caller(request, umask);
-        let made = self.fs.with_room(|| {
-            self.fs
-                .make_directory(&caller, id(parent), name.as_bytes(), permissions(mode))
+        let made = self.fs.with_room(|fs| {
+            fs.make_directory(&caller, id(parent), name.as_bytes(), permissions(mode))
         });
-        reply_entry(made, reply);
+        reply::entry(made.map(encoded), reply);
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.stats.time(Operation::Unlink);
         let removed = self
             .fs
-            .with_room(|| self.fs.unlink(id(parent), name.as_bytes()));
-        reply_empty(removed, reply);
+            .with_room(|fs| fs.unlink(id(parent), name.as_bytes()));
+        reply::empty(removed, reply);
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let _running = self.stats.time(Operation::RemoveDirectory);
         let removed = self
             .fs
-            .with_room(|| self.fs.remove_directory(id(parent), name.as_bytes()));
-        reply_empty(removed, reply);
+            .with_room(|fs| fs.remove_directory(id(parent), name.as_bytes()));
+        reply::empty(removed, reply);
     }
 
     fn symlink(
@@ -217,15 +197,15 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.stats.time(Operation::Symlink);
         let caller = caller(request, 0);
-        let made = self.fs.with_room(|| {
-            self.fs.make_symlink(
+        let made = self.fs.with_room(|fs| {
+            fs.make_symlink(
                 &caller,
                 id(parent),
                 name.as_bytes(),
                 target.as_os_str().as_bytes(),
             )
         });
-        reply_entry(made, reply);
+        reply::entry(made.map(encoded), reply);
     }
 
     fn rename(
@@ -239,15 +219,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEmpty,
     ) {
         let _running = self.stats.time(Operation::Rename);
-        let how = match flags {
-            flags if flags.is_empty() => RenameHow::Replace,
-            RenameFlags::RENAME_NOREPLACE => RenameHow::NoReplace,
-            RenameFlags::RENAME_EXCHANGE => RenameHow::Exchange,
-            // RENAME_WHITEOUT leaves a device 0:0 behind, which here hides a name rather than being there.
-            _ => return reply.error(fuser::Errno::EINVAL),
+        let Some(how) = rename_how(flags) else {
+            return reply.error(fuser::Errno::EINVAL);
         };
-        let renamed = self.fs.with_room(|| {
-            self.fs.rename(
+        let renamed = self.fs.with_room(|fs| {
+            fs.rename(
                 id(parent),
                 name.as_bytes(),
                 id(new_parent),
@@ -255,7 +231,7 @@ impl fuser::Filesystem for Writable {
                 how,
             )
         });
-        reply_empty(renamed, reply);
+        reply::empty(renamed, reply);
     }
 
     fn link(
@@ -269,17 +245,12 @@ impl fuser::Filesystem for Writable {
         let _running = self.stats.time(Operation::Link);
         let linked = self
             .fs
-            .with_room(|| self.fs.link(id(ino), id(new_parent), new_name.as_bytes()));
-        reply_entry(linked, reply);
+            .with_room(|fs| fs.link(id(ino), id(new_parent), new_name.as_bytes()));
+        reply::entry(linked.map(encoded), reply);
     }
 
-    /// ENOSYS means: open without asking, keep the page cache, and do not tell about closing.
     fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        if self.opens_unasked {
-            reply.error(fuser::Errno::ENOSYS);
-        } else {
-            reply.opened(FileHandle(0), FopenFlags::FOPEN_KEEP_CACHE);
-        }
+        reply::opened(self.opens_unasked, FopenFlags::FOPEN_KEEP_CACHE, reply);
     }
 
     fn read(
@@ -294,7 +265,7 @@ impl fuser::Filesystem for Writable {
         reply: ReplyData,
     ) {
         let _running = self.stats.time(Operation::Read);
-        reply_read(reply, |scratch, send| {
+        reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
     }
@@ -312,21 +283,11 @@ impl fuser::Filesystem for Writable {
         reply: ReplyWrite,
     ) {
         let _running = self.stats.time(Operation::Write);
-        let privileges = if write_flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
-            Privileges::Drop
-        } else if write_flags.contains(WriteFlags::FUSE_WRITE_CACHE) {
-            // Pages that the kernel writes back: it took away what had to go when they were written to.
-            Privileges::KeepAll
-        } else {
-            Privileges::Keep
-        };
+        let privileges = privileges_of_writer(write_flags);
         let written = self
             .fs
-            .with_room(|| self.fs.write(id(ino), offset, data, privileges));
-        match written {
-            Ok(written) => reply.written(written),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
+            .with_room(|fs| fs.write(id(ino), offset, data, privileges));
+        reply::written(written, reply);
     }
 
     /// What is written is with the host already when a file is closed. ENOSYS spares the kernel asking again.
@@ -354,14 +315,15 @@ impl fuser::Filesystem for Writable {
             true => SyncWhat::Data,
             false => SyncWhat::All,
         };
-        reply_empty(self.fs.with_room(|| self.fs.sync(id(ino), what)), reply);
+        let synced = self.fs.with_room(|fs| fs.sync(id(ino), what));
+        reply::empty(synced, reply);
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let _running = self.stats.time(Operation::OpenDirectory);
         match self.fs.open_directory(id(ino)) {
             Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
-            Err(errno) => reply.error(to_fuser(errno)),
+            Err(errno) => reply.error(reply::to_fuser(errno)),
         }
     }
 
@@ -371,21 +333,10 @@ impl fuser::Filesystem for Writable {
         _ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
-        mut reply: ReplyDirectory,
+        reply: ReplyDirectory,
     ) {
         let _running = self.stats.time(Operation::ReadDirectory);
-        let result = self.fs.read_directory(handle.0, cookie, &mut |entry| {
-            flow(reply.add(
-                INodeNo(entry.node.0),
-                entry.next_cookie,
-                file_type(entry.kind),
-                OsStr::from_bytes(entry.name),
-            ))
-        });
-        match result {
-            Ok(()) => reply.ok(),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
+        reply::listing(reply, |each| self.fs.read_directory(handle.0, cookie, each));
     }
 
     fn readdirplus(
@@ -394,27 +345,18 @@ impl fuser::Filesystem for Writable {
         _ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
-        mut reply: ReplyDirectoryPlus,
+        reply: ReplyDirectoryPlus,
     ) {
         let _running = self.stats.time(Operation::ReadDirectory);
-        let result = self.fs.read_directory_plus(handle.0, cookie, &mut |entry| {
-            let attributes = match entry.attributes {
-                Ok(attributes) => encoded(&attributes),
-                Err(node) => damaged(INodeNo(node.0), entry.kind),
-            };
-            flow(reply.add(
-                attributes.ino,
-                entry.next_cookie,
-                OsStr::from_bytes(entry.name),
-                &FOREVER,
-                &attributes,
-                GENERATION,
-            ))
+        reply::listing_plus(reply, |each| {
+            self.fs.read_directory_plus(handle.0, cookie, &mut |entry| {
+                let attributes = match entry.attributes {
+                    Ok(attributes) => encoded(attributes),
+                    Err(node) => damaged(INodeNo(node.0), entry.kind),
+                };
+                each(entry.name, entry.next_cookie, &attributes)
+            })
         });
-        match result {
-            Ok(()) => reply.ok(),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
     }
 
     fn releasedir(
@@ -438,7 +380,7 @@ impl fuser::Filesystem for Writable {
         reply: ReplyEmpty,
     ) {
         let _running = self.stats.time(Operation::Sync);
-        reply_empty(self.fs.sync_directory(id(ino)), reply);
+        reply::empty(self.fs.sync_directory(id(ino)), reply);
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
@@ -454,7 +396,7 @@ impl fuser::Filesystem for Writable {
                 255,
                 figures.block_bytes,
             ),
-            Err(errno) => reply.error(to_fuser(errno)),
+            Err(errno) => reply.error(reply::to_fuser(errno)),
         }
     }
 
@@ -473,20 +415,17 @@ impl fuser::Filesystem for Writable {
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
         }
-        let how = match flags {
-            0 => SetHow::Any,
-            libc::XATTR_CREATE => SetHow::Create,
-            libc::XATTR_REPLACE => SetHow::Replace,
-            _ => return reply.error(fuser::Errno::EINVAL),
+        let Some(how) = set_how(flags) else {
+            return reply.error(fuser::Errno::EINVAL);
         };
         let set = self
             .fs
-            .with_room(|| self.fs.set_xattr(node, name.as_bytes(), value, how))
+            .with_room(|fs| fs.set_xattr(node, name.as_bytes(), value, how))
             .and_then(|()| match name.as_bytes() {
                 b"system.posix_acl_access" => drop_set_gid(&self.fs, request, node),
                 _ => Ok(()),
             });
-        reply_empty(set, reply);
+        reply::empty(set, reply);
     }
 
     fn getxattr(
@@ -503,7 +442,7 @@ impl fuser::Filesystem for Writable {
             true => self.stats.for_xattr(),
             false => self.fs.xattr(node, name.as_bytes()),
         };
-        reply_sized(value, size, reply);
+        reply::sized(value, size, reply);
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
@@ -516,7 +455,7 @@ impl fuser::Filesystem for Writable {
                 // As in other file systems, the privileged alone see them.
                 _ => without_trusted(&names),
             });
-        reply_sized(names, size, reply);
+        reply::sized(names, size, reply);
     }
 
     fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -527,8 +466,8 @@ impl fuser::Filesystem for Writable {
         }
         let removed = self
             .fs
-            .with_room(|| self.fs.remove_xattr(node, name.as_bytes()));
-        reply_empty(removed, reply);
+            .with_room(|fs| fs.remove_xattr(node, name.as_bytes()));
+        reply::empty(removed, reply);
     }
 
     fn create(
@@ -543,19 +482,18 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.stats.time(Operation::Create);
         let caller = caller(request, umask);
-        let made = self.fs.with_room(|| {
-            self.fs
-                .create(&caller, id(parent), name.as_bytes(), permissions(mode))
-        });
+        let made = self
+            .fs
+            .with_room(|fs| fs.create(&caller, id(parent), name.as_bytes(), permissions(mode)));
         match made {
             Ok(attributes) => reply.created(
                 &FOREVER,
-                &encoded(&attributes),
+                &encoded(attributes),
                 GENERATION,
                 FileHandle(0),
                 FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH,
             ),
-            Err(errno) => reply.error(to_fuser(errno)),
+            Err(errno) => reply.error(reply::to_fuser(errno)),
         }
     }
 
@@ -569,21 +507,14 @@ impl fuser::Filesystem for Writable {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        const PUNCH_AND_KEEP: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        const ZERO_AND_KEEP: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
         let _running = self.stats.time(Operation::Allocate);
-        let how = match mode {
-            0 => Allocate::Extend,
-            libc::FALLOC_FL_KEEP_SIZE => Allocate::KeepSize,
-            PUNCH_AND_KEEP => Allocate::PunchHole,
-            libc::FALLOC_FL_ZERO_RANGE => Allocate::ZeroExtend,
-            ZERO_AND_KEEP => Allocate::ZeroKeep,
-            _ => return reply.error(fuser::Errno::EOPNOTSUPP),
+        let Some(how) = allocate_how(mode) else {
+            return reply.error(fuser::Errno::EOPNOTSUPP);
         };
         let allocated = self
             .fs
-            .with_room(|| self.fs.allocate(id(ino), offset, length, how));
-        reply_empty(allocated, reply);
+            .with_room(|fs| fs.allocate(id(ino), offset, length, how));
+        reply::empty(allocated, reply);
     }
 
     fn lseek(
@@ -601,7 +532,7 @@ impl fuser::Filesystem for Writable {
             // the whole file for data.
             return reply.error(fuser::Errno::ENOSYS);
         }
-        reply_seek(offset, whence, reply, |offset, seek| {
+        reply::seek(offset, whence, reply, |offset, seek| {
             self.fs.seek(id(ino), offset, seek)
         });
     }
@@ -624,39 +555,10 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::EINVAL);
         }
         let length = length.min(COPY_BYTES);
-        let copied = self.fs.with_room(|| {
-            self.fs
-                .copy_range(id(from), offset_from, id(to), offset_to, length)
-        });
-        match copied {
-            // Not more than was asked for.
-            Ok(copied) => reply.written(copied as u32),
-            Err(errno) => reply.error(to_fuser(errno)),
-        }
-    }
-}
-
-fn id(ino: INodeNo) -> NodeId {
-    NodeId(ino.0)
-}
-
-fn flow(full: bool) -> ControlFlow<()> {
-    match full {
-        true => ControlFlow::Break(()),
-        false => ControlFlow::Continue(()),
-    }
-}
-
-fn reply_attributes(result: Result<Attributes, Errno>, reply: ReplyAttr) {
-    match result {
-        Ok(attributes) => reply.attr(&FOREVER, &encoded(&attributes)),
-        Err(errno) => reply.error(to_fuser(errno)),
-    }
-}
-
-fn reply_entry(result: Result<Attributes, Errno>, reply: ReplyEntry) {
-    match result {
-        Ok(attributes) => reply.entry(&FOREVER, &encoded(&attributes), GENERATION),
-        Err(errno) => reply.error(to_fuser(errno)),
+        let copied = self
+            .fs
+            .with_room(|fs| fs.copy_range(id(from), offset_from, id(to), offset_to, length));
+        // Not more than was asked for.
+        reply::written(copied.map(|copied| copied as u32), reply);
     }
 }

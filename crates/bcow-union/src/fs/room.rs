@@ -90,10 +90,13 @@ impl Departures {
 impl UnionFs {
     /// Does what may need space. If there is none, it waits for files that were just removed, and does it again: to be given only
     /// what changes nothing when it fails so.
-    pub fn with_room<T>(&self, mut attempt: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    pub fn with_room<T>(
+        &self,
+        mut attempt: impl FnMut(&UnionFs) -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
         loop {
             let before = self.departures.count();
-            match attempt() {
+            match attempt(self) {
                 Err(Errno::NOSPC | Errno::DQUOT) if self.departures.more_than(before) => {}
                 other => return other,
             }
