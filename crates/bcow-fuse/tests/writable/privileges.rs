@@ -1,0 +1,199 @@
+//! Set-id bits, capabilities and ACLs.
+
+use crate::pair::{Pair, lacks_python, lacks_tools};
+
+#[test]
+fn set_id_bits_and_capabilities_go_when_a_file_is_changed_and_not_else() {
+    if lacks_tools() {
+        return;
+    }
+    for options in ["allow_other,suid", "allow_other,suid,writeback"] {
+        let Some(pair) = Pair::new(options) else {
+            return;
+        };
+        for mode in ["6777", "2767", "4766", "0777"] {
+            for who in ["", "nobody "] {
+                let capability = match mode.ends_with("777") {
+                    true => {
+                        "setfattr -n security.capability -v 0x0100000200200000000000000000000000000000 file"
+                    }
+                    false => "",
+                };
+                for change in [
+                    "sh -c 'printf x >> file'",
+                    "sh -c ': > file'",
+                    "truncate -s 3 file",
+                    "truncate -s 9999 file",
+                    "fallocate -l 100 file",
+                    "dd if=other of=file conv=notrunc status=none",
+                    "cat file",
+                    "chown :65534 file",
+                    "touch file",
+                ] {
+                    pair.same(&format!(
+                        "chown 65534:65534 file; chmod {mode} file
+                         {capability}
+                         {who}{change} > /dev/null; sync file
+                         stat -c '%a %U' file; getfattr -m- file"
+                    ));
+                }
+            }
+            pair.same(&format!(
+                "chmod {mode} file; chown 0:0 file; stat -c %a file"
+            ));
+            pair.same(&format!(
+                "chmod {mode} file; chown 0 d; stat -c '%a %U' d file"
+            ));
+        }
+    }
+}
+
+/// What the kernel asks for is nothing, whether a file is about to be written or given to nobody in particular; the latter
+/// takes no right to write.
+#[test]
+fn only_who_may_change_a_file_takes_its_set_id_bits_away() {
+    if lacks_tools() || lacks_python() {
+        return;
+    }
+    let Some(pair) = Pair::new("allow_other,suid") else {
+        return;
+    };
+    const CHOWN: &str = "/usr/bin/python3 -c '
+import os
+try: os.chown(\"file\", -1, -1); print(\"done\")
+except OSError as error: print(error.errno)'";
+    let somebody = "setpriv --reuid=65534 --regid=65534 --groups=7";
+    for mode in ["4755", "2755", "6755", "2745", "0755", "6750"] {
+        for owner in ["0:0", "0:7", "0:65534", "65534:0"] {
+            for who in ["", "nobody", somebody] {
+                pair.same(&format!(
+                    "chown {owner} file; chmod {mode} file; {who} {CHOWN}; stat -c %a file"
+                ));
+            }
+            // Somebody else may be handed the file open.
+            for change in [
+                "printf x >&3",
+                "fallocate -l 100 /dev/fd/3",
+                "head -c 3 /dev/zero >&3",
+            ] {
+                pair.same(&format!(
+                    "chown {owner} file; chmod {mode} file; exec 3<>file; nobody sh -c \"{change}\"; exec 3>&-; stat -c %a file"
+                ));
+            }
+        }
+    }
+    // Whoever may write takes them away by writing.
+    for (rights, who) in [
+        ("chown 0:65534 file; chmod 6775 file", "nobody"),
+        ("chown 0:7 file; chmod 6775 file", somebody),
+        ("chown 0:0 file; chmod 6757 file", "nobody"),
+        (
+            "chown 0:0 file; setfacl -m u:65534:rw file; chmod u+s,g+s file",
+            "nobody",
+        ),
+        (
+            "chown 0:0 file; setfacl -b -m g:7:rw file; chmod u+s,g+s file",
+            somebody,
+        ),
+        (
+            "chown 0:0 file; setfacl -b -m g:7:rw,o::rw,m::r file; chmod u+s,g+s file",
+            somebody,
+        ),
+    ] {
+        pair.same(&format!(
+            "{rights}; {who} fallocate -l 100 file; stat -c %a file"
+        ));
+    }
+    pair.same("setfacl -b file; chown 0:7 file; chmod 6755 file; nobody fallocate -l 9 file; stat -c %a file");
+}
+
+#[test]
+fn default_acls_are_inherited_instead_of_the_umask() {
+    if lacks_tools() {
+        return;
+    }
+    let Some(pair) = Pair::new("allow_other") else {
+        return;
+    };
+    for setup in [
+        "setfacl -m d:u:65534:rwx,d:g::r,d:o::- d",
+        "setfacl -b d; chmod 2775 d; chown 0:65534 d",
+        "setfacl -m d:m::r d",
+    ] {
+        pair.same(setup_and_list(setup).as_str());
+    }
+    // Whoever is not in the group of a file loses its set-group-ID with a new ACL.
+    pair.same(
+        "touch g; chown 65534:7 g; chmod 2755 g; nobody setfacl -m u:1:r g; stat -c %a g
+         chown 65534:65534 g; chmod 2755 g; nobody setfacl -m u:2:r g; stat -c %a g
+         chown 65534:7 g; chmod 2755 g; setfacl -m u:3:r g; stat -c %a g",
+    );
+    pair.same(
+        "/usr/bin/python3 - <<'EOF'
+import os
+for name in ('d', 'g'):
+    for acl in ('system.posix_acl_access', 'system.posix_acl_default', 'user.missing', 'security.missing'):
+        for _ in range(2):
+            try: os.removexattr(name, acl); print(name, acl)
+            except OSError as error: print(name, acl, error.errno)
+EOF",
+    );
+    pair.same("setfacl -b g; chmod 640 g; setfacl -m u:9:rw g; chmod 604 g; getfacl -n g");
+}
+
+fn setup_and_list(setup: &str) -> String {
+    format!(
+        "{setup}; umask 027
+         rm -rf d/*; mkdir d/sub; : > d/new; mkfifo d/pipe; ln -s x d/link; cp other d/copy
+         nobody mkdir d/theirs; stat -c '%n %a %g' d d/* d/*/; getfacl -nR d"
+    )
+}
+
+#[test]
+fn capabilities_stay_when_the_kernel_writes_back_what_was_written_before() {
+    if lacks_tools() || lacks_python() {
+        return;
+    }
+    // A store through a mapping takes no capabilities away, a write does; neither does what comes of it later.
+    let script = "/usr/bin/python3 - <<'EOF'
+import mmap, os
+NAME = 'security.capability'
+CAPABILITY = bytes.fromhex('0100000200200000' + 24 * '0')
+def show(name):
+    try: print(name, os.getxattr(name, NAME) == CAPABILITY)
+    except OSError as error: print(name, error.errno)
+for name in ('file', 'capable', 'capable-and-large'):
+    fd = os.open(name, os.O_RDWR)
+    for at in (0, 4096):
+        mapping = mmap.mmap(fd, 4096, offset=0 if name == 'file' else at)
+        mapping[5:6] = b'x'
+        if name == 'file':
+            os.setxattr(fd, NAME, CAPABILITY)
+        mapping.flush()
+        show(name)
+        mapping.close()
+    os.pwrite(fd, b'y', 3)
+    os.fsync(fd)
+    show(name)
+    os.pwrite(fd, b'z', 4)
+    os.setxattr(fd, NAME, CAPABILITY)
+    os.close(fd)
+    fd = os.open(name, os.O_RDWR)
+    os.fsync(fd)
+    show(name)
+    os.pwrite(fd, b'z', 4)
+    os.removexattr(fd, NAME) if NAME in os.listxattr(fd) else None
+    os.fsync(fd)
+    show(name)
+    os.setxattr(fd, NAME, CAPABILITY)
+EOF
+getfattr -n security.capability -e hex file capable*; cksum file capable*";
+    for options in ["", "writeback"] {
+        let Some(pair) = Pair::new(options) else {
+            return;
+        };
+        pair.same(script);
+        let pair = pair.again(options);
+        pair.same("getfattr -n security.capability -e hex file capable*; cksum file capable*");
+    }
+}
