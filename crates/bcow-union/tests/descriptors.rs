@@ -22,6 +22,8 @@ const ROOT: Caller = Caller {
 
 /// Directories one in the other.
 const DEPTH: usize = 3000;
+/// Directories of the image, one in the other.
+const LOW_DEPTH: usize = 1500;
 /// Directories beside each other.
 const BREADTH: usize = 600;
 /// Most descriptors.
@@ -30,6 +32,8 @@ const DESCRIPTORS: u64 = 400;
 fn make_image(directory: &Path) -> Vec<u8> {
     let (tree, image) = (directory.join("tree"), directory.join("image"));
     fs::create_dir(&tree).unwrap();
+    // A path that mkfs.erofs can open as a whole.
+    fs::create_dir_all(tree.join("low").join("d/".repeat(LOW_DEPTH))).unwrap();
     let made = Command::new("mkfs.erofs")
         .args(["--quiet", "-x1"])
         .args([&image, &tree])
@@ -60,6 +64,12 @@ fn goes_deep(union: &UnionFs) {
         parent = made.unwrap().node;
     }
     union.create(&ROOT, parent, b"file", 0o644).unwrap();
+    // All directories above are copied up at once.
+    let mut low = union.lookup(NodeId::ROOT, b"low").unwrap().unwrap().node;
+    for _ in 0..LOW_DEPTH {
+        low = union.lookup(low, b"d").unwrap().unwrap().node;
+    }
+    union.create(&ROOT, low, b"file", 0o644).unwrap();
     // So many others that none of those stays open.
     let many = union.lookup(NodeId::ROOT, b"many").unwrap().unwrap().node;
     for index in 0..BREADTH {

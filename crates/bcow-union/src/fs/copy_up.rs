@@ -86,6 +86,8 @@ impl UnionFs {
         }
         while let Some(directory) = missing.pop() {
             self.copy_up_at_place(&directory)?;
+            // Each of them is open now, and there may be more than descriptors.
+            self.spare_descriptors();
         }
         self.open_upper(node, Access::Directory)
     }
