@@ -2,9 +2,11 @@
 
 mod stored;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use stored::{Reserved, StoredBlocks, stored_bytes};
+pub use stored::{Reserved, StoredBlocks, count};
 
 /// The bytes that all files of an upper store together, in whole blocks of 4 KiB, and how many there may be.
 ///
@@ -14,6 +16,9 @@ pub use stored::{Reserved, StoredBlocks, stored_bytes};
 pub struct Account {
     limit: Option<u64>,
     used: AtomicU64,
+    /// What files are charged with that are not looked after, by inode number: those of which looking again may give another
+    /// figure. A leaf, held for a lookup.
+    charged: Mutex<HashMap<u64, u64>>,
 }
 
 /// The limit leaves no room.
@@ -34,6 +39,7 @@ impl Account {
         Account {
             limit,
             used: AtomicU64::new(0),
+            charged: Mutex::default(),
         }
     }
 
@@ -99,6 +105,20 @@ impl Account {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
                 Some(used.saturating_sub(bytes))
             });
+    }
+
+    /// So many bytes are charged for the file with this inode number, whatever is found in it later.
+    pub fn remember(&self, inode: u64, bytes: u64) {
+        self.lock_charged().insert(inode, bytes);
+    }
+
+    /// The bytes that are charged for the file with this inode number, if that was remembered since it was last asked.
+    pub fn recall(&self, inode: u64) -> Option<u64> {
+        self.lock_charged().remove(&inode)
+    }
+
+    fn lock_charged(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
+        self.charged.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The error that says that `wanted` bytes do not fit.

@@ -13,7 +13,8 @@ use crate::sketch::{BLOCK_BYTES, SketchError};
 ///
 /// All writes to the file announce themselves ([`StoredBlocks::reserve`]) before, so that a write for which there is no room
 /// changes nothing; holes that are made are told afterwards. What the file held before the first of it is asked of the host, which
-/// also knows after a crash; space that was only allocated is then no longer counted. Without a limit nothing of this happens.
+/// also knows after a crash; space that was only allocated is then no longer counted. The host does not always tell the same of
+/// such space, so the account remembers what it was charged for. Without a limit nothing of this happens.
 #[derive(Debug)]
 pub struct StoredBlocks {
     account: Arc<Account>,
@@ -38,9 +39,18 @@ enum Most {
     AllOrNothing,
 }
 
-/// What a file counts: its blocks of 4 KiB in which there is data.
-pub fn stored_bytes(file: &dyn HostFile) -> Result<u64, SketchError> {
-    Ok(scan(file)?.len() * BLOCK_BYTES)
+/// Charges what a file counts that is there already: its blocks of 4 KiB in which there is data.
+pub fn count(file: &dyn HostFile, account: &Account) -> Result<(), SketchError> {
+    let data = scan(file)?.len() * BLOCK_BYTES;
+    account.add(data);
+    // Space that was only allocated looks like data once somebody has read it.
+    let takes = file
+        .stored_bytes()
+        .map_err(|error| SketchError::host("look at its space", &error))?;
+    if takes > data {
+        account.remember(inode_of(file)?, data);
+    }
+    Ok(())
 }
 
 impl StoredBlocks {
@@ -180,10 +190,13 @@ impl StoredBlocks {
         let Some(set) = guard.as_mut() else {
             return Ok(());
         };
-        for run in scan(file)?.runs(0..u64::MAX) {
+        let inode = inode_of(file)?;
+        let data = scan(file)?;
+        for run in data.runs(0..u64::MAX) {
             set.remove(run);
         }
         self.account.release(set.len() * BLOCK_BYTES);
+        self.account.remember(inode, data.len() * BLOCK_BYTES);
         *guard = None;
         Ok(())
     }
@@ -201,7 +214,14 @@ impl StoredBlocks {
     fn known(&self, file: &dyn HostFile) -> Result<MutexGuard<'_, Option<BlockSet>>, SketchError> {
         let mut set = self.lock();
         if set.is_none() {
-            *set = Some(scan(file)?);
+            let inode = inode_of(file)?;
+            let found = scan(file)?;
+            let bytes = found.len() * BLOCK_BYTES;
+            // What was charged for it is what will be given back.
+            let charged = self.account.recall(inode).unwrap_or(bytes);
+            self.account.add(bytes.saturating_sub(charged));
+            self.account.release(charged.saturating_sub(bytes));
+            *set = Some(found);
         }
         Ok(set)
     }
@@ -216,6 +236,11 @@ impl StoredBlocks {
 /// The blocks that the bytes of a range lie in.
 fn touched(range: &Range<u64>) -> Range<u64> {
     range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES)
+}
+
+fn inode_of(file: &dyn HostFile) -> Result<u64, SketchError> {
+    file.inode()
+        .map_err(|error| SketchError::host("look at its inode number", &error))
 }
 
 /// The blocks in which a file has data.
@@ -310,6 +335,32 @@ mod tests {
     }
 
     #[test]
+    fn what_was_only_allocated_and_looks_like_data_later_is_not_given_back_twice() {
+        let (account, _, file) = setup(10);
+        file.write_all_at(&[1; 5000], B).unwrap();
+        HostFile::allocate(&file, 4 * B, 4 * B).unwrap();
+        file.set_len(8 * B).unwrap();
+        account.add(3 * B);
+        count(&file, &account).unwrap();
+        let used = || account.used() / B;
+        assert_eq!(used(), 5);
+        let read = || file.read_exact_at(&mut [0; 4 * B as usize], 4 * B).unwrap();
+        for _ in 0..3 {
+            // The host takes pages that were read for data.
+            read();
+            let stored = StoredBlocks::new(Arc::clone(&account));
+            stored.look(&file).unwrap();
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+            stored.let_go(&file).unwrap();
+            assert_eq!(used(), 5);
+        }
+        read();
+        let stored = StoredBlocks::new(Arc::clone(&account));
+        stored.release_all(&file).unwrap();
+        assert_eq!(used(), 3);
+    }
+
+    #[test]
     fn what_fails_takes_nothing_from_who_reserved_at_the_same_time() {
         let (account, stored, file) = setup(3);
         let done = std::sync::atomic::AtomicBool::new(false);
@@ -336,8 +387,8 @@ mod tests {
         let (account, stored, file) = setup(4);
         file.write_all_at(&[1; 5000], 3 * B).unwrap();
         file.set_len(100 * B).unwrap();
-        assert_eq!(stored_bytes(&file).unwrap(), 2 * B);
-        account.add(2 * B);
+        count(&file, &account).unwrap();
+        assert_eq!(account.used(), 2 * B);
         stored.reserve(&file, 3 * B..5 * B).unwrap();
         assert_eq!(account.used(), 2 * B);
         stored.look(&file).unwrap();

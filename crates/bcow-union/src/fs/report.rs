@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::nodes::Node;
 use super::types::Figures;
 use super::{UnionFs, host};
-use crate::account::{Account, StoredBlocks, stored_bytes};
+use crate::account::{self, Account, StoredBlocks};
 use crate::options::SyncPolicy;
 use crate::sketch::{SketchStatus, Statistics};
 use crate::upper::beneath::open_beneath;
@@ -147,6 +147,5 @@ pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(
 fn count_file(directory: impl AsFd, name: &[u8], account: &Account) -> Result<(), Errno> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::openat(directory, name, flags, Mode::empty())?);
-    account.add(stored_bytes(&file).map_err(|error| error.errno())?);
-    Ok(())
+    account::count(&file, account).map_err(|error| error.errno())
 }

@@ -21,6 +21,8 @@ pub trait HostFile: Send + Sync {
     fn size(&self) -> io::Result<u64>;
     /// Bytes of the host's disk that it takes.
     fn stored_bytes(&self) -> io::Result<u64>;
+    /// Its number among the files of the host that exist.
+    fn inode(&self) -> io::Result<u64>;
     /// Reads; fewer bytes than asked for at the end of the file or where the host likes.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize>;
     /// Writes; fewer bytes than given where the host likes, and at least one.
@@ -83,6 +85,9 @@ impl HostFile for File {
     }
     fn stored_bytes(&self) -> io::Result<u64> {
         Ok(self.metadata()?.blocks().saturating_mul(512))
+    }
+    fn inode(&self) -> io::Result<u64> {
+        Ok(self.metadata()?.ino())
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
         retry(|| FileExt::read_at(self, buf, offset))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_union::account::{Account, stored_bytes};
+use bcow_union::account::{Account, count};
 use bcow_union::sketch::{
     BLOCK_BYTES, Durability, Lower, Sketch, SketchError, SketchKind, Sketches,
 };
@@ -190,14 +190,16 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
     write_all(&*sketch, 5, b"lost").unwrap();
     let world = world.killed();
     let (sketches, account) = limited(&world, 1);
-    account.add(stored_bytes(world.host().content()).unwrap());
+    count(world.host().content(), &account).unwrap();
     let mark = world.mark().unwrap();
     assert!(!mark.map_exists);
     let sketch = sketches
         .open_on(&mark, world.host(), lower.clone())
         .unwrap();
     assert!(shown(&*sketch).unwrap() == lower.bytes);
-    let stored = stored_bytes(world.host().content()).unwrap();
+    let found = Account::new(None);
+    count(world.host().content(), &found).unwrap();
+    let stored = found.used();
     assert_eq!(account.used(), stored);
     let error = sketch.write_at(5, b"x").unwrap_err();
     assert_eq!(error.errno(), Errno::NOSPC);

@@ -434,6 +434,9 @@ impl HostFile for Handle {
         let data = state.files[self.file].data.iter();
         Ok(data.filter(|data| **data).count() as u64 * BLOCK_BYTES)
     }
+    fn inode(&self) -> io::Result<u64> {
+        Ok(self.file as u64)
+    }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
         let state = self.world.call(Call::Read)?;
         let bytes = &state.files[self.file].bytes;
