@@ -431,6 +431,26 @@ fn no_file_is_longer_than_there_can_be() {
 }
 
 #[test]
+fn a_packed_sketch_reaches_as_far_as_its_regions_do() {
+    const TIB: u64 = 1 << 40;
+    let lower = Arc::new(TestLower::full(B));
+    let world = World::new(lower.size());
+    let store = Arc::new(world.clone());
+    let sketches = Sketches::on(store, Namespace::Trusted, Arc::default(), quiet());
+    let sketch = create(SketchKind::Packed, &sketches, &world, &lower);
+    // Twice as much each time would be too much in the end.
+    for end in [10 * TIB + 1, 15 * TIB, 16 * TIB] {
+        assert_eq!(sketch.write_at(end - 5, &[1; 5]).unwrap(), 5);
+        assert_eq!(sketch.size(), end);
+    }
+    let further = sketch.write_at(16 * TIB, &[1]);
+    assert_eq!(further.unwrap_err().errno(), Errno::FBIG);
+    let further = sketch.set_size(17 * TIB);
+    assert_eq!(further.unwrap_err().errno(), Errno::FBIG);
+    assert_eq!(sketch.size(), 16 * TIB);
+}
+
+#[test]
 fn flushes_that_go_on_in_order_map_blocks_ahead() {
     let options = SketchOptions {
         ahead_blocks: 256,

@@ -46,6 +46,11 @@ impl Disk {
         })
     }
 
+    /// The largest size in bytes that [`Disk::resize`] can give it, which depends on the size it was made with.
+    pub fn largest_size(&self) -> u64 {
+        (MAX_ROOT_ENTRIES << self.inner.region_shift).min(MAX_ADDRESS)
+    }
+
     /// Makes another file the backing, or none. Only the reference changes: it is the caller's to see to it that what is
     /// read afterwards is what should be.
     pub fn set_backing(

@@ -205,7 +205,8 @@ impl Packed {
 
     /// Sees to it that the file can grow up to `end`. The gate is closed.
     fn make_room(&self, end: u64) -> Result<(), SketchError> {
-        if end > MOST_BYTES {
+        let most = self.disk.largest_size();
+        if end > most {
             return Err(SketchError::TooLarge { end });
         }
         let space = self.disk.size();
@@ -215,7 +216,7 @@ impl Packed {
             self.is_clean.store(true, Ordering::Release);
         }
         if end > space {
-            let double = space.saturating_mul(2).min(MOST_BYTES);
+            let double = space.saturating_mul(2).min(most);
             self.disk
                 .resize(end.next_multiple_of(BLOCK_BYTES).max(double))?;
         }
