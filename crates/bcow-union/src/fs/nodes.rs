@@ -393,18 +393,26 @@ impl NodeTable {
     pub(super) fn let_go(&self, node: Arc<Node>) {
         let mut next = Some(node);
         while let Some(node) = next.take() {
-            let mut shard = self.shard(node.id);
-            let idle = shard
-                .get(&node.id)
-                .is_some_and(|slot| slot.references == 0 && Arc::strong_count(&node) == 1);
-            if !idle {
+            let id = node.id;
+            let mut shard = self.shard(id);
+            if shard.get(&id).is_none_or(|slot| slot.references > 0) {
                 return;
             }
-            shard.remove(&node.id);
-            drop(shard);
-            if let Place::At { parent, .. } = node.place() {
-                drop(node);
-                next = Some(parent);
+            // From here on nobody gets hold of it by a weak reference either, beside a second node of the same file.
+            match Arc::try_unwrap(node) {
+                Ok(node) => {
+                    shard.remove(&id);
+                    drop(shard);
+                    if let Place::At { parent, .. } = node.place() {
+                        drop(node);
+                        next = Some(parent);
+                    }
+                }
+                Err(node) => {
+                    // It may go now, and with it those above.
+                    drop(shard);
+                    drop(node);
+                }
             }
         }
     }
