@@ -202,7 +202,9 @@ class Bcow(Foreground):
         return [program, "mount", "-f", image, self.where, "--upper", self.upper, *options]
 
     def unmount(self):
-        bcow("umount", self.where, user=self.user, timeout=60)
+        done = bcow("umount", self.where, user=self.user, timeout=60)
+        if done.err:
+            raise AssertionError(str(done))
         self.ended()
 
     def check(self):

@@ -1,15 +1,18 @@
 """What goes wrong around a writable mount: uppers that cannot be one, full and limited space, damage below and above. Clear errors, nothing
 lost, no wrong bytes, and what is not concerned goes on."""
 
+import concurrent.futures
 import contextlib
 import errno
+import fcntl
 import os
 import random
+import re
 import time
 
 import syscalls
 from promises import promise
-from support import assert_refused, bcow, is_mounted, run
+from support import NOBODY, assert_refused, bcow, for_everyone, is_mounted, run
 from union import UnionCase
 
 BIG = "d2/big"
@@ -288,6 +291,147 @@ class Space(UnionCase):
 
 class PackedSpace(Space):
     kind = "bcow+sketch=packed"
+
+
+class LastFlush(UnionCase):
+    """What `bcow umount` says when what was written cannot be kept in the end."""
+
+    mounts = False
+    tools = ("mkfs.ext4",)
+    FREEZE, THAW = 0xC0045877, 0xC0045878
+
+    def setUp(self):
+        super().setUp()
+        # A disk that fails when this memory is full.
+        self.memory = os.path.join(self.mount.directory, "memory")
+        os.mkdir(self.memory)
+        run("mount", "-t", "tmpfs", "-o", "size=80M", "tmpfs", self.memory)
+        self.addCleanup(run, "umount", "-l", self.memory)
+        disk = self.disk(64, at=self.memory)
+        self.mount.upper = self.upper = os.path.join(disk, "upper")
+        os.mkdir(self.upper)
+
+    def fail(self):
+        """From now on the disk takes nothing that it has no place for yet."""
+        with open(os.path.join(self.memory, "filler"), "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+
+    def recover(self):
+        """The disk is as after a restart of the machine, and works."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.memory, "filler"))
+        disk = os.path.join(self.mount.directory, "disk")
+        if is_mounted(disk):
+            run("umount", disk)
+        run("mount", "-o", "loop", os.path.join(self.memory, "disk.ext4"), disk)
+
+    def synchronised(self):
+        """Writes to a file and synchronises it; what it is then."""
+        with open(self.at(BIG), "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"synchronised", 500_000)
+            os.fsync(file.fileno())
+        want = self.original(BIG)
+        want[500_000:500_012] = b"synchronised"
+        return want
+
+    def assert_told(self, result, *mention):
+        assert_refused(self, result, "is unmounted, but not all that was written is in the upper", re.escape(self.upper), *mention)
+        self.assertFalse(is_mounted(self.where))
+
+    def lose(self, user=None):
+        """Writes what the disk will not take, and unmounts. What was written before that."""
+        want = self.synchronised() if self.mount.user is None else None
+        self.fail()
+        # The host may notice at once that it cannot write its journal, and write no more at all.
+        if self.mount.user is None:
+            for name in (BIG, "new"):
+                with contextlib.suppress(OSError), open(self.at(name), "ab", buffering=0) as file:
+                    file.write(os.urandom(2 << 20))
+        else:
+            run("sh", "-c", f"head -c 2000000 /dev/urandom > {self.at('mine', 'new')}", user=self.mount.user, check=False)
+        result = bcow("umount", self.where, check=False, user=user, timeout=60)
+        self.assert_told(result, "caused by: (Input/output error|No space left on device|Read-only file system)\n")
+        self.assertEqual(self.mount.process.wait(timeout=60), 1)
+        self.assertRegex(self.mount.let_go(), f"cannot make durable all that was written to the upper {re.escape(self.upper)}")
+        return want
+
+    @promise("`bcow umount` fails if that could not be done, and says why; umount(8) does not learn of it.")
+    def test_who_unmounts_is_told(self):
+        self.mount.mount()
+        want = self.lose()
+        self.recover()
+        self.mount.mount()
+        self.assertEqual(self.read(BIG)[:len(want)], want)
+        self.write("again", b"again")
+        self.mount.unmount()
+        self.mount.check()
+
+    def test_the_process_is_killed_meanwhile(self):
+        self.mount.mount()
+        want = self.synchronised()
+        with open(self.at(BIG), "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"lost", 900_000)
+        disk = os.open(os.path.dirname(self.upper), os.O_RDONLY)
+        process = self.mount.process
+        fcntl.ioctl(disk, self.FREEZE, 0)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                try:
+                    result = pool.submit(bcow, "umount", self.where, check=False, timeout=60)
+                    while self.name_of(process) != "bcow-closing":
+                        self.assertFalse(result.done(), "it did not wait")
+                        time.sleep(0.01)
+                    process.kill()
+                finally:
+                    fcntl.ioctl(disk, self.THAW, 0)
+                process.wait(timeout=60)
+                self.assert_told(result.result(), f"process {process.pid}, which served it, ended before it was done")
+        finally:
+            os.close(disk)
+        self.mount.let_go()
+        self.mount.mount()
+        have = self.read(BIG)
+        if have[900_000:900_004] == b"lost":
+            want[900_000:900_004] = b"lost"
+        self.assertEqual(have, want)
+        self.mount.unmount()
+        self.mount.check()
+
+    def name_of(self, process):
+        with open(f"/proc/{process.pid}/comm") as file:
+            return file.read().strip()
+
+
+class PackedLastFlush(LastFlush):
+    kind = "bcow+sketch=packed"
+
+
+class LastFlushOfAUser(LastFlush):
+    """The same of a mount that is an ordinary user's, whom alone the kernel lets in."""
+
+    tools = ("mkfs.ext4", "fusermount3")
+
+    @staticmethod
+    def plant(top):
+        os.mkdir(os.path.join(top, "mine"))
+        os.chown(os.path.join(top, "mine"), NOBODY, NOBODY)
+
+    def setUp(self):
+        super().setUp()
+        self.mount.user, self.mount.access = NOBODY, None
+        for path in (self.where, self.upper):
+            os.chown(path, NOBODY, NOBODY)
+        self.mount.where = self.where = for_everyone(self.where)
+        self.mount.upper = self.upper = for_everyone(self.upper)
+
+    def test_who_unmounts_is_told(self):
+        for user in (NOBODY, None):
+            self.mount.mount()
+            self.lose(user)
+            self.recover()
+
+    test_the_process_is_killed_meanwhile = None
 
 
 class Damage(UnionCase):

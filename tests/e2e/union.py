@@ -89,9 +89,9 @@ class UnionCase(unittest.TestCase):
                 total += os.lstat(os.path.join(path, name)).st_blocks * 512
         return total
 
-    def disk(self, mib, options="loop"):
-        """A small ext4 of its own, for the length of the test: the directory where it is mounted."""
-        image, where = os.path.join(self.mount.directory, "disk.ext4"), os.path.join(self.mount.directory, "disk")
+    def disk(self, mib, options="loop", at=None):
+        """A small ext4 of its own, in a file in the directory `at`, for the length of the test: the directory where it is mounted."""
+        image, where = os.path.join(at or self.mount.directory, "disk.ext4"), os.path.join(self.mount.directory, "disk")
         with open(image, "wb") as file:
             file.truncate(mib << 20)
         support.run("mkfs.ext4", "-q", "-F", "-m", "0", image)

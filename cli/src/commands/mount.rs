@@ -57,8 +57,8 @@ Mount options (-o, separated by commas; of two opposites the last holds):
   subtype=bcow, defaults  taken, and the case anyway
 
 With --upper the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
-returns when everything is with the upper's file system; a new mount waits for a process that is
-still ending another one of the same upper.
+returns when everything is with the upper's file system, and fails if that could not take it; a
+new mount waits for a process that is still ending another one of the same upper.
 
 The background process logs to the system log, in the foreground to standard error. SIGTERM and
 SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with

@@ -72,8 +72,13 @@ pub enum MountError {
     #[error("the conversation with the kernel failed")]
     Session(#[source] io::Error),
     /// What was written could not be made durable at the end.
-    #[error("cannot close the upper")]
-    Close(#[source] io::Error),
+    #[error("cannot make durable all that was written to the upper {}", upper.display())]
+    Close {
+        /// The upper.
+        upper: PathBuf,
+        /// The first error that there was.
+        source: io::Error,
+    },
     /// A process could not be started or its files not arranged.
     #[error("cannot {action}")]
     Process {

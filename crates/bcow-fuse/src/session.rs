@@ -13,6 +13,7 @@ use crate::error::MountError;
 use crate::fs::ImageFs;
 use crate::mount::{self, Mount, Unmounted};
 use crate::options::{MountOptions, Writing};
+use crate::outcome::Outcome;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 
@@ -45,7 +46,14 @@ pub struct Session {
     fuse: Fuse,
     mount: Arc<Mutex<Mount>>,
     /// To be closed.
-    union: Option<Arc<UnionFs>>,
+    union: Option<Closing>,
+}
+
+/// What ends the use of an upper, once or by several at a time, and says how that went.
+#[derive(Clone)]
+struct Closing {
+    union: Arc<UnionFs>,
+    outcome: Arc<Outcome>,
 }
 
 enum Fuse {
@@ -88,10 +96,12 @@ impl Session {
                 (fuse.map(Fuse::ReadOnly), None)
             }
             Content::Union(fs) => {
-                stats.set_union(Arc::clone(&fs));
+                let outcome = Arc::new(Outcome::new()?);
+                stats.set_union(Arc::clone(&fs), outcome.descriptor());
                 let adapter = Writable::new(Arc::clone(&fs), stats, options.write_cache());
                 let fuse = fuser::Session::from_fd(adapter, connection, all, config);
-                (fuse.map(Fuse::Writable), Some(fs))
+                let union = Closing { union: fs, outcome };
+                (fuse.map(Fuse::Writable), Some(union))
             }
         };
         Ok(Session {
@@ -117,9 +127,7 @@ impl Session {
         };
         // A name is a courtesy to those who wait.
         let _ = rustix::thread::set_name(CLOSING);
-        union
-            .close()
-            .map_err(|errno| MountError::Close(errno.into()))?;
+        union.close()?;
         served
     }
 
@@ -160,7 +168,9 @@ impl Session {
                 if let Some(union) = union
                     && let Err(error) = union.close()
                 {
-                    log::log(Severity::Error, &format!("cannot close the upper: {error}"));
+                    let cause = std::error::Error::source(&error);
+                    let cause = cause.map_or_else(String::new, |cause| format!(": {cause}"));
+                    log::log(Severity::Error, &format!("{error}{cause}"));
                 }
                 // The kernel sees the connection close and fails what is under way.
                 std::process::exit(1);
@@ -170,6 +180,17 @@ impl Session {
                 source,
             })?;
         self.serve()
+    }
+}
+
+impl Closing {
+    fn close(&self) -> Result<(), MountError> {
+        let closed = self.union.close();
+        self.outcome.tell(closed);
+        closed.map_err(|errno| MountError::Close {
+            upper: self.union.upper_path().to_owned(),
+            source: errno.into(),
+        })
     }
 }
 

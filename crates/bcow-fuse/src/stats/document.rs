@@ -1,11 +1,14 @@
 //! The schema `bcow.stats/1`: what `bcow stats --json` prints. Fields may be added; what is there keeps its meaning.
 
+use std::os::fd::RawFd;
 use std::time::Duration;
 
 use bcow::CacheFigures;
 use bcow_union::fs::Report;
 use bcow_union::options::SyncPolicy;
 use serde::{Deserialize, Serialize};
+
+use crate::outcome::Ending;
 
 use super::latency::{self, Counts, Operation};
 
@@ -81,6 +84,10 @@ pub struct Upper {
     pub copied_whole: u64,
     /// Files of the image that were written in part.
     pub sketches: Sketches,
+    /// The descriptor of the process that tells, in the end, whether all that was written is there. For `bcow umount`;
+    /// `None` of a version that does not tell.
+    #[serde(default)]
+    pub outcome_descriptor: Option<i32>,
 }
 
 /// Sketches: files of the image that were written in part.
@@ -158,6 +165,16 @@ pub struct Bucket {
     pub count: u64,
 }
 
+impl Document {
+    /// What will tell how the use of the upper ended; `None` if this process cannot hear it, or the process that served
+    /// the mount is gone.
+    pub fn ending(&self) -> Option<Ending> {
+        let descriptor = self.upper.as_ref()?.outcome_descriptor?;
+        let ending = Ending::open(self.process.pid, descriptor).ok()?;
+        self.process.is_running().then_some(ending)
+    }
+}
+
 impl Process {
     pub(super) fn this(uptime: Duration) -> Self {
         let pid = std::process::id();
@@ -199,7 +216,7 @@ impl Cache {
 }
 
 impl Upper {
-    pub(super) fn of(report: Report) -> Self {
+    pub(super) fn of(report: Report, outcome: RawFd) -> Self {
         let (blocks, counters) = (report.blocks, report.sketches);
         Upper {
             path: report.upper,
@@ -230,6 +247,7 @@ impl Upper {
                 flushes: counters.flushes,
                 maps_written: counters.maps_written,
             },
+            outcome_descriptor: Some(outcome),
         }
     }
 }

@@ -5,6 +5,7 @@ pub mod latency;
 mod prometheus;
 
 use std::ffi::OsString;
+use std::os::fd::RawFd;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -40,7 +41,14 @@ pub struct MountStats {
     about: About,
     started: Instant,
     latencies: Latencies,
-    union: OnceLock<Arc<UnionFs>>,
+    union: OnceLock<Writable>,
+}
+
+/// What a writable mount has beyond others.
+struct Writable {
+    union: Arc<UnionFs>,
+    /// Where its end is told.
+    outcome: RawFd,
 }
 
 impl Default for MountStats {
@@ -60,10 +68,10 @@ impl MountStats {
         }
     }
 
-    /// The mount is writable.
-    pub(crate) fn set_union(&self, union: Arc<UnionFs>) {
+    /// The mount is writable, and this descriptor tells how that ends.
+    pub(crate) fn set_union(&self, union: Arc<UnionFs>, outcome: RawFd) {
         // There is one per mount.
-        let _ = self.union.set(union);
+        let _ = self.union.set(Writable { union, outcome });
     }
 
     /// Times a request until the result is dropped.
@@ -81,7 +89,10 @@ impl MountStats {
             },
             process: Process::this(self.started.elapsed()),
             cache: Cache::of(&self.about.cache.figures()),
-            upper: self.union.get().map(|union| Upper::of(union.report())),
+            upper: self
+                .union
+                .get()
+                .map(|Writable { union, outcome }| Upper::of(union.report(), *outcome)),
             operations: Operation::ALL
                 .into_iter()
                 .filter_map(|operation| {

@@ -169,6 +169,11 @@ impl UnionFs {
         Ok(union)
     }
 
+    /// Where the upper is.
+    pub fn upper_path(&self) -> &Path {
+        self.upper.path()
+    }
+
     /// The node, which the kernel holds.
     fn node(&self, id: NodeId) -> Result<Arc<Node>, Errno> {
         if id == NodeId::ROOT {
