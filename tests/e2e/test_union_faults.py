@@ -8,6 +8,7 @@ import fcntl
 import os
 import random
 import re
+import struct
 import time
 
 import syscalls
@@ -298,7 +299,7 @@ class LastFlush(UnionCase):
 
     mounts = False
     tools = ("mkfs.ext4",)
-    FREEZE, THAW = 0xC0045877, 0xC0045878
+    FREEZE, THAW, FIBMAP = 0xC0045877, 0xC0045878, 1
 
     def setUp(self):
         super().setUp()
@@ -367,6 +368,39 @@ class LastFlush(UnionCase):
         self.mount.unmount()
         self.mount.check()
 
+    def test_the_disk_failed_long_before(self):
+        self.mount.options.append("--sync=batch=4")
+        self.mount.mount()
+        size = 64 << 10
+        self.write("victim", b"v" * size)
+        with open(self.at("victim"), "rb") as file:
+            os.fsync(file.fileno())
+        # Its place alone is where the disk fails.
+        with open(os.path.join(self.upper, "victim"), "rb") as file:
+            block = struct.unpack("i", fcntl.ioctl(file.fileno(), self.FIBMAP, struct.pack("i", 0)))[0]
+            at = block * os.statvfs(self.upper).f_bsize
+        run("sync", "-f", self.upper)
+        image = os.path.join(self.memory, "disk.ext4")
+        free = os.statvfs(self.memory).f_bavail
+        run("fallocate", "-l", "64M", image)
+        self.assertLess(os.statvfs(self.memory).f_bavail, free)
+        run("fallocate", "-p", "-o", str(at), "-l", str(size), image)
+        self.fail()
+        with open(self.at("victim"), "r+b", buffering=0) as file:
+            # A loop device says nothing of a write of which it could write the beginning.
+            os.pwrite(file.fileno(), b"l" * (size // 2), -at % PAGE)
+        # Whoever synchronises the disk for others is told first.
+        for number in range(4):
+            with open(self.at("many", f"entry-{number:03}"), "ab", buffering=0) as file:
+                file.write(b"copied")
+        marked = [os.path.join(self.upper, "many", f"entry-{number:03}") for number in range(4)]
+        while any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked):
+            time.sleep(0.01)
+        os.unlink(os.path.join(self.memory, "filler"))
+        self.assert_told(bcow("umount", self.where, check=False, timeout=60), "caused by: (Input/output error|No space left on device)\n")
+        self.assertEqual(self.mount.process.wait(timeout=60), 1)
+        self.mount.let_go()
+
     def test_the_process_is_killed_meanwhile(self):
         self.mount.mount()
         want = self.synchronised()
@@ -431,7 +465,7 @@ class LastFlushOfAUser(LastFlush):
             self.lose(user)
             self.recover()
 
-    test_the_process_is_killed_meanwhile = None
+    test_the_disk_failed_long_before = test_the_process_is_killed_meanwhile = None
 
 
 class Damage(UnionCase):

@@ -83,6 +83,9 @@ pub struct UnionFs {
     departures: room::Departures,
     /// Files that were copied up whole and wait to be made durable together. Held for a push or a take only.
     batch: Mutex<Vec<Arc<Node>>>,
+    /// The upper, by which the host's file system is synchronised for a batch. What the host could not write it tells to each open file once,
+    /// be it about another file: who closes must hear of it too.
+    batch_host: File,
     /// Descriptors of the upper that nodes hold, at most: those of nodes that are gone are counted until the next look.
     descriptors: AtomicUsize,
     /// So many, and some are given back.
@@ -130,6 +133,7 @@ impl UnionFs {
         let image = Arc::new(Image::new(lower.fs));
         let directory = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
         let root = root_node(&image, directory).map_err(failed("examine it"))?;
+        let batch_host = host::open_directory(instance.root(), b".").map_err(failed("open it"))?;
         let table = NodeTable::new();
         let root = table.get_or_insert(NodeId::ROOT, || root);
         table.hold(&root);
@@ -152,6 +156,7 @@ impl UnionFs {
             listings: Listings::default(),
             departures: room::Departures::default(),
             batch: Mutex::default(),
+            batch_host,
             descriptors: AtomicUsize::new(0),
             descriptors_limit: AtomicUsize::new(descriptors_most),
             descriptors_most,

@@ -161,7 +161,7 @@ impl UnionFs {
     pub(super) fn finish_batch(&self) -> Result<(), Errno> {
         let batch = std::mem::take(&mut *self.batch.lock().unwrap_or_else(PoisonError::into_inner));
         // If that fails, each by itself says which of them it is about, if any.
-        let are_durable = batch.len() > 1 && rustix::fs::syncfs(self.upper.root()).is_ok();
+        let are_durable = batch.len() > 1 && rustix::fs::syncfs(&self.batch_host).is_ok();
         let mut result = Ok(());
         for node in batch {
             let finished = match are_durable {
