@@ -671,8 +671,8 @@ class Attributes(UnionCase):
         self.remount()
         self.assertEqual(self.read(BIG), want)
 
-    @promise("Modification and change times are kept to the nanosecond, and are those of the last change however late the copying behind a write is "
-             "done. Reading does not change the access time; utimens does.")
+    @promise("Modification and change times are kept to the nanosecond. The modification time is that of the last change, however late the copying "
+             "behind a write is done. Reading does not change the access time; utimens does.")
     def test_times(self):
         path = self.at(BIG)
 
@@ -701,6 +701,19 @@ class Attributes(UnionCase):
         self.assertEqual(times()[0], third[0])
         self.remount()
         self.assertEqual(times()[0], third[0])
+        # Nobody asks before the block is completed: by the background, by who reads it, or at the end.
+        def read_all():
+            time.sleep(0.008)
+            self.read(BIG)
+
+        for number, complete in enumerate((lambda: time.sleep(0.05), read_all, self.remount)):
+            time.sleep(0.05)
+            begin = time.time_ns()
+            with open(path, "r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), b"x", 300_000 + number * 10_000)
+                end = time.time_ns()
+            complete()
+            self.assertTrue(begin - 20_000_000 <= times()[0] <= end, (begin, times()[0], end))
         with open(path, "r+b", buffering=0) as file:
             file.seek(900_000)
             file.write(b"x")

@@ -30,6 +30,11 @@ pub trait Storage: Send + Sync {
         let _ = (offset, bytes);
         Ok(())
     }
+    /// Calls `work`, which nobody asked for and which changes nothing of what is stored, but writes: a storage that has a time of its
+    /// last change may want to keep that. No lock of the caller's is held.
+    fn unasked(&self, work: &mut dyn FnMut()) {
+        work();
+    }
     /// Which file of the host it is, if it is one: storages that say the same have the same bytes.
     fn identity(&self) -> Option<FileIdentity> {
         None

@@ -14,6 +14,7 @@ use super::nodes::{Content, Node, State, Upper};
 use super::types::{Attributes, Changes, SetTime};
 use super::{UnionFs, host};
 use crate::node::NodeId;
+use crate::sketch::Sketch;
 use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode};
 
 /// Where the kernel keeps a program's capabilities.
@@ -32,7 +33,7 @@ impl UnionFs {
                 drop(state);
                 return self.attributes_below(node);
             };
-            // A block completed later would move the times again.
+            // A block completed later would move the time of change again.
             if let Content::Sketch(sketch) = &state.content {
                 sketch
                     .settle()
@@ -43,7 +44,10 @@ impl UnionFs {
                 self.open_upper(node, Access::Path)?;
                 continue;
             };
-            let stat = rustix::fs::fstat(&**file)?;
+            let stat = match &state.content {
+                Content::Sketch(sketch) => stat_sketch(&**sketch, file)?,
+                _ => rustix::fs::fstat(&**file)?,
+            };
             let mut attributes = attributes_above(node, &stat);
             if self.keeps_owner(node) {
                 self.take_owner(node, file, &mut attributes)?;
@@ -202,7 +206,7 @@ impl UnionFs {
         let file = self.open_upper(node, Access::Path)?;
         let mut set = || host::set_times(&file, atime, mtime);
         match &node.read_state().content {
-            Content::Sketch(sketch) => sketch.set_times(&mut set),
+            Content::Sketch(sketch) => sketch.hold_times(&mut set),
             _ => set(),
         }
     }
@@ -345,6 +349,16 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
         permissions: inode.permissions,
         kind: Some(host::kind_to_keep(inode.kind, inode.rdev)),
     }
+}
+
+/// What the host says of the file of a sketch, when its times are those of the last change.
+fn stat_sketch(sketch: &dyn Sketch, file: &File) -> Result<Stat, Errno> {
+    let mut stat = Err(Errno::STALE);
+    sketch.hold_times(&mut || {
+        stat = rustix::fs::fstat(file);
+        Ok(())
+    })?;
+    stat
 }
 
 fn attributes_above(node: &Node, stat: &Stat) -> Attributes {

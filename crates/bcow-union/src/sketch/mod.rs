@@ -16,6 +16,7 @@ mod packed;
 mod shared;
 mod sketches;
 mod sparse;
+mod times;
 mod transit;
 
 use std::fs::File;
@@ -108,11 +109,11 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError>;
 
     /// Completes all blocks in transit, after which nothing but the caller changes the host's file: to be done before its times
-    /// are read or set.
+    /// are read or set, as its time of change is that of the last block.
     fn settle(&self) -> Result<(), SketchError>;
 
-    /// Calls `set`, which sets times of the host's file, when nothing is about to set back what they were.
-    fn set_times(&self, set: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
+    /// Calls `work`, which looks at times of the host's file or sets them, when nothing is about to set back what they were.
+    fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
 
     /// Completes all blocks in transit and sees to it that the sketch can be opened again with all that was written.
     fn flush(&self, how: Durability) -> Result<(), SketchError>;

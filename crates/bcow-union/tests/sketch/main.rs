@@ -10,4 +10,5 @@ mod script;
 mod sparse;
 mod support;
 mod threads;
+mod times;
 mod world;

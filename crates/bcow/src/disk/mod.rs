@@ -152,6 +152,11 @@ impl Disk {
         }
     }
 
+    /// Whether blocks wait to be completed in the background, about.
+    pub fn has_waiting(&self) -> bool {
+        self.inner.fills.waiting() > 0
+    }
+
     /// Makes everything durable, in tables, so that the next who opens the file has nothing to replay; gives back free
     /// space at the end of the file.
     pub fn close(self) -> Result<(), Error> {

@@ -15,6 +15,8 @@ use crate::Error;
 
 /// Blocks waiting to be filled; beyond it, who writes one fills it.
 const MOST_WAITING: usize = 1024;
+/// Jobs that the filler does before the storage hears that it is done.
+const JOBS_AT_ONCE: usize = 64;
 
 /// The filler and its queue.
 #[derive(Default)]
@@ -55,6 +57,13 @@ impl Fills {
     /// Whether the filler is so far behind that writers should fill for themselves.
     pub(super) fn is_behind(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) >= MOST_WAITING
+    }
+
+    /// A job that waits, if there is one.
+    fn take(&self) -> Option<Job> {
+        let job = lock(&self.queue).jobs.pop_front()?;
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        Some(job)
     }
 
     /// No further job is begun; waits for the one at hand.
@@ -133,6 +142,15 @@ impl Inner {
         }
     }
 
+    fn work(&self, job: Job) {
+        let frame = self.enter();
+        // What cannot be done now is met again by the read or the flush that needs it, and reported there.
+        let _ = match job {
+            Job::Fill(region, index) => self.complete(&frame, &region, index),
+            Job::Flush => self.flush(&frame),
+        };
+    }
+
     /// Completes what is in transit of a region; of several errors, returns the first.
     pub(super) fn complete_region(&self, frame: &Frame, region: &Region) -> Result<(), Error> {
         let in_transit: Vec<u32> = {
@@ -207,11 +225,14 @@ fn fill_forever(disk: &Weak<Inner>) {
         let Some(job) = disk.next_job() else {
             return;
         };
-        let frame = disk.enter();
-        // What cannot be done now is met again by the read or the flush that needs it, and reported there.
-        let _ = match job {
-            Job::Fill(region, index) => disk.complete(&frame, &region, index),
-            Job::Flush => disk.flush(&frame),
-        };
+        let mut job = Some(job);
+        disk.file.storage.unasked(&mut || {
+            let mut left = JOBS_AT_ONCE;
+            while let Some(next) = job.take() {
+                disk.work(next);
+                left -= 1;
+                job = if left > 0 { disk.fills.take() } else { None };
+            }
+        });
     }
 }

@@ -31,6 +31,7 @@ use super::host::MarkedFile;
 use super::locks::{Turns, lock, read, write};
 use super::mark::{Fence, MarkState, mark_new, take_back};
 use super::shared::{Kept, Shared};
+use super::times::Times;
 use super::{
     BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
     SketchStatus, copy,
@@ -65,8 +66,8 @@ pub(super) struct Packed {
     cuts: AtomicU64,
     /// How often something was changed.
     changes: AtomicU64,
-    /// Held to set the host's file's times, and from when they are looked at until they are set back. Before the gate.
-    times: Mutex<()>,
+    /// They are held before the gate is taken; a change is begun behind it.
+    times: Arc<Times>,
     /// How often it had been when the last flush began; [`NOT_RECORDED`] if that failed.
     recorded: AtomicU64,
     mark: Mutex<MarkState>,
@@ -166,6 +167,7 @@ impl Packed {
             id: mark.id,
             shared: Arc::clone(shared),
             host: file.host,
+            times: Arc::clone(file.storage.times()),
             storage: file.storage,
             lower: file.lower,
             disk,
@@ -174,7 +176,6 @@ impl Packed {
             is_clean: AtomicBool::new(!mark.map_exists),
             cuts: AtomicU64::new(0),
             changes: AtomicU64::new(0),
-            times: Mutex::default(),
             recorded: AtomicU64::new(0),
             mark: Mutex::new(MarkState::new(mark)),
             turns: Turns::default(),
@@ -192,6 +193,7 @@ impl Packed {
         loop {
             {
                 let _frame = read(&self.gate);
+                let _changing = self.times.changing();
                 self.fence.check()?;
                 let is_clean = self.is_clean.load(Ordering::Acquire);
                 if end <= self.size() || is_clean && end <= self.disk.size() {
@@ -199,6 +201,7 @@ impl Packed {
                 }
             }
             let _frame = write(&self.gate);
+            let _changing = self.times.changing();
             self.make_room(end)?;
         }
     }
@@ -328,19 +331,18 @@ impl Packed {
 
     /// Does what writes to the host's file without being a change of this one, so that it keeps its time.
     fn unseen(&self, work: impl FnOnce() -> Result<(), SketchError>) -> Result<(), SketchError> {
-        let _times = lock(&self.times);
-        let content = self.host.content();
-        let changes = self.changes.load(Ordering::Acquire);
-        let modified = content.modified();
-        work()?;
-        // Who writes does it within the gate.
-        let _frame = write(&self.gate);
-        if changes == self.changes.load(Ordering::Acquire)
-            && let Ok(modified) = modified
-        {
-            let _ = content.set_modified(modified);
+        self.times.hold().unseen(self.host.content(), work)
+    }
+
+    fn read(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
+        let _frame = read(&self.gate);
+        let end = offset.saturating_add(buf.len() as u64).min(self.size());
+        if offset >= end {
+            return Ok(0);
         }
-        Ok(())
+        let count = (end - offset) as usize;
+        self.disk.read_at(offset, &mut buf[..count])?;
+        Ok(count)
     }
 
     /// Calls `each` with where pieces of the file begin, how long they are, what is there, and in which file of the chain, until it
@@ -460,14 +462,15 @@ impl Sketch for Packed {
         self.size.load(Ordering::Acquire)
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
-        let _frame = read(&self.gate);
-        let end = offset.saturating_add(buf.len() as u64).min(self.size());
-        if offset >= end {
-            return Ok(0);
+        // It completes what it meets. Those who are completing others are not waited for, and will most likely set the time back.
+        let held = match self.disk.has_waiting() {
+            true => self.times.try_hold(),
+            false => None,
+        };
+        match held {
+            Some(times) => times.unseen(self.host.content(), || self.read(offset, buf)),
+            None => self.read(offset, buf),
         }
-        let count = (end - offset) as usize;
-        self.disk.read_at(offset, &mut buf[..count])?;
-        Ok(count)
     }
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
         if data.is_empty() {
@@ -489,6 +492,7 @@ impl Sketch for Packed {
     }
     fn set_size(&self, size: u64) -> Result<(), SketchError> {
         let frame = write(&self.gate);
+        let _changing = self.times.changing();
         self.fence.check()?;
         match size < self.size() {
             true => self.cut(&frame, size),
@@ -499,6 +503,7 @@ impl Sketch for Packed {
         let end = offset.saturating_add(length);
         if size == KeepSize::Grow {
             let _frame = write(&self.gate);
+            let _changing = self.times.changing();
             self.fence.check()?;
             self.grow(end)?;
         }
@@ -538,11 +543,11 @@ impl Sketch for Packed {
         })
     }
     fn settle(&self) -> Result<(), SketchError> {
-        Ok(self.disk.settle()?)
+        self.unseen(|| Ok(self.disk.settle()?))
     }
-    fn set_times(&self, set: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
-        let _times = lock(&self.times);
-        set()
+    fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
+        let _held = self.times.hold();
+        work()
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         self.turns.take(|| {

@@ -8,12 +8,14 @@ use bcow::Storage;
 
 use super::super::SketchError;
 use super::super::host::{HostFile, MarkedFile};
+use super::super::times::Times;
 use crate::account::{Account, StoredBlocks};
 
 /// Charges what it stores.
 pub(super) struct HostStorage {
     host: Arc<dyn MarkedFile>,
     stored: StoredBlocks,
+    times: Arc<Times>,
     /// Whether barriers are wanted.
     barriers: AtomicBool,
     /// Whether it is being opened. What that writes is no use of more space, but what makes the file readable.
@@ -26,6 +28,7 @@ impl HostStorage {
         HostStorage {
             host,
             stored: StoredBlocks::new(account),
+            times: Arc::default(),
             barriers: AtomicBool::new(false),
             opening: AtomicBool::new(false),
         }
@@ -54,6 +57,11 @@ impl HostStorage {
             0 => Ok(()),
             _ => set_len(size),
         }
+    }
+
+    /// Those of the host's file.
+    pub(super) fn times(&self) -> &Arc<Times> {
+        &self.times
     }
 
     /// The file goes.
@@ -133,6 +141,9 @@ impl Storage for HostStorage {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
             Err(error) => Err(error),
         }
+    }
+    fn unasked(&self, work: &mut dyn FnMut()) {
+        self.times.hold().unseen(self.content(), work);
     }
 }
 

@@ -5,7 +5,6 @@
 //! from the lower file and mapped with them; the following flushes then cost what they cost on a plain file.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use super::super::host::write_all;
 use super::super::locks::{lock, read};
@@ -58,17 +57,11 @@ impl Sparse {
         let end = new.end.saturating_add(most).min(frame.covered());
         ahead.next = end.max(new.end);
         drop(ahead);
-        let _times = lock(&self.times);
-        let changes = self.changes.load(Ordering::Acquire);
-        let modified = self.content().modified();
-        // What fails is met again by who reads or writes it.
-        let _ = self.fetch(frame, new.end..end);
-        // Nobody wrote to the file, so it shall not look so.
-        if let Ok(modified) = modified
-            && changes == self.changes.load(Ordering::Acquire)
-        {
-            let _ = self.content().set_modified(modified);
-        }
+        // What fails is met again by who reads or writes it. Nobody wrote to the file, so it shall not look so.
+        let _ = self
+            .times
+            .hold()
+            .unseen(self.content(), || self.fetch(frame, new.end..end));
     }
 
     /// Completes blocks that nobody wrote to.

@@ -50,10 +50,16 @@ impl Sparse {
 
     /// Completes all blocks that are in transit now. After an error the others are completed all the same.
     pub(super) fn complete_all(&self, frame: &Frame) -> Result<(), SketchError> {
-        let mut result = Ok(());
-        if self.in_transit.load(Ordering::Acquire) == 0 {
-            return result;
+        // Also if there are none: who completed the last may be about to set the time back.
+        let times = self.times.hold();
+        match self.in_transit.load(Ordering::Acquire) {
+            0 => Ok(()),
+            _ => times.unseen(self.content(), || self.complete_stripes(frame)),
         }
+    }
+
+    fn complete_stripes(&self, frame: &Frame) -> Result<(), SketchError> {
+        let mut result = Ok(());
         for stripe in &self.stripes {
             let blocks: Vec<u64> = lock(stripe).keys().copied().collect();
             for block in blocks {
@@ -69,6 +75,11 @@ impl Sparse {
         // Whoever leaves a block from here on says so again.
         self.queued.store(false, Ordering::Release);
         let frame = read(&self.gate);
+        let times = self.times.hold();
+        times.unseen(self.content(), || self.complete_due(&frame, most))
+    }
+
+    fn complete_due(&self, frame: &Frame, most: usize) -> Option<Instant> {
         let delay = self.shared.options.fill_delay;
         let mut left = most;
         let mut again: Option<Instant> = None;
@@ -89,7 +100,7 @@ impl Sparse {
             }
             left -= due.len();
             for block in due {
-                if let Err(error) = self.complete(&frame, block, By::Background) {
+                if let Err(error) = self.complete(frame, block, By::Background) {
                     self.shared.log("a block could not be completed", &error);
                     if let Some(transit) = lock(stripe).get_mut(&block) {
                         transit.given_up = true;

@@ -20,7 +20,7 @@
 //! 3. a stripe: the blocks in transit of a part of the file. Held while a block that is not present changes;
 //! 4. the set of present blocks; the mark. Leaves.
 //!
-//! That for the host's file's times comes between the gate and the stripes.
+//! Those for the host's file's times come between the gate and the stripes.
 //!
 //! Blocks that are present are read and written under the gate alone.
 
@@ -45,6 +45,7 @@ use super::locks::{Turns, lock, read, write};
 use super::map::Map;
 use super::mark::{Fence, MarkState, make_fit, mark_new, size_of};
 use super::shared::{Kept, Shared};
+use super::times::Times;
 use super::transit::Stripe;
 use super::{
     BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
@@ -81,10 +82,7 @@ pub(super) struct Sparse {
     fence: Fence,
     /// Where flushes went. A leaf.
     ahead: Mutex<ahead::Ahead>,
-    /// How often something was changed.
-    changes: AtomicU64,
-    /// Held to set the host's file's times, and from when they are looked at until they are set back.
-    times: Mutex<()>,
+    times: Times,
     /// Whether the background knows that blocks are in transit.
     queued: AtomicBool,
     /// Whether its space is free when it is dropped.
@@ -219,8 +217,7 @@ impl Sparse {
             turns: Turns::default(),
             fence: Fence::default(),
             ahead: Mutex::default(),
-            changes: AtomicU64::new(0),
-            times: Mutex::default(),
+            times: Times::default(),
             queued: AtomicBool::new(false),
             discarded: AtomicBool::new(false),
         })
@@ -320,9 +317,9 @@ impl Sketch for Sparse {
     fn settle(&self) -> Result<(), SketchError> {
         self.complete_all(&read(&self.gate))
     }
-    fn set_times(&self, set: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
-        let _times = lock(&self.times);
-        set()
+    fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
+        let _held = self.times.hold();
+        work()
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         match how {

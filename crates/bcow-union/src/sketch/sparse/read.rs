@@ -57,10 +57,15 @@ impl Sparse {
     /// Within one block in transit.
     fn read_transit(&self, frame: &Frame, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
         let block = at / BLOCK_BYTES;
-        match self.complete(frame, block, By::Reader) {
-            Ok(()) => self.read_host(at, buf),
-            // The host has no room for it, or the lower file is damaged there: what can be read is.
-            Err(_) => self.read_merged(frame, at, buf),
+        // Not if others are completing, perhaps many.
+        let completed = self
+            .times
+            .try_hold()
+            .map(|times| times.unseen(self.content(), || self.complete(frame, block, By::Reader)));
+        match completed {
+            Some(Ok(())) => self.read_host(at, buf),
+            // Or the host has no room for it, or the lower file is damaged there: what can be read is.
+            Some(Err(_)) | None => self.read_merged(frame, at, buf),
         }
     }
 

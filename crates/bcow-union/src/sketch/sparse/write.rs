@@ -25,15 +25,13 @@ impl Sparse {
         let end = end_of(offset, data.len() as u64)?;
         let frame = read(&self.gate);
         self.fence.check()?;
-        // Before and after, so that whoever looks twice sees what lies between.
-        self.changes.fetch_add(1, Ordering::AcqRel);
+        let _changing = self.times.changing();
         if end > self.size() {
             self.before_growth(&frame)?;
         }
         let reserved = self.stored.reserve(self.content(), offset..end)?;
         let fits = &data[..(reserved.end - offset) as usize];
         let result = self.write_reserved(&frame, offset, fits);
-        self.changes.fetch_add(1, Ordering::AcqRel);
         let written = *result.as_ref().unwrap_or(&0);
         if written < fits.len() {
             self.stored.undo(reserved, offset + written as u64);

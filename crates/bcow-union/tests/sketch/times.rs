@@ -1,0 +1,197 @@
+//! The time of the last change: that of the last write, whenever its blocks are completed.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use bcow_union::Seek;
+use bcow_union::sketch::{Durability, Lower, Sketch, SketchKind, SketchOptions, Sketches};
+use rustix::io::Errno;
+
+use crate::support::*;
+
+const B: u64 = 4096;
+/// So long a read of the lower file takes, which is more than the tick of any host's clock.
+const SLOW: Duration = Duration::from_millis(30);
+
+/// A lower file on a slow disk.
+struct Slow(TestLower, Duration);
+
+impl Lower for Slow {
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno> {
+        thread::sleep(self.1);
+        self.0.read_at(offset, buf)
+    }
+    fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, Errno> {
+        self.0.seek(offset, what)
+    }
+}
+
+/// A sketch on the host, and the host's file.
+struct Timed {
+    sketch: Arc<dyn Sketch>,
+    host: File,
+    _sketches: Sketches,
+    _place: Place,
+}
+
+impl Timed {
+    fn new(kind: SketchKind, options: SketchOptions, read_takes: Duration) -> Self {
+        let place = Place::new();
+        let lower = Arc::new(Slow(TestLower::full(100 * B), read_takes));
+        let sketches = on_host(&place, options);
+        let file = place.file(lower.size());
+        let host = place.host();
+        let sketch = sketches.create(kind, file, lower).unwrap();
+        Timed {
+            sketch,
+            host,
+            _sketches: sketches,
+            _place: place,
+        }
+    }
+
+    /// As whoever asks for attributes sees it.
+    fn modified(&self) -> SystemTime {
+        let mut modified = SystemTime::UNIX_EPOCH;
+        let mut look = || {
+            modified = self.host.metadata().unwrap().modified().unwrap();
+            Ok(())
+        };
+        self.sketch.hold_times(&mut look).unwrap();
+        modified
+    }
+
+    /// Writes parts of blocks; the time that the last of these writes gave the file.
+    fn write(&self, blocks: std::ops::Range<u64>) -> SystemTime {
+        for block in blocks {
+            self.sketch.write_at(block * B + 5, b"some bytes").unwrap();
+        }
+        self.host.metadata().unwrap().modified().unwrap()
+    }
+}
+
+fn in_background() -> SketchOptions {
+    SketchOptions {
+        fillers: 1,
+        fill_delay: SLOW,
+        ahead_blocks: 0,
+        ..SketchOptions::default()
+    }
+}
+
+#[test]
+fn a_block_that_is_completed_in_the_background_is_no_change() {
+    for kind in [SketchKind::Sparse, SketchKind::Packed] {
+        let timed = Timed::new(kind, in_background(), SLOW);
+        let written = timed.write(3..4);
+        let start = Instant::now();
+        loop {
+            thread::sleep(SLOW * 2);
+            let modified = timed.modified();
+            assert_eq!(modified, written, "{kind:?}");
+            if start.elapsed() > SLOW * 6 {
+                break;
+            }
+        }
+        assert_eq!(timed.sketch.status().unwrap().in_transit, 0, "{kind:?}");
+        assert_eq!(timed.host.metadata().unwrap().modified().unwrap(), written);
+    }
+}
+
+#[test]
+fn a_block_that_somebody_needs_complete_is_no_change() {
+    type Needs = (&'static str, fn(&dyn Sketch));
+    let needs: [Needs; 3] = [
+        ("settle", |sketch| sketch.settle().unwrap()),
+        ("flush", |sketch| sketch.flush(Durability::Durable).unwrap()),
+        ("read", |sketch| {
+            assert_eq!(sketch.read_at(3 * B, &mut [0; 100]).unwrap(), 100);
+        }),
+    ];
+    for kind in [SketchKind::Sparse, SketchKind::Packed] {
+        for (what, need) in needs {
+            let timed = Timed::new(kind, quiet(), SLOW);
+            let written = timed.write(3..4);
+            need(&*timed.sketch);
+            assert_eq!(timed.modified(), written, "{kind:?}: {what}");
+        }
+    }
+}
+
+#[test]
+fn what_is_complete_is_not_touched_by_who_asks_for_times() {
+    for kind in [SketchKind::Sparse, SketchKind::Packed] {
+        let timed = Timed::new(kind, quiet(), Duration::ZERO);
+        timed.write(3..4);
+        timed.sketch.settle().unwrap();
+        let changed = || {
+            let host = timed.host.metadata().unwrap();
+            (host.ctime(), host.ctime_nsec())
+        };
+        let before = changed();
+        thread::sleep(SLOW);
+        timed.sketch.settle().unwrap();
+        timed.modified();
+        assert_eq!(changed(), before, "{kind:?}");
+    }
+}
+
+/// However often the time is set back by those who complete blocks, a write that has returned is not older than it began.
+#[test]
+fn a_write_is_never_undone() {
+    let options = SketchOptions {
+        fillers: 2,
+        fill_delay: Duration::ZERO,
+        ..SketchOptions::default()
+    };
+    // From the host's own clock, which may be behind the other one.
+    let clock = tempfile::tempfile().unwrap();
+    let now = |turn: u64| {
+        clock.write_all_at(&turn.to_le_bytes(), 0).unwrap();
+        clock.metadata().unwrap().modified().unwrap()
+    };
+    for kind in [SketchKind::Sparse, SketchKind::Packed] {
+        for round in 0..cases(20) {
+            let timed = Timed::new(kind, options.clone(), Duration::from_micros(20));
+            let over = AtomicBool::new(false);
+            thread::scope(|scope| {
+                for reads in [true, false] {
+                    let (timed, over) = (&timed, &over);
+                    scope.spawn(move || {
+                        for block in (0..100).cycle() {
+                            match reads {
+                                true => drop(timed.sketch.read_at(block * B, &mut [0; 4096])),
+                                false => timed.sketch.settle().unwrap(),
+                            }
+                            if over.load(Ordering::Relaxed) {
+                                break;
+                            }
+                        }
+                    });
+                }
+                let mut undone = None;
+                for turn in 0..200 {
+                    // A new block in part, then one that is complete.
+                    let block = turn / 2 * 37 % 100;
+                    let data = vec![turn as u8; if turn % 2 == 0 { 20 } else { 4096 }];
+                    let before = now(turn);
+                    timed.sketch.write_at(block * B, &data).unwrap();
+                    let modified = timed.modified();
+                    if modified < before {
+                        undone = Some((turn, before, modified));
+                        break;
+                    }
+                }
+                over.store(true, Ordering::Relaxed);
+                assert_eq!(undone, None, "{kind:?}, round {round}");
+            });
+        }
+    }
+}
