@@ -79,7 +79,8 @@ os.link('home/small', 'home/small-too')
 """)
 
     @promise("An ordinary user mounts through `fusermount3`, and everything works as for root inside: owners, modes and devices are kept in "
-             "`user.containers.override_stat`, which podman and containers-storage read, and files of the host belong to that user.")
+             "`user.containers.override_stat` (which symbolic links cannot have: theirs is the user who mounted, once they are in the upper), "
+             "which podman and containers-storage read, and files of the host belong to that user.")
     def test_an_ordinary_user(self):
         self.mount.mount()
         self.work()
