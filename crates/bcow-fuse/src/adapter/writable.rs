@@ -315,8 +315,7 @@ impl fuser::Filesystem for Writable {
             true => SyncWhat::Data,
             false => SyncWhat::All,
         };
-        let synced = self.fs.with_room(|fs| fs.sync(id(ino), what));
-        reply::empty(synced, reply);
+        reply::empty(self.fs.sync(id(ino), what), reply);
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {

@@ -37,6 +37,17 @@ struct Counts {
     is_awaited: bool,
 }
 
+/// How long a request waits, however many files go in the meantime: for those that were removed before it found no room.
+#[derive(Debug)]
+struct Hope {
+    /// Until when these may be forgotten.
+    soon: Instant,
+    /// Until when one that is being freed then is waited for.
+    at_last: Instant,
+    /// Whether that was done.
+    is_last: bool,
+}
+
 impl Departures {
     /// A file lost its last name.
     pub(super) fn removed(&self) {
@@ -57,15 +68,28 @@ impl Departures {
         self.lock().freed
     }
 
+    /// What somebody who finds no room now may wait for.
+    fn hope(&self) -> Hope {
+        let now = Instant::now();
+        Hope {
+            soon: self.lock().newest.map_or(now, |newest| newest + SOON),
+            at_last: now + FREEING,
+            is_last: false,
+        }
+    }
+
     /// Whether more than `before` are freed, now or soon.
-    fn more_than(&self, before: u64) -> bool {
-        let began = Instant::now();
+    fn more_than(&self, before: u64, hope: &mut Hope) -> bool {
         let mut counts = self.lock();
-        while counts.freed == before && !counts.is_awaited {
-            let until = match counts.newest {
-                _ if counts.forgotten > before => began + FREEING,
-                Some(newest) if counts.removed > before => newest + SOON,
-                _ => break,
+        let is_late = Instant::now() >= hope.soon;
+        if is_late && hope.is_last {
+            return false;
+        }
+        hope.is_last = is_late;
+        while counts.freed == before && counts.freed < counts.removed && !counts.is_awaited {
+            let until = match counts.forgotten > counts.freed {
+                true => hope.at_last,
+                false => hope.soon,
             };
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -89,15 +113,19 @@ impl Departures {
 
 impl UnionFs {
     /// Does what may need space. If there is none, it waits for files that were just removed, and does it again: to be given only
-    /// what changes nothing when it fails so.
+    /// what changes nothing when it fails so. (Not an fsync: the host tells once that it had no room for what was written.)
     pub fn with_room<T>(
         &self,
         mut attempt: impl FnMut(&UnionFs) -> Result<T, Errno>,
     ) -> Result<T, Errno> {
+        let mut hope = None;
         loop {
             let before = self.departures.count();
             match attempt(self) {
-                Err(Errno::NOSPC | Errno::DQUOT) if self.departures.more_than(before) => {}
+                Err(Errno::NOSPC | Errno::DQUOT)
+                    if self
+                        .departures
+                        .more_than(before, hope.get_or_insert_with(|| self.departures.hope())) => {}
                 other => return other,
             }
         }
@@ -107,31 +135,36 @@ impl UnionFs {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
+
+    fn more_than(departures: &Departures, before: u64) -> bool {
+        departures.more_than(before, &mut departures.hope())
+    }
 
     #[test]
     fn only_what_was_just_removed_is_waited_for() {
         let departures = Departures::default();
-        assert!(!departures.more_than(0));
+        assert!(!more_than(&departures, 0));
         departures.removed();
         // Somebody has it open.
-        assert!(!departures.more_than(0));
+        assert!(!more_than(&departures, 0));
         departures.removed();
         thread::scope(|scope| {
             scope.spawn(|| {
                 thread::sleep(Duration::from_millis(1));
                 departures.forgotten(|| ());
             });
-            assert!(departures.more_than(0));
+            assert!(more_than(&departures, 0));
         });
         // The one that is still open was removed too long ago, after a while.
         thread::sleep(SOON);
         let before = departures.count();
-        assert!(!departures.more_than(before));
+        assert!(!more_than(&departures, before));
         // It may be forgotten between the attempt and the question.
         departures.forgotten(|| ());
-        assert!(departures.more_than(before));
-        assert!(!departures.more_than(departures.count()));
+        assert!(more_than(&departures, before));
+        assert!(!more_than(&departures, departures.count()));
     }
 
     #[test]
@@ -147,7 +180,28 @@ mod tests {
                 });
             });
             began.wait();
-            assert!(departures.more_than(0));
+            assert!(more_than(&departures, 0));
+        });
+    }
+
+    #[test]
+    fn who_finds_no_room_in_the_end_does_not_wait_for_what_others_remove_meanwhile() {
+        let departures = Departures::default();
+        // One is open for good.
+        departures.removed();
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Acquire) {
+                    departures.removed();
+                    departures.forgotten(|| thread::sleep(Duration::from_millis(1)));
+                }
+            });
+            let mut hope = departures.hope();
+            // It ends.
+            while departures.more_than(departures.count(), &mut hope) {}
+            assert!(Instant::now() < hope.at_last);
+            done.store(true, Ordering::Release);
         });
     }
 }
