@@ -381,8 +381,11 @@ class OfBcow(Uppers, unittest.TestCase):
         (entry,) = os.listdir(f"{upper}/.bcow/index")
         os.link(f"{upper}/.bcow/index/{entry}", f"{upper}/.bcow/work/link")
         os.setxattr(f"{upper}/.bcow/index/{entry}", "trusted.overlay.nlink", b"U+9")
-        shutil.copy(f"{upper}/replaced-by-file", f"{upper}/.bcow/index/00000000000000bb")
-        os.setxattr(f"{upper}/.bcow/index/00000000000000bb", "trusted.overlay.nlink", b"U-1")
+        # Of a file that the image has one name for.
+        number = int.from_bytes(os.getxattr(f"{upper}/etc/config", "trusted.overlay.origin")[21:], "little")
+        spare = f"{upper}/.bcow/index/{number:016x}"
+        run("cp", "-a", f"{upper}/etc/config", spare)
+        os.setxattr(spare, "trusted.overlay.nlink", b"U-1")
         found = self.fsck(upper)
         for code in ("upper-map-leak", "upper-work-leak", "upper-index-leak", "upper-nlink"):
             self.assertIn(f"warning {code}", found)

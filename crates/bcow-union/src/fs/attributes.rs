@@ -89,7 +89,7 @@ impl UnionFs {
         attributes.gid = owner.gid;
         attributes.permissions = owner.permissions;
         if let Some(kind) = owner.kind {
-            attributes.rdev = host::kind_kept(kind).1.map_or(0, encode_device);
+            attributes.rdev = host::device_kept(kind).map_or(0, encode_device);
         }
         Ok(())
     }

@@ -150,24 +150,17 @@ pub(super) fn kind_of(mode: u32) -> FileType {
     }
 }
 
-/// The type, and of devices the number, that an attribute keeps.
-pub(super) fn kind_kept(kind: OverrideKind) -> (FileType, Option<DeviceNumber>) {
+/// The number of a device that an attribute keeps.
+pub(super) fn device_kept(kind: OverrideKind) -> Option<DeviceNumber> {
     match kind {
-        OverrideKind::File => (FileType::Regular, None),
-        OverrideKind::Directory => (FileType::Directory, None),
-        OverrideKind::Symlink => (FileType::Symlink, None),
-        OverrideKind::Pipe => (FileType::Fifo, None),
-        OverrideKind::Socket => (FileType::Socket, None),
-        OverrideKind::Block { major, minor } => {
-            (FileType::BlockDevice, Some(DeviceNumber { major, minor }))
+        OverrideKind::Block { major, minor } | OverrideKind::Char { major, minor } => {
+            Some(DeviceNumber { major, minor })
         }
-        OverrideKind::Char { major, minor } => {
-            (FileType::CharDevice, Some(DeviceNumber { major, minor }))
-        }
+        _ => None,
     }
 }
 
-/// The other way round.
+/// How an attribute keeps a type, and of devices the number.
 pub(super) fn kind_to_keep(kind: FileType, device: Option<DeviceNumber>) -> OverrideKind {
     let DeviceNumber { major, minor } = device.unwrap_or(DeviceNumber { major: 0, minor: 0 });
     match kind {

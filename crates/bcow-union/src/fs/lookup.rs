@@ -13,6 +13,7 @@ use super::nodes::{Node, Place, State, Upper};
 use super::types::Attributes;
 use super::{UnionFs, host};
 use crate::node::NodeId;
+use crate::upper::beneath::is_regular;
 use crate::upper::{META, Marks, Metacopy, NlinkDelta, Redirect, is_whiteout};
 
 /// Longest name of a directory entry.
@@ -94,9 +95,16 @@ impl UnionFs {
             return Ok(Above::Whiteout);
         }
         let marks = self.read_marks(&file)?;
-        let kind = match marks.owner.and_then(|owner| owner.kind) {
-            Some(kind) if self.keeps_owners() => host::kind_kept(kind).0,
-            _ => host::kind_of(stat.st_mode),
+        let kept = match &marks.owner {
+            Some(owner) if self.keeps_owners() => owner.kind_over(&stat).map_err(|damage| {
+                self.complain(name, &damage.to_string());
+                Errno::IO
+            })?,
+            _ => None,
+        };
+        let kind = match kept {
+            Some(kind) => kind.file_type(),
+            None => host::kind_of(stat.st_mode),
         };
         Ok(Above::Found(Box::new(Found {
             file,
@@ -140,6 +148,10 @@ impl UnionFs {
                 self.descriptors.fetch_add(1, Ordering::Relaxed);
                 node
             });
+            // The host gave its number to another file, which only somebody else can have made.
+            if node.kind != kind {
+                return Err(Errno::STALE);
+            }
             let Some(ours) = &mut upper else {
                 if is_unsettled {
                     self.settle_names(&node)?;
@@ -227,8 +239,18 @@ impl UnionFs {
         if state.upper.is_some() {
             return Ok(());
         }
-        let Above::Found(found) = self.look_above(self.upper.index(), &index_name(nid))? else {
-            return Ok(());
+        let found = match self.look_above(self.upper.index(), &index_name(nid))? {
+            Above::Nothing => return Ok(()),
+            Above::Found(found) if self.origin(&found)? == Some(nid) => found,
+            // An upper may come from anywhere: what is no copy of this inode is not shown for it, much less opened.
+            Above::Found(_) | Above::Whiteout => {
+                let path = [META.as_bytes(), b"/index/", &index_name(nid)].concat();
+                self.complain(
+                    &path,
+                    "it is not the file that this inode of the image became",
+                );
+                return Err(Errno::IO);
+            }
         };
         *state = State::of(Some(Upper::new(*found)));
         self.descriptors.fetch_add(1, Ordering::Relaxed);
@@ -335,7 +357,12 @@ impl UnionFs {
             Access::Path => return Ok(Arc::clone(file)),
             _ if upper.for_data => return Ok(Arc::clone(file)),
             Access::Directory => OFlags::RDONLY | OFlags::DIRECTORY,
-            // Nodes of other types are never opened for their content.
+            // Nodes of other types are never opened for their content; nor is anything else that the host has in the place of
+            // a regular file: a device would be the host's, whatever the mount says of devices.
+            Access::Data if !is_regular(&rustix::fs::fstat(&**file)?) => {
+                self.complain(b"", "what was a regular file is none");
+                return Err(Errno::IO);
+            }
             Access::Data => OFlags::RDWR,
         };
         let file = Arc::new(host::reopen(file, flags)?);

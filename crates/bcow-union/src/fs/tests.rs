@@ -635,3 +635,33 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
     union.sync(NodeId::ROOT, SyncWhat::All).unwrap();
     assert_eq!(union.root.names_changed.unsynced(), None);
 }
+
+#[test]
+fn nothing_but_a_regular_file_is_opened_for_its_content() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let union = fixture.union.as_ref().unwrap();
+    for device in [Some(rustix::fs::makedev(1, 3)), None] {
+        let name = if device.is_some() { "a" } else { "b" };
+        let node = union.find_existing(&union.root, name.as_bytes()).unwrap();
+        union.ensure_upper(&node).unwrap();
+        // As if something else had taken the file's place while its descriptor was given back.
+        let kind = match device {
+            Some(_) => rustix::fs::FileType::CharacterDevice,
+            None => rustix::fs::FileType::Fifo,
+        };
+        let mode = rustix::fs::Mode::from_raw_mode(0o666);
+        let work = union.upper.work();
+        rustix::fs::mknodat(work, name, kind, mode, device.unwrap_or(0)).unwrap();
+        let file = super::host::open_path(work, name.as_bytes()).unwrap();
+        {
+            let mut state = node.write_state();
+            let upper = state.upper.as_mut().unwrap();
+            upper.file = file.map(Arc::new);
+            upper.for_data = false;
+        }
+        let opened = union.open_upper(&node, Access::Data);
+        assert_eq!(opened.err(), Some(Errno::IO), "{name}");
+    }
+}

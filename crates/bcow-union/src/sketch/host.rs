@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{
-    AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Timespec, Timestamps, UTIME_OMIT,
+    AtFlags, FallocateFlags, Mode, OFlags, SeekFrom, Timespec, Timestamps, UTIME_OMIT,
 };
 use rustix::io::Errno;
 
 use crate::Seek;
+use crate::upper::beneath::open_regular;
 use crate::upper::{Attribute, Mark, Metacopy, Namespace, REDIRECT_NOWHERE, SketchMark};
 
 /// A regular file of the host.
@@ -262,15 +263,10 @@ fn temporary_name(id: u64) -> String {
 
 impl MapStore for MapDirectory {
     fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>> {
-        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = match rustix::fs::openat(&self.maps, map_name(id), flags, Mode::empty()) {
-            Err(Errno::NOENT) => return Ok(None),
-            other => File::from(other?),
-        };
-        let mode = rustix::fs::fstat(&file)?.st_mode;
-        match FileType::from_raw_mode(mode) {
-            FileType::RegularFile => Ok(Some(Arc::new(file))),
-            _ => Err(Errno::INVAL.into()),
+        match open_regular(self.maps.as_fd(), &map_name(id), OFlags::RDWR) {
+            Ok(file) => Ok(Some(Arc::new(File::from(file)))),
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(errno.into()),
         }
     }
     fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>> {

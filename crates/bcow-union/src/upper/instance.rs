@@ -9,6 +9,7 @@ use bcow::lock::FileLock;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::beneath::open_regular;
 use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
 use super::{Attribute, META, Names, Namespace, Ownership, Record, SCHEMA, UpperError};
@@ -469,15 +470,10 @@ fn same_device(
 }
 
 pub(super) fn open_lock(meta: BorrowedFd<'_>, flags: OFlags) -> Result<Option<File>, Errno> {
-    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let file = match rustix::fs::openat(meta, "lock", flags, Mode::from_raw_mode(0o600)) {
-        Err(Errno::NOENT) => return Ok(None),
-        other => other?,
-    };
-    let stat = rustix::fs::fstat(&file)?;
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::RegularFile => Ok(Some(file.into())),
-        _ => Err(Errno::INVAL),
+    match open_regular(meta, "lock", flags) {
+        Ok(file) => Ok(Some(file.into())),
+        Err(Errno::NOENT) => Ok(None),
+        Err(errno) => Err(errno),
     }
 }
 

@@ -4,10 +4,13 @@
 //! `UID:GID:MODE:TYPE`, the mode octal, the type one of `file`, `dir`, `symlink`, `pipe`, `socket`, `block-MAJOR-MINOR`,
 //! `char-MAJOR-MINOR`. Symbolic links cannot have the attribute.
 
+use rustix::fs::{FileType, Stat};
+
 use super::MarkError;
 
 /// Name of the attribute.
-pub const OVERRIDE: &[u8] = b"user.containers.override_stat";
+pub const OVERRIDE: &[u8] = NAME.as_bytes();
+const NAME: &str = "user.containers.override_stat";
 
 /// What a file is to the container, whatever it is on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,7 +54,48 @@ pub enum OverrideKind {
     },
 }
 
+impl OverrideKind {
+    /// Of which type that is, devices without their number.
+    pub(crate) fn file_type(self) -> bcow_erofs::reader::FileType {
+        use bcow_erofs::reader::FileType;
+        match self {
+            OverrideKind::File => FileType::Regular,
+            OverrideKind::Directory => FileType::Directory,
+            OverrideKind::Symlink => FileType::Symlink,
+            OverrideKind::Pipe => FileType::Fifo,
+            OverrideKind::Socket => FileType::Socket,
+            OverrideKind::Block { .. } => FileType::BlockDevice,
+            OverrideKind::Char { .. } => FileType::CharDevice,
+        }
+    }
+
+    /// Whether a file of the host's can be this to the container: what the host cannot have, or not for this user, is an
+    /// empty regular file.
+    fn suits(self, host: FileType) -> bool {
+        host == match self {
+            OverrideKind::Directory => FileType::Directory,
+            OverrideKind::Symlink => FileType::Symlink,
+            OverrideKind::File
+            | OverrideKind::Pipe
+            | OverrideKind::Socket
+            | OverrideKind::Block { .. }
+            | OverrideKind::Char { .. } => FileType::RegularFile,
+        }
+    }
+}
+
 impl Override {
+    /// What a file of the host's with this attribute is to the container; `None` if it is the host's type. An error if the
+    /// host's file cannot be that.
+    pub(crate) fn kind_over(&self, stat: &Stat) -> Result<Option<OverrideKind>, MarkError> {
+        match self.kind {
+            Some(kind) if !kind.suits(FileType::from_raw_mode(stat.st_mode)) => {
+                Err(MarkError::new(NAME, self.encode().as_bytes()))
+            }
+            kind => Ok(kind),
+        }
+    }
+
     /// The attribute's value.
     pub fn encode(&self) -> String {
         let Override {
@@ -76,7 +120,7 @@ impl Override {
 
     /// Reads a value. Type bits in the mode and a missing type are accepted.
     pub fn decode(value: &[u8]) -> Result<Override, MarkError> {
-        let bad = || MarkError::new("user.containers.override_stat", value);
+        let bad = || MarkError::new(NAME, value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
         // Some writers count the NUL.
         let mut parts = text.trim_end_matches('\0').splitn(4, ':');

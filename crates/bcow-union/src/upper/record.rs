@@ -4,10 +4,11 @@ use std::io::Read;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+use super::beneath::open_regular;
 use super::{META, Namespace, Ownership, UpperError};
 
 /// The form this version writes and reads.
@@ -62,16 +63,12 @@ impl Record {
             path: path.clone(),
             problem,
         };
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = match rustix::fs::openat(meta, FILE, flags, Mode::empty()) {
+        let file = match open_regular(meta, FILE, OFlags::RDONLY) {
             Ok(file) => file,
             Err(Errno::NOENT) => return Ok(None),
+            Err(Errno::INVAL) => return Err(damaged("it is not a regular file".into())),
             Err(errno) => return Err(io(errno)),
         };
-        let stat = rustix::fs::fstat(&file).map_err(io)?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(damaged("it is not a regular file".into()));
-        }
         let mut text = Vec::new();
         std::fs::File::from(file)
             .take(MOST_BYTES + 1)

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use bcow::check::{CheckOptions, Finding, Severity};
 use bcow::{BlockDevice, Image, Mapping, NoBackings, OpenOptions};
 use bcow_erofs::reader::Inode;
-use rustix::fs::{Mode, OFlags, SeekFrom};
+use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::beneath::open_beneath;
+use super::beneath::{open_regular, open_regular_beneath};
 use super::body::{Body, Holder, Piece, Source};
 use super::changes::Problem;
 use super::{META, SketchKind, SketchMark, UpperReader};
@@ -40,7 +40,7 @@ pub(super) fn body(
     lower: Inode,
 ) -> Result<Body, Problem> {
     check_mark(mark, &lower).map_err(Problem::Sketch)?;
-    let file = open_beneath(upper.root(), host.path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    let file = open_regular_beneath(upper.root(), host.path)?;
     let (size, holder, pieces) = match mark.kind {
         SketchKind::Sparse => (
             host.size,
@@ -175,8 +175,7 @@ pub(super) fn open_packed(file: File) -> Result<Arc<Image>, bcow::Error> {
 
 /// Checks the file of a packed sketch on its own.
 fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<(), String> {
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-    let file = open_beneath(upper.root(), host.path, flags).map_err(|errno| errno.to_string())?;
+    let file = open_regular_beneath(upper.root(), host.path).map_err(|errno| errno.to_string())?;
     let options = CheckOptions { data, threads: 1 };
     let report = bcow::check::check(Arc::new(File::from(file)), &options)
         .map_err(|error| error.to_string())?;
@@ -232,7 +231,7 @@ impl Pieces {
 
 /// Reads all the data of the host's file at `path`, of `size` bytes.
 pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<(), Errno> {
-    let file = open_beneath(upper.root(), path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    let file = open_regular_beneath(upper.root(), path)?;
     let mut buffer = vec![0; PIECE_BYTES];
     let mut at = 0;
     for run in data_runs(&file, size)? {
@@ -304,8 +303,7 @@ fn read_map(
         .meta_directory("maps")
         .map_err(|error| Problem::Host(error.errno().unwrap_or(Errno::IO)))?
         .ok_or_else(missing)?;
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    let file = match rustix::fs::openat(maps.as_fd(), &*name, flags, Mode::empty()) {
+    let file = match open_regular(maps.as_fd(), &name, OFlags::RDONLY) {
         Err(Errno::NOENT) => return Err(missing()),
         other => other?,
     };

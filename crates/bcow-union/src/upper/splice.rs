@@ -18,9 +18,8 @@ use bcow::{BlockDevice, Error, Image};
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::{TailSource, Tree};
 use bcow_erofs::writer::{EmitError, MAX_INLINE, Plan, WriteError, WriteOptions};
-use rustix::fs::OFlags;
 
-use super::beneath::open_beneath;
+use super::beneath::open_regular_beneath;
 use super::body::{Body, Holder, Source};
 use super::sketched::open_packed;
 
@@ -215,8 +214,7 @@ impl Store {
         let Some((path, inode, holder)) = host else {
             return Err(io_error(0, io::ErrorKind::NotFound.into()));
         };
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-        let file = open_beneath(self.root.as_fd(), path, flags)
+        let file = open_regular_beneath(self.root.as_fd(), path)
             .map_err(|errno| io_error(0, errno.into()))?;
         let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
         if stat.st_ino != *inode {

@@ -3,10 +3,14 @@
 use std::fs;
 use std::os::fd::AsFd;
 
+use bcow_union::NodeId;
 use bcow_union::upper::check::Severity;
-use bcow_union::upper::{Attribute, Mark, Marks, Namespace, Scope, SetHow, SketchKind, SketchMark};
+use bcow_union::upper::{
+    Attribute, Mark, Marks, Namespace, OVERRIDE, Scope, SetHow, SketchKind, SketchMark,
+};
+use rustix::io::Errno;
 
-use crate::fixture::open_many;
+use crate::fixture::{Union, closed, open_many};
 use crate::host::make_whiteout;
 use crate::unmounted::sketched;
 
@@ -83,5 +87,48 @@ fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
             let error = union.try_changes(Scope::Layer).err().unwrap();
             assert_eq!(error.to_string(), "cannot read \".bcow/index\"");
         }
+    }
+}
+
+#[test]
+fn a_file_is_not_what_the_host_has_no_such_file_for() {
+    let Some(mut union) = closed() else { return };
+    // One that keeps owners in attributes.
+    fs::create_dir_all(union.host(".bcow")).unwrap();
+    let record = format!(
+        r#"{{"schema":"bcow.instance/1","image":"{}","image_name":"image","namespace":"user","ownership":"override","created_by":"a test"}}"#,
+        "07".repeat(32)
+    );
+    fs::write(union.host(".bcow/instance.json"), record).unwrap();
+    fs::write(union.host("file"), "").unwrap();
+    fs::create_dir(union.host("directory")).unwrap();
+    let keep = |union: &Union, name: &str, kind: &str| {
+        let value = format!("1:2:0644:{kind}");
+        let file = fs::File::open(union.host(name)).unwrap();
+        let at = Attribute::Open(file.as_fd());
+        at.set(OVERRIDE, value.as_bytes(), SetHow::Any).unwrap();
+    };
+    for (name, kind, fits) in [
+        ("file", "file", true),
+        ("file", "pipe", true),
+        ("file", "block-7-0", true),
+        ("file", "dir", false),
+        ("file", "symlink", false),
+        ("directory", "dir", true),
+        ("directory", "file", false),
+        ("directory", "char-1-3", false),
+    ] {
+        keep(&union, "file", "file");
+        keep(&union, "directory", "dir");
+        keep(&union, name, kind);
+        union.open();
+        let found = union.fs().lookup(NodeId::ROOT, name.as_bytes());
+        assert_eq!(found.err(), (!fits).then_some(Errno::IO), "{name} {kind}");
+        union.close();
+        assert_eq!(union.checked().is_sound(), fits, "{name} {kind}");
+        let is_found = union.found().contains(&"upper-mark-misplaced");
+        assert_eq!(is_found, !fits, "{name} {kind}");
+        let changes = union.try_changes(Scope::Layer);
+        assert_eq!(changes.is_ok(), fits, "{name} {kind}");
     }
 }

@@ -1,12 +1,17 @@
 //! The index, which counts the names of files that have several in the image.
 
 use std::fs;
-use std::path::PathBuf;
+use std::os::fd::AsFd;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
 
-use bcow_union::upper::check;
+use bcow_union::upper::{Attribute, Mark, Namespace, Origin, Scope, check};
+use rustix::fs::{CWD, FileType as HostType, Mode};
+use rustix::io::Errno;
 
 use crate::fixture::{Union, open_many};
 use crate::host::{attribute, make_whiteout, set_attribute};
+use crate::unmounted::sketched;
 
 /// Where the index says how many names there are.
 const NAMES: &str = "trusted.overlay.nlink";
@@ -148,4 +153,67 @@ fn an_entry_of_the_index_that_has_names_is_never_removed() {
     assert_eq!(union.found(), ["upper-nlink"]);
     union.repair();
     assert_eq!(union.names_mark(), "U+2");
+}
+
+/// Its numbers of inodes.
+impl Union {
+    fn nid(&self, path: &str) -> u64 {
+        let found = self.image().filesystem().resolve(path.as_bytes());
+        found.unwrap().unwrap().0
+    }
+
+    /// Says of `name` in `directory` that it was the image's inode `nid`.
+    fn set_origin(&self, directory: &Path, name: &str, nid: u64) {
+        let uuid = self.image().filesystem().superblock().uuid;
+        let directory = fs::File::open(directory).unwrap();
+        let at = Attribute::Named(directory.as_fd(), name.as_bytes());
+        let origin = Origin { uuid, nid }.encode();
+        Mark::Origin.set(at, Namespace::Trusted, &origin).unwrap();
+    }
+}
+
+#[test]
+fn an_entry_of_the_index_is_taken_only_for_the_inode_that_it_was() {
+    let make = |path: &Path, kind, device| {
+        rustix::fs::mknodat(CWD, path, kind, Mode::from_raw_mode(0o666), device).unwrap();
+    };
+    let null = rustix::fs::makedev(1, 3);
+    for (what, origin) in [
+        ("a device", None),
+        ("a device", Some("h1")),
+        ("a pipe", Some("h1")),
+        ("a whiteout", None),
+        ("a directory", Some("h1")),
+        ("a link", Some("h1")),
+        ("a file", None),
+        ("a file", Some("large")),
+        ("a file of the tree", Some("large")),
+    ] {
+        let Some(mut union) = sketched() else { return };
+        let index = union.host(".bcow/index");
+        let name = format!("{:016x}", union.nid("h1"));
+        let path = index.join(&name);
+        match what {
+            "a device" => make(&path, HostType::CharacterDevice, null),
+            "a pipe" => make(&path, HostType::Fifo, 0),
+            "a whiteout" => make_whiteout(&path),
+            "a directory" => fs::create_dir(&path).unwrap(),
+            "a link" => symlink("/dev/null", &path).unwrap(),
+            "a file" => fs::write(&path, "x").unwrap(),
+            _ => fs::hard_link(union.host("large"), &path).unwrap(),
+        }
+        if let Some(origin) = origin {
+            union.set_origin(&index, &name, union.nid(origin));
+        }
+        union.open();
+        for (parent, name) in [("", "h1"), ("g", "h4")] {
+            let found = union.fs().lookup(union.id(parent), name.as_bytes());
+            assert_eq!(found.unwrap_err(), Errno::IO, "{what} {origin:?}");
+        }
+        assert!(union.get("large").is_some());
+        union.close();
+        assert!(union.found().contains(&"upper-index"), "{what} {origin:?}");
+        assert!(!union.checked().is_sound());
+        assert!(union.try_changes(Scope::Layer).is_err(), "{what}");
+    }
 }

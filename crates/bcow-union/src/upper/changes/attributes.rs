@@ -8,13 +8,13 @@ use bcow_erofs::tree::{Attributes, DeviceNumber, Timestamp, Xattrs};
 use rustix::fs::Stat;
 
 use super::{Kind, Problem, Reader};
-use crate::upper::{ACCESS_ACL, Attribute, Marks, OverrideKind, Ownership};
+use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, OverrideKind, Ownership};
 
 impl Reader<'_> {
-    pub(super) fn kind(&self, stat: &Stat, marks: &Marks) -> Kind {
-        let kept = match self.names.ownership {
-            Ownership::Override => marks.owner.and_then(|owner| owner.kind),
-            Ownership::Native => None,
+    pub(super) fn kind(&self, stat: &Stat, marks: &Marks) -> Result<Kind, MarkError> {
+        let kept = match (self.names.ownership, &marks.owner) {
+            (Ownership::Override, Some(owner)) => owner.kind_over(stat)?,
+            _ => None,
         };
         let number = |major, minor| DeviceNumber { major, minor };
         let host = DeviceNumber {
@@ -22,15 +22,19 @@ impl Reader<'_> {
             minor: rustix::fs::minor(stat.st_rdev),
         };
         match kept {
-            Some(OverrideKind::Directory) => return Kind::Directory,
-            Some(OverrideKind::Symlink) => return Kind::Symlink,
-            Some(OverrideKind::Pipe) => return Kind::Fifo,
-            Some(OverrideKind::Socket) => return Kind::Socket,
-            Some(OverrideKind::Block { major, minor }) => return Kind::Block(number(major, minor)),
-            Some(OverrideKind::Char { major, minor }) => return Kind::Char(number(major, minor)),
+            Some(OverrideKind::Directory) => return Ok(Kind::Directory),
+            Some(OverrideKind::Symlink) => return Ok(Kind::Symlink),
+            Some(OverrideKind::Pipe) => return Ok(Kind::Fifo),
+            Some(OverrideKind::Socket) => return Ok(Kind::Socket),
+            Some(OverrideKind::Block { major, minor }) => {
+                return Ok(Kind::Block(number(major, minor)));
+            }
+            Some(OverrideKind::Char { major, minor }) => {
+                return Ok(Kind::Char(number(major, minor)));
+            }
             Some(OverrideKind::File) | None => {}
         }
-        match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
+        Ok(match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
             rustix::fs::FileType::Directory => Kind::Directory,
             rustix::fs::FileType::RegularFile => Kind::Regular,
             rustix::fs::FileType::Symlink => Kind::Symlink,
@@ -38,7 +42,7 @@ impl Reader<'_> {
             rustix::fs::FileType::BlockDevice => Kind::Block(host),
             rustix::fs::FileType::Fifo => Kind::Fifo,
             _ => Kind::Socket,
-        }
+        })
     }
 
     pub(super) fn attributes(

@@ -4,14 +4,14 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use bcow_erofs::reader::{FileType, Inode, Nid};
 use bcow_erofs::tree::{Content, DeviceNumber, Directory, Node, NodeId, NodeKind};
-use rustix::fs::{AtFlags, OFlags};
+use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
 use super::{Above, Kind, Pending, Problem, Reader};
-use crate::upper::beneath::open_beneath;
+use crate::upper::beneath::open_regular_beneath;
 use crate::upper::body::{Body, Holder, Piece, Source};
 use crate::upper::sketched::{self, HostFile};
-use crate::upper::{Attribute, META, Marks, Metacopy};
+use crate::upper::{Attribute, META, Marks, Metacopy, is_whiteout};
 
 impl Reader<'_> {
     /// The node of anything but a directory.
@@ -116,10 +116,12 @@ impl Reader<'_> {
 
     /// The node of an entry of the index.
     pub(super) fn indexed(&mut self, nid: Nid) -> Result<NodeId, Problem> {
-        if let Some(&node) = self
-            .index
-            .get(&nid.0)
-            .and_then(|inode| self.hosts.get(inode))
+        let known = |reader: &Self| {
+            let inode = reader.index.get(&nid.0)?;
+            reader.hosts.get(inode).copied()
+        };
+        if self.examined.contains(&nid)
+            && let Some(node) = known(self)
         {
             return Ok(node);
         }
@@ -129,7 +131,16 @@ impl Reader<'_> {
         let name = format!("{:016x}", nid.0).into_bytes();
         let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
         let marks = Marks::read(Attribute::Named(dir.as_fd(), &name), self.names.namespace)?;
-        let kind = self.kind(&stat, &marks);
+        let kind = self.kind(&stat, &marks)?;
+        let became = self.origin(&marks, kind.file_type())?;
+        if is_whiteout(&stat) || became.is_none_or(|inode| inode.nid != nid) {
+            return Err(Problem::Index { nid: nid.0 });
+        }
+        self.examined.insert(nid);
+        // It may have been found by a name that the upper has.
+        if let Some(node) = known(self) {
+            return Ok(node);
+        }
         let path = [META.as_bytes(), b"/index/", &name].concat();
         let above = Above {
             dir: dir.as_fd(),
@@ -219,8 +230,7 @@ impl Reader<'_> {
         if (above.stat.st_blocks as u64).saturating_mul(512) >= size {
             return Ok(whole);
         }
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK;
-        let file = open_beneath(self.upper.root(), above.path, flags)?;
+        let file = open_regular_beneath(self.upper.root(), above.path)?;
         Ok(sketched::data_runs(&file, size)?)
     }
 }

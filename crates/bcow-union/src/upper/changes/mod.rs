@@ -84,6 +84,12 @@ pub enum Problem {
         /// What is missing.
         what: &'static str,
     },
+    /// An entry of the index is something else.
+    #[error("{META}/index/{nid:016x} is not the file that this inode of the image became")]
+    Index {
+        /// The inode.
+        nid: u64,
+    },
     /// A sketch's map is missing or damaged.
     #[error("{0}")]
     Sketch(String),
@@ -162,6 +168,7 @@ impl Changes {
             hosts: HashMap::new(),
             lowers: HashMap::new(),
             index: known,
+            examined: HashSet::new(),
             xattrs: HashMap::new(),
             bodies: Vec::new(),
             segments: Segments::default(),
@@ -256,6 +263,8 @@ struct Reader<'r> {
     /// Files of the image with several names.
     lowers: HashMap<Nid, NodeId>,
     index: HashMap<u64, u64>,
+    /// Of these inodes of the image the entry of the index was found to be a copy.
+    examined: HashSet<Nid>,
     xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
     bodies: Vec<Body>,
     segments: Segments,
@@ -283,6 +292,20 @@ enum Kind {
     Block(DeviceNumber),
     Fifo,
     Socket,
+}
+
+impl Kind {
+    fn file_type(self) -> FileType {
+        match self {
+            Kind::Directory => FileType::Directory,
+            Kind::Regular => FileType::Regular,
+            Kind::Symlink => FileType::Symlink,
+            Kind::Char(_) => FileType::CharDevice,
+            Kind::Block(_) => FileType::BlockDevice,
+            Kind::Fifo => FileType::Fifo,
+            Kind::Socket => FileType::Socket,
+        }
+    }
 }
 
 impl Reader<'_> {
@@ -401,7 +424,7 @@ impl Reader<'_> {
             return Ok(());
         }
         let marks = Marks::read(Attribute::Named(fd, name), self.names.namespace)?;
-        let kind = self.kind(&stat, &marks);
+        let kind = self.kind(&stat, &marks)?;
         let above = Above {
             dir: fd,
             name,

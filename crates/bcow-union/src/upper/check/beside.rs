@@ -5,13 +5,15 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bcow_erofs::reader::Nid;
 use bcow_erofs::tree::{LayerTree, NodeId, NodeKind};
-use rustix::fs::AtFlags;
+use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
-use super::{CheckedImage, Checker, MOST_FILES, Repair};
+use super::{CheckedImage, Checker, MOST_FILES, Repair, file_type, type_name};
+use crate::upper::beneath::is_regular;
 use crate::upper::changes::parse_id;
 use crate::upper::{
-    Attribute, Changes, ChangesError, META, Mark, NlinkDelta, Problem, Scope, UpperReader, work,
+    Attribute, Changes, ChangesError, META, Mark, Marks, NlinkDelta, Problem, Scope, UpperReader,
+    is_whiteout, work,
 };
 
 impl Checker<'_> {
@@ -28,10 +30,7 @@ impl Checker<'_> {
             };
             let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
             let marks = self.marks(Attribute::Named(dir.as_fd(), &name), &path)?;
-            if let Some(origin) = &marks.origin
-                && origin.nid != nid
-            {
-                let message = format!("its origin is inode {} of the image", origin.nid);
+            if let Some(message) = self.misfit(nid, &stat, &marks) {
                 self.report.error("upper-index", &path, message);
             }
             if let Some(other) = self.indexed.insert(stat.st_ino, nid) {
@@ -47,12 +46,41 @@ impl Checker<'_> {
             if is_leak {
                 // The map of a sketch that it may be is one that nothing needs then.
                 self.nothing_names(name, None);
-            } else if marks.sketch.is_some() {
+            } else if marks.sketch.is_some() && is_regular(&stat) {
                 // It may have no name in the tree.
                 self.sketch(&path, &stat, &marks, None);
             }
         }
         Ok(())
+    }
+
+    /// Why an entry of the index is not the file that the image's inode `nid` became, if it is not.
+    fn misfit(&self, nid: u64, stat: &Stat, marks: &Marks) -> Option<String> {
+        let kind = file_type(stat);
+        if is_whiteout(stat) || kind == rustix::fs::FileType::Directory {
+            return Some("it is no file with several names".into());
+        }
+        if self.has_unsuited_owner(stat, marks) {
+            return Some("its owner's attribute has a type that it cannot stand for".into());
+        }
+        let Some(origin) = &marks.origin else {
+            return Some("it does not say which file of the image it is of".into());
+        };
+        if origin.nid != nid {
+            return Some(format!("its origin is inode {} of the image", origin.nid));
+        }
+        let image = self.image?;
+        if origin.uuid != image.superblock().uuid {
+            return Some("its origin is in another image".into());
+        }
+        match image.inode(Nid(nid)) {
+            Ok(inode) if self.is_of_type(inode.kind, kind, marks) => None,
+            Ok(inode) => Some(format!(
+                "its origin is of another type ({})",
+                type_name(inode.kind)
+            )),
+            Err(error) => Some(format!("its origin cannot be read: {error}")),
+        }
     }
 
     pub(super) fn maps(&mut self) -> Result<(), Errno> {

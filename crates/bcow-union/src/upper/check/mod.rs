@@ -20,7 +20,7 @@ use super::beneath::open_beneath;
 use super::sketched::HostFile;
 use super::{
     Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
-    Redirect, SketchKind, UpperError, UpperReader, is_whiteout, sketched, work,
+    Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, sketched, work,
 };
 
 /// At most this many errors are kept, and this many warnings.
@@ -433,6 +433,10 @@ impl Checker<'_> {
                 self.report.error("upper-mark-misplaced", path, message);
             }
         }
+        if self.has_unsuited_owner(stat, marks) {
+            let message = "its owner's attribute has a type that the host's file cannot stand for";
+            self.report.error("upper-mark-misplaced", path, message);
+        }
         let lower = self.lower(path, marks, kind, parent, below);
         let has_lower_bytes = is_regular && marks.metacopy != Metacopy::None;
         if has_lower_bytes && self.image.is_some() && lower.is_none() {
@@ -468,7 +472,7 @@ impl Checker<'_> {
                 self.report.error("upper-origin", path, message);
             } else {
                 match image.inode(Nid(origin.nid)) {
-                    Ok(inode) if same_type(inode.kind, kind, marks) => found = Some(inode),
+                    Ok(inode) if self.is_of_type(inode.kind, kind, marks) => found = Some(inode),
                     Ok(inode) => {
                         let message = format!(
                             "its origin, inode {} of the image, is of another type ({})",
@@ -495,7 +499,7 @@ impl Checker<'_> {
                         .and_then(|nid| image.inode(nid).ok()),
                     Redirect::Sibling(name) => self.child(parent, name),
                 };
-                if !target.is_some_and(|inode| same_type(inode.kind, kind, marks)) {
+                if !target.is_some_and(|inode| self.is_of_type(inode.kind, kind, marks)) {
                     let shown = String::from_utf8_lossy(&redirect.encode()).into_owned();
                     let message = format!("the image has no {shown:?} that it could continue");
                     match found {
@@ -510,7 +514,26 @@ impl Checker<'_> {
         if marks.opaque {
             return None;
         }
-        found.or(redirected.filter(|inode| same_type(inode.kind, kind, marks)))
+        found.or(redirected.filter(|inode| self.is_of_type(inode.kind, kind, marks)))
+    }
+
+    /// Whether the attribute that keeps owners has a type that this file of the host's cannot be to the container.
+    fn has_unsuited_owner(&self, stat: &Stat, marks: &Marks) -> bool {
+        let owner = marks.owner.filter(|_| self.keeps_owners());
+        owner.is_some_and(|owner| owner.kind_over(stat).is_err())
+    }
+
+    /// Whether a type of the image is that of a host file. Where owners are kept in an attribute, so are types.
+    fn is_of_type(&self, kind: FileType, host: rustix::fs::FileType, marks: &Marks) -> bool {
+        let owner = marks.owner.filter(|_| self.keeps_owners());
+        match owner.and_then(|owner| owner.kind) {
+            Some(kept) => kept.file_type() == kind,
+            None => rustix::fs::FileType::from_raw_mode(kind.mode_bits()) == host,
+        }
+    }
+
+    fn keeps_owners(&self) -> bool {
+        self.names.ownership == Ownership::Override
     }
 
     /// Reads all that the host stores of a file; that it can.
@@ -563,17 +586,6 @@ impl Checker<'_> {
 
 fn file_type(stat: &Stat) -> rustix::fs::FileType {
     rustix::fs::FileType::from_raw_mode(stat.st_mode)
-}
-
-/// Whether a type of the image is that of a host file. Where owners are kept in an attribute, so are types.
-fn same_type(kind: FileType, host: rustix::fs::FileType, marks: &Marks) -> bool {
-    let is_kept = marks.owner.is_some_and(|owner| owner.kind.is_some());
-    let is_special = !matches!(
-        kind,
-        FileType::Directory | FileType::Regular | FileType::Symlink
-    );
-    rustix::fs::FileType::from_raw_mode(kind.mode_bits()) == host
-        || (is_kept && is_special && host == rustix::fs::FileType::RegularFile)
 }
 
 fn type_name(kind: FileType) -> &'static str {
