@@ -58,6 +58,69 @@ fn a_missing_upper_is_created_for_its_owner_and_found_again() {
     assert_eq!(names, ["index", "instance.json", "lock", "maps", "work"]);
 }
 
+const ACLS: [&str; 2] = ["system.posix_acl_default", "system.posix_acl_access"];
+
+/// Lets user 1000 at a directory, and at what is made in it.
+fn share(path: &Path) {
+    let mut acl = 2_u32.to_le_bytes().to_vec();
+    for (tag, id) in [(1_u16, !0_u32), (2, 1000), (4, !0), (16, !0), (32, !0)] {
+        acl.extend(tag.to_le_bytes());
+        acl.extend(7_u16.to_le_bytes());
+        acl.extend(id.to_le_bytes());
+    }
+    for name in ACLS {
+        rustix::fs::setxattr(path, name, &acl, rustix::fs::XattrFlags::empty()).unwrap();
+    }
+}
+
+/// Which ACLs a file has.
+fn acls(path: &Path) -> Vec<&'static str> {
+    let has = |name: &&str| rustix::fs::getxattr(path, *name, &mut [0; 256][..]).is_ok();
+    ACLS.into_iter().filter(has).collect()
+}
+
+#[test]
+fn acls_that_the_host_inherits_reach_nothing_that_is_made() {
+    let dir = TempDir::new().unwrap();
+    share(dir.path());
+    let path = dir.path().join("upper");
+    let ours = ["", "index", "maps", "work"].map(|name| path.join(".bcow").join(name));
+    let check = |instance: &Instance| {
+        for path in &ours {
+            assert!(acls(path).is_empty(), "{}", path.display());
+            assert_eq!(fs::metadata(path).unwrap().mode() & 0o7777, 0o700);
+        }
+        let (temporary, _) = instance.temporary_file(0o640).unwrap();
+        let made = path.join(".bcow/work").join(temporary.at().1);
+        assert!(acls(&made).is_empty());
+        assert_eq!(fs::metadata(&made).unwrap().mode() & 0o777, 0o640);
+        fs::write(path.join("made"), "").unwrap();
+        assert!(acls(&path.join("made")).is_empty());
+        fs::remove_file(path.join("made")).unwrap();
+    };
+    check(&begin(&path));
+    for path in &ours {
+        share(path);
+    }
+    check(&begin(&path));
+    check(&Instance::open_existing(&path, NOTE).unwrap());
+    // One that was there, and empty.
+    fs::remove_dir_all(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    check(&begin(&path));
+    // The root's own are whoever's who filled it, or changed it since.
+    share(&path);
+    assert_eq!(begin(&path).begun(), Begun::Before);
+    assert_eq!(acls(&path), ACLS);
+    fs::remove_dir_all(path.join(".bcow")).unwrap();
+    fs::write(path.join("theirs"), "").unwrap();
+    assert_eq!(begin(&path).begun(), Begun::Adopted);
+    assert_eq!(acls(&path), ACLS);
+    for path in &ours {
+        assert!(acls(path).is_empty(), "{}", path.display());
+    }
+}
+
 #[test]
 fn an_upper_without_a_record_is_adopted() {
     let dir = TempDir::new().unwrap();

@@ -15,11 +15,7 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{Attribute, Mark, Override, SetHow, Temporary};
-
-/// Attributes of access control lists.
-const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
-const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
+use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, SetHow, Temporary};
 
 /// Set-group-ID.
 const SET_GID: u16 = 0o2000;

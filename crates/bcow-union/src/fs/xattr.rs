@@ -13,10 +13,7 @@ use super::lookup::Access;
 use super::nodes::{Capabilities, Content, Node};
 use super::types::Changes;
 use crate::node::NodeId;
-use crate::upper::{ACCESS_ACL, Attribute, Names, SetHow};
-
-/// The ACL that what is made in a directory gets.
-const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
+use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Names, SetHow};
 
 /// Longest name of an attribute.
 const NAME_MAX: usize = 255;

@@ -12,7 +12,10 @@ use rustix::io::Errno;
 use super::beneath::open_regular;
 use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
-use super::{Attribute, META, Names, Namespace, Ownership, Record, SCHEMA, UpperError};
+use super::{
+    ACCESS_ACL, Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA,
+    UpperError,
+};
 
 /// The image that an upper is used with.
 #[derive(Debug, Clone, Copy)]
@@ -105,6 +108,11 @@ impl Instance {
                     ownership: found.ownership,
                     created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
                 };
+                if is_empty {
+                    // Nobody set it for the container, whose root would show it.
+                    remove_acl(opening.root.as_fd(), DEFAULT_ACL)
+                        .map_err(|errno| failed(path, "remove the ACL that it inherited", errno))?;
+                }
                 record.write(opening.meta.as_fd(), path)?;
                 work::make_durable(opening.root.as_fd())
                     .map_err(|errno| failed(path, "synchronise it", errno))?;
@@ -330,9 +338,11 @@ impl Opening {
         let below = |name: &str| {
             let dir = open_or_create(meta.as_fd(), path, name)?;
             same_device(root.as_fd(), dir.as_fd(), path, name)?;
+            remove_acls(dir.as_fd(), path)?;
             Ok::<_, UpperError>(dir)
         };
         same_device(root.as_fd(), meta.as_fd(), path, "")?;
+        remove_acls(meta.as_fd(), path)?;
         Ok(Opening {
             path: path.to_owned(),
             maps: below("maps")?,
@@ -449,6 +459,35 @@ pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError
     match errno {
         Errno::NOTDIR | Errno::LOOP => UpperError::NotADirectory { path },
         errno => failed(&path, "open it", errno),
+    }
+}
+
+/// Takes the ACLs away that a directory of ours inherited from one above: what is made in it would get them, and be the
+/// container's with them. Overlayfs does the same with its work directory.
+fn remove_acls(dir: BorrowedFd<'_>, upper: &Path) -> Result<(), UpperError> {
+    let removed = remove_acl(dir, DEFAULT_ACL).and_then(|()| {
+        if Attribute::Open(dir).get(ACCESS_ACL)?.is_some() {
+            // Without it, the group would be let in that the mask was for.
+            rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
+            remove_acl(dir, ACCESS_ACL)?;
+        }
+        Ok(())
+    });
+    removed.map_err(|errno| {
+        failed(
+            upper,
+            "remove inherited ACLs from its directory .bcow",
+            errno,
+        )
+    })
+}
+
+/// Removes an ACL that is there. Whom the directory does not belong to may not even try.
+fn remove_acl(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
+    let at = Attribute::Open(dir);
+    match at.get(name)? {
+        Some(_) => at.clear(name).map(drop),
+        None => Ok(()),
     }
 }
 

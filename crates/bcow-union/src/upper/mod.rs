@@ -32,7 +32,7 @@ pub use marks::{
     Mark, MarkError, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, ReadMarksError,
     Redirect, SKETCH_MARK_BYTES, SketchKind, SketchMark,
 };
-pub(crate) use names::ACCESS_ACL;
+pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;

@@ -34,7 +34,10 @@ const FOREIGN: &[u8] = b"user.bcow.x.";
 /// The ACL that says who may do what.
 pub(crate) const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
 
-/// Where that of the root is kept. Under its own name the host would let those into the upper's directory whom it lets into the
+/// The one that what is made in a directory gets.
+pub(crate) const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
+
+/// Where the first of the root is kept. Under its own name the host would let those into the upper's directory whom it lets into the
 /// container's root, and give the directory its mode.
 const ROOT_ACCESS_ACL: &[u8] = b"trusted.bcow.x.system.posix_acl_access";
 
