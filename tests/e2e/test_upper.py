@@ -8,10 +8,15 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
+import signal
 import stat
+import subprocess
+import time
 import unittest
 
+import support
 from support import NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, is_mounted, need, run
 import tree
 
@@ -362,6 +367,46 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertRegex(self.fsck(self.upper), r"clean \([0-9]+ directories, [0-9]+ files, [0-9]+ whiteouts, 2 sketches\)")
         found = json.loads(self.fsck(self.upper, "--json"))
         self.assertEqual((found["verdict"], found["findings"], found["upper"]["sketches"]), ("clean", [], 2))
+
+    def test_fsck_finds_nothing_when_a_mount_has_ended_in_order(self):
+        for end in ("umount", "SIGTERM", "SIGINT"):
+            for foreground in (True, False):
+                with self.subTest(end=end, foreground=foreground):
+                    upper = self.path(f"ended-{end}-{foreground}")
+                    options = ("--upper", upper, "--sketch", self.SKETCH)
+                    if foreground:
+                        program = subprocess.Popen([support.BCOW, "mount", "-f", self.base, self.merged, *options])
+                    else:
+                        bcow("mount", self.base, self.merged, *options, timeout=60)
+                    self.eventually(lambda: is_mounted(self.merged))
+                    # The process of a mount holds the lock, and its note names it.
+                    with open(f"{upper}/.bcow/lock", "rb") as lock:
+                        (holder,) = re.findall(rb"process ([0-9]+)", lock.read()[1024:1280])
+                    for name in ("linked-1", "etc/unchanged"):
+                        os.unlink(f"{self.merged}/{name}")
+                    # Records of a map that is appended to.
+                    for block in (1, 20):
+                        with open(f"{self.merged}/var/lib/data/table", "r+b") as file:
+                            file.seek(block * 4096)
+                            file.write(b"x")
+                            file.flush()
+                            os.fsync(file.fileno())
+                    if end == "umount":
+                        bcow("umount", self.merged, timeout=60)
+                    else:
+                        os.kill(int(holder), getattr(signal, end))
+                    if foreground:
+                        self.assertEqual(program.wait(timeout=60), 0)
+                    self.eventually(lambda: not os.path.exists(f"/proc/{int(holder)}"))
+                    found = json.loads(self.fsck(upper, "--json"))
+                    self.assertEqual((found["verdict"], found["findings"]), ("clean", []))
+                    self.assertEqual(os.listdir(f"{upper}/.bcow/work"), [])
+
+    def eventually(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.01)
 
     def test_fsck_finds_the_image_by_itself_or_says_that_it_is_gone(self):
         self.assertEqual(bcow("fsck", self.upper).err, b"")

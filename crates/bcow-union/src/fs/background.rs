@@ -264,6 +264,18 @@ impl UnionFs {
         result
     }
 
+    /// Says of what is durable of all open sketches how much it is.
+    pub(super) fn confirm_sketches(&self) {
+        for (sketch, node) in self.open_sketches.all() {
+            // Nothing is lost with it.
+            if let Err(error) = sketch.confirm()
+                && let Some(node) = node.upgrade()
+            {
+                self.sketch_failed(&node, &error);
+            }
+        }
+    }
+
     /// Gives descriptors back when nodes and their sketches hold too many.
     pub(super) fn spare_descriptors(&self) {
         let limit = self.descriptors_limit.load(Ordering::Relaxed);

@@ -227,7 +227,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Ends the use of the upper: everything is made durable. To be called once nobody asks any more. Whoever calls it while another
+    /// Ends the use of the upper: everything is made durable, and nothing is left in it that the next one to open it would remove.
+    /// The process may end without dropping this. To be called once nobody asks any more. Whoever calls it while another
     /// does, or later, gets the same outcome when there is one.
     pub fn close(&self) -> Result<(), Errno> {
         // Held while it is being done: a process must not end because it is done already when it is not.
@@ -237,6 +238,8 @@ impl UnionFs {
         }
         self.background.stop();
         let synced = self.sync_all();
+        self.confirm_sketches();
+        self.upper.put_away();
         if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {
             // Unmounted in order: what the host's kernel has is whole, and goes to the disk in its own time.
             let _ = remove_volatile(&self.upper);

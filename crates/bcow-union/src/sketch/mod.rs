@@ -122,6 +122,10 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     /// not the next opening either. The host takes capabilities away with each write to a file, whoever writes.
     fn rest(&self, how: Durability) -> Result<(), SketchError>;
 
+    /// Says beside the host's file how much there must be of what was made durable, so that it is noticed if some goes missing. Done
+    /// by dropping it too; nothing if it was done.
+    fn confirm(&self) -> Result<(), SketchError>;
+
     /// Whether it can be let go and opened again with all that was written: a flush recorded that, and no barrier failed.
     fn is_recorded(&self) -> bool;
 

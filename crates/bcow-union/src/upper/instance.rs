@@ -292,6 +292,14 @@ impl Instance {
         }
     }
 
+    /// Removes from the work directory what is kept there for the next change.
+    pub fn put_away(&self) {
+        let mut kept = self.whiteout.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(whiteout) = kept.take() {
+            let _ = rustix::fs::unlinkat(&self.work, &*whiteout, AtFlags::empty());
+        }
+    }
+
     /// Moves what has the name `name` in `dir` to the work directory, where it is removed when the result is dropped.
     pub fn take_out(
         &self,
@@ -307,13 +315,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        let kept = self
-            .whiteout
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(whiteout) = kept.take() {
-            let _ = rustix::fs::unlinkat(&self.work, &*whiteout, AtFlags::empty());
-        }
+        self.put_away();
     }
 }
 

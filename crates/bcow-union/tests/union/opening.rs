@@ -7,7 +7,7 @@ use std::time::SystemTime;
 use bcow_union::options::{SyncPolicy, UnionOptions};
 
 use crate::fixture::{closed, open, open_with};
-use crate::host::{make_whiteout, set_attribute};
+use crate::host::{count, make_whiteout, set_attribute};
 use crate::image::{BIG, big};
 
 #[test]
@@ -123,4 +123,31 @@ fn whoever_closes_while_another_does_waits_for_the_outcome() {
         drop(fs);
         union.open();
     }
+}
+
+/// A process ends while threads of it still hold the union.
+#[test]
+fn who_closed_need_not_drop() {
+    let Some(mut union) = open() else { return };
+    // The first record is confirmed as the map is made, the second not.
+    union.write("big", 4096, b"x");
+    union.sync("big");
+    union.write("big", 20 * 4096, b"x");
+    union.unlink("small").unwrap();
+    assert_eq!(count(&union.host(".bcow/work")), 1);
+    let held = union.take();
+    held.close().unwrap();
+    assert_eq!(count(&union.host(".bcow/work")), 0);
+    let mut maps = fs::read_dir(union.host(".bcow/maps")).unwrap();
+    let path = maps.next().unwrap().unwrap().path();
+    let map = fs::read(&path).unwrap();
+    // How many records there must be: all but the header.
+    let confirmed = u64::from_le_bytes(map[32..40].try_into().unwrap());
+    assert_eq!((confirmed, map.len()), (2, 3 * 512));
+    // Dropping it does nothing more.
+    drop(held);
+    assert_eq!(fs::read(&path).unwrap(), map);
+    union.open();
+    assert!(union.get("small").is_none());
+    assert_eq!(union.content("big")[4096], b'x');
 }

@@ -331,6 +331,12 @@ impl Sketch for Sparse {
         // Opening reads the host's file only.
         self.flush(how)
     }
+    fn confirm(&self) -> Result<(), SketchError> {
+        match self.discarded.load(Ordering::Acquire) {
+            true => Ok(()),
+            false => lock(&self.map).confirm(),
+        }
+    }
     fn is_recorded(&self) -> bool {
         self.has_recorded_all()
     }
@@ -389,9 +395,7 @@ impl Drop for Sparse {
         self.shared.transit_ended(left as u64);
         let left = match self.discarded.load(Ordering::Acquire) {
             true => self.stored.release_all(self.content()),
-            false => lock(&self.map)
-                .confirm()
-                .and(self.stored.let_go(self.content())),
+            false => self.confirm().and(self.stored.let_go(self.content())),
         };
         if let Err(error) = left {
             self.shared.log("a sketch that is closed", &error);
