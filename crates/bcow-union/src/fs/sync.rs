@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 
 use super::nodes::{Content, Node, Place};
@@ -18,6 +18,7 @@ use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
 use crate::sketch::Durability;
+use crate::upper::beneath::open_regular;
 use crate::upper::{Instance, META, Metacopy, UpperError};
 
 /// Lies beside the tree while an upper is in use that is never synchronised. Its content is the boot it was used in.
@@ -263,12 +264,7 @@ pub(super) fn refuse_after_volatile(
     };
     let boot = boot_id();
     let meta = host::open_directory(upper.root(), META.as_bytes()).map_err(failed("open it"))?;
-    let was_volatile = match rustix::fs::openat(
-        &meta,
-        VOLATILE,
-        OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-        Mode::empty(),
-    ) {
+    let was_volatile = match open_regular(meta.as_fd(), VOLATILE, OFlags::RDONLY) {
         Ok(fd) => {
             let mut text = Vec::new();
             std::io::Read::read_to_end(&mut std::io::Read::take(File::from(fd), 256), &mut text)
@@ -286,13 +282,9 @@ pub(super) fn refuse_after_volatile(
     };
     match policy {
         SyncPolicy::Volatile => {
-            let note = rustix::fs::openat(
-                &meta,
-                VOLATILE,
-                OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC,
-                Mode::from_raw_mode(0o600),
-            )
-            .map_err(failed("leave a note in it"))?;
+            let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
+            let note = open_regular(meta.as_fd(), VOLATILE, flags)
+                .map_err(failed("leave a note in it"))?;
             let note = File::from(note);
             std::io::Write::write_all(&mut &note, boot.as_bytes())
                 .map_err(|error| failed("leave a note in it")(super::content::errno_of(&error)))?;

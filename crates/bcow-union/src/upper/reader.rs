@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::lock::FileLock;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use super::beneath::open_regular;
 use super::instance::{failed, marked_by_user, meta_failed, open_lock, open_root};
 use super::probe::sees_trusted;
 use super::work;
@@ -131,8 +132,7 @@ impl UpperReader {
         let Some(meta) = &self.meta else {
             return Ok(false);
         };
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let note = match rustix::fs::openat(meta, "volatile", flags, Mode::empty()) {
+        let note = match open_regular(meta.as_fd(), "volatile", OFlags::RDONLY) {
             Err(Errno::NOENT) => return Ok(false),
             other => other.map_err(failed)?,
         };

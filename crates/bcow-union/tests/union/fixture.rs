@@ -87,13 +87,16 @@ pub fn with_limit(bytes: u64) -> UnionOptions {
 
 /// Opening and closing, and where all lies.
 impl Union {
-    pub fn open(&mut self) {
-        let lower = LowerImage {
+    pub fn lower(&self) -> LowerImage {
+        LowerImage {
             fs: self.image.filesystem(),
             identity: [7; 32],
             name: "image".into(),
-        };
-        let fs = UnionFs::open(lower, &self.upper(), "a test", &self.options);
+        }
+    }
+
+    pub fn open(&mut self) {
+        let fs = UnionFs::open(self.lower(), &self.upper(), "a test", &self.options);
         self.fs = Some(fs.unwrap());
     }
 

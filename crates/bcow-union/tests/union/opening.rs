@@ -1,10 +1,14 @@
 //! What is there when an upper is opened: of the image, of another program, of a mount that was killed.
 
 use std::fs;
-use std::sync::Barrier;
-use std::time::SystemTime;
+use std::sync::{Barrier, mpsc};
+use std::thread;
+use std::time::{Duration, SystemTime};
 
+use bcow_union::fs::UnionFs;
 use bcow_union::options::{SyncPolicy, UnionOptions};
+use rustix::fs::{CWD, FileType, Mode, makedev};
+use rustix::io::Errno;
 
 use crate::fixture::{closed, open, open_with};
 use crate::host::{count, make_whiteout, set_attribute};
@@ -150,4 +154,35 @@ fn who_closed_need_not_drop() {
     union.open();
     assert!(union.get("small").is_none());
     assert_eq!(union.content("big")[4096], b'x');
+}
+
+#[test]
+fn a_note_of_no_synchronisation_that_is_no_file_is_refused() {
+    let mode = Mode::from_raw_mode(0o600);
+    for (kind, device) in [
+        (FileType::Fifo, 0),
+        (FileType::CharacterDevice, makedev(1, 5)),
+        (FileType::CharacterDevice, makedev(1, 3)),
+    ] {
+        let options = UnionOptions {
+            sync: SyncPolicy::Volatile,
+            ..UnionOptions::default()
+        };
+        let Some(mut union) = open_with(options) else {
+            return;
+        };
+        union.close();
+        let note = union.host(".bcow/volatile");
+        rustix::fs::mknodat(CWD, &note, kind, mode, device).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        let (lower, upper, options) = (union.lower(), union.upper(), union.options.clone());
+        thread::spawn(move || {
+            sender.send(UnionFs::open(lower, &upper, "a test", &options).map(drop))
+        });
+        let opened = receiver.recv_timeout(Duration::from_secs(20));
+        let refused = opened.expect("it hangs").unwrap_err();
+        assert_eq!(refused.errno(), Some(Errno::INVAL), "{kind:?}: {refused}");
+        let read = union.reader().is_lost();
+        assert_eq!(read.unwrap_err().errno(), Some(Errno::INVAL), "{kind:?}");
+    }
 }
