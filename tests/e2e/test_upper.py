@@ -12,7 +12,9 @@ import re
 import shutil
 import signal
 import stat
+import struct
 import subprocess
+import tempfile
 import time
 import unittest
 
@@ -407,6 +409,39 @@ class OfBcow(Uppers, unittest.TestCase):
         while not condition():
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.01)
+
+    def test_acls_of_the_directory_around_are_on_nothing_that_a_container_made(self):
+        entries = [(0x01, 0xFFFFFFFF), (0x02, 1000), (0x04, 0xFFFFFFFF), (0x10, 0xFFFFFFFF), (0x20, 0xFFFFFFFF)]
+        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", tag, 7, who) for tag, who in entries)
+        for user in (None, NOBODY):
+            with self.subTest(user=user):
+                around = tempfile.mkdtemp(prefix="shared-", dir=WORK)
+                os.chmod(around, 0o755)
+                os.makedirs(f"{around}/tree/directory")
+                os.mkdir(f"{around}/mnt")
+                write(f"{around}/tree/directory/secret", b"secret", 0o640)
+                if user is not None:
+                    run("chown", "-R", f"{user}:{user}", around)
+                bcow("convert", f"dir:{around}/tree", f"{around}/base.bcow")
+                os.setxattr(around, "system.posix_acl_default", acl)
+                upper, where, image = (os.path.join(around, name) for name in ("upper", "mnt", "base.bcow"))
+                if user is not None:
+                    upper, where, image = (for_everyone(path) for path in (upper, where, image))
+                bcow("mount", image, where, "--upper", upper, user=user, timeout=60)
+                try:
+                    script = 'cd "$1"; mkdir -m 750 made; touch made/new root directory/secret; getfattr -dm- . made made/new root directory directory/secret'
+                    shown = run("sh", "-ec", script, "sh", where, user=user).out.decode()
+                finally:
+                    bcow("umount", where, user=user, timeout=60)
+                self.assertNotIn("posix_acl", shown)
+                for place, directories, files in os.walk(upper):
+                    for name in directories + files:
+                        names = os.listxattr(os.path.join(place, name), follow_symlinks=False)
+                        held = [name for name in names if "posix_acl" in name]
+                        # What lies directly in .bcow is no part of the tree.
+                        self.assertTrue(not held or place.endswith("/.bcow") and name in files, (place, name, held))
+                self.assertNotIn("system.posix_acl_default", os.listxattr(upper))
+                shutil.rmtree(around)
 
     def test_fsck_finds_the_image_by_itself_or_says_that_it_is_gone(self):
         self.assertEqual(bcow("fsck", self.upper).err, b"")
