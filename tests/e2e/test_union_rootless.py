@@ -30,13 +30,19 @@ def plant(top):
         file.write(subjects.content("big", 500_000))
     with open(os.path.join(home, "small"), "wb") as file:
         file.write(b"small")
+    # Symbolic links with several names, which nothing can be noted on.
+    os.mkdir(os.path.join(home, "links"))
+    for name in ("alone", "first", "third"):
+        os.symlink(name, os.path.join(home, "links", name))
+    for name, other in (("first", "second"), ("third", "fourth"), ("third", "fifth")):
+        os.link(os.path.join(home, "links", name), os.path.join(home, "links", other), follow_symlinks=False)
     os.mkdir(os.path.join(home, "folder"))
     for name in ("one", "two"):
         with open(os.path.join(home, "folder", name), "wb") as file:
             file.write(os.fsencode(name))
     for path, folders, files in os.walk(home):
         for name in [".", *files]:
-            os.chown(os.path.join(path, name), NOBODY, NOBODY)
+            os.chown(os.path.join(path, name), NOBODY, NOBODY, follow_symlinks=False)
 
 
 class Rootless(UnionCase):
@@ -113,6 +119,22 @@ os.link('home/small', 'home/small-too')
         self.assertEqual(override("pipe"), (NOBODY, NOBODY, 0o640, "pipe"))
         self.assertTrue(stat.S_ISREG(os.lstat(os.path.join(stored, "pipe")).st_mode))
         self.assertEqual(os.lstat(os.path.join(stored, "new/file")).st_mode & 0o777, 0o600)
+        self.mount.unmount()
+        self.mount.check()
+
+    def test_symbolic_links(self):
+        self.mount.mount()
+        show = "print([(n, os.readlink('home/links/' + n), os.lstat('home/links/' + n).st_nlink) for n in sorted(os.listdir('home/links'))])"
+        self.assertEqual(self.user("os.rename('home/links/alone', 'home/links/moved'); os.unlink('home/links/first')\n"
+                                   "os.symlink('new', 'home/links/new'); os.rename('home/links/new', 'home/links/third')\n"
+                                   "print(syscalls.code_of(os.rename, 'home/links/fourth', 'home/links/other'))").strip(), "EPERM")
+        for _ in range(2):
+            self.assertEqual(self.user(show).strip(), "[('fifth', 'third', 3), ('fourth', 'third', 3), ('moved', 'alone', 1), "
+                                                      "('second', 'first', 2), ('third', 'new', 1)]")
+            self.mount.remount()
+        self.user("import shutil; shutil.rmtree('home/links')")
+        self.mount.remount()
+        self.assertEqual(self.user("print(os.path.exists('home/links'))").strip(), "False")
         self.mount.unmount()
         self.mount.check()
 
@@ -259,6 +281,8 @@ printf x | dd of=d2/big bs=1 seek=500000 conv=notrunc status=none
 mkdir made; chown 1001 made
 rm -r many
 mv d1 d9
+mv dangling dangling-moved; mv fifo fifo-moved; chmod 600 fifo-moved
+touch -h dangling-moved; rm link
 cd /
 {for_everyone(support.BCOW)} umount {where}
 {for_everyone(support.BCOW)} mount {lower} {where} --upper {upper}

@@ -19,7 +19,9 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::node::NodeId;
-use crate::upper::{Attribute, Begun, META, Mark, Metacopy, Origin, Override, SetHow, Temporary};
+use crate::upper::{
+    Attribute, Begun, META, Mark, Metacopy, Namespace, Origin, Override, SetHow, Temporary,
+};
 
 impl UnionFs {
     /// Gives the root of a new upper what the image's root has: attributes and times. Owner and mode are kept in an attribute
@@ -347,10 +349,25 @@ impl UnionFs {
             nid: nid.0,
         };
         match self.set_mark(file, Mark::Origin, &origin.encode()) {
-            // Symlinks and the like have no user attributes. Their inode number changes with the next mount then.
-            Err(Errno::PERM | Errno::NOTSUP) if self.keeps_owners() => Ok(()),
+            // Its inode number changes with the next mount then.
+            Err(Errno::PERM | Errno::NOTSUP)
+                if !self.can_be_marked(self.image.inode(nid)?.kind) =>
+            {
+                Ok(())
+            }
             other => other,
         }
+    }
+
+    /// Whether what is of this type here can have marks on the host: symbolic links and the like have no attributes of users.
+    pub(super) fn can_be_marked(&self, kind: FileType) -> bool {
+        self.upper.namespace() == Namespace::Trusted
+            || match kind {
+                FileType::Regular | FileType::Directory => true,
+                FileType::Symlink => false,
+                // Where owners are kept in attributes, so are types, of regular files.
+                _ => self.keeps_owners(),
+            }
     }
 
     pub(super) fn set_metacopy(&self, file: &File, metacopy: Metacopy) -> Result<(), Errno> {

@@ -116,11 +116,15 @@ impl UnionFs {
         Ok(names == 0)
     }
 
-    /// Whether a node has several names in the image.
+    /// Whether a node has several names in the image, of which is noted when they go.
     pub(super) fn has_names_below(&self, node: &Node) -> Result<bool, Errno> {
+        Ok(self.can_be_marked(node.kind) && self.names_below(node)? > 1)
+    }
+
+    fn names_below(&self, node: &Node) -> Result<u32, Errno> {
         match node.lower {
-            Some(nid) if !node.is_directory() => Ok(self.image.inode(nid)?.nlink > 1),
-            _ => Ok(false),
+            Some(nid) if !node.is_directory() => Ok(self.image.inode(nid)?.nlink),
+            _ => Ok(1),
         }
     }
 
@@ -142,8 +146,10 @@ impl UnionFs {
             node.set_place(Place::Nowhere);
         }
         let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
-            // Those that are only in the image have one name: of several, it would have been copied up.
-            self.is_removed_now(node);
+            // Those that are only in the image have one name: of several, it would have been copied up, if it can be marked.
+            if self.names_below(node).is_ok_and(|names| names <= 1) {
+                self.is_removed_now(node);
+            }
             return;
         };
         if let Err(errno) = self.lost_name(node, &file) {
