@@ -46,6 +46,10 @@ impl UnionFs {
             };
             let stat = match &state.content {
                 Content::Sketch(sketch) => stat_sketch(&**sketch, file)?,
+                _ if node.is_directory() => {
+                    let _times = node.lock_times();
+                    rustix::fs::fstat(&**file)?
+                }
                 _ => rustix::fs::fstat(&**file)?,
             };
             let mut attributes = attributes_above(node, &stat);
@@ -207,6 +211,10 @@ impl UnionFs {
         let mut set = || host::set_times(&file, atime, mtime);
         match &node.read_state().content {
             Content::Sketch(sketch) => sketch.hold_times(&mut set),
+            _ if node.is_directory() => {
+                let _times = node.lock_times();
+                set()
+            }
             _ => set(),
         }
     }

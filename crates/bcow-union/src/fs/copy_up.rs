@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Inode, Nid};
-use rustix::fs::{AtFlags, Dir, Stat};
+use rustix::fs::{AtFlags, Dir};
 use rustix::io::Errno;
 
 use super::attributes::{CAPABILITIES, owner_of_inode};
@@ -141,21 +141,24 @@ impl UnionFs {
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let has_names = inode.kind != FileType::Directory && inode.nlink > 1;
-        let before = rustix::fs::fstat(directory)?;
         let (temporary, file) = self.make_copy(&inode)?;
         let names = i64::from(inode.nlink);
         if has_names {
             self.set_names_lower(inode.nid, &file, names)?;
             host::link(&file, self.upper.index(), &index_name(inode.nid))?;
         }
-        if let Err((_, errno)) = temporary.place_new(directory.as_fd(), name) {
+        let placed = unseen(parent, directory, || {
+            temporary
+                .place_new(directory.as_fd(), name)
+                .map_err(|(_, errno)| errno)
+        });
+        if let Err(errno) = placed {
             if has_names {
                 self.leave_index(inode.nid);
             }
             return Err(errno);
         }
         parent.names_have_changed();
-        restore_times(directory, &before);
         if has_names && let Err(errno) = self.set_names_upper(&file, names) {
             // What is there is right, and whoever changes it next says it anew.
             self.complain(name, &format!("cannot note a number of names: {errno}"));
@@ -174,14 +177,14 @@ impl UnionFs {
         if host::stat_at(directory, name)?.is_some() {
             return Ok(());
         }
-        let before = rustix::fs::fstat(directory)?;
         // One more on the host, as many as before in all.
         let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
-        let linked = host::link(recount.file(), directory, name);
+        let linked = unseen(parent, directory, || {
+            host::link(recount.file(), directory, name)
+        });
         self.end_recount(Some(recount), 0);
         linked?;
         parent.names_have_changed();
-        restore_times(directory, &before);
         Ok(())
     }
 
@@ -433,13 +436,18 @@ fn is_inner_mark(name: &[u8]) -> bool {
     name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
 }
 
-/// A directory does not look changed because something in it was copied up.
-fn restore_times(directory: &File, before: &Stat) {
-    let (atime, mtime) = host::times(before);
+/// Changes a directory of the host, a node's, which shall not look changed, as what is in it looks as before. Nobody sees it meanwhile.
+pub(super) fn unseen<T>(
+    node: &Node,
+    directory: &File,
+    change: impl FnOnce() -> Result<T, Errno>,
+) -> Result<T, Errno> {
+    let _times = node.lock_times();
+    let before = rustix::fs::fstat(directory)?;
+    let changed = change()?;
+    let (atime, mtime) = host::times(&before);
+    let (atime, mtime) = (SetTime::At(atime), SetTime::At(mtime));
     // Nothing is lost if this fails.
-    let _ = host::set_times(
-        directory,
-        Some(SetTime::At(atime)),
-        Some(SetTime::At(mtime)),
-    );
+    let _ = host::set_times(directory, Some(atime), Some(mtime));
+    Ok(changed)
 }

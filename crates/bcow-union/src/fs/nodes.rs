@@ -8,7 +8,9 @@
 //!    node id first; that of a directory which is removed, without waiting.
 //! 2. `state`: where the node's attributes and content come from. Held shared during I/O, exclusively to copy up, to open
 //!    and to promote. Of one node at a time, and shared of one directory above it for a look at its descriptor.
-//! 3. `place`, and the shards of the table: held for a few instructions, and nothing else is locked inside.
+//! 3. `times` (directories): held while the directory of the host has a time that it shall not keep, and to look at its times
+//!    or set them.
+//! 4. `place`, and the shards of the table: held for a few instructions, and nothing else is locked inside.
 //!
 //! An fsync that makes a new name durable holds `name_sync` of that node, and takes the states of others inside.
 //!
@@ -52,6 +54,7 @@ pub(super) struct Node {
     place: RwLock<Place>,
     names: Mutex<()>,
     state: RwLock<State>,
+    times: Mutex<()>,
     /// Changes of this directory's names in the upper.
     pub(super) names_changed: Pending,
     name_sync: Mutex<()>,
@@ -191,6 +194,7 @@ impl Node {
             place: RwLock::new(place),
             names: Mutex::new(()),
             state: RwLock::default(),
+            times: Mutex::default(),
             names_changed: Pending::default(),
             name_sync: Mutex::default(),
             name_is_new: AtomicBool::new(false),
@@ -251,6 +255,10 @@ impl Node {
 
     pub(super) fn lock_names(&self) -> MutexGuard<'_, ()> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn lock_times(&self) -> MutexGuard<'_, ()> {
+        self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rustix::fs::Stat;
 use rustix::io::Errno;
 
+use super::copy_up::unseen;
 use super::lookup::Access;
 use super::nodes::{Node, Place, State};
 use super::types::SetTime;
@@ -116,17 +117,12 @@ impl UnionFs {
             rustix::fs::fsync(&file)?;
         }
         let directory = self.open_upper(parent, Access::Directory)?;
-        let before = rustix::fs::fstat(&*directory)?;
         let mark = self.read_marks(old)?.sketch;
-        temporary
-            .place(directory.as_fd(), name)
-            .map_err(|(_, errno)| errno)?;
-        let (atime, mtime) = host::times(&before);
-        let _ = host::set_times(
-            &directory,
-            Some(SetTime::At(atime)),
-            Some(SetTime::At(mtime)),
-        );
+        unseen(parent, &directory, || {
+            temporary
+                .place(directory.as_fd(), name)
+                .map_err(|(_, errno)| errno)
+        })?;
         parent.names_have_changed();
         node.name_is_new
             .store(true, std::sync::atomic::Ordering::Release);

@@ -497,6 +497,34 @@ fn time_that_is_set_during_a_flush_stays() {
 }
 
 #[test]
+fn directory_never_shows_the_time_of_a_copy_up_in_it() {
+    let Some(fixture) = Fixture::new(UnionOptions::default()) else {
+        return;
+    };
+    let union = fixture.fs();
+    let many = fixture.get("many").node;
+    let set = |path: &str| {
+        let changes = Changes {
+            mtime: at(1_000_000),
+            ..Changes::default()
+        };
+        fixture.set(fixture.get(path).node, changes);
+    };
+    set("many");
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            (0..MANY).for_each(|number| set(&format!("many/{number}")));
+            done.store(true, Ordering::Release);
+        });
+        while !done.load(Ordering::Acquire) {
+            let seen = union.attributes(many).unwrap().mtime.seconds;
+            assert_eq!(seen, 1_000_000);
+        }
+    });
+}
+
+#[test]
 fn descriptor_that_is_in_use_is_not_given_back() {
     let Some(fixture) = Fixture::new(UnionOptions::default()) else {
         return;
