@@ -82,7 +82,7 @@ pub struct Args {
     /// What to check on every read: the checksums of tables and blocks, or the Merkle tree too
     #[arg(long, value_name = "WHAT", default_value = "checksums")]
     verify: VerifyWhat,
-    /// Threads that answer requests [default: one for each CPU, 2 to 16]
+    /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with --upper]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// CPUs that the background process runs on, as in taskset(1): 0,2-5 [default: all it may use]
@@ -175,7 +175,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Arc::clone(&stats),
         &args.directory,
         &options,
-        args.threads.map_or_else(default_threads, usize::from),
+        args.threads
+            .map_or_else(|| default_threads(args.upper.path().is_some()), usize::from),
     )
     .map_err(|error| failure(&error))?;
     if let Some(metrics) = &metrics {
@@ -230,9 +231,11 @@ fn in_background() -> Result<(), CommandError> {
     }
 }
 
-/// Enough that one slow read does not hold up the others; more than that only competes for the CPU.
-fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(2, |cpus| cpus.get().clamp(2, 16))
+/// Enough that one slow read does not hold up the others, or with an upper two that wait for the disk; more than that only
+/// competes for the CPU.
+fn default_threads(is_writable: bool) -> usize {
+    let least = if is_writable { 4 } else { 2 };
+    std::thread::available_parallelism().map_or(least, |cpus| cpus.get().clamp(least, 16))
 }
 
 /// The library's error in the command's form.
