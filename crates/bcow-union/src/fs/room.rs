@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::UnionFs;
 
 /// How long after a file lost its last name it may still be forgotten because nobody had it open. Later than that, somebody has.
-const SOON: Duration = Duration::from_millis(100);
+const SOON: Duration = Duration::from_millis(250);
 
 /// How long the host may take to free a file: most of what a request waits.
 const FREEING: Duration = Duration::from_secs(5);
