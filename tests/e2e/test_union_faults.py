@@ -13,7 +13,7 @@ import time
 
 import syscalls
 from promises import promise
-from support import NOBODY, assert_refused, bcow, for_everyone, is_mounted, run
+from support import NOBODY, assert_refused, bcow, is_mounted, run
 from union import UnionCase
 
 BIG = "d2/big"
@@ -453,11 +453,7 @@ class LastFlushOfAUser(LastFlush):
 
     def setUp(self):
         super().setUp()
-        self.mount.user, self.mount.access = NOBODY, None
-        for path in (self.where, self.upper):
-            os.chown(path, NOBODY, NOBODY)
-        self.mount.where = self.where = for_everyone(self.where)
-        self.mount.upper = self.upper = for_everyone(self.upper)
+        self.give_to_ordinary_user()
 
     def test_who_unmounts_is_told(self):
         for user in (NOBODY, None):

@@ -52,11 +52,7 @@ class Rootless(UnionCase):
 
     def setUp(self):
         super().setUp()
-        self.mount.user, self.mount.access = NOBODY, None
-        for path in (self.where, self.upper):
-            os.chown(path, NOBODY, NOBODY)
-        self.mount.where = self.where = for_everyone(self.where)
-        self.mount.upper = self.upper = for_everyone(self.upper)
+        self.give_to_ordinary_user()
 
     def user(self, program, *arguments):
         """Runs lines of Python as the user; what they print."""

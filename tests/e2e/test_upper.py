@@ -459,7 +459,7 @@ class OfBcow(Uppers, unittest.TestCase):
         os.makedirs(os.path.join(upper, ".bcow", "work", "left", "over"))
         # A temporary is a link like others until it is removed, which must not make the number of names wrong.
         (entry,) = os.listdir(f"{upper}/.bcow/index")
-        os.link(f"{upper}/.bcow/index/{entry}", f"{upper}/.bcow/work/link")
+        os.link(f"{upper}/.bcow/index/{entry}", os.path.join(upper, ".bcow", "work", "link"))
         os.setxattr(f"{upper}/.bcow/index/{entry}", "trusted.overlay.nlink", b"U+9")
         # Of a file that the image has one name for.
         number = int.from_bytes(os.getxattr(f"{upper}/etc/config", "trusted.overlay.origin")[21:], "little")

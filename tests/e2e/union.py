@@ -89,6 +89,15 @@ class UnionCase(unittest.TestCase):
                 total += os.lstat(os.path.join(path, name)).st_blocks * 512
         return total
 
+    def give_to_ordinary_user(self):
+        """The mount will be an ordinary user's, and so are its directories."""
+        user = support.NOBODY
+        self.mount.user, self.mount.access = user, None
+        for path in (self.where, self.upper):
+            os.chown(path, user, user)
+        self.mount.where = self.where = support.for_everyone(self.where)
+        self.mount.upper = self.upper = support.for_everyone(self.upper)
+
     def disk(self, mib, options="loop", at=None):
         """A small ext4 of its own, in a file in the directory `at`, for the length of the test: the directory where it is mounted."""
         image, where = os.path.join(at or self.mount.directory, "disk.ext4"), os.path.join(self.mount.directory, "disk")

@@ -137,7 +137,7 @@ fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
     // A temporary is no name, neither when names are counted nor after it is gone.
     union.set_names_mark("U+2");
     let entry = union.entry_of_index().unwrap();
-    fs::hard_link(entry, union.host(".bcow/work/0")).unwrap();
+    fs::hard_link(entry, union.host(".bcow").join("work").join("0")).unwrap();
     assert_eq!(union.found(), ["upper-work-leak"]);
     union.set_names_mark("U+7");
     union.repair();
