@@ -30,7 +30,7 @@ def promise(*sentences):
         def checked(self, *arguments):
             text = words(page())
             for sentence in sentences:
-                self.assertIn(words(sentence), text, "docs/semantics.md does not promise this any more")
+                self.assertTrue(words(sentence) in text, f"docs/semantics.md does not promise this any more: {sentence}")
             return test(self, *arguments)
         return checked
     return decorate

@@ -14,6 +14,7 @@ UTIME_NOW, UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 AT_FDCWD, AT_SYMLINK_NOFOLLOW, AT_SYMLINK_FOLLOW = -100, 0x100, 0x400
 MS_SYNC = 4
 GETDENTS64, SETFSUID, SETFSGID = 217, 122, 123
+IO_SETUP, IO_DESTROY, IO_GETEVENTS, IO_SUBMIT, IOCB_CMD_PWRITE = 206, 207, 208, 209, 1
 ACCESS_ACL, DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default"
 
 libc.syscall.restype = ctypes.c_long
@@ -67,6 +68,50 @@ def directory_entries(fd, room):
         entries.append((os.fsdecode(name), inode, kind))
         at += size
     return entries
+
+
+class Control(ctypes.Structure):
+    """One request of asynchronous I/O (struct iocb)."""
+
+    _fields_ = [("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_int), ("opcode", ctypes.c_uint16),
+                ("priority", ctypes.c_int16), ("fd", ctypes.c_uint32), ("buffer", ctypes.c_uint64), ("length", ctypes.c_uint64),
+                ("offset", ctypes.c_int64), ("reserved", ctypes.c_uint64), ("flags", ctypes.c_uint32), ("event_fd", ctypes.c_uint32)]
+
+
+class Event(ctypes.Structure):
+    """How one ended (struct io_event)."""
+
+    _fields_ = [("data", ctypes.c_uint64), ("control", ctypes.c_uint64), ("result", ctypes.c_int64), ("result2", ctypes.c_int64)]
+
+
+class AsynchronousWrites:
+    """Writes that the kernel is asked for at once (io_submit), and that end later (io_getevents)."""
+
+    def __init__(self, most):
+        self.most, self.pending, self.context = most, {}, ctypes.c_ulong()
+        checked(libc.syscall(IO_SETUP, most, ctypes.byref(self.context)))
+
+    def submit(self, fd, buffer, pieces):
+        """Writes pieces (offset, length) of a buffer, a writable mapping, each at its own offset in the file."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        controls = [Control(data=offset, opcode=IOCB_CMD_PWRITE, fd=fd, buffer=address + offset, length=length, offset=offset)
+                    for offset, length in pieces]
+        addresses = (ctypes.c_void_p * len(controls))(*map(ctypes.addressof, controls))
+        done = checked(libc.syscall(IO_SUBMIT, self.context, ctypes.c_long(len(controls)), addresses))
+        self.pending.update((control.data, control.length) for control in controls[:done])
+        return done
+
+    def wait(self):
+        """Until all have ended. Fails unless each wrote its whole piece."""
+        events = (Event * self.most)()
+        while self.pending:
+            count = checked(libc.syscall(IO_GETEVENTS, self.context, ctypes.c_long(1), ctypes.c_long(self.most), events, None))
+            for event in events[:count]:
+                if event.result != self.pending.pop(event.data):
+                    raise AssertionError(f"the write at {event.data} ended with {event.result}")
+
+    def close(self):
+        checked(libc.syscall(IO_DESTROY, self.context))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What docs/semantics.md promises of writable mounts, sentence by sentence. What needs random sequences, kills, faults or another user
 stands in the neighbouring files, which are looked at here too: no promise is without a test."""
 
+import contextlib
 import fcntl
 import importlib
 import mmap
@@ -21,6 +22,7 @@ import support
 import syscalls
 import tree
 from promises import promise
+from subjects import content
 from support import run
 from union import UnionCase
 
@@ -288,6 +290,64 @@ class Bytes(UnionCase):
 
 class PackedBytes(Bytes):
     kind = "bcow+sketch=packed"
+
+
+class AsynchronousWriting(UnionCase):
+    """Writes of io_submit with O_DIRECT, while readers of the same file fill the page cache."""
+
+    SIZE, PIECE = 1 << 20, 4096
+
+    def cycles(self, name, turns, between):
+        """Writes the whole file again and again, in more pieces than the mount's process is asked for at once, and compares what a
+        descriptor and a mapping show of it. `between` is called with the buffered descriptor while the kernel has the writes."""
+        direct, buffered = self.opened(name, os.O_RDWR | os.O_DIRECT), self.opened(name, os.O_RDONLY)
+        pieces = [(offset, self.PIECE) for offset in range(0, self.SIZE, self.PIECE)]
+        with contextlib.closing(syscalls.AsynchronousWrites(len(pieces))) as writes, mmap.mmap(-1, self.SIZE) as room, \
+                mmap.mmap(buffered, self.SIZE, mmap.MAP_SHARED, mmap.PROT_READ) as shown:
+            for turn in range(turns):
+                room[:] = content((name, turn), self.SIZE)
+                self.assertEqual(writes.submit(direct, room, pieces), len(pieces))
+                between(buffered)
+                writes.wait()
+                for what, have in (("read", os.pread(buffered, self.SIZE, 0)), ("mapping", shown[:])):
+                    old = [offset for offset, length in pieces if have[offset:offset + length] != room[offset:offset + length]]
+                    self.assertEqual(old, [], f"turn {turn}: the {what} shows what was there before at these offsets")
+
+    def files(self):
+        self.write("new", b"n" * self.SIZE)
+        return BIG, "new"
+
+    @promise("An asynchronous `O_DIRECT` write (`io_submit`, io_uring) is seen by every later read too, once it has ended.")
+    def test_asynchronous_writes_are_seen_by_readers_that_read_meanwhile(self):
+        def read(buffered):
+            # Page by page, those first that are written last.
+            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_RANDOM)
+            for offset in range(self.SIZE - self.PIECE, -1, -self.PIECE):
+                os.pread(buffered, 1, offset)
+
+        for name in self.files():
+            with self.subTest(name=name):
+                self.cycles(name, 3, read)
+
+    def test_asynchronous_writes_are_seen_by_a_process_that_reads_all_the_time(self):
+        for name in self.files():
+            with self.subTest(name=name):
+                reader = subprocess.Popen(["sh", "-c", 'echo; while :; do cat "$0" >/dev/null; done', self.at(name)],
+                                          stdout=subprocess.PIPE)
+                try:
+                    reader.stdout.readline()
+                    self.cycles(name, 10, lambda buffered: None)
+                finally:
+                    reader.kill()
+                    reader.communicate()
+
+
+class PackedAsynchronousWriting(AsynchronousWriting):
+    kind = "bcow+sketch=packed"
+
+
+class CollectedAsynchronousWriting(AsynchronousWriting):
+    kind = "bcow+sketch=sparse+writeback"
 
 
 class Names(UnionCase):

@@ -42,7 +42,6 @@ fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
         | InitFlags::FUSE_DO_READDIRPLUS
         | InitFlags::FUSE_READDIRPLUS_AUTO
         | InitFlags::FUSE_EXPLICIT_INVAL_DATA
-        | InitFlags::FUSE_ASYNC_DIO
         | InitFlags::FUSE_NO_OPEN_SUPPORT;
     let offered = config.capabilities();
     // Adding what was offered cannot fail.

@@ -50,7 +50,7 @@ impl ReadOnly {
 
 impl fuser::Filesystem for ReadOnly {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        let mut wanted = InitFlags::FUSE_NO_OPENDIR_SUPPORT;
+        let mut wanted = InitFlags::FUSE_NO_OPENDIR_SUPPORT | InitFlags::FUSE_ASYNC_DIO;
         // Where the kernel decides by mode it shall know the ACLs too. The flag implies that it decides.
         if self.permissions == Permissions::ByMode {
             wanted |= InitFlags::FUSE_POSIX_ACL;

@@ -59,6 +59,9 @@ impl Writable {
 
 impl fuser::Filesystem for Writable {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // Without FUSE_ASYNC_DIO: the kernel drops the pages that a direct write covers before the write and, if
+        // the write is synchronous, once more after it. With the flag `io_submit` returns before the write is done,
+        // and pages that a reader filled meanwhile stay.
         let mut wanted = InitFlags::FUSE_POSIX_ACL
             | InitFlags::FUSE_DONT_MASK
             | InitFlags::FUSE_HANDLE_KILLPRIV_V2;
