@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::header::{BACKING_ENTRY_BYTES, MAX_ADDRESS};
+use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS};
 use crate::{FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches};
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]

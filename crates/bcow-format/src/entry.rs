@@ -3,10 +3,8 @@
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::sizes::ENTRY_BYTES;
 use crate::{Header, Uba, incompatible};
-
-/// Bytes of one entry.
-pub const ENTRY_BYTES: usize = 16;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]

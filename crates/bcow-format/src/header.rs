@@ -3,33 +3,14 @@
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::{
-    ENTRY_BYTES, Features, FormatError, MerkleShape, crc32c, crc32c_matches, incompatible,
-    read_only_compatible,
+use crate::sizes::{
+    BACKING_ENTRY_BYTES, ENTRY_BYTES, HEADER_AREA_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES,
+    MAX_BACKINGS, MAX_FREE_BYTES, MAX_LOG_BYTES, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES,
+    SECTOR_BYTES, SLOT_BYTES,
 };
-
-/// Bytes of one slot.
-pub const SLOT_BYTES: usize = 512;
-/// Bytes of both slots.
-pub const HEADER_AREA_BYTES: usize = 2 * SLOT_BYTES;
-/// Bytes of a sector, the unit of sizes and windows.
-pub const SECTOR_BYTES: u64 = 4096;
-/// Bytes of an entry of the backing table.
-pub const BACKING_ENTRY_BYTES: usize = 64;
-/// Most entries of a root table.
-pub const MAX_ROOT_ENTRIES: u64 = 1 << 22;
-/// Longest metadata section in bytes.
-pub const MAX_METADATA_BYTES: u32 = 16 << 20;
-/// Longest backing table in bytes.
-pub const MAX_BACKING_BYTES: u32 = 16 << 20;
-/// Most room for a record log in bytes.
-pub const MAX_LOG_BYTES: u64 = 64 << 20;
-/// Longest free list in bytes.
-pub const MAX_FREE_BYTES: u32 = 16 << 20;
-/// Largest size of an address space or file.
-pub const MAX_ADDRESS: u64 = 1 << 48;
-/// Most entries of a backing table.
-pub const MAX_BACKINGS: u32 = 65536;
+use crate::{
+    Features, FormatError, MerkleShape, crc32c, crc32c_matches, incompatible, read_only_compatible,
+};
 
 const MAGIC: [u8; 8] = *b"BCoW\r\n\x1a\n";
 const VERSION: u16 = 1;

@@ -20,27 +20,27 @@ mod free;
 mod header;
 mod merkle;
 mod record;
+mod sizes;
 mod table;
 
 pub use address::{BlockShift, Lba, Uba};
 pub use backing::{BackingEntry, BackingName, decode_backings, encode_backings};
 pub use checksum::{Crc32c, crc32c, crc32c_matches};
-pub use entry::{
-    ENTRY_BYTES, Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry,
-};
+pub use entry::{Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry};
 pub use error::{FormatError, SectionKind};
 pub use features::compatible;
 pub use features::{Features, incompatible, read_only_compatible};
 pub use free::{FreeRange, decode_free, encode_free};
-pub use header::{
-    BACKING_ENTRY_BYTES, HEADER_AREA_BYTES, Header, MAX_ADDRESS, MAX_BACKING_BYTES, MAX_BACKINGS,
-    MAX_FREE_BYTES, MAX_LOG_BYTES, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES, MerkleTree, SECTOR_BYTES,
-    SLOT_BYTES, Section, State, Use, choose_header,
-};
+pub use header::{Header, MerkleTree, Section, State, Use, choose_header};
 pub use merkle::{HASH_BYTES, MerkleShape};
 pub use record::{
     LogMapping, MAPPING_BYTES, RECORD_HEADER_BYTES, Record, RecordPrefix, encode_record,
     record_bytes,
+};
+pub use sizes::{
+    BACKING_ENTRY_BYTES, ENTRY_BYTES, HEADER_AREA_BYTES, MAX_ADDRESS, MAX_BACKING_BYTES,
+    MAX_BACKINGS, MAX_FREE_BYTES, MAX_LOG_BYTES, MAX_METADATA_BYTES, MAX_ROOT_ENTRIES,
+    SECTOR_BYTES, SLOT_BYTES,
 };
 pub use table::{
     SubBlockTable, TABLE_HEADER_BYTES, decode_root, decode_table, encode_root, encode_table,

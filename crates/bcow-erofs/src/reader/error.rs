@@ -1,6 +1,6 @@
 //! What can be wrong with a file system, kept apart by what a caller would do about it.
 
-use super::inode::{FileType, Nid};
+use super::kind::{FileType, Nid};
 use crate::format::incompatible;
 
 /// Why a file system, or something in it, cannot be read.

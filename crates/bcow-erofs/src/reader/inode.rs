@@ -1,72 +1,14 @@
 //! Inodes.
 
-use std::fmt;
-
 use zerocopy::FromBytes;
 
+use super::kind::{FileType, Nid};
 use super::{ErofsError, Filesystem, InodeProblem};
 use crate::format::{
     self, BLOCK_SHIFT, CHUNK_INDEXES, CHUNK_SHIFT_MASK, ChunkIndex, CompactInode, ExtendedInode,
     NULL_BLOCK, SLOT_BYTES, XattrHeader, layout,
 };
 use crate::tree::{DeviceNumber, Timestamp};
-
-/// An inode's number: its place in the metadata area in units of 32 bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Nid(pub u64);
-
-impl fmt::Display for Nid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// What an inode is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum FileType {
-    /// A regular file.
-    Regular,
-    /// A directory.
-    Directory,
-    /// A character device.
-    CharDevice,
-    /// A block device.
-    BlockDevice,
-    /// A named pipe.
-    Fifo,
-    /// A Unix socket.
-    Socket,
-    /// A symbolic link.
-    Symlink,
-}
-
-impl FileType {
-    /// The type bits of `st_mode`.
-    pub fn mode_bits(self) -> u32 {
-        match self {
-            FileType::Fifo => 0o010_000,
-            FileType::CharDevice => 0o020_000,
-            FileType::Directory => 0o040_000,
-            FileType::BlockDevice => 0o060_000,
-            FileType::Regular => 0o100_000,
-            FileType::Symlink => 0o120_000,
-            FileType::Socket => 0o140_000,
-        }
-    }
-
-    fn from_mode(mode: u16) -> Option<Self> {
-        Some(match mode & 0o170_000 {
-            0o010_000 => FileType::Fifo,
-            0o020_000 => FileType::CharDevice,
-            0o040_000 => FileType::Directory,
-            0o060_000 => FileType::BlockDevice,
-            0o100_000 => FileType::Regular,
-            0o120_000 => FileType::Symlink,
-            0o140_000 => FileType::Socket,
-            _ => return None,
-        })
-    }
-}
 
 /// A valid inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
