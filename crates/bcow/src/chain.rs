@@ -501,7 +501,7 @@ pub fn open_shared(
     resolver: &dyn BackingResolver,
 ) -> Result<Arc<Image>, OpenProblem> {
     if share == Share::Lock {
-        let header = crate::image::read_header(&**file).map_err(OpenProblem::Failed)?;
+        let header = crate::checked::read_header(&**file).map_err(OpenProblem::Failed)?;
         if header.state == State::Writable {
             FileLock::shared(file).map_err(OpenProblem::InUse)?;
         }

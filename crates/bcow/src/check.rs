@@ -7,11 +7,11 @@ use std::sync::Arc;
 use bcow_format::{FreeRange, Header, State, decode_backings, decode_free};
 
 use crate::cache::FileId;
-use crate::image::{CheckedFile, check_windows, read_header, read_metadata, read_table};
+use crate::checked::{CheckedFile, read_header, read_metadata, read_table};
 use crate::log::{self, Replayed};
 use crate::merkle::Verifier;
 use crate::overlay::Overlay;
-use crate::root::Root;
+use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::{BlockCache, Error};
 

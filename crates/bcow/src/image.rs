@@ -9,18 +9,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, Entry, FormatError, HEADER_AREA_BYTES, Header, SECTOR_BYTES, Section, Stored,
-    SubBlockTable, choose_header, decode_backings, decode_table, incompatible,
+    BackingEntry, Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable, decode_backings,
+    incompatible,
 };
 use sha2::{Digest, Sha256};
 
 use crate::cache::{BlockKey, FileId, TableKey};
-use crate::codec::{Encoding, decode_block};
+use crate::checked::{CheckedFile, Piece, read_block, read_header, read_metadata, read_table};
+use crate::codec::Encoding;
 use crate::device::checked_range;
 use crate::log;
 use crate::merkle::Verifier;
 use crate::overlay::Overlay;
-use crate::root::Root;
+use crate::root::{Root, check_windows};
 use crate::storage::Storage;
 use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, Status};
 
@@ -80,55 +81,6 @@ pub struct Image {
     backings: Vec<(BackingEntry, Option<Arc<dyn BlockDevice>>)>,
     id: FileId,
     cache: BlockCache,
-}
-
-/// The storage, with the Merkle tree in between if it is wanted.
-pub(crate) struct CheckedFile {
-    pub(crate) storage: Arc<dyn Storage>,
-    pub(crate) verifier: Option<Verifier>,
-}
-
-/// One entry's piece of the address space.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Piece {
-    pub(crate) start: u64,
-    pub(crate) length: u64,
-    /// Never [`Entry::Table`].
-    pub(crate) entry: Entry,
-}
-
-impl CheckedFile {
-    pub(crate) fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        match &self.verifier {
-            Some(verifier) => verifier.read_at(&*self.storage, offset, buf),
-            None => self
-                .storage
-                .read_at(offset, buf)
-                .map_err(|source| Error::io("read", offset, source)),
-        }
-    }
-
-    /// The bytes of a section. The header was checked against the file's length, so the length is honest.
-    pub(crate) fn read_section(&self, section: &Section) -> Result<Vec<u8>, Error> {
-        let mut bytes = vec![0; section.bytes as usize];
-        self.read_at(section.offset, &mut bytes)?;
-        Ok(bytes)
-    }
-}
-
-/// The validated header of a file that is as long as it says.
-pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
-    let length = storage
-        .len()
-        .map_err(|source| Error::io("read the length, not a", 0, source))?;
-    let mut area = [0; HEADER_AREA_BYTES];
-    let there = length.min(HEADER_AREA_BYTES as u64) as usize;
-    storage
-        .read_at(0, &mut area[..there])
-        .map_err(|source| Error::io("read", 0, source))?;
-    let header = choose_header(&area[..there])?;
-    header.check_file_length(length)?;
-    Ok(header)
 }
 
 impl Image {
@@ -599,88 +551,6 @@ impl Image {
             .map_err(|error| error.in_backing(&entry.name))?;
         Ok(below.one_deeper())
     }
-}
-
-/// Every window lies inside its backing (spec section 8); that the index exists was checked with the entry.
-pub(crate) fn check_windows(root: &Root, backings: &[BackingEntry]) -> Result<(), FormatError> {
-    for (region, entry) in root.iter() {
-        if let Entry::Window {
-            address,
-            sectors,
-            backing,
-        } = entry
-        {
-            let end = address + u64::from(sectors) * SECTOR_BYTES;
-            let size = backings[backing as usize].size;
-            if end > size {
-                return Err(FormatError::WindowRange {
-                    region,
-                    problem: format!(
-                        "onto bytes {address}..{end} of backing {backing}, which has {size}"
-                    ),
-                });
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Reads and validates the sub-block table that root entry `region` names.
-pub(crate) fn read_table(
-    file: &CheckedFile,
-    header: &Header,
-    region: u64,
-    stored: &Stored,
-) -> Result<SubBlockTable, Error> {
-    // The entry was checked to lie inside the file, so this allocates no more than the file's own bytes.
-    let mut bytes = vec![0; stored.bytes as usize];
-    file.read_at(stored.at.0, &mut bytes)?;
-    Ok(decode_table(&bytes, stored, region, header)?)
-}
-
-/// Reads and decodes the stored block of a piece, past any cache.
-pub(crate) fn read_block(
-    file: &CheckedFile,
-    piece: &Piece,
-    stored: &Stored,
-    encoding: Encoding,
-) -> Result<Vec<u8>, Error> {
-    let mut bytes = vec![0; stored.bytes as usize];
-    file.read_at(stored.at.0, &mut bytes)?;
-    decode_block(bytes, stored, encoding, piece.length as u32).map_err(|problem| Error::BadBlock {
-        logical: piece.start,
-        stored: stored.at.0,
-        problem,
-    })
-}
-
-/// Reads and validates the metadata section; an empty object if there is none.
-pub(crate) fn read_metadata(
-    file: &CheckedFile,
-    header: &Header,
-) -> Result<serde_json::Value, Error> {
-    if header.metadata.bytes == 0 {
-        return Ok(serde_json::Value::Object(Default::default()));
-    }
-    let bytes = file.read_section(&header.metadata)?;
-    Ok(decode_metadata(&bytes, header)?)
-}
-
-fn decode_metadata(bytes: &[u8], header: &Header) -> Result<serde_json::Value, FormatError> {
-    let found = bcow_format::crc32c(bytes);
-    if !bcow_format::crc32c_matches(header.metadata.crc, found) {
-        return Err(FormatError::SectionChecksum {
-            section: bcow_format::SectionKind::Metadata,
-            expected: header.metadata.crc,
-            found,
-        });
-    }
-    let value: serde_json::Value = serde_json::from_slice(bytes)
-        .map_err(|error| FormatError::MetadataJson(error.to_string()))?;
-    if !value.is_object() {
-        return Err(FormatError::MetadataJson("not an object".into()));
-    }
-    Ok(value)
 }
 
 fn give_zeros(count: u64, sink: &mut dyn FnMut(&[u8])) {

@@ -23,6 +23,7 @@
 mod cache;
 pub mod chain;
 pub mod check;
+mod checked;
 mod codec;
 pub mod device;
 pub mod disk;

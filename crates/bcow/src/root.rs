@@ -6,12 +6,12 @@
 use std::ops::Index;
 
 use bcow_format::{
-    Crc32c, ENTRY_BYTES, Entry, FormatError, Header, SectionKind, crc32c_matches, decode_root,
-    encode_entry,
+    BackingEntry, Crc32c, ENTRY_BYTES, Entry, FormatError, Header, SECTOR_BYTES, SectionKind,
+    crc32c_matches, decode_root, encode_entry,
 };
 
 use crate::Error;
-use crate::image::CheckedFile;
+use crate::checked::CheckedFile;
 
 /// Entries that are kept, or not, together.
 const PIECE: usize = 256;
@@ -140,6 +140,30 @@ impl Index<usize> for Root {
             None => &ABSENT,
         }
     }
+}
+
+/// Every window lies inside its backing (spec section 8); that the index exists was checked with the entry.
+pub(crate) fn check_windows(root: &Root, backings: &[BackingEntry]) -> Result<(), FormatError> {
+    for (region, entry) in root.iter() {
+        if let Entry::Window {
+            address,
+            sectors,
+            backing,
+        } = entry
+        {
+            let end = address + u64::from(sectors) * SECTOR_BYTES;
+            let size = backings[backing as usize].size;
+            if end > size {
+                return Err(FormatError::WindowRange {
+                    region,
+                    problem: format!(
+                        "onto bytes {address}..{end} of backing {backing}, which has {size}"
+                    ),
+                });
+            }
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

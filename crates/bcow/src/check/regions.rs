@@ -3,8 +3,8 @@
 use bcow_format::{Entry, Header, Stored, SubBlockTable};
 
 use super::{CheckOptions, Report};
+use crate::checked::{CheckedFile, Piece, read_block, read_table};
 use crate::codec::Encoding;
-use crate::image::{CheckedFile, Piece, read_block, read_table};
 use crate::overlay::{LoggedRegion, Overlay};
 use crate::root::Root;
 use crate::{Error, threads};

@@ -7,7 +7,7 @@ use bcow_format::{
 };
 
 use super::{CheckOptions, check, check_as};
-use crate::image::read_header;
+use crate::checked::read_header;
 use crate::storage::Storage;
 use crate::{BackingResolver, BlockDevice, Disk, Error, OpenOptions};
 

@@ -37,7 +37,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use bcow_format::{BackingEntry, BlockShift, Entry, Header, Lba, MAX_ADDRESS};
 
 use crate::cache::FileId;
-use crate::image::CheckedFile;
+use crate::checked::CheckedFile;
 use crate::{BlockCache, BlockDevice, Error};
 use commit::{Committer, Turns};
 use locks::{Gate, Pass};

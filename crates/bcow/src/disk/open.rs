@@ -101,7 +101,7 @@ impl Disk {
             flushes: AtomicU64::new(0),
             checkpoints: AtomicU64::new(0),
             committer: Mutex::new(committer),
-            file: crate::image::CheckedFile {
+            file: crate::checked::CheckedFile {
                 storage,
                 verifier: None,
             },

@@ -8,9 +8,9 @@ use super::region::{Region, State};
 use super::regions::Found;
 use super::{BlockPlace, Disk, Frame, Inner, by_region, place};
 use crate::cache::BlockKey;
+use crate::checked::{Piece, read_block};
 use crate::codec::Encoding;
 use crate::device::checked_range;
-use crate::image::{Piece, read_block};
 use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, Status};
 
 /// Blocks up to this size are read as a whole, to compare their checksums, on the stack's scale of memory.

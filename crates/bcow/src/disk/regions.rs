@@ -14,7 +14,7 @@ use super::blocks::Blocks;
 use super::locks::{lock, read, write};
 use super::region::{Region, State};
 use crate::Error;
-use crate::image::{CheckedFile, read_table};
+use crate::checked::{CheckedFile, read_table};
 use crate::root::Root;
 
 const SHARDS: u64 = 64;

@@ -6,8 +6,8 @@ use bcow_format::{Entry, crc32c};
 
 use super::Written;
 use super::layout::{Placed, Record};
+use crate::checked::{CheckedFile, read_block};
 use crate::codec::Encoding;
-use crate::image::{CheckedFile, read_block};
 use crate::{BlockProblem, Error, Image, OpenOptions, threads};
 
 /// Blocks that one thread takes at a time.
