@@ -5,16 +5,24 @@ use std::sync::Mutex;
 
 use bcow::{MemoryStorage, Storage};
 
+#[cfg(feature = "shuttle")]
+mod explore;
 mod faults;
 mod history;
+mod parking;
 mod power_cut;
 mod random;
 mod tools;
 
+#[cfg(feature = "shuttle")]
+pub use explore::explore;
 pub use faults::{Fault, Faulty, On};
 pub use history::{History, SECTOR_BYTES, fill, tag_of, tagged, tags};
+pub use parking::{Moment, Parkable, Parked, Parking};
 pub use power_cut::{Fate, PowerCut, Window};
 pub use random::Random;
+#[cfg(feature = "shuttle")]
+pub use shuttle;
 pub use tools::{has_program, lacks};
 
 /// A disk with room for so many bytes; writes past that fail as on a full disk.

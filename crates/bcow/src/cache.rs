@@ -2,7 +2,6 @@
 //!
 //! A stack of a thousand layers is a thousand files; each with a budget of its own would take a thousand budgets.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow_format::{Entry, Stored, SubBlockTable};
@@ -10,6 +9,7 @@ use quick_cache::sync::Cache;
 use quick_cache::{OptionsBuilder, Weighter};
 
 use crate::codec::Encoding;
+use crate::sync::Arc;
 
 const DEFAULT_BYTES: u64 = 64 << 20;
 /// Decoded sub-block tables are kept within an eighth of the block cache's budget.

@@ -37,6 +37,8 @@ mod overlay;
 mod root;
 mod same;
 pub mod storage;
+#[doc(hidden)]
+pub mod sync;
 mod threads;
 mod writer;
 

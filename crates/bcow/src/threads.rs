@@ -1,7 +1,7 @@
 //! Work over an index range by a few threads, with results in order.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, thread};
 
 /// `work(0)`, ..., `work(count - 1)`, computed by up to `threads` threads, in index order. After an error no further
 /// index is begun; of several errors the one with the lowest index is returned.
@@ -18,7 +18,7 @@ pub(crate) fn map_indexed<T: Send, E: Send>(
     let failed = AtomicBool::new(false);
     // Holds finished results until all are there; taken once per index, last, with no other lock held.
     let done = Mutex::new(Vec::new());
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
                 while !failed.load(Ordering::Relaxed) {

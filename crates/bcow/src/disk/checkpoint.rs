@@ -1,8 +1,6 @@
 //! Checkpoint: the records become tables, and the log begins anew (spec section 10, "Checkpoint").
 
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use bcow_format::{
     Entry, FreeRange, Header, MAX_FREE_BYTES, SECTOR_BYTES, SLOT_BYTES, Section, Stored, Uba,
@@ -18,6 +16,8 @@ use super::space::sectors;
 use super::{Disk, Frame, Inner};
 use crate::Error;
 use crate::root::Root;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
 
 /// Ranges more than the free list has when its place is taken: taking it cuts ranges.
 const FREE_SLACK: usize = 16;

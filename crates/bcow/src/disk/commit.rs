@@ -1,8 +1,6 @@
 //! Flush: one record, one barrier (spec section 10, "Commit").
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex};
 
 use bcow_format::{Entry, Header, LogMapping, Record, Stored, crc32c, encode_record, record_bytes};
 
@@ -12,6 +10,8 @@ use super::region::Region;
 use super::space::sectors;
 use super::{Frame, Inner};
 use crate::Error;
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Condvar, Mutex};
 
 /// Regions that are newer in the log than in their tables stay in memory until the next checkpoint, which is made when they take
 /// so many bytes,

@@ -1,7 +1,5 @@
 //! Making a writable file.
 
-use std::sync::Arc;
-
 use bcow_format::{
     BackingEntry, BlockShift, ENTRY_BYTES, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES,
     SECTOR_BYTES, SLOT_BYTES, Section, State, Use, crc32c, encode_backings, incompatible,
@@ -11,6 +9,7 @@ use serde_json::json;
 use super::Disk;
 use super::open::Given;
 use crate::storage::Storage;
+use crate::sync::Arc;
 use crate::{BlockCache, BlockDevice, Error, OpenOptions};
 
 /// Regions of files with two levels.

@@ -3,7 +3,9 @@
 //! A panic is a bug of ours and ends the program where it is built for use; in tests the invariants are looked at,
 //! poisoned or not.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::sync::{
+    Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, thread_number,
+};
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
@@ -48,7 +50,7 @@ impl<T> Gate<T> {
 
     /// Waits while the gate is closed. A thread inside must not enter again.
     pub(super) fn enter(&self) -> Pass<'_, T> {
-        read(&self.0[this_thread() % DOORS].0)
+        read(&self.0[thread_number() % DOORS].0)
     }
 
     /// Waits until nobody is inside.
@@ -73,13 +75,4 @@ impl<T> Closed<'_, T> {
             **door = Arc::clone(&inside);
         }
     }
-}
-
-fn this_thread() -> usize {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    thread_local! {
-        static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed);
-    }
-    NUMBER.with(|number| *number)
 }

@@ -3,7 +3,6 @@
 //! All of it happens behind the closed gate, when everything is in the tables: each is one checkpoint with another header.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES, SECTOR_BYTES, Section,
@@ -21,6 +20,7 @@ use super::space::sectors;
 use super::write::CHECKED_SHIFT;
 use super::{Backing, BlockPlace, Disk, Frame, Inner, Layout};
 use crate::root::Root;
+use crate::sync::Arc;
 use crate::{BlockDevice, Error};
 
 impl Disk {

@@ -11,6 +11,7 @@ use crate::cache::BlockKey;
 use crate::checked::{Piece, read_block};
 use crate::codec::Encoding;
 use crate::device::checked_range;
+use crate::sync::Arc;
 use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, Status};
 
 /// Blocks up to this size are read as a whole, to compare their checksums, on the stack's scale of memory.
@@ -245,7 +246,7 @@ impl Inner {
         region: &Region,
         block: &BlockPlace,
         stored: Stored,
-    ) -> Result<std::sync::Arc<Vec<u8>>, Error> {
+    ) -> Result<Arc<Vec<u8>>, Error> {
         let key = BlockKey {
             file: self.id,
             stored,

@@ -5,8 +5,6 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use bcow_format::{Entry, Header};
 
@@ -16,11 +14,13 @@ use super::region::{Region, State};
 use crate::Error;
 use crate::checked::{CheckedFile, read_table};
 use crate::root::Root;
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, SMALL};
 
-const SHARDS: u64 = 64;
+const SHARDS: u64 = if SMALL { 2 } else { 64 };
 /// Regions kept in memory: with 24 KiB for a table of 1024 blocks, some 24 MiB. Those that a checkpoint has yet to write are not
 /// counted, as they cannot be left.
-const MOST_PER_SHARD: usize = 16;
+const MOST_PER_SHARD: usize = if SMALL { 1 } else { 16 };
 
 pub(super) struct Regions {
     shards: Vec<Mutex<HashMap<u64, Arc<Region>>>>,

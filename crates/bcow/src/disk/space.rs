@@ -6,17 +6,17 @@
 
 use std::io;
 use std::ops::Range;
-use std::sync::Mutex;
 
 use bcow_format::{MAX_ADDRESS, SECTOR_BYTES, Stored};
 
 use super::extents::Extents;
 use super::locks::lock;
 use crate::Error;
+use crate::sync::{Mutex, SMALL};
 
 const CHUNKS: usize = 16;
 /// What a chunk takes from the pool at a time.
-const CHUNK_BYTES: u64 = 1 << 20;
+const CHUNK_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 1 << 20 };
 /// Free space is used again once there is this much of it, or a sixteenth of the file: until then the file grows, since
 /// what is written one behind the other is also read so.
 const LEAST_REUSE_BYTES: u64 = 4 << 20;
@@ -124,7 +124,7 @@ impl Space {
 impl Pool {
     fn cut(&mut self, unit: u64, most: u64) -> Result<Piece, Error> {
         let most = most.next_multiple_of(unit);
-        if self.free.total() >= LEAST_REUSE_BYTES.max(self.end / 16)
+        if (SMALL || self.free.total() >= LEAST_REUSE_BYTES.max(self.end / 16))
             && let Some(range) = self.free.take(unit, most)
         {
             return Ok(Piece {

@@ -1,0 +1,413 @@
+//! The disk engine and the block cache under thousands of schedules of their threads (shuttle).
+//!
+//! Needs the feature `shuttle`, with which space is used again at once and regions are forgotten at once, so that few
+//! operations are enough to meet. `BCOW_SCHEDULES=100` looks at a hundred times as many schedules, and `BCOW_SCHEDULE=...`
+//! repeats the one that a failure printed.
+
+use std::io;
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, check};
+use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::sync::atomic::{AtomicUsize, Ordering};
+use bcow::sync::thread;
+use bcow::{
+    BackingResolver, BlockCache, BlockDevice, Compression, CreateOptions, Disk, DiskForm, Error,
+    Image, ImageWriter, Layout, MemoryStorage, OpenOptions, Space, Storage, WritableDevice,
+    WriterOptions,
+};
+use bcow_testkit::explore;
+use bcow_testkit::shuttle::rand::{Rng, thread_rng};
+
+const SECTOR: usize = 512;
+const BLOCK: u64 = 8192;
+const BLOCKS: u64 = 3;
+const SIZE: u64 = BLOCK * BLOCKS;
+
+/// A point at which another thread may go on.
+#[derive(Default)]
+struct Point(AtomicUsize);
+
+impl Point {
+    fn pass(&self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// A storage, or what lies below a disk, in which time passes before and after each operation.
+struct Slow<T> {
+    content: T,
+    point: Point,
+}
+
+impl<T> Slow<T> {
+    fn new(content: T) -> Self {
+        Slow {
+            content,
+            point: Point::default(),
+        }
+    }
+
+    fn around<R>(&self, work: impl FnOnce(&T) -> R) -> R {
+        self.point.pass();
+        let result = work(&self.content);
+        self.point.pass();
+        result
+    }
+
+    /// Now and then as slow as several requests to the disk.
+    fn read<R>(&self, work: impl FnOnce(&T) -> R) -> R {
+        let late = thread_rng().gen_bool(0.2);
+        let wait = || (0..40).for_each(|_| self.point.pass());
+        if late && thread_rng().gen_bool(0.5) {
+            wait();
+            return self.around(work);
+        }
+        let result = self.around(work);
+        if late {
+            wait();
+        }
+        result
+    }
+}
+
+impl Storage for Slow<Arc<MemoryStorage>> {
+    fn len(&self) -> io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.read(|content| content.read_at(offset, buf))
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.around(|content| content.write_at(offset, bytes))
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.around(|content| content.set_len(bytes))
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.around(|content| content.sync())
+    }
+}
+
+impl BlockDevice for Slow<Vec<u8>> {
+    fn size(&self) -> u64 {
+        self.content.size()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
+        self.read(|content| content.read_at(offset, buf))
+    }
+}
+
+struct Below(Option<Arc<dyn BlockDevice>>);
+
+impl BackingResolver for Below {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(self.0.clone())
+    }
+}
+
+fn entry() -> BackingEntry {
+    BackingEntry {
+        name: BackingName::FileName {
+            name: "below".into(),
+            identity: None,
+        },
+        size: SIZE,
+    }
+}
+
+fn base() -> Vec<u8> {
+    (0..SIZE).map(|at| 0xA0 | (at / 4096) as u8).collect()
+}
+
+/// What a model runs on.
+#[derive(Clone)]
+struct Subject {
+    content: Arc<MemoryStorage>,
+    backed: bool,
+}
+
+impl Subject {
+    fn below(&self) -> Option<Arc<dyn BlockDevice>> {
+        let device = || Arc::new(Slow::new(base())) as Arc<dyn BlockDevice>;
+        self.backed.then(device)
+    }
+
+    fn created(options: &CreateOptions, backed: bool) -> (Subject, Disk) {
+        let content = Arc::new(MemoryStorage::default());
+        let subject = Subject { content, backed };
+        let storage = Arc::new(Slow::new(subject.content.clone()));
+        let backing = subject.below().map(|device| (entry(), device));
+        let disk = Disk::create(storage, options, backing, &OpenOptions::default()).unwrap();
+        (subject, disk)
+    }
+
+    /// The disk that `file` has, with a cache that holds little.
+    fn opened(file: Vec<u8>, backed: bool) -> (Subject, Disk) {
+        let content = Arc::new(MemoryStorage::new(file));
+        let subject = Subject { content, backed };
+        let options = OpenOptions {
+            cache: BlockCache::new(2 * BLOCK),
+            ..OpenOptions::default()
+        };
+        let storage = Arc::new(Slow::new(subject.content.clone()));
+        let disk = Disk::open(storage, &options, &Below(subject.below())).unwrap();
+        (subject, disk)
+    }
+
+    /// What a process that is killed now leaves, opened for reading.
+    fn killed(&self) -> Arc<Image> {
+        let left = Arc::new(MemoryStorage::new(self.content.to_vec()));
+        let below = self
+            .backed
+            .then(|| Arc::new(base()) as Arc<dyn BlockDevice>);
+        Image::open_with_backings(left, &OpenOptions::default(), &Below(below)).unwrap()
+    }
+
+    /// The disk shows `shows`, now and when it was opened again, and the file is sound.
+    fn verify(&self, disk: Disk, shows: &[u8]) {
+        assert_shows(&disk, 0, shows);
+        match thread_rng().gen_bool(0.5) {
+            true => disk.close().unwrap(),
+            false => {
+                disk.flush().unwrap();
+                drop(disk);
+            }
+        }
+        assert_shows(&*self.killed(), 0, shows);
+        let (again, disk) = Subject::opened(self.content.to_vec(), self.backed);
+        assert_shows(&disk, 0, shows);
+        disk.close().unwrap();
+        let full = CheckOptions {
+            data: true,
+            threads: 1,
+        };
+        assert_eq!(check(again.content, &full).unwrap().findings, []);
+    }
+}
+
+/// Each sector is one value: says which, not all bytes.
+fn values(bytes: &[u8]) -> Vec<u8> {
+    let sectors = bytes.chunks(SECTOR);
+    sectors
+        .map(|sector| {
+            let one = sector.iter().all(|byte| *byte == sector[0]);
+            assert!(one, "a sector is torn: {sector:x?}");
+            sector[0]
+        })
+        .collect()
+}
+
+fn assert_shows(device: &dyn BlockDevice, at: u64, shows: &[u8]) {
+    let mut found = vec![0xEE; shows.len()];
+    device.read_at(at, &mut found).unwrap();
+    assert!(
+        found == shows,
+        "from {at}: {:x?}, not {:x?}",
+        values(&found),
+        values(shows)
+    );
+}
+
+/// A thread that has a part of the disk for itself: each of its requests is answered as if it were alone.
+struct Owner {
+    disk: Arc<Disk>,
+    subject: Subject,
+    /// First byte of its part.
+    at: u64,
+    shows: Vec<u8>,
+    /// Values of the next writes; another owner's are others.
+    next: u8,
+}
+
+impl Owner {
+    fn write(&mut self, from: usize, sectors: usize) {
+        let range = from * SECTOR..(from + sectors) * SECTOR;
+        self.next += 1;
+        let bytes = vec![self.next; range.len()];
+        let at = self.at + range.start as u64;
+        self.disk.write_at(at, &bytes).unwrap();
+        self.shows[range].fill(self.next);
+    }
+
+    /// Every second request writes a part of a block, which the background is to complete; that is when all others meet it.
+    fn step(&mut self, number: usize) {
+        let length = self.shows.len();
+        let mut random = thread_rng();
+        let kind = if number % 2 == 0 {
+            0
+        } else {
+            random.gen_range(1..10)
+        };
+        match kind {
+            0 => {
+                let sectors = length / SECTOR;
+                let from = random.gen_range(0..sectors);
+                let most = if random.gen_bool(0.8) { 2 } else { sectors };
+                self.write(from, random.gen_range(1..=most.min(sectors - from)));
+            }
+            1 => self.write(0, length / SECTOR),
+            2..=4 => {
+                let space = Space::Free;
+                let disk = &self.disk;
+                disk.write_zeroes(self.at, length as u64, space).unwrap();
+                self.shows.fill(0);
+            }
+            5 | 6 => {
+                self.disk.discard(self.at, length as u64).unwrap();
+                // What is too small to be given back keeps its content.
+                let mut found = vec![0; length];
+                self.disk.read_at(self.at, &mut found).unwrap();
+                let allowed = found.iter().all(|byte| *byte == 0) || found == self.shows;
+                assert!(allowed, "{:x?}", values(&found));
+                self.shows = found;
+            }
+            7 => self.check(),
+            8 => {
+                self.disk.flush().unwrap();
+                assert_shows(&*self.subject.killed(), self.at, &self.shows);
+            }
+            _ => {
+                self.disk.checkpoint().unwrap();
+                assert_shows(&*self.subject.killed(), self.at, &self.shows);
+            }
+        }
+    }
+
+    fn check(&self) {
+        assert_shows(&*self.disk, self.at, &self.shows);
+    }
+}
+
+/// Two owners of a block or of half a block each, and a third thread that reads all of the disk; what they leave is looked at.
+fn owners(subject: Subject, disk: Disk, steps: usize) {
+    let mut shows = vec![0; SIZE as usize];
+    disk.read_at(0, &mut shows).unwrap();
+    let disk = Arc::new(disk);
+    let part = if thread_rng().gen_bool(0.5) {
+        BLOCK
+    } else {
+        BLOCK / 2
+    };
+    let mut threads = Vec::new();
+    for owner in 0..2u64 {
+        let range = (owner * part) as usize..((owner + 1) * part) as usize;
+        let mut owner = Owner {
+            disk: disk.clone(),
+            subject: subject.clone(),
+            at: range.start as u64,
+            shows: shows[range].to_vec(),
+            next: 1 + owner as u8 * 0x40,
+        };
+        threads.push(thread::spawn(move || {
+            for step in 0..steps {
+                owner.step(step);
+            }
+            owner.check();
+            (owner.at as usize, owner.shows)
+        }));
+    }
+    let reader = {
+        let disk = disk.clone();
+        thread::spawn(move || {
+            let mut bytes = vec![0; SIZE as usize];
+            disk.read_at(0, &mut bytes).unwrap();
+            // Each sector is its owner's, or what was there before.
+            for (sector, value) in values(&bytes).into_iter().enumerate() {
+                let owner = sector / (part as usize / SECTOR);
+                let foreign = match value {
+                    0 => false,
+                    1..0x40 => owner != 0,
+                    0x40..0x80 => owner != 1,
+                    base => base != 0xA0 | (sector / 8) as u8,
+                };
+                assert!(!foreign, "sector {sector} is {value:x}");
+            }
+        })
+    };
+    reader.join().unwrap();
+    for thread in threads {
+        let (at, part) = thread.join().unwrap();
+        shows[at..at + part.len()].copy_from_slice(&part);
+    }
+    let disk = Arc::into_inner(disk).expect("the threads have ended");
+    subject.verify(disk, &shows);
+}
+
+fn options(layout: Layout, block_bytes: Option<u64>) -> CreateOptions {
+    CreateOptions {
+        layout,
+        block_bytes: block_bytes.map(|bytes| bytes as u32),
+        purpose: Use::Sketch,
+        ..CreateOptions::disk(SIZE)
+    }
+}
+
+#[test]
+fn regions_of_one_block_keep_what_their_owners_wrote() {
+    explore(2000, || {
+        let options = options(Layout::Performance, Some(BLOCK));
+        let (subject, disk) = Subject::created(&options, true);
+        owners(subject, disk, 5);
+    });
+}
+
+#[test]
+fn open_blocks_of_one_region_keep_what_their_owners_wrote() {
+    explore(1000, || {
+        let options = options(Layout::Space, Some(BLOCK));
+        let (subject, disk) = Subject::created(&options, true);
+        owners(subject, disk, 5);
+    });
+}
+
+#[test]
+fn checked_blocks_keep_what_their_owners_wrote() {
+    explore(1000, || {
+        let options = options(Layout::Space, None);
+        let (subject, disk) = Subject::created(&options, thread_rng().gen_bool(0.5));
+        owners(subject, disk, 5);
+    });
+}
+
+/// A disk that can be written, whose blocks are compressed.
+fn compressed() -> Vec<u8> {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = WriterOptions {
+        compression: Compression::Zstd { level: 1 },
+        block_bytes: Some(BLOCK as u32),
+        disk: Some(DiskForm {
+            size: SIZE,
+            log_bytes: 64 << 10,
+            ..DiskForm::default()
+        }),
+        ..WriterOptions::default()
+    };
+    let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
+    writer.append(&base()).unwrap();
+    writer.finish(&[], &serde_json::json!({})).unwrap();
+    storage.to_vec()
+}
+
+#[test]
+fn readers_that_share_a_small_cache_get_each_block_as_it_is() {
+    let file = compressed();
+    explore(500, move || {
+        let (_, disk) = Subject::opened(file.clone(), false);
+        let disk = Arc::new(disk);
+        let readers = (0..3u64).map(|reader| {
+            let disk = disk.clone();
+            thread::spawn(move || {
+                for round in 0..3 {
+                    let at = (reader + round) % BLOCKS * BLOCK;
+                    let range = at as usize..(at + BLOCK) as usize;
+                    assert_shows(&*disk, at, &base()[range]);
+                }
+            })
+        });
+        let readers: Vec<_> = readers.collect();
+        for reader in readers {
+            reader.join().unwrap();
+        }
+    });
+}
