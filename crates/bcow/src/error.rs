@@ -79,6 +79,9 @@ pub enum Error {
         /// The failure.
         cause: String,
     },
+    /// A bug of this program: what it knows of the open file contradicts itself. Nothing was written for it.
+    #[error("{0}: this is a bug in bcow")]
+    Inconsistent(String),
     /// The caller asked a writer for something the format cannot hold.
     #[error("{0}")]
     Unsupported(String),
@@ -116,6 +119,7 @@ impl Error {
             | Error::MissingBacking { .. }
             | Error::OutOfRange { .. }
             | Error::WriteRefused { .. }
+            | Error::Inconsistent(_)
             | Error::Unsupported(_) => None,
         }
     }

@@ -14,6 +14,9 @@
 //! 4. a shard of [`regions::Regions`], the root table, the list of changed regions, the queue of fills, [`space::Space`]:
 //!    leaves, held for a few instructions.
 //!
+//! A completion of a block ([`transit`]) is the one reader that reads without its region's lock; it compares the transit's
+//! identity when it has the lock again.
+//!
 //! Two regions are never locked at once, and no lock is shared by all writers but the leaves of 4, most of which are sharded.
 
 mod blocks;
@@ -31,17 +34,18 @@ mod space;
 mod transit;
 mod write;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::OnceLock;
 
 use bcow_format::{BackingEntry, BlockShift, Entry, Header, Lba, MAX_ADDRESS};
 
 use crate::cache::FileId;
 use crate::checked::CheckedFile;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Mutex};
 use crate::{BlockCache, BlockDevice, Error};
 use commit::{Committer, Turns};
 use locks::{Gate, Pass};
-use region::Region;
+use region::{Region, TransitIds};
 use regions::Regions;
 use space::Space;
 use transit::Fills;
@@ -100,6 +104,7 @@ struct Inner {
     turns: Turns,
     committer: Mutex<Committer>,
     fills: Fills,
+    transits: TransitIds,
     flushes: AtomicU64,
     checkpoints: AtomicU64,
 }

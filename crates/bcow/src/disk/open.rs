@@ -1,9 +1,7 @@
 //! Opening a writable file for writing: what the log holds goes into the tables first (spec section 10, "Opening for writing").
 
 use std::collections::HashSet;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, HEADER_AREA_BYTES, Header, SLOT_BYTES, State, Stored,
@@ -20,6 +18,8 @@ use super::space::{Space, sectors};
 use super::{Backing, Disk, Frame, Inner, Layout};
 use crate::log::{self, Replayed};
 use crate::storage::Storage;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Arc, Mutex};
 use crate::{BackingResolver, BlockDevice, Error, Image, OpenOptions, Verify};
 
 /// Gives the backing that the caller has at hand.
@@ -98,6 +98,7 @@ impl Disk {
             failed: OnceLock::new(),
             turns: Default::default(),
             fills: Default::default(),
+            transits: Default::default(),
             flushes: AtomicU64::new(0),
             checkpoints: AtomicU64::new(0),
             committer: Mutex::new(committer),

@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::RwLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_format::{BlockShift, Entry, Lba, LogMapping, Stored};
 
 use super::blocks::{Blocks, Table};
 use super::extents::Ranges;
+use crate::sync::RwLock;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// A region. Its lock is held shared by those who read its blocks or write into them in place, and exclusively to
 /// change an entry; so whoever holds it exclusively knows that nobody is at any block of the region.
@@ -53,10 +53,27 @@ pub(super) struct Pending {
 /// A block that was written in part; the rest is still to be copied.
 #[derive(Debug, Clone)]
 pub(super) struct Transit {
+    /// Which one it is. Where the block lies does not tell: its place may be given up, and given to the next write of the
+    /// same block, while the rest is read without the region's lock.
+    pub(super) id: TransitId,
     /// What the rest is copied from.
     pub(super) source: Entry,
     /// What was written.
     pub(super) written: Ranges,
+}
+
+/// Tells transits apart: no two of an open disk have the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TransitId(u64);
+
+/// Gives each transit of a disk its own identity.
+#[derive(Debug, Default)]
+pub(super) struct TransitIds(AtomicU64);
+
+impl TransitIds {
+    pub(super) fn next(&self) -> TransitId {
+        TransitId(self.0.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 /// What a record being written says of a region: what was published before.

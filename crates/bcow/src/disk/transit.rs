@@ -4,17 +4,19 @@
 //! names it. A read, a flush, or the filler in the background completes it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Weak};
-use std::thread;
+use std::ops::Range;
+
+use bcow_format::Entry;
 
 use super::locks::{lock, wait};
-use super::region::Region;
-use super::{Disk, Frame, Inner, place};
+use super::region::{Region, Transit};
+use super::{BlockPlace, Disk, Frame, Inner, place};
 use crate::Error;
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
 
 /// Blocks waiting to be filled; beyond it, who writes one fills it.
-const MOST_WAITING: usize = 1024;
+const MOST_WAITING: usize = if SMALL { 1 } else { 1024 };
 /// Jobs that the filler does before the storage hears that it is done.
 const JOBS_AT_ONCE: usize = 64;
 
@@ -168,52 +170,79 @@ impl Inner {
         outcome
     }
 
-    /// Completes a block, if it is in transit. Its lock is not held while what stood there before is read.
+    /// Completes a block, if it is in transit. Its region's lock is not held while what was there before is read; until it
+    /// is held again, the block may have become anything, and so may the place that is read. So what was read, or the
+    /// failure to read it, counts only if the same transit is still there; else it is looked at anew.
     pub(super) fn complete(&self, frame: &Frame, region: &Region, index: u32) -> Result<(), Error> {
         loop {
-            let (transit, stored, shift) = {
+            let (transit, shift) = {
                 let state = self.regions.read(region, &self.file, &frame.header)?;
                 let Some(transit) = state.transit(index) else {
                     return Ok(());
                 };
-                let Some(stored) = state.blocks().entry(index).stored() else {
-                    return Ok(());
-                };
-                let shift = state.blocks().shift(self.region_shift);
-                (transit.clone(), stored, shift)
+                (transit.clone(), state.blocks().shift(self.region_shift))
             };
             let block = place(u64::from(index) << shift, shift, region.length);
-            let mut old = Vec::new();
-            for gap in transit.written.gaps(block.length as u32) {
-                let mut bytes = vec![0; gap.len()];
-                let range = gap.clone();
-                self.read_entry(frame, region, &block, &transit.source, range, &mut bytes)?;
-                old.push((gap, bytes));
-            }
+            let old = self.read_gaps(frame, region, &block, &transit);
             let mut state = self.regions.write(region, &self.file, &frame.header)?;
-            let same = state.blocks().entry(index).stored() == Some(stored);
-            let Some(pending) = state.pending.get_mut(&index).filter(|_| same) else {
+            let same = |now: &&Transit| now.id == transit.id;
+            let Some(transit) = state.transit(index).filter(same) else {
                 continue;
             };
-            let Some(transit) = &pending.transit else {
-                return Ok(());
+            let old = old?;
+            let gaps = transit.written.gaps(block.length as u32);
+            // Gaps only become less while a transit lasts. What was not read all the same has to be read.
+            let Some(pieces) = gaps.iter().map(|gap| piece_of(&old, gap)).collect() else {
+                debug_assert!(false, "a gap of a block in transit grew");
+                continue;
             };
-            // What is missing now was missing before: since then it can only have become less.
-            for gap in transit.written.gaps(block.length as u32) {
-                let held = old
-                    .iter()
-                    .find(|(range, _)| range.start <= gap.start && gap.end <= range.end);
-                if let Some((range, bytes)) = held {
-                    let from = (gap.start - range.start) as usize;
-                    let at = stored.at.0 + u64::from(gap.start);
-                    self.write_storage(at, &bytes[from..from + gap.len()])?;
-                }
+            let pieces: Vec<&[u8]> = pieces;
+            let Entry::Open(stored) = state.blocks().entry(index) else {
+                return Err(Error::Inconsistent(format!(
+                    "the block at byte {} is in transit to nowhere",
+                    self.lba(region, block.start).0
+                )));
+            };
+            for (gap, bytes) in gaps.iter().zip(pieces) {
+                self.write_storage(stored.at.0 + u64::from(gap.start), bytes)?;
             }
-            pending.transit = None;
+            state.completed(index);
             self.fills.done.fetch_add(1, Ordering::Relaxed);
             return Ok(());
         }
     }
+
+    /// What was there before of those parts of a block that were not written.
+    fn read_gaps(
+        &self,
+        frame: &Frame,
+        region: &Region,
+        block: &BlockPlace,
+        transit: &Transit,
+    ) -> Result<Vec<Gap>, Error> {
+        let gaps = transit.written.gaps(block.length as u32).into_iter();
+        gaps.map(|range| {
+            let mut bytes = vec![0; range.len()];
+            let entry = &transit.source;
+            self.read_entry(frame, region, block, entry, range.clone(), &mut bytes)?;
+            Ok(Gap { range, bytes })
+        })
+        .collect()
+    }
+}
+
+/// A part of a block that was not written, and what was there before.
+struct Gap {
+    range: Range<u32>,
+    bytes: Vec<u8>,
+}
+
+/// What was read of a range, if all of it was.
+fn piece_of<'a>(read: &'a [Gap], range: &Range<u32>) -> Option<&'a [u8]> {
+    let has = |gap: &&Gap| gap.range.start <= range.start && range.end <= gap.range.end;
+    let gap = read.iter().find(has)?;
+    let from = (range.start - gap.range.start) as usize;
+    Some(&gap.bytes[from..from + range.len()])
 }
 
 fn fill_forever(disk: &Weak<Inner>) {

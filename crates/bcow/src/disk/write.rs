@@ -3,9 +3,6 @@
 //! Blocks of one sector carry a checksum and are never overwritten once a record names them: each write goes to a new
 //! place. Larger blocks are *open*: they are written in place.
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
-
 use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 
 use super::blocks::Blocks;
@@ -16,6 +13,8 @@ use super::space::{Piece, sectors};
 use super::transit::Job;
 use super::{BlockPlace, Disk, Frame, Inner, by_region, place};
 use crate::device::checked_range;
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, SMALL};
 use crate::{Error, Layout, Space as Under, WritableDevice};
 
 /// Blocks with a checksum.
@@ -23,14 +22,14 @@ pub(super) const CHECKED_SHIFT: u8 = 12;
 /// Blocks where much is written at once.
 const STREAM_SHIFT: u8 = 16;
 /// This much.
-const STREAM_BYTES: u64 = 128 << 10;
+const STREAM_BYTES: u64 = if SMALL { 4096 } else { 128 << 10 };
 /// Blocks up to this size over zeros are written as a whole rather than completed later.
-const WHOLE_BYTES: u64 = 64 << 10;
+const WHOLE_BYTES: u64 = if SMALL { 4096 } else { 64 << 10 };
 /// Zeros that must be stored are written in pieces of this size.
 const ZEROS: &[u8] = &[0; 256 << 10];
 /// With so many blocks pending, they are recorded in the background, and with four times as many by who writes: each costs some
 /// hundred bytes of memory.
-const MANY_PENDING: u64 = 1 << 16;
+const MANY_PENDING: u64 = if SMALL { 4 } else { 1 << 16 };
 /// The same for the memory that the tables of regions with pending blocks take, in bytes.
 const MANY_BYTES: u64 = 16 << 20;
 
@@ -155,7 +154,11 @@ impl Inner {
             (Layout::Performance, _) => self.region_shift,
             (_, Some(chosen)) => chosen.get(),
             (Layout::Space, None) => CHECKED_SHIFT,
-            (Layout::Auto, None) if length >= STREAM_BYTES => STREAM_SHIFT,
+            // Only where blocks of that size are a part of a region: there the first write decides, under the region's lock.
+            // Were they all of it, a region would stay uncut for one writer and be cut by the other at the same time.
+            (Layout::Auto, None) if length >= STREAM_BYTES && STREAM_SHIFT < self.region_shift => {
+                STREAM_SHIFT
+            }
             (Layout::Auto, None) => CHECKED_SHIFT,
         };
         BlockShift::new(shift.min(self.region_shift)).unwrap_or(BlockShift::MIN)
@@ -397,6 +400,7 @@ impl Inner {
                 let mut written = Ranges::default();
                 written.insert(range);
                 let transit = Transit {
+                    id: self.transits.next(),
                     source: before,
                     written,
                 };

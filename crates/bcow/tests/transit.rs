@@ -1,0 +1,383 @@
+//! Blocks that were written in part and are completed later, while other requests change them: the reads that a completion makes
+//! without a lock are held back at the worst moment.
+
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, check};
+use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::{
+    BackingResolver, BlockDevice, Compression, CreateOptions, Disk, Error, Image, ImageWriter,
+    Layout, Mapping, MemoryStorage, OpenOptions, Space, WritableDevice, WriterOptions,
+};
+use bcow_testkit::{Moment, Parkable};
+
+const MIB: u64 = 1 << 20;
+const REGION: u64 = 4 * MIB;
+
+fn entry(device: &dyn BlockDevice) -> BackingEntry {
+    BackingEntry {
+        name: BackingName::FileName {
+            name: "below".into(),
+            identity: None,
+        },
+        size: device.size(),
+    }
+}
+
+struct Below(Arc<dyn BlockDevice>);
+
+impl BackingResolver for Below {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(Some(self.0.clone()))
+    }
+}
+
+fn read(device: &dyn BlockDevice, offset: u64, length: u64) -> Vec<u8> {
+    let mut bytes = vec![0xEE; length as usize];
+    device.read_at(offset, &mut bytes).unwrap();
+    bytes
+}
+
+/// Bytes of which each depends on its place.
+fn pattern(length: u64) -> Vec<u8> {
+    let byte = |at: u64| (at / 509) as u8 ^ (at / 65_521) as u8 | 1;
+    (0..length).map(byte).collect()
+}
+
+/// The first place at which two contents differ, which says more than both of them.
+fn assert_same(found: &[u8], expected: &[u8], context: &str) {
+    assert_eq!(found.len(), expected.len(), "{context}");
+    if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
+        panic!(
+            "{context}: byte {at} is {}, not {}",
+            found[at], expected[at]
+        );
+    }
+}
+
+/// 64 MiB that decompress slowly.
+fn compressed_base() -> Arc<Image> {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = WriterOptions {
+        compression: Compression::Zstd { level: 1 },
+        ..WriterOptions::default()
+    };
+    let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
+    writer.append(&pattern(16 * REGION - 4096)).unwrap();
+    writer.begin_metadata().unwrap();
+    writer
+        .finish(b"superblock", &serde_json::json!({}))
+        .unwrap();
+    Image::open_storage(storage, &OpenOptions::default()).unwrap()
+}
+
+#[test]
+fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_before() {
+    // The background takes long to read of it: just as long as the requests take that come meanwhile.
+    let base = Arc::new(Parkable::new(compressed_base()));
+    let performance = CreateOptions {
+        layout: Layout::Performance,
+        ..CreateOptions::disk(4 << 30)
+    };
+    let large_blocks = CreateOptions {
+        block_bytes: Some(REGION as u32),
+        ..CreateOptions::disk(4 << 30)
+    };
+    for options in [performance, large_blocks] {
+        let storage = Arc::new(MemoryStorage::default());
+        let backing = Some((entry(&*base), base.clone() as Arc<dyn BlockDevice>));
+        let disk = Disk::create(storage.clone(), &options, backing, &OpenOptions::default());
+        let disk = disk.unwrap();
+        for region in 0..15 {
+            let at = region * REGION;
+            let parked = base.parking.hold(at..at + REGION, Moment::After);
+            disk.write_at(at, &[1; 4096]).unwrap();
+            parked.wait();
+            disk.write_zeroes(at, REGION, Space::Free).unwrap();
+            disk.write_at(at + MIB, &[2; 4096]).unwrap();
+            parked.release();
+        }
+        // The background has ended when this returns.
+        disk.close().unwrap();
+        let below = Below(base.clone());
+        let disk = Disk::open(storage, &OpenOptions::default(), &below).unwrap();
+        let mut expected = vec![0; REGION as usize];
+        expected[MIB as usize..MIB as usize + 4096].fill(2);
+        for region in 0..15 {
+            let context = format!("{:?}, region {region}", options.layout);
+            assert_same(&read(&disk, region * REGION, REGION), &expected, &context);
+        }
+    }
+}
+
+/// How the blocks of a test are.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    layout: Layout,
+    block: u64,
+    size: u64,
+}
+
+const SHAPES: [Shape; 4] = [
+    Shape {
+        layout: Layout::Performance,
+        block: 4 * MIB,
+        size: 16 * MIB,
+    },
+    Shape {
+        layout: Layout::Performance,
+        block: 256 << 10,
+        size: 8 * MIB,
+    },
+    Shape {
+        layout: Layout::Space,
+        block: 128 << 10,
+        size: 8 * MIB,
+    },
+    Shape {
+        layout: Layout::Space,
+        block: 4096,
+        size: 4 * MIB,
+    },
+];
+
+/// A disk over a backing of which chosen reads wait, and what it shows.
+struct Subject {
+    shape: Shape,
+    storage: Arc<MemoryStorage>,
+    below: Arc<Parkable<Vec<u8>>>,
+    disk: Arc<Disk>,
+    shows: Vec<u8>,
+}
+
+impl Subject {
+    fn new(shape: Shape) -> Self {
+        let storage = Arc::new(MemoryStorage::default());
+        let below = Arc::new(Parkable::new(pattern(shape.size)));
+        let options = CreateOptions {
+            layout: shape.layout,
+            block_bytes: Some(shape.block as u32),
+            purpose: Use::Sketch,
+            ..CreateOptions::disk(shape.size)
+        };
+        let backing = Some((entry(&*below), below.clone() as Arc<dyn BlockDevice>));
+        let disk = Disk::create(storage.clone(), &options, backing, &OpenOptions::default());
+        let subject = Subject {
+            shape,
+            storage,
+            below,
+            disk: Arc::new(disk.unwrap()),
+            shows: pattern(shape.size),
+        };
+        // Enough free space, so that it is used again: in the last quarter of the disk, which no test looks at.
+        let quarter = shape.size / 4;
+        for _ in 0..(6 * MIB).div_ceil(quarter) {
+            let bytes = vec![9; quarter as usize];
+            subject.disk.write_at(3 * quarter, &bytes).unwrap();
+        }
+        subject
+            .disk
+            .write_zeroes(3 * quarter, quarter, Space::Free)
+            .unwrap();
+        let mut subject = subject;
+        subject.shows[3 * quarter as usize..].fill(0);
+        subject
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) {
+        self.disk.write_at(at, bytes).unwrap();
+        self.shows[at as usize..at as usize + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn zero(&mut self, at: u64, length: u64) {
+        self.disk.write_zeroes(at, length, Space::Free).unwrap();
+        self.shows[at as usize..(at + length) as usize].fill(0);
+    }
+
+    fn discard(&mut self, at: u64, length: u64) {
+        self.disk.discard(at, length).unwrap();
+        self.shows[at as usize..(at + length) as usize].fill(0);
+    }
+
+    /// Where a block is stored.
+    fn place(&self, at: u64) -> Option<u64> {
+        match self.disk.map(at).unwrap().mapping {
+            Mapping::Open { stored } | Mapping::Raw { stored } => Some(stored.at.0),
+            _ => None,
+        }
+    }
+
+    /// Writes parts of further blocks until one of them has the place `wanted`, or the disk's second quarter is full.
+    fn take_place(&mut self, wanted: u64) -> bool {
+        let blocks = self.shape.size / 4 / self.shape.block;
+        for block in blocks..2 * blocks {
+            let at = block * self.shape.block;
+            self.write(at + 1024, &[block as u8; 512]);
+            if self.place(at) == Some(wanted) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// The disk shows what it should, now and when it was opened again.
+    fn verify(self, context: &str) {
+        let context = format!("{context}, {:?}", self.shape);
+        let size = self.shape.size;
+        assert_same(&read(&*self.disk, 0, size), &self.shows, &context);
+        // The filler has ended when this returns.
+        let disk = Arc::into_inner(self.disk).expect("no thread has it");
+        disk.close().unwrap();
+        let below = Below(self.below);
+        let again = Disk::open(self.storage.clone(), &OpenOptions::default(), &below).unwrap();
+        assert_same(&read(&again, 0, size), &self.shows, &context);
+        again.close().unwrap();
+        let full = CheckOptions {
+            data: true,
+            threads: 1,
+        };
+        let report = check(self.storage, &full).unwrap();
+        assert_eq!(report.findings, [], "{context}");
+    }
+}
+
+/// What is done to the first block of a disk, of which a part was written, while the background reads the rest of it.
+type Meanwhile = fn(&mut Subject);
+
+const MEANWHILE: [(&str, Meanwhile); 13] = [
+    ("a second part", |subject| {
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("all of it", |subject| {
+        subject.write(0, &vec![2; subject.shape.block as usize]);
+    }),
+    ("zeros", |subject| subject.zero(0, subject.shape.block)),
+    ("a discard", |subject| {
+        subject.discard(0, subject.shape.block)
+    }),
+    ("zeros, a part", |subject| {
+        subject.zero(0, subject.shape.block);
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("a discard, a part", |subject| {
+        subject.discard(0, subject.shape.block);
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("zeros, a flush, a part", |subject| {
+        subject.zero(0, subject.shape.block);
+        subject.disk.flush().unwrap();
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("a flush, a part in a gap", |subject| {
+        subject.disk.flush().unwrap();
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("a read, a part in a gap", |subject| {
+        read(&*subject.disk, 0, subject.shape.block);
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("a checkpoint, zeros, a part", |subject| {
+        subject.disk.checkpoint().unwrap();
+        subject.zero(0, subject.shape.block);
+        subject.write(subject.shape.block / 2, &[2; 512]);
+    }),
+    ("zeros, the place to another block", |subject| {
+        let place = subject.place(0).unwrap();
+        subject.zero(0, subject.shape.block);
+        subject.take_place(place);
+    }),
+    (
+        "a discard, the place to another block, all of it",
+        |subject| {
+            let place = subject.place(0).unwrap();
+            subject.discard(0, subject.shape.block);
+            subject.take_place(place);
+            subject.write(0, &vec![3; subject.shape.block as usize]);
+        },
+    ),
+    ("zeros, a part, a flush, zeros, a part", |subject| {
+        for value in [2, 3] {
+            subject.zero(0, subject.shape.block);
+            subject.write(subject.shape.block / 4 * u64::from(value), &[value; 512]);
+            subject.disk.flush().unwrap();
+        }
+    }),
+];
+
+#[test]
+fn whatever_happens_to_a_block_while_its_rest_is_read_it_holds_what_was_written() {
+    for shape in SHAPES {
+        for moment in [Moment::Before, Moment::After] {
+            for (name, meanwhile) in MEANWHILE {
+                let mut subject = Subject::new(shape);
+                let parked = subject.below.parking.hold(0..shape.block, moment);
+                subject.write(512, &[1; 512]);
+                parked.wait();
+                meanwhile(&mut subject);
+                parked.release();
+                subject.verify(name);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_holds_when_a_reader_completes_the_block() {
+    for shape in SHAPES {
+        for (name, meanwhile) in MEANWHILE {
+            let mut subject = Subject::new(shape);
+            let parking = subject.below.parking.clone();
+            let filler = parking.hold(0..shape.block, Moment::Before);
+            subject.write(512, &[1; 512]);
+            filler.wait();
+            let parked = parking.hold(0..shape.block, Moment::After);
+            let disk = subject.disk.clone();
+            let reader = std::thread::spawn(move || read(&*disk, 0, shape.block));
+            parked.wait();
+            meanwhile(&mut subject);
+            parked.release();
+            let seen = reader.join().unwrap();
+            let shown = &subject.shows[..shape.block as usize];
+            assert_same(&seen, shown, name);
+            filler.release();
+            subject.verify(name);
+        }
+    }
+}
+
+/// A disk whose storage parks reads: what stands at a place when a late read comes is another block's.
+#[test]
+fn a_source_that_is_given_away_while_it_is_read_is_not_reported_as_damage() {
+    let size = 8 * MIB;
+    let content = Arc::new(MemoryStorage::default());
+    let storage = Arc::new(Parkable::new(content.clone()));
+    let options = CreateOptions {
+        layout: Layout::Space,
+        ..CreateOptions::disk(size)
+    };
+    let disk = Disk::create_alone(storage.clone(), &options).unwrap();
+    disk.write_at(0, &vec![1; size as usize]).unwrap();
+    disk.flush().unwrap();
+    let Mapping::Raw { stored } = disk.map(0).unwrap().mapping else {
+        panic!("a flushed block has a checksum");
+    };
+    let place = stored.at.0..stored.at.0 + 4096;
+    let filler = storage.parking.hold(place.clone(), Moment::Before);
+    disk.write_at(512, &[2; 512]).unwrap();
+    filler.wait();
+    let parked = storage.parking.hold(place.clone(), Moment::Before);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read(&disk, 0, 4096));
+        parked.wait();
+        for value in [3, 4] {
+            disk.write_at(0, &vec![value; size as usize]).unwrap();
+            disk.flush().unwrap();
+        }
+        let held = content.to_vec();
+        assert_eq!(held[place.start as usize..place.end as usize], [4; 4096]);
+        parked.release();
+        assert_same(&reader.join().unwrap(), &[4; 4096], "the reader");
+    });
+    filler.release();
+    disk.close().unwrap();
+}
