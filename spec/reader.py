@@ -10,7 +10,8 @@ wrong. "Section n" is a section of bcow-v1.md.
     reader.py extract FILE OUT                the address space, as a sparse file
 
     --store DIR   where backings by digest may be looked up (may be given more than once)
-    --names DIR   where backings by file name may be looked up
+    --names DIR   where backings by file name may be looked up, and those by digest for which the metadata
+                  has a name
 
 Exit codes: 0 ok; 1 rejected, with `error-code: message` on stderr; 2 usage, or something outside the
 file (it cannot be opened, a backing is not found, there is no zstd module).
@@ -544,8 +545,17 @@ def decode_backing(table, index, header):
         name = table[name_offset : name_offset + name_bytes].decode("utf-8")
     except UnicodeDecodeError:
         raise Rejected("backing-entry", place, "the name is not UTF-8") from None
-    must("/" not in name and "\0" not in name and name not in (".", ".."), f"the name {name!r}")
+    must(is_file_name(name), f"the name {name!r}")
     return Backing(kind, size, digest, name)
+
+
+def is_file_name(name):
+    """Section 8: what a file name may be."""
+    try:
+        length = len(name.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
+    return 1 <= length <= 255 and "/" not in name and "\0" not in name and name not in (".", "..")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -762,6 +772,7 @@ class Bcow:
                 for store in self.stores
                 for form in ((digest,), ("sha256", digest), ("blobs", "sha256", digest))
             ]
+            candidates += [os.path.join(directory, name) for name in self.names_of(digest) for directory in self.names]
         else:
             candidates = [os.path.join(directory, wanted.name) for directory in self.names]
         for path in candidates:
@@ -784,6 +795,17 @@ class Bcow:
                 raise Rejected("backing-entry", place, f"identity {below.identity().hex()}: it has changed since")
             return
         raise Unable(f"{self.path}: {place} ({wanted}) is not in a directory that --store or --names gives")
+
+    def names_of(self, digest):
+        """Section 13, `backings`: the file names that the metadata has for a backing by digest."""
+        try:
+            described = (self.metadata() or {}).get("backings")
+        except Rejected:
+            return  # damaged metadata says nothing; the digest alone is looked for
+        for one in described if isinstance(described, list) else []:
+            name = one.get("name") if isinstance(one, dict) and one.get("digest") == f"sha256:{digest}" else None
+            if isinstance(name, str) and is_file_name(name):
+                yield name
 
     def identity(self):
         """Section 8: what the file is recognised by where it is named by file name."""

@@ -245,6 +245,36 @@ class Other(unittest.TestCase):
         self.assertEqual(self.out.read_bytes(), bytes(below.content))
         self.assertEqual(run("extract", self.path, self.out, "--store", self.directory.name)[0], 2)
 
+    def over(self, below, name):
+        """An image over `below`, which its metadata calls `name`."""
+        data = below.build()
+        described = {"digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "name": name}
+        metadata = json.dumps({"backings": [described]}).encode()
+        window = generate.Window(0, 0, 1, bytes(below.content))
+        return generate.File([window], use=1, chunk_shift=12, metadata=metadata, backings=[generate.by_digest(data, 4096)])
+
+    def test_backing_by_digest_is_found_under_the_name_in_the_metadata(self):
+        below = generate.File([generate.Raw(generate.noise("name", 4096))])
+        low = Path(self.directory.name) / "low.bcow"
+        low.write_bytes(below.build())
+        self.path.write_bytes(self.over(below, "low.bcow").build())
+        self.assertEqual(run("extract", self.path, self.out, "--names", self.directory.name)[0], 0)
+        self.assertEqual(self.out.read_bytes(), bytes(below.content))
+        self.assertEqual(run("extract", self.path, self.out)[0], 2)
+        # Another file of that name is not taken.
+        low.write_bytes(generate.File([generate.Raw(generate.noise("other", 4096))]).build())
+        code, _, err = run("extract", self.path, self.out, "--names", self.directory.name)
+        self.assertEqual((code, err.split(":")[0]), (1, "backing-entry"))
+
+    def test_names_in_the_metadata_that_lead_elsewhere_are_ignored(self):
+        below = generate.File([generate.Raw(generate.noise("name", 4096))])
+        place = Path(self.directory.name) / "below"
+        place.mkdir()
+        (Path(self.directory.name) / "low.bcow").write_bytes(below.build())
+        for name in ("../low.bcow", str(place.parent / "low.bcow"), "..", "", "low.bcow\0", 7, None):
+            self.path.write_bytes(self.over(below, name).build())
+            self.assertEqual(run("extract", self.path, self.out, "--names", place)[0], 2, name)
+
     def test_backing_by_name_that_changed_is_refused(self):
         record = generate.Record(generate.Map(0, 12, generate.Raw(generate.noise("one", 4096))))
         options = {"state": 0, "log_bytes": 4096}

@@ -10,7 +10,7 @@ use bcow::format::{HEADER_AREA_BYTES, Header, State, Use, choose_header, incompa
 use bcow::lock::FileLock;
 use bcow::{Disk, Error, Image, OpenOptions, Storage};
 use bcow_oci::ImageName;
-use bcow_oci::store::Stores;
+use bcow_oci::store::{Places, Stores};
 
 use crate::error::{CommandError, Context};
 use crate::image::{StoreArgs, cannot_open_file, parse_name, refuse_what_is_no_file};
@@ -85,9 +85,15 @@ pub struct Below {
 
 impl Below {
     pub fn new(args: &StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
+        let directories = args.backing_dirs()?.to_vec();
+        let stores = args.directories()?;
+        let places = Places {
+            stores: &stores,
+            named: &directories,
+        };
         Ok(Below {
-            directories: args.backing_dirs()?.to_vec(),
-            stores: Stores::new(args.directories()?, options.clone()),
+            stores: Stores::new(places, options.clone()),
+            directories,
             share: args.share(),
             options: options.clone(),
         })

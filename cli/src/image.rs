@@ -10,7 +10,7 @@ use bcow::format::FormatError;
 use bcow::{Error, Image, OpenOptions};
 use bcow_erofs::reader::{ErofsError, Filesystem, Inode, Nid, Symlinks};
 use bcow_oci::ImageName;
-use bcow_oci::store::{self, Opened, StoreError};
+use bcow_oci::store::{self, Opened, Places, StoreError};
 
 use crate::disks::{self, OpenChain, Problem};
 use crate::error::{CommandError, Context};
@@ -24,7 +24,7 @@ pub struct StoreArgs {
     /// Look for layers in this directory too: an OCI layout, or files named by their digest (repeatable)
     #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     stores: Vec<PathBuf>,
-    /// Look for files that a disk names as its backing in this directory too (repeatable)
+    /// Look for files that others name as their backing in this directory too (repeatable)
     #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     backing_dirs: Vec<PathBuf>,
     /// Read disks also while somebody writes to them; what is read may then be of no single moment
@@ -154,8 +154,12 @@ impl OpenImage {
                 problems,
             });
         }
-        let opened = store::open(&parsed, &directories, options)
-            .map_err(|error| cannot_open(&name, &error))?;
+        let places = Places {
+            stores: &directories,
+            named: stores.backing_dirs()?,
+        };
+        let opened =
+            store::open(&parsed, places, options).map_err(|error| cannot_open(&name, &error))?;
         Ok(OpenImage {
             name,
             opened,

@@ -199,20 +199,26 @@ class Uppers:
     def test_an_image_of_the_changes_over_the_image_below(self):
         merged = self.path("merged.bcow")
         self.commit(merged, "--merge")
-        self.assert_shows_the_union(merged, "--store", self.store())
+        self.assert_shows_the_union(merged)
         # The file of three megabytes is copied up whole by overlayfs; all else is small.
         self.assertLess(os.path.getsize(merged), 5 << 20)
-        bcow("fsck", "--data", merged, "--store", self.store())
-        refused = bcow("cat", merged, "/etc/unchanged", check=False)
-        assert_refused(self, refused, "is not there", "--store")
+        bcow("fsck", "--data", merged)
+        elsewhere = self.path("elsewhere")
+        os.mkdir(elsewhere)
+        moved = shutil.move(merged, elsewhere)
+        refused = bcow("cat", moved, "/etc/unchanged", check=False)
+        assert_refused(self, refused, os.path.basename(self.base), "is not there", elsewhere, "--store")
+        for option in ("--store", "--backing-dir"):
+            self.assert_shows_the_union(moved, option, os.path.dirname(self.base))
+        self.assert_shows_the_union(moved, "--store", self.store())
 
     def test_a_layer_and_its_archive_are_the_same(self):
         layer = self.path("layer.bcow")
         self.commit(layer)
         direct = self.commit("tar:-").out
-        through = bcow("export", layer, "--to", "tar", "-o", "-", "--store", self.store()).out
+        through = bcow("export", layer, "--to", "tar", "-o", "-").out
         self.assertEqual(direct, through)
-        self.assertEqual(bcow("fsck", "--data", layer, "--store", self.store()).code, 0)
+        self.assertEqual(bcow("fsck", "--data", layer).code, 0)
 
     def test_what_is_written_depends_on_nothing_else(self):
         outputs = []
@@ -362,7 +368,7 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertLess(os.path.getsize(layer), 200 << 10)
         wanted = read(f"{self.lower}/var/lib/data/table")
         wanted = wanted[:1 << 20] + b"changed" + wanted[(1 << 20) + 7:]
-        shown = bcow("cat", layer, "/var/lib/data/table", "--store", self.store()).out
+        shown = bcow("cat", layer, "/var/lib/data/table").out
         self.assertEqual(shown, wanted)
 
     def test_fsck_finds_nothing_in_a_sound_upper(self):

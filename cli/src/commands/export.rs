@@ -256,8 +256,8 @@ pub fn layers_of_stack(
     image: &OpenImage,
     metadata: &Value,
 ) -> Result<Vec<Filesystem>, CommandError> {
-    // What a commit merged is one layer, though it shows the image below.
-    if metadata.get("commit").is_some() {
+    // What a commit merged is one layer, though it shows the image below; so is a layer on its own.
+    if metadata.get("commit").is_some() || metadata.get("layer").is_some() {
         return Ok(Vec::new());
     }
     let opened = image.opened();

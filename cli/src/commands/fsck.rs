@@ -13,7 +13,7 @@ use bcow::{BlockDevice, Image, Mapping, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
 use bcow_oci::Digest;
-use bcow_oci::store;
+use bcow_oci::store::{self, Places};
 use serde_json::{Value, json};
 
 use crate::disks::{lock_for_reading, open_for_repair};
@@ -142,6 +142,10 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         return Err(CommandError::usage(usage).hint("only an upper has an image to be named"));
     }
     let stores = args.stores.directories()?;
+    let places = Places {
+        stores: &stores,
+        named: args.stores.backing_dirs()?,
+    };
     let name = parse_name(&args.image)?;
     refuse_what_is_no_file(&name)?;
     let located = store::locate(&name).map_err(|error| cannot_open(&args.image, &error))?;
@@ -175,7 +179,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     };
     let mut files = vec![check_file(&args.image, target, &options)?];
     // A damaged image may still name its layers; what is no image at all has said so.
-    if let Ok(opened) = store::open(&name, &stores, &OpenOptions::default()) {
+    if let Ok(opened) = store::open(&name, places, &OpenOptions::default()) {
         let top = &mut files[0];
         top.findings
             .extend(opened.problems.iter().map(|problem| Finding {

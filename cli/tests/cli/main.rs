@@ -13,6 +13,7 @@ mod help;
 mod host;
 mod mount;
 mod outputs;
+mod over;
 mod stacks;
 mod support;
 mod writable;

@@ -103,11 +103,7 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
                 .and_then(|end| bytes.get(name_offset..end))
                 .ok_or("its name lies outside the names")?;
             let name = std::str::from_utf8(name).map_err(|_| "its name is not UTF-8")?;
-            if !(1..=255).contains(&name.len())
-                || name.contains(['/', '\0'])
-                || name == "."
-                || name == ".."
-            {
+            if !is_plain_name(name) {
                 return Err("its name is no plain file name".into());
             }
             BackingName::FileName {
@@ -118,6 +114,11 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
         kind => return Err(format!("kind {kind}")),
     };
     Ok(BackingEntry { name, size })
+}
+
+/// Whether a name is that of a file, without directories.
+pub fn is_plain_name(name: &str) -> bool {
+    (1..=255).contains(&name.len()) && !name.contains(['/', '\0']) && name != "." && name != ".."
 }
 
 /// The bytes of a backing table.

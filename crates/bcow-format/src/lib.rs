@@ -24,7 +24,7 @@ mod sizes;
 mod table;
 
 pub use address::{BlockShift, Lba, Uba};
-pub use backing::{BackingEntry, BackingName, decode_backings, encode_backings};
+pub use backing::{BackingEntry, BackingName, decode_backings, encode_backings, is_plain_name};
 pub use checksum::{Crc32c, crc32c, crc32c_matches};
 pub use entry::{Entry, EntryContext, EntryProblem, Stored, decode_entry, encode_entry};
 pub use error::{FormatError, SectionKind};

@@ -13,7 +13,7 @@ use bcow::format::{BackingEntry, BackingName};
 use bcow::{BackingResolver, BlockDevice, Error, Image, ImageWriter, OpenOptions, Written};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, TailSource, Tree};
 use bcow_erofs::writer::{ContentWindow, MAX_INLINE, Plan, WriteOptions};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
 use crate::content::{BLOCK_BYTES, ContentStats, ContentWriter, Data, PIECE_BYTES, StoreError};
@@ -21,10 +21,11 @@ use crate::conversion::{
     INLINE_MAX, INLINE_MAX_PLAIN, ImageSink, emit, image_error, unfit, writer_options,
 };
 use crate::convert::hex;
+use crate::digest::Digest;
 use crate::error::{ConvertError, Place};
 use crate::ingest::store_error;
 use crate::layered::lower::{LOWER_FROM, REGION_BYTES};
-use crate::metadata::{Metadata, options_json, tool};
+use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
 use crate::tails::TailStore;
@@ -39,12 +40,15 @@ pub struct Base<'b> {
     pub image: Arc<Image>,
     /// Gives the SHA-256 digest of its file. Asked only if some of it is named.
     pub digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
+    /// Its file name, under which it is looked up beside the new image.
+    pub name: Option<String>,
 }
 
 /// The same, when it is known to be needed.
 struct Named {
     image: Arc<Image>,
     digest: [u8; 32],
+    name: Option<String>,
 }
 
 /// What is to be written.
@@ -123,6 +127,7 @@ pub fn commit(
                 source,
             })?,
             image: base.image,
+            name: base.name,
         }),
         None => None,
     };
@@ -202,12 +207,33 @@ fn finish(
         });
         let found = writer.append_window(backing, 0, size).map_err(failed)?;
         debug_assert_eq!(found, start);
+        metadata.backings(vec![base.described()]);
     }
     metadata.content(plan.inodes(), stats, metadata_start);
     let superblock = plan.superblock(writer.position() / BLOCK_BYTES);
     writer
         .finish(&superblock, &metadata.to_json())
         .map_err(failed)
+}
+
+impl Named {
+    /// As the metadata has it.
+    fn described(&self) -> Value {
+        let header = self.image.header();
+        let root = header.merkle.as_ref().map(|tree| tree.root);
+        let mut all = Map::new();
+        let fields = [
+            ("digest", Some(json!(Digest::from_sha256(self.digest)))),
+            ("file_bytes", Some(json!(header.file_bytes))),
+            (
+                "merkle_root",
+                root.map(|root| json!(Digest::from_sha256(root))),
+            ),
+            ("name", self.name.as_ref().map(|name| json!(name))),
+        ];
+        insert_some(&mut all, fields);
+        Value::Object(all)
+    }
 }
 
 /// Reads the image back, and walks its file system.

@@ -74,6 +74,11 @@ impl Metadata {
         Metadata(all)
     }
 
+    /// Adds what the files are known by that the image names by digest.
+    pub(crate) fn backings(&mut self, backings: Vec<Value>) {
+        self.0.insert("backings".into(), Value::Array(backings));
+    }
+
     /// Adds what was stored.
     pub(crate) fn content(&mut self, entries: u64, stats: ContentStats, metadata_start: u64) {
         let mut content = json!({

@@ -1,10 +1,11 @@
 //! Opens images in BCoW form, and finds the layers below them.
 //!
-//! A stack names its layers by digest, and they are looked up by digest only: in the layout that the stack stands in,
-//! then in the stores that the user names. No path ever comes out of a file.
+//! An image names what lies below it by digest. The files are looked up by digest: in the layout that the image stands in,
+//! then in the stores that the user names. Where the image has a file name for a digest too, the file is also looked up under
+//! that name: beside the image, then in the directories that the user names. No path ever comes out of a file.
 //!
-//! That a file found under a digest is the right one is checked by what the stack says of it: the length and the hash
-//! tree's root in its header. What nobody says anything of is hashed as a whole.
+//! That a file found under a digest or a name is the right one is checked by what the image says of it: the length and the
+//! hash tree's root in its header. A file of which the image says nothing is hashed as a whole.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -13,8 +14,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::chain::Digests;
-use bcow::format::{BackingEntry, BackingName};
+use bcow::chain::{self, Digests, Named, directory_of};
+use bcow::format::{BackingEntry, BackingName, is_plain_name};
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Verify};
 
 use rustix::io::Errno;
@@ -62,7 +63,25 @@ pub struct LayerFacts {
     pub merkle_root: [u8; 32],
 }
 
-/// A file that was found by its digest.
+/// What an image says of a file below it that it names by digest (spec section 13, `backings`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackingFacts {
+    /// What identifies it.
+    pub facts: LayerFacts,
+    /// The file name it had.
+    pub name: Option<String>,
+}
+
+/// Where files below an image may be, as the user allows it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Places<'p> {
+    /// OCI layouts, and directories of files named by their digests.
+    pub stores: &'p [PathBuf],
+    /// Directories for file names, beside that of the image and the stores.
+    pub named: &'p [PathBuf],
+}
+
+/// A file that was found by its digest or its name.
 #[derive(Clone)]
 pub struct LayerFile {
     /// Where it was found.
@@ -135,10 +154,12 @@ pub enum StoreError {
 #[non_exhaustive]
 pub enum LayerProblem {
     /// It is in none of the places to look.
-    #[error("{name} is not there")]
+    #[error("{name} is not there{}", looked_in(places))]
     Missing {
         /// What it is.
         name: String,
+        /// Where it was looked for.
+        places: Vec<PathBuf>,
     },
     /// It is there, but does not open.
     #[error("cannot open {name} in {}: {source}", path.display())]
@@ -172,6 +193,14 @@ pub enum LayerProblem {
     },
 }
 
+fn looked_in(places: &[PathBuf]) -> String {
+    let places: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+    match &places[..] {
+        [] => String::new(),
+        places => format!("; looked in {}", places.join(", ")),
+    }
+}
+
 impl LayerProblem {
     /// Stable code, for a checker's findings.
     pub fn code(&self) -> &'static str {
@@ -185,7 +214,7 @@ impl LayerProblem {
     /// What it is that is missing or wrong.
     pub fn name(&self) -> &str {
         match self {
-            LayerProblem::Missing { name }
+            LayerProblem::Missing { name, .. }
             | LayerProblem::Open { name, .. }
             | LayerProblem::Wrong { name, .. }
             | LayerProblem::TooDeep { name } => name,
@@ -251,13 +280,13 @@ impl Opened {
     }
 }
 
-/// Opens the image that `name` means. Layers are looked up in the layout it stands in, then in `stores`.
+/// Opens the image that `name` means. Files below it are looked up in the layout it stands in, then in `places`.
 ///
 /// Layers that are missing or wrong are no error here; they stand in [`Opened::problems`]. With [`Verify::Merkle`] the
 /// digest of a layout's blob is checked too, so that every byte read is what the manifest says.
 pub fn open(
     name: &ImageName,
-    stores: &[PathBuf],
+    places: Places<'_>,
     options: &OpenOptions,
 ) -> Result<Opened, StoreError> {
     let found = locate(name)?;
@@ -268,13 +297,15 @@ pub fn open(
         path: found.path.clone(),
         source,
     };
-    let mut directories: Vec<PathBuf> = found.layout.iter().cloned().collect();
-    directories.extend(stores.iter().cloned());
-    let finder = Finder::new(directories, options.clone());
-    // What a stack says of its layers has to be known before they are opened.
+    let finder = Finder::new(found.layout.as_deref(), places, options.clone());
+    // What the image says of the files below it has to be known before they are opened.
     let facts = Image::open_with_backings(found.file.clone(), options, &NoLayers)
         .and_then(|image| match image.metadata() {
-            Ok(metadata) => Ok(stack_facts(&metadata)),
+            Ok(metadata) => {
+                let directory = directory_of(&found.path);
+                finder.learn_names(&backing_facts(&metadata), &directory);
+                Ok(stack_facts(&metadata))
+            }
             // Who reads no metadata does not need it; what it would have said of layers is then hashed.
             Err(error) if error.code().is_some() => Ok(Vec::new()),
             Err(error) => Err(error),
@@ -425,14 +456,30 @@ fn check_digest(found: &Located, digest: &Digest) -> Result<(), StoreError> {
 /// layers of which it does not say enough.
 fn stack_facts(metadata: &serde_json::Value) -> Vec<LayerFacts> {
     let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
-    layers
+    layers.iter().filter_map(facts_of).collect()
+}
+
+fn facts_of(object: &serde_json::Value) -> Option<LayerFacts> {
+    let root: Digest = object["merkle_root"].as_str()?.parse().ok()?;
+    Some(LayerFacts {
+        digest: object["digest"].as_str()?.parse().ok()?,
+        file_bytes: object["file_bytes"].as_u64()?,
+        merkle_root: root.sha256()?,
+    })
+}
+
+/// What an image's metadata says of the files below it that it names by digest. Nothing of files of which it does not say
+/// enough; a name that is no plain file name is no name.
+pub fn backing_facts(metadata: &serde_json::Value) -> Vec<BackingFacts> {
+    let backings = metadata["backings"].as_array();
+    backings
+        .map_or(&[][..], Vec::as_slice)
         .iter()
-        .filter_map(|layer| {
-            let root: Digest = layer["merkle_root"].as_str()?.parse().ok()?;
-            Some(LayerFacts {
-                digest: layer["digest"].as_str()?.parse().ok()?,
-                file_bytes: layer["file_bytes"].as_u64()?,
-                merkle_root: root.sha256()?,
+        .filter_map(|backing| {
+            let name = backing["name"].as_str().filter(|name| is_plain_name(name));
+            Some(BackingFacts {
+                facts: facts_of(backing)?,
+                name: name.map(str::to_owned),
             })
         })
         .collect()
@@ -451,9 +498,9 @@ impl BackingResolver for NoLayers {
 pub struct Stores(Finder);
 
 impl Stores {
-    /// Looks in `directories`, each an OCI layout or files named by their digests.
-    pub fn new(directories: Vec<PathBuf>, options: OpenOptions) -> Self {
-        Stores(Finder::new(directories, options))
+    /// Looks in `places`.
+    pub fn new(places: Places<'_>, options: OpenOptions) -> Self {
+        Stores(Finder::new(None, places, options))
     }
 
     /// What is wrong with files that were asked for, in that order.
@@ -463,6 +510,10 @@ impl Stores {
 }
 
 impl Digests for Stores {
+    fn learn(&self, image: &Image, directory: &Path) {
+        self.0.learn_from(image, directory);
+    }
+
     fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)> {
         let BackingName::Digest(digest) = backing.name else {
             return None;
@@ -476,12 +527,25 @@ impl Digests for Stores {
 
 /// Everything that was looked for below one image.
 struct Finder {
-    directories: Vec<PathBuf>,
+    /// For digests, and behind the directories of `Facts::names` for names.
+    stores: Vec<PathBuf>,
+    /// For names only.
+    named: Vec<PathBuf>,
     options: OpenOptions,
-    /// What is known of layers, and their labels.
-    facts: RefCell<HashMap<Digest, (String, LayerFacts)>>,
+    /// What is known of files that were not looked for yet. What the uppermost file says of one holds.
+    facts: RefCell<HashMap<Digest, Facts>>,
     known: RefCell<HashMap<Digest, Known>>,
     problems: RefCell<Vec<Arc<LayerProblem>>>,
+}
+
+/// What is known of a file.
+#[derive(Default)]
+struct Facts {
+    /// `layer 2 of 5`.
+    label: Option<String>,
+    facts: Option<LayerFacts>,
+    /// File names that it may have, each with the directory of the file that says so.
+    names: Vec<(PathBuf, String)>,
 }
 
 enum Known {
@@ -494,9 +558,11 @@ enum Known {
 }
 
 impl Finder {
-    fn new(directories: Vec<PathBuf>, options: OpenOptions) -> Self {
+    fn new(layout: Option<&Path>, places: Places<'_>, options: OpenOptions) -> Self {
+        let stores = layout.into_iter().map(Path::to_owned);
         Finder {
-            directories,
+            stores: stores.chain(places.stores.iter().cloned()).collect(),
+            named: places.named.to_vec(),
             options,
             facts: RefCell::default(),
             known: RefCell::default(),
@@ -506,26 +572,56 @@ impl Finder {
 
     fn learn(&self, layers: &[LayerFacts]) {
         let count = layers.len();
-        let mut facts = self.facts.borrow_mut();
+        let mut all = self.facts.borrow_mut();
         for (index, layer) in layers.iter().enumerate() {
-            let label = format!("layer {} of {count}", index + 1);
-            facts
-                .entry(layer.digest.clone())
-                .or_insert_with(|| (label, layer.clone()));
+            let known = all.entry(layer.digest.clone()).or_default();
+            known
+                .label
+                .get_or_insert_with(|| format!("layer {} of {count}", index + 1));
+            known.facts.get_or_insert_with(|| layer.clone());
+        }
+    }
+
+    /// `directory` is that of the file that says so.
+    fn learn_names(&self, backings: &[BackingFacts], directory: &Path) {
+        let mut all = self.facts.borrow_mut();
+        for backing in backings {
+            let known = all.entry(backing.facts.digest.clone()).or_default();
+            known.facts.get_or_insert_with(|| backing.facts.clone());
+            if let Some(name) = &backing.name {
+                known.names.push((directory.to_owned(), name.clone()));
+            }
+        }
+    }
+
+    /// What the image, which stands in `directory`, says of the files below it.
+    fn learn_from(&self, image: &Image, directory: &Path) {
+        // Without metadata the files below it are hashed as a whole.
+        if image.backings().next().is_some()
+            && let Ok(metadata) = image.metadata()
+        {
+            self.learn(&stack_facts(&metadata));
+            self.learn_names(&backing_facts(&metadata), directory);
         }
     }
 
     /// How messages name what has this digest.
     fn name(&self, digest: &Digest) -> String {
-        match self.facts.borrow().get(digest) {
-            Some((label, _)) => format!("{label} ({digest})"),
-            None => format!("backing {digest}"),
+        let all = self.facts.borrow();
+        let Some(known) = all.get(digest) else {
+            return format!("backing {digest}");
+        };
+        match (&known.label, known.names.first()) {
+            (Some(label), _) => format!("{label} ({digest})"),
+            (None, Some((_, name))) => format!("backing {name:?} ({digest})"),
+            (None, None) => format!("backing {digest}"),
         }
     }
 
     fn label(&self, digest: &Digest) -> String {
-        match self.facts.borrow().get(digest) {
-            Some((label, _)) => label.clone(),
+        let all = self.facts.borrow();
+        match all.get(digest).and_then(|known| known.label.clone()) {
+            Some(label) => label,
             None => format!("backing {}", digest.short()),
         }
     }
@@ -595,8 +691,8 @@ impl Finder {
         let know = |known| self.known.borrow_mut().insert(digest.clone(), known);
         know(Known::Opening);
         let mut first_problem = None;
-        for path in self.candidates(digest) {
-            match self.open_candidate(path, digest, size, depth) {
+        for candidate in self.candidates(digest) {
+            match self.open_candidate(&candidate, digest, size, depth) {
                 Ok(None) => {}
                 Ok(Some((file, height))) => {
                     know(Known::Open(file.clone(), height));
@@ -610,52 +706,75 @@ impl Finder {
         know(Known::Failed);
         self.problem(first_problem.unwrap_or_else(|| LayerProblem::Missing {
             name: self.name(digest),
+            places: self.places(digest),
         }));
         None
     }
 
-    /// Where a file of this digest may be: made of names that the user gave and of hexadecimal digits.
-    fn candidates(&self, digest: &Digest) -> Vec<PathBuf> {
-        let hex = digest.hex();
-        let algorithm = digest.algorithm().name();
-        self.directories
+    /// The directories in which a file of this digest is looked for, each once.
+    fn places(&self, digest: &Digest) -> Vec<PathBuf> {
+        let mut places = self.stores.clone();
+        for (directory, _) in self.named_places(digest) {
+            if !places.contains(&directory) {
+                places.push(directory);
+            }
+        }
+        places
+    }
+
+    /// The directories in which names of a file of this digest are looked for, with the names.
+    fn named_places(&self, digest: &Digest) -> Vec<(PathBuf, String)> {
+        let all = self.facts.borrow();
+        let names = all.get(digest).map_or(&[][..], |known| &known.names);
+        let given = || self.named.iter().chain(&self.stores);
+        names
             .iter()
-            .flat_map(|directory| {
-                [
-                    directory.join(layout::blob_path(digest)),
-                    directory.join(&hex),
-                    directory.join(algorithm).join(&hex),
-                ]
+            .flat_map(|(own, name)| {
+                std::iter::once(own)
+                    .chain(given())
+                    .map(move |directory| (directory.clone(), name.clone()))
             })
             .collect()
     }
 
+    /// Where a file of this digest may be: under its hexadecimal digits, or under a name that a file above has for it.
+    fn candidates(&self, digest: &Digest) -> Vec<Candidate> {
+        let hex = digest.hex();
+        let algorithm = digest.algorithm().name();
+        let by_digest = self.stores.iter().flat_map(|directory| {
+            [
+                directory.join(layout::blob_path(digest)),
+                directory.join(&hex),
+                directory.join(algorithm).join(&hex),
+            ]
+        });
+        let named = self.named_places(digest);
+        by_digest
+            .map(Candidate::Path)
+            .chain(named.into_iter().map(|(d, name)| Candidate::Named(d, name)))
+            .collect()
+    }
+
+    /// Opens a candidate; `None` if there is no such file.
     fn open_candidate(
         &self,
-        path: PathBuf,
+        candidate: &Candidate,
         digest: &Digest,
         size: u64,
         depth: u32,
     ) -> Result<Option<(LayerFile, u32)>, LayerProblem> {
-        let failed =
-            |path: &Path, source: Box<dyn std::error::Error + Send + Sync>| LayerProblem::Open {
-                name: self.name(digest),
-                path: path.to_owned(),
-                source,
-            };
-        let file = match open_regular(&path) {
-            Ok(Some(blob)) => blob.file(),
-            Ok(None) => return Ok(None),
-            // The path is told beside it.
-            Err(ConvertError::Read { source, .. }) => return Err(failed(&path, source.into())),
-            Err(error) => return Err(failed(&path, error.into())),
+        let path = candidate.path();
+        let failed = |source: Box<dyn std::error::Error + Send + Sync>| LayerProblem::Open {
+            name: self.name(digest),
+            path: path.clone(),
+            source,
         };
-        let Some(file) = file else {
+        let Some(file) = candidate.open().map_err(failed)? else {
             return Ok(None);
         };
-        let below = Below::new(self, depth);
-        let image = Image::open_with_backings(file.clone(), &self.options, &below)
-            .map_err(|error| failed(&path, error.into()))?;
+        // What it says of files below it counts only when it is known to be the right one.
+        let alone = Image::open_with_backings(file.clone(), &self.options, &NoLayers)
+            .map_err(|error| failed(error.into()))?;
         let wrong = |what, found: String, expected: String| LayerProblem::Wrong {
             name: self.name(digest),
             path: path.clone(),
@@ -663,9 +782,14 @@ impl Finder {
             found,
             expected,
         };
-        let header = image.header();
-        match self.facts.borrow().get(digest) {
-            Some((_, facts)) => {
+        let header = alone.header();
+        let facts = self
+            .facts
+            .borrow()
+            .get(digest)
+            .and_then(|k| k.facts.clone());
+        match facts {
+            Some(facts) => {
                 let root = header.merkle.as_ref().map(|tree| tree.root);
                 if root != Some(facts.merkle_root) {
                     let shown = |root: [u8; 32]| Digest::from_sha256(root).to_string();
@@ -685,12 +809,22 @@ impl Finder {
             }
             None => {
                 let (found, _) = Digest::of_file(&file, digest.algorithm())
-                    .map_err(|error| failed(&path, error.into()))?;
+                    .map_err(|error| failed(error.into()))?;
                 if found != *digest {
                     return Err(wrong("digest", found.to_string(), digest.to_string()));
                 }
             }
         }
+        let below = Below::new(self, depth);
+        let stands_alone = alone.backings().next().is_none();
+        let image = match stands_alone {
+            true => alone,
+            false => {
+                self.learn_from(&alone, &directory_of(&path));
+                Image::open_with_backings(file, &self.options, &below)
+                    .map_err(|error| failed(error.into()))?
+            }
+        };
         if image.size() != size {
             return Err(wrong(
                 "address space in bytes",
@@ -705,6 +839,42 @@ impl Finder {
             });
         }
         Ok(Some((LayerFile { path, image }, height)))
+    }
+}
+
+/// A file that may be the right one.
+enum Candidate {
+    /// Under a path made of names that the user gave and of hexadecimal digits.
+    Path(PathBuf),
+    /// Under a name in a directory. Symbolic links are not followed: the name comes out of a file.
+    Named(PathBuf, String),
+}
+
+impl Candidate {
+    fn path(&self) -> PathBuf {
+        match self {
+            Candidate::Path(path) => path.clone(),
+            Candidate::Named(directory, name) => directory.join(name),
+        }
+    }
+
+    /// Opens it; `None` if there is no such file.
+    fn open(&self) -> Result<Option<Arc<File>>, Box<dyn std::error::Error + Send + Sync>> {
+        match self {
+            Candidate::Path(path) => match open_regular(path) {
+                Ok(Some(blob)) => Ok(blob.file()),
+                Ok(None) => Ok(None),
+                // The path is told beside it.
+                Err(ConvertError::Read { source, .. }) => Err(source.into()),
+                Err(error) => Err(error.into()),
+            },
+            Candidate::Named(directory, name) => match chain::open_named(directory, name) {
+                Ok(Named::File(file)) => Ok(Some(Arc::new(file))),
+                Ok(Named::Other(what)) => Err(format!("it is {what}").into()),
+                Err(Errno::NOENT) => Ok(None),
+                Err(error) => Err(io::Error::from(error).into()),
+            },
+        }
     }
 }
 

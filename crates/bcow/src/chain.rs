@@ -12,13 +12,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow_format::{BackingEntry, BackingName, State};
+use bcow_format::{BackingEntry, BackingName, State, Use};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::lock::{FileLock, LockError};
 use crate::storage::FileIdentity;
-use crate::{BackingResolver, BlockDevice, Error, Image, OpenOptions, Storage};
+use crate::{BackingResolver, BlockDevice, Error, Image, NoBackings, OpenOptions, Storage};
 
 /// Files below a file, one below the other (spec section 8).
 pub const MAX_DEPTH: u32 = 64;
@@ -28,6 +28,11 @@ pub trait Digests {
     /// The file of this digest and size, `depth` files below the first; and how many files, one below the other, it is.
     /// `None` if it cannot be had; the caller says why elsewhere.
     fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)>;
+    /// Takes note of what an image that stands in `directory` says of files below it, before they are looked for. The image
+    /// is known to be the right one.
+    fn learn(&self, image: &Image, directory: &Path) {
+        let _ = (image, directory);
+    }
 }
 
 /// Finds nothing.
@@ -383,14 +388,13 @@ impl Level<'_> {
                     what,
                 })
             };
-            match open_regular(directory, name) {
-                Ok(Opened::File(file)) => {
+            match open_named(directory, name) {
+                Ok(Named::File(file)) => {
                     let (image, height) = self.open_file(name, &path, file)?;
                     return Ok((image, path, height));
                 }
-                Ok(Opened::Other(what)) => return Err(no_file(what)),
+                Ok(Named::Other(what)) => return Err(no_file(what)),
                 Err(Errno::NOENT) => {}
-                Err(Errno::LOOP) => return Err(no_file("a symbolic link")),
                 Err(error) => return Err(failed(error.into())),
             }
         }
@@ -457,6 +461,7 @@ impl Level<'_> {
         let position = self.opener.found.borrow().files.len();
         let file = Arc::new(file);
         let policy = &self.opener.policy;
+        learn(&file, &policy.options, policy.digests, below.directory);
         let image =
             open_shared(&file, policy.share, &policy.options, &below).map_err(|problem| {
                 match problem {
@@ -493,6 +498,15 @@ pub enum OpenProblem {
     Failed(Error),
 }
 
+/// Lets `digests` know what an image says of the files below it. What does not open is for others to say.
+fn learn(file: &Arc<File>, options: &OpenOptions, digests: &dyn Digests, directory: &Path) {
+    let names_some = crate::checked::read_header(&**file)
+        .is_ok_and(|header| header.purpose == Use::Image && header.backing_count > 0);
+    if names_some && let Ok(image) = Image::open_with_backings(file.clone(), options, &NoBackings) {
+        digests.learn(&image, directory);
+    }
+}
+
 /// Opens a file for reading, locked against writers for as long as `file` is open if it may change.
 pub fn open_shared(
     file: &Arc<File>,
@@ -509,28 +523,34 @@ pub fn open_shared(
     Image::open_with_backings(file.clone(), options, resolver).map_err(OpenProblem::Failed)
 }
 
-enum Opened {
+/// What a name that came out of a file leads to.
+pub enum Named {
+    /// A regular file, open for reading.
     File(File),
+    /// Something else: "a directory", "a symbolic link", "no regular file".
     Other(&'static str),
 }
 
-/// Opens what has a name, which is a single one, in a directory.
-fn open_regular(directory: &Path, name: &str) -> Result<Opened, Errno> {
+/// Opens what has a name, which is a single one, in a directory. A symbolic link is not followed.
+pub fn open_named(directory: &Path, name: &str) -> Result<Named, Errno> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(directory, flags | OFlags::DIRECTORY, Mode::empty())?;
     // O_NONBLOCK, lest opening a pipe waits for somebody who writes to it.
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let file = rustix::fs::openat(&directory, name, flags, Mode::empty())?;
+    let file = match rustix::fs::openat(&directory, name, flags, Mode::empty()) {
+        Err(Errno::LOOP) => return Ok(Named::Other("a symbolic link")),
+        opened => opened?,
+    };
     let kind = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
     Ok(match kind {
-        FileType::RegularFile => Opened::File(file.into()),
-        FileType::Directory => Opened::Other("a directory"),
-        _ => Opened::Other("no regular file"),
+        FileType::RegularFile => Named::File(file.into()),
+        FileType::Directory => Named::Other("a directory"),
+        _ => Named::Other("no regular file"),
     })
 }
 
 /// The directory that a file stands in, links followed.
-fn directory_of(path: &Path) -> PathBuf {
+pub fn directory_of(path: &Path) -> PathBuf {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),

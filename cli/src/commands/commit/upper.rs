@@ -6,7 +6,8 @@ use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use bcow::format::Use;
+use bcow::chain::directory_of;
+use bcow::format::{Use, is_plain_name};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, read_layer};
 use bcow_erofs::tree::Tree as ErofsTree;
@@ -259,6 +260,7 @@ impl Work<'_> {
         let base = (extent != Extent::Whole).then(|| Base {
             image: self.image.image().clone(),
             digest: Box::new(|| self.digest()),
+            name: self.file_name(),
         });
         let commit = Commit {
             tree,
@@ -270,7 +272,24 @@ impl Work<'_> {
             .map_err(|error| convert_failure(&error))?;
         drop(progress);
         self.tell(&report, path);
+        if report.base_bytes > 0 {
+            self.warn_of_distance(path);
+        }
         Ok(())
+    }
+
+    /// Warns if the new image at `path` will not find the image below it by itself.
+    fn warn_of_distance(&self, path: &Path) {
+        let own = directory_of(path);
+        let base = directory_of(&self.image.opened().path);
+        let is_beside = self.file_name().is_some() && base == own;
+        if !is_beside {
+            self.ui.warning(format_args!(
+                "{} needs {}, which is not in the same directory: put it there, or name its place with --store wherever {0} is used",
+                path.display(),
+                self.args.disk.display()
+            ));
+        }
     }
 
     fn merged(&self, changes: Changes) -> Result<ErofsTree, CommandError> {
@@ -297,6 +316,16 @@ impl Work<'_> {
             cancel: Some(interrupt.flag()),
             ..defaults
         })
+    }
+
+    /// The name of the image's file, under which others find it again; those in a layout go by their digest.
+    fn file_name(&self) -> Option<String> {
+        let ImageName::File(path) = parse_name(self.image.path()).ok()? else {
+            return None;
+        };
+        let path = path.canonicalize().ok()?;
+        let name = path.file_name()?.to_str()?;
+        is_plain_name(name).then(|| name.to_owned())
     }
 
     /// The digest of the image's file: known if it goes by one, else read.

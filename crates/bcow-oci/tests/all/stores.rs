@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BlockDevice, ImageWriter, MemoryStorage, OpenOptions, Verify, WriterOptions};
-use bcow_oci::store::{LayerProblem, Opened, StoreError, open};
+use bcow_oci::store::{LayerProblem, Opened, Places, StoreError, backing_facts, open};
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
@@ -93,7 +93,11 @@ fn name(layout: &Layout, end: &str) -> ImageName {
 
 fn opened(name: &ImageName, stores: &[&Path]) -> Result<Opened, StoreError> {
     let stores: Vec<PathBuf> = stores.iter().map(|path| path.to_path_buf()).collect();
-    open(name, &stores, &OpenOptions::default())
+    let places = Places {
+        stores: &stores,
+        ..Places::default()
+    };
+    open(name, places, &OpenOptions::default())
 }
 
 /// The content at the start of what the n-th window shows.
@@ -159,7 +163,10 @@ fn a_missing_layer_is_named_and_can_come_from_a_store() {
     let without = opened(&name(&layout, ":x"), &[]).unwrap();
     assert_eq!(
         problems(&without, &layout),
-        [format!("layer 2 of 2 ({}) is not there", two.digest)]
+        [format!(
+            "layer 2 of 2 ({}) is not there; looked in LAYOUT",
+            two.digest
+        )]
     );
     assert!(matches!(*without.problems[0], LayerProblem::Missing { .. }));
     let refused = without.require_all().unwrap_err();
@@ -311,12 +318,14 @@ fn the_merkle_tree_vouches_for_layers_and_the_manifest_for_the_stack() {
         verify: Verify::Merkle,
         ..OpenOptions::default()
     };
-    let good = open(&name(&layout, ":x"), &[], &options).unwrap();
+    let good = open(&name(&layout, ":x"), Places::default(), &options).unwrap();
     good.require_all().unwrap();
     assert_eq!(shown(&good, 1, 5), b"first");
     let other = make(b"TREE", &[&one], std::slice::from_ref(&one.facts));
     std::fs::write(blob_path(&layout, &stack.digest), &other.bytes).unwrap();
-    let error = open(&name(&layout, ":x"), &[], &options).err().unwrap();
+    let error = open(&name(&layout, ":x"), Places::default(), &options)
+        .err()
+        .unwrap();
     assert!(error.to_string().contains("digest is"), "{error}");
 }
 
@@ -358,6 +367,26 @@ fn without_a_name_the_one_image_in_bcow_form_is_meant() {
         .unwrap()
         .require_all()
         .unwrap();
+}
+
+#[test]
+fn names_for_digests_are_single_names() {
+    let named = |name: serde_json::Value| {
+        let digest = Digest::of(b"x");
+        let backing = json!({
+            "digest": digest, "merkle_root": digest, "file_bytes": 1, "name": name,
+        });
+        let facts = backing_facts(&json!({ "backings": [backing] }));
+        facts[0].name.clone()
+    };
+    assert_eq!(named(json!("base.bcow")).as_deref(), Some("base.bcow"));
+    for name in ["../base.bcow", "/etc/passwd", "a/b", "..", ".", "", "a\0b"] {
+        assert_eq!(named(json!(name)), None, "{name:?}");
+    }
+    assert_eq!(named(json!("x".repeat(256))), None);
+    assert_eq!(named(json!(7)), None);
+    assert!(backing_facts(&json!({ "backings": [{ "name": "base.bcow" }, 1] })).is_empty());
+    assert!(backing_facts(&json!({ "backings": 1 })).is_empty());
 }
 
 /// A stack whose layers the hostile maker says nothing true of cannot make the reader look elsewhere.

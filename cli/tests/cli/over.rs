@@ -1,0 +1,162 @@
+//! What `bcow commit` made over an image: it finds the image again, beside itself, and nothing else in its place.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+
+use crate::support::{Sandbox, Tar, noise};
+
+/// An image, `merged.bcow` and `layer.bcow` of changes over it, and `flat.bcow` that shows the same as the first.
+fn committed() -> Sandbox {
+    let sandbox = Sandbox::new();
+    let archive = Tar::new()
+        .directory("./")
+        .directory("etc/")
+        .file("etc/motd", b"Welcome.\n")
+        .file("etc/gone", b"gone\n")
+        .file("large", &noise(300_000));
+    sandbox.write("base.tar", &archive.finish());
+    sandbox.ok(&["convert", "tar:base.tar", "base.bcow"]);
+    fs::create_dir_all(sandbox.path("upper/etc")).unwrap();
+    sandbox.write("upper/etc/new", b"new\n");
+    for (name, form) in [
+        ("merged.bcow", &["--merge"][..]),
+        ("layer.bcow", &[]),
+        ("flat.bcow", &["--flatten"]),
+    ] {
+        let command = ["commit", "base.bcow", "--upper=upper", name];
+        sandbox.ok(&[&command[..], form].concat());
+    }
+    sandbox
+}
+
+/// The largest file of the image below, through the image over it.
+fn shown(sandbox: &Sandbox, image: &str) -> Vec<u8> {
+    sandbox.ok(&["cat", image, "/large"])
+}
+
+#[test]
+fn image_over_another_opens_beside_it() {
+    let sandbox = committed();
+    assert_eq!(shown(&sandbox, "merged.bcow"), noise(300_000));
+    assert_eq!(sandbox.ok(&["cat", "merged.bcow", "/etc/new"]), b"new\n");
+    assert_eq!(sandbox.ok(&["diff", "merged.bcow", "flat.bcow"]), b"");
+    sandbox.ok(&["ls", "-R", "merged.bcow"]);
+    sandbox.ok(&["fsck", "--data", "merged.bcow"]);
+    let archive = |image| sandbox.ok(&["export", image, "--to=tar", "-o", "-"]);
+    assert_eq!(archive("merged.bcow"), archive("flat.bcow"));
+    for image in ["merged.bcow", "layer.bcow"] {
+        sandbox.ok(&["export", image, "--to", "oci:out"]);
+        sandbox.ok(&["inspect", image]);
+        sandbox.ok(&["map", image]);
+    }
+    sandbox.ok(&["extract", "merged.bcow", "tree"]);
+    assert_eq!(sandbox.read("tree/large"), noise(300_000));
+    // Wherever the command is run.
+    let image = sandbox.path("merged.bcow");
+    let elsewhere = Sandbox::new();
+    let out = elsewhere.ok(&["cat".as_ref(), image.as_os_str(), "/large".as_ref()]);
+    assert_eq!(out, noise(300_000));
+    // An image over an image over an image, and a disk over that.
+    sandbox.ok(&[
+        "commit",
+        "merged.bcow",
+        "--upper=upper",
+        "--merge",
+        "third.bcow",
+    ]);
+    fs::remove_dir_all(sandbox.path("upper/.bcow")).ok();
+    assert_eq!(shown(&sandbox, "third.bcow"), noise(300_000));
+    sandbox.ok(&["create", "-b", "third.bcow", "disk.bcow"]);
+    assert_eq!(shown(&sandbox, "disk.bcow"), noise(300_000));
+}
+
+#[test]
+fn image_over_another_opens_where_both_were_moved() {
+    let sandbox = committed();
+    fs::create_dir(sandbox.path("moved")).unwrap();
+    for name in ["base.bcow", "merged.bcow"] {
+        fs::rename(sandbox.path(name), sandbox.path("moved").join(name)).unwrap();
+    }
+    assert_eq!(shown(&sandbox, "moved/merged.bcow"), noise(300_000));
+    // A link to it leads to its directory.
+    symlink("moved/merged.bcow", sandbox.path("link.bcow")).unwrap();
+    assert_eq!(shown(&sandbox, "link.bcow"), noise(300_000));
+    // One in another directory is found only if that is named.
+    fs::rename(
+        sandbox.path("moved/merged.bcow"),
+        sandbox.path("merged.bcow"),
+    )
+    .unwrap();
+    for option in ["--store=moved", "--backing-dir=moved"] {
+        let out = sandbox.ok(&["cat", option, "merged.bcow", "/large"]);
+        assert_eq!(out, noise(300_000));
+    }
+}
+
+#[test]
+fn missing_image_below_is_named_with_where_it_was_looked_for() {
+    let sandbox = committed();
+    fs::rename(sandbox.path("base.bcow"), sandbox.path("renamed.bcow")).unwrap();
+    fs::create_dir(sandbox.path("store")).unwrap();
+    let text = sandbox.shown(&["cat", "--store=store", "merged.bcow", "/large"]);
+    let directory = sandbox.path("").canonicalize().unwrap();
+    let place = format!("is not there; looked in store, {}", directory.display());
+    assert!(text.contains("backing \"base.bcow\" (sha256:"), "{text}");
+    assert!(text.contains(&place), "{text}");
+    assert!(text.contains("--store"), "{text}");
+    assert!(text.ends_with("--- exit status 1\n"), "{text}");
+    // What needs none of it is still told.
+    sandbox.ok(&["ls", "merged.bcow", "/etc"]);
+    assert!(
+        sandbox
+            .shown(&["fsck", "merged.bcow"])
+            .contains("backing-missing")
+    );
+}
+
+#[test]
+fn only_the_image_itself_is_taken_for_the_image_below() {
+    let sandbox = committed();
+    fs::rename(sandbox.path("base.bcow"), sandbox.path("true.bcow")).unwrap();
+    let refused = |why: &str| {
+        let text = sandbox.shown(&["cat", "merged.bcow", "/large"]);
+        assert!(text.contains(why), "{text}");
+        assert!(text.ends_with("--- exit status 1\n"), "{text}");
+        fs::remove_file(sandbox.path("base.bcow"))
+            .or_else(|_| fs::remove_dir(sandbox.path("base.bcow")))
+            .unwrap();
+    };
+    // Another image, a disk, no image, and what is no file.
+    fs::copy(sandbox.path("flat.bcow"), sandbox.path("base.bcow")).unwrap();
+    refused("is not backing \"base.bcow\"");
+    sandbox.ok(&["create", "-s", "1M", "base.bcow"]);
+    refused("is not backing \"base.bcow\"");
+    sandbox.write("base.bcow", b"text");
+    refused("cannot open backing \"base.bcow\"");
+    fs::create_dir(sandbox.path("base.bcow")).unwrap();
+    refused("it is a directory");
+    // A link may lead anywhere, and is not followed.
+    symlink("true.bcow", sandbox.path("base.bcow")).unwrap();
+    refused("it is a symbolic link");
+    fs::rename(sandbox.path("true.bcow"), sandbox.path("base.bcow")).unwrap();
+    assert_eq!(shown(&sandbox, "merged.bcow"), noise(300_000));
+}
+
+#[test]
+fn commit_says_when_the_image_below_is_not_beside_the_new_one() {
+    let sandbox = committed();
+    fs::create_dir(sandbox.path("other")).unwrap();
+    let commit =
+        |new: &str| sandbox.shown(&["commit", "base.bcow", "--upper=upper", "--merge", new]);
+    let text = commit("other/merged.bcow");
+    assert!(
+        text.contains("warning: other/merged.bcow needs base.bcow"),
+        "{text}"
+    );
+    assert!(!commit("again.bcow").contains("warning"), "{text}");
+    // Nothing else changes in the file, so that names make no difference but for their own.
+    assert_eq!(
+        sandbox.read("again.bcow"),
+        sandbox.read("other/merged.bcow")
+    );
+}
