@@ -38,6 +38,7 @@ mod receive;
 mod reply;
 pub mod server;
 mod socket;
+mod sync;
 pub mod tls;
 mod turn;
 

@@ -1,7 +1,9 @@
 //! What clients may take of the host: memory and speed.
 
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex, wait_timeout};
 
 /// Memory for large requests, one budget for a whole server.
 pub(crate) struct Memory {
@@ -19,11 +21,15 @@ impl Memory {
 
     /// Takes `bytes`, waiting for them up to `patience`; `false` if they could not be had.
     pub(crate) fn take(&self, bytes: u64, patience: Duration) -> bool {
-        let left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self
-            .freed
-            .wait_timeout_while(left, patience, |left| *left < bytes);
-        let (mut left, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = Instant::now() + patience;
+        while *left < bytes {
+            let rest = end.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                break;
+            }
+            (left, _) = wait_timeout(&self.freed, &self.left, left, rest);
+        }
         match left.checked_sub(bytes) {
             Some(rest) => {
                 *left = rest;

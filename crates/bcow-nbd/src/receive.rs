@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::SessionEnd;
 use crate::socket::{Socket, Wait};
+use crate::sync::thread;
 
 /// Room for read-ahead. A payload up to this size, less a header, is lent from here rather than copied.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -79,7 +80,7 @@ impl Receiver {
                 return self.receive(socket, Wait::Forever);
             }
             // On a busy machine whoever else wants the processor gets it.
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 

@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -21,6 +20,8 @@ use crate::listen::Listener;
 use crate::proto::Framing;
 use crate::receive::Receiver;
 use crate::socket::Socket;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 use crate::tls::Tls;
 
 /// Threads need little; a thousand of them shall not need much.
@@ -164,7 +165,7 @@ impl Server {
     /// replies. Returns when all have left, or [`Stopper::stop`] was called; what was written is durable then.
     pub fn serve_attached(&self, sockets: Vec<OwnedFd>) -> Result<(), Error> {
         let export = self.shared.exports.iter().next().ok_or(Error::NoExport)?;
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             for socket in sockets {
                 let socket = Arc::new(Socket::new(socket));
                 let id = self.register(socket.clone());
@@ -237,7 +238,7 @@ impl Server {
             Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
                 tracing::warn!("no client can be taken now: too many open files, or no memory");
                 // The client still waits, and so would come up again at once.
-                std::thread::sleep(Duration::from_millis(100));
+                thread::sleep(Duration::from_millis(100));
             }
             // The client is gone again, or another process was quicker.
             Err(errno) => tracing::debug!("a client could not be taken: {errno}"),
@@ -256,7 +257,7 @@ impl Server {
         }
         let id = self.register(Arc::new(Socket::new(socket)));
         let shared = self.shared.clone();
-        let started = std::thread::Builder::new()
+        let started = thread::Builder::new()
             .name(format!("nbd-{id}"))
             .stack_size(STACK_BYTES)
             .spawn(move || converse(&shared, id, refusal));

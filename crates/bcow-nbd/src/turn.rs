@@ -3,10 +3,11 @@
 //! The receiver itself is passed on, so who has it has the turn. While requests are quick, one worker keeps it and
 //! carries them out itself, and no other is ever woken.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::receive::Receiver;
+use crate::sync::{Condvar, Mutex, MutexGuard, wait_timeout};
 
 /// A worker that waited so long for nothing is not needed.
 const IDLE: Duration = Duration::from_secs(5);
@@ -54,10 +55,9 @@ impl Turn {
         let mut state = self.state();
         state.waiting += 1;
         while !state.closed && state.receiver.is_none() {
-            let waited = self.changed.wait_timeout(state, IDLE);
-            let (again, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            let (again, timed_out) = wait_timeout(&self.changed, &self.state, state, IDLE);
             state = again;
-            if timeout.timed_out() && state.receiver.is_none() {
+            if timed_out && state.receiver.is_none() {
                 break;
             }
         }

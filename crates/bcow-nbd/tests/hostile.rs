@@ -445,3 +445,24 @@ fn noise_does_no_harm() {
     }
     server.assert_serves();
 }
+
+#[test]
+fn a_client_that_leaves_before_a_large_read_takes_no_memory_with_it() {
+    const LARGE: u64 = 1 << 20;
+    let options = ServerOptions {
+        memory_bytes: LARGE,
+        ..ServerOptions::default()
+    };
+    let server = Running::with(MemoryDisk::new(), options);
+    let mut client = server.client("disk", Framing::Simple);
+    let mut both = client.request(0, 0, 0, 512);
+    both.extend(client.request(0, 0, 0, LARGE));
+    {
+        // The reply to the first waits to be sent with that to the second, when nobody is there any more.
+        let _waiting = server.disk.gate.write().unwrap();
+        client.send(&both);
+        drop(client);
+    }
+    let mut client = server.client("disk", Framing::Simple);
+    assert_eq!(client.read(0, LARGE as usize).map(drop), Ok(()));
+}

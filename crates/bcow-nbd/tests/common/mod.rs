@@ -24,6 +24,8 @@ pub struct MemoryDisk {
     pub bad_from: u64,
     /// How long each read takes.
     pub slow_read: Duration,
+    /// Whoever holds it exclusively keeps reads waiting.
+    pub gate: RwLock<()>,
 }
 
 impl MemoryDisk {
@@ -34,6 +36,7 @@ impl MemoryDisk {
             flushes: AtomicUsize::new(0),
             bad_from: u64::MAX,
             slow_read: Duration::ZERO,
+            gate: RwLock::default(),
         }
     }
 
@@ -73,6 +76,7 @@ impl BlockDevice for MemoryDisk {
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         std::thread::sleep(self.slow_read);
+        drop(self.gate.read().unwrap());
         let range = self.check(offset, buf.len() as u64)?;
         buf.copy_from_slice(&self.bytes.read().unwrap()[range]);
         Ok(())
