@@ -1,9 +1,8 @@
 //! Locks, whatever became of the thread that held one before: a panic is a bug of ours and ends the program where it is built
 //! for use.
 
-use std::sync::{
-    Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-};
+use bcow::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::PoisonError;
 
 use super::SketchError;
 

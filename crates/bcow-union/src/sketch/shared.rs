@@ -1,10 +1,11 @@
 //! What the sketches of an instance share: the account, the maps' directory, the threads in the background, figures.
 
+use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use bcow::sync::thread::{self, JoinHandle};
+use bcow::sync::{Condvar, Mutex};
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, Once, PoisonError, Weak};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Instant;
 
 use bcow::BlockCache;
@@ -47,7 +48,7 @@ pub(super) struct Shared {
     me: Weak<Shared>,
     /// The background, once there is something to do.
     threads: Mutex<Vec<JoinHandle<()>>>,
-    started: Once,
+    started: AtomicBool,
     pub(super) account: Arc<Account>,
     pub(super) store: Arc<dyn MapStore>,
     pub(super) options: SketchOptions,
@@ -80,7 +81,7 @@ impl Shared {
         Arc::new_cyclic(|me| Shared {
             me: Weak::clone(me),
             threads: Mutex::default(),
-            started: Once::new(),
+            started: AtomicBool::new(false),
             account,
             store,
             cache: BlockCache::new(options.cache_bytes),
@@ -97,16 +98,17 @@ impl Shared {
 
     /// Starts the threads in the background. Where there can be none, reads and flushes complete what they meet.
     fn start(&self) {
-        self.started.call_once(|| {
-            let mut threads = Vec::new();
-            for _ in 0..self.options.fillers {
-                if let Some(shared) = self.me.upgrade() {
-                    let builder = thread::Builder::new().name("bcow-fill".into());
-                    threads.extend(builder.spawn(move || shared.fill_forever()));
-                }
+        if self.started.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let mut threads = Vec::new();
+        for _ in 0..self.options.fillers {
+            if let Some(shared) = self.me.upgrade() {
+                let builder = thread::Builder::new().name("bcow-fill".into());
+                threads.extend(builder.spawn(move || shared.fill_forever()));
             }
-            lock(&self.threads).extend(threads);
-        });
+        }
+        lock(&self.threads).extend(threads);
     }
 
     /// A number that no sketch has: random, as others may have been made by other mounts.

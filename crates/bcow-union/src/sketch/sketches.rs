@@ -1,9 +1,9 @@
 //! The sketches of an instance: where they are made, opened, kept, and counted.
 
+use bcow::sync::atomic::Ordering;
 use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bcow::Layout;

@@ -8,8 +8,9 @@
 //!
 //! First the times are held, then a change is awaited. Who changes the file does not wait for who holds its times.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, TryLockError};
+use bcow::sync::atomic::{AtomicU64, Ordering};
+use bcow::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
+use std::sync::TryLockError;
 
 use super::host::HostFile;
 use super::locks::{lock, read, write};

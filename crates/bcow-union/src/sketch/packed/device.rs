@@ -1,7 +1,7 @@
 //! The lower file as the backing of a BCoW file.
 
+use bcow::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::{BlockDevice, Content, Error, Status};
 use rustix::io::Errno;

@@ -15,9 +15,10 @@
 mod device;
 mod storage;
 
+use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use bcow::sync::{Mutex, RwLock};
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use bcow::format::{BackingEntry, BackingName, Use};

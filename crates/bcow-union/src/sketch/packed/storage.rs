@@ -1,8 +1,8 @@
 //! The host's file of a packed sketch, as the storage of a BCoW file.
 
+use bcow::sync::atomic::{AtomicBool, Ordering};
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow::Storage;
 

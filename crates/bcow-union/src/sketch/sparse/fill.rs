@@ -1,6 +1,6 @@
 //! Completing blocks in transit.
 
-use std::sync::atomic::Ordering;
+use bcow::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::super::host::write_all;
@@ -35,7 +35,7 @@ impl Sparse {
         // In this order, so that at no moment nothing seems to be left to record.
         self.set_present(block..block + 1);
         stripe.remove(&block);
-        self.transit_ended();
+        self.transit_ended(1);
         drop(stripe);
         self.shared.filled(by);
         Ok(())

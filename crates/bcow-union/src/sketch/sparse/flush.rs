@@ -2,7 +2,7 @@
 //!
 //! A block is recorded in the map when it is on the disk. The map is what the mark promises; so it is there first.
 
-use std::sync::atomic::Ordering;
+use bcow::sync::atomic::Ordering;
 
 use super::super::blocks::BlockSet;
 use super::super::locks::{lock, read, write};

@@ -31,10 +31,11 @@ mod range;
 mod read;
 mod write;
 
+use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use bcow::sync::{Mutex, MutexGuard, RwLock};
 use std::fs::File;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use rustix::io::Errno;

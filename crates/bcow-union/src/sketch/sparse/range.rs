@@ -1,7 +1,7 @@
 //! What changes a range of a sparse sketch as a whole: its size, holes, space.
 
+use bcow::sync::atomic::Ordering;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use super::super::locks::{lock, read, write};
 use super::super::{BLOCK_BYTES, KeepSize, Sketch, SketchError};
@@ -54,7 +54,7 @@ impl Sparse {
                 }
                 if complete || untouched {
                     stripe.remove(&edge);
-                    self.transit_ended();
+                    self.transit_ended(1);
                 }
             }
         }
@@ -84,7 +84,7 @@ impl Sparse {
             let mut stripe = lock(stripe);
             while let Some((&block, _)) = stripe.range(blocks.clone()).next() {
                 stripe.remove(&block);
-                self.transit_ended();
+                self.transit_ended(1);
             }
         }
     }

@@ -96,7 +96,10 @@ impl Sparse {
             return Ok(None);
         }
         let last = size.div_ceil(BLOCK_BYTES);
-        let (mut in_host, mut in_lower) = (Next::default(), Next::default());
+        let mut in_lower = Next::default();
+        // Where the host's data end, once that was asked. No hole is made meanwhile, but blocks are completed: what was a hole need
+        // not be one any more, nor is what was behind the last data.
+        let mut data_until = 0;
         let mut at = offset;
         while at < size {
             let (source, until) = self.find(&frame, at / BLOCK_BYTES, last);
@@ -106,11 +109,18 @@ impl Sparse {
                     Seek::Data => at,
                     Seek::Hole => stop,
                 },
-                Source::Host => in_host.from(at, || {
-                    self.content()
+                Source::Host if at < data_until => data_until,
+                Source::Host => {
+                    let found = self
+                        .content()
                         .seek(at, what)
-                        .map_err(|error| SketchError::host("look for holes", &error))
-                })?,
+                        .map_err(|error| SketchError::host("look for holes", &error))?
+                        .unwrap_or(u64::MAX);
+                    if what == Seek::Hole {
+                        data_until = found;
+                    }
+                    found
+                }
                 Source::Lower if at >= frame.limit => match what {
                     Seek::Data => stop,
                     Seek::Hole => at,
@@ -140,7 +150,8 @@ impl Sparse {
     }
 }
 
-/// Where the next of what is looked for was, so that a file of many small pieces is not asked for each.
+/// Where the lower file, which does not change, has the next of what is looked for: so that for many small pieces it is not asked for
+/// each.
 #[derive(Default)]
 struct Next(Option<u64>);
 

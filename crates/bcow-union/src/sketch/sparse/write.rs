@@ -3,9 +3,9 @@
 //! The bytes go to their place in the host's file first, so that it is the host who says at once whether there is room. Then the
 //! block is present, if all of it was written, or in transit.
 
+use bcow::sync::atomic::Ordering;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::super::locks::{lock, read};
@@ -114,15 +114,14 @@ impl Sparse {
         let size = self.size();
         let blocks = bytes.start / BLOCK_BYTES..bytes.end.div_ceil(BLOCK_BYTES);
         let mut began = [None; 2];
+        let mut ended = 0;
         let mut complete = blocks.start..blocks.start;
         for block in blocks {
             let start = block * BLOCK_BYTES;
             let length = (size - start).min(BLOCK_BYTES);
             let range = bytes.start.max(start) - start..bytes.end.min(start + BLOCK_BYTES) - start;
             let is_complete = if range.start == 0 && range.end >= length {
-                if stripe.remove(&block).is_some() {
-                    self.transit_ended();
-                }
+                ended += u64::from(stripe.remove(&block).is_some());
                 true
             } else if read(&self.presence).present.contains(block) {
                 false
@@ -141,7 +140,7 @@ impl Sparse {
                 let covered = transit.written.covers(length);
                 if covered {
                     stripe.remove(&block);
-                    self.transit_ended();
+                    ended += 1;
                 }
                 covered
             };
@@ -156,12 +155,17 @@ impl Sparse {
         if !complete.is_empty() {
             self.set_present(complete);
         }
+        // In this order: a flush that finds nothing in transit relies on finding what was in transit present.
+        self.transit_ended(ended);
         began
     }
 
-    pub(super) fn transit_ended(&self) {
-        self.in_transit.fetch_sub(1, Ordering::AcqRel);
-        self.shared.transit_ended(1);
+    /// So many blocks are in transit no more, but present, or cut off.
+    pub(super) fn transit_ended(&self, blocks: u64) {
+        if blocks > 0 {
+            self.in_transit.fetch_sub(blocks, Ordering::AcqRel);
+            self.shared.transit_ended(blocks);
+        }
     }
 
     /// Leaves a block to the background, unless that is behind.
