@@ -1,6 +1,7 @@
 """NBD clients of others against `bcow serve`: qemu-img, qemu-io, nbdinfo, nbdcopy, nbdsh, nbdfuse; TLS; hostile ones."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -45,8 +46,8 @@ class Served:
         self.uri = self.uris[0]
 
     def said(self):
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")
+        # The server writes where the file's offset is, which must stay.
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def peak_bytes(self):
         with open(f"/proc/{self.process.pid}/status") as status:
@@ -509,12 +510,17 @@ class Tls(Serve):
             subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", f"{ca}-cert.pem", "-CAkey",
                             f"{ca}-key.pem", "-CAcreateserial", "-out", f"{name}-cert.pem", "-days", "3", "-extfile",
                             "extensions"], **in_it)
+        # Without extensions openssl makes a certificate of version 1.
+        subprocess.run(["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", "old-key.pem", "-out", "request",
+                        "-subj", "/CN=old"], **in_it)
+        subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", "ca-cert.pem", "-CAkey", "ca-key.pem",
+                        "-CAcreateserial", "-out", "old-cert.pem", "-days", "3"], **in_it)
         # A client has a directory, with names that GnuTLS's users agree on.
-        for name in ("anonymous", "stranger"):
+        for name in ("anonymous", "stranger", "old"):
             os.mkdir(os.path.join(cls.certificates, name))
             os.symlink("../ca-cert.pem", os.path.join(cls.certificates, name, "ca-cert.pem"))
-        for part in ("cert", "key"):
-            os.symlink(f"../stranger-{part}.pem", os.path.join(cls.certificates, "stranger", f"client-{part}.pem"))
+        for name, part in itertools.product(("stranger", "old"), ("cert", "key")):
+            os.symlink(f"../{name}-{part}.pem", os.path.join(cls.certificates, name, f"client-{part}.pem"))
 
     def options(self, *more, ca=True):
         at = lambda name: os.path.join(self.certificates, name)
@@ -563,6 +569,20 @@ class Tls(Serve):
         with served(self.sealed, "--socket", self.socket(), *self.options("--tls", "allow")) as server:
             run("nbdinfo", "--size", server.uri.replace("nbds+", "nbd+"))
             run("nbdinfo", "--size", self.with_certificates(server.uri))
+
+    def test_the_log_says_why_a_client_was_refused(self):
+        certificate = subprocess.run(["openssl", "x509", "-in", "old-cert.pem", "-noout", "-text"], cwd=self.certificates,
+                                     capture_output=True, check=True)
+        self.assertIn(b"Version: 1 ", certificate.stdout)
+        for directory, why in (("old", "not of X.509 version 3"), ("anonymous", "no certificate"), (None, "no TLS")):
+            with self.subTest(directory), served(self.sealed, "--listen", "127.0.0.1:0", *self.options()) as server:
+                uri = self.with_certificates(server.uri, directory) if directory else server.uri.replace("nbds", "nbd")
+                self.assertNotEqual(run("nbdinfo", "--size", uri, check=False).code, 0)
+                until(lambda: "is refused" in server.said(), "the refusal is in the log", seconds=30)
+                lines = [line for line in server.said().splitlines() if "is refused" in line]
+                self.assertEqual(len(lines), 1, lines)
+                self.assertIn(why, lines[0])
+                self.assertIn("from 127.0.0.1:", lines[0])
 
     def test_what_is_slipped_in_before_tls_is_not_answered(self):
         """CVE-2021-3716: a man in the middle adds options behind STARTTLS, for the server to take them as the client's."""

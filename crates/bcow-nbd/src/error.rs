@@ -60,7 +60,20 @@ pub(crate) enum SessionEnd {
     /// The client said something that cannot be answered.
     #[error("{0}")]
     Protocol(&'static str),
+    /// TLS could not be begun.
+    #[error("TLS failed: {0}")]
+    Tls(String),
     /// The client kept the server waiting in the middle of something.
     #[error("it took too long in the middle of a message")]
     TimedOut,
+}
+
+impl SessionEnd {
+    /// Whether the server ended it, rather than the client or what lies between.
+    pub(crate) fn is_refusal(&self) -> bool {
+        match self {
+            SessionEnd::Io(_) => false,
+            SessionEnd::Protocol(_) | SessionEnd::Tls(_) | SessionEnd::TimedOut => true,
+        }
+    }
 }

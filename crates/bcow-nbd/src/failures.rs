@@ -1,10 +1,15 @@
-//! Requests that failed at the device, for the server's log. A client that tries again and again does not fill it.
+//! Requests that failed at the device, and clients that were refused, for the server's log. A client that tries again and again does
+//! not fill it.
 
+use std::fmt;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use bcow::Error;
 
 use crate::proto::Request;
+use crate::sync::Mutex;
 
 /// So many failures are told one by one; then each time their number has doubled.
 const TOLD: u64 = 16;
@@ -33,6 +38,56 @@ impl FailureLog {
     }
 }
 
+/// So many refused clients have a line each
+const REFUSALS: u32 = 16;
+/// in this time.
+const REFUSAL_WINDOW: Duration = Duration::from_secs(60);
+
+/// Clients that were refused, and why: the only one that knows it is the server's owner, if the client does not say.
+#[derive(Default)]
+pub(crate) struct RefusalLog(Mutex<Window>);
+
+#[derive(Default)]
+struct Window {
+    began: Option<Instant>,
+    lines: u32,
+    left_out: u64,
+}
+
+impl RefusalLog {
+    /// `from` is where client `id` comes from.
+    pub(crate) fn report(&self, id: u64, from: &str, why: &dyn fmt::Display) {
+        let told = {
+            let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            window.tell(Instant::now())
+        };
+        let Some(left_out) = told else {
+            return;
+        };
+        if left_out > 0 {
+            tracing::warn!("{left_out} more clients were refused, which are not listed");
+        }
+        tracing::warn!("client {id}, from {from}, is refused: {why}");
+    }
+}
+
+impl Window {
+    /// Whether the next one has a line: then, how many had none before it, of which nothing was said yet.
+    fn tell(&mut self, now: Instant) -> Option<u64> {
+        let began = *self.began.get_or_insert(now);
+        if now.saturating_duration_since(began) >= REFUSAL_WINDOW {
+            self.began = Some(now);
+            self.lines = 0;
+        }
+        if self.lines == REFUSALS {
+            self.left_out += 1;
+            return None;
+        }
+        self.lines += 1;
+        Some(std::mem::take(&mut self.left_out))
+    }
+}
+
 fn is_told(count: u64) -> bool {
     count <= TOLD || count.is_power_of_two()
 }
@@ -40,6 +95,17 @@ fn is_told(count: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn refusals_beyond_some_in_a_minute_are_counted_only() {
+        let mut window = Window::default();
+        let begin = Instant::now();
+        let told = (0..1000).filter(|_| window.tell(begin).is_some()).count();
+        assert_eq!(told, REFUSALS as usize);
+        let later = begin + REFUSAL_WINDOW;
+        assert_eq!(window.tell(later), Some(1000 - u64::from(REFUSALS)));
+        assert_eq!(window.tell(later), Some(0));
+    }
 
     #[test]
     fn a_million_failures_are_some_dozen_lines() {

@@ -16,7 +16,7 @@ use crate::receive::Receiver;
 use crate::reply::truncated;
 use crate::server::Shared;
 use crate::socket::{Patience, Socket};
-use crate::tls::Tls;
+use crate::tls::{self, Tls};
 
 /// An option's data are no longer than this: a name and some dozens of queries.
 const MOST_OPTION_BYTES: usize = 64 << 10;
@@ -49,6 +49,8 @@ pub(crate) struct Handshake<'a> {
     pub(crate) receiver: &'a mut Receiver,
     pub(crate) deadline: Option<Instant>,
     pub(crate) refusal: Option<Refusal>,
+    /// Whether the client was refused for want of TLS.
+    pub(crate) wants_tls: bool,
 }
 
 /// What was agreed on so far; TLS sets it back.
@@ -67,7 +69,7 @@ enum Step {
 
 impl Handshake<'_> {
     /// Talks to the client until it has chosen an export or leaves.
-    pub(crate) fn run(mut self) -> Result<Outcome, SessionEnd> {
+    pub(crate) fn run(&mut self) -> Result<Outcome, SessionEnd> {
         let mut greeting = Vec::with_capacity(18);
         greeting.extend(INIT_MAGIC.to_be_bytes());
         greeting.extend(OPTION_MAGIC.to_be_bytes());
@@ -129,6 +131,7 @@ impl Handshake<'_> {
             return Ok(Step::Done(Outcome::Left));
         }
         if let Some((kind, message)) = self.refused(option) {
+            self.wants_tls |= kind == option_reply::ERR_TLS_REQD;
             if option == option::EXPORT_NAME {
                 return Err(SessionEnd::Protocol(message));
             }
@@ -199,7 +202,9 @@ impl Handshake<'_> {
             return Err(SessionEnd::Protocol("something follows the wish for TLS"));
         }
         self.reply(option, option_reply::ACK, &[])?;
-        self.socket.start_tls(tls, self.deadline)?;
+        self.socket
+            .start_tls(tls, self.deadline)
+            .map_err(|error| SessionEnd::Tls(tls::explain(&error)))?;
         *negotiated = Negotiated::default();
         Ok(())
     }

@@ -13,7 +13,7 @@ use crate::connection::{Agreed, Connection};
 use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
 use crate::export::Exports;
-use crate::failures::FailureLog;
+use crate::failures::{FailureLog, RefusalLog};
 use crate::handshake::{Handshake, Outcome, Refusal};
 use crate::limits::Memory;
 use crate::listen::Listener;
@@ -73,6 +73,7 @@ pub(crate) struct Shared {
     pub(crate) options: ServerOptions,
     pub(crate) memory: Memory,
     pub(crate) failures: FailureLog,
+    refusals: RefusalLog,
     stopping: AtomicBool,
     wake: OwnedFd,
     clients: Mutex<Clients>,
@@ -130,6 +131,7 @@ impl Server {
                 memory: Memory::new(options.memory_bytes),
                 options,
                 failures: FailureLog::default(),
+                refusals: RefusalLog::default(),
                 stopping: AtomicBool::new(false),
                 wake,
                 clients: Mutex::default(),
@@ -324,7 +326,7 @@ fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
     let socket = shared.clients().sockets.get(&id).cloned();
     if let Some(socket) = socket {
         tracing::debug!("client {id} comes");
-        match session(shared, &socket, refusal) {
+        match session(shared, id, &socket, refusal) {
             Ok(()) => tracing::debug!("client {id} leaves"),
             Err(error) => tracing::info!("client {id} is disconnected: {error}"),
         }
@@ -340,11 +342,14 @@ fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
 
 fn session(
     shared: &Arc<Shared>,
+    id: u64,
     socket: &Arc<Socket>,
     refusal: Option<Refusal>,
 ) -> Result<(), SessionEnd> {
     let mut receiver = Receiver::new(shared.options.request_timeout);
-    let handshake = Handshake {
+    // While it is there to be asked.
+    let peer = socket.peer();
+    let mut handshake = Handshake {
         shared,
         socket,
         receiver: &mut receiver,
@@ -353,8 +358,21 @@ fn session(
             .handshake_timeout
             .map(|timeout| Instant::now() + timeout),
         refusal,
+        wants_tls: false,
     };
-    match handshake.run()? {
+    let outcome = handshake.run();
+    match &outcome {
+        Err(error) if error.is_refusal() => {
+            shared.refusals.report(id, &peer, error);
+        }
+        Ok(Outcome::Agreed(_)) => {}
+        _ if handshake.wants_tls => {
+            let why = "it began no TLS, which this server requires";
+            shared.refusals.report(id, &peer, &why);
+        }
+        _ => {}
+    }
+    match outcome? {
         Outcome::Agreed(agreed) => {
             Connection::serve(shared.clone(), socket.clone(), receiver, agreed)
         }

@@ -1,13 +1,14 @@
 //! A connected stream socket: received by one thread at a time, sent to by several, one message after the other.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+use rustix::net::{RecvFlags, SendFlags, Shutdown, getpeername, recv, send, shutdown};
 
 use crate::sync::Mutex;
 use crate::tls::{Layer, Tls};
@@ -59,6 +60,15 @@ impl Socket {
 
     pub(crate) fn is_tls(&self) -> bool {
         self.tls.get().is_some()
+    }
+
+    /// Where the other side is, for people.
+    pub(crate) fn peer(&self) -> String {
+        let address = getpeername(&self.fd).ok().flatten();
+        match address.and_then(|address| SocketAddr::try_from(address).ok()) {
+            Some(address) => address.to_string(),
+            None => "this machine".into(),
+        }
     }
 
     /// Receives at least one byte; 0 at the end of the stream.

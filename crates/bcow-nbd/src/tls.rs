@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig, ServerConnection};
+use rustls::{CertificateError, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::error::Error;
 
@@ -104,6 +104,26 @@ fn bad(path: &Path, problem: impl fmt::Display) -> Error {
     Error::Tls {
         path: path.display().to_string(),
         problem: problem.to_string(),
+    }
+}
+
+/// Why TLS could not be begun, for the server's owner.
+pub(crate) fn explain(error: &io::Error) -> String {
+    if error.kind() == io::ErrorKind::UnexpectedEof {
+        return "the client left in the middle of it".into();
+    }
+    if error.kind() == io::ErrorKind::TimedOut {
+        return "the client took too long".into();
+    }
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match inner {
+        Some(rustls::Error::InvalidCertificate(CertificateError::Other(other)))
+            if format!("{other:?}").contains("UnsupportedCertVersion") =>
+        {
+            "the client's certificate is not of X.509 version 3".into()
+        }
+        Some(error) => error.to_string(),
+        None => error.to_string(),
     }
 }
 
