@@ -5,8 +5,7 @@
 
 mod compress;
 mod error;
-mod image;
-mod tar;
+pub(crate) mod image;
 mod tree;
 
 use std::io::Write;

@@ -9,10 +9,10 @@ use bcow_erofs::reader::{
     Walk, XattrList,
 };
 
-use super::tar::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
 use super::{ExportError, TarReport};
 use crate::cancel::Cancel;
 use crate::options::Progress;
+use crate::tar::writer::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
 use crate::tar::{MAX_RUNS, Run};
 
 /// Content is read so much at a time.

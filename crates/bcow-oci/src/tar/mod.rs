@@ -1,4 +1,4 @@
-//! Reading tar archives: every dialect that image layers come in, from bytes that may be hostile.
+//! Tar archives. Reading: every dialect that image layers come in, from bytes that may be hostile.
 //!
 //! Header layouts are tar-core's. Its parser is not used: it has no sign for times, applies a PAX
 //! size after it has taken off a sparse map, and ends silently at a malformed PAX record.
@@ -10,6 +10,7 @@ pub(crate) mod number;
 pub(crate) mod pax;
 pub(crate) mod reader;
 pub(crate) mod sparse;
+pub(crate) mod writer;
 
 pub(crate) use reader::{Entry, EntryKind, TarError, TarReader};
 pub(crate) use sparse::{MAX_RUNS, Run, SparseMap};

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use bcow_erofs::reader::{DeviceNumber, Timestamp};
 use tar_core::{HEADER_SIZE, Header};
 
-use crate::tar::Run;
+use super::Run;
 
 /// Greatest number in an octal field of eight bytes.
 const MAX_OCTAL_8: u64 = 0o7_777_777;
@@ -18,10 +18,10 @@ const MAX_OCTAL_12: u64 = 0o77_777_777_777;
 /// Longest name in a header field.
 const NAME_BYTES: usize = 100;
 /// PAX records of one entry, at most: what Go's reader takes, and ours.
-pub(super) const MAX_PAX_BYTES: usize = 1 << 20;
+pub(crate) const MAX_PAX_BYTES: usize = 1 << 20;
 
 /// What goes before an entry's data.
-pub(super) struct Entry<'e> {
+pub(crate) struct Entry<'e> {
     /// Without leading slash; directories end with one.
     pub path: &'e [u8],
     pub kind: Kind<'e>,
@@ -34,7 +34,7 @@ pub(super) struct Entry<'e> {
 }
 
 /// What an entry makes.
-pub(super) enum Kind<'e> {
+pub(crate) enum Kind<'e> {
     /// So many bytes of data follow.
     Regular {
         size: u64,
@@ -58,7 +58,7 @@ pub(super) enum Kind<'e> {
 
 /// Why an entry could not be written.
 #[derive(Debug)]
-pub(super) enum EntryError {
+pub(crate) enum EntryError {
     /// Its PAX records are longer than readers take.
     PaxBytes(usize),
     Io(io::Error),
@@ -71,7 +71,7 @@ impl From<io::Error> for EntryError {
 }
 
 /// Writes entries one by one, each followed by its data.
-pub(super) struct TarWriter<W> {
+pub(crate) struct TarWriter<W> {
     out: W,
     /// Bytes of data that the last entry still lacks.
     data_left: u64,
@@ -79,7 +79,7 @@ pub(super) struct TarWriter<W> {
 }
 
 impl<W: Write> TarWriter<W> {
-    pub(super) fn new(out: W) -> Self {
+    pub(crate) fn new(out: W) -> Self {
         TarWriter {
             out,
             data_left: 0,
@@ -88,7 +88,7 @@ impl<W: Write> TarWriter<W> {
     }
 
     /// Begins an entry.
-    pub(super) fn entry(&mut self, entry: &Entry<'_>) -> Result<(), EntryError> {
+    pub(crate) fn entry(&mut self, entry: &Entry<'_>) -> Result<(), EntryError> {
         assert_eq!(self.data_left, 0, "the last entry lacks data");
         let map = match &entry.kind {
             Kind::Sparse { size, runs } => sparse_map(*size, runs),
@@ -125,7 +125,7 @@ impl<W: Write> TarWriter<W> {
     }
 
     /// Goes on with the last entry's data.
-    pub(super) fn data(&mut self, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn data(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.data_left = self
             .data_left
             .checked_sub(bytes.len() as u64)
@@ -139,7 +139,7 @@ impl<W: Write> TarWriter<W> {
     }
 
     /// Writes the end mark, and gives the stream back.
-    pub(super) fn finish(mut self) -> io::Result<W> {
+    pub(crate) fn finish(mut self) -> io::Result<W> {
         assert_eq!(self.data_left, 0, "the last entry lacks data");
         self.out.write_all(&[0; 2 * HEADER_SIZE])?;
         Ok(self.out)
