@@ -90,6 +90,7 @@ impl Below {
         let places = Places {
             stores: &stores,
             named: &directories,
+            ..Places::default()
         };
         Ok(Below {
             stores: Stores::new(places, options.clone()),

@@ -6,11 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::chain::{ChainFile, Share};
-use bcow::format::FormatError;
+use bcow::format::{FormatError, Use};
 use bcow::{Error, Image, OpenOptions};
+use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::{ErofsError, Filesystem, Inode, Nid, Symlinks};
-use bcow_oci::ImageName;
+use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places, StoreError};
+use bcow_oci::{ConvertError, ImageName};
+use serde_json::{Map, Value, json};
 
 use crate::disks::{self, OpenChain, Problem};
 use crate::error::{CommandError, Context};
@@ -30,6 +33,14 @@ pub struct StoreArgs {
     /// Read disks also while somebody writes to them; what is read may then be of no single moment
     #[arg(short = 'U', long)]
     force_share: bool,
+}
+
+/// Layers on top of an image.
+#[derive(Debug, Default, clap::Args)]
+pub struct LayerArgs {
+    /// Show the image with this layer on top of it, as `bcow commit --upper` makes one (repeatable, lowest first)
+    #[arg(long = "layer", value_name = "LAYER", value_hint = clap::ValueHint::FilePath)]
+    pub layers: Vec<PathBuf>,
 }
 
 /// Stores for every command, as in PATH.
@@ -79,6 +90,16 @@ pub struct OpenImage {
     chain: Vec<ChainFile>,
     /// What is wrong with them.
     problems: Vec<Problem>,
+    /// What it is put together of, if it was given with layers; the lowest first.
+    parts: Vec<ImagePart>,
+}
+
+/// An image that is shown with others as one.
+pub struct ImagePart {
+    /// The byte of the whole address space where it begins.
+    pub start: u64,
+    /// The image.
+    pub image: OpenImage,
 }
 
 impl OpenImage {
@@ -93,7 +114,14 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        let image = OpenImage::find(name, stores, options)?;
+        let image = OpenImage::find(name, &[], stores, options)?;
+        image.complete()
+    }
+
+    /// The image, if nothing is missing of it.
+    fn complete(self) -> Result<Self, CommandError> {
+        let image = self;
+        let name = &image.name;
         if let Some(problem) = image.problems.first() {
             return Err(problem.failure(name));
         }
@@ -110,7 +138,7 @@ impl OpenImage {
         ui: &Ui,
     ) -> Result<Self, CommandError> {
         const MOST: usize = 10;
-        let image = OpenImage::find(name, stores, &OpenOptions::default())?;
+        let image = OpenImage::find(name, &[], stores, &OpenOptions::default())?;
         for problem in image.problems.iter().take(MOST) {
             ui.warning(&problem.text);
         }
@@ -127,7 +155,132 @@ impl OpenImage {
         Ok(image)
     }
 
-    fn find(name: &Path, stores: &StoreArgs, options: &OpenOptions) -> Result<Self, CommandError> {
+    /// Opens the image that the user calls `name` with `layers` on top of it, the lowest first, as one image.
+    pub fn open_layered(
+        name: &Path,
+        layers: &[PathBuf],
+        stores: &StoreArgs,
+        options: &OpenOptions,
+    ) -> Result<Self, CommandError> {
+        let base = OpenImage::open_with(name, stores, options)?;
+        if layers.is_empty() {
+            return Ok(base);
+        }
+        let cannot = |layer: &Path| {
+            CommandError::new(format!(
+                "cannot put {} on top of {}",
+                layer.display(),
+                name.display()
+            ))
+        };
+        if base.image().header().purpose != Use::Image {
+            return Err(cannot(&layers[0])
+                .caused_by_text(format!("{} is a disk, and has no layers", name.display())));
+        }
+        let mut parts = vec![base];
+        for layer in layers {
+            // What the layer shows of those below it, it finds there.
+            let given: Vec<PathBuf> = parts.iter().flat_map(OpenImage::files).collect();
+            let image = OpenImage::find(layer, &given, stores, options)?.complete()?;
+            let metadata = image.metadata()?;
+            let Some(described) = metadata.get("layer") else {
+                return Err(cannot(layer)
+                    .caused_by_text("it is no layer, but an image of its own")
+                    .hint("`bcow commit IMG --upper UPPER LAYER.bcow` makes a layer"));
+            };
+            let below = identity_of(&parts);
+            if let Some(over) = described["over"].as_str()
+                && over != hex(&below)
+            {
+                return Err(cannot(layer)
+                    .caused_by_text(format!(
+                        "it was made over another image ({}), not over what is below it here ({})",
+                        over.chars().take(12).collect::<String>(),
+                        &hex(&below)[..12]
+                    ))
+                    .hint("name the image that it was made over, and the layers between them in order"));
+            }
+            parts.push(image);
+        }
+        OpenImage::joined(parts, options)
+            .map_err(|error| cannot(&layers[layers.len() - 1]).caused_by(&error))
+    }
+
+    fn joined(images: Vec<OpenImage>, options: &OpenOptions) -> Result<Self, ConvertError> {
+        let parts: Vec<JoinPart> = images
+            .iter()
+            .map(|image| JoinPart {
+                image: image.image().clone(),
+                name: image.name.display().to_string(),
+                form: image.form(),
+            })
+            .collect();
+        let mut described = Map::new();
+        let over = hex(&identity_of(&images));
+        described.insert("commit".into(), json!({ "over": over }));
+        if let Ok(metadata) = images[0].metadata()
+            && let Some(config) = metadata.get("config")
+        {
+            described.insert("config".into(), config.clone());
+        }
+        let Joined { image, starts } = join(&parts, described, options)?;
+        let name = images[0].name.clone();
+        let path = images[0].opened.path.clone();
+        let parts = starts.into_iter().zip(images);
+        Ok(OpenImage {
+            name,
+            opened: Opened {
+                image,
+                path,
+                layers: Vec::new(),
+                below: Vec::new(),
+                problems: Vec::new(),
+            },
+            chain: Vec::new(),
+            problems: Vec::new(),
+            parts: parts
+                .map(|(start, image)| ImagePart { start, image })
+                .collect(),
+        })
+    }
+
+    /// What it is put together of, if it was given with layers; the lowest first.
+    pub fn parts(&self) -> &[ImagePart] {
+        &self.parts
+    }
+
+    /// What an upper recognises it by.
+    pub fn identity(&self) -> [u8; 32] {
+        match &self.parts[..] {
+            [] => self.image().identity_hash(),
+            parts => {
+                let parts: Vec<_> = parts.iter().map(|part| part.image.identity()).collect();
+                joined_identity(&parts)
+            }
+        }
+    }
+
+    /// What it says of itself.
+    pub fn metadata(&self) -> Result<Value, CommandError> {
+        self.image()
+            .metadata()
+            .context(|| format!("cannot read {}", self.name.display()))
+    }
+
+    /// What its file system holds.
+    pub fn form(&self) -> TreeForm {
+        match self.metadata() {
+            Ok(metadata) if metadata.get("layer").is_some() => TreeForm::Layer,
+            _ => TreeForm::Whole,
+        }
+    }
+
+    fn find(
+        name: &Path,
+        given: &[PathBuf],
+        stores: &StoreArgs,
+        options: &OpenOptions,
+    ) -> Result<Self, CommandError> {
         let directories = stores.directories()?;
         let parsed = parse_name(name)?;
         refuse_what_is_no_file(&parsed)?;
@@ -152,11 +305,13 @@ impl OpenImage {
                 },
                 chain: files,
                 problems,
+                parts: Vec::new(),
             });
         }
         let places = Places {
             stores: &directories,
             named: stores.backing_dirs()?,
+            given,
         };
         let opened =
             store::open(&parsed, places, options).map_err(|error| cannot_open(&name, &error))?;
@@ -165,6 +320,7 @@ impl OpenImage {
             opened,
             chain: Vec::new(),
             problems: Vec::new(),
+            parts: Vec::new(),
         })
     }
 
@@ -187,9 +343,11 @@ impl OpenImage {
     pub fn files(&self) -> Vec<PathBuf> {
         let below = self.opened.below.iter().map(|file| file.path.clone());
         let chain = self.chain.iter().filter_map(|file| file.path.clone());
+        let parts = self.parts.iter().flat_map(|part| part.image.files());
         std::iter::once(self.opened.path.clone())
             .chain(below)
             .chain(chain)
+            .chain(parts)
             .collect()
     }
 
@@ -219,6 +377,19 @@ impl OpenImage {
             .context(|| format!("cannot read the file system in {}", self.name.display()))?;
         Ok(Tree::new(&self.name, filesystem))
     }
+}
+
+/// What images are recognised by that are shown as one.
+fn identity_of(images: &[OpenImage]) -> [u8; 32] {
+    match images {
+        [image] => image.identity(),
+        images => joined_identity(&images.iter().map(OpenImage::identity).collect::<Vec<_>>()),
+    }
+}
+
+/// An identity as metadata has it.
+pub fn hex(identity: &[u8; 32]) -> String {
+    identity.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The name of an image as the user wrote it.

@@ -14,6 +14,7 @@ mod interrupt;
 mod metrics;
 mod names;
 mod new_file;
+mod place;
 mod rewrite;
 mod size;
 mod stat;

@@ -82,7 +82,7 @@ pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, 
 
 /// Refuses an upper of another image. One that overlayfs left belongs to none.
 pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), CommandError> {
-    let identity = image.image().identity_hash();
+    let identity = image.identity();
     match upper.record() {
         Some(record) if record.identity() != Some(identity) => {
             let belongs = record.identity().unwrap_or_default();

@@ -5,7 +5,9 @@ import os
 import shutil
 import unittest
 
-from support import (PEAK_BYTES, WORK, assert_same_tree, bcow, image, mounted, need, run, unpacked)
+from support import (
+    PEAK_BYTES, WORK, assert_same_tree, bcow, image, kernel_at_least, kernel_mounted, mounted, need, run, unpacked,
+)
 from test_merge import scratch, stack as overlays
 import sequences
 import tree
@@ -114,6 +116,70 @@ class Export(Exported, unittest.TestCase):
         bcow("diff", self.flat, again)
         with mounted(again) as where:
             assert_same_tree(self, self.reference, where)
+
+    def test_other_tools_take_an_archive_of_a_layout(self):
+        archive, layout = self.path("oci.tar"), self.path("from-archive")
+        bcow("export", self.stack, "--to", f"oci-archive:{archive}:t", "--compress", self.COMPRESS)
+        found = json.loads(run("skopeo", "inspect", f"oci-archive:{archive}:t").out)
+        self.assertEqual(len(found["Layers"]), len(self.manifest(self.source.split(":")[1])[0]["layers"]))
+        run("skopeo", "copy", "--quiet", f"oci-archive:{archive}:t", f"oci:{layout}:t")
+        assert_same_tree(self, self.reference, self.umoci(layout))
+        # Members in order, and nothing of this machine in them.
+        listed = run("tar", "--numeric-owner", "-tvf", archive).out.decode().splitlines()
+        self.assertEqual([line.split()[-1] for line in listed[:2]], ["oci-layout", "index.json"])
+        for line in listed:
+            self.assertRegex(line, r" 0/0 .* 1970-01-01 ")
+        # What is in a layout by itself is in the archive, byte for byte.
+        plain = self.to_layout(self.stack, "beside")
+        where = self.path("unpacked")
+        os.makedirs(where)
+        run("tar", "-C", where, "-xf", archive)
+        run("diff", "-r", plain, where)
+        shutil.rmtree(where)
+        for path in (layout, plain):
+            shutil.rmtree(path)
+        os.unlink(archive)
+
+    def test_an_image_in_bcow_form_travels_in_an_archive(self):
+        archive, layout = self.path("bcow.tar"), self.path("travelled")
+        bcow("convert", self.stack, f"oci-archive:{archive}:t")
+        run("skopeo", "copy", "--quiet", f"oci-archive:{archive}:t", f"oci:{layout}:t")
+        bcow("fsck", "--data", f"oci:{layout}:t")
+        with mounted(f"oci:{layout}:t") as where:
+            assert_same_tree(self, self.reference, where)
+        shutil.rmtree(layout)
+        os.unlink(archive)
+
+    def assert_kernel_shows_the_tree(self, plain):
+        run("fsck.erofs", plain)
+        if kernel_at_least(6, 12):
+            with kernel_mounted(plain, "file") as where:
+                assert_same_tree(self, self.reference, where)
+
+    def test_an_image_stored_another_way_is_the_same_tree(self):
+        need("fsck.erofs")
+        plain, back, flat = self.path("plain.bcow"), self.path("back.bcow"), self.path("again.bcow")
+        converted = bcow("convert", "--plain", self.flat, plain)
+        self.assertLess(converted.peak_bytes, PEAK_BYTES, str(converted))
+        self.assert_kernel_shows_the_tree(plain)
+        bcow("convert", plain, back)
+        run("cmp", self.flat, back)
+        os.unlink(back)
+        # A stack, compressed and plain, in one file, and as layers again.
+        for options in ((), ("--plain",)):
+            converted = bcow("convert", *options, self.stack, flat)
+            self.assertLess(converted.peak_bytes, PEAK_BYTES, str(converted))
+            bcow("fsck", "--data", flat)
+            with mounted(flat) as where:
+                assert_same_tree(self, self.reference, where)
+            stack = f"oci:{self.path('stack-again')}:t"
+            bcow("convert", *options, self.stack, stack)
+            with mounted(stack) as where:
+                assert_same_tree(self, self.reference, where)
+            shutil.rmtree(self.path("stack-again"))
+        self.assert_kernel_shows_the_tree(flat)
+        for path in (plain, flat):
+            os.unlink(path)
 
     def test_an_exported_image_does_not_depend_on_the_number_of_threads(self):
         manifests = []

@@ -212,6 +212,49 @@ class Uppers:
             self.assert_shows_the_union(moved, option, os.path.dirname(self.base))
         self.assert_shows_the_union(moved, "--store", self.store())
 
+    def layered(self, *arguments):
+        """A mount of the image with layers on top of it."""
+        where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
+        bcow("mount", self.base, *arguments[:-1], where, *arguments[-1], timeout=60)
+        return where
+
+    def test_a_mount_shows_layers_on_top_of_their_image(self):
+        layer = self.path("on-top.bcow")
+        self.commit(layer)
+        where = self.layered(layer, ())
+        try:
+            with support.mounted(self.after) as after:
+                assert_same_tree(self, where, after)
+        finally:
+            bcow("umount", where, timeout=60)
+        # Written to, committed, and shown with both.
+        upper, second, whole = self.path("on-top-upper"), self.path("on-top-2.bcow"), self.path("on-top-whole.bcow")
+        where = self.layered(layer, ("--upper", upper))
+        try:
+            write(f"{where}/etc/on-top", b"new")
+            with open(f"{where}/var/lib/data/table", "r+b") as file:
+                file.seek(8192)
+                file.write(b"changed")
+            os.unlink(f"{where}/new-1")
+        finally:
+            bcow("umount", where, timeout=60)
+        commit = ("commit", self.base, "--layer", layer, "--upper", upper)
+        bcow(*commit, second, env=EPOCH)
+        bcow(*commit, whole, "--flatten", env=EPOCH)
+        # Blocks that did not change are in the image and the first layer.
+        self.assertLess(os.path.getsize(second), 1 << 20)
+        where = self.layered(layer, second, ())
+        try:
+            with support.mounted(whole) as shown:
+                assert_same_tree(self, where, shown)
+            self.assertEqual(read(f"{where}/etc/on-top"), b"new")
+            self.assertFalse(os.path.lexists(f"{where}/new-1"))
+        finally:
+            bcow("umount", where, timeout=60)
+        # The upper belongs to the image with the layer, and to neither by itself.
+        refused = bcow("mount", self.base, where, "--upper", upper, check=False)
+        assert_refused(self, refused, "another image|belongs to")
+
     def test_a_layer_and_its_archive_are_the_same(self):
         layer = self.path("layer.bcow")
         self.commit(layer)

@@ -4,10 +4,11 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use bcow::OpenOptions;
 use bcow_erofs::reader::FileType;
 
 use crate::error::{CommandError, Context};
-use crate::image::{LastLink, OpenImage, StoreArgs};
+use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs};
 use crate::ui::Ui;
 use crate::{names, stat};
 
@@ -24,6 +25,8 @@ pub struct Args {
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<OsString>,
     #[command(flatten)]
+    layers: LayerArgs,
+    #[command(flatten)]
     stores: StoreArgs,
 }
 
@@ -33,7 +36,12 @@ const PIECE: u64 = 1 << 20;
 
 /// Writes the files one behind the other.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open(&args.image, &args.stores)?;
+    let image = OpenImage::open_layered(
+        &args.image,
+        &args.layers.layers,
+        &args.stores,
+        &OpenOptions::default(),
+    )?;
     let tree = image.tree()?;
     let mut out = ui.output();
     for path in &args.paths {

@@ -16,8 +16,9 @@ use bcow_oci::export::LayerCompression;
 use super::seal::{How, seal_into};
 use crate::disks::{Below, lock_disk, open_locked};
 use crate::error::{CommandError, Context};
-use crate::image::{StoreArgs, cannot_open_file};
+use crate::image::{LayerArgs, StoreArgs, cannot_open_file};
 use crate::interrupt::Interrupt;
+use crate::place::{self, Destination};
 use crate::rewrite::backing_of;
 use crate::size::Human;
 use crate::ui::{Progress, Ui};
@@ -34,6 +35,8 @@ const PIECE_BYTES: u64 = 1 << 20;
 ///                      that changed are stored, the rest is shown of IMG
 ///     tar:FILE         a layer as OCI images have them; tar:- is standard output
 ///     oci:DIR[:REF]    an ordinary OCI image: the layers of IMG and the new one
+///     oci-archive:FILE[:REF]
+///                      the same in a tar archive
 ///
 /// With --merge, FILE.bcow is an image of all that the mount showed, which needs IMG as the layer
 /// does; with --flatten, one that needs no other file. Whoever needs IMG finds it by its digest, in
@@ -70,6 +73,8 @@ pub struct Args {
     layer_compress: Option<LayerCompression>,
     #[command(flatten, next_help_heading = "How NEW is written")]
     how: How,
+    #[command(flatten, next_help_heading = "Files")]
+    layers: LayerArgs,
     #[command(flatten, next_help_heading = "Files")]
     stores: StoreArgs,
 }
@@ -109,8 +114,18 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(upper) = &args.upper {
         return upper::run(args, upper, ui);
     }
+    if !args.layers.layers.is_empty() {
+        return Err(CommandError::usage("a disk has no layers")
+            .hint("--layer is for an image, with --upper"));
+    }
     match &args.new {
-        Some(new) => seal_into(&args.disk, new, Keep::Own, &args.how, &args.stores, ui),
+        Some(new) => match Destination::parse(new.as_os_str())? {
+            Destination::File(new) => {
+                seal_into(&args.disk, &new, Keep::Own, &args.how, &args.stores, ui)
+            }
+            _ => Err(place::refuse(&new.to_string_lossy(), "commit")
+                .hint("the layer of a disk is a BCoW file")),
+        },
         None => into_backing(args, ui),
     }
 }

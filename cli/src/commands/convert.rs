@@ -1,5 +1,6 @@
 //! `bcow convert`
 
+mod again;
 mod disk;
 
 use std::ffi::{OsStr, OsString};
@@ -13,8 +14,9 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{CommandError, exit};
-use crate::image::{self, StoreArgs};
+use crate::image::{self, OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
+use crate::place::{self, Destination, Layout};
 use crate::size::{self, Count, Human};
 use crate::ui::{Progress, Ui};
 
@@ -29,14 +31,20 @@ use crate::ui::{Progress, Ui};
 ///     dir:PATH                  a root file system in a directory
 ///     FILE.tar[.gz|.zst]        the same as tar:FILE
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
+///     FILE, bcow:FILE           a BCoW image or disk, stored anew; a stack is oci:DIR[:REF]
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of
 ///
 ///     FILE.bcow                 one file: the layers flattened into one file system, or a disk
 ///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, shared by all
 ///                               images that have the layer, and a stack that merges them
+///     oci-archive:FILE[:REF]    such a layout in a tar archive
 ///     raw:FILE  qcow2:FILE      a disk for other programs; SRC is then a disk, or any BCoW image
 ///                               (FILE, oci:DIR[:REF]), and what its backings show is in it
+///     FILE.qcow2                the same as qcow2:FILE
+///
+/// What stands before the first colon of SRC or DST, small letters, digits and hyphens, is a transport;
+/// a file of such a name is written ./NAME, or bcow:NAME.
 ///
 /// A disk of SRC raw: or qcow2: is sealed: compressed, checksummed, and not to be written; with
 /// --writable it can be. The format of a file is never guessed.
@@ -54,7 +62,7 @@ pub struct Args {
     /// Where the image comes from
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// What to make: a file, oci:DIR[:REF], raw:FILE or qcow2:FILE
+    /// What to make: a file, oci:DIR[:REF], oci-archive:FILE[:REF], raw:FILE or qcow2:FILE
     #[arg(value_name = "DST")]
     destination: PathBuf,
     /// Which image of a multi-platform source to take [default: this machine's]
@@ -133,11 +141,26 @@ pub struct BlockSize(pub Option<u32>);
 
 /// Converts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    if disk::is_meant(args) {
-        return disk::run(args, ui);
+    let from = place::Source::parse(&args.source);
+    let destination = Destination::parse(args.destination.as_os_str())?;
+    if let Destination::Tar(_) = destination {
+        return Err(place::refuse(
+            &args.destination.to_string_lossy(),
+            "convert",
+        ));
     }
-    let source = source(&args.source)?;
-    let destination = destination(&args.destination)?;
+    let image = match &from {
+        place::Source::Bcow(name) => Some(OpenImage::open(name, &args.stores)?),
+        _ => None,
+    };
+    if disk::is_meant(&from, &destination, image.as_ref()) {
+        return disk::run(args, &from, &destination, image, ui);
+    }
+    // Opened before the destination is looked at: what is wrong with the source is told first.
+    let source = match &image {
+        None => Some(source(&args.source)?),
+        Some(_) => None,
+    };
     if args.writable {
         return Err(CommandError::usage("only a disk can be written")
             .hint("a disk is made of raw:FILE or qcow2:FILE, or by `bcow create`"));
@@ -178,8 +201,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         tool_version: env!("CARGO_PKG_VERSION").to_owned(),
         cancel: Some(interrupt.flag()),
     };
-    match destination {
-        Destination::File(path) => {
+    match (&destination, source) {
+        (Destination::File(path), Some(source)) => {
             let progress = ui.progress();
             let report = bcow_oci::convert(&source, path, &options, &progress)
                 .map_err(|error| failure(&error))?;
@@ -189,15 +212,20 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 false => tell(&report, path, ui),
             }
         }
-        Destination::Layout {
-            directory,
-            reference,
-        } => {
+        (Destination::Layout(to), source) => {
             let layout = LayoutOptions {
-                directory,
-                reference,
+                directory: to.path.clone(),
+                form: to.form,
+                reference: to.reference.clone(),
                 cache: args.cache.clone(),
                 dedup_lower: args.dedup_lower,
+            };
+            let source = match (source, &image) {
+                (Some(source), _) => source,
+                (None, Some(image)) => {
+                    return again::to_layout(args, image, to, &layout, &options, ui);
+                }
+                (None, None) => return Ok(()),
             };
             let progress = ui.progress();
             let report = bcow_oci::convert_to_layout(&source, &layout, &options, &progress)
@@ -205,19 +233,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             drop(progress);
             match args.json {
                 true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
-                false => tell_layout(&report, &layout.directory, ui),
+                false => tell_layout(&report, to, ui),
             }
         }
+        (Destination::File(path), None) => match &image {
+            Some(image) => again::to_file(args, image, path, &options, ui),
+            None => Ok(()),
+        },
+        // Those are for disks, or were refused.
+        (Destination::Raw(_) | Destination::Qcow2(_) | Destination::Tar(_), _) => Ok(()),
     }
-}
-
-/// What is to be made.
-enum Destination<'a> {
-    File(&'a Path),
-    Layout {
-        directory: PathBuf,
-        reference: Option<String>,
-    },
 }
 
 fn source(text: &OsStr) -> Result<Source, CommandError> {
@@ -233,34 +258,6 @@ fn source(text: &OsStr) -> Result<Source, CommandError> {
             _ => failure,
         }
     })
-}
-
-fn destination(path: &Path) -> Result<Destination<'_>, CommandError> {
-    let text = path.as_os_str().as_encoded_bytes();
-    if text == b"-" {
-        return Err(
-            CommandError::usage("cannot write an image to standard output")
-                .hint("its header is written last; give a file name"),
-        );
-    }
-    if text.starts_with(b"oci:") {
-        let source = path.to_str().ok_or_else(|| {
-            CommandError::usage(format!("{path:?} is no destination: it is not UTF-8"))
-        })?;
-        return match source.parse::<Source>() {
-            Ok(Source::Oci {
-                directory,
-                reference,
-            }) => Ok(Destination::Layout {
-                directory,
-                reference,
-            }),
-            _ => Err(CommandError::usage(format!(
-                "{path:?} is no destination: it has to be oci:DIR or oci:DIR:REF"
-            ))),
-        };
-    }
-    Ok(Destination::File(path))
 }
 
 /// The time to record, if the environment says one (reproducible-builds.org).
@@ -372,7 +369,7 @@ fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError
     out.finish()
 }
 
-fn tell_layout(report: &LayoutReport, directory: &Path, ui: &Ui) -> Result<(), CommandError> {
+fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
     for (i, layer) in report.layers.iter().enumerate() {
         let made = match layer.made {
@@ -393,10 +390,7 @@ fn tell_layout(report: &LayoutReport, directory: &Path, ui: &Ui) -> Result<(), C
             Human(layer.content_bytes),
         )?;
     }
-    let name = match &report.reference {
-        Some(reference) => format!("oci:{}:{reference}", directory.display()),
-        None => format!("oci:{}", directory.display()),
-    };
+    let name = layout.shown();
     let layers = match report.layers.len() {
         1 => "1 layer".to_owned(),
         n => format!("{n} layers"),

@@ -1,11 +1,12 @@
 //! `bcow export`
 
+use std::ffi::{OsStr, OsString};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use bcow::BlockDevice;
+use bcow::{BlockDevice, OpenOptions};
 use bcow_erofs::reader::Filesystem;
-use bcow_oci::Source;
+use bcow_oci::LayoutForm;
 use bcow_oci::export::{
     ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, TarForm, TarReport,
     export_layout, export_tar,
@@ -16,10 +17,11 @@ use super::convert::failure as convert_failure;
 
 use crate::copy_out::CopyOut;
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs};
+use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::new_file::NewFile;
+use crate::place::{Destination, Layout};
 use crate::size::{Count, Human};
 use crate::ui::{Progress, Ui};
 
@@ -30,6 +32,8 @@ use crate::ui::{Progress, Ui};
 ///     tar              an archive of the tree, in the order of names; of a layer on its own, the layer
 ///     oci:DIR[:REF]    an ordinary image in an OCI layout, as other tools take it: a stack layer by
 ///                      layer, other images as one layer
+///     oci-archive:FILE[:REF]
+///                      the same in a tar archive
 ///     erofs            the EROFS file system in the image, which Linux mounts (mount -t erofs)
 ///     raw              the address space, byte by byte
 ///
@@ -45,9 +49,9 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// tar, oci:DIR[:REF], erofs or raw
-    #[arg(long, value_name = "FORM", value_parser = form)]
-    to: Form,
+    /// tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs or raw
+    #[arg(long, value_name = "FORM")]
+    to: OsString,
     /// The file to write; - is standard output
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -58,6 +62,8 @@ pub struct Args {
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
     #[command(flatten)]
+    layers: LayerArgs,
+    #[command(flatten)]
     stores: StoreArgs,
 }
 
@@ -66,28 +72,31 @@ enum Form {
     Erofs,
     Raw,
     Tar,
-    Oci {
-        directory: PathBuf,
-        reference: Option<String>,
-    },
+    Oci(Layout),
 }
 
-fn form(text: &str) -> Result<Form, String> {
-    match text {
-        "erofs" => Ok(Form::Erofs),
-        "raw" => Ok(Form::Raw),
-        "tar" => Ok(Form::Tar),
-        "oci" => Err("write oci:DIR[:REF]".to_owned()),
-        _ => match text.parse::<Source>() {
-            Ok(Source::Oci {
-                directory,
-                reference,
-            }) => Ok(Form::Oci {
-                directory,
-                reference,
-            }),
-            _ => Err("there are tar, oci:DIR[:REF], erofs and raw".to_owned()),
-        },
+fn form(text: &OsStr) -> Result<Form, CommandError> {
+    const FORMS: &str = "there are tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs and raw";
+    let shown = text.to_string_lossy();
+    match &*shown {
+        "erofs" => return Ok(Form::Erofs),
+        "raw" => return Ok(Form::Raw),
+        "tar" => return Ok(Form::Tar),
+        _ => {}
+    }
+    let bad = || CommandError::usage(format!("{shown:?} is no form to export to")).hint(FORMS);
+    if !shown.contains(':') {
+        return Err(bad());
+    }
+    match Destination::parse(text)? {
+        Destination::Layout(layout) => Ok(Form::Oci(layout)),
+        Destination::Tar(_) => {
+            Err(bad().hint(format!("write --to tar -o {}", &shown["tar:".len()..])))
+        }
+        Destination::Raw(_) | Destination::Qcow2(_) => {
+            Err(bad().hint(format!("`bcow convert IMG {shown}` makes a disk")))
+        }
+        Destination::File(_) => Err(bad()),
     }
 }
 
@@ -96,9 +105,10 @@ const BUFFER_BYTES: usize = 1 << 20;
 
 /// Exports.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let destination = match (&args.to, &args.output) {
-        (Form::Oci { .. }, None) => None,
-        (Form::Oci { .. }, Some(_)) => {
+    let to = form(&args.to)?;
+    let destination = match (&to, &args.output) {
+        (Form::Oci(_), None) => None,
+        (Form::Oci(_), Some(_)) => {
             return Err(
                 CommandError::usage("the image goes into the layout that --to names")
                     .hint("leave out -o"),
@@ -116,11 +126,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 .hint("leave out --compress; -o - writes into a pipe"),
         );
     }
-    let image = OpenImage::open(&args.image, &args.stores)?;
-    match (&args.to, destination) {
+    let image = OpenImage::open_layered(
+        &args.image,
+        &args.layers.layers,
+        &args.stores,
+        &OpenOptions::default(),
+    )?;
+    match (&to, destination) {
         (Form::Tar, Some(output)) => archive(args, &image, output, ui),
-        (Form::Oci { directory, .. }, _) => oci(args, &image, directory, ui),
-        (_, Some(output)) => address_space(args, &image, output, ui),
+        (Form::Oci(layout), _) => oci(args, &image, layout, ui),
+        (form, Some(output)) => address_space(form, &image, output, ui),
         (_, None) => Ok(()),
     }
 }
@@ -206,22 +221,45 @@ pub fn to_archive(
     Ok(Some(report))
 }
 
-fn oci(args: &Args, image: &OpenImage, directory: &Path, ui: &Ui) -> Result<(), CommandError> {
-    let reference = match &args.to {
-        Form::Oci { reference, .. } => reference.clone(),
-        _ => None,
-    };
+/// The trees of an image's layers.
+pub struct ImageLayers {
+    whole: Filesystem,
+    /// Of a stack, lowest first.
+    stack: Vec<Filesystem>,
+    is_layer: bool,
+}
+
+impl ImageLayers {
+    /// Of a stack all its layers, of other images the one tree.
+    pub fn of(image: &OpenImage, metadata: &Value) -> Result<Self, CommandError> {
+        Ok(ImageLayers {
+            whole: image.tree()?.into_filesystem(),
+            stack: layers_of_stack(image, metadata)?,
+            is_layer: metadata.get("layer").is_some(),
+        })
+    }
+
+    /// As layers of an image.
+    pub fn layers(&self) -> Layers<'_> {
+        match (&self.stack[..], self.is_layer) {
+            ([], false) => Layers::Flattened(&self.whole),
+            ([], true) => Layers::Stack(vec![&self.whole]),
+            (stack, _) => Layers::Stack(stack.iter().collect()),
+        }
+    }
+}
+
+fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
     let metadata = metadata(image)?;
-    let whole = image.tree()?;
-    let trees = layers_of_stack(image, &metadata)?;
-    let layers = match (&trees[..], metadata.get("layer")) {
-        ([], None) => Layers::Flattened(whole.filesystem()),
-        ([], Some(_)) => Layers::Stack(vec![whole.filesystem()]),
-        (trees, _) => Layers::Stack(trees.iter().collect()),
-    };
+    if layout.form == LayoutForm::Archive {
+        image.refuse_own_name(&layout.path)?;
+    }
+    let trees = ImageLayers::of(image, &metadata)?;
+    let layers = trees.layers();
     let destination = LayoutExport {
-        directory: directory.to_owned(),
-        reference,
+        directory: layout.path.clone(),
+        form: layout.form,
+        reference: layout.reference.clone(),
         compression: args.compress.unwrap_or_default(),
     };
     let interrupt = Interrupt::catch();
@@ -243,8 +281,8 @@ fn oci(args: &Args, image: &OpenImage, directory: &Path, ui: &Ui) -> Result<(), 
         n => format!("{} layers", Count(n as u64)),
     };
     ui.status(format_args!(
-        "oci:{}: {layers} exported, {}, manifest {}",
-        directory.display(),
+        "{}: {layers} exported, {}, manifest {}",
+        layout.without_reference(),
         Human(stored),
         report.manifest
     ));
@@ -312,12 +350,12 @@ pub fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
 }
 
 fn address_space(
-    args: &Args,
+    form: &Form,
     image: &OpenImage,
     output: &Path,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    let end = match args.to {
+    let end = match form {
         Form::Erofs => erofs_bytes(image)?,
         _ => image.image().size(),
     };

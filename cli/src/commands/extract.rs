@@ -14,6 +14,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use bcow::OpenOptions;
 use bcow_erofs::reader::{ExtentSource, FileType, Inode, Nid};
 use rustix::fs::{
     AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
@@ -21,7 +22,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::error::{CommandError, Context};
-use crate::image::{LastLink, OpenImage, StoreArgs, Tree};
+use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::interrupt::Interrupt;
 use crate::names;
 use crate::size::{Count, Human, plural};
@@ -67,6 +68,8 @@ pub struct Args {
     #[arg(long)]
     no_xattrs: bool,
     #[command(flatten)]
+    layers: LayerArgs,
+    #[command(flatten)]
     stores: StoreArgs,
 }
 
@@ -77,7 +80,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => (&b"/"[..], Path::new(&args.path_or_directory)),
     };
     let interrupt = Interrupt::catch();
-    let image = OpenImage::open(&args.image, &args.stores)?;
+    let image = OpenImage::open_layered(
+        &args.image,
+        &args.layers.layers,
+        &args.stores,
+        &OpenOptions::default(),
+    )?;
     let tree = image.tree()?;
     let start = tree.find(path, LastLink::Follow)?;
     // Modes are set as they are in the image, and nothing else runs in this process.

@@ -145,6 +145,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let places = Places {
         stores: &stores,
         named: args.stores.backing_dirs()?,
+        ..Places::default()
     };
     let name = parse_name(&args.image)?;
     refuse_what_is_no_file(&name)?;

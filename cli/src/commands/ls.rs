@@ -4,11 +4,12 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use bcow::OpenOptions;
 use bcow_erofs::reader::{FileType, Inode};
 use serde_json::{Map, Value};
 
 use crate::error::CommandError;
-use crate::image::{LastLink, OpenImage, StoreArgs, Tree};
+use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::ui::{Output, Ui};
 use crate::walk::{Entries, Seen, join};
 use crate::{names, stat};
@@ -47,12 +48,20 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    layers: LayerArgs,
+    #[command(flatten)]
     stores: StoreArgs,
 }
 
 /// Lists.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
+    let layers = &args.layers.layers;
+    let image = match &layers[..] {
+        [] => OpenImage::open_without_content(&args.image, &args.stores, ui)?,
+        layers => {
+            OpenImage::open_layered(&args.image, layers, &args.stores, &OpenOptions::default())?
+        }
+    };
     let tree = image.tree()?;
     let path = args.path.as_bytes();
     // With -l a link is shown as a link; without, a link to a directory lists the directory.

@@ -4,7 +4,7 @@ pub mod helper;
 pub mod upper;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::{BlockCache, OpenOptions, Verify};
@@ -19,7 +19,7 @@ use bcow_union::log::{self, Severity};
 
 use crate::cpus::Cpus;
 use crate::error::CommandError;
-use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name};
 use crate::metrics::Metrics;
 use crate::ui::Ui;
 use upper::UpperArgs;
@@ -31,10 +31,13 @@ use upper::UpperArgs;
 ///
 /// Root and ordinary users can mount; an ordinary user needs fusermount3 and a directory of their own.
 /// The mount is for the user who mounts, and without set-user-ID files and devices, unless options say
-/// otherwise. It is read-only unless --upper names a directory for changes: files in it are as overlayfs
+/// otherwise. Layers that `bcow commit --upper` made on top of the image are shown with it: name them
+/// behind it, the lowest first. The mount is read-only unless --upper names a directory for changes: files in it are as overlayfs
 /// keeps them, and of a large file of the image only the blocks that were written are stored.
 #[derive(Debug, clap::Args)]
-#[command(after_long_help = "\
+#[command(
+    override_usage = "bcow mount [OPTIONS] <IMG> [LAYER]... <DIR>",
+    after_long_help = "\
 Mount options (-o, separated by commas; of two opposites the last holds):
   allow_other             other users may enter too; the kernel checks every access against
                           owner, mode and ACL of the file. Ordinary users need the line
@@ -62,14 +65,18 @@ new mount waits for a process that is still ending another one of the same upper
 
 The background process logs to the system log, in the foreground to standard error. SIGTERM and
 SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with
-its last user or with a second signal. SIGHUP unmounts in the foreground only.")]
+its last user or with a second signal. SIGHUP unmounts in the foreground only."
+)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// The directory to mount on
-    #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    /// The directory to mount on; behind the layers on top of the image, if there are any
+    #[arg(value_name = "DIR", value_hint = clap::ValueHint::AnyPath)]
     directory: PathBuf,
+    /// What follows: DIR was a layer then, and the last of these is the directory
+    #[arg(hide = true)]
+    more: Vec<PathBuf>,
     /// Stay in the foreground
     #[arg(short, long)]
     foreground: bool,
@@ -95,6 +102,8 @@ pub struct Args {
     #[arg(long, hide = true)]
     fake: bool,
     #[command(flatten)]
+    layers: LayerArgs,
+    #[command(flatten)]
     stores: StoreArgs,
     #[command(flatten)]
     upper: UpperArgs,
@@ -104,6 +113,23 @@ pub struct Args {
 enum VerifyWhat {
     Checksums,
     Merkle,
+}
+
+impl Args {
+    /// The directory to mount on.
+    fn directory(&self) -> &Path {
+        self.more.last().unwrap_or(&self.directory)
+    }
+
+    /// The layers on top of the image, the lowest first.
+    fn layers(&self) -> Vec<PathBuf> {
+        let mut layers = self.layers.layers.clone();
+        if let Some((_, between)) = self.more.split_last() {
+            layers.push(self.directory.clone());
+            layers.extend_from_slice(between);
+        }
+        layers
+    }
 }
 
 /// Mounts; returns when the mount is ready, or in the foreground when it has ended.
@@ -125,7 +151,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         })
         .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))?;
     if let Some(upper) = args.upper.path() {
-        upper::refuse_one_in_the_other(upper, &args.directory)?;
+        upper::refuse_one_in_the_other(upper, args.directory())?;
     }
     if args.fake {
         return Ok(());
@@ -148,8 +174,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
     let cache = BlockCache::new(args.cache_size);
-    let image = OpenImage::open_with(
+    let image = OpenImage::open_layered(
         &args.image,
+        &args.layers(),
         &args.stores,
         &OpenOptions {
             cache: cache.clone(),
@@ -163,7 +190,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     options.set_default_source(parse_name(&args.image)?.absolute());
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
-        identity: image.image().identity_hash(),
+        identity: image.identity(),
         cache,
     }));
     let content = match args.upper.path() {
@@ -173,7 +200,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let session = Session::mount(
         content,
         Arc::clone(&stats),
-        &args.directory,
+        args.directory(),
         &options,
         args.threads
             .map_or_else(|| default_threads(args.upper.path().is_some()), usize::from),
@@ -215,7 +242,7 @@ fn announce(args: &Args, options: &MountOptions, ui: &Ui) {
     ui.status(format_args!(
         "{} is mounted at {}{}",
         args.image.display(),
-        args.directory.display(),
+        args.directory().display(),
         match options.access() {
             Access::Owner => "",
             Access::Everyone => ", for everybody",

@@ -9,6 +9,7 @@ mod disks;
 mod errors;
 mod export;
 mod extract;
+mod forms;
 mod help;
 mod host;
 mod mount;

@@ -160,3 +160,95 @@ fn commit_says_when_the_image_below_is_not_beside_the_new_one() {
         sandbox.read("other/merged.bcow")
     );
 }
+
+/// Layers over `base.bcow`: `one.bcow` over it, `two.bcow` over both; `whole.bcow` shows what all three show.
+fn layered() -> Sandbox {
+    let sandbox = committed();
+    sandbox.ok(&["commit", "base.bcow", "--upper=upper", "one.bcow"]);
+    fs::create_dir_all(sandbox.path("second/etc")).unwrap();
+    sandbox.write("second/etc/motd", b"Changed.\n");
+    sandbox.write("second/etc/newer", b"newer\n");
+    let second = ["commit", "base.bcow", "--layer=one.bcow", "--upper=second"];
+    sandbox.ok(&[&second[..], &["two.bcow"]].concat());
+    sandbox.ok(&[&second[..], &["--flatten", "whole.bcow"]].concat());
+    sandbox.ok(&[&second[..], &["--merge", "both.bcow"]].concat());
+    sandbox
+}
+
+#[test]
+fn layers_are_shown_on_top_of_their_image() {
+    let sandbox = layered();
+    let stack = ["base.bcow", "--layer=one.bcow", "--layer=two.bcow"];
+    let shown = |command: &[&str], rest: &[&str]| sandbox.ok(&[command, &stack, rest].concat());
+    assert_eq!(shown(&["cat"], &["/etc/new"]), b"new\n");
+    assert_eq!(
+        shown(&["cat"], &["/etc/motd", "/etc/newer"]),
+        b"Changed.\nnewer\n"
+    );
+    assert_eq!(shown(&["cat"], &["/large"]), noise(300_000));
+    let archive = sandbox.ok(&["export", "whole.bcow", "--to=tar", "-o", "-"]);
+    assert_eq!(shown(&["export", "--to=tar", "-o", "-"], &[]), archive);
+    assert_eq!(
+        sandbox.ok(&["ls", "-R", "whole.bcow"]),
+        shown(&["ls", "-R"], &[])
+    );
+    shown(&["extract"], &["tree"]);
+    assert_eq!(sandbox.read("tree/etc/new"), b"new\n");
+    // What was merged with layers below it finds them all.
+    assert_eq!(sandbox.ok(&["diff", "both.bcow", "whole.bcow"]), b"");
+    sandbox.ok(&["fsck", "--data", "both.bcow"]);
+    // The layers need no place of their own: those below are given.
+    fs::create_dir(sandbox.path("away")).unwrap();
+    fs::rename(sandbox.path("two.bcow"), sandbox.path("away/two.bcow")).unwrap();
+    fs::rename(sandbox.path("base.bcow"), sandbox.path("renamed.bcow")).unwrap();
+    let moved = [
+        "cat",
+        "renamed.bcow",
+        "--layer=one.bcow",
+        "--layer=away/two.bcow",
+    ];
+    assert_eq!(
+        sandbox.ok(&[&moved[..], &["/large"]].concat()),
+        noise(300_000)
+    );
+}
+
+#[test]
+fn what_is_no_layer_of_the_image_is_refused() {
+    let sandbox = layered();
+    let refused = |args: &[&str], why: &str| {
+        let text = sandbox.shown(&[&["cat"], args, &["/etc/new"]].concat());
+        assert!(text.contains(why), "{text}");
+        assert!(text.contains("hint: "), "{text}");
+        assert!(text.ends_with("--- exit status 1\n"), "{text}");
+    };
+    let over_another = "it was made over another image";
+    refused(&["flat.bcow", "--layer=one.bcow"], over_another);
+    refused(&["base.bcow", "--layer=two.bcow"], over_another);
+    refused(
+        &["base.bcow", "--layer=two.bcow", "--layer=one.bcow"],
+        over_another,
+    );
+    refused(&["base.bcow", "--layer=flat.bcow"], "it is no layer");
+    sandbox.ok(&["create", "-s", "1M", "disk.bcow"]);
+    refused(&["base.bcow", "--layer=disk.bcow"], "it is no layer");
+}
+
+#[test]
+fn layers_are_written_as_oci_layers_and_archives() {
+    let sandbox = layered();
+    // The changes over an image and its layer, as one more layer.
+    let changes = ["commit", "base.bcow", "--layer=one.bcow", "--upper=second"];
+    let direct = sandbox.ok(&[&changes[..], &["tar:-"]].concat());
+    let layer = sandbox.ok(&["export", "two.bcow", "--to=tar", "-o", "-"]);
+    assert_eq!(direct, layer);
+    sandbox.ok(&[
+        "export",
+        "base.bcow",
+        "--layer=one.bcow",
+        "--to",
+        "oci:out:x",
+    ]);
+    sandbox.ok(&["convert", "oci:out:x", "back.bcow"]);
+    assert_eq!(sandbox.ok(&["diff", "back.bcow", "merged.bcow"]), b"");
+}

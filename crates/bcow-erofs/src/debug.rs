@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use crate::check::{CheckOptions, check};
 use crate::merge::merge;
-use crate::overlay::{ReadOptions, read_layer};
+use crate::overlay::{ReadOptions, TreeForm, read_layer};
 use crate::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
 use crate::writer::{MAX_INLINE, Plan, WriteOptions};
 
@@ -128,6 +128,7 @@ pub fn fuzz_read(bytes: &[u8]) {
 /// Reads the file system as a layer and puts it over itself; lays out what comes of it.
 fn merge_with_itself(fs: &Filesystem) {
     let options = ReadOptions {
+        form: TreeForm::Layer,
         place: &|offset, _| u32::try_from(offset / 4096).ok(),
         tails: 0,
         max_inodes: 2_000,

@@ -118,8 +118,19 @@ pub fn role(fs: &Filesystem, inode: &Inode) -> Result<Role, ErofsError> {
     })
 }
 
+/// What a file system holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TreeForm {
+    /// A layer on its own, with marks.
+    Layer,
+    /// A whole tree, in which nothing is a mark: a character device 0:0 is one.
+    Whole,
+}
+
 /// How a layer is read.
 pub struct ReadOptions<'a> {
+    /// What it is.
+    pub form: TreeForm,
     /// Where content goes: given the device byte where a run of blocks starts and the run's length in bytes, the block
     /// number that the tree shall name it by; `None` if there is no such place.
     pub place: &'a dyn Fn(u64, u64) -> Option<u32>,
@@ -286,7 +297,9 @@ impl LayerReader<'_> {
                 }
             }
             FileType::CharDevice => match inode.rdev.unwrap_or(WHITEOUT) {
-                WHITEOUT if !marks.device => NodeKind::Whiteout,
+                WHITEOUT if self.options.form == TreeForm::Layer && !marks.device => {
+                    NodeKind::Whiteout
+                }
                 number => NodeKind::CharDevice(number),
             },
             FileType::BlockDevice => NodeKind::BlockDevice(inode.rdev.unwrap_or(WHITEOUT)),
@@ -312,8 +325,8 @@ impl LayerReader<'_> {
         let mut map = BTreeMap::new();
         for (name, value) in self.fs.xattrs(inode)? {
             match marks.flag(&name) {
-                Some(flag) => *flag = value == YES,
-                None => {
+                Some(flag) if self.options.form == TreeForm::Layer => *flag = value == YES,
+                _ => {
                     map.insert(name, value);
                 }
             }

@@ -5,7 +5,7 @@
 mod common;
 
 use bcow_erofs::merge::merge;
-use bcow_erofs::overlay::{IMPLICIT, LayerError, OPAQUE, ReadOptions, read_layer};
+use bcow_erofs::overlay::{IMPLICIT, LayerError, OPAQUE, ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::*;
 use bcow_erofs::writer::{ContentWindow, Plan, WriteOptions};
@@ -14,6 +14,7 @@ use common::*;
 /// Reads a layer back whose content stays where it is.
 fn read_back(image: &[u8]) -> Result<LayerTree, LayerError> {
     let options = ReadOptions {
+        form: TreeForm::Layer,
         place: &|offset, _| u32::try_from(offset / 4096).ok(),
         tails: 0,
         max_inodes: 1000,

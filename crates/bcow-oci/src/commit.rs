@@ -4,6 +4,7 @@
 //! image below begins. Content that lies there is named through a window and not stored, so that of a file of which a block
 //! changed, a block is stored; or it is copied, and the image then stands alone.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -34,18 +35,48 @@ use crate::tar::{Run, SparseMap};
 /// Where, in bytes, the address space of the image below begins in a device of changes.
 pub const BASE_FROM: u64 = (LOWER_FROM as u64) * BLOCK_BYTES;
 
-/// The image below.
+/// An image below.
 pub struct Base<'b> {
+    /// The byte of the address space below where this image begins.
+    pub start: u64,
     /// Its address space.
     pub image: Arc<Image>,
     /// Gives the SHA-256 digest of its file. Asked only if some of it is named.
     pub digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
     /// Its file name, under which it is looked up beside the new image.
     pub name: Option<String>,
+    /// How many bytes of it are named.
+    kept_bytes: u64,
+}
+
+impl<'b> Base<'b> {
+    /// An image that begins at byte `start` of the address space below.
+    pub fn new(
+        start: u64,
+        image: Arc<Image>,
+        digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
+        name: Option<String>,
+    ) -> Self {
+        Base {
+            start,
+            image,
+            digest,
+            name,
+            kept_bytes: 0,
+        }
+    }
+
+    /// Whether `bytes` from byte `at` of the address space below lie in it.
+    fn has(&self, at: u64, bytes: u64) -> bool {
+        at.checked_sub(self.start)
+            .and_then(|at| at.checked_add(bytes))
+            .is_some_and(|end| end <= self.image.size())
+    }
 }
 
 /// The same, when it is known to be needed.
 struct Named {
+    start: u64,
     image: Arc<Image>,
     digest: [u8; 32],
     name: Option<String>,
@@ -57,8 +88,8 @@ pub struct Commit<'c> {
     pub tree: Tree,
     /// What its contents are addresses of.
     pub device: &'c dyn BlockDevice,
-    /// The image whose content is named rather than stored; `None` stores all.
-    pub base: Option<Base<'c>>,
+    /// The images whose content is named rather than stored; none stores all. They do not overlap.
+    pub base: Vec<Base<'c>>,
     /// What the JSON section says beside what every image's says.
     pub described: Map<String, Value>,
 }
@@ -73,8 +104,12 @@ pub struct CommitReport {
     pub file_bytes: u64,
     /// Bytes of file content that were stored, before compression.
     pub content_bytes: u64,
+    /// Bytes of file content that were there already and are stored once.
+    pub deduplicated_bytes: u64,
     /// Bytes of file content that are in the image below.
     pub base_bytes: u64,
+    /// Size of the image's address space.
+    pub size: u64,
     /// Root of its Merkle tree.
     pub merkle_root: String,
 }
@@ -86,7 +121,7 @@ pub fn commit(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<CommitReport, ConvertError> {
-    if options.plain && commit.base.is_some() {
+    if options.plain && !commit.base.is_empty() {
         return Err(ConvertError::Options(
             "a plain image cannot name content of the image below".to_owned(),
         ));
@@ -108,29 +143,34 @@ pub fn commit(
     let mut store = Store {
         content: ContentWriter::new(sink, tails, inline_max, options.limits.max_bytes),
         device: commit.device,
-        base_bytes: commit.base.as_ref().map(|base| base.image.size()),
-        kept_bytes: 0,
+        base: commit.base,
         cancel: Cancel::new(options.cancel.as_deref()).or(&never),
         progress,
     };
     let mut tree = commit.tree;
     tree.replace_contents(&mut |content| store.take(content))?;
-    let kept_bytes = store.kept_bytes;
+    let kept_bytes = store.base.iter().map(|base| base.kept_bytes).sum();
     let stats = store.content.stats();
     let (sink, tails) = store.content.into_parts();
     let mut metadata = Metadata::new(&tool(options), options_json(options), commit.described);
-    let base = match commit.base.filter(|_| kept_bytes > 0) {
-        Some(base) => Some(Named {
-            digest: (base.digest)().map_err(|source| ConvertError::Read {
+    let base = store
+        .base
+        .into_iter()
+        .filter(|base| base.kept_bytes > 0)
+        .map(|base| {
+            let digest = (base.digest)().map_err(|source| ConvertError::Read {
                 action: "take the digest of",
                 what: "the image below".to_owned(),
                 source,
-            })?,
-            image: base.image,
-            name: base.name,
-        }),
-        None => None,
-    };
+            })?;
+            Ok(Named {
+                digest,
+                start: base.start,
+                image: base.image,
+                name: base.name,
+            })
+        })
+        .collect::<Result<Vec<_>, ConvertError>>()?;
     let written = finish(
         &tree,
         sink.into_writer(),
@@ -153,7 +193,9 @@ pub fn commit(
         entries: tree.len() as u64,
         file_bytes: written.file_bytes(),
         content_bytes: stats.content_bytes - stats.deduplicated_bytes,
+        deduplicated_bytes: stats.deduplicated_bytes,
         base_bytes: kept_bytes,
+        size: written.size(),
         merkle_root: hex(&written.merkle_root()),
     };
     output.publish()?;
@@ -168,7 +210,7 @@ fn finish(
     tree: &Tree,
     mut writer: ImageWriter,
     tails: &dyn TailSource,
-    base: &Option<Named>,
+    base: &[Named],
     stats: ContentStats,
     metadata: &mut Metadata,
     inline_max: u16,
@@ -178,36 +220,43 @@ fn finish(
     let metadata_start = writer.begin_metadata().map_err(failed)?;
     // Tails that are kept of the image below are as long as it has them.
     let inline_max = match base {
-        Some(_) => MAX_INLINE,
-        None => inline_max,
+        [] => inline_max,
+        _ => MAX_INLINE,
     };
     let options = WriteOptions {
         metadata_start,
         inline_max,
     };
     let mut plan = Plan::new(tree, &options).map_err(|error| unfit(path, error))?;
-    let start = (metadata_start + plan.metadata_bytes()).next_multiple_of(REGION_BYTES);
-    if let Some(base) = base {
-        let too_large = || ConvertError::Options("the image below is larger than 8 TiB".to_owned());
-        let block = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).map_err(|_| too_large());
-        plan = plan
-            .with_windows(vec![ContentWindow {
-                from: LOWER_FROM,
-                to: block(start)?,
-                blocks: block(base.image.size())?,
-            }])
-            .map_err(|error| unfit(path, error))?;
+    let mut next = (metadata_start + plan.metadata_bytes()).next_multiple_of(REGION_BYTES);
+    let too_large = || ConvertError::Options("the image below is larger than 8 TiB".to_owned());
+    let block = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).map_err(|_| too_large());
+    let mut windows = Vec::new();
+    for base in base {
+        windows.push(ContentWindow {
+            from: LOWER_FROM
+                .checked_add(block(base.start)?)
+                .ok_or_else(too_large)?,
+            to: block(next)?,
+            blocks: block(base.image.size())?,
+        });
+        next = (next + base.image.size()).next_multiple_of(REGION_BYTES);
     }
+    plan = plan
+        .with_windows(windows.clone())
+        .map_err(|error| unfit(path, error))?;
     emit(&plan, tails, &mut writer, path)?;
-    if let Some(base) = base {
+    for (base, window) in base.iter().zip(&windows) {
         let size = base.image.size();
         let backing = writer.add_backing(BackingEntry {
             name: BackingName::Digest(base.digest),
             size,
         });
         let found = writer.append_window(backing, 0, size).map_err(failed)?;
-        debug_assert_eq!(found, start);
-        metadata.backings(vec![base.described()]);
+        debug_assert_eq!(found, u64::from(window.to) * BLOCK_BYTES);
+    }
+    if !base.is_empty() {
+        metadata.backings(base.iter().map(Named::described).collect());
     }
     metadata.content(plan.inodes(), stats, metadata_start);
     let superblock = plan.superblock(writer.position() / BLOCK_BYTES);
@@ -240,23 +289,27 @@ impl Named {
 fn verify(
     written: &Written,
     output: &Output,
-    base: &Option<Named>,
+    base: &[Named],
     threads: usize,
 ) -> Result<(), ConvertError> {
     let wrong = |error: Error| ConvertError::Verify(Box::new(error));
     bcow::verify_written(written, threads).map_err(wrong)?;
-    let given = Given(base.as_ref().map(|base| base.image.clone()));
+    let given = Given(base.iter().map(|b| (b.digest, b.image.clone())).collect());
     let storage = Arc::new(output.file()?);
     let image =
         Image::open_with_backings(storage, &OpenOptions::default(), &given).map_err(wrong)?;
     crate::verify::file_system(image)
 }
 
-struct Given(Option<Arc<Image>>);
+struct Given(HashMap<[u8; 32], Arc<Image>>);
 
 impl BackingResolver for Given {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(self.0.clone().map(|image| image as Arc<dyn BlockDevice>))
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        let image = match &backing.name {
+            BackingName::Digest(digest) => self.0.get(digest).cloned(),
+            BackingName::FileName { .. } => None,
+        };
+        Ok(image.map(|image| image as Arc<dyn BlockDevice>))
     }
 }
 
@@ -264,10 +317,8 @@ impl BackingResolver for Given {
 struct Store<'s> {
     content: ContentWriter<ImageSink>,
     device: &'s dyn BlockDevice,
-    /// How much of the image below may be named.
-    base_bytes: Option<u64>,
-    /// How much of it is.
-    kept_bytes: u64,
+    /// What may be named.
+    base: Vec<Base<'s>>,
     cancel: Cancel<'s>,
     progress: &'s dyn Progress,
 }
@@ -290,27 +341,27 @@ impl Store<'_> {
         }
         let failed = |error| store_error(Place::layer("the changes"), error);
         let runs = runs(content);
-        let is_kept = |run: &DeviceRun| self.is_kept(run);
-        let kept = runs.iter().filter(|run| is_kept(run)).count();
+        let mut kept = 0;
+        for run in &runs {
+            if let Some(base) = self.base_of(run) {
+                self.base[base].kept_bytes += run.length;
+                kept += 1;
+            }
+        }
         if kept == 0 {
             return self.copy(content, &runs).map_err(failed);
         }
-        self.kept_bytes += runs
-            .iter()
-            .filter(|run| is_kept(run))
-            .map(|run| run.length)
-            .sum::<u64>();
         if kept == runs.len() {
             return self.keep(content).map_err(failed);
         }
         self.mix(content, &runs).map_err(failed)
     }
 
-    fn is_kept(&self, run: &DeviceRun) -> bool {
-        self.base_bytes.is_some_and(|size| {
-            let end = run.at + run.length.next_multiple_of(BLOCK_BYTES);
-            run.at >= BASE_FROM && end <= BASE_FROM + size
-        })
+    /// The image that has the run, if it is one that may be named.
+    fn base_of(&self, run: &DeviceRun) -> Option<usize> {
+        let at = run.at.checked_sub(BASE_FROM)?;
+        let bytes = run.length.next_multiple_of(BLOCK_BYTES);
+        self.base.iter().position(|base| base.has(at, bytes))
     }
 
     /// All of it is stored.
@@ -372,7 +423,7 @@ impl Store<'_> {
         };
         for run in runs {
             let first = run.offset / chunk;
-            if self.is_kept(run) {
+            if self.base_of(run).is_some() {
                 push(ChunkRun {
                     first,
                     count: run.length.div_ceil(chunk),

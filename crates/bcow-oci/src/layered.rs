@@ -9,8 +9,9 @@ mod directory;
 pub(crate) mod lower;
 pub(crate) mod manifest;
 mod report;
-mod stack;
+pub(crate) mod stack;
 mod stored;
+mod trees;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -39,6 +40,8 @@ use cache::{LayerCache, LayoutLayers};
 use lower::LowerIndex;
 use stored::StoredLayer;
 
+pub use trees::convert_trees;
+
 pub use report::{LayoutOptions, LayoutReport, Made, StackReport, StoredLayerReport};
 
 /// Layers converted at the same time, at most: each takes some tens of megabytes.
@@ -63,10 +66,10 @@ pub fn convert_to_layout(
     crate::conversion::writer_options(options, 1)?;
     let input = Input::open(source, options)?;
     refuse_to_replace(source, &input, layout)?;
-    let writer = LayoutWriter::open(&layout.directory)?;
+    let writer = LayoutWriter::open(&layout.directory, layout.form)?;
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
-        convert_image(image, source, layout, writer, options, progress)
+        convert_image(image, source.transport(), layout, writer, options, progress)
     };
     let (blobs, entry, report) = match input {
         Input::Image(image) => convert(&image, &writer)?,
@@ -107,7 +110,7 @@ fn refuse_to_replace(
 /// Makes all that the image consists of. Nothing of it has a name yet.
 fn convert_image(
     image: &Image,
-    source: &Source,
+    transport: &str,
     layout: &LayoutOptions,
     writer: &LayoutWriter,
     options: &ConvertOptions,
@@ -122,7 +125,10 @@ fn convert_image(
         cancel,
         bytes: AtomicU64::new(0),
         cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
-        present: LayoutLayers::find(&layout.directory)?,
+        present: match writer.keeps_others() {
+            true => LayoutLayers::find(&layout.directory)?,
+            false => LayoutLayers::default(),
+        },
         layout: writer,
         open: OpenOptions::default(),
     };
@@ -148,7 +154,7 @@ fn convert_image(
         .zip(&image.layers)
         .map(|(layer, input)| layer_in_stack(layer, input))
         .collect();
-    let metadata = Metadata::of_source(Some(image), source, options, described);
+    let metadata = Metadata::of_source(Some(image), transport, options, described);
     let names: Vec<String> = image.layers.iter().map(|l| l.name.clone()).collect();
     let stack = stack::write(&layers, &names, metadata, writer, options)?;
     let merge_milliseconds = begun.elapsed().as_millis() as u64;

@@ -6,7 +6,6 @@ use serde_json::{Map, Value, json};
 use crate::content::ContentStats;
 use crate::image::Image;
 use crate::options::{Compression, ConvertOptions, LayerReport};
-use crate::source::Source;
 
 /// A section in the making.
 pub(crate) struct Metadata(Map<String, Value>);
@@ -15,7 +14,7 @@ impl Metadata {
     /// Of an image that stands for a whole source: flattened, or a stack.
     pub(crate) fn of_source(
         image: Option<&Image>,
-        source: &Source,
+        transport: &str,
         options: &ConvertOptions,
         layers: Vec<Value>,
     ) -> Self {
@@ -27,13 +26,6 @@ impl Metadata {
             ("options", Some(options_json(options))),
         ];
         insert_some(&mut all, fields);
-        let transport = match source {
-            Source::Oci { .. } => "oci",
-            Source::OciArchive { .. } => "oci-archive",
-            Source::DockerArchive { .. } => "docker-archive",
-            Source::Tar(_) => "tar",
-            Source::Directory(_) => "dir",
-        };
         let mut origin = Map::new();
         origin.insert("transport".into(), json!(transport));
         if let Some(image) = image {

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use crate::digest::Digest;
 use crate::store::StoreError;
 
-/// An image in BCoW form: `FILE`, `oci:DIR[:REF]` or `oci:DIR@sha256:HEX`.
+/// An image in BCoW form: `FILE`, `bcow:FILE`, `oci:DIR[:REF]` or `oci:DIR@sha256:HEX`.
 ///
-/// As in [`crate::Source`], the first colon behind the transport ends DIR. A file whose name begins with `oci:` is
+/// As in [`crate::Source`], the first colon behind the transport ends DIR. A file whose name begins with `oci:` or `bcow:` is
 /// `./oci:...`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageName {
@@ -32,16 +32,22 @@ pub enum ImageName {
 }
 
 const TRANSPORT: &[u8] = b"oci:";
+/// Before a file, where it might be taken for something else.
+const FILE: &[u8] = b"bcow:";
 
 impl ImageName {
     /// Reads a name. Whatever has no transport is a file.
     pub fn parse(text: &OsStr) -> Result<ImageName, StoreError> {
-        let Some(rest) = text.as_bytes().strip_prefix(TRANSPORT) else {
-            return Ok(ImageName::File(text.into()));
-        };
         let bad = |problem| StoreError::NameSyntax {
             text: text.to_string_lossy().into_owned(),
             problem,
+        };
+        let Some(rest) = text.as_bytes().strip_prefix(TRANSPORT) else {
+            return match text.as_bytes().strip_prefix(FILE) {
+                Some(b"") => Err(bad("there is nothing behind the colon")),
+                Some(path) => Ok(ImageName::File(OsStr::from_bytes(path).into())),
+                None => Ok(ImageName::File(text.into())),
+            };
         };
         let path = |bytes: &[u8]| match bytes {
             b"" => Err(bad("there is no directory in it")),
@@ -109,6 +115,7 @@ mod tests {
         for file in ["a.bcow", "./oci:x", "dir/oci:x", "tar:x", "a@sha256:0"] {
             assert_eq!(parse(file), Ok(ImageName::File(file.into())));
         }
+        assert_eq!(parse("bcow:oci:x"), Ok(ImageName::File("oci:x".into())));
         let layout = |directory: &str, reference: Option<&str>| {
             Ok(ImageName::Layout {
                 directory: directory.into(),
@@ -131,6 +138,7 @@ mod tests {
     #[test]
     fn what_is_no_name_says_why() {
         for (text, why) in [
+            ("bcow:", "there is nothing behind the colon"),
             ("oci:", "there is no directory in it"),
             ("oci::x", "there is no directory in it"),
             ("oci:a:", "there is nothing behind the second colon"),

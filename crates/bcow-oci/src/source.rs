@@ -49,6 +49,19 @@ pub enum TarInput {
     Stdin,
 }
 
+impl Source {
+    /// What stands before the first colon.
+    pub fn transport(&self) -> &'static str {
+        match self {
+            Source::Oci { .. } => "oci",
+            Source::OciArchive { .. } => "oci-archive",
+            Source::DockerArchive { .. } => "docker-archive",
+            Source::Tar(_) => "tar",
+            Source::Directory(_) => "dir",
+        }
+    }
+}
+
 impl FromStr for Source {
     type Err = ConvertError;
 

@@ -79,6 +79,8 @@ pub struct Places<'p> {
     pub stores: &'p [PathBuf],
     /// Directories for file names, beside that of the image and the stores.
     pub named: &'p [PathBuf],
+    /// Files that the user named and that may be the ones, whatever their names.
+    pub given: &'p [PathBuf],
 }
 
 /// A file that was found by its digest or its name.
@@ -531,6 +533,8 @@ struct Finder {
     stores: Vec<PathBuf>,
     /// For names only.
     named: Vec<PathBuf>,
+    /// For whatever they are.
+    given: Vec<PathBuf>,
     options: OpenOptions,
     /// What is known of files that were not looked for yet. What the uppermost file says of one holds.
     facts: RefCell<HashMap<Digest, Facts>>,
@@ -563,6 +567,7 @@ impl Finder {
         Finder {
             stores: stores.chain(places.stores.iter().cloned()).collect(),
             named: places.named.to_vec(),
+            given: places.given.to_vec(),
             options,
             facts: RefCell::default(),
             known: RefCell::default(),
@@ -698,6 +703,8 @@ impl Finder {
                     know(Known::Open(file.clone(), height));
                     return Some((file, height));
                 }
+                // It was named for something else.
+                Err(_) if matches!(candidate, Candidate::Given(_)) => {}
                 Err(problem) => {
                     first_problem.get_or_insert(problem);
                 }
@@ -752,6 +759,7 @@ impl Finder {
         by_digest
             .map(Candidate::Path)
             .chain(named.into_iter().map(|(d, name)| Candidate::Named(d, name)))
+            .chain(self.given.iter().cloned().map(Candidate::Given))
             .collect()
     }
 
@@ -848,12 +856,14 @@ enum Candidate {
     Path(PathBuf),
     /// Under a name in a directory. Symbolic links are not followed: the name comes out of a file.
     Named(PathBuf, String),
+    /// One that the user named, perhaps for something else.
+    Given(PathBuf),
 }
 
 impl Candidate {
     fn path(&self) -> PathBuf {
         match self {
-            Candidate::Path(path) => path.clone(),
+            Candidate::Path(path) | Candidate::Given(path) => path.clone(),
             Candidate::Named(directory, name) => directory.join(name),
         }
     }
@@ -861,7 +871,7 @@ impl Candidate {
     /// Opens it; `None` if there is no such file.
     fn open(&self) -> Result<Option<Arc<File>>, Box<dyn std::error::Error + Send + Sync>> {
         match self {
-            Candidate::Path(path) => match open_regular(path) {
+            Candidate::Path(path) | Candidate::Given(path) => match open_regular(path) {
                 Ok(Some(blob)) => Ok(blob.file()),
                 Ok(None) => Ok(None),
                 // The path is told beside it.

@@ -1,11 +1,10 @@
 //! `bcow commit` of the upper of a writable mount.
 
-use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use bcow::OpenOptions;
 use bcow::chain::directory_of;
 use bcow::format::{Use, is_plain_name};
 use bcow_erofs::merge::merge;
@@ -16,7 +15,7 @@ use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
     ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, TarReport, export_layout, export_tar,
 };
-use bcow_oci::{ConvertOptions, Digest, ImageName, Limits, Source, store};
+use bcow_oci::{ConvertOptions, Digest, ImageName, LayoutForm, Limits, store};
 use bcow_union::upper::{Changes, LOWER_FROM, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
@@ -24,68 +23,38 @@ use super::{Args, Extent};
 use crate::commands::convert::{failure as convert_failure, source_date_epoch};
 use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
 use crate::error::CommandError;
-use crate::image::{OpenImage, parse_name};
+use crate::image::{OpenImage, hex, parse_name};
 use crate::interrupt::Interrupt;
+use crate::place::{self, Destination, Layout};
 use crate::size::{Count, Human};
 use crate::ui::Ui;
 use crate::upper::{self, Joined};
-
-/// Where the changes go.
-#[derive(Debug, PartialEq, Eq)]
-enum Destination {
-    /// An archive; `None` is standard output.
-    Tar(Option<PathBuf>),
-    Layout {
-        directory: PathBuf,
-        reference: Option<String>,
-    },
-    File(PathBuf),
-}
-
-fn destination(name: &OsStr) -> Result<Destination, CommandError> {
-    if let Some(path) = name.as_bytes().strip_prefix(b"tar:") {
-        return match path {
-            b"" => Err(CommandError::usage("there is no file behind tar:")),
-            b"-" => Ok(Destination::Tar(None)),
-            path => Ok(Destination::Tar(Some(OsStr::from_bytes(path).into()))),
-        };
-    }
-    if name.as_bytes().starts_with(b"oci:") {
-        let text = name.to_str().unwrap_or_default();
-        return match text.parse::<Source>() {
-            Ok(Source::Oci {
-                directory,
-                reference,
-            }) => Ok(Destination::Layout {
-                directory,
-                reference,
-            }),
-            _ => Err(CommandError::usage("write oci:DIR[:REF]")),
-        };
-    }
-    if name == "-" {
-        return Err(CommandError::usage("an image is not written in order")
-            .hint("tar:- writes an archive of the changes to standard output"));
-    }
-    Ok(Destination::File(name.into()))
-}
 
 /// Makes a layer, or an image, of what `upper` changes.
 pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     let Some(new) = &args.new else {
         return Err(
             CommandError::usage("there is nothing to write the changes to")
-                .hint("name FILE.bcow, tar:FILE or oci:DIR[:REF]"),
+                .hint("name FILE.bcow, tar:FILE, oci:DIR[:REF] or oci-archive:FILE[:REF]"),
         );
     };
-    let destination = destination(new.as_os_str())?;
+    let destination = Destination::parse(new.as_os_str())?;
+    if matches!(destination, Destination::Raw(_) | Destination::Qcow2(_)) {
+        return Err(place::refuse(&new.to_string_lossy(), "commit --upper")
+            .hint("name FILE.bcow, tar:FILE, oci:DIR[:REF] or oci-archive:FILE[:REF]"));
+    }
     if !matches!(destination, Destination::File(_)) && args.extent() != Extent::Layer {
         return Err(
             CommandError::usage("--merge and --flatten are for an image in one file")
                 .hint("`bcow export --to tar` writes the tree of an image"),
         );
     }
-    let image = OpenImage::open(&args.disk, &args.stores)?;
+    let image = OpenImage::open_layered(
+        &args.disk,
+        &args.layers.layers,
+        &args.stores,
+        &OpenOptions::default(),
+    )?;
     let changes = upper::changes(&image, upper, Scope::Layer, ui)?;
     let work = Work {
         args,
@@ -95,11 +64,10 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     };
     match destination {
         Destination::Tar(output) => work.archive(changes, output.as_deref()),
-        Destination::Layout {
-            directory,
-            reference,
-        } => work.layout(changes, directory, reference),
+        Destination::Layout(layout) => work.layout(changes, &layout),
         Destination::File(path) => work.file(changes, &path),
+        // Refused before anything was opened.
+        Destination::Raw(_) | Destination::Qcow2(_) => Ok(()),
     }
 }
 
@@ -155,13 +123,13 @@ impl Work<'_> {
         Ok(())
     }
 
-    fn layout(
-        &self,
-        changes: Changes,
-        directory: PathBuf,
-        reference: Option<String>,
-    ) -> Result<(), CommandError> {
-        self.refuse_to_replace(&directory, reference.as_deref())?;
+    fn layout(&self, changes: Changes, layout: &Layout) -> Result<(), CommandError> {
+        match layout.form {
+            LayoutForm::Directory => {
+                self.refuse_to_replace(&layout.path, layout.reference.as_deref())?;
+            }
+            LayoutForm::Archive => self.image.refuse_own_name(&layout.path)?,
+        }
         let (_, layer) = self.layer(changes)?;
         let metadata = metadata(self.image)?;
         let whole = self.image.tree()?;
@@ -177,8 +145,9 @@ impl Work<'_> {
         let config = config_after(metadata.get("config"), layers.len())?;
         layers.push((&layer.filesystem, None));
         let destination = LayoutExport {
-            directory: directory.clone(),
-            reference,
+            directory: layout.path.clone(),
+            form: layout.form,
+            reference: layout.reference.clone(),
             compression: self.args.layer_compress.unwrap_or_default(),
         };
         let interrupt = Interrupt::catch();
@@ -196,8 +165,8 @@ impl Work<'_> {
         drop(progress);
         let new = report.layers.last();
         self.ui.status(format_args!(
-            "oci:{}: {} layers, the new one of {} entries, {}; manifest {}",
-            directory.display(),
+            "{}: {} layers, the new one of {} entries, {}; manifest {}",
+            layout.without_reference(),
             Count(report.layers.len() as u64),
             Count(new.map_or(0, |layer| layer.entries)),
             Human(new.map_or(0, |layer| layer.stored_bytes)),
@@ -257,11 +226,10 @@ impl Work<'_> {
             Extent::Merged | Extent::Whole => self.merged(changes)?,
         };
         let spliced = store.filesystem(&tree).joined(self.upper)?;
-        let base = (extent != Extent::Whole).then(|| Base {
-            image: self.image.image().clone(),
-            digest: Box::new(|| self.digest()),
-            name: self.file_name(),
-        });
+        let base = match extent {
+            Extent::Whole => Vec::new(),
+            Extent::Layer | Extent::Merged => self.bases(),
+        };
         let commit = Commit {
             tree,
             device: &*spliced.device,
@@ -281,13 +249,18 @@ impl Work<'_> {
     /// Warns if the new image at `path` will not find the image below it by itself.
     fn warn_of_distance(&self, path: &Path) {
         let own = directory_of(path);
-        let base = directory_of(&self.image.opened().path);
-        let is_beside = self.file_name().is_some() && base == own;
-        if !is_beside {
+        let is_beside = |image: &OpenImage| {
+            file_name(image).is_some() && directory_of(&image.opened().path) == own
+        };
+        let parts = self.image.parts().iter().map(|part| &part.image);
+        let images = std::iter::once(self.image)
+            .filter(|image| image.parts().is_empty())
+            .chain(parts);
+        for image in images.filter(|image| !is_beside(image)) {
             self.ui.warning(format_args!(
                 "{} needs {}, which is not in the same directory: put it there, or name its place with --store wherever {0} is used",
                 path.display(),
-                self.args.disk.display()
+                image.path().display()
             ));
         }
     }
@@ -295,6 +268,7 @@ impl Work<'_> {
     fn merged(&self, changes: Changes) -> Result<ErofsTree, CommandError> {
         let lower = self.image.tree()?.into_filesystem();
         let options = ReadOptions {
+            form: self.image.form(),
             place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
             tails: LOWER_FROM,
             max_inodes: Limits::default().max_entries,
@@ -318,28 +292,11 @@ impl Work<'_> {
         })
     }
 
-    /// The name of the image's file, under which others find it again; those in a layout go by their digest.
-    fn file_name(&self) -> Option<String> {
-        let ImageName::File(path) = parse_name(self.image.path()).ok()? else {
-            return None;
-        };
-        let path = path.canonicalize().ok()?;
-        let name = path.file_name()?.to_str()?;
-        is_plain_name(name).then(|| name.to_owned())
-    }
-
-    /// The digest of the image's file: known if it goes by one, else read.
-    fn digest(&self) -> std::io::Result<[u8; 32]> {
-        let name = parse_name(self.image.path()).ok();
-        let located = name.and_then(|name| store::locate(&name).ok());
-        let known = located.and_then(|located| located.digest?.sha256());
-        match known {
-            Some(digest) => Ok(digest),
-            None => {
-                let file = File::open(&self.image.opened().path)?;
-                let (digest, _) = Digest::of_file(&file, Algorithm::Sha256)?;
-                Ok(digest.sha256().unwrap_or_default())
-            }
+    /// The images below, each with its place in the address space below the changes.
+    fn bases(&self) -> Vec<Base<'_>> {
+        match self.image.parts() {
+            [] => vec![base(0, self.image)],
+            parts => parts.iter().map(|p| base(p.start, &p.image)).collect(),
         }
     }
 
@@ -348,9 +305,7 @@ impl Work<'_> {
         if let Some(created) = source_date_epoch()?.and_then(bcow_oci::rfc3339) {
             all.insert("created".into(), json!(created));
         }
-        let over = self.image.image().identity_hash();
-        let over: String = over.iter().map(|byte| format!("{byte:02x}")).collect();
-        let of = json!({ "over": over });
+        let of = json!({ "over": hex(&self.image.identity()) });
         match extent {
             Extent::Layer => {
                 all.insert("layer".into(), of);
@@ -382,6 +337,41 @@ impl Work<'_> {
             Human(report.content_bytes),
             Human(report.file_bytes)
         ));
+    }
+}
+
+/// An image that begins at byte `start` of the address space below the changes.
+fn base(start: u64, image: &OpenImage) -> Base<'_> {
+    Base::new(
+        start,
+        image.image().clone(),
+        Box::new(|| digest(image)),
+        file_name(image),
+    )
+}
+
+/// The name of the image's file, under which others find it again; those in a layout go by their digest.
+fn file_name(image: &OpenImage) -> Option<String> {
+    let ImageName::File(path) = parse_name(image.path()).ok()? else {
+        return None;
+    };
+    let path = path.canonicalize().ok()?;
+    let name = path.file_name()?.to_str()?;
+    is_plain_name(name).then(|| name.to_owned())
+}
+
+/// The digest of the image's file: known if it goes by one, else read.
+fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
+    let name = parse_name(image.path()).ok();
+    let located = name.and_then(|name| store::locate(&name).ok());
+    let known = located.and_then(|located| located.digest?.sha256());
+    match known {
+        Some(digest) => Ok(digest),
+        None => {
+            let file = File::open(&image.opened().path)?;
+            let (digest, _) = Digest::of_file(&file, Algorithm::Sha256)?;
+            Ok(digest.sha256().unwrap_or_default())
+        }
     }
 }
 
@@ -421,24 +411,6 @@ fn config_after(config: Option<&Value>, below: usize) -> Result<Option<Value>, C
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn destinations_are_told_by_their_transport() {
-        let of = |text: &str| destination(OsStr::new(text));
-        assert_eq!(of("tar:-").unwrap(), Destination::Tar(None));
-        let tar = of("tar:a:b").unwrap();
-        assert_eq!(tar, Destination::Tar(Some("a:b".into())));
-        let layout = Destination::Layout {
-            directory: "dir".into(),
-            reference: Some("ref".into()),
-        };
-        assert_eq!(of("oci:dir:ref").unwrap(), layout);
-        let file = of("./tar:x").unwrap();
-        assert_eq!(file, Destination::File("./tar:x".into()));
-        for bad in ["tar:", "oci:", "-"] {
-            assert!(of(bad).is_err(), "{bad}");
-        }
-    }
 
     #[test]
     fn a_history_says_who_made_the_last_layer() {

@@ -1,8 +1,6 @@
 //! Disks in other forms: raw and qcow2, into BCoW and out of it.
 
-use std::ffi::OsStr;
 use std::fs::File;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -20,6 +18,7 @@ use crate::error::{CommandError, Context};
 use crate::image::{self, OpenImage};
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
+use crate::place::{self, Destination};
 use crate::rewrite::{LOG_BYTES, Rewrite, metadata};
 use crate::size::{Count, Human};
 use crate::ui::Ui;
@@ -32,14 +31,18 @@ enum Foreign<'a> {
 }
 
 impl<'a> Foreign<'a> {
-    fn parse(text: &'a OsStr) -> Option<Self> {
-        let rest = |transport: &[u8]| {
-            let rest = text.as_bytes().strip_prefix(transport)?;
-            Some(Path::new(OsStr::from_bytes(rest)))
-        };
-        match (rest(b"raw:"), rest(b"qcow2:")) {
-            (Some(path), _) => Some(Foreign::Raw(path)),
-            (_, Some(path)) => Some(Foreign::Qcow2(path)),
+    fn of_source(source: &'a place::Source) -> Option<Self> {
+        match source {
+            place::Source::Raw(path) => Some(Foreign::Raw(path)),
+            place::Source::Qcow2(path) => Some(Foreign::Qcow2(path)),
+            _ => None,
+        }
+    }
+
+    fn of_destination(destination: &'a Destination) -> Option<Self> {
+        match destination {
+            Destination::Raw(path) => Some(Foreign::Raw(path)),
+            Destination::Qcow2(path) => Some(Foreign::Qcow2(path)),
             _ => None,
         }
     }
@@ -77,26 +80,37 @@ impl<'a> Foreign<'a> {
     }
 }
 
-/// Whether the command line is about disks.
-pub fn is_meant(args: &Args) -> bool {
-    Foreign::parse(&args.source).is_some() || Foreign::parse(args.destination.as_os_str()).is_some()
+/// Whether the command line is about disks. `image` is the source, if that is in BCoW form.
+pub fn is_meant(
+    source: &place::Source,
+    destination: &Destination,
+    image: Option<&OpenImage>,
+) -> bool {
+    Foreign::of_source(source).is_some()
+        || Foreign::of_destination(destination).is_some()
+        || image.is_some_and(|image| image.image().header().purpose != Use::Image)
 }
 
 /// Converts a disk.
-pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let destination = Foreign::parse(args.destination.as_os_str());
+pub fn run(
+    args: &Args,
+    from: &place::Source,
+    destination: &Destination,
+    image: Option<OpenImage>,
+    ui: &Ui,
+) -> Result<(), CommandError> {
     refuse_options_of_images(args)?;
-    let source = open_source(args)?;
-    match destination {
+    let source = open_source(args, from, image)?;
+    match Foreign::of_destination(destination) {
         Some(foreign) => {
             foreign.check()?;
             source.refuse_as_destination(foreign.path())?;
             write_foreign(args, &source, foreign, ui)
         }
         None => {
-            let destination = match super::destination(&args.destination)? {
-                super::Destination::File(path) => path,
-                super::Destination::Layout { .. } => {
+            let destination = match destination {
+                Destination::File(path) => path,
+                _ => {
                     return Err(CommandError::usage("an OCI layout has images, not disks")
                         .hint("write to a file"));
                 }
@@ -133,9 +147,13 @@ struct Source {
     files: Vec<PathBuf>,
 }
 
-fn open_source(args: &Args) -> Result<Source, CommandError> {
+fn open_source(
+    args: &Args,
+    from: &place::Source,
+    image: Option<OpenImage>,
+) -> Result<Source, CommandError> {
     let name = PathBuf::from(&args.source);
-    let foreign = Foreign::parse(&args.source);
+    let foreign = Foreign::of_source(from);
     if let Some(foreign) = &foreign {
         foreign.check()?;
     }
@@ -162,7 +180,10 @@ fn open_source(args: &Args) -> Result<Source, CommandError> {
             })
         }
         None => {
-            let image = OpenImage::open(&name, &args.stores)?;
+            let image = match image {
+                Some(image) => image,
+                None => OpenImage::open(&name, &args.stores)?,
+            };
             Ok(Source {
                 transport: "bcow",
                 bytes: true_size(&image),

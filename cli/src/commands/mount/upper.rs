@@ -101,7 +101,7 @@ impl UpperArgs {
             let _ = signals.let_through();
             let lower = LowerImage {
                 fs: Arc::clone(&tree),
-                identity: image.image().identity_hash(),
+                identity: image.identity(),
                 name: image.path().to_string_lossy().into_owned(),
             };
             UnionFs::open(lower, path, &note, &options)

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use bcow_erofs::debug::{DumpOptions, dump_to_string};
 use bcow_erofs::merge::merge;
-use bcow_erofs::overlay::{ReadOptions, read_layer};
+use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
 use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteOptions, device_table};
@@ -527,6 +527,7 @@ pub fn stack() -> Stack {
     let mut next = 0;
     for image in &layers {
         let options = ReadOptions {
+            form: TreeForm::Layer,
             place: &|offset, _| Some(next + (offset / BLOCK as u64) as u32),
             tails: tails.len() as u64,
             max_inodes: 1000,

@@ -1,7 +1,7 @@
 //! An ordinary OCI image in a layout: a tar archive per layer, configuration, manifest.
 
 use std::io::{self, BufWriter, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
@@ -18,7 +18,9 @@ use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::image::ImageConfig;
 use crate::layered::manifest::{OCI_CONFIG, to_bytes};
 use crate::layout::OCI_MANIFEST;
-use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob, descriptor, write_error};
+use crate::layout::write::{
+    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, write_error,
+};
 use crate::metadata::insert_some;
 use crate::options::{Platform, Progress};
 use crate::parallel;
@@ -72,8 +74,10 @@ impl KnownLayer {
 /// Where an image goes.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutExport {
-    /// The layout; made where there is nothing or an empty directory.
+    /// The layout; made where there is nothing or an empty directory. The file of an archive.
     pub directory: PathBuf,
+    /// What it is written as.
+    pub form: LayoutForm,
     /// Name of the image in the layout.
     pub reference: Option<String>,
     /// How the layers are compressed.
@@ -127,7 +131,7 @@ pub fn export_layout(
     };
     // What is wrong with it is known before anything is written.
     let template = ConfigTemplate::new(config)?;
-    let writer = LayoutWriter::open(&destination.directory)?;
+    let writer = LayoutWriter::open(&destination.directory, destination.form)?;
     let stop = AtomicBool::new(false);
     let work = Work {
         writer: &writer,
@@ -194,6 +198,50 @@ pub fn export_layout(
     Ok(report)
 }
 
+/// Writes the archives of `layers` into files without names, uncompressed. Gives them with their digests, lowest first.
+pub(crate) fn archives(
+    layers: &Layers<'_>,
+    writer: &LayoutWriter,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<Vec<(NewBlob, DiffId)>, ExportError> {
+    let (layers, form) = match layers {
+        Layers::Flattened(fs) => (vec![*fs], Form::Flattened),
+        Layers::Stack(layers) => (layers.clone(), Form::Layer),
+        Layers::Known(layers) => (layers.iter().map(|layer| layer.0).collect(), Form::Layer),
+    };
+    let stop = AtomicBool::new(false);
+    let work = Work {
+        writer,
+        form,
+        compression: LayerCompression::None,
+        is_piped: false,
+        cancel: Cancel::new(options.cancel.as_deref()).or(&stop),
+        progress,
+    };
+    let order: Vec<usize> = (0..layers.len()).collect();
+    let written = parallel::run(&order, options.threads.max(1), &stop, |index| {
+        work.layer(layers[index], &layers[..index])
+    })?;
+    let pairs = written.into_iter().filter_map(|layer: WrittenLayer| {
+        let diff_id = layer.report.diff_id;
+        layer.blob.map(|blob| (blob, diff_id))
+    });
+    Ok(pairs.collect())
+}
+
+/// The configuration of an image with these layers, made of what it was.
+pub(crate) fn config_with(
+    config: Option<&Value>,
+    diff_ids: &[&Digest],
+    path: &Path,
+) -> Result<Vec<u8>, ExportError> {
+    Ok(to_bytes(
+        &ConfigTemplate::new(config)?.fill(diff_ids),
+        path,
+    )?)
+}
+
 struct Work<'w> {
     writer: &'w LayoutWriter,
     form: Form,
@@ -233,7 +281,7 @@ impl Work<'_> {
     /// have the content.
     fn has(&self, known: &KnownLayer) -> Result<bool, ExportError> {
         const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
-        if !known.media_type.starts_with(FORM) {
+        if !known.media_type.starts_with(FORM) || !self.writer.keeps_others() {
             return Ok(false);
         }
         let path = self.writer.blob_path(&known.digest);

@@ -187,6 +187,7 @@ impl LayerCache {
 }
 
 /// The BCoW layers that the images of a layout have.
+#[derive(Default)]
 pub(crate) struct LayoutLayers {
     by_diff_id: HashMap<String, Vec<LayoutLayer>>,
 }

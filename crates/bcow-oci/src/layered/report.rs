@@ -5,13 +5,16 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
+use crate::layout::write::LayoutForm;
 use crate::options::Platform;
 
 /// Where a layered image goes, and what of it may be there already.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutOptions {
-    /// The layout; made where there is nothing or an empty directory.
+    /// The layout; made where there is nothing or an empty directory. The file of an archive.
     pub directory: PathBuf,
+    /// What it is written as.
+    pub form: LayoutForm,
     /// Name of the image in the layout.
     pub reference: Option<String>,
     /// Where converted layers are kept for other conversions.

@@ -1,18 +1,20 @@
 //! The stack: the merged file system's metadata, and a window onto each layer.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{
-    BackingResolver, BlockDevice, Error, Image, ImageWriter, OpenOptions, Written, verify_written,
+    BackingResolver, BlockDevice, Error, Image, ImageWriter, OpenOptions, WriterOptions, Written,
+    verify_written,
 };
 use bcow_erofs::merge::merge;
-use bcow_erofs::overlay::{ReadOptions, read_layer};
-use bcow_erofs::tree::{LayerTree, TailSource};
+use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
+use bcow_erofs::tree::{LayerTree, TailSource, Tree};
 use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteError, WriteOptions, device_table};
 
 use super::lower::REGION_BYTES;
@@ -27,7 +29,7 @@ use crate::options::ConvertOptions;
 use crate::parallel;
 
 /// Bytes of a layer that a tail can be named by: EROFS addresses reach to 16 TiB.
-const TAIL_SHIFT: u32 = 44;
+pub(crate) const TAIL_SHIFT: u32 = 44;
 
 /// A stack that was written.
 pub(crate) struct Stack {
@@ -38,102 +40,169 @@ pub(crate) struct Stack {
 
 /// A layer in the address space of the stack, in blocks from the start of the windows.
 #[derive(Debug, Clone, Copy)]
-struct Place {
-    first: u64,
-    blocks: u64,
+pub(crate) struct Place {
+    pub first: u64,
+    pub blocks: u64,
 }
 
 /// Merges `layers`, lowest first, and writes the stack. `names` are for messages.
 pub(crate) fn write(
     layers: &[&StoredLayer],
     names: &[String],
-    mut metadata: Metadata,
+    metadata: Metadata,
     layout: &LayoutWriter,
     options: &ConvertOptions,
 ) -> Result<Stack, ConvertError> {
     let path: PathBuf = layout.directory().to_owned();
-    let failed = |error| image_error(&path, error);
-    let places = places(layers);
+    let places = places(layers.iter().map(|layer| layer.own_bytes));
     let end = places.last().map_or(0, |last| last.first + last.blocks);
     let trees = read_trees(layers, &places, end, options)?;
     let tree = merge(trees).map_err(|e| tree_error(names, e))?;
-
-    let mut writer_options = writer_options(options, options.threads.max(1))?;
-    writer_options.metadata_first = true;
-    let output = layout.new_blob()?;
-    let mut writer = ImageWriter::create(output.file()?, writer_options).map_err(failed)?;
-    let mut start = writer.begin_metadata().map_err(failed)?;
-    // A plain layer is a device that the kernel can mount.
-    let devices = match options.plain && !layers.is_empty() {
-        true => layers.len() as u16,
-        false => 0,
-    };
-    let table_bytes = device_table(&vec![
-        Device {
-            blocks: 0,
-            start: 0
-        };
-        devices.into()
-    ])
-    .len();
-    start += table_bytes as u64;
-    let write_options = WriteOptions {
-        metadata_start: start,
-        inline_max: INLINE_MAX,
-    };
-    let plan = Plan::new(&tree, &write_options).map_err(|e| unfit(&path, e))?;
-    let metadata_end = start + plan.metadata_bytes();
-    let first = metadata_end.next_multiple_of(REGION_BYTES) / BLOCK_BYTES;
-    let windows = windows(&places, first).map_err(|e| unfit(&path, e))?;
-    if devices > 0 {
-        let devices: Vec<Device> = windows
-            .iter()
-            .map(|window| Device {
-                blocks: window.blocks,
-                start: window.to,
+    let parts = layers
+        .iter()
+        .map(|layer| {
+            Ok(Part {
+                image: &layer.image,
+                digest: layer.sha256()?,
+                bytes: layer.own_bytes,
             })
-            .collect();
-        writer.append(&device_table(&devices)).map_err(failed)?;
-    }
-    let plan = plan
-        .with_windows(windows.clone())
-        .map_err(|e| unfit(&path, e))?
-        .with_device_table(devices);
-    let tails = Tails(layers);
-    emit(&plan, &tails, &mut writer, &path)?;
-    for (layer, window) in layers.iter().zip(&windows) {
-        let backing = writer.add_backing(BackingEntry {
-            name: BackingName::Digest(layer.sha256()?),
-            size: layer.image.size(),
-        });
-        let found = writer
-            .append_window(backing, 0, layer.own_bytes)
-            .map_err(failed)?;
-        debug_assert_eq!(found, u64::from(window.to) * BLOCK_BYTES);
-    }
-    let entries = plan.inodes();
+        })
+        .collect::<Result<Vec<_>, ConvertError>>()?;
     let mut stats = ContentStats::default();
     for layer in layers {
         stats.content_bytes += layer.info.content_bytes;
         stats.deduplicated_bytes += layer.info.deduplicated_bytes;
         stats.lower_bytes += layer.info.lower_bytes;
     }
-    metadata.content(entries, stats, start);
-    // With devices beside it, the first one ends with the metadata.
-    let total = match devices {
-        0 => writer.position(),
-        _ => metadata_end,
+    let output = layout.new_blob()?;
+    let merged = Merged {
+        tree: &tree,
+        parts: &parts,
+        places: &places,
+        options: writer_options(options, options.threads.max(1))?,
+        inline_max: INLINE_MAX,
+        stats,
+        path: &path,
     };
-    let superblock = plan.superblock(total / BLOCK_BYTES);
-    let written = writer
-        .finish(&superblock, &metadata.into_json())
-        .map_err(failed)?;
+    let stack = merged.write(output.file()?, metadata)?;
     let blob = layout.finish(output)?;
     Ok(Stack {
         blob,
-        written,
-        entries,
+        written: stack.written,
+        entries: stack.entries,
     })
+}
+
+/// An image of which a stack shows the beginning.
+pub(crate) struct Part<'p> {
+    pub image: &'p Arc<Image>,
+    /// By which the stack names it.
+    pub digest: [u8; 32],
+    /// How much of it.
+    pub bytes: u64,
+}
+
+/// A merged tree, and the images that have the content of its files.
+pub(crate) struct Merged<'m> {
+    /// Its contents are at [`Place`]s, its tails at `TAIL_SHIFT`ed numbers of parts.
+    pub tree: &'m Tree,
+    pub parts: &'m [Part<'m>],
+    /// Where they are.
+    pub places: &'m [Place],
+    pub options: WriterOptions,
+    /// Longest tail beside an inode.
+    pub inline_max: u16,
+    /// What is said of the content.
+    pub stats: ContentStats,
+    /// How messages call the file.
+    pub path: &'m Path,
+}
+
+/// A stack that was written.
+pub(crate) struct WrittenStack {
+    pub written: Written,
+    /// Inodes of its tree.
+    pub entries: u64,
+    /// Where it shows its parts, in their order.
+    pub windows: Vec<ContentWindow>,
+}
+
+impl Merged<'_> {
+    /// Writes the stack.
+    pub(crate) fn write(
+        self,
+        file: File,
+        mut metadata: Metadata,
+    ) -> Result<WrittenStack, ConvertError> {
+        let Merged {
+            parts, path, tree, ..
+        } = self;
+        let failed = |error| image_error(path, error);
+        let mut writer_options = self.options;
+        writer_options.metadata_first = true;
+        // A plain layer is a device that the kernel can mount.
+        let devices = match writer_options.plain && !parts.is_empty() {
+            true => parts.len() as u16,
+            false => 0,
+        };
+        let mut writer = ImageWriter::create(file, writer_options).map_err(failed)?;
+        let mut start = writer.begin_metadata().map_err(failed)?;
+        let no_device = Device {
+            blocks: 0,
+            start: 0,
+        };
+        start += device_table(&vec![no_device; devices.into()]).len() as u64;
+        let write_options = WriteOptions {
+            metadata_start: start,
+            inline_max: self.inline_max,
+        };
+        let plan = Plan::new(tree, &write_options).map_err(|e| unfit(path, e))?;
+        let metadata_end = start + plan.metadata_bytes();
+        let first = metadata_end.next_multiple_of(REGION_BYTES) / BLOCK_BYTES;
+        let windows = windows(self.places, first).map_err(|e| unfit(path, e))?;
+        if devices > 0 {
+            let devices: Vec<Device> = windows
+                .iter()
+                .map(|window| Device {
+                    blocks: window.blocks,
+                    start: window.to,
+                })
+                .collect();
+            writer.append(&device_table(&devices)).map_err(failed)?;
+        }
+        let plan = plan
+            .with_windows(windows.clone())
+            .map_err(|e| unfit(path, e))?
+            .with_device_table(devices);
+        let tails = Tails(parts);
+        emit(&plan, &tails, &mut writer, path)?;
+        for (part, window) in parts.iter().zip(&windows) {
+            let backing = writer.add_backing(BackingEntry {
+                name: BackingName::Digest(part.digest),
+                size: part.image.size(),
+            });
+            let found = writer
+                .append_window(backing, 0, part.bytes)
+                .map_err(failed)?;
+            debug_assert_eq!(found, u64::from(window.to) * BLOCK_BYTES);
+        }
+        let entries = plan.inodes();
+        metadata.content(entries, self.stats, start);
+        // With devices beside it, the first one ends with the metadata.
+        let total = match devices {
+            0 => writer.position(),
+            _ => metadata_end,
+        };
+        let superblock = plan.superblock(total / BLOCK_BYTES);
+        let written = writer
+            .finish(&superblock, &metadata.into_json())
+            .map_err(failed)?;
+        Ok(WrittenStack {
+            written,
+            entries,
+            windows,
+        })
+    }
 }
 
 impl Stack {
@@ -188,15 +257,14 @@ impl BackingResolver for Known {
     }
 }
 
-/// One layer behind the other, each from a region on.
-fn places(layers: &[&StoredLayer]) -> Vec<Place> {
+/// One layer of so many bytes behind the other, each from a region on.
+pub(crate) fn places(lengths: impl Iterator<Item = u64>) -> Vec<Place> {
     let mut next: u64 = 0;
-    layers
-        .iter()
-        .map(|layer| {
+    lengths
+        .map(|bytes| {
             let first = next;
-            let blocks = layer.own_bytes / BLOCK_BYTES;
-            next = first + layer.own_bytes.next_multiple_of(REGION_BYTES) / BLOCK_BYTES;
+            let blocks = bytes / BLOCK_BYTES;
+            next = first + bytes.next_multiple_of(REGION_BYTES) / BLOCK_BYTES;
             Place { first, blocks }
         })
         .collect()
@@ -262,6 +330,7 @@ fn read_trees(
             (inside && block < end).then(|| u32::try_from(block).ok())?
         };
         let read = ReadOptions {
+            form: TreeForm::Layer,
             place: &place,
             tails: (i as u64) << TAIL_SHIFT,
             max_inodes: options.limits.max_entries.saturating_add(1),
@@ -297,15 +366,15 @@ fn lower_layers(
 }
 
 /// The tails of all layers, in the layers' own metadata.
-struct Tails<'a>(&'a [&'a StoredLayer]);
+struct Tails<'a>(&'a [Part<'a>]);
 
 impl TailSource for Tails<'_> {
     fn read_tail(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        let layer = self
+        let part = self
             .0
             .get((offset >> TAIL_SHIFT) as usize)
             .ok_or(io::ErrorKind::InvalidInput)?;
         let at = offset & ((1 << TAIL_SHIFT) - 1);
-        layer.image.read_at(at, buf).map_err(io::Error::other)
+        part.image.read_at(at, buf).map_err(io::Error::other)
     }
 }

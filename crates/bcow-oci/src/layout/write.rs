@@ -1,14 +1,17 @@
 //! Writing into OCI image layouts.
 //!
-//! Blobs are files without names until everything that refers to them is complete; then they get their names, and the
+//! An archive of a layout is written when everything is complete, from files that never get names. In a directory,
+//! blobs are files without names until everything that refers to them is complete; then they get their names, and the
 //! index, rewritten under a lock, is renamed into place last. So whatever happens, the layout holds the old image or the
 //! new one, and another writer's images stay. A layout that was made for an image that then failed is taken away again.
 
 use std::collections::BTreeMap;
 use std::fs::{DirEntry, File};
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use bcow_erofs::reader::Timestamp;
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value, json};
 
@@ -18,13 +21,31 @@ use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
 use crate::options::Platform;
 use crate::output::Output;
+use crate::tar::writer::{Entry, EntryError, Kind, TarWriter};
 
+/// Copied into an archive at once.
+const COPY_BYTES: usize = 1 << 20;
+const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 /// What `oci-layout` says.
 const LAYOUT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
 
+/// What a layout is written as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LayoutForm {
+    /// A directory, in which other images stay.
+    #[default]
+    Directory,
+    /// A tar archive of one, which takes the place of a file of its name.
+    Archive,
+}
+
 /// A layout to write into.
 pub(crate) struct LayoutWriter {
+    /// The directory, or the archive's file.
     directory: PathBuf,
+    /// The archive, if it is one.
+    archive: Option<Output>,
+    /// Where blobs are made.
     blobs: PathBuf,
     /// Directories that were made for this image, outermost first; taken away unless it is published.
     made: Vec<PathBuf>,
@@ -47,8 +68,23 @@ pub(crate) struct ManifestEntry {
 }
 
 impl LayoutWriter {
-    /// Opens the layout in `directory`, or makes one where there is nothing or an empty directory.
-    pub(crate) fn open(directory: &Path) -> Result<LayoutWriter, ConvertError> {
+    /// Opens the layout in a directory, or makes one where there is nothing or an empty directory; or begins an archive.
+    pub(crate) fn open(path: &Path, form: LayoutForm) -> Result<LayoutWriter, ConvertError> {
+        match form {
+            LayoutForm::Directory => LayoutWriter::in_directory(path),
+            LayoutForm::Archive => {
+                let output = Output::create(path)?;
+                Ok(LayoutWriter {
+                    directory: path.to_owned(),
+                    blobs: output.directory().to_owned(),
+                    archive: Some(output),
+                    made: Vec::new(),
+                })
+            }
+        }
+    }
+
+    fn in_directory(directory: &Path) -> Result<LayoutWriter, ConvertError> {
         let refuse = |problem| ConvertError::Destination {
             path: directory.to_owned(),
             problem,
@@ -74,6 +110,7 @@ impl LayoutWriter {
         }
         let mut writer = LayoutWriter {
             directory: directory.to_owned(),
+            archive: None,
             blobs: directory.join("blobs/sha256"),
             made: Vec::new(),
         };
@@ -93,7 +130,12 @@ impl LayoutWriter {
         Ok(())
     }
 
-    /// Where the layout is.
+    /// Whether blobs of other images are in it.
+    pub(crate) fn keeps_others(&self) -> bool {
+        self.archive.is_none()
+    }
+
+    /// Where the layout is; the file, if it is an archive.
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
@@ -138,6 +180,9 @@ impl LayoutWriter {
         blobs: Vec<NewBlob>,
         entry: &ManifestEntry,
     ) -> Result<(), ConvertError> {
+        if let Some(archive) = self.archive.take() {
+            return self.pack(archive, blobs, entry);
+        }
         for blob in blobs {
             blob.output.name_as(&blob.digest.hex())?;
         }
@@ -157,6 +202,44 @@ impl LayoutWriter {
         Ok(())
     }
 
+    /// Writes the archive: always the same bytes for the same blobs.
+    fn pack(
+        &self,
+        archive: Output,
+        blobs: Vec<NewBlob>,
+        entry: &ManifestEntry,
+    ) -> Result<(), ConvertError> {
+        let failed = |source| write_error("write", &self.directory, source);
+        let index = json!({
+            "schemaVersion": 2,
+            "mediaType": INDEX,
+            "manifests": [entry.descriptor()],
+        });
+        let blobs: BTreeMap<String, NewBlob> = blobs
+            .into_iter()
+            .map(|blob| (format!("blobs/sha256/{}", blob.digest.hex()), blob))
+            .collect();
+        let out = BufWriter::with_capacity(COPY_BYTES, archive.file()?);
+        let mut members = Members(TarWriter::new(out));
+        members
+            .document("oci-layout", LAYOUT.as_bytes())
+            .map_err(failed)?;
+        members
+            .document("index.json", index.to_string().as_bytes())
+            .map_err(failed)?;
+        for directory in ["blobs/", "blobs/sha256/"] {
+            members.begin(directory, Kind::Directory).map_err(failed)?;
+        }
+        for (path, blob) in &blobs {
+            let file = blob.file()?;
+            members.file(path, &file, blob.size).map_err(failed)?;
+        }
+        let mut out = members.0.finish().map_err(failed)?;
+        out.flush().map_err(failed)?;
+        drop(out);
+        archive.publish()
+    }
+
     fn update_index(&self, entry: &ManifestEntry) -> Result<(), ConvertError> {
         let path = self.directory.join("index.json");
         let bad = |problem: String| ConvertError::Layout {
@@ -168,10 +251,7 @@ impl LayoutWriter {
                 .map_err(|error| bad(format!("not as it should be: {error}")))?,
             None => Map::from_iter([
                 ("schemaVersion".to_owned(), json!(2)),
-                (
-                    "mediaType".to_owned(),
-                    json!("application/vnd.oci.image.index.v1+json"),
-                ),
+                ("mediaType".to_owned(), json!(INDEX)),
             ]),
         };
         let manifests = index.entry("manifests").or_insert_with(|| json!([]));
@@ -195,6 +275,50 @@ impl LayoutWriter {
         manifests.push(entry.descriptor());
         let bytes = serde_json::to_vec(&index).map_err(|error| bad(error.to_string()))?;
         replace(&path, &bytes)
+    }
+}
+
+/// Members of an archive, which say nothing of the host.
+struct Members<W: Write>(TarWriter<W>);
+
+impl<W: Write> Members<W> {
+    fn begin(&mut self, path: &str, kind: Kind<'_>) -> io::Result<()> {
+        let permissions = match kind {
+            Kind::Directory => 0o755,
+            _ => 0o644,
+        };
+        let entry = Entry {
+            path: path.as_bytes(),
+            kind,
+            permissions,
+            uid: 0,
+            gid: 0,
+            mtime: Timestamp::default(),
+            xattrs: &[],
+        };
+        self.0.entry(&entry).map_err(|error| match error {
+            EntryError::Io(error) => error,
+            EntryError::PaxBytes(_) => io::ErrorKind::InvalidInput.into(),
+        })
+    }
+
+    fn document(&mut self, path: &str, bytes: &[u8]) -> io::Result<()> {
+        let size = bytes.len() as u64;
+        self.begin(path, Kind::Regular { size })?;
+        self.0.data(bytes)
+    }
+
+    fn file(&mut self, path: &str, file: &File, size: u64) -> io::Result<()> {
+        self.begin(path, Kind::Regular { size })?;
+        let mut buffer = vec![0; COPY_BYTES];
+        let mut done = 0;
+        while done < size {
+            let length = (size - done).min(COPY_BYTES as u64) as usize;
+            file.read_exact_at(&mut buffer[..length], done)?;
+            self.0.data(&buffer[..length])?;
+            done += length as u64;
+        }
+        Ok(())
     }
 }
 

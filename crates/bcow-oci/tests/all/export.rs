@@ -10,7 +10,9 @@ use bcow_oci::export::{
     ExportError, ExportOptions, LayerCompression, Layers, LayoutExport, OciReport, TarForm,
     export_layout, export_tar,
 };
-use bcow_oci::{ConvertError, ConvertOptions, LayoutOptions, Source, convert_to_layout};
+use bcow_oci::{
+    ConvertError, ConvertOptions, LayoutForm, LayoutOptions, Source, convert_to_layout,
+};
 use proptest::prelude::*;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -141,6 +143,7 @@ fn export_to(
 ) -> Result<OciReport, ExportError> {
     let destination = LayoutExport {
         directory: directory.to_owned(),
+        form: LayoutForm::Directory,
         reference: Some("new".into()),
         compression,
     };

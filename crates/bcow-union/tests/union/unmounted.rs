@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bcow_erofs::merge::merge;
-use bcow_erofs::overlay::{ReadOptions, read_layer};
+use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::LayerTree;
 use bcow_union::upper::check::{self, CheckedImage, Report};
 use bcow_union::upper::{
@@ -53,6 +53,7 @@ impl Union {
     pub fn put_together(&self) -> Tree {
         let changes = self.changes(Scope::Layer);
         let options = ReadOptions {
+            form: TreeForm::Layer,
             place: &|offset, _| u32::try_from((LOWER_FROM + offset) / 4096).ok(),
             tails: LOWER_FROM,
             max_inodes: MOST_INODES,

@@ -1,0 +1,68 @@
+//! Images in BCoW form in another form: other blocks, in one file or layer by layer.
+
+use std::path::Path;
+
+use bcow_oci::export::ExportError;
+use bcow_oci::recode::recode;
+use bcow_oci::{ConvertOptions, LayoutOptions, convert_trees};
+use serde_json::Value;
+
+use super::{Args, as_json, failure, tell, tell_layout};
+use crate::commands::export::{ImageLayers, export_failure};
+use crate::error::CommandError;
+use crate::image::OpenImage;
+use crate::place::Layout;
+use crate::ui::Ui;
+
+/// Makes the file at `destination` of `image`.
+pub fn to_file(
+    args: &Args,
+    image: &OpenImage,
+    destination: &Path,
+    options: &ConvertOptions,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    image.refuse_own_name(destination)?;
+    let progress = ui.progress();
+    let name = image.path().display().to_string();
+    let report = recode(
+        image.image(),
+        image.form(),
+        &name,
+        destination,
+        options,
+        &progress,
+    )
+    .map_err(|error| failure(&error))?;
+    drop(progress);
+    match args.json {
+        true => ui.print_json(&as_json("bcow.convert/1", &report)?),
+        false => tell(&report, destination, ui),
+    }
+}
+
+/// Makes an image in an OCI layout of `image`: of a stack layer by layer, of another image one layer.
+pub fn to_layout(
+    args: &Args,
+    image: &OpenImage,
+    layout: &Layout,
+    destination: &LayoutOptions,
+    options: &ConvertOptions,
+    ui: &Ui,
+) -> Result<(), CommandError> {
+    let metadata: Value = image.metadata()?;
+    let trees = ImageLayers::of(image, &metadata)?;
+    let progress = ui.progress();
+    let config = metadata.get("config");
+    let report = convert_trees(&trees.layers(), config, destination, options, &progress).map_err(
+        |error| match error {
+            ExportError::Layout(error) => failure(&error),
+            error => export_failure(image, &error),
+        },
+    )?;
+    drop(progress);
+    match args.json {
+        true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
+        false => tell_layout(&report, layout, ui),
+    }
+}

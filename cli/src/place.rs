@@ -1,0 +1,385 @@
+//! What images and disks are made of and what is made of them, as the user writes SRC and DST: one table for `convert`, `commit`
+//! and `export`.
+//!
+//! A name is `TRANSPORT:REST`, or a file. What stands before the first colon is a transport if it is of small letters, digits
+//! and hyphens and begins with a letter; so a file of such a name is written `./NAME`, and an unknown transport is an error
+//! rather than a file.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use bcow::Storage;
+use bcow_oci::store::{self, StoreError};
+use bcow_oci::{ImageName, LayoutForm};
+
+use crate::error::CommandError;
+
+/// A transport, and what it is good for.
+struct Transport {
+    name: &'static str,
+    /// What may be done with it.
+    uses: Uses,
+}
+
+/// What a transport is good for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Uses {
+    Both,
+    /// Something can be made of it; the text says how to make it of an image.
+    Source(&'static str),
+    /// Neither; the text says how to get an image there.
+    Neither(&'static str),
+}
+
+/// Where skopeo brings an image to.
+const BY_SKOPEO: &str =
+    "`bcow export IMG --to oci-archive:FILE` writes what `skopeo copy oci-archive:FILE";
+
+const TRANSPORTS: [Transport; 13] = [
+    Transport::both("bcow"),
+    Transport::both("oci"),
+    Transport::both("oci-archive"),
+    Transport::both("raw"),
+    Transport::both("qcow2"),
+    Transport {
+        name: "tar",
+        uses: Uses::Source(
+            "`bcow export IMG --to tar -o FILE` writes an archive of an image's tree",
+        ),
+    },
+    Transport {
+        name: "dir",
+        uses: Uses::Source("`bcow extract IMG DIR` unpacks an image"),
+    },
+    Transport {
+        name: "docker-archive",
+        uses: Uses::Source(BY_SKOPEO),
+    },
+    Transport::foreign("docker"),
+    Transport::foreign("docker-daemon"),
+    Transport::foreign("containers-storage"),
+    Transport::foreign("ostree"),
+    Transport::foreign("sif"),
+];
+
+impl Transport {
+    const fn both(name: &'static str) -> Self {
+        Transport {
+            name,
+            uses: Uses::Both,
+        }
+    }
+
+    const fn foreign(name: &'static str) -> Self {
+        Transport {
+            name,
+            uses: Uses::Neither(BY_SKOPEO),
+        }
+    }
+
+    /// How to get an image there.
+    fn hint(&self, text: &str) -> String {
+        match text == BY_SKOPEO {
+            true => format!("{text} {}:...` takes on", self.name),
+            false => text.to_owned(),
+        }
+    }
+}
+
+/// The transport that a name begins with, and the rest of it. `None` of what is the name of a file.
+fn split(name: &OsStr) -> Option<(&str, &OsStr)> {
+    let bytes = name.as_bytes();
+    let colon = bytes.iter().position(|&byte| byte == b':')?;
+    let (transport, rest) = (&bytes[..colon], &bytes[colon + 1..]);
+    let is_one = transport.first().is_some_and(u8::is_ascii_lowercase)
+        && transport
+            .iter()
+            .all(|&byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-'));
+    let transport = std::str::from_utf8(transport).ok().filter(|_| is_one)?;
+    Some((transport, OsStr::from_bytes(rest)))
+}
+
+/// What is to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// A BCoW file.
+    File(PathBuf),
+    /// An image in an OCI layout.
+    Layout(Layout),
+    /// An archive of a tree or a layer; `None` is standard output.
+    Tar(Option<PathBuf>),
+    /// The bytes of a disk.
+    Raw(PathBuf),
+    /// A qcow2 image.
+    Qcow2(PathBuf),
+}
+
+/// An image in an OCI layout, as the user names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    pub form: LayoutForm,
+    /// The directory, or the archive's file.
+    pub path: PathBuf,
+    pub reference: Option<String>,
+}
+
+impl Layout {
+    /// How it is written.
+    pub fn shown(&self) -> String {
+        match &self.reference {
+            Some(reference) => format!("{}:{reference}", self.without_reference()),
+            None => self.without_reference(),
+        }
+    }
+
+    /// The layout alone.
+    pub fn without_reference(&self) -> String {
+        let transport = match self.form {
+            LayoutForm::Directory => "oci",
+            LayoutForm::Archive => "oci-archive",
+        };
+        format!("{transport}:{}", self.path.display())
+    }
+}
+
+/// Refuses a destination that the command cannot write, with how to make it of an image.
+pub fn refuse(shown: &str, command: &str) -> CommandError {
+    let refused = CommandError::usage(format!("`bcow {command}` cannot write {shown}"));
+    let known = split(OsStr::new(shown))
+        .and_then(|(transport, _)| TRANSPORTS.iter().find(|known| known.name == transport));
+    match known.map(|known| (known, known.uses)) {
+        Some((known, Uses::Source(hint) | Uses::Neither(hint))) => refused.hint(known.hint(hint)),
+        _ => refused,
+    }
+}
+
+impl Destination {
+    /// Reads DST. Of files without a transport, those that end in `.qcow2` are qcow2 images; all others are BCoW files.
+    pub fn parse(name: &OsStr) -> Result<Self, CommandError> {
+        let shown = name.to_string_lossy();
+        let Some((transport, rest)) = split(name) else {
+            return Destination::file(name);
+        };
+        let known = TRANSPORTS.iter().find(|known| known.name == transport);
+        let Some(known) = known else {
+            return Err(CommandError::usage(format!(
+                "{shown:?} is no destination: the transport {transport} is unknown"
+            ))
+            .hint(format!("a file of that name is written ./{shown}")));
+        };
+        if rest.is_empty() {
+            return Err(CommandError::usage(format!(
+                "{shown:?} is no destination: there is nothing behind the colon"
+            )));
+        }
+        match (known.name, known.uses) {
+            ("bcow", _) => Ok(Destination::File(rest.into())),
+            ("raw", _) => Ok(Destination::Raw(rest.into())),
+            ("qcow2", _) => Ok(Destination::Qcow2(rest.into())),
+            ("tar", _) if rest == "-" => Ok(Destination::Tar(None)),
+            ("tar", _) => Ok(Destination::Tar(Some(rest.into()))),
+            ("oci", _) => Layout::parse(&shown, rest, LayoutForm::Directory),
+            ("oci-archive", _) => Layout::parse(&shown, rest, LayoutForm::Archive),
+            (_, Uses::Source(hint) | Uses::Neither(hint)) => Err(CommandError::usage(format!(
+                "{shown:?} is no destination: nothing is written to {transport}:"
+            ))
+            .hint(known.hint(hint))),
+            (_, Uses::Both) => Err(CommandError::usage(format!("{shown:?} is no destination"))),
+        }
+    }
+
+    fn file(name: &OsStr) -> Result<Self, CommandError> {
+        const ARCHIVES: [&str; 5] = [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst"];
+        let ends_with = |end: &str| name.as_bytes().ends_with(end.as_bytes());
+        if name == "-" {
+            return Err(
+                CommandError::usage("an image is not written in order, as to standard output")
+                    .hint("give a file name; `bcow export IMG --to tar -o -` and `bcow commit ... tar:-` write archives"),
+            );
+        }
+        if ARCHIVES.iter().any(|end| ends_with(end)) {
+            let shown = name.to_string_lossy();
+            return Err(CommandError::usage(format!(
+                "{shown:?} is no destination: what is written is no archive"
+            ))
+            .hint(format!(
+                "`bcow export IMG --to tar -o {shown}` writes one; oci-archive:{shown} is an OCI image in one; bcow:{shown} is a BCoW file of that name"
+            )));
+        }
+        Ok(match ends_with(".qcow2") {
+            true => Destination::Qcow2(name.into()),
+            false => Destination::File(name.into()),
+        })
+    }
+}
+
+impl Layout {
+    fn parse(shown: &str, rest: &OsStr, form: LayoutForm) -> Result<Destination, CommandError> {
+        let bad = |why: &str| {
+            CommandError::usage(format!("{shown:?} is no destination: {why}"))
+                .hint("write oci:DIR[:REF] or oci-archive:FILE[:REF]")
+        };
+        let bytes = rest.as_bytes();
+        let (path, reference) = match bytes.iter().position(|&byte| byte == b':') {
+            None => (bytes, None),
+            Some(colon) => {
+                let reference = std::str::from_utf8(&bytes[colon + 1..])
+                    .map_err(|_| bad("its end is not UTF-8"))?;
+                (&bytes[..colon], Some(reference))
+            }
+        };
+        if path.is_empty() {
+            return Err(bad("there is no path in it"));
+        }
+        if reference == Some("") {
+            return Err(bad("there is nothing behind the second colon"));
+        }
+        Ok(Destination::Layout(Layout {
+            form,
+            path: OsStr::from_bytes(path).into(),
+            reference: reference.map(str::to_owned),
+        }))
+    }
+}
+
+/// What something is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A container image, an archive or a directory: for [`bcow_oci::Source`] to read.
+    Files,
+    /// A BCoW file, or an image in BCoW form in an OCI layout.
+    Bcow(PathBuf),
+    /// The bytes of a disk.
+    Raw(PathBuf),
+    /// A qcow2 image.
+    Qcow2(PathBuf),
+}
+
+impl Source {
+    /// Reads SRC. A file without a transport is a BCoW file if it begins as one; no other form of a file is looked for.
+    pub fn parse(name: &OsStr) -> Source {
+        match split(name) {
+            Some(("raw", path)) => Source::Raw(path.into()),
+            Some(("qcow2", path)) => Source::Qcow2(path.into()),
+            Some(("bcow", _)) => Source::Bcow(name.into()),
+            Some(("oci", _)) if is_in_bcow_form(name) => Source::Bcow(name.into()),
+            None if begins_as_bcow(Path::new(name)) => Source::Bcow(name.into()),
+            _ => Source::Files,
+        }
+    }
+}
+
+/// Whether a name with the transport `oci:` means an image in BCoW form, or a BCoW file.
+fn is_in_bcow_form(name: &OsStr) -> bool {
+    match ImageName::parse(name) {
+        Ok(ImageName::File(_)) | Err(_) => false,
+        Ok(name @ ImageName::Blob { .. }) => {
+            // What is wrong with it is for the opening to say.
+            !matches!(store::locate(&name), Err(StoreError::NameSyntax { .. }))
+        }
+        Ok(name) => store::locate(&name).is_ok(),
+    }
+}
+
+/// Whether a file has the magic in one of its header slots (spec section 3).
+fn begins_as_bcow(path: &Path) -> bool {
+    const MAGIC: &[u8] = b"BCoW\r\n\x1a\n";
+    let is_file = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file());
+    let Some(file) = is_file.then(|| File::open(path).ok()).flatten() else {
+        return false;
+    };
+    [0, 512].iter().any(|&slot| {
+        let mut magic = [0; MAGIC.len()];
+        Storage::read_at(&file, slot, &mut magic).is_ok() && magic == MAGIC
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn destination(name: &str) -> Result<Destination, String> {
+        Destination::parse(OsStr::new(name)).map_err(|error| error.message().to_owned())
+    }
+
+    #[test]
+    fn what_stands_before_the_colon_is_a_transport_or_a_file_name() {
+        for file in [
+            "a.bcow",
+            "./oci:x",
+            "dir/raw:x",
+            "Debian:12.bcow",
+            "12:30.bcow",
+            "a_b:c",
+            ":x",
+            "./x.qcow2:y",
+        ] {
+            assert_eq!(destination(file), Ok(Destination::File(file.into())));
+        }
+        assert_eq!(
+            destination("bcow:a:b.tar"),
+            Ok(Destination::File("a:b.tar".into()))
+        );
+        assert_eq!(destination("raw:a:b"), Ok(Destination::Raw("a:b".into())));
+        assert_eq!(destination("qcow2:x"), Ok(Destination::Qcow2("x".into())));
+        assert_eq!(
+            destination("x.qcow2"),
+            Ok(Destination::Qcow2("x.qcow2".into()))
+        );
+        assert_eq!(destination("tar:-"), Ok(Destination::Tar(None)));
+        assert_eq!(
+            destination("tar:a:b"),
+            Ok(Destination::Tar(Some("a:b".into())))
+        );
+        let layout = |form, reference: Option<&str>| {
+            Ok(Destination::Layout(Layout {
+                form,
+                path: "a".into(),
+                reference: reference.map(str::to_owned),
+            }))
+        };
+        assert_eq!(destination("oci:a"), layout(LayoutForm::Directory, None));
+        assert_eq!(
+            destination("oci-archive:a:b:c"),
+            layout(LayoutForm::Archive, Some("b:c"))
+        );
+    }
+
+    #[test]
+    fn destinations_that_nothing_is_written_to_are_refused_with_a_way() {
+        for name in [
+            "docker-archive:x",
+            "docker-daemon:x:y",
+            "containers-storage:x",
+            "docker://x",
+            "dir:x",
+            "sif:x",
+        ] {
+            let error = Destination::parse(OsStr::new(name)).unwrap_err();
+            assert!(error.message().contains("nothing is written to"), "{name}");
+        }
+        for name in [
+            "a.tar",
+            "b.tgz",
+            "nothing:x",
+            "oci:",
+            "oci::x",
+            "oci:a:",
+            "-",
+            "raw:",
+        ] {
+            assert!(destination(name).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn every_transport_can_be_split_off() {
+        for transport in &TRANSPORTS {
+            let name = format!("{}:x:y", transport.name);
+            let (found, rest) = split(OsStr::new(&name)).unwrap();
+            assert_eq!((found, rest), (transport.name, OsStr::new("x:y")));
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! An image with layers on top of it, shown as one image without a file of its own.
+//!
+//! It is a stack, as a conversion into a layout makes it: the merged tree's metadata, which lies in memory, and a window onto
+//! each of the images. A window shows the whole address space of its image, also what that shows of others.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BackingResolver, BlockDevice, Compression, Error, Image, OpenOptions, WriterOptions};
+use bcow_erofs::merge::merge;
+use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
+use bcow_erofs::reader::Filesystem;
+use bcow_erofs::tree::LayerTree;
+use bcow_erofs::writer::MAX_INLINE;
+use rustix::fs::MemfdFlags;
+use serde_json::{Map, Value};
+use sha2::{Digest as _, Sha256};
+
+use crate::content::{BLOCK_BYTES, ContentStats};
+use crate::conversion::{image_error, tree_error};
+use crate::error::ConvertError;
+use crate::layered::stack::{Merged, Part, Place, TAIL_SHIFT, places};
+use crate::metadata::Metadata;
+use crate::options::Limits;
+
+/// An image that takes part.
+#[derive(Clone)]
+pub struct JoinPart {
+    /// Its address space.
+    pub image: Arc<Image>,
+    /// How messages call it.
+    pub name: String,
+    /// What its file system holds.
+    pub form: TreeForm,
+}
+
+/// Images that are shown as one.
+pub struct Joined {
+    /// The address space.
+    pub image: Arc<Image>,
+    /// The byte of it where each part begins, in the order of the parts.
+    pub starts: Vec<u64>,
+}
+
+/// What images that are shown as one are recognised by: the identities of the images, lowest first. It depends on nothing
+/// else, so that a later version of this program finds the same.
+pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
+    let mut hash = Sha256::new();
+    hash.update(b"bcow image with layers\0");
+    for part in parts {
+        hash.update(part);
+    }
+    hash.finalize().into()
+}
+
+/// Shows `parts`, lowest first, as one image, whose metadata says what `described` says.
+pub fn join(
+    parts: &[JoinPart],
+    described: Map<String, Value>,
+    options: &OpenOptions,
+) -> Result<Joined, ConvertError> {
+    let path = Path::new("memory");
+    let in_memory = |source: std::io::Error| ConvertError::Write {
+        action: "make a file in",
+        path: path.to_owned(),
+        source,
+    };
+    let places = places(parts.iter().map(|part| part.image.size()));
+    let trees = parts
+        .iter()
+        .zip(&places)
+        .enumerate()
+        .map(|(index, (part, place))| tree(part, *place, index))
+        .collect::<Result<Vec<_>, _>>()?;
+    let names: Vec<String> = parts.iter().map(|part| part.name.clone()).collect();
+    let tree = merge(trees).map_err(|error| tree_error(&names, error))?;
+    let shown: Vec<Part<'_>> = parts
+        .iter()
+        .map(|part| Part {
+            image: &part.image,
+            // Found again here and nowhere else, so any name does that is not another's.
+            digest: part.image.identity_hash(),
+            bytes: part.image.size(),
+        })
+        .collect();
+    let merged = Merged {
+        tree: &tree,
+        parts: &shown,
+        places: &places,
+        options: WriterOptions {
+            compression: Compression::None,
+            erofs: true,
+            ..WriterOptions::default()
+        },
+        inline_max: MAX_INLINE,
+        stats: ContentStats::default(),
+        path,
+    };
+    let file = rustix::fs::memfd_create("bcow", MemfdFlags::CLOEXEC)
+        .map_err(|error| in_memory(error.into()))?;
+    let file = File::from(file);
+    let written = file.try_clone().map_err(in_memory)?;
+    let metadata = Metadata::new("bcow", Value::Null, described);
+    let stack = merged.write(written, metadata)?;
+    let resolver = Parts(
+        parts
+            .iter()
+            .map(|part| (part.image.identity_hash(), part.image.clone()))
+            .collect(),
+    );
+    let image = Image::open_with_backings(Arc::new(file), options, &resolver)
+        .map_err(|error| image_error(path, error))?;
+    let starts = stack.windows.iter();
+    Ok(Joined {
+        image,
+        starts: starts.map(|w| u64::from(w.to) * BLOCK_BYTES).collect(),
+    })
+}
+
+/// The tree of the part at `index`, with its contents at `place`.
+fn tree(part: &JoinPart, place: Place, index: usize) -> Result<LayerTree, ConvertError> {
+    let damaged = |problem: &dyn std::fmt::Display| ConvertError::Layout {
+        place: part.name.clone(),
+        problem: problem.to_string(),
+    };
+    let filesystem = Filesystem::open(part.image.clone()).map_err(|error| damaged(&error))?;
+    let find = |offset: u64, bytes: u64| {
+        let end = offset.checked_add(bytes)?;
+        let inside = offset.is_multiple_of(BLOCK_BYTES) && end <= place.blocks * BLOCK_BYTES;
+        let block = place.first + offset / BLOCK_BYTES;
+        inside.then(|| u32::try_from(block).ok())?
+    };
+    let options = ReadOptions {
+        form: part.form,
+        place: &find,
+        tails: (index as u64) << TAIL_SHIFT,
+        max_inodes: Limits::default().max_entries,
+    };
+    read_layer(&filesystem, &options).map_err(|error| damaged(&error))
+}
+
+/// The parts, by what they are named by here.
+struct Parts(HashMap<[u8; 32], Arc<Image>>);
+
+impl BackingResolver for Parts {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(match &backing.name {
+            BackingName::Digest(digest) => {
+                let image = self.0.get(digest).cloned();
+                image.map(|image| image as Arc<dyn BlockDevice>)
+            }
+            BackingName::FileName { .. } => None,
+        })
+    }
+}

@@ -1,0 +1,74 @@
+//! Trees of images in BCoW form as layers of a new one: each is made an archive, which is converted as any other.
+
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::{LayoutOptions, LayoutReport, convert_image};
+use crate::blob::Blob;
+use crate::conversion::writer_options;
+use crate::error::ConvertError;
+use crate::export::image::{archives, config_with};
+use crate::export::{ExportError, ExportOptions, Layers};
+use crate::image::{Image, ImageConfig, layer_name};
+use crate::layer::LayerInput;
+use crate::layout::write::LayoutWriter;
+use crate::options::{ConvertOptions, Progress};
+
+/// Converts the trees into an image in an OCI layout, each into a layer. `config` is the image's configuration as it was;
+/// the digests of layers in it, and a history that does not fit them, are replaced.
+///
+/// Blobs and index appear when everything is complete, or not at all, as with [`super::convert_to_layout`].
+pub fn convert_trees(
+    trees: &Layers<'_>,
+    config: Option<&Value>,
+    layout: &LayoutOptions,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<LayoutReport, ExportError> {
+    writer_options(options, 1)?;
+    if layout.dedup_lower && options.plain {
+        return Err(ConvertError::Options(
+            "a plain layer cannot name content of the layers below".to_owned(),
+        )
+        .into());
+    }
+    let writer = LayoutWriter::open(&layout.directory, layout.form)?;
+    progress.phase("reading");
+    let export = ExportOptions {
+        threads: options.threads,
+        cancel: options.cancel.clone(),
+    };
+    let archives = archives(trees, &writer, &export, progress)?;
+    let diff_ids: Vec<_> = archives.iter().map(|(_, diff_id)| &diff_id.0).collect();
+    let config = config_with(config, &diff_ids, &layout.directory)?;
+    let config = ImageConfig::parse("configuration", &config)?;
+    let count = archives.len();
+    let layers = archives
+        .iter()
+        .enumerate()
+        .map(|(index, (blob, diff_id))| {
+            let name = layer_name(index, count, None);
+            let file = Arc::new(blob.file()?);
+            Ok(LayerInput {
+                blob: Blob::range(name.clone(), file, 0, blob.size),
+                name,
+                digest: None,
+                size: None,
+                diff_id: Some(diff_id.clone()),
+                media_type: None,
+            })
+        })
+        .collect::<Result<Vec<_>, ConvertError>>()?;
+    let image = Image {
+        manifest: None,
+        reference: None,
+        platform: config.platform.clone(),
+        config: Some(config),
+        layers,
+    };
+    progress.total(Some(archives.iter().map(|(blob, _)| blob.size).sum()));
+    let (blobs, entry, report) = convert_image(&image, "bcow", layout, &writer, options, progress)?;
+    writer.publish(blobs, &entry)?;
+    Ok(report)
+}

@@ -1,0 +1,308 @@
+//! An image in BCoW form as another one: other blocks, another compression, plain, or without the files below it.
+//!
+//! What one file holds whole keeps its address space, so that its blocks are only stored in another way: converted there
+//! and back, it is the same file. What shows other files (a stack, what a commit made over an image) is written anew from
+//! its tree: as it stands, the content of those files that nothing shows would come along.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::format::incompatible;
+use bcow::{BlockDevice, Content, Image, ImageWriter, OpenOptions, WriterOptions, Written};
+use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
+use bcow_erofs::reader::Filesystem;
+use serde_json::{Map, Value, json};
+
+use crate::cancel::Cancel;
+use crate::commit::{Commit, commit};
+use crate::content::BLOCK_BYTES;
+use crate::conversion::{image_error, tree_error, writer_options};
+use crate::convert::hex;
+use crate::error::ConvertError;
+use crate::layered::lower::REGION_BYTES;
+use crate::metadata::{options_json, tool};
+use crate::options::{ConvertOptions, LayerReport, Progress, Report};
+use crate::output::Output;
+
+/// Read at once.
+const PIECE_BYTES: u64 = 1 << 20;
+/// Bytes of the first block that belong to a file's header slots, and behind them the superblock.
+const SUPERBLOCK_FROM: u64 = 1024;
+
+/// Writes `image`, whose file system holds what `form` says, to `destination`, which appears, or is replaced, at once and
+/// complete or not at all. `name` is how messages call it.
+pub fn recode(
+    image: &Arc<Image>,
+    form: TreeForm,
+    name: &str,
+    destination: &Path,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<Report, ConvertError> {
+    let unreadable = |error: bcow::Error| read_error(name, error);
+    let metadata = match image.metadata().map_err(unreadable)? {
+        Value::Object(metadata) => metadata,
+        _ => Map::new(),
+    };
+    let features = image.header().features;
+    let shows_others = features.has_incompatible(incompatible::WINDOWS)
+        || features.has_incompatible(incompatible::BACKING);
+    let recoding = Recoding {
+        image,
+        form,
+        name,
+        destination,
+        options,
+        progress,
+        metadata,
+    };
+    match shows_others {
+        false => recoding.blocks(),
+        true => recoding.tree(),
+    }
+}
+
+struct Recoding<'r> {
+    image: &'r Arc<Image>,
+    form: TreeForm,
+    name: &'r str,
+    destination: &'r Path,
+    options: &'r ConvertOptions,
+    progress: &'r dyn Progress,
+    /// What the image says of itself.
+    metadata: Map<String, Value>,
+}
+
+impl Recoding<'_> {
+    /// Stores the same address space in another way.
+    fn blocks(self) -> Result<Report, ConvertError> {
+        let failed = |error| image_error(self.destination, error);
+        let output = Output::create(self.destination)?;
+        let metadata_start = self.metadata_start();
+        let mut options = writer_options(self.options, self.options.threads.max(1))?;
+        // Blocks change their size where a region begins, if they do.
+        let change_at = match options.block_bytes {
+            None if !options.plain => metadata_start - metadata_start % REGION_BYTES,
+            _ => metadata_start,
+        };
+        options.metadata_first = change_at < BLOCK_BYTES;
+        let written = self
+            .copy(&output, options, change_at)
+            .map_err(|error| match error {
+                Stop::Read(error) => read_error(self.name, error),
+                Stop::Write(error) => failed(error),
+                Stop::Interrupted => ConvertError::Interrupted,
+            })?;
+        if self.options.verify {
+            self.progress.phase("verify");
+            let wrong = |error: bcow::Error| ConvertError::Verify(Box::new(error));
+            bcow::verify_written(&written, self.options.threads).map_err(wrong)?;
+            let storage = Arc::new(output.file()?);
+            let image = Image::open_storage(storage, &OpenOptions::default()).map_err(wrong)?;
+            crate::verify::file_system(image)?;
+        }
+        if self.cancel().is_set() {
+            return Err(ConvertError::Interrupted);
+        }
+        self.progress.phase("syncing");
+        let content = &self.metadata["content"];
+        let report = Report {
+            entries: content["entries"].as_u64().unwrap_or(0),
+            content_bytes: content["file_bytes"].as_u64().unwrap_or(0),
+            deduplicated_bytes: content["deduplicated_bytes"].as_u64().unwrap_or(0),
+            size: written.size(),
+            file_bytes: written.file_bytes(),
+            merkle_root: hex(&written.merkle_root()),
+            ..self.report()
+        };
+        output.publish()?;
+        Ok(report)
+    }
+
+    /// The byte where the file system's metadata begins; the end, if the image does not say.
+    fn metadata_start(&self) -> u64 {
+        let size = self.image.size();
+        self.metadata
+            .get("content")
+            .and_then(|content| content["metadata_start"].as_u64())
+            .filter(|&start| start.is_multiple_of(BLOCK_BYTES) && start < size)
+            .unwrap_or(size)
+    }
+
+    fn copy(
+        &self,
+        output: &Output,
+        options: WriterOptions,
+        change_at: u64,
+    ) -> Result<Written, Stop> {
+        let image = self.image;
+        self.progress.phase("writing");
+        self.progress.total(Some(image.size()));
+        let file = output.file().map_err(|_| Stop::Interrupted)?;
+        let mut superblock = vec![0; (BLOCK_BYTES - SUPERBLOCK_FROM) as usize];
+        image
+            .read_at(SUPERBLOCK_FROM, &mut superblock)
+            .map_err(Stop::Read)?;
+        let begins = options.metadata_first;
+        let mut writer = ImageWriter::create(file, options).map_err(Stop::Write)?;
+        if !begins {
+            self.range(&mut writer, change_at)?;
+            writer.begin_metadata().map_err(Stop::Write)?;
+        }
+        self.range(&mut writer, image.size())?;
+        writer
+            .finish(&superblock, &Value::Object(self.described()))
+            .map_err(Stop::Write)
+    }
+
+    /// Appends what the image has up to byte `end`.
+    fn range(&self, writer: &mut ImageWriter, end: u64) -> Result<(), Stop> {
+        let cancel = self.cancel();
+        let mut buffer = Vec::new();
+        while writer.position() < end {
+            if cancel.is_set() {
+                return Err(Stop::Interrupted);
+            }
+            let at = writer.position();
+            let status = self.image.status(at, end - at).map_err(Stop::Read)?;
+            let there = status.length.min(end - at);
+            let length = match status.content {
+                Content::Zero | Content::Hole => {
+                    writer.append_zeros(there).map_err(Stop::Write)?;
+                    there
+                }
+                Content::Data => {
+                    let length = there.min(PIECE_BYTES);
+                    buffer.resize(length as usize, 0);
+                    self.image.read_at(at, &mut buffer).map_err(Stop::Read)?;
+                    writer.append(&buffer).map_err(Stop::Write)?;
+                    length
+                }
+            };
+            self.progress.advance(length);
+        }
+        Ok(())
+    }
+
+    /// Writes the tree anew, with all its content.
+    fn tree(self) -> Result<Report, ConvertError> {
+        let damaged = |problem: &dyn std::fmt::Display| ConvertError::Layout {
+            place: self.name.to_owned(),
+            problem: problem.to_string(),
+        };
+        let filesystem = Filesystem::open(self.image.clone()).map_err(|error| damaged(&error))?;
+        let read = ReadOptions {
+            form: self.form,
+            place: &|offset, _| u32::try_from(offset / BLOCK_BYTES).ok(),
+            tails: 0,
+            max_inodes: self.options.limits.max_entries,
+        };
+        let tree = read_layer(&filesystem, &read).map_err(|error| damaged(&error))?;
+        let tree = match self.form {
+            TreeForm::Layer => tree.into_overlay(),
+            TreeForm::Whole => tree.into_tree(),
+        };
+        let tree = tree.map_err(|source| {
+            let error = bcow_erofs::merge::MergeError::Layer { layer: 0, source };
+            tree_error(&[self.name.to_owned()], error)
+        })?;
+        self.progress.phase("writing");
+        let changes = Commit {
+            tree,
+            device: &**self.image,
+            base: Vec::new(),
+            described: self.described(),
+        };
+        let written = commit(changes, self.destination, self.options, self.progress)?;
+        Ok(Report {
+            entries: written.entries,
+            content_bytes: written.content_bytes + written.deduplicated_bytes,
+            deduplicated_bytes: written.deduplicated_bytes,
+            size: written.size,
+            file_bytes: written.file_bytes,
+            merkle_root: written.merkle_root,
+            ..self.report()
+        })
+    }
+
+    /// What the new image says of itself: where it came from at first, and how it is stored now.
+    fn described(&self) -> Map<String, Value> {
+        let mut all = self.metadata.clone();
+        // Those are of the files below it, which it does not need.
+        all.shift_remove("backings");
+        all.shift_remove("commit");
+        if let Some(Value::Array(layers)) = all.get_mut("layers") {
+            layers.iter_mut().for_each(flatten_layer);
+        }
+        all.insert("tool".into(), json!(tool(self.options)));
+        all.insert("options".into(), options_json(self.options));
+        all.shift_remove("created");
+        if let Some(created) = self.options.source_date_epoch.and_then(crate::rfc3339) {
+            all.insert("created".into(), json!(created));
+        }
+        all
+    }
+
+    fn report(&self) -> Report {
+        let described = self.described();
+        let layers = described.get("layers").and_then(Value::as_array);
+        Report {
+            manifest: None,
+            platform: None,
+            layers: layers
+                .map_or(&[][..], Vec::as_slice)
+                .iter()
+                .map(|layer| LayerReport {
+                    digest: layer["digest"].as_str().and_then(|text| text.parse().ok()),
+                    diff_id: layer["diff_id"]
+                        .as_str()
+                        .and_then(|text| text.parse().ok())
+                        .map(crate::DiffId),
+                    media_type: layer["media_type"].as_str().map(str::to_owned),
+                    stored_bytes: layer["stored_bytes"].as_u64().unwrap_or(0),
+                    bytes: layer["tar_bytes"].as_u64().unwrap_or(0),
+                    entries: 0,
+                })
+                .collect(),
+            entries: 0,
+            content_bytes: 0,
+            deduplicated_bytes: 0,
+            hidden_bytes: 0,
+            size: 0,
+            file_bytes: 0,
+            merkle_root: String::new(),
+            verified: self.options.verify,
+        }
+    }
+
+    fn cancel(&self) -> Cancel<'_> {
+        Cancel::new(self.options.cancel.as_deref())
+    }
+}
+
+/// Why copying stopped.
+enum Stop {
+    Read(bcow::Error),
+    Write(bcow::Error),
+    Interrupted,
+}
+
+/// A stack's layer as an image has it that holds all content itself (spec section 13).
+fn flatten_layer(layer: &mut Value) {
+    let Some(Value::Object(source)) = layer.get("source") else {
+        return;
+    };
+    let mut flat = source.clone();
+    if let Some(diff_id) = layer.get("diff_id") {
+        flat.insert("diff_id".into(), diff_id.clone());
+    }
+    *layer = Value::Object(flat);
+}
+
+fn read_error(name: &str, error: bcow::Error) -> ConvertError {
+    ConvertError::Read {
+        action: "read",
+        what: name.to_owned(),
+        source: std::io::Error::other(error),
+    }
+}
