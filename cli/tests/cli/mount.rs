@@ -20,7 +20,7 @@ impl Place {
             missing("/dev/fuse", &error);
             return None;
         }
-        let sandbox = Sandbox::with_image();
+        let sandbox = Sandbox::with_own_image();
         fs::create_dir(sandbox.path("mnt")).unwrap();
         Some(Place(sandbox))
     }

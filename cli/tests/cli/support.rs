@@ -7,6 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use rustix::process::{getegid, geteuid};
 use serde_json::json;
 
 /// A directory of its own for one test. Commands run in it, so messages show bare file names.
@@ -20,8 +21,19 @@ impl Sandbox {
 
     /// One with `image.bcow`, made of [`sample`] with stable block sizes.
     pub fn with_image() -> Self {
+        Sandbox::with_image_of(&sample())
+    }
+
+    /// The same, and the files that belong to root in [`sample`] belong to the user who runs the
+    /// tests. Only a file's owner may change it in a mount.
+    pub fn with_own_image() -> Self {
+        let owner = (geteuid().as_raw(), getegid().as_raw());
+        Sandbox::with_image_of(&sample_of(owner))
+    }
+
+    fn with_image_of(archive: &[u8]) -> Self {
         let sandbox = Sandbox::new();
-        sandbox.write("sample.tar", &sample());
+        sandbox.write("sample.tar", archive);
         sandbox.ok(&[
             "convert",
             "--compress=none",
@@ -198,6 +210,8 @@ pub fn settings() -> insta::Settings {
 #[derive(Default)]
 pub struct Tar {
     bytes: Vec<u8>,
+    /// Who has the entries of user or group 0.
+    root: (u32, u32),
 }
 
 /// An entry's header.
@@ -330,12 +344,15 @@ impl Tar {
     }
 
     fn raw(&mut self, entry: &Entry<'_>) {
+        let or_root = |id, root| if id == 0 { root } else { id };
+        let owner = or_root(entry.owner.0, self.root.0);
+        let group = or_root(entry.owner.1, self.root.1);
         let mut header = [0; 512];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, entry.name);
         put(100, format!("{:07o}", entry.mode).as_bytes());
-        put(108, format!("{:07o}", entry.owner.0).as_bytes());
-        put(116, format!("{:07o}", entry.owner.1).as_bytes());
+        put(108, format!("{owner:07o}").as_bytes());
+        put(116, format!("{group:07o}").as_bytes());
         put(124, format!("{:011o}", entry.data.len()).as_bytes());
         let seconds = entry.time.split('.').next().unwrap();
         let seconds: u64 = seconds.parse().unwrap_or(0);
@@ -383,7 +400,16 @@ pub fn noise(length: usize) -> Vec<u8> {
 
 /// A small root file system with something of everything that needs no privilege to convert.
 pub fn sample() -> Vec<u8> {
-    Tar::new()
+    sample_of((0, 0))
+}
+
+/// [`sample`], with root's entries given to another user and group.
+fn sample_of(root: (u32, u32)) -> Vec<u8> {
+    let archive = Tar {
+        root,
+        ..Tar::default()
+    };
+    archive
         .directory("./")
         .file(".hidden", b"hidden\n")
         .symlink("bin", "usr/bin")
@@ -438,5 +464,5 @@ pub fn missing(what: &str, why: &dyn std::fmt::Display) {
 
 /// Whether the tests run as root.
 pub fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
+    geteuid().is_root()
 }
