@@ -55,6 +55,20 @@ def kernel_at_least(*wanted):
     return have >= wanted
 
 
+def need_kernel(major, minor, what):
+    if not kernel_at_least(major, minor):
+        missing(f"Linux {major}.{minor}, which brought {what}")
+
+
+def until(condition, what, seconds=60):
+    """Waits for a condition; that it never comes true is a failure."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.01)
+
+
 class Result:
     """How a command ended: code, output, seconds, and its peak memory."""
 

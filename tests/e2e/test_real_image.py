@@ -12,7 +12,7 @@ import sys
 import unittest
 
 from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone, image, kernel_at_least,
-                     kernel_mounted, layer_bytes, mounted, need, run, unpacked)
+                     kernel_mounted, layer_bytes, mounted, need, need_kernel, run, unpacked)
 import tree
 
 
@@ -69,8 +69,7 @@ class RealImage(unittest.TestCase):
         run("fsck.erofs", self.plain)
 
     def test_kernel_mounts_the_plain_file_itself(self):
-        if not kernel_at_least(6, 12):
-            self.skipTest("file-backed EROFS mounts came with Linux 6.12")
+        need_kernel(6, 12, "EROFS mounts of files")
         with kernel_mounted(self.plain, "file") as where:
             assert_same_tree(self, self.reference, where)
 

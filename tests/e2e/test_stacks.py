@@ -8,7 +8,7 @@ import sys
 import tempfile
 import unittest
 
-from support import (READER, WORK, assert_same_tree, bcow, image, is_mounted, kernel_at_least, mounted, need, run,
+from support import (READER, WORK, assert_same_tree, bcow, image, is_mounted, mounted, need, need_kernel, run,
                      unpacked)
 
 KINDS = {"compressed": [], "plain": ["--plain"], "dedup": ["--dedup-lower"]}
@@ -61,8 +61,7 @@ class Stacks(unittest.TestCase):
 
     def test_the_kernel_mounts_a_plain_stack_by_the_printed_line(self):
         need("losetup", root=True)
-        if not kernel_at_least(5, 16):
-            self.skipTest("EROFS has extra devices since Linux 5.16")
+        need_kernel(5, 16, "extra devices of EROFS")
         where = tempfile.mkdtemp(prefix="the kernel's ", dir=WORK)
         line = bcow("inspect", f"--mount-command={where}", self.name("plain")).out
         try:

@@ -9,11 +9,10 @@ import os
 import random
 import re
 import struct
-import time
 
 import syscalls
 from promises import promise
-from support import NOBODY, assert_refused, bcow, is_mounted, run
+from support import NOBODY, assert_refused, bcow, is_mounted, run, until
 from union import UnionCase
 
 BIG = "d2/big"
@@ -111,10 +110,7 @@ class Space(UnionCase):
 
     def wait_for_room(self, room=1 << 20):
         """The kernel tells the mount a little later that a file without a name is not open any more."""
-        deadline = time.monotonic() + 10
-        while os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize < room:
-            self.assertLess(time.monotonic(), deadline, "no room after a file was removed")
-            time.sleep(0.01)
+        until(lambda: os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize >= room, "room after a file was removed")
 
     @promise("A full or failing host file system ends the call that needs it with its error, ENOSPC or EIO. Nothing that was there is lost, and when "
              "there is room again all goes on.")
@@ -394,8 +390,7 @@ class LastFlush(UnionCase):
             with open(self.at("many", f"entry-{number:03}"), "ab", buffering=0) as file:
                 file.write(b"copied")
         marked = [os.path.join(self.upper, "many", f"entry-{number:03}") for number in range(4)]
-        while any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked):
-            time.sleep(0.01)
+        until(lambda: not any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked), "the copies are whole")
         os.unlink(os.path.join(self.memory, "filler"))
         self.assert_told(bcow("umount", self.where, check=False, timeout=60), "caused by: (Input/output error|No space left on device)\n")
         self.assertEqual(self.mount.process.wait(timeout=60), 1)
@@ -413,9 +408,8 @@ class LastFlush(UnionCase):
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 try:
                     result = pool.submit(bcow, "umount", self.where, check=False, timeout=60)
-                    while self.name_of(process) != "bcow-closing":
-                        self.assertFalse(result.done(), "it did not wait")
-                        time.sleep(0.01)
+                    until(lambda: result.done() or self.name_of(process) == "bcow-closing", "the mount is about to close")
+                    self.assertFalse(result.done(), "it did not wait")
                     process.kill()
                 finally:
                     fcntl.ioctl(disk, self.THAW, 0)

@@ -15,11 +15,10 @@ import stat
 import struct
 import subprocess
 import tempfile
-import time
 import unittest
 
 import support
-from support import NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, is_mounted, need, run
+from support import NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, is_mounted, need, run, until
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -429,7 +428,7 @@ class OfBcow(Uppers, unittest.TestCase):
                         program = subprocess.Popen([support.BCOW, "mount", "-f", self.base, self.merged, *options])
                     else:
                         bcow("mount", self.base, self.merged, *options, timeout=60)
-                    self.eventually(lambda: is_mounted(self.merged))
+                    until(lambda: is_mounted(self.merged), "mounted")
                     # The process of a mount holds the lock, and its note names it.
                     with open(f"{upper}/.bcow/lock", "rb") as lock:
                         (holder,) = re.findall(rb"process ([0-9]+)", lock.read()[1024:1280])
@@ -448,16 +447,10 @@ class OfBcow(Uppers, unittest.TestCase):
                         os.kill(int(holder), getattr(signal, end))
                     if foreground:
                         self.assertEqual(program.wait(timeout=60), 0)
-                    self.eventually(lambda: not os.path.exists(f"/proc/{int(holder)}"))
+                    until(lambda: not os.path.exists(f"/proc/{int(holder)}"), "the holder is gone")
                     found = json.loads(self.fsck(upper, "--json"))
                     self.assertEqual((found["verdict"], found["findings"]), ("clean", []))
                     self.assertEqual(os.listdir(f"{upper}/.bcow/work"), [])
-
-    def eventually(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.01)
 
     def test_acls_of_the_directory_around_are_on_nothing_that_a_container_made(self):
         entries = [(0x01, 0xFFFFFFFF), (0x02, 1000), (0x04, 0xFFFFFFFF), (0x10, 0xFFFFFFFF), (0x20, 0xFFFFFFFF)]
