@@ -1,0 +1,239 @@
+#!/usr/bin/python3
+"""A fresh machine: a minimal Debian in namespaces of its own, with Rust and nothing else installed.
+
+    tests/e2e/fresh.py [--user] [--keep] [COMMAND...]
+
+runs the command there in a clean clone of this checkout: as root, or as an ordinary user with sudo.
+Without a command it runs scripts/test, as the README asks for. It needs root, debootstrap and the
+Debian mirror that this machine's own apt uses. The minimal system stays in $BCOW_IMAGES, or
+target/images.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+SUITE = "bookworm"
+# The ordinary user there.
+USER, UID = "someone", 1000
+# Where Rust is there: this machine's, as Debian 12 packages no compiler that is recent enough.
+RUST = "/opt/rust"
+
+# Becomes the machine's first process: makes the /dev of a machine without udev, shows there what
+# the caller binds, and changes the root, as no user namespace can be made in a chroot. Then it
+# waits, and so reaps processes whose parent has ended.
+BOOT = r"""
+set -e
+root=$1
+binds=$2
+mount --bind "$root" "$root"
+mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
+mount -t tmpfs -o mode=755 tmpfs "$root/run"
+mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+node() { mknod -m "$2" "$root/dev/$1" "$3" "$4" "$5"; }
+node null 666 c 1 3
+node zero 666 c 1 5
+node full 666 c 1 7
+node random 666 c 1 8
+node urandom 666 c 1 9
+node tty 666 c 5 0
+node loop-control 660 c 10 237
+for n in $(seq 0 63); do node "loop$n" 660 b 7 "$n"; done
+ln -s /proc/self/fd "$root/dev/fd"
+ln -s /proc/self/fd/0 "$root/dev/stdin"
+ln -s /proc/self/fd/1 "$root/dev/stdout"
+ln -s /proc/self/fd/2 "$root/dev/stderr"
+mkdir "$root/dev/pts" "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
+mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+while read -r from to; do
+    mount --rbind "$from" "$root$to"
+done < "$binds"
+echo fresh > /proc/sys/kernel/hostname
+cd "$root"
+mkdir -p old
+pivot_root . old
+umount -l old
+rmdir old
+echo booted
+exec >&- 2>&-
+sleep infinity &
+wait $!
+"""
+
+
+class Machine:
+    """A running system, in whose root commands can be run."""
+
+    def __init__(self, directory, binds):
+        self.directory = directory
+        self.root = os.path.join(directory, "root")
+        if not os.path.exists(self.root):
+            subprocess.run(["cp", "-a", "--reflink=auto", minimal(), self.root], check=True)
+        # Packages are downloaded once for all machines and for the real image.
+        binds = {os.path.join(images(), "debs"): "/var/cache/apt/archives", **binds}
+        listed = os.path.join(directory, "binds")
+        with open(listed, "w") as out:
+            for source, where in binds.items():
+                out.write(f"{os.path.realpath(source)} {where}\n")
+                self.mount_point(where)
+        self.boot = subprocess.Popen(["unshare", "--mount", "--pid", "--uts", "--fork",
+                                      "--kill-child", "sh", "-c", BOOT, "sh", self.root, listed],
+                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        if self.boot.stdout.readline() != b"booted\n":
+            self.shut_down()
+            raise AssertionError(f"the machine in {directory} did not boot")
+        with open(f"/proc/{self.boot.pid}/task/{self.boot.pid}/children") as children:
+            self.init = children.read().strip()
+
+    def mount_point(self, where):
+        """A directory that every user there can reach."""
+        os.makedirs(self.path(where), exist_ok=True)
+        while (where := os.path.dirname(where)) != "/":
+            os.chmod(self.path(where), os.stat(self.path(where)).st_mode | 0o111)
+
+    def path(self, inside):
+        return os.path.join(self.root, inside.lstrip("/"))
+
+    def add_user(self):
+        """An ordinary user, who may call sudo without a password."""
+        for command in ("apt-get -q -y update",
+                        "apt-get -q -y install --no-install-recommends sudo",
+                        # As Debian's installer leaves it: the home is the user's alone.
+                        f"useradd --create-home --key HOME_MODE=0700 --uid {UID} {USER}"):
+            self.run(*command.split(), check=True, stdout=subprocess.DEVNULL)
+        with open(self.path("/etc/sudoers.d/tests"), "w") as out:
+            out.write(f"{USER} ALL=(ALL) NOPASSWD: ALL\n")
+
+    def check_out(self, user=False):
+        """A clean clone of this checkout, the user's or root's; gives its path there."""
+        where = f"{home(user)}/bcow"
+        with tempfile.NamedTemporaryFile("w") as config:
+            # This checkout may be an ordinary user's, and this process is root's.
+            config.write("[safe]\n\tdirectory = *\n")
+            config.flush()
+            subprocess.run(["git", "clone", "-q", "--no-hardlinks", TOP, self.path(where)],
+                           check=True, env={**os.environ, "GIT_CONFIG_GLOBAL": config.name})
+        if user:
+            subprocess.run(["chown", "-R", f"{UID}:{UID}", self.path(where)], check=True)
+        return where
+
+    def run(self, *command, user=False, directory="/", env=None, **options):
+        """Runs a command there, in the environment of a new login."""
+        path = f"{RUST}/bin:/usr/local/bin:/usr/bin:/bin"
+        become = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--init-groups"]
+        if not user:
+            path += ":/usr/local/sbin:/usr/sbin:/sbin"
+            become = []
+        env = {"HOME": home(user), "USER": USER if user else "root", "PATH": path,
+               "LANG": "C.UTF-8", **(env or {})}
+        enter = ["nsenter", f"--target={self.init}", "--mount", "--pid", "--uts", *become,
+                 "env", "-i", f"--chdir={directory}"]
+        enter += [f"{key}={value}" for key, value in env.items()]
+        return subprocess.run([*enter, *command], **{"stdin": subprocess.DEVNULL, **options})
+
+    def shut_down(self):
+        self.boot.kill()
+        self.boot.wait()
+        self.boot.stdout.close()
+
+
+@contextlib.contextmanager
+def machine(parent, binds=None, rust=None, keep=False):
+    """A machine for the length of a with block; `binds` are directories of this one it has."""
+    directory = tempfile.mkdtemp(prefix="fresh-", dir=parent)
+    fresh = None
+    try:
+        fresh = Machine(directory, {rust or sysroot(): RUST, **(binds or {})})
+        yield fresh
+    finally:
+        if fresh:
+            fresh.shut_down()
+        if keep:
+            print(f"fresh: the machine's root stays in {directory}", file=sys.stderr)
+        else:
+            shutil.rmtree(directory)
+
+
+def home(user):
+    return f"/home/{USER}" if user else "/root"
+
+
+def images():
+    return os.path.abspath(os.environ.get("BCOW_IMAGES") or os.path.join(TOP, "target", "images"))
+
+
+def sysroot():
+    """The directory of the Rust compiler in use."""
+    return subprocess.run(["rustc", "--print", "sysroot"], check=True, stdout=subprocess.PIPE,
+                          text=True).stdout.strip()
+
+
+def minimal():
+    """The smallest system that debootstrap makes; made on first use."""
+    done = os.path.join(images(), f"minimal-{SUITE}")
+    os.makedirs(os.path.join(images(), "debs", "partial"), exist_ok=True)
+    with open(os.path.join(images(), "minimal.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(done):
+            partial = done + ".partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            with open(os.path.join(images(), "minimal.log"), "wb") as log:
+                subprocess.run(["debootstrap", "--variant=minbase", f"--cache-dir={images()}/debs",
+                                SUITE, partial, mirror()], check=True, stdout=log, stderr=log)
+            with open(os.path.join(partial, "etc/hosts"), "w") as out:
+                out.write("127.0.0.1 localhost fresh\n::1 localhost\n")
+            shutil.copy("/etc/resolv.conf", os.path.join(partial, "etc/resolv.conf"))
+            # Nothing of it has to outlive a power cut; dpkg takes half of the time without its syncs.
+            with open(os.path.join(partial, "etc/dpkg/dpkg.cfg.d/unsafe-io"), "w") as out:
+                out.write("force-unsafe-io\n")
+            # The network's own certificate authorities, which ca-certificates takes when installed.
+            own = "usr/local/share/ca-certificates"
+            if os.path.isdir(f"/{own}"):
+                shutil.copytree(f"/{own}", os.path.join(partial, own), dirs_exist_ok=True)
+            os.rename(partial, done)
+    return done
+
+
+def mirror():
+    """The Debian mirror that make-real-image takes."""
+    path = os.path.join(TOP, "tests", "images", "make-real-image")
+    loader = importlib.machinery.SourceFileLoader("make_real_image", path)
+    spec = importlib.util.spec_from_loader("make_real_image", loader)
+    maker = importlib.util.module_from_spec(spec)
+    loader.exec_module(maker)
+    return maker.own_mirror()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--user", action="store_true", help="as an ordinary user with sudo")
+    parser.add_argument("--keep", action="store_true", help="leave the machine's root afterwards")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("this needs root: it makes a root file system, and namespaces")
+    os.makedirs(os.path.join(TOP, "target"), exist_ok=True)
+    with machine(os.path.join(TOP, "target"), keep=options.keep) as fresh:
+        if options.user:
+            fresh.add_user()
+        directory = fresh.check_out(options.user)
+        env = {"CI": os.environ["CI"]} if "CI" in os.environ else {}
+        command = options.command or ["scripts/test"]
+        done = fresh.run(*command, user=options.user, directory=directory, env=env, stdin=None)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

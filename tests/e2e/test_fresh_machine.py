@@ -1,0 +1,93 @@
+"""The README's commands on a fresh machine, as root and as an ordinary user with sudo."""
+
+import json
+import os
+import shutil
+import tempfile
+import unittest
+
+import fresh
+import support
+from support import BCOW, TOP, WORK, need
+
+# The tests, by package and name, that do other things as root than as an ordinary user, or call
+# programs of the machine.
+TESTS = {"cli/cli", "bcow-fuse/daemon", "bcow-fuse/mounted_tree", "bcow-fuse/writable", "bcow-oci/all",
+         "bcow-union/upper"}
+
+
+def test_programs():
+    """The programs of these tests, each with its package's directory, as cargo lists them."""
+    listed = os.environ.get("BCOW_TESTS")
+    if not listed:
+        support.missing("no list of test programs in BCOW_TESTS; scripts/test makes one")
+    programs = {}
+    with open(listed) as lines:
+        for message in map(json.loads, lines):
+            if message.get("executable") and message["target"]["kind"] == ["test"]:
+                package = os.path.dirname(message["manifest_path"])
+                name = f"{os.path.basename(package)}/{message['target']['name']}"
+                programs[name] = (message["executable"], package)
+    return {name: programs[name] for name in sorted(TESTS)}
+
+
+class FreshMachine(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("debootstrap", "git", "unshare", "nsenter", root=True)
+        support.image("small")
+        # The test programs know paths of this checkout.
+        binds = {path: path for path in (TOP, WORK, os.path.dirname(BCOW), fresh.images())}
+        rust = os.environ.get("BCOW_RUST")
+        cls.machine = cls.enterClassContext(fresh.machine(WORK, binds, rust))
+        # Compiled already; that would take a minute and more.
+        for program in ("fsx", "pjdfstest"):
+            need(program)
+            shutil.copy(shutil.which(program), cls.machine.path("/usr/local/bin"))
+
+    def assert_passes(self, *command, **options):
+        with tempfile.TemporaryFile() as output:
+            done = self.machine.run(*command, stdout=output, stderr=output, timeout=900, **options)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        self.assertEqual(done.returncode, 0, f"`{' '.join(command)}`: {text[-8000:]}")
+        return text
+
+    def test_both_commands_of_the_readme_work_for_root_and_for_a_user(self):
+        tests = test_programs()
+        directory = self.machine.check_out()
+        self.sets_up("try", directory)
+        self.demonstrates(directory)
+        self.machine.add_user()
+        users = self.machine.check_out(user=True)
+        self.sets_up("test", users, user=True)
+        self.demonstrates(users, user=True)
+        for user in (False, True):
+            env = {"INSTA_WORKSPACE_ROOT": TOP}
+            # With CI set, tests that need root fail rather than say that they are skipped.
+            if not user:
+                env["CI"] = "true"
+            for name, (program, package) in tests.items():
+                with self.subTest(test=name, user=user):
+                    self.assert_passes(program, directory=package, user=user, env=env)
+        env = {"CI": "true", "BCOW": BCOW, "BCOW_E2E": "/tmp/e2e",
+               "PYTHONPATH": os.path.join(TOP, "tests", "e2e")}
+        self.assert_passes("/usr/bin/python3", "-m", "unittest", "test_serve", env=env)
+
+    def sets_up(self, what, directory, user=False):
+        """What is done is said before, and a second time there is nothing to do."""
+        said = self.assert_passes("scripts/setup", what, directory=directory, user=user)
+        lines = [line for line in said.splitlines() if line.startswith("setup: ")]
+        self.assertRegex(lines[0], "^setup: Rust is there: ")
+        self.assertEqual(lines[1], "setup: these Debian packages are missing:")
+        self.assertEqual(lines[-1], "setup: all is there")
+        self.assertEqual("chmod 666 /dev/fuse" in said, what == "test", said)
+        said = self.assert_passes("scripts/setup", what, directory=directory, user=user)
+        self.assertEqual(said.splitlines(), [lines[0], lines[-1]])
+
+    def demonstrates(self, directory, user=False):
+        """With the image and the bcow that are there, as making them takes minutes."""
+        said = self.assert_passes("scripts/try", directory=directory, user=user,
+                                  env={"BCOW": BCOW, "BCOW_IMAGES": fresh.images()})
+        self.assertIn("from the image\n", said)
+        self.assertIn("== That was it.", said)
