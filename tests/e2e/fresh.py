@@ -80,8 +80,8 @@ class Machine:
         self.root = os.path.join(directory, "root")
         if not os.path.exists(self.root):
             subprocess.run(["cp", "-a", "--reflink=auto", minimal(), self.root], check=True)
-        # Packages are downloaded once for all machines and for the real image.
-        binds = {os.path.join(images(), "debs"): "/var/cache/apt/archives", **binds}
+        # Packages are downloaded once for all machines.
+        binds = {packages(): "/var/cache/apt/archives", **binds}
         listed = os.path.join(directory, "binds")
         with open(listed, "w") as out:
             for source, where in binds.items():
@@ -173,6 +173,13 @@ def images():
     return os.path.abspath(os.environ.get("BCOW_IMAGES") or os.path.join(TOP, "target", "images"))
 
 
+def packages():
+    """The packages that were downloaded: not the real image's, whose maker runs meanwhile."""
+    directory = os.path.join(images(), f"minimal-{SUITE}-debs")
+    os.makedirs(os.path.join(directory, "partial"), exist_ok=True)
+    return directory
+
+
 def sysroot():
     """The directory of the Rust compiler in use."""
     return subprocess.run(["rustc", "--print", "sysroot"], check=True, stdout=subprocess.PIPE,
@@ -182,19 +189,19 @@ def sysroot():
 def minimal():
     """The smallest system that debootstrap makes; made on first use."""
     done = os.path.join(images(), f"minimal-{SUITE}")
-    os.makedirs(os.path.join(images(), "debs", "partial"), exist_ok=True)
+    os.makedirs(images(), exist_ok=True)
     with open(os.path.join(images(), "minimal.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(done):
             partial = done + ".partial"
             shutil.rmtree(partial, ignore_errors=True)
             with open(os.path.join(images(), "minimal.log"), "wb") as log:
-                subprocess.run(["debootstrap", "--variant=minbase", f"--cache-dir={images()}/debs",
+                subprocess.run(["debootstrap", "--variant=minbase", f"--cache-dir={packages()}",
                                 SUITE, partial, mirror()], check=True, stdout=log, stderr=log)
             with open(os.path.join(partial, "etc/hosts"), "w") as out:
                 out.write("127.0.0.1 localhost fresh\n::1 localhost\n")
             shutil.copy("/etc/resolv.conf", os.path.join(partial, "etc/resolv.conf"))
-            # Nothing of it has to outlive a power cut; dpkg takes half of the time without its syncs.
+            # Nothing of it has to outlive a power cut, so dpkg need not wait for the disk.
             with open(os.path.join(partial, "etc/dpkg/dpkg.cfg.d/unsafe-io"), "w") as out:
                 out.write("force-unsafe-io\n")
             # The network's own certificate authorities, which ca-certificates takes when installed.
