@@ -5,8 +5,8 @@ use std::sync::Arc;
 use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{
-    BlockDevice, Content, CreateOptions, Disk, Error, Image, Layout, Mapping, MemoryStorage,
-    OpenOptions, Space, Storage, WritableDevice,
+    BlockDevice, Content, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter, Layout,
+    Mapping, MemoryStorage, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
 };
 
 const MIB: u64 = 1 << 20;
@@ -549,4 +549,37 @@ fn what_is_found_at_opening_is_made_durable_before_anything_else() {
         1
     );
     drop(again);
+}
+
+/// As `bcow convert --writable` makes it of a small raw disk: its regions are its blocks.
+#[test]
+fn a_region_that_is_zeroed_as_a_whole_and_written_before_a_flush_gives_its_space_back() {
+    const BLOCK: u64 = 64 << 10;
+    let storage = Arc::new(MemoryStorage::default());
+    let options = WriterOptions {
+        block_bytes: Some(BLOCK as u32),
+        disk: Some(DiskForm {
+            size: 4 * BLOCK,
+            log_bytes: 64 << 10,
+            ..DiskForm::default()
+        }),
+        ..WriterOptions::default()
+    };
+    let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
+    writer.append(&pattern(4 * BLOCK as usize, 1)).unwrap();
+    writer.finish(&[], &serde_json::json!({})).unwrap();
+    let disk = reopen(&storage, None);
+    assert_eq!(disk.header().region_shift, 16);
+    for region in [0, 1] {
+        let at = region * BLOCK;
+        disk.write_zeroes(at, BLOCK, Space::Free).unwrap();
+        disk.write_at(at + 8192, &[1; 512]).unwrap();
+        match region {
+            0 => disk.flush().unwrap(),
+            _ => disk.checkpoint().unwrap(),
+        }
+        assert_eq!(disk.statistics().unflushed_blocks, 0);
+    }
+    disk.close().unwrap();
+    assert_sound(&storage);
 }

@@ -243,8 +243,11 @@ impl Owner {
             0 => {
                 let sectors = length / SECTOR;
                 let from = random.gen_range(0..sectors);
-                let most = if random.gen_bool(0.8) { 2 } else { sectors };
-                self.write(from, random.gen_range(1..=most.min(sectors - from)));
+                match random.gen_range(0..4) {
+                    0 => self.write(0, sectors),
+                    1 => self.write(from, sectors - from),
+                    _ => self.write(from, 1),
+                }
             }
             1 => self.write(0, length / SECTOR),
             2..=4 => {
@@ -279,7 +282,8 @@ impl Owner {
     }
 }
 
-/// Two owners of a block or of half a block each, and a third thread that reads all of the disk; what they leave is looked at.
+/// Two owners of a block or of half a block each, and a third thread that reads all of the disk, or
+/// changes the file as a whole; what they leave is looked at.
 fn owners(subject: Subject, disk: Disk, steps: usize) {
     let mut shows = vec![0; SIZE as usize];
     disk.read_at(0, &mut shows).unwrap();
@@ -307,31 +311,41 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
             (owner.at as usize, owner.shows)
         }));
     }
-    let reader = {
+    let other = {
         let disk = disk.clone();
         thread::spawn(move || {
-            let mut bytes = vec![0; SIZE as usize];
-            disk.read_at(0, &mut bytes).unwrap();
-            // Each sector is its owner's, or what was there before.
-            for (sector, value) in values(&bytes).into_iter().enumerate() {
-                let owner = sector / (part as usize / SECTOR);
-                let foreign = match value {
-                    0 => false,
-                    1..0x40 => owner != 0,
-                    0x40..0x80 => owner != 1,
-                    base => base != 0xA0 | (sector / 8) as u8,
-                };
-                assert!(!foreign, "sector {sector} is {value:x}");
+            match thread_rng().gen_range(0..4) {
+                // What changes the file as a whole waits for all others, and they for it.
+                0 => disk.rest().unwrap(),
+                1 => disk.resize(SIZE + BLOCK).unwrap(),
+                _ => look(&disk, part as usize),
             }
         })
     };
-    reader.join().unwrap();
+    other.join().unwrap();
     for thread in threads {
         let (at, part) = thread.join().unwrap();
         shows[at..at + part.len()].copy_from_slice(&part);
     }
     let disk = Arc::into_inner(disk).expect("the threads have ended");
+    shows.resize(disk.size() as usize, 0);
     subject.verify(disk, &shows);
+}
+
+/// Each sector is what its owner wrote, or zero, or what was there before. An owner has `part` bytes.
+fn look(disk: &Disk, part: usize) {
+    let mut bytes = vec![0; SIZE as usize];
+    disk.read_at(0, &mut bytes).unwrap();
+    for (sector, value) in values(&bytes).into_iter().enumerate() {
+        let owner = sector / (part / SECTOR);
+        let foreign = match value {
+            0 => false,
+            1..0x40 => owner != 0,
+            0x40..0x80 => owner != 1,
+            base => base != 0xA0 | (sector / 8) as u8,
+        };
+        assert!(!foreign, "sector {sector} is {value:x}");
+    }
 }
 
 fn options(layout: Layout, block_bytes: Option<u64>) -> CreateOptions {
@@ -370,8 +384,8 @@ fn checked_blocks_keep_what_their_owners_wrote() {
     });
 }
 
-/// A disk that can be written, whose blocks are compressed.
-fn compressed() -> Vec<u8> {
+/// A disk that can be written, whose blocks are compressed, but for `zeros` bytes at its beginning.
+fn compressed(zeros: u64) -> Vec<u8> {
     let storage = Arc::new(MemoryStorage::default());
     let options = WriterOptions {
         compression: Compression::Zstd { level: 1 },
@@ -384,14 +398,25 @@ fn compressed() -> Vec<u8> {
         ..WriterOptions::default()
     };
     let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
-    writer.append(&base()).unwrap();
+    writer.append_zeros(zeros).unwrap();
+    writer.append(&base()[zeros as usize..]).unwrap();
     writer.finish(&[], &serde_json::json!({})).unwrap();
     storage.to_vec()
 }
 
 #[test]
+fn compressed_blocks_are_decoded_from_their_place_or_not_at_all() {
+    let files = [compressed(0), compressed(BLOCK)];
+    explore(1000, move || {
+        let file = files[thread_rng().gen_range(0..2)].clone();
+        let (subject, disk) = Subject::opened(file, false);
+        owners(subject, disk, 5);
+    });
+}
+
+#[test]
 fn readers_that_share_a_small_cache_get_each_block_as_it_is() {
-    let file = compressed();
+    let file = compressed(0);
     explore(500, move || {
         let (_, disk) = Subject::opened(file.clone(), false);
         let disk = Arc::new(disk);

@@ -170,14 +170,17 @@ impl State {
         self.pending.contains_key(&index)
     }
 
-    /// Cuts a region that is absent or zero as a whole into blocks.
-    pub(super) fn cut(&mut self, shift: BlockShift, length: u64) {
+    /// Cuts a region that is absent or zero as a whole into blocks. Gives the number of blocks that were pending and are
+    /// not any more: the region as a whole, 0 or 1.
+    pub(super) fn cut(&mut self, shift: BlockShift, length: u64) -> u64 {
         let Some(Blocks::Whole(entry @ (Entry::Absent | Entry::Zero))) = self.blocks else {
-            return;
+            return 0;
         };
+        let mut dropped = 0;
         // What was said of the region as a whole is not about its block 0.
         if let Some(pending) = self.pending.remove(&0) {
             self.whole = Some((entry, pending.published));
+            dropped = 1;
         }
         if let Some(committing) = &mut self.committing
             && let Some(replaced) = committing.blocks.remove(&0)
@@ -186,6 +189,7 @@ impl State {
         }
         let count = length.div_ceil(shift.bytes().into());
         self.blocks = Some(Blocks::Cut(Table::uniform(shift, count as u32, entry)));
+        dropped
     }
 
     /// Puts an entry into its place. Gives back the space of the one before, if no record ever named it, and whether
@@ -326,8 +330,17 @@ impl State {
 
     /// The space that the record being written frees.
     pub(super) fn freed_by_record(&self) -> impl Iterator<Item = Freed> + '_ {
-        let blocks = self.committing.iter().flat_map(|c| c.blocks.values());
-        blocks.filter_map(Replaced::freed)
+        self.committing.iter().flat_map(|committing| {
+            // What a region had as a whole before it was zeroed and cut.
+            let whole = committing.whole.and_then(|(_, published)| {
+                Some(Freed {
+                    stored: published.stored()?,
+                    given_up: true,
+                })
+            });
+            let blocks = committing.blocks.values();
+            blocks.filter_map(Replaced::freed).chain(whole)
+        })
     }
 
     /// The record is durable.

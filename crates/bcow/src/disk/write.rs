@@ -144,8 +144,13 @@ impl Inner {
             }
         }
         let mut state = self.regions.write(region, &self.file, &frame.header)?;
-        state.cut(wanted, region.length);
+        self.cut_into(&mut state, wanted, region);
         Ok(state.blocks().shift(self.region_shift))
+    }
+
+    fn cut_into(&self, state: &mut State, shift: BlockShift, region: &Region) {
+        let dropped = state.cut(shift, region.length);
+        self.unflushed.fetch_sub(dropped, Ordering::Relaxed);
     }
 
     /// Block size for a region whose first write has `length` bytes.
@@ -448,7 +453,7 @@ impl Inner {
             let mut state = self.regions.write(region, &self.file, &frame.header)?;
             let whole = length == region.length;
             if !whole && self.shift_for(0).get() < self.region_shift {
-                state.cut(self.shift_for(0), region.length);
+                self.cut_into(&mut state, self.shift_for(0), region);
             }
             let shift = state.blocks().shift(self.region_shift);
             let mut from = at;
