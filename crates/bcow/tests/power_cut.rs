@@ -3,7 +3,9 @@
 //!
 //! `BCOW_POWER_CUTS=N` runs N times as many rounds, from other seeds.
 
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::check::{CheckOptions, Report, Severity, check};
 use bcow::format::{BackingEntry, BackingName, Use};
@@ -432,6 +434,88 @@ fn run(name: &str) {
         looked += run.cut(5, 10, 60);
     }
     println!("{name}: {looked} power cuts");
+}
+
+/// A host that says once of a write that it failed, though it was carried out: as a network file system may.
+struct Mistaken {
+    content: Arc<PowerCut>,
+    /// Where the write begins.
+    at: AtomicU64,
+}
+
+impl Storage for Mistaken {
+    fn len(&self) -> io::Result<u64> {
+        self.content.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.content.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.content.write_at(offset, bytes)?;
+        let chosen = self
+            .at
+            .compare_exchange(offset, 0, Ordering::SeqCst, Ordering::SeqCst);
+        match chosen {
+            Ok(_) => Err(io::Error::from_raw_os_error(5)),
+            Err(_) => Ok(()),
+        }
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.content.set_len(bytes)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.content.sync()
+    }
+}
+
+#[test]
+fn a_record_whose_write_is_said_to_have_failed_names_no_block_of_another() {
+    const BLOCK: u64 = MIB;
+    let plan = Plan {
+        options: options(8 * MIB, Layout::Performance, Some(BLOCK as u32)),
+        ..plans().pop().expect("there are plans")
+    };
+    // A file with free space, which is used again before the file grows.
+    let content = Arc::new(MemoryStorage::default());
+    let disk = Disk::create_alone(content.clone(), &plan.options).unwrap();
+    disk.write_at(0, &vec![1; 6 * MIB as usize]).unwrap();
+    disk.write_at(7 * MIB, &vec![1; BLOCK as usize]).unwrap();
+    disk.write_zeroes(0, 6 * MIB, Space::Free).unwrap();
+    disk.write_zeroes(7 * MIB, BLOCK, Space::Keep).unwrap();
+    disk.close().unwrap();
+
+    let storage = Arc::new(PowerCut::new(content.to_vec()));
+    let mistaken = Arc::new(Mistaken {
+        content: storage.clone(),
+        at: AtomicU64::new(0),
+    });
+    let disk = plan.open(mistaken.clone());
+    let first = storage.operations();
+    let write = |block: u64, tag: u32| {
+        let mut bytes = vec![0; BLOCK as usize];
+        let sectors = block * BLOCK / SECTOR_BYTES as u64;
+        for (sector, piece) in (sectors..).zip(bytes.chunks_mut(SECTOR_BYTES)) {
+            fill(tag, sector, piece);
+        }
+        disk.write_at(block * BLOCK, &bytes).unwrap();
+        disk.map(block * BLOCK).unwrap().mapping
+    };
+    let place = write(0, 2);
+    mistaken.at.store(disk.header().log.0, Ordering::SeqCst);
+    disk.flush().unwrap_err();
+    disk.write_zeroes(0, BLOCK, Space::Free).unwrap();
+    assert_eq!(write(1, 3), place, "it is used again");
+    storage.walk(|window, durable| {
+        if window.operations.end < first {
+            return;
+        }
+        for fates in storage.fates(window, 5, 10, &mut Random::new(1)) {
+            let image = Arc::new(MemoryStorage::new(storage.after(durable, window, &fates)));
+            let held = tags(&plan.open(image));
+            let foreign = held.iter().position(|tag| tag.is_none());
+            assert_eq!(foreign, None, "{}", storage.describe(window));
+        }
+    });
 }
 
 #[test]

@@ -277,10 +277,13 @@ impl Inner {
         Ok(())
     }
 
-    /// A record that could not be written as a whole must not turn out to be one: what it says is pending again, and may be written
-    /// elsewhere.
+    /// A record that could not be written as a whole must not turn out to be one: what it says is pending again, its places
+    /// may be given to other blocks, and no checksum tells an open block from another. So this is durable before it returns.
     fn unwrite(&self, at: u64, error: &Error) {
-        if self.write_storage(at, &[0; 16]).is_err() {
+        let undone = self
+            .write_storage(at, &[0; 16])
+            .and_then(|()| self.barrier());
+        if undone.is_err() {
             let _ = self.failed.set(error.to_string());
         }
     }
