@@ -14,6 +14,7 @@ use bcow_oci::store::{Places, Stores};
 
 use crate::error::{CommandError, Context};
 use crate::image::{StoreArgs, cannot_open_file, parse_name, refuse_what_is_no_file};
+use crate::running;
 
 /// A disk, open for reading, with the files below it.
 pub struct OpenChain {
@@ -168,7 +169,7 @@ pub fn open_chain(
     let image =
         chain::open_shared(&file, stores.share(), options, &opener).map_err(
             |problem| match problem {
-                OpenProblem::InUse(error) => in_use(cannot(), &error, true),
+                OpenProblem::InUse(error) => in_use(cannot(), path, &error, true),
                 OpenProblem::Failed(error) => cannot_open_file(name, path, &error),
             },
         )?;
@@ -182,10 +183,14 @@ pub fn open_chain(
 
 fn in_use(
     cannot: String,
+    path: &Path,
     error: &(dyn std::error::Error + 'static),
     reading: bool,
 ) -> CommandError {
-    let failure = CommandError::new(cannot).caused_by(error);
+    let failure = running::describe_lock_holders(path).into_iter().fold(
+        CommandError::new(cannot).caused_by(error),
+        CommandError::caused_by_text,
+    );
     match reading {
         true => failure.hint("end that program, or read what is there with --force-share"),
         false => failure,
@@ -278,8 +283,8 @@ pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLoc
         }
         let mut open = File::options();
         let file = open.read(true).write(true).open(&path).context(cannot)?;
-        let lock =
-            FileLock::exclusive(&file, &note).map_err(|error| in_use(cannot(), &error, false))?;
+        let lock = FileLock::exclusive(&file, &note)
+            .map_err(|error| in_use(cannot(), &path, &error, false))?;
         // Whoever held the lock may have put another file in its place (`bcow compact`).
         let (locked, there) = (
             file.metadata().context(cannot)?,
@@ -297,7 +302,7 @@ pub fn lock_for_reading(name: &Path, file: &File, share: Share) -> Result<(), Co
     let writable = header_of(file).is_some_and(|header| header.state == State::Writable);
     if share == Share::Lock && writable {
         let cannot = || format!("cannot read {}", name.display());
-        FileLock::shared(file).map_err(|error| in_use(cannot(), &error, true))?;
+        FileLock::shared(file).map_err(|error| in_use(cannot(), name, &error, true))?;
     }
     Ok(())
 }
@@ -314,7 +319,8 @@ pub fn open_for_repair(
     let note = format!("bcow fsck --repair, process {}", std::process::id());
     let lock = match writable {
         true => Some(
-            FileLock::exclusive(&file, &note).map_err(|error| in_use(cannot(), &error, false))?,
+            FileLock::exclusive(&file, &note)
+                .map_err(|error| in_use(cannot(), path, &error, false))?,
         ),
         false => None,
     };

@@ -3,6 +3,7 @@
 //! The path through it: [`Cli`] is the command line, [`run`] picks the command, [`commands`] has one
 //! file for each, [`ui`] is the only door to the terminal and [`error`] says how a failure looks.
 
+mod ask;
 mod commands;
 mod copy_out;
 mod cpus;
@@ -16,6 +17,7 @@ mod names;
 mod new_file;
 mod place;
 mod rewrite;
+mod running;
 mod size;
 mod stat;
 mod ui;
@@ -107,6 +109,7 @@ enum Command {
     Mount(commands::mount::Args),
     Umount(commands::umount::Args),
     Stats(commands::stats::Args),
+    Ps(commands::ps::Args),
     Serve(commands::serve::Args),
     Attach(commands::attach::Args),
     Detach(commands::detach::Args),
@@ -196,6 +199,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
         Command::Mount(args) => commands::mount::run(args, ui),
         Command::Umount(args) => commands::umount::run(args, ui),
         Command::Stats(args) => commands::stats::run(args, ui),
+        Command::Ps(args) => commands::ps::run(args, ui),
         Command::Serve(args) => commands::serve::run(args, ui),
         Command::Attach(args) => commands::attach::run(args, ui),
         Command::Detach(args) => commands::detach::run(args, ui),

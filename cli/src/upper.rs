@@ -5,13 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bcow::lock::LockError;
-use bcow_fuse::session::CLOSING;
 use bcow_oci::Limits;
 use bcow_union::upper::{Changes, ChangesError, Problem, Scope, UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
 use crate::names;
+use crate::running::{self, State};
 use crate::ui::Ui;
 
 /// How long a process that holds the upper may go on without ending its mount: umount(8) returns before it has noticed.
@@ -21,7 +21,23 @@ const PATIENCE: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// What the note in an upper's lock begins with; the number of the process follows.
-pub const NOTE: &str = "bcow mount, process ";
+const NOTE: &str = "bcow mount, process ";
+
+/// The note of this process in an upper's lock, when it mounts at `directory`.
+pub fn note(directory: &Path) -> String {
+    format!(
+        "{NOTE}{}, at {}",
+        std::process::id(),
+        running::absolute(directory)
+    )
+}
+
+/// The process that left a note; `None` if that was no mount.
+fn holder_of_note(note: &str) -> Option<u32> {
+    let rest = note.strip_prefix(NOTE)?;
+    let end = rest.find(|c: char| !c.is_ascii_digit());
+    rest[..end.unwrap_or(rest.len())].parse().ok()
+}
 
 /// Opens an upper with `open`, waiting for a process that just ends a mount of it.
 pub fn when_free<T>(
@@ -51,9 +67,9 @@ fn ends_soon(error: &UpperError, waited: Duration) -> bool {
         return false;
     };
     match holder {
-        LockError::Writer(note) => match note.strip_prefix(NOTE).map(str::parse::<u32>) {
-            Some(Ok(pid)) => is_closing(pid) || waited < NOTICES_WITHIN,
-            _ => false,
+        LockError::Writer(note) => match holder_of_note(note) {
+            Some(pid) => is_closing(pid) || waited < NOTICES_WITHIN,
+            None => false,
         },
         // A process that let go of its note lets go of its lock next.
         LockError::InUse => waited < NOTICES_WITHIN,
@@ -61,12 +77,10 @@ fn ends_soon(error: &UpperError, waited: Duration) -> bool {
     }
 }
 
-/// Whether a process ends a writable mount.
+/// Whether a process ends a writable mount. One that is stopped does not.
 pub fn is_closing(pid: u32) -> bool {
-    std::fs::read(format!("/proc/{pid}/comm"))
-        .is_ok_and(|name| name.strip_suffix(b"\n") == Some(CLOSING.to_bytes()))
+    running::state(pid) == Some(State::Ending)
 }
-
 /// Opens an upper for reading, if nobody writes to it and it belongs to `image`.
 pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, CommandError> {
     let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
@@ -126,6 +140,9 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         failure = failure.caused_by_text(cause.to_string());
         source = cause.source();
     }
+    if let UpperError::InUse { path, .. } = error {
+        failure = name_holders(failure, path);
+    }
     match error {
         UpperError::InUse { .. } => failure.hint("unmount it first, or wait"),
         UpperError::AnotherImage { .. } => {
@@ -139,6 +156,14 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         }
         _ => failure,
     }
+}
+
+/// Says which processes have the upper in use.
+pub fn name_holders(failure: CommandError, upper: &Path) -> CommandError {
+    let holders = running::describe_lock_holders(&upper.join(running::LOCK_IN_UPPER));
+    holders
+        .into_iter()
+        .fold(failure, CommandError::caused_by_text)
 }
 
 fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> CommandError {
@@ -170,5 +195,20 @@ pub trait Joined<T> {
 impl<T, E: std::error::Error + 'static> Joined<T> for Result<T, E> {
     fn joined(self, upper: &Path) -> Result<T, CommandError> {
         self.context(|| format!("cannot join {} and its image", upper.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn process_is_read_from_the_note_of_a_mount() {
+        let note = note(Path::new("/mnt, process 8"));
+        assert_eq!(holder_of_note(&note), Some(std::process::id()));
+        // As earlier versions wrote it.
+        assert_eq!(holder_of_note("bcow mount, process 7"), Some(7));
+        assert_eq!(holder_of_note("bcow fsck --repair, process 7"), None);
+        assert_eq!(holder_of_note("bcow mount, process "), None);
     }
 }

@@ -20,6 +20,7 @@ use super::serve::ready::Signals;
 use crate::error::{CommandError, Context};
 use crate::heap;
 use crate::image::StoreArgs;
+use crate::running;
 use crate::ui::Ui;
 pub use device::{NbdDevice, driver_failure};
 
@@ -131,6 +132,7 @@ fn attach(
     // The kernel may pause in the middle of a request when memory is short, and is not hostile.
     let options = ServerOptions {
         request_timeout: None,
+        failures: served.failure_report(),
         ..ServerOptions::default()
     };
     let server = Server::new(exports, options).map_err(|error| nbd_failure(&error))?;
@@ -164,6 +166,9 @@ fn attach(
         drop(sockets);
         drop(theirs);
         connected.map_err(|error| driver_failure(&error))?;
+        let place = args.device.to_string_lossy().into_owned();
+        let services = served.services("attach", |_| vec![place.clone()]);
+        let _published = running::publish(services);
         if let Err(error) = attached(args, ui, device, readiness, signals) {
             // Nobody knows of the device: it should not stay.
             device.detach()?;

@@ -17,6 +17,7 @@ pub mod ls;
 pub mod man;
 pub mod map;
 pub mod mount;
+pub mod ps;
 pub mod rebase;
 pub mod resize;
 pub mod seal;

@@ -17,10 +17,12 @@ use bcow_fuse::{ImageFs, MountError, MountOptions, MountStats, Session};
 use bcow_nbd::Place;
 use bcow_union::log::{self, Severity};
 
+use crate::ask::{self, Answer};
 use crate::cpus::Cpus;
-use crate::error::CommandError;
+use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name};
 use crate::metrics::Metrics;
+use crate::running::{self, Service};
 use crate::ui::Ui;
 use upper::UpperArgs;
 
@@ -63,7 +65,8 @@ With --upper the kernel always checks owner, mode and ACL (default_permissions).
 returns when everything is with the upper's file system, and fails if that could not take it; a
 new mount waits for a process that is still ending another one of the same upper.
 
-The background process logs to the system log, in the foreground to standard error. SIGTERM and
+The background process logs to the system log, in the foreground to standard error, and to the
+file that --log-file names; `bcow stats` has the last errors in any case. SIGTERM and
 SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with
 its last user or with a second signal. SIGHUP unmounts in the foreground only."
 )]
@@ -98,6 +101,9 @@ pub struct Args {
     /// Answer Prometheus at http://ADDR/metrics, or at the Unix socket unix:PATH. Whoever can connect may ask
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<String>,
+    /// Also append what goes wrong to FILE, with the time: for machines without a system log
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    log_file: Option<PathBuf>,
     /// Check the command line only
     #[arg(long, hide = true)]
     fake: bool,
@@ -173,6 +179,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .map_err(|cause| CommandError::new("cannot keep to --cpus").caused_by_text(cause))?;
     }
     let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
+    if let Some(path) = &args.log_file {
+        log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))?;
+    }
     let cache = BlockCache::new(args.cache_size);
     let image = OpenImage::open_layered(
         &args.image,
@@ -187,16 +196,24 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         },
     )?;
     let tree = image.tree()?.into_filesystem();
-    options.set_default_source(parse_name(&args.image)?.absolute());
+    let file = parse_name(&args.image)?.absolute();
+    options.set_default_source(file.clone());
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
+        file: file.clone().into(),
         identity: image.identity(),
         cache,
     }));
     let content = match args.upper.path() {
         None => Content::from(ImageFs::new(Arc::new(tree))),
-        Some(upper) => Content::from(args.upper.open(upper, &image, tree, &signals, ui)?),
+        Some(upper) => {
+            Content::from(
+                args.upper
+                    .open(upper, args.directory(), &image, tree, &signals, ui)?,
+            )
+        }
     };
+    refuse_mounted(args.directory())?;
     let session = Session::mount(
         content,
         Arc::clone(&stats),
@@ -218,6 +235,21 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             ui.status(format_args!("metrics at http://{address}/metrics"));
         }
     }
+    let (mountpoint, device) = session.place();
+    let _published = running::publish(vec![Service {
+        kind: "mount".to_owned(),
+        image: file.to_string_lossy().into_owned(),
+        export: None,
+        upper: args.upper.path().map(running::absolute),
+        at: vec![mountpoint.to_string_lossy().into_owned()],
+        mode: match bcow_fuse::mounted_image(&mountpoint) {
+            Ok(mount) if mount.is_writable => "rw",
+            _ => "ro",
+        }
+        .to_owned(),
+        since: running::now(),
+        device,
+    }]);
     let in_background = readiness.is_some();
     match readiness {
         Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
@@ -236,6 +268,21 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
         failure
     })
+}
+
+/// Fails if an image is mounted there that is served, or does not answer. One whose process is gone gives way.
+fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
+    let Ok(mount) = bcow_fuse::mounted_image(directory) else {
+        return Ok(());
+    };
+    let already = MountError::AlreadyMounted(directory.to_owned());
+    match ask::ask(&mount, ask::ANSWERS_WITHIN) {
+        Answer::NotServed => Ok(()),
+        Answer::Says(..) | Answer::Refused(_) => Err(failure(&already)),
+        Answer::Nothing => Err(CommandError::new(already.to_string())
+            .caused_by_text(ask::silence(&mount).0)
+            .hint("`bcow umount --lazy` detaches it whatever its process does")),
+    }
 }
 
 fn announce(args: &Args, options: &MountOptions, ui: &Ui) {

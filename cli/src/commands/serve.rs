@@ -14,6 +14,7 @@ use crate::error::CommandError;
 use crate::heap;
 use crate::image::StoreArgs;
 use crate::names;
+use crate::running;
 use crate::ui::Ui;
 use open::{Access, Opening, Served};
 use place::Scheme;
@@ -139,7 +140,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     heap::share();
     let signals = Signals::block()?;
     let named = named_images(args)?;
-    let options = server_options(args)?;
+    let mut options = server_options(args)?;
     let mut served = Served::default();
     let opening = Opening {
         stores: &args.stores,
@@ -152,11 +153,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         served.add(path, name.clone(), description, &opening)?;
     }
     let exports = Exports::new(served.exports.clone()).map_err(|error| failure(&error))?;
+    options.failures = served.failure_report();
     let scheme = match options.tls {
         Some(_) => Scheme::Tls,
         None => Scheme::Plain,
     };
-    let result = serve(args, ui, signals, exports, options, &named, scheme);
+    let result = serve(args, ui, signals, exports, options, &served, scheme);
     // Also when serving failed: what clients were told is durable stays so, and more cannot hurt.
     let closed = served.close();
     result.and(closed)
@@ -168,7 +170,7 @@ fn serve(
     signals: Signals,
     exports: Exports,
     options: ServerOptions,
-    named: &[(String, PathBuf)],
+    served: &Served,
     scheme: Scheme,
 ) -> Result<(), CommandError> {
     let listeners = place::listeners(args.listen.socket.as_ref(), &args.listen.addresses)?;
@@ -182,16 +184,23 @@ fn serve(
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
+    // An only export has no need of a name.
+    let is_only = served.exports.len() == 1;
+    let uri = |listener: &Listener, name: &str| {
+        place::uri(listener.place(), if is_only { "" } else { name }, scheme)
+    };
     for listener in &listeners {
-        for (name, _) in named {
-            // An only export has no need of a name.
-            let name = if named.len() == 1 { "" } else { name };
-            if let Some(uri) = place::uri(listener.place(), name, scheme) {
+        for export in &served.exports {
+            if let Some(uri) = uri(listener, &export.name) {
                 writeln!(out, "{uri}")?;
             }
         }
     }
     out.finish()?;
+    let _published = running::publish(served.services("serve", |name| {
+        let places = listeners.iter();
+        places.filter_map(|listener| uri(listener, name)).collect()
+    }));
     ready::announce(args.listen.ready_fd)?;
     server.serve(&listeners).map_err(|error| failure(&error))
 }

@@ -1,16 +1,12 @@
 //! `bcow stats`
 
-use std::io::Read;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use bcow_fuse::MountedImage;
-use bcow_fuse::stats::document::{Document, OperationFigures, SCHEMA, Upper};
-use bcow_fuse::stats::{MOST_XATTR_BYTES, STATS_XATTR};
+use bcow_fuse::stats::document::{Document, Errors, OperationFigures, Upper};
 use rustix::io::Errno;
 
+use crate::ask::{self, ANSWERS_WITHIN, Answer};
 use crate::commands::mount::failure;
 use crate::error::{CommandError, Context};
 use crate::names::printable;
@@ -29,105 +25,65 @@ pub struct Args {
     /// Print JSON (schema bcow.stats/1), with the histograms of all requests
     #[arg(long)]
     json: bool,
+    /// Give up if the mount does not answer within so many seconds [default: 5]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    timeout: Option<u32>,
+    /// Ask the mount, and print what it says as it is
+    #[arg(long, hide = true)]
+    direct: bool,
 }
 
 /// Prints the statistics of a mount.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
-    let json = read(&args.directory)
-        .context(|| format!("cannot read the statistics of {}", args.directory.display()))?;
-    let damaged = || {
-        format!(
-            "what {} says of itself makes no sense",
-            args.directory.display()
-        )
+    if args.direct {
+        ask::tell(&args.directory);
+    }
+    let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
+    let cannot = || format!("cannot read the statistics of {}", args.directory.display());
+    let patience = args.timeout.map_or(ANSWERS_WITHIN, |seconds| {
+        Duration::from_secs(seconds.into())
+    });
+    let json = match ask::ask(&mount, patience) {
+        Answer::Says(json) => json,
+        Answer::NotServed => return Err(not_served(&args.directory)),
+        Answer::Refused(Errno::NODATA) => {
+            return Err(CommandError::new(cannot())
+                .caused_by_text("the mount is served by a version that keeps none"));
+        }
+        Answer::Refused(errno) => {
+            return Err(CommandError::new(cannot()).caused_by(&std::io::Error::from(errno)));
+        }
+        Answer::Nothing => {
+            let (cause, hint) = ask::silence(&mount);
+            let error = CommandError::new(cannot()).caused_by_text(cause);
+            return Err(match hint {
+                Some(hint) => error.hint(hint),
+                None => error,
+            });
+        }
     };
     if args.json {
-        let value: serde_json::Value = serde_json::from_slice(&json).context(damaged)?;
+        let value: serde_json::Value = serde_json::from_slice(&json).context(|| {
+            format!(
+                "what {} says of itself makes no sense",
+                args.directory.display()
+            )
+        })?;
         return ui.print_json(&value);
     }
-    let document: Document = serde_json::from_slice(&json).context(damaged)?;
-    if document.schema != SCHEMA {
-        return Err(CommandError::new(damaged())
-            .caused_by_text(format!("its schema is {:?}", document.schema)));
-    }
+    let document = ask::read(&args.directory, &json)?;
     let mut out = ui.output();
     print(&document, &mut out)?;
     out.finish()
 }
 
-/// What a mount answers.
-#[derive(Debug)]
-pub enum Answer {
-    /// This is what it says of itself.
-    Says(Box<Document>),
-    /// Nobody serves it any more.
-    NotServed,
-    /// It does not answer, or not to us.
-    Nothing,
-}
-
-/// What a mount says of itself, without waiting for one that does not answer.
-///
-/// Another process asks: only its end takes back a question to a mount that hangs, and the question keeps the mount in use. For root
-/// it asks as the user whom alone the mount lets in.
-pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
-    let mut command = Command::new("/proc/self/exe");
-    command
-        .args(["stats", "--json", "--"])
-        .arg(&mount.path)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null());
-    if let Some((user, group)) = mount.owner
-        && rustix::process::geteuid().is_root()
-    {
-        command.uid(user).gid(group);
-    }
-    let Ok(mut child) = command.spawn() else {
-        return Answer::Nothing;
-    };
-    let (sender, receiver) = std::sync::mpsc::channel();
-    if let Some(mut stdout) = child.stdout.take() {
-        // Without a thread there is no sender, and no answer.
-        let _ = std::thread::Builder::new().spawn(move || {
-            let mut json = Vec::new();
-            let read = stdout.read_to_end(&mut json);
-            let _ = sender.send(read.map(|_| json));
-        });
-    }
-    let answer = receiver.recv_timeout(patience);
-    let _ = child.kill();
-    // It cannot be killed while the mount's process has its question in hand.
-    let start = Instant::now();
-    while matches!(child.try_wait(), Ok(None)) && start.elapsed() < patience {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let Ok(Ok(json)) = answer else {
-        return Answer::Nothing;
-    };
-    match serde_json::from_slice(&json) {
-        Ok(document) => Answer::Says(document),
-        // It was refused at once, so that we can see for ourselves.
-        Err(_) => match rustix::fs::getxattr(&mount.path, STATS_XATTR, &mut [0; 0]) {
-            Err(Errno::NOTCONN) => Answer::NotServed,
-            _ => Answer::Nothing,
-        },
-    }
-}
-
-fn read(directory: &Path) -> Result<Vec<u8>, std::io::Error> {
-    let mut json = vec![0; MOST_XATTR_BYTES];
-    match rustix::fs::getxattr(directory, STATS_XATTR, &mut json) {
-        Ok(length) => {
-            json.truncate(length);
-            Ok(json)
-        }
-        Err(Errno::NODATA) => Err(std::io::Error::other(
-            "the mount is served by a version that keeps none",
-        )),
-        Err(errno) => Err(errno.into()),
-    }
+fn not_served(directory: &Path) -> CommandError {
+    CommandError::new(format!(
+        "cannot read the statistics of {}",
+        directory.display()
+    ))
+    .caused_by_text("its process is gone")
+    .hint("`bcow umount` takes the mount away, and mounting anew goes on with its upper")
 }
 
 fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
@@ -136,6 +92,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         process,
         cache,
         upper,
+        errors,
         operations,
         ..
     } = document;
@@ -165,6 +122,7 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     if let Some(upper) = upper {
         print_upper(upper, out)?;
     }
+    print_errors(errors, out)?;
     print_operations(operations, out)
 }
 
@@ -223,6 +181,37 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
         "inodes",
         &format!("{} known to the kernel", Count(upper.nodes)),
     )
+}
+
+fn print_errors(errors: &Errors, out: &mut Output) -> Result<(), CommandError> {
+    let kinds: Vec<String> = errors
+        .kinds
+        .iter()
+        .filter(|kind| kind.count > 0)
+        .map(|kind| format!("{} {}", Count(kind.count), printable(&kind.kind)))
+        .collect();
+    let counted = match kinds.is_empty() {
+        true => "none".to_owned(),
+        false => kinds.join(", "),
+    };
+    writeln!(out, "{:<12} {counted}", "errors:")?;
+    for (index, error) in errors.recent.iter().enumerate() {
+        let name = match index {
+            0 => "last error:",
+            _ => "before that:",
+        };
+        let times = match error.count {
+            1 => String::new(),
+            count => format!(" ({} times)", Count(count)),
+        };
+        writeln!(
+            out,
+            "{name:<12} {}{times}: {}",
+            printable(&error.time),
+            printable(&error.to_string())
+        )?;
+    }
+    Ok(())
 }
 
 fn print_operations(operations: &[OperationFigures], out: &mut Output) -> Result<(), CommandError> {

@@ -3,18 +3,17 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use bcow_fuse::stats::document::{Process, Upper};
-use bcow_fuse::{Ended, Ending, WhenBusy};
+use bcow_fuse::stats::document::{Document, Process, Upper};
+use bcow_fuse::{Ended, Ending, MountedImage, WhenBusy};
 
 use crate::commands::mount::failure;
-use crate::commands::stats::{self, Answer};
+use crate::ask::{self, Answer};
 use crate::error::CommandError;
 use crate::names::printable;
+use crate::running::{self, Server, State};
 use crate::ui::Ui;
 use crate::upper::is_closing;
 
-/// How long a mount may take to say who serves it. One that hangs is unmounted all the same.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
 /// How long its process may take to notice that the mount is gone. It does not if the mount goes on in another mount
 /// namespace.
 const NOTICES_WITHIN: Duration = Duration::from_secs(2);
@@ -46,30 +45,43 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     // Also one that cannot be written to: it may have been until just now.
     let answer = match args.lazy {
         true => Answer::NotServed,
-        false => stats::ask(&mount, ANSWERS_WITHIN),
+        false => ask::ask(&mount, ask::ANSWERS_WITHIN),
+    };
+    let document = match &answer {
+        Answer::Says(json) => ask::read(&args.directory, json).ok(),
+        _ => None,
     };
     // While its process is there.
-    let ending = match &answer {
-        Answer::Says(document) => document.ending(),
-        Answer::NotServed | Answer::Nothing => None,
+    let ending = document.as_ref().and_then(Document::ending);
+    let silent = match (&answer, &document) {
+        (Answer::NotServed, _) | (_, Some(_)) => None,
+        _ => Some(Silent::look(&mount)),
     };
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;
-    match answer {
-        Answer::Says(document) => match &document.upper {
-            Some(upper) if wait_for(&document.process) => {
+    if let Some(document) = &document
+        && let Some(upper) = &document.upper
+    {
+        match wait_for(&document.process) {
+            Waited::Ended => {
                 require_complete(&args.directory, &document.process, upper, ending, ui)?;
             }
-            Some(_) => ui.status(format_args!(
+            Waited::GoesOn => ui.status(format_args!(
                 "process {} goes on: the mount is in use in another mount namespace",
                 document.process.pid
             )),
-            None => {}
-        },
-        Answer::NotServed => {}
-        Answer::Nothing => ui.warning(format_args!(
-            "{} did not say which process serves it; if it has an upper, that process may still be writing there",
-            args.directory.display()
-        )),
+            Waited::Stopped => {
+                let pid = document.process.pid;
+                return Err(CommandError::new(format!(
+                    "{} is unmounted, but process {pid}, which writes the rest to the upper {}, is stopped",
+                    args.directory.display(),
+                    printable(&upper.path)
+                ))
+                .hint(format!("`kill -CONT {pid}` lets it go on")));
+            }
+        }
+    }
+    if let Some(silent) = silent {
+        silent.warn(&args.directory, ui);
     }
     Ok(())
 }
@@ -112,15 +124,69 @@ fn require_complete(
     })
 }
 
-/// Waits for the end of a process that ends its mount; `false` if it does nothing of the kind. One that this process cannot
-/// see counts as ended.
-fn wait_for(process: &Process) -> bool {
+/// A mount that does not say which process serves it.
+struct Silent {
+    /// The process as it shows itself to others, if it can be looked at.
+    server: Option<Server>,
+    why: String,
+}
+
+impl Silent {
+    fn look(mount: &MountedImage) -> Self {
+        Silent {
+            server: running::server_of_mount(&mount.device),
+            why: ask::silence(mount).0,
+        }
+    }
+
+    /// To be called when it is unmounted.
+    fn warn(&self, directory: &Path, ui: &Ui) {
+        let upper = match &self.server {
+            Some(server) => {
+                let mut services = server.services.iter();
+                match services.find_map(|service| service.upper.as_deref()) {
+                    // What is only read has nothing to lose.
+                    None => return,
+                    Some(upper) => format!(
+                        "process {} may still be writing to the upper {}",
+                        server.pid,
+                        printable(upper)
+                    ),
+                }
+            }
+            None => "if it has an upper, its process may still be writing there".to_owned(),
+        };
+        ui.warning(format_args!(
+            "{} was unmounted without waiting, as {}; {upper}",
+            directory.display(),
+            self.why
+        ));
+    }
+}
+
+/// How waiting for a process ended.
+enum Waited {
+    /// It is gone, or cannot be seen.
+    Ended,
+    /// It does not end.
+    GoesOn,
+    /// It would, but a signal has stopped it.
+    Stopped,
+}
+
+/// Waits for the end of a process that ends its mount. One that this process cannot see counts as ended.
+fn wait_for(process: &Process) -> Waited {
     let start = Instant::now();
     while process.is_running() {
-        if start.elapsed() > NOTICES_WITHIN && !is_closing(process.pid) {
-            return false;
+        if start.elapsed() > NOTICES_WITHIN {
+            if running::state(process.pid) == Some(State::Stopped) {
+                return Waited::Stopped;
+            }
+            if !is_closing(process.pid) {
+                return Waited::GoesOn;
+            }
         }
         std::thread::sleep(PAUSE);
     }
-    true
+    Waited::Ended
 }

@@ -4,6 +4,7 @@
 //! version, the layout of metadata) is filtered out of them.
 
 mod damage;
+mod diagnostics;
 mod diff;
 mod disks;
 mod errors;

@@ -180,7 +180,8 @@ fn damaged_block_is_an_error_for_its_file_and_is_logged_once() {
     let mut log = String::new();
     child.stderr.unwrap().read_to_string(&mut log).unwrap();
     assert_eq!(
-        log.matches("cannot read: block at byte").count(),
+        log.matches("/usr/bin/su = /usr/bin/sudo: cannot read at byte 0: block at byte")
+            .count(),
         1,
         "{log}"
     );

@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
+use bcow_union::errors::ErrorLog;
 use bcow_union::image::Image;
 use bcow_union::node::NodeId;
 use rustix::io::Errno;
@@ -71,6 +72,11 @@ impl ImageFs {
         ImageFs {
             image: Image::new(fs),
         }
+    }
+
+    /// Where its errors are counted and logged.
+    pub fn errors(&self) -> &Arc<ErrorLog> {
+        self.image.errors()
     }
 
     /// The inode that `name` names in `parent`; `None` if there is no such name.

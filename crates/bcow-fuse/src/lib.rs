@@ -38,4 +38,4 @@ pub use options::MountOptions;
 pub use outcome::{Ended, Ending};
 pub use session::{Session, Unmounter};
 pub use stats::MountStats;
-pub use unmount::{MountedImage, WhenBusy, mounted_image, unmount};
+pub use unmount::{MountedImage, WhenBusy, mounted_image, mounted_images, unmount};

@@ -229,6 +229,11 @@ impl Mount {
         &self.target
     }
 
+    /// Its device number, if the kernel lists it.
+    pub(crate) fn device(&self) -> Option<&str> {
+        self.device.as_deref()
+    }
+
     /// Takes the mount away if it is still there; safe to call again.
     pub(crate) fn unmount(&mut self) -> Unmounted {
         if !self.is_connected() {

@@ -1,7 +1,7 @@
 //! A mounted image from its mount to its end.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bcow_union::fs::UnionFs;
@@ -85,6 +85,13 @@ impl Session {
             Content::Union(_) => Writing::ToUpper,
         })?;
         let (mount, connection) = mount::mount(target, &options)?;
+        stats.set_mounted(
+            mount.target(),
+            match &content {
+                Content::Image(fs) => fs.errors(),
+                Content::Union(fs) => fs.errors(),
+            },
+        );
         let mut config = fuser::Config::default();
         config.n_threads = Some(threads.max(1));
         // The kernel keeps strangers out by itself (see `Access`), so fuser need not.
@@ -109,6 +116,12 @@ impl Session {
             mount: Arc::new(Mutex::new(mount)),
             union,
         })
+    }
+
+    /// Where it is mounted, links followed, and the mount's device number, if the kernel lists it.
+    pub fn place(&self) -> (PathBuf, Option<String>) {
+        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
+        (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
     /// Something to unmount with while the session is served.

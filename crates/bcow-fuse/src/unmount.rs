@@ -1,5 +1,6 @@
 //! Taking a mount away by its path: what `bcow umount` does.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
@@ -24,6 +25,12 @@ pub enum WhenBusy {
 pub struct MountedImage {
     /// The mountpoint.
     pub path: PathBuf,
+    /// What the kernel lists as its source.
+    pub source: OsString,
+    /// Its device number, as the kernel writes it. No other file system of the machine has it meanwhile.
+    pub device: String,
+    /// Whether it can be written to.
+    pub is_writable: bool,
     /// For whom it is, if it is for one user: their uid and gid. Not even root is let in then.
     pub owner: Option<(u32, u32)>,
 }
@@ -42,7 +49,31 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
             path: target.to_owned(),
             fs_type: entry.fs_type,
         }),
-        Some(MountEntry { owner, .. }) => Ok(MountedImage { path, owner }),
+        Some(entry) => Ok(MountedImage {
+            path,
+            ..MountedImage::of(entry)
+        }),
+    }
+}
+
+/// All BCoW images that are mounted in this mount namespace, in the order in which the kernel lists them. None of them is asked.
+pub fn mounted_images() -> std::io::Result<Vec<MountedImage>> {
+    Ok(mountinfo::mounts()?
+        .into_iter()
+        .filter(|entry| entry.fs_type == FS_TYPE)
+        .map(MountedImage::of)
+        .collect())
+}
+
+impl MountedImage {
+    fn of(entry: MountEntry) -> Self {
+        MountedImage {
+            path: entry.target,
+            source: entry.source,
+            device: entry.device,
+            is_writable: entry.is_writable,
+            owner: entry.owner,
+        }
     }
 }
 

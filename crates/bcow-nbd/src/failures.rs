@@ -2,39 +2,106 @@
 //! not fill it.
 
 use std::fmt;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bcow::Error;
 
-use crate::proto::Request;
+use crate::proto::{Command, Request};
 use crate::sync::Mutex;
 
 /// So many failures are told one by one; then each time their number has doubled.
 const TOLD: u64 = 16;
 
+/// A request that failed at the device.
+#[derive(Debug, Clone, Copy)]
+pub struct FailedRequest<'a> {
+    /// The name of the export.
+    pub export: &'a str,
+    /// What was asked for.
+    pub command: Command,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Why.
+    pub error: &'a Error,
+    /// How many failed so far; not all are reported.
+    pub count: u64,
+}
+
+impl fmt::Display for FailedRequest<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let FailedRequest {
+            command,
+            offset,
+            length,
+            error,
+            count,
+            ..
+        } = self;
+        write!(
+            f,
+            "{command:?} of {length} bytes at byte {offset} failed: {error}"
+        )?;
+        match *count > TOLD {
+            true => write!(f, " (failed request number {count}; not all are logged)"),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Says where reports of failed requests go: to the log, if nothing else is said.
+#[derive(Clone)]
+pub struct FailureReport(Arc<dyn Fn(&FailedRequest<'_>) + Send + Sync>);
+
+impl FailureReport {
+    /// To `report`, which is called by the threads that carry requests out.
+    pub fn new(report: impl Fn(&FailedRequest<'_>) + Send + Sync + 'static) -> Self {
+        FailureReport(Arc::new(report))
+    }
+}
+
+impl Default for FailureReport {
+    fn default() -> Self {
+        FailureReport::new(|failed| tracing::error!("{:?}: {failed}", failed.export))
+    }
+}
+
+impl fmt::Debug for FailureReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FailureReport")
+    }
+}
+
 #[derive(Default)]
 pub(crate) struct FailureLog {
     count: AtomicU64,
+    report: FailureReport,
 }
 
 impl FailureLog {
+    pub(crate) fn new(report: FailureReport) -> Self {
+        FailureLog {
+            count: AtomicU64::new(0),
+            report,
+        }
+    }
+
     pub(crate) fn report(&self, export: &str, request: &Request, error: &Error) {
         let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
         if !is_told(count) {
             return;
         }
-        let Request {
-            command,
-            offset,
-            length,
-            ..
-        } = request;
-        tracing::error!("{export:?}: {command:?} of {length} bytes at {offset}: {error}");
-        if count > TOLD {
-            tracing::error!("that was the {count}th failed request; not all are told");
-        }
+        (self.report.0)(&FailedRequest {
+            export,
+            command: request.command,
+            offset: request.offset,
+            length: request.length,
+            error,
+            count,
+        });
     }
 }
 

@@ -44,6 +44,7 @@ mod turn;
 
 pub use error::Error;
 pub use export::{Device, Export, Exports};
+pub use failures::{FailedRequest, FailureReport};
 pub use listen::{Listener, Place};
 pub use server::{Server, ServerOptions, Stopper};
 pub use tls::{Tls, TlsWhen};

@@ -13,7 +13,7 @@ use crate::connection::{Agreed, Connection};
 use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
 use crate::export::Exports;
-use crate::failures::{FailureLog, RefusalLog};
+use crate::failures::{FailureLog, FailureReport, RefusalLog};
 use crate::handshake::{Handshake, Outcome, Refusal};
 use crate::limits::Memory;
 use crate::listen::Listener;
@@ -50,6 +50,8 @@ pub struct ServerOptions {
     pub exit_on_idle: Option<Duration>,
     /// TLS, if clients shall have it.
     pub tls: Option<Tls>,
+    /// Where requests that failed at the device are reported.
+    pub failures: FailureReport,
 }
 
 impl Default for ServerOptions {
@@ -63,6 +65,7 @@ impl Default for ServerOptions {
             request_timeout: Some(Duration::from_secs(60)),
             exit_on_idle: None,
             tls: None,
+            failures: FailureReport::default(),
         }
     }
 }
@@ -129,8 +132,8 @@ impl Server {
             shared: Arc::new(Shared {
                 exports,
                 memory: Memory::new(options.memory_bytes),
+                failures: FailureLog::new(options.failures.clone()),
                 options,
-                failures: FailureLog::default(),
                 refusals: RefusalLog::default(),
                 stopping: AtomicBool::new(false),
                 wake,

@@ -28,7 +28,6 @@ pub mod commit;
 mod content;
 mod conversion;
 pub mod convert;
-mod date;
 pub mod digest;
 mod directory;
 mod docker;
@@ -57,8 +56,8 @@ mod tar;
 mod verify;
 mod warnings;
 
+pub use bcow::rfc3339;
 pub use convert::convert;
-pub use date::rfc3339;
 pub use digest::{DiffId, Digest};
 pub use error::{ConvertError, ErrorKind};
 pub use fuzz::fuzz_ingest;

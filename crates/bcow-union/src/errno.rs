@@ -1,7 +1,9 @@
-//! Which errno a program sees for what went wrong below. The one place that decides it.
+//! Which errno a program sees for what went wrong below, and which kind of error is counted. The one place that decides it.
 
 use bcow_erofs::reader::ErofsError;
 use rustix::io::Errno;
+
+use crate::errors::ErrorKind;
 
 /// The errno for a failed read of the image.
 ///
@@ -44,6 +46,21 @@ fn device_errno(error: &bcow::Error) -> Errno {
         => Errno::IO,
         bcow::Error::Unsupported(_) => Errno::OPNOTSUPP,
         _ => Errno::IO,
+    }
+}
+
+/// What kind of error a failed read of the image is.
+pub fn kind(error: &ErofsError) -> ErrorKind {
+    match error {
+        ErofsError::Device(error) => match error.innermost() {
+            bcow::Error::Io { .. } => ErrorKind::ImageIo,
+            bcow::Error::Unsupported(_) => ErrorKind::ImageUnsupported,
+            _ => ErrorKind::ImageDamage,
+        },
+        ErofsError::UnsupportedFeature { .. }
+        | ErofsError::UnsupportedValue { .. }
+        | ErofsError::UnsupportedInode { .. } => ErrorKind::ImageUnsupported,
+        _ => ErrorKind::ImageDamage,
     }
 }
 

@@ -1,27 +1,32 @@
 //! A mounted image: what its inodes are, with errors that were logged and are errnos. Both kinds of mount read it through this.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bcow_erofs::reader::{
-    DirEntry, ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid, Superblock, Symlinks,
-    XattrList,
+    DirEntry, ErofsError, ExtentSource, FileType, Filesystem, Inode, Nid, PathIndex, Superblock,
+    Symlinks, XattrList,
 };
 use rustix::io::Errno;
 
 use crate::Seek;
-use crate::errno::errno;
-use crate::log::DamageLog;
+use crate::errno::{errno, kind};
+use crate::errors::{ErrorLog, Failure, NAMED_PATHS, shown};
 use crate::node::{NodeId, NodeIds};
 
 /// Chunks up to which the allocated size of a sparse file is counted exactly. A stat shall stay cheap.
 pub const COUNTED_EXTENTS: usize = 1 << 16;
 
+/// Names that are looked at to find a damaged inode's path.
+const MOST_NAMES: usize = 1 << 19;
+
 /// An image, whose errors have been logged when they come out here as errnos.
 pub struct Image {
     fs: Arc<Filesystem>,
     ids: NodeIds,
-    damage: DamageLog,
+    errors: Arc<ErrorLog>,
+    /// Made when the first error asks for a path.
+    names: OnceLock<PathIndex>,
 }
 
 impl Image {
@@ -29,9 +34,24 @@ impl Image {
     pub fn new(fs: Arc<Filesystem>) -> Self {
         Image {
             ids: NodeIds::new(fs.root()),
-            damage: DamageLog::default(),
+            errors: Arc::default(),
+            names: OnceLock::new(),
             fs,
         }
+    }
+
+    /// Where its errors are counted and logged.
+    pub fn errors(&self) -> &Arc<ErrorLog> {
+        &self.errors
+    }
+
+    /// Paths of an inode in the image, for people; none if they are not known. The first call reads all directories.
+    pub fn shown_paths(&self, nid: Nid) -> Vec<String> {
+        let names = self
+            .names
+            .get_or_init(|| PathIndex::new(&self.fs, MOST_NAMES));
+        let paths = names.paths(nid, NAMED_PATHS);
+        paths.iter().map(|path| shown(path)).collect()
     }
 
     /// Its root directory.
@@ -124,9 +144,14 @@ impl Image {
         length: u64,
         sink: &mut dyn FnMut(&[u8]),
     ) -> Result<(), Errno> {
+        let mut read = 0;
+        let mut sink = |piece: &[u8]| {
+            read += piece.len() as u64;
+            sink(piece);
+        };
         self.fs
-            .read_with(inode, offset, length, sink)
-            .map_err(|error| self.failure(inode.nid, "read", &error))
+            .read_with(inode, offset, length, &mut sink)
+            .map_err(|error| self.failure_at(inode.nid, "read", Some(offset + read), &error))
     }
 
     /// Hands `length` bytes at `offset`, or as many as there are, in one piece to `reply`. Bytes that lie in one piece in the
@@ -212,7 +237,24 @@ impl Image {
     }
 
     fn failure(&self, nid: Nid, action: &'static str, error: &ErofsError) -> Errno {
-        self.damage.report(nid, action, error);
+        self.failure_at(nid, action, None, error)
+    }
+
+    fn failure_at(
+        &self,
+        nid: Nid,
+        action: &'static str,
+        offset: Option<u64>,
+        error: &ErofsError,
+    ) -> Errno {
+        let failure = Failure {
+            kind: kind(error),
+            inode: self.node(nid).0,
+            action,
+            offset,
+            cause: error,
+        };
+        self.errors.report(&failure, || self.shown_paths(nid));
         errno(error)
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod account;
 pub mod errno;
+pub mod errors;
 pub mod fs;
 pub mod image;
 pub mod log;

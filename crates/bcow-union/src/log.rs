@@ -1,11 +1,12 @@
-//! Where a mount says what went wrong: standard error in the foreground, the system log in the background.
+//! Where a mount says what went wrong: standard error in the foreground, the system log in the background, and a file if
+//! one is named.
 
-use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, Write};
 use std::os::unix::net::UnixDatagram;
-use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
-
-use bcow_erofs::reader::Nid;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::SystemTime;
 
 /// Sockets that take syslog datagrams: the traditional one, and the journal's own.
 const SYSLOG_SOCKETS: [&str; 2] = ["/dev/log", "/run/systemd/journal/dev-log"];
@@ -40,15 +41,52 @@ pub fn use_syslog() {
     }
 }
 
+static LOG_FILE: OnceLock<PathBuf> = OnceLock::new();
+
+/// From now on this process also appends its lines to the file at `path`, which is made if it is missing. The first call counts.
+pub fn use_file(path: &Path) -> io::Result<()> {
+    // It will change its directory.
+    let path = std::path::absolute(path)?;
+    open_log_file(&path)?;
+    let _ = LOG_FILE.set(path);
+    Ok(())
+}
+
+/// Opened for each line, which are few: a log that was rotated away is begun anew without a signal.
+fn open_log_file(path: &Path) -> io::Result<File> {
+    File::options().append(true).create(true).open(path)
+}
+
+fn to_file(path: &Path, severity: Severity, message: &str) {
+    let now = SystemTime::UNIX_EPOCH
+        .elapsed()
+        .map_or(0, |now| now.as_secs() as i64);
+    let line = format!(
+        "{} bcow[{}]: {}: {}\n",
+        bcow::rfc3339(now).unwrap_or_default(),
+        std::process::id(),
+        match severity {
+            Severity::Error => "error",
+            Severity::Warning => "warning",
+        },
+        message.replace('\n', " ")
+    );
+    // In one piece, lest lines of several processes mix. A log on a full disk must not stop a mount.
+    let _ = open_log_file(path).and_then(|mut file| file.write_all(line.as_bytes()));
+}
+
 /// Writes one line.
 pub fn log(severity: Severity, message: &str) {
+    if let Some(path) = LOG_FILE.get() {
+        to_file(path, severity, message);
+    }
     match SYSLOG.get() {
         Some(socket) => {
             let _ = socket.send(datagram(severity, message).as_bytes());
         }
         None => match severity {
-            Severity::Error => tracing::error!("{message}"),
-            Severity::Warning => tracing::warn!("{message}"),
+            Severity::Error => tracing::error!(target: "bcow", "{message}"),
+            Severity::Warning => tracing::warn!(target: "bcow", "{message}"),
         },
     }
 }
@@ -63,66 +101,6 @@ fn datagram(severity: Severity, message: &str) -> String {
     )
 }
 
-/// Most places whose damage is remembered.
-const PLACES: usize = 1024;
-/// When so many places were reported, this is the shortest time between two further lines.
-const INTERVAL: Duration = Duration::from_secs(10);
-
-/// Reports damage once per place, so that a program which retries does not fill the log.
-#[derive(Debug, Default)]
-pub struct DamageLog {
-    state: Mutex<Reported>,
-}
-
-#[derive(Debug, Default)]
-struct Reported {
-    places: HashSet<(Nid, &'static str)>,
-    last: Option<Instant>,
-}
-
-impl DamageLog {
-    /// Logs that `action` failed on an inode, unless it did so before.
-    pub fn report(&self, nid: Nid, action: &'static str, error: &dyn std::error::Error) {
-        if self.is_news(nid, action) {
-            log(
-                Severity::Error,
-                &format!("inode {}: cannot {action}: {}", nid.0, with_causes(error)),
-            );
-        }
-    }
-
-    fn is_news(&self, nid: Nid, action: &'static str) -> bool {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.places.contains(&(nid, action)) {
-            return false;
-        }
-        if state.places.len() < PLACES {
-            state.places.insert((nid, action));
-            return true;
-        }
-        let due = state.last.is_none_or(|last| last.elapsed() >= INTERVAL);
-        if due {
-            state.last = Some(Instant::now());
-        }
-        due
-    }
-}
-
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        // Transparent errors repeat their cause's text.
-        if !text.ends_with(&next) {
-            text.push_str(": ");
-            text.push_str(&next);
-        }
-        cause = error.source();
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,20 +112,18 @@ mod tests {
     }
 
     #[test]
-    fn same_damage_is_news_once() {
-        let log = DamageLog::default();
-        assert!(log.is_news(Nid(1), "read"));
-        assert!(!log.is_news(Nid(1), "read"));
-        assert!(log.is_news(Nid(1), "list"));
-        assert!(log.is_news(Nid(2), "read"));
-    }
-
-    #[test]
-    fn endless_new_damage_is_limited() {
-        let log = DamageLog::default();
-        let lines = (0..10 * PLACES as u64)
-            .filter(|&nid| log.is_news(Nid(nid), "read"))
-            .count();
-        assert_eq!(lines, PLACES + 1);
+    fn lines_are_appended_to_a_file_with_time_process_and_severity() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        to_file(&path, Severity::Error, "a\nb");
+        to_file(&path, Severity::Warning, "c");
+        let log = std::fs::read_to_string(&path).unwrap();
+        let lines: Vec<_> = log
+            .lines()
+            .map(|line| line.split_once(' ').unwrap().1)
+            .collect();
+        let tag = format!("bcow[{}]", std::process::id());
+        let expected = [format!("{tag}: error: a b"), format!("{tag}: warning: c")];
+        assert_eq!(lines, expected);
     }
 }

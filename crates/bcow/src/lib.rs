@@ -25,6 +25,7 @@ pub mod chain;
 pub mod check;
 mod checked;
 mod codec;
+mod date;
 pub mod device;
 pub mod disk;
 pub mod error;
@@ -44,6 +45,7 @@ mod writer;
 
 pub use bcow_format as format;
 pub use cache::{BlockCache, CacheFigures};
+pub use date::rfc3339;
 pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use disk::{CreateOptions, Disk, Layout};
 pub use error::{BlockProblem, Error};

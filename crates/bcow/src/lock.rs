@@ -39,6 +39,11 @@ impl FileLock {
     pub fn exclusive(file: &File, note: &str) -> Result<FileLock, LockError> {
         match file.try_lock() {
             Ok(()) => {}
+            // Readers have it: a note that is there is of a writer that was killed.
+            Err(TryLockError::WouldBlock) if file.try_lock_shared().is_ok() => {
+                file.unlock().map_err(LockError::Io)?;
+                return Err(LockError::InUse);
+            }
             Err(TryLockError::WouldBlock) => return Err(refused(file)),
             Err(TryLockError::Error(error)) => return Err(LockError::Io(error)),
         }
@@ -113,6 +118,10 @@ mod tests {
         FileLock::shared(&two).unwrap();
         let three = open();
         FileLock::shared(&three).unwrap();
+        let refusal = FileLock::exclusive(&three, "x").unwrap_err();
+        assert!(matches!(refusal, LockError::InUse), "{refusal}");
+        // The note of a writer that was killed is not that of those who read now.
+        two.write_all_at(b"a test, process 7", NOTE_AT).unwrap();
         let refusal = FileLock::exclusive(&three, "x").unwrap_err();
         assert!(matches!(refusal, LockError::InUse), "{refusal}");
         drop(two);

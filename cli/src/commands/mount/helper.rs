@@ -43,12 +43,12 @@ Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. Beside the options of `bcow mount -o`,
 those of fstab(5) are taken, and these stand for options of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, fillers=N, cache_size=SIZE, verify=WHAT,
-  threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER
+  threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE
 A comma in a value is written \\, or the value stands in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 12] = [
+const WITH_VALUE: [(&[u8], &str); 13] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
@@ -61,6 +61,7 @@ const WITH_VALUE: [(&[u8], &str); 12] = [
     (b"metrics", "--metrics"),
     (b"store", "--store"),
     (b"layer", "--layer"),
+    (b"log_file", "--log-file"),
 ];
 
 /// Options that are meant for mount(8) and its like.

@@ -13,7 +13,7 @@ use crate::commands::mount;
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
 use crate::ui::Ui;
-use crate::upper::{NOTE, when_free};
+use crate::upper::{name_holders, note, when_free};
 
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Writable mounts")]
@@ -78,10 +78,11 @@ impl UpperArgs {
         }
     }
 
-    /// The union of `image` and the upper at `path`.
+    /// The union of `image` and the upper at `path`, to be mounted at `directory`.
     pub fn open(
         &self,
         path: &Path,
+        directory: &Path,
         image: &OpenImage,
         tree: Filesystem,
         signals: &Signals,
@@ -91,7 +92,7 @@ impl UpperArgs {
         // The process will change its directory, and others ask it where the upper is.
         let path = &std::path::absolute(path)
             .context(|| format!("cannot use upper {}", path.display()))?;
-        let note = format!("{NOTE}{}", std::process::id());
+        let note = note(directory);
         let tree = Arc::new(tree);
         signals
             .let_through()
@@ -154,7 +155,7 @@ fn failure(error: &UpperError) -> CommandError {
         }
         UpperError::AnotherImage { .. } => failure
             .hint("an upper holds changes to one image: give that image, or another directory"),
-        UpperError::InUse { .. } => failure
+        UpperError::InUse { path, .. } => name_holders(failure, path)
             .hint("unmount the other one first with `bcow umount`, or give each its own upper"),
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
             failure.hint("it was made by root: mount it as root")

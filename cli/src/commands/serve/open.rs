@@ -6,11 +6,13 @@ use std::sync::Arc;
 use bcow::disk::{CreateOptions, Disk};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{BlockCache, BlockDevice, OpenOptions};
-use bcow_nbd::{Device, Export};
+use bcow_nbd::{Device, Export, FailureReport};
+use bcow_union::log::{self, Severity};
 
 use crate::disks::{Held, is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs};
+use crate::image::{OpenImage, StoreArgs, parse_name};
+use crate::running::{self, Service};
 
 /// What clients may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,12 +53,56 @@ pub struct Opening<'a> {
 pub struct Served {
     /// In the order of the command line.
     pub exports: Vec<Export>,
+    /// What each of them is.
+    described: Vec<Described>,
     disks: Vec<(PathBuf, Arc<Disk>, Held)>,
     /// Nobody writes to them meanwhile.
     images: Vec<OpenImage>,
 }
 
+/// What is served, for messages and for `bcow ps`.
+#[derive(Debug, Clone)]
+struct Described {
+    image: String,
+    export: String,
+    mode: &'static str,
+}
+
 impl Served {
+    /// What is served, by a process of this kind, in these places.
+    pub fn services(&self, kind: &str, at: impl Fn(&str) -> Vec<String>) -> Vec<Service> {
+        let is_only = self.described.len() == 1;
+        self.described
+            .iter()
+            .map(|described| Service {
+                kind: kind.to_owned(),
+                image: described.image.clone(),
+                export: (!is_only).then(|| described.export.clone()),
+                upper: None,
+                at: at(&described.export),
+                mode: described.mode.to_owned(),
+                since: running::now(),
+                device: None,
+            })
+            .collect()
+    }
+
+    /// Logs requests that fail, with the image that they were for.
+    pub fn failure_report(&self) -> FailureReport {
+        let described = self.described.clone();
+        FailureReport::new(move |failed| {
+            let of = described
+                .iter()
+                .find(|described| described.export == failed.export);
+            let image = of.map_or("", |described| described.image.as_str());
+            let export = match described.len() {
+                1 => String::new(),
+                _ => format!("export {:?}: ", failed.export),
+            };
+            log::log(Severity::Error, &format!("{image}: {export}{failed}"));
+        })
+    }
+
     /// Opens one more.
     pub fn add(
         &mut self,
@@ -88,6 +134,15 @@ impl Served {
                 snapshot(image()?, &options).map_err(|error| error.context_of(path))?,
             )),
         };
+        self.described.push(Described {
+            image: parse_name(path)?.absolute().to_string_lossy().into_owned(),
+            export: name.clone(),
+            mode: match (&device, opening.access) {
+                (Device::ReadOnly(_), _) => "ro",
+                (Device::Writable(_), Access::Snapshot) => "snapshot",
+                (Device::Writable(_), _) => "rw",
+            },
+        });
         self.exports.push(Export {
             name,
             description,

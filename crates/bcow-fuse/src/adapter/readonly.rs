@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use bcow_erofs::reader::Inode;
+use bcow_union::NodeId;
 use fuser::{
     AccessFlags, FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner,
     OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry,
@@ -64,7 +65,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _running = self.stats.time(Operation::Lookup);
+        let _running = self.stats.time(Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
         reply::found(found.map(|node| node.map(attributes)), reply);
     }
@@ -76,12 +77,12 @@ impl fuser::Filesystem for ReadOnly {
         _handle: Option<FileHandle>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::Stat);
+        let _running = self.stats.time(Operation::Stat, id(ino));
         reply::attributes(self.fs.node(id(ino)).map(attributes), reply);
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _running = self.stats.time(Operation::ReadLink);
+        let _running = self.stats.time(Operation::ReadLink, id(ino));
         reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
@@ -104,7 +105,7 @@ impl fuser::Filesystem for ReadOnly {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.stats.time(Operation::Read);
+        let _running = self.stats.time(Operation::Read, id(ino));
         reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
@@ -123,7 +124,7 @@ impl fuser::Filesystem for ReadOnly {
         cookie: u64,
         reply: ReplyDirectory,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory);
+        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
         reply::listing(reply, |each| self.fs.read_dir(id(ino), cookie, each));
     }
 
@@ -135,7 +136,7 @@ impl fuser::Filesystem for ReadOnly {
         cookie: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory);
+        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
             self.fs.read_dir(id(ino), cookie, &mut |entry| {
                 let attributes = match self.fs.node(entry.node) {
@@ -148,7 +149,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let _running = self.stats.time(Operation::StatFs);
+        let _running = self.stats.time(Operation::StatFs, NodeId::ROOT);
         let figures = self.fs.statistics();
         reply.statfs(
             figures.blocks,
@@ -170,7 +171,7 @@ impl fuser::Filesystem for ReadOnly {
         size: u32,
         reply: ReplyXattr,
     ) {
-        let _running = self.stats.time(Operation::GetXattr);
+        let _running = self.stats.time(Operation::GetXattr, id(ino));
         let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
@@ -180,7 +181,7 @@ impl fuser::Filesystem for ReadOnly {
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _running = self.stats.time(Operation::GetXattr);
+        let _running = self.stats.time(Operation::GetXattr, id(ino));
         let trusted = match request.uid() {
             0 => TrustedNames::Shown,
             _ => TrustedNames::Hidden,
@@ -246,7 +247,7 @@ impl fuser::Filesystem for ReadOnly {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        let _running = self.stats.time(Operation::Seek);
+        let _running = self.stats.time(Operation::Seek, id(ino));
         reply::seek(offset, whence, reply, |offset, seek| {
             self.fs.seek(id(ino), offset, seek)
         });

@@ -14,13 +14,16 @@ use fuser::{
 use rustix::io::Errno;
 
 use super::{FOREVER, GENERATION, NOBODY, file_type};
+use crate::stats;
 
 thread_local! {
     /// Where a thread puts together what it replies with.
     static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
+/// The answer to a request that failed, which is noted for the statistics.
 pub(super) fn to_fuser(errno: Errno) -> fuser::Errno {
+    stats::note_failure(errno);
     fuser::Errno::from_i32(errno.raw_os_error())
 }
 

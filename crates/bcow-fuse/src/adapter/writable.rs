@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use bcow_union::NodeId;
 use bcow_union::fs::{Changes, SyncWhat, UnionFs};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
@@ -76,7 +77,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let _running = self.stats.time(Operation::Lookup);
+        let _running = self.stats.time(Operation::Lookup, id(parent));
         let found = self.fs.lookup(id(parent), name.as_bytes());
         reply::found(found.map(|found| found.map(encoded)), reply);
     }
@@ -92,7 +93,7 @@ impl fuser::Filesystem for Writable {
         _handle: Option<FileHandle>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::Stat);
+        let _running = self.stats.time(Operation::Stat, id(ino));
         reply::attributes(self.fs.attributes(id(ino)).map(encoded), reply);
     }
 
@@ -115,7 +116,7 @@ impl fuser::Filesystem for Writable {
         _flags: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        let _running = self.stats.time(Operation::SetAttributes);
+        let _running = self.stats.time(Operation::SetAttributes, id(ino));
         let node = id(ino);
         let mut changes = Changes {
             permissions: mode.map(permissions),
@@ -135,7 +136,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn readlink(&self, _request: &Request, ino: INodeNo, reply: ReplyData) {
-        let _running = self.stats.time(Operation::ReadLink);
+        let _running = self.stats.time(Operation::ReadLink, id(ino));
         reply::bytes(self.fs.read_link(id(ino)), reply);
     }
 
@@ -149,7 +150,7 @@ impl fuser::Filesystem for Writable {
         rdev: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::MakeNode);
+        let _running = self.stats.time(Operation::MakeNode, id(parent));
         let caller = caller(request, umask);
         let made = self
             .fs
@@ -166,7 +167,7 @@ impl fuser::Filesystem for Writable {
         umask: u32,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::MakeDirectory);
+        let _running = self.stats.time(Operation::MakeDirectory, id(parent));
         let caller = caller(request, umask);
         let made = self.fs.with_room(|fs| {
             fs.make_directory(&caller, id(parent), name.as_bytes(), permissions(mode))
@@ -175,7 +176,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.stats.time(Operation::Unlink);
+        let _running = self.stats.time(Operation::Unlink, id(parent));
         let removed = self
             .fs
             .with_room(|fs| fs.unlink(id(parent), name.as_bytes()));
@@ -183,7 +184,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.stats.time(Operation::RemoveDirectory);
+        let _running = self.stats.time(Operation::RemoveDirectory, id(parent));
         let removed = self
             .fs
             .with_room(|fs| fs.remove_directory(id(parent), name.as_bytes()));
@@ -198,7 +199,7 @@ impl fuser::Filesystem for Writable {
         target: &Path,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::Symlink);
+        let _running = self.stats.time(Operation::Symlink, id(parent));
         let caller = caller(request, 0);
         let made = self.fs.with_room(|fs| {
             fs.make_symlink(
@@ -221,7 +222,7 @@ impl fuser::Filesystem for Writable {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Rename);
+        let _running = self.stats.time(Operation::Rename, id(parent));
         let Some(how) = rename_how(flags) else {
             return reply.error(fuser::Errno::EINVAL);
         };
@@ -245,7 +246,7 @@ impl fuser::Filesystem for Writable {
         new_name: &OsStr,
         reply: ReplyEntry,
     ) {
-        let _running = self.stats.time(Operation::Link);
+        let _running = self.stats.time(Operation::Link, id(ino));
         let linked = self
             .fs
             .with_room(|fs| fs.link(id(ino), id(new_parent), new_name.as_bytes()));
@@ -267,7 +268,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        let _running = self.stats.time(Operation::Read);
+        let _running = self.stats.time(Operation::Read, id(ino));
         reply::read(reply, |scratch, send| {
             self.fs.read(id(ino), offset, size, scratch, send)
         });
@@ -285,7 +286,7 @@ impl fuser::Filesystem for Writable {
         _owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        let _running = self.stats.time(Operation::Write);
+        let _running = self.stats.time(Operation::Write, id(ino));
         let privileges = privileges_of_writer(write_flags);
         let written = self
             .fs
@@ -313,7 +314,7 @@ impl fuser::Filesystem for Writable {
         data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Sync);
+        let _running = self.stats.time(Operation::Sync, id(ino));
         let what = match data_only {
             true => SyncWhat::Data,
             false => SyncWhat::All,
@@ -322,7 +323,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn opendir(&self, _request: &Request, ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
-        let _running = self.stats.time(Operation::OpenDirectory);
+        let _running = self.stats.time(Operation::OpenDirectory, id(ino));
         match self.fs.open_directory(id(ino)) {
             Ok(handle) => reply.opened(FileHandle(handle), FopenFlags::empty()),
             Err(errno) => reply.error(reply::to_fuser(errno)),
@@ -332,24 +333,24 @@ impl fuser::Filesystem for Writable {
     fn readdir(
         &self,
         _request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
         reply: ReplyDirectory,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory);
+        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
         reply::listing(reply, |each| self.fs.read_directory(handle.0, cookie, each));
     }
 
     fn readdirplus(
         &self,
         _request: &Request,
-        _ino: INodeNo,
+        ino: INodeNo,
         handle: FileHandle,
         cookie: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        let _running = self.stats.time(Operation::ReadDirectory);
+        let _running = self.stats.time(Operation::ReadDirectory, id(ino));
         reply::listing_plus(reply, |each| {
             self.fs.read_directory_plus(handle.0, cookie, &mut |entry| {
                 let attributes = match entry.attributes {
@@ -381,12 +382,12 @@ impl fuser::Filesystem for Writable {
         _data_only: bool,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Sync);
+        let _running = self.stats.time(Operation::Sync, id(ino));
         reply::empty(self.fs.sync_directory(id(ino)), reply);
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let _running = self.stats.time(Operation::StatFs);
+        let _running = self.stats.time(Operation::StatFs, NodeId::ROOT);
         match self.fs.statistics() {
             Ok(figures) => reply.statfs(
                 figures.blocks,
@@ -412,7 +413,7 @@ impl fuser::Filesystem for Writable {
         _position: u32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::SetXattr);
+        let _running = self.stats.time(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -438,7 +439,7 @@ impl fuser::Filesystem for Writable {
         size: u32,
         reply: ReplyXattr,
     ) {
-        let _running = self.stats.time(Operation::GetXattr);
+        let _running = self.stats.time(Operation::GetXattr, id(ino));
         let node = id(ino);
         let value = match is_stats(node, name) {
             true => self.stats.for_xattr(),
@@ -448,7 +449,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn listxattr(&self, request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        let _running = self.stats.time(Operation::GetXattr);
+        let _running = self.stats.time(Operation::GetXattr, id(ino));
         let names = self
             .fs
             .xattr_names(id(ino))
@@ -461,7 +462,7 @@ impl fuser::Filesystem for Writable {
     }
 
     fn removexattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let _running = self.stats.time(Operation::SetXattr);
+        let _running = self.stats.time(Operation::SetXattr, id(ino));
         let node = id(ino);
         if is_stats(node, name) {
             return reply.error(fuser::Errno::EPERM);
@@ -482,7 +483,7 @@ impl fuser::Filesystem for Writable {
         _flags: i32,
         reply: ReplyCreate,
     ) {
-        let _running = self.stats.time(Operation::Create);
+        let _running = self.stats.time(Operation::Create, id(parent));
         let caller = caller(request, umask);
         let made = self
             .fs
@@ -509,7 +510,7 @@ impl fuser::Filesystem for Writable {
         mode: i32,
         reply: ReplyEmpty,
     ) {
-        let _running = self.stats.time(Operation::Allocate);
+        let _running = self.stats.time(Operation::Allocate, id(ino));
         let Some(how) = allocate_how(mode) else {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         };
@@ -528,7 +529,7 @@ impl fuser::Filesystem for Writable {
         whence: i32,
         reply: ReplyLseek,
     ) {
-        let _running = self.stats.time(Operation::Seek);
+        let _running = self.stats.time(Operation::Seek, id(ino));
         if self.write_cache == WriteCache::Back {
             // The kernel does not write back first, and what it still has would look like holes. Without us it takes
             // the whole file for data.
@@ -552,7 +553,7 @@ impl fuser::Filesystem for Writable {
         flags: CopyFileRangeFlags,
         reply: ReplyWrite,
     ) {
-        let _running = self.stats.time(Operation::CopyRange);
+        let _running = self.stats.time(Operation::CopyRange, id(to));
         if !flags.is_empty() {
             return reply.error(fuser::Errno::EINVAL);
         }

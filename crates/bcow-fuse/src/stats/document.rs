@@ -4,6 +4,7 @@ use std::os::fd::RawFd;
 use std::time::Duration;
 
 use bcow::CacheFigures;
+use bcow_union::errors::{self, ErrorKind, ErrorLog, RecordedError};
 use bcow_union::fs::Report;
 use bcow_union::options::SyncPolicy;
 use serde::{Deserialize, Serialize};
@@ -22,12 +23,18 @@ pub struct Document {
     pub schema: String,
     /// What is mounted.
     pub image: Image,
+    /// Where; empty if that is not known.
+    #[serde(default)]
+    pub mountpoint: String,
     /// Who serves it.
     pub process: Process,
     /// Decoded blocks of the image.
     pub cache: Cache,
     /// What was written; `None` of a read-only mount.
     pub upper: Option<Upper>,
+    /// What went wrong since the mount.
+    #[serde(default)]
+    pub errors: Errors,
     /// Requests that there were, by kind.
     pub operations: Vec<OperationFigures>,
 }
@@ -39,6 +46,52 @@ pub struct Image {
     pub name: String,
     /// What it is recognised by, in hexadecimal digits.
     pub identity: String,
+    /// Its file, or its place in a layout.
+    #[serde(default)]
+    pub file: String,
+}
+
+/// What went wrong in a mount.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Errors {
+    /// How many errors there were.
+    pub total: u64,
+    /// How many of each kind, those of which there were none too. The names of kinds are stable; there may be new ones.
+    pub kinds: Vec<KindCount>,
+    /// The different errors that happened last, the latest first.
+    pub recent: Vec<LastError>,
+}
+
+/// How many errors of a kind there were.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KindCount {
+    /// The kind.
+    pub kind: String,
+    /// How many.
+    pub count: u64,
+}
+
+/// An error that happened, perhaps more than once.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LastError {
+    /// When it happened last, in seconds since 1970.
+    pub unix_seconds: u64,
+    /// The same, in UTC, as RFC 3339 writes it.
+    pub time: String,
+    /// How often it happened.
+    pub count: u64,
+    /// Its kind.
+    pub kind: String,
+    /// The inode, by its number in the mount; 0 if it is about none.
+    pub inode: u64,
+    /// Paths of the file; none if they are not known.
+    pub paths: Vec<String>,
+    /// What could not be done, behind "cannot"; empty if the cause says all.
+    pub action: String,
+    /// Where in the file, in bytes.
+    pub offset: Option<u64>,
+    /// Why.
+    pub cause: String,
 }
 
 /// A process.
@@ -201,6 +254,63 @@ fn start_ticks(pid: u32) -> Option<u64> {
     match fields.next()? {
         "Z" | "X" => None,
         _ => fields.nth(18)?.parse().ok(),
+    }
+}
+
+impl Errors {
+    pub(super) fn none() -> Self {
+        Errors::of(&ErrorLog::default())
+    }
+
+    pub(super) fn of(log: &ErrorLog) -> Self {
+        let kinds: Vec<_> = ErrorKind::ALL
+            .into_iter()
+            .map(|kind| KindCount {
+                kind: kind.name().to_owned(),
+                count: log.count(kind),
+            })
+            .collect();
+        Errors {
+            total: kinds.iter().map(|kind| kind.count).sum(),
+            kinds,
+            recent: log.recent().into_iter().map(LastError::of).collect(),
+        }
+    }
+}
+
+impl LastError {
+    fn of(error: RecordedError) -> Self {
+        LastError {
+            unix_seconds: error.unix_seconds,
+            time: i64::try_from(error.unix_seconds)
+                .ok()
+                .and_then(bcow::rfc3339)
+                .unwrap_or_default(),
+            count: error.count,
+            kind: error.kind.name().to_owned(),
+            inode: error.inode,
+            paths: error.paths,
+            action: error.action.to_owned(),
+            offset: error.offset,
+            cause: error.cause,
+        }
+    }
+}
+
+impl std::fmt::Display for LastError {
+    /// As the log has it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if !self.paths.is_empty() || self.inode != 0 {
+            write!(f, "{}: ", errors::place(self.inode, &self.paths))?;
+        }
+        if !self.action.is_empty() {
+            write!(f, "cannot {}", self.action)?;
+            if let Some(offset) = self.offset {
+                write!(f, " at byte {offset}")?;
+            }
+            f.write_str(": ")?;
+        }
+        f.write_str(&self.cause)
     }
 }
 

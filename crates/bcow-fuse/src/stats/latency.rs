@@ -113,6 +113,37 @@ impl Operation {
     }
 }
 
+impl Operation {
+    /// What could not be done if it failed, behind "cannot".
+    pub fn action(self) -> &'static str {
+        match self {
+            Operation::Lookup => "look up a name",
+            Operation::Stat => "read its attributes",
+            Operation::SetAttributes => "change its attributes or size",
+            Operation::ReadLink => "read the link",
+            Operation::Create => "create a file in it",
+            Operation::MakeNode => "make a device, pipe or socket in it",
+            Operation::MakeDirectory => "make a directory in it",
+            Operation::Symlink => "make a symbolic link in it",
+            Operation::Unlink => "remove a name from it",
+            Operation::RemoveDirectory => "remove a directory from it",
+            Operation::Rename => "rename something in it",
+            Operation::Link => "give it another name",
+            Operation::Read => "read",
+            Operation::Write => "write",
+            Operation::Sync => "make it durable",
+            Operation::Allocate => "allocate space",
+            Operation::Seek => "look for data or holes",
+            Operation::CopyRange => "copy to it",
+            Operation::GetXattr => "read an extended attribute",
+            Operation::SetXattr => "set an extended attribute",
+            Operation::OpenDirectory => "open the directory",
+            Operation::ReadDirectory => "list",
+            Operation::StatFs => "tell the file system's figures",
+        }
+    }
+}
+
 /// Buckets of a histogram. Bucket `i` counts what took less than `2^i` ns, and not less than half of that; the last
 /// one, what took longer (above 4.6 minutes).
 pub const BUCKETS: usize = 40;

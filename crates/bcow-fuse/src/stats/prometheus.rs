@@ -12,6 +12,7 @@ pub fn text(document: &Document) -> String {
         process,
         cache,
         upper,
+        errors,
         operations,
         ..
     } = document;
@@ -55,6 +56,19 @@ pub fn text(document: &Document) -> String {
         ),
     ] {
         out.one(name, kind, help, value as f64);
+    }
+    const ERRORS: &str = "bcow_errors_total";
+    out.family(ERRORS, "counter", "Errors since the mount, by kind");
+    for kind in &errors.kinds {
+        out.sample(ERRORS, &[("kind", &kind.kind)], kind.count as f64);
+    }
+    if let Some(last) = errors.recent.first() {
+        out.one(
+            "bcow_last_error_timestamp_seconds",
+            "gauge",
+            "When the last error happened",
+            last.unix_seconds as f64,
+        );
     }
     if let Some(upper) = upper {
         write_upper(upper, &mut out);
@@ -241,20 +255,26 @@ fn escaped(value: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::stats::{About, MountStats, Operation};
+    use bcow_union::NodeId;
 
     #[test]
     fn page_is_what_prometheus_reads() {
-        let stats = MountStats::new(About {
+        let stats = Arc::new(MountStats::new(About {
             image: "a \"b\"\\\n.bcow".into(),
             ..About::default()
-        });
+        }));
         for _ in 0..3 {
-            drop(stats.time(Operation::Read));
+            drop(stats.time(Operation::Read, NodeId::ROOT));
         }
         let page = text(&stats.document());
         assert!(page.contains(r#"bcow_mount_info{image="a \"b\"\\\n.bcow",identity="0000"#));
+        // A kind that never happened is there too, so that a rate can be made of the first error.
+        assert!(page.contains("bcow_errors_total{kind=\"image-damage\"} 0\n"));
+        assert!(page.contains("bcow_errors_total{kind=\"no-space\"} 0\n"));
         assert!(page.contains(r#"bcow_operation_seconds_count{operation="read"} 3"#));
         assert!(page.contains(r#"bcow_operation_seconds_bucket{operation="read",le="+Inf"} 3"#));
         // Buckets count what is below them, so they never fall.

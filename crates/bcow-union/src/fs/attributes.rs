@@ -301,7 +301,7 @@ impl UnionFs {
     pub(super) fn read_owner(&self, file: &File) -> Result<Option<Override>, Errno> {
         match Attribute::Path(file.as_fd()).get(OVERRIDE)? {
             Some(value) => Override::decode(&value).map(Some).map_err(|error| {
-                self.complain(b"", &error.to_string());
+                self.damaged(b"", &error.to_string());
                 Errno::IO
             }),
             None => Ok(None),

@@ -13,7 +13,6 @@ use rustix::process::{Resource, Rlimit};
 use super::content::is_now_plain;
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::{UnionFs, promote};
-use crate::log::{self, Severity};
 use crate::sketch::{Durability, Sketch, SketchKind};
 
 /// Longest time that what was written to a sketch waits before it is made durable, as ext4's commit interval.
@@ -206,10 +205,7 @@ impl UnionFs {
 
     fn finish_batch_and_say(&self) {
         if let Err(errno) = self.finish_batch() {
-            self.complain(
-                b"",
-                &format!("cannot synchronise what was copied up: {errno}"),
-            );
+            self.host_failed(b"", "cannot synchronise what was copied up", errno);
         }
     }
 
@@ -237,10 +233,7 @@ impl UnionFs {
             }
             // It stays a sketch, which reads the same.
             Err(errno) => {
-                log::log(
-                    Severity::Warning,
-                    &format!("inode {}: cannot be promoted: {errno}", node.id.0),
-                );
+                self.request_failed(node.id, "be made a plain file of the upper", errno);
                 return;
             }
         }

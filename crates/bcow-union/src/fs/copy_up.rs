@@ -161,7 +161,7 @@ impl UnionFs {
         parent.names_have_changed();
         if has_names && let Err(errno) = self.set_names_upper(&file, names) {
             // What is there is right, and whoever changes it next says it anew.
-            self.complain(name, &format!("cannot note a number of names: {errno}"));
+            self.host_failed(name, "cannot note a number of names", errno);
         }
         self.finish_copy(node, &mut state, &inode, file, has_names)
     }
@@ -193,10 +193,9 @@ impl UnionFs {
         match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
             // It is found by fsck.
-            Err(errno) => self.complain(
-                &index_name(nid),
-                &format!("cannot be removed from the index: {errno}"),
-            ),
+            Err(errno) => {
+                self.host_failed(&index_name(nid), "cannot be removed from the index", errno);
+            }
         }
     }
 

@@ -103,7 +103,7 @@ impl UnionFs {
         let Some(recount) = recount else { return };
         if let Err(errno) = self.set_names_upper(&recount.file, recount.names - lost) {
             // What is there says at most so many too much, and whoever changes it next says it anew.
-            self.complain(b"", &format!("cannot note a number of names: {errno}"));
+            self.host_failed(b"", "cannot note a number of names", errno);
         }
     }
 }

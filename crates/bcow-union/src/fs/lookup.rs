@@ -97,7 +97,7 @@ impl UnionFs {
         let marks = self.read_marks(&file)?;
         let kept = match &marks.owner {
             Some(owner) if self.keeps_owners() => owner.kind_over(&stat).map_err(|damage| {
-                self.complain(name, &damage.to_string());
+                self.damaged(name, &damage.to_string());
                 Errno::IO
             })?,
             _ => None,
@@ -245,7 +245,7 @@ impl UnionFs {
             // An upper may come from anywhere: what is no copy of this inode is not shown for it, much less opened.
             Above::Found(_) | Above::Whiteout => {
                 let path = [META.as_bytes(), b"/index/", &index_name(nid)].concat();
-                self.complain(
+                self.damaged(
                     &path,
                     "it is not the file that this inode of the image became",
                 );
@@ -285,7 +285,7 @@ impl UnionFs {
         match self.continued(parent, name, found)? {
             Some(nid) => Ok(Some(nid)),
             None => {
-                self.complain(name, "the image has no file that it is a copy of");
+                self.damaged(name, "the image has no file that it is a copy of");
                 Err(Errno::IO)
             }
         }
@@ -360,7 +360,7 @@ impl UnionFs {
             // Nodes of other types are never opened for their content; nor is anything else that the host has in the place of
             // a regular file: a device would be the host's, whatever the mount says of devices.
             Access::Data if !is_regular(&rustix::fs::fstat(&**file)?) => {
-                self.complain(b"", "what was a regular file is none");
+                self.damaged(b"", "what was a regular file is none");
                 return Err(Errno::IO);
             }
             Access::Data => OFlags::RDWR,

@@ -35,7 +35,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use bcow_erofs::reader::{FileType, Filesystem, Nid};
+use bcow_erofs::reader::{FileType, Filesystem};
 use rustix::io::Errno;
 
 pub use crate::upper::SetHow;
@@ -47,8 +47,9 @@ pub use types::{
 };
 
 use crate::account::Account;
+use crate::errors::{ErrorKind, ErrorLog, Failure, shown};
 use crate::image::Image;
-use crate::log::{self, DamageLog, Severity};
+use crate::log::Severity;
 use crate::node::NodeId;
 use crate::options::{SketchChoice, UnionOptions};
 use crate::sketch::{SketchError, SketchKind, Sketches};
@@ -76,7 +77,6 @@ pub struct UnionFs {
     /// What new sketches are.
     sketch_kind: SketchKind,
     open_sketches: background::OpenSketches,
-    trouble: DamageLog,
     account: Arc<Account>,
     options: UnionOptions,
     listings: Listings,
@@ -150,7 +150,6 @@ impl UnionFs {
             },
             sketches,
             open_sketches: background::OpenSketches::default(),
-            trouble: DamageLog::default(),
             account,
             options: options.clone(),
             listings: Listings::default(),
@@ -242,30 +241,105 @@ impl UnionFs {
             Err(ReadMarksError::Io(errno)) => return Err(errno),
             Err(ReadMarksError::Mark(damage)) => damage,
         };
-        self.complain(b"", &damage.to_string());
+        self.damaged(b"", &damage.to_string());
         Err(Errno::IO)
     }
 
-    /// Logs that something of the upper is not as it should be.
-    fn complain(&self, name: &[u8], problem: &str) {
-        log::log(
-            Severity::Error,
-            &format!(
-                "{}: {}{}{problem}",
-                self.upper.path().display(),
-                name.escape_ascii(),
-                if name.is_empty() { "" } else { ": " },
-            ),
-        );
+    /// Where errors of the image and of the upper are counted and logged.
+    pub fn errors(&self) -> &Arc<ErrorLog> {
+        self.image.errors()
     }
 
-    /// Logs what happened to a sketch, and says what a program sees of it.
+    /// Counts and logs that a request failed as the host answered, if nothing else about it was reported. `action` stands behind
+    /// "cannot".
+    pub fn request_failed(&self, id: NodeId, action: &'static str, errno: Errno) {
+        let Some(kind) = ErrorKind::of_errno(errno) else {
+            return;
+        };
+        let failure = Failure {
+            kind,
+            inode: id.0,
+            action,
+            offset: None,
+            cause: &std::io::Error::from(errno),
+        };
+        let node = self.node(id).ok();
+        self.errors().report(&failure, || match &node {
+            Some(node) => self.shown_paths(node),
+            None => Vec::new(),
+        });
+    }
+
+    /// Counts and logs that something of the upper is not as it was left.
+    fn damaged(&self, name: &[u8], problem: &str) {
+        self.complain(ErrorKind::UpperDamage, name, problem);
+    }
+
+    /// Counts and logs a failure of the host that no request is answered with.
+    fn host_failed(&self, name: &[u8], what: &str, errno: Errno) {
+        let kind = ErrorKind::of_errno(errno).unwrap_or(ErrorKind::UpperIo);
+        self.complain(kind, name, &format!("{what}: {errno}"));
+    }
+
+    fn complain(&self, kind: ErrorKind, name: &[u8], problem: &str) {
+        let upper = self.upper.path().display();
+        let path = match name {
+            [] => upper.to_string(),
+            name => format!("{upper}: {}", shown(name)),
+        };
+        self.errors()
+            .note(kind, Severity::Error, Some(path), problem);
+    }
+
+    /// Where a node is in the mount, for people; where it is in the image if it has no name, and nothing if that is not known.
+    fn shown_paths(&self, node: &Node) -> Vec<String> {
+        match (path_of(node), node.lower) {
+            (Some(path), _) => vec![shown(&path)],
+            (None, Some(nid)) => self.image.shown_paths(nid),
+            (None, None) => Vec::new(),
+        }
+    }
+
+    /// Counts and logs what happened to a sketch, and says what a program sees of it.
     fn sketch_failed(&self, node: &Node, error: &SketchError) -> Errno {
-        if !error.is_no_space() {
-            self.trouble.report(Nid(node.id.0), "use the sketch", error);
+        // What the image could not give has been reported there, with its cause.
+        if let Some(kind) = error.kind() {
+            let failure = Failure {
+                kind,
+                inode: node.id.0,
+                action: "use the sketch",
+                offset: None,
+                cause: error,
+            };
+            self.errors().report(&failure, || self.shown_paths(node));
         }
         error.errno()
     }
+}
+
+/// The path of a node in the mount; `None` if it has no name any more.
+fn path_of(node: &Node) -> Option<Vec<u8>> {
+    let mut names = Vec::new();
+    let mut place = node.place();
+    loop {
+        match place {
+            Place::Root => break,
+            Place::Nowhere => return None,
+            Place::At { parent, name } => {
+                names.push(name);
+                place = parent.place();
+            }
+        }
+    }
+    if names.is_empty() {
+        return Some(b"/".to_vec());
+    }
+    let mut path = Vec::new();
+    for name in names.iter().rev() {
+        path.push(b'/');
+        path.extend_from_slice(name);
+    }
+    Some(path)
 }
 
 fn root_node(image: &Image, directory: File) -> Result<Node, Errno> {

@@ -153,8 +153,7 @@ impl UnionFs {
             return;
         };
         if let Err(errno) = self.lost_name(node, &file) {
-            let problem = format!("removed, but not what lies beside it: {errno}");
-            self.complain(name, &problem);
+            self.host_failed(name, "removed, but not what lies beside it", errno);
         }
     }
 
@@ -238,7 +237,7 @@ impl UnionFs {
             }
         };
         if let Err(error) = released {
-            self.complain(b"", &error.to_string());
+            self.sketch_failed(node, &error);
         }
     }
 }

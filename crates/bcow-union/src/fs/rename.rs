@@ -165,8 +165,7 @@ impl UnionFs {
             let none = rustix::fs::AtFlags::empty();
             if let Err(errno) = rustix::fs::unlinkat(&*from.directory, from.name, none) {
                 // It hides nothing.
-                let problem = format!("a whiteout cannot be removed: {errno}");
-                self.complain(from.name, &problem);
+                self.host_failed(from.name, "a whiteout cannot be removed", errno);
             }
         }
         from.parent.names_have_changed();

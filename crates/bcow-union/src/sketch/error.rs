@@ -6,6 +6,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use crate::account::NoSpace;
+use crate::errors::ErrorKind;
 
 /// Why an operation on a sketch failed.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -143,6 +144,33 @@ impl SketchError {
                 bcow::Error::Io { source, .. } => errno_of(source),
                 _ => Errno::IO,
             },
+        }
+    }
+
+    /// What kind of error it is; `None` of those that are reported elsewhere, or are a program's mistake.
+    pub fn kind(&self) -> Option<ErrorKind> {
+        match self {
+            // The image has reported it.
+            SketchError::Lower { .. } | SketchError::TooLarge { .. } => None,
+            // It may yet be done, when what was removed has made room; if not, the request's answer is reported.
+            error if error.is_no_space() => None,
+            SketchError::Damaged { .. }
+            | SketchError::Unsupported { .. }
+            | SketchError::OtherLower { .. } => Some(ErrorKind::UpperDamage),
+            SketchError::Packed(error)
+                if !matches!(
+                    **error,
+                    bcow::Error::Io { .. } | bcow::Error::WriteRefused { .. }
+                ) =>
+            {
+                Some(ErrorKind::UpperDamage)
+            }
+            SketchError::Host { .. }
+            | SketchError::NoSpace(_)
+            | SketchError::Refused { .. }
+            | SketchError::Packed(_) => {
+                Some(ErrorKind::of_errno(self.errno()).unwrap_or(ErrorKind::UpperIo))
+            }
         }
     }
 

@@ -1,0 +1,432 @@
+//! Processes of bcow that serve something, and how others find them.
+//!
+//! Each such process keeps a sealed memory file (memfd_create(2)) that says what it serves. Others find it among the process's
+//! descriptors in /proc. There is no directory to keep clean and no daemon to ask: the file ends with its process, however that
+//! ends; a stopped process can still be read; and who may look at a process's descriptors is its own user and root, in whatever
+//! container it is.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use bcow_fuse::session::CLOSING;
+use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
+use serde::{Deserialize, Serialize};
+
+/// The memory file's name, and what /proc shows of it.
+const NAME: &str = "bcow-services";
+const LINK: &str = "/memfd:bcow-services (deleted)";
+/// Where the lock of an upper is.
+pub const LOCK_IN_UPPER: &str = ".bcow/lock";
+/// The schema of what is in it. A later one is not read.
+const SCHEMA: &str = "bcow.services/1";
+/// More than any process has to say.
+const MOST_BYTES: u64 = 1 << 20;
+
+/// Something that a process serves.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Service {
+    /// `mount`, `serve` or `attach`.
+    pub kind: String,
+    /// The image or disk.
+    pub image: String,
+    /// The name under which clients ask for it, if there are several.
+    #[serde(default)]
+    pub export: Option<String>,
+    /// The directory that takes changes.
+    #[serde(default)]
+    pub upper: Option<String>,
+    /// Where it can be had: mountpoint, sockets and addresses, or device.
+    pub at: Vec<String>,
+    /// `ro`, `rw` or `snapshot`.
+    pub mode: String,
+    /// Since when, in seconds since 1970.
+    pub since: u64,
+    /// Of a mount: its device number, as the kernel writes it. No other file system of the machine has it meanwhile.
+    #[serde(default)]
+    pub device: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Document {
+    schema: String,
+    services: Vec<Service>,
+}
+
+/// Says to others what this process serves, for as long as it lives.
+#[derive(Debug)]
+pub struct Published {
+    _file: OwnedFd,
+}
+
+/// A process that serves something.
+#[derive(Debug, Clone)]
+pub struct Server {
+    /// Its number, as this process sees it.
+    pub pid: u32,
+    /// Its user.
+    pub uid: u32,
+    /// How it is.
+    pub state: State,
+    /// Whether it is in another mount namespace than this process, so that its paths may mean something else here.
+    pub is_elsewhere: bool,
+    /// What it serves.
+    pub services: Vec<Service>,
+}
+
+/// How a process is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// It works, or waits for requests.
+    Running,
+    /// Its mount is gone, and it writes what is left to its upper.
+    Ending,
+    /// A signal has stopped it: it answers nobody.
+    Stopped,
+    /// It waits for a disk or another file system, and cannot be interrupted.
+    Blocked,
+}
+
+impl State {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Running => "running",
+            State::Ending => "ending",
+            State::Stopped => "stopped",
+            State::Blocked => "blocked",
+        }
+    }
+}
+
+/// A path that means the same to other processes.
+pub fn absolute(path: &Path) -> String {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    path.to_string_lossy().into_owned()
+}
+
+/// Seconds since 1970.
+pub fn now() -> u64 {
+    SystemTime::UNIX_EPOCH
+        .elapsed()
+        .map_or(0, |elapsed| elapsed.as_secs())
+}
+
+/// Lets others find what this process serves. They do without if the host cannot do that.
+pub fn publish(services: Vec<Service>) -> Option<Published> {
+    let document = Document {
+        schema: SCHEMA.to_owned(),
+        services,
+    };
+    let json = serde_json::to_vec(&document).ok()?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(rustix::fs::memfd_create(NAME, flags).ok()?);
+    file.write_all(&json).ok()?;
+    let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&file, seals).ok()?;
+    Some(Published { _file: file.into() })
+}
+
+/// All processes that serve something and that this user may look at, by their numbers.
+pub fn servers() -> Vec<Server> {
+    let Ok(processes) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let Ok(device) = device_of_memory_files() else {
+        return Vec::new();
+    };
+    let mut servers: Vec<Server> = processes
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter_map(|pid| server(pid, device))
+        .collect();
+    servers.sort_by_key(|server| server.pid);
+    servers
+}
+
+/// The process of this number, if it serves something and this user may look at it.
+pub fn server_of(pid: u32) -> Option<Server> {
+    server(pid, device_of_memory_files().ok()?)
+}
+
+/// The process that serves the mount with this device number.
+pub fn server_of_mount(device: &str) -> Option<Server> {
+    servers().into_iter().find(|server| {
+        let mut services = server.services.iter();
+        services.any(|service| service.device.as_deref() == Some(device))
+    })
+}
+
+/// How the process of this number is; `None` if there is none.
+pub fn state(pid: u32) -> Option<State> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name stands in parentheses and may hold anything.
+    let (before, behind) = stat.rsplit_once(')')?;
+    let (_, name) = before.split_once('(')?;
+    Some(match behind.trim_start().chars().next()? {
+        'Z' | 'X' => return None,
+        'T' | 't' => State::Stopped,
+        _ if name.as_bytes() == CLOSING.to_bytes() => State::Ending,
+        'D' => State::Blocked,
+        _ => State::Running,
+    })
+}
+
+/// The processes that hold a lock on the file at `path` by flock(2), as far as this process can see them.
+pub fn lock_holders(path: &Path) -> Vec<u32> {
+    let Ok(metadata) = path.metadata() else {
+        return Vec::new();
+    };
+    let device = metadata.dev();
+    let place = format!(
+        "{:02x}:{:02x}:{}",
+        rustix::fs::major(device),
+        rustix::fs::minor(device),
+        metadata.ino()
+    );
+    let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+    let mut pids: Vec<u32> = locks
+        .lines()
+        .filter_map(|line| {
+            // Number, kind, mandatory or not, access, process, place, range. Those that wait have an arrow before the kind.
+            let mut fields = line.split_whitespace().skip(1);
+            if fields.next()? != "FLOCK" {
+                return None;
+            }
+            let pid = fields.nth(2)?.parse().ok()?;
+            (fields.next()? == place && pid > 0).then_some(pid)
+        })
+        .collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids
+}
+
+/// What is to be said of the processes that use the disk at `path`, or the upper whose lock that is: a line for each.
+pub fn describe_lock_holders(path: &Path) -> Vec<String> {
+    let mut pids = lock_holders(path);
+    if pids.is_empty() {
+        // Some file systems have another device number in /proc/locks than their files have.
+        pids = servers()
+            .into_iter()
+            .filter(|server| server.services.iter().any(|service| uses(service, path)))
+            .map(|server| server.pid)
+            .collect();
+    }
+    pids.into_iter()
+        .filter(|&pid| pid != std::process::id())
+        .map(describe)
+        .collect()
+}
+
+/// Whether it has this disk, or the upper whose lock this is.
+fn uses(service: &Service, path: &Path) -> bool {
+    let Ok(path) = path.canonicalize() else {
+        return false;
+    };
+    let is_at = |place: &Path| place.canonicalize().is_ok_and(|place| place == path);
+    is_at(Path::new(&service.image))
+        || service
+            .upper
+            .as_ref()
+            .is_some_and(|upper| is_at(&Path::new(upper).join(LOCK_IN_UPPER)))
+}
+
+/// A process in words: its number, its command, what it serves, and how it is.
+pub fn describe(pid: u32) -> String {
+    let mut text = format!("process {pid}");
+    let Some(state) = state(pid) else {
+        return text + " is gone or cannot be seen";
+    };
+    if let Some(command) = command(pid) {
+        text += &format!(" (`{command}`)");
+    }
+    let server = server_of(pid);
+    let services = server.iter().flat_map(|server| &server.services);
+    let mut parts: Vec<String> = services
+        .map(|service| {
+            let does = match service.kind.as_str() {
+                "mount" => "mounts",
+                "attach" => "attaches",
+                _ => "serves",
+            };
+            format!("{does} {} at {}", service.image, service.at.join(", "))
+        })
+        .collect();
+    match state {
+        State::Running if parts.is_empty() => parts.push("has it".to_owned()),
+        State::Running => {}
+        State::Ending => parts.push("is ending".to_owned()),
+        State::Stopped => parts.push("is stopped by a signal".to_owned()),
+        State::Blocked => parts.push("waits for a disk".to_owned()),
+    }
+    format!("{text} {}", parts.join(", and "))
+}
+
+/// The command line of a process, not all of it if it is long.
+fn command(pid: u32) -> Option<String> {
+    const MOST: usize = 200;
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let words: Vec<_> = line
+        .split(|&byte| byte == 0)
+        .filter(|word| !word.is_empty())
+        .map(String::from_utf8_lossy)
+        .collect();
+    let words: Vec<&str> = words
+        .iter()
+        .enumerate()
+        .map(|(index, word)| match index {
+            // Where the program is matters less than what it does.
+            0 => word.rsplit('/').next().unwrap_or(word),
+            _ => word,
+        })
+        .collect();
+    if words.is_empty() {
+        return None;
+    }
+    let text = words.join(" ");
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => Some(format!("{}...", &text[..end])),
+        None => Some(text),
+    }
+}
+
+/// The user's name, or the number if it has none here.
+pub fn user_name(uid: u32) -> String {
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let name = users.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
+    });
+    name.unwrap_or_else(|| uid.to_string())
+}
+
+fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    // Threads that serve carry other names, but each process of ours begins with this one; so others need not be looked into.
+    let name = std::fs::read(process.join("comm")).ok()?;
+    if !name.starts_with(b"bcow") && !name.starts_with(b"mount.bcow") {
+        return None;
+    }
+    let descriptors = std::fs::read_dir(process.join("fd")).ok()?;
+    let services = descriptors
+        .flatten()
+        .filter(|entry| {
+            std::fs::read_link(entry.path()).is_ok_and(|link| link.as_os_str() == OsStr::new(LINK))
+        })
+        .find_map(|entry| read(&entry.path(), memory).ok())?;
+    let namespace = |process: &Path| std::fs::read_link(process.join("ns/mnt")).ok();
+    Some(Server {
+        pid,
+        uid: std::fs::metadata(&process).ok()?.uid(),
+        state: state(pid)?,
+        is_elsewhere: namespace(&process) != namespace(Path::new("/proc/self")),
+        services,
+    })
+}
+
+/// Reads a memory file that another process may have made up to mislead us: nothing else is opened, so that nothing hangs.
+fn read(path: &Path, memory: (u32, u32)) -> io::Result<Vec<Service>> {
+    let file = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    if device(&file)? != memory {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let mut json = Vec::new();
+    File::open(path)?.take(MOST_BYTES).read_to_end(&mut json)?;
+    let document: Document = serde_json::from_slice(&json)?;
+    match document.schema == SCHEMA {
+        true => Ok(document.services),
+        false => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// The device that all memory files of the machine are on.
+fn device_of_memory_files() -> io::Result<(u32, u32)> {
+    Ok(device(&rustix::fs::memfd_create(
+        "bcow",
+        MemfdFlags::CLOEXEC,
+    )?)?)
+}
+
+fn device(file: &OwnedFd) -> rustix::io::Result<(u32, u32)> {
+    // A file system is not asked, as that might not answer.
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let stat = rustix::fs::statx(file, c"", flags, StatxFlags::TYPE)?;
+    Ok((stat.stx_dev_major, stat.stx_dev_minor))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service() -> Service {
+        Service {
+            kind: "mount".to_owned(),
+            image: "/images/a.bcow".to_owned(),
+            export: None,
+            upper: None,
+            at: vec!["/mnt".to_owned()],
+            mode: "ro".to_owned(),
+            since: 7,
+            device: Some("0:99".to_owned()),
+        }
+    }
+
+    /// Where others find a memory file of this process.
+    fn place(published: &Published) -> PathBuf {
+        let descriptor = published._file.as_raw_fd();
+        format!("/proc/{}/fd/{descriptor}", std::process::id()).into()
+    }
+
+    #[test]
+    fn what_a_process_publishes_is_found_among_its_descriptors_and_ends_with_it() {
+        let published = publish(vec![service()]).unwrap();
+        let place = place(&published);
+        assert_eq!(std::fs::read_link(&place).unwrap(), Path::new(LINK));
+        let memory = device_of_memory_files().unwrap();
+        assert_eq!(read(&place, memory).unwrap(), [service()]);
+        // Who may read it may not change it.
+        File::options()
+            .write(true)
+            .open(&place)
+            .map_or_else(drop, |mut file| {
+                file.write_all(b"x").unwrap_err();
+            });
+        drop(published);
+        read(&place, memory).unwrap_err();
+    }
+
+    #[test]
+    fn no_other_file_is_read() {
+        let memory = device_of_memory_files().unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "{}").unwrap();
+        let error = read(file.path(), memory).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn holder_of_a_lock_is_found() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert!(lock_holders(file.path()).is_empty());
+        file.as_file().try_lock().unwrap();
+        assert_eq!(lock_holders(file.path()), [std::process::id()]);
+        let text = describe(std::process::id());
+        assert!(
+            text.starts_with(&format!("process {} (`", std::process::id())),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn process_that_is_not_there_has_no_state() {
+        assert_eq!(state(std::process::id()).is_some(), true);
+        assert_eq!(state(u32::MAX), None);
+    }
+}

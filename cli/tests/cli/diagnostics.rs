@@ -1,0 +1,358 @@
+//! What bcow says of itself when something goes wrong, where it can be found afterwards.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::io::Errno;
+use serde_json::Value;
+
+use crate::mount::Place;
+use crate::support::{Sandbox, is_root, noise};
+
+/// Damages the content of `usr/bin/su`, which is `usr/bin/sudo` too.
+fn damage_su(sandbox: &Sandbox) {
+    let needle = &noise(10_000)[5000..5064];
+    sandbox.patch("image.bcow", |image| {
+        let at = image.windows(64).position(|window| window == needle);
+        image[at.unwrap()] ^= 0x40;
+    });
+}
+
+fn statistics(place: &Place) -> Value {
+    serde_json::from_slice(&place.0.ok(&["stats", "--json", "mnt"])).unwrap()
+}
+
+fn count(errors: &Value, kind: &str) -> u64 {
+    let kinds = errors["kinds"].as_array().unwrap();
+    let found = kinds.iter().find(|entry| entry["kind"] == kind);
+    found.unwrap()["count"].as_u64().unwrap()
+}
+
+fn metrics(place: &Place) -> String {
+    let mut client = UnixStream::connect(place.0.path("metrics")).unwrap();
+    client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    client.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+fn errno(error: &std::io::Error) -> Option<Errno> {
+    Errno::from_io_error(error)
+}
+
+#[test]
+fn error_in_a_mount_is_found_with_image_mountpoint_paths_place_and_cause() {
+    let Some(place) = Place::new() else { return };
+    damage_su(&place.0);
+    for upper in [&[][..], &["--upper=upper"]] {
+        let options = ["mount", "--log-file=log", "--metrics=unix:metrics"];
+        let mount = [&options, upper, &["image.bcow", "mnt"]].concat();
+        place.0.ok(&mount);
+        let before = statistics(&place);
+        assert_eq!(before["errors"]["total"], 0);
+        assert!(metrics(&place).contains("\nbcow_errors_total{kind=\"image-damage\"} 0\n"));
+        let shown = place.0.shown(&["stats", "mnt"]);
+        assert!(shown.contains("\nerrors:      none\n"), "{shown}");
+        for name in ["usr/bin/su", "usr/bin/sudo"] {
+            let error = fs::read(place.file(name)).unwrap_err();
+            assert_eq!(errno(&error), Some(Errno::IO));
+        }
+
+        let stats = statistics(&place);
+        let errors = &stats["errors"];
+        let damages = count(errors, "image-damage");
+        assert!(damages >= 2, "{stats}");
+        assert_eq!(errors["total"], damages, "each is counted once: {stats}");
+        let [last] = &errors["recent"].as_array().unwrap()[..] else {
+            panic!("{stats}");
+        };
+        let paths: Vec<_> = last["paths"].as_array().unwrap().iter().collect();
+        // A node of a writable mount is named as it was looked up.
+        assert!(paths.contains(&&Value::from("/usr/bin/su")), "{stats}");
+        assert_eq!(last["kind"], "image-damage");
+        assert_eq!(last["count"], damages);
+        assert_eq!(last["offset"], 4096);
+        let cause = last["cause"].as_str().unwrap();
+        assert!(cause.contains("stored at byte"), "{stats}");
+
+        let directory = place.0.path("").canonicalize().unwrap();
+        let (image, mountpoint) = (directory.join("image.bcow"), directory.join("mnt"));
+        assert_eq!(stats["mountpoint"], mountpoint.to_str().unwrap());
+        assert_eq!(stats["image"]["file"], image.to_str().unwrap());
+        let log = String::from_utf8(place.0.read("log")).unwrap();
+        let expected = format!(
+            "bcow[{}]: error: {} at {}: /usr/bin/su = /usr/bin/sudo: cannot read at byte 4096: {cause}\n",
+            stats["process"]["pid"],
+            image.display(),
+            mountpoint.display(),
+        );
+        let (_, line) = log.split_once(' ').unwrap();
+        assert_eq!(line, expected, "one line per place");
+
+        let page = metrics(&place);
+        let sample = format!("\nbcow_errors_total{{kind=\"image-damage\"}} {damages}\n");
+        assert!(page.contains(&sample), "{page}");
+        assert!(
+            page.contains("\nbcow_last_error_timestamp_seconds "),
+            "{page}"
+        );
+        let shown = place.0.shown(&["stats", "mnt"]);
+        assert!(
+            shown.contains(&format!("\nerrors:      {damages} image-damage\n")),
+            "{shown}"
+        );
+        let last = shown
+            .lines()
+            .find(|line| line.starts_with("last error:"))
+            .unwrap();
+        let text = format!("/usr/bin/su = /usr/bin/sudo: cannot read at byte 4096: {cause}");
+        assert!(last.ends_with(&text), "{last}");
+        assert!(place.unmounted().contains("status 0"));
+        // A log that was rotated away is begun anew.
+        fs::remove_file(place.0.path("log")).unwrap();
+    }
+}
+
+#[test]
+fn lack_of_room_is_counted_and_logged_once() {
+    let Some(place) = Place::new() else { return };
+    place.0.ok(&[
+        "mount",
+        "--upper=upper",
+        "--size-limit=1M",
+        "--log-file=log",
+        "image.bcow",
+        "mnt",
+    ]);
+    let file = fs::File::create(place.file("big")).unwrap();
+    file.write_all_at(&noise(2 << 20), 0).unwrap_err();
+    let filled = count(&statistics(&place)["errors"], "no-space");
+    for _ in 0..3 {
+        let error = file.write_all_at(&noise(1 << 16), 4 << 20).unwrap_err();
+        assert_eq!(errno(&error), Some(Errno::NOSPC));
+    }
+    let errors = &statistics(&place)["errors"];
+    assert_eq!(count(errors, "no-space"), filled + 3, "{errors}");
+    assert_eq!(errors["total"], filled + 3, "{errors}");
+    let last = &errors["recent"][0];
+    assert_eq!(last["paths"], serde_json::json!(["/big"]));
+    let log = String::from_utf8(place.0.read("log")).unwrap();
+    assert_eq!(log.lines().count(), 1, "{log}");
+    assert!(log.contains(": warning: "), "{log}");
+    assert!(
+        log.ends_with("/big: cannot write: No space left on device\n"),
+        "{log}"
+    );
+    // What a program asks wrongly is no error of the mount.
+    fs::read(place.file("missing")).unwrap_err();
+    fs::remove_dir(place.file("etc")).unwrap_err();
+    assert_eq!(statistics(&place)["errors"]["total"], filled + 3);
+    drop(file);
+    assert!(place.unmounted().contains("status 0"));
+}
+
+#[test]
+fn log_file_that_cannot_be_written_is_refused() {
+    let Some(place) = Place::new() else { return };
+    let shown = place
+        .0
+        .shown(&["mount", "--log-file=missing/log", "image.bcow", "mnt"]);
+    assert!(
+        shown.contains("error: cannot write the log file missing/log\n"),
+        "{shown}"
+    );
+    assert!(shown.contains("exit status 1"), "{shown}");
+}
+
+/// A process that is ended with the test.
+struct Ended(Child);
+
+impl Ended {
+    /// Lets it end by itself.
+    fn end(mut self) {
+        rustix::process::kill_process(
+            rustix::process::Pid::from_child(&self.0),
+            rustix::process::Signal::TERM,
+        )
+        .unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Serves `disk.bcow` at the socket `socket`; returns when clients can connect.
+fn serve(sandbox: &Sandbox) -> Ended {
+    let mut child = sandbox
+        .command(&["serve", "disk.bcow", "--socket=socket"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let stdout = child.stdout.take().unwrap();
+    BufReader::new(stdout).read_line(&mut line).unwrap();
+    assert!(line.starts_with("nbd+unix:"), "{line}");
+    Ended(child)
+}
+
+/// What `bcow ps` lists of things in the sandbox, as this command sees it.
+fn listed(sandbox: &Sandbox, ps: &mut Command) -> Vec<Value> {
+    let output = ps.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let document: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(document["schema"], "bcow.ps/1");
+    let here = sandbox.path("").canonicalize().unwrap();
+    let services = document["services"].as_array().unwrap().iter();
+    let services = services.filter(|service| {
+        service["image"]
+            .as_str()
+            .is_some_and(|image| image.starts_with(here.to_str().unwrap()))
+    });
+    services.cloned().collect()
+}
+
+#[test]
+fn mounts_and_served_disks_are_listed() {
+    let Some(place) = Place::new() else { return };
+    let sandbox = &place.0;
+    fs::create_dir(sandbox.path("read")).unwrap();
+    sandbox.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
+    sandbox.ok(&["mount", "image.bcow", "read"]);
+    sandbox.ok(&["create", "--size=1M", "disk.bcow"]);
+    let server = serve(sandbox);
+    let here = sandbox.path("").canonicalize().unwrap();
+    let at = |name: &str| Value::from(here.join(name).to_str().unwrap());
+
+    let found = listed(sandbox, &mut sandbox.command(&["ps", "--json"]));
+    let text = String::from_utf8(sandbox.ok(&["ps"])).unwrap();
+    assert!(text.starts_with("PID"), "{text}");
+    for (kind, mode, place, upper) in [
+        ("mount", "rw", at("mnt"), at("upper")),
+        ("mount", "ro", at("read"), Value::Null),
+        ("serve", "rw", Value::Null, Value::Null),
+    ] {
+        let is_it = |service: &&Value| service["kind"] == kind && service["mode"] == mode;
+        let service = found.iter().find(is_it).expect("it is listed");
+        assert_eq!(service["state"], "running", "{service}");
+        assert_eq!(service["upper"], upper, "{service}");
+        assert_eq!(service["other_mount_namespace"], false);
+        let pid = service["pid"].as_u64().unwrap();
+        let line = text
+            .lines()
+            .find(|line| line.starts_with(&format!("{pid} ")));
+        let line = line.expect("people see it too");
+        assert!(line.contains(service["image"].as_str().unwrap()), "{line}");
+        let first = service["at"][0].as_str().unwrap();
+        assert!(line.contains(first), "{line}");
+        match kind {
+            "mount" => assert_eq!(first, place),
+            _ => {
+                assert_eq!(pid, u64::from(server.0.id()));
+                assert!(first.starts_with("nbd+unix:///?socket="), "{line}");
+            }
+        }
+    }
+    assert_eq!(found.len(), 3, "{found:?}");
+
+    if is_root() {
+        // Others see what the kernel lists, but neither whose process it is nor the upper.
+        fs::set_permissions(sandbox.path(""), fs::Permissions::from_mode(0o755)).unwrap();
+        let mut other = sandbox.command(&["ps", "--json"]);
+        let seen = listed(sandbox, other.uid(4321).gid(4321));
+        assert_eq!(seen.len(), 2, "{seen:?}");
+        for service in seen {
+            assert_eq!(service["pid"], Value::Null, "{service}");
+            assert_eq!(service["upper"], Value::Null, "{service}");
+        }
+    }
+    drop(server);
+    sandbox.ok(&["umount", "read"]);
+    assert!(place.unmounted().contains("status 0"));
+    let left = listed(sandbox, &mut sandbox.command(&["ps", "--json"]));
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn disk_in_use_is_refused_with_the_place_where_it_is_served() {
+    let sandbox = Sandbox::new();
+    sandbox.ok(&["create", "--size=1M", "disk.bcow"]);
+    let server = serve(&sandbox);
+    let pid = server.0.id();
+    let here = sandbox.path("").canonicalize().unwrap();
+    let disk = here.join("disk.bcow").to_str().unwrap().to_owned();
+    let line = format!(
+        "\n  caused by: process {pid} (`bcow serve disk.bcow --socket=socket`) serves {disk} at nbd+unix:///?socket="
+    );
+    for command in [
+        &["resize", "disk.bcow", "+1M"][..],
+        &["fsck", "--repair", "disk.bcow"],
+        &["fsck", "disk.bcow"],
+        &["inspect", "disk.bcow"],
+    ] {
+        let shown = sandbox.shown(command);
+        if command[0] != "inspect" {
+            assert!(shown.contains(&line), "{shown}");
+        }
+        let note = format!("bcow serve, process {pid}");
+        assert!(shown.contains(&note), "{shown}");
+    }
+    // A reader leaves no note, and is named all the same.
+    server.end();
+    let reader = fs::File::open(sandbox.path("disk.bcow")).unwrap();
+    reader.try_lock_shared().unwrap();
+    let shown = sandbox.shown(&["resize", "disk.bcow", "+1M"]);
+    let reader = format!("\n  caused by: process {} (`", std::process::id());
+    assert!(shown.contains("in use by another program\n"), "{shown}");
+    assert!(shown.contains(&reader), "{shown}");
+}
+
+#[test]
+fn request_that_fails_at_a_disk_is_logged_with_its_file() {
+    let sandbox = Sandbox::with_image();
+    damage_su(&sandbox);
+    let mut child = sandbox
+        .command(&["serve", "image.bcow", "--socket=socket"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let stdout = child.stdout.take().unwrap();
+    BufReader::new(stdout).read_line(&mut line).unwrap();
+    let mut log = BufReader::new(child.stderr.take().unwrap());
+    let server = Ended(child);
+    let mut client = UnixStream::connect(sandbox.path("socket")).unwrap();
+    // Old-style answer to "export name" without more: the fixed newstyle handshake (NBD, doc/proto.md).
+    let mut greeting = [0; 18];
+    client.read_exact(&mut greeting).unwrap();
+    let mut hello = 3_u32.to_be_bytes().to_vec();
+    hello.extend(b"IHAVEOPT");
+    hello.extend([0, 0, 0, 1, 0, 0, 0, 0]);
+    client.write_all(&hello).unwrap();
+    let mut size_and_flags = [0; 10];
+    client.read_exact(&mut size_and_flags).unwrap();
+    let size = u64::from_be_bytes(size_and_flags[..8].try_into().unwrap());
+    let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
+    request.extend([0; 12]);
+    request.extend(0_u64.to_be_bytes());
+    request.extend((size as u32).to_be_bytes());
+    client.write_all(&request).unwrap();
+    let mut line = String::new();
+    log.read_line(&mut line).unwrap();
+    let image = sandbox.path("").canonicalize().unwrap().join("image.bcow");
+    let expected = format!(
+        "{}: Read of {size} bytes at byte 0 failed: block at byte",
+        image.display()
+    );
+    assert!(line.contains(&expected), "{line}");
+    drop(server);
+}

@@ -1,0 +1,133 @@
+//! From an inode back to its names, which the file system itself cannot tell.
+
+use std::collections::HashSet;
+use std::ops::ControlFlow;
+
+use super::walk::MAX_DEPTH;
+use super::{FileType, Filesystem, Nid};
+
+/// Names of a whole tree, or of as much of it as could be read: for messages, which shall name paths.
+///
+/// Making one reads all directories. What is damaged is left out, and trees that are not trees end it.
+#[derive(Debug)]
+pub struct PathIndex {
+    root: Nid,
+    /// Sorted by child.
+    entries: Vec<Entry>,
+    /// The names of all entries, one behind the other.
+    names: Vec<u8>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    child: Nid,
+    parent: Nid,
+    name_start: u32,
+    name_bytes: u8,
+}
+
+impl PathIndex {
+    /// Reads the names of `fs`, at most `most` of them.
+    pub fn new(fs: &Filesystem, most: usize) -> Self {
+        let mut index = PathIndex {
+            root: fs.root(),
+            entries: Vec::new(),
+            names: Vec::new(),
+        };
+        let mut seen = HashSet::from([fs.root()]);
+        let mut directories = vec![fs.root()];
+        'all: while let Some(parent) = directories.pop() {
+            let Ok(inode) = fs.inode(parent) else {
+                continue;
+            };
+            if inode.kind != FileType::Directory {
+                continue;
+            }
+            let block_bytes = u64::from(fs.superblock().block_bytes);
+            for block in 0..inode.size.div_ceil(block_bytes) {
+                let mut is_full = false;
+                // A damaged block hides its own names only.
+                let _ = fs.read_dir(&inode, block * block_bytes, &mut |entry| {
+                    let next = match entry.next_cookie < (block + 1) * block_bytes {
+                        true => ControlFlow::Continue(()),
+                        false => ControlFlow::Break(()),
+                    };
+                    if entry.name == b"." || entry.name == b".." {
+                        return next;
+                    }
+                    let is_directory = entry.kind == FileType::Directory;
+                    // A directory has one parent; more would be a circle.
+                    if is_directory && !seen.insert(entry.nid) {
+                        return next;
+                    }
+                    is_full =
+                        index.entries.len() >= most || !index.push(parent, entry.nid, entry.name);
+                    if is_full {
+                        return ControlFlow::Break(());
+                    }
+                    if is_directory {
+                        directories.push(entry.nid);
+                    }
+                    next
+                });
+                if is_full {
+                    break 'all;
+                }
+            }
+        }
+        index.entries.sort_by_key(|entry| entry.child);
+        index
+    }
+
+    /// Absolute paths of an inode, at most `most`; none if it is not known.
+    pub fn paths(&self, nid: Nid, most: usize) -> Vec<Vec<u8>> {
+        if nid == self.root {
+            return vec![b"/".to_vec()];
+        }
+        self.entries_of(nid)
+            .iter()
+            .take(most)
+            .filter_map(|entry| self.path(entry))
+            .collect()
+    }
+
+    /// `false` if there is no room for it.
+    fn push(&mut self, parent: Nid, child: Nid, name: &[u8]) -> bool {
+        let (Ok(name_start), Ok(name_bytes)) =
+            (u32::try_from(self.names.len()), u8::try_from(name.len()))
+        else {
+            return false;
+        };
+        self.names.extend_from_slice(name);
+        self.entries.push(Entry {
+            child,
+            parent,
+            name_start,
+            name_bytes,
+        });
+        true
+    }
+
+    fn entries_of(&self, nid: Nid) -> &[Entry] {
+        let start = self.entries.partition_point(|entry| entry.child < nid);
+        let rest = &self.entries[start..];
+        &rest[..rest.partition_point(|entry| entry.child == nid)]
+    }
+
+    fn path(&self, entry: &Entry) -> Option<Vec<u8>> {
+        let mut way = vec![*entry];
+        while let Some(last) = way.last().filter(|last| last.parent != self.root) {
+            if way.len() == MAX_DEPTH {
+                return None;
+            }
+            way.push(*self.entries_of(last.parent).first()?);
+        }
+        let mut path = Vec::new();
+        for entry in way.iter().rev() {
+            let start = entry.name_start as usize;
+            path.push(b'/');
+            path.extend_from_slice(&self.names[start..start + usize::from(entry.name_bytes)]);
+        }
+        Some(path)
+    }
+}
