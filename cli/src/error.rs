@@ -40,6 +40,7 @@ pub struct CommandError {
     causes: Vec<String>,
     hint: Option<String>,
     exit: u8,
+    in_image: bool,
 }
 
 impl CommandError {
@@ -50,6 +51,7 @@ impl CommandError {
             causes: Vec::new(),
             hint: None,
             exit: exit::FAILED,
+            in_image: false,
         }
     }
 
@@ -78,6 +80,17 @@ impl CommandError {
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
+    }
+
+    /// What failed is a part of the image that cannot be read; others may be intact.
+    pub fn in_image(mut self) -> Self {
+        self.in_image = true;
+        self
+    }
+
+    /// Whether a part of the image could not be read, as opposed to something of the host that failed.
+    pub fn is_in_image(&self) -> bool {
+        self.in_image
     }
 
     /// Ends the process with this status rather than [`exit::FAILED`].

@@ -543,7 +543,9 @@ impl Tree {
         path: &[u8],
         read: impl FnOnce(&Filesystem) -> Result<T, ErofsError>,
     ) -> Result<T, CommandError> {
-        read(&self.filesystem).context(|| self.cannot_read(path))
+        read(&self.filesystem)
+            .context(|| self.cannot_read(path))
+            .map_err(CommandError::in_image)
     }
 
     /// The file system's reader, for good.

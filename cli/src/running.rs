@@ -426,7 +426,7 @@ mod tests {
 
     #[test]
     fn process_that_is_not_there_has_no_state() {
-        assert_eq!(state(std::process::id()).is_some(), true);
+        assert!(state(std::process::id()).is_some());
         assert_eq!(state(u32::MAX), None);
     }
 }

@@ -133,6 +133,15 @@ impl Ui {
         self.to_stderr(format_args!("{label} {}\n", printable(&message)));
     }
 
+    /// Something that the user can do.
+    pub fn hint(&self, message: impl fmt::Display) {
+        if !self.quiet {
+            let label = self.paint("hint:", "\x1b[1;36m");
+            let message = message.to_string();
+            self.to_stderr(format_args!("{label} {}\n", printable(&message)));
+        }
+    }
+
     /// Tells why the command failed.
     pub fn error(&self, error: &CommandError) {
         let mut text = format!(

@@ -55,5 +55,6 @@ pub fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
 
 fn damaged(tree: &Tree, path: &[u8], problem: &str) -> CommandError {
     CommandError::new(format!("{}: {problem}", tree.cannot_read(path)))
+        .in_image()
         .hint("the file system in the image is damaged; `bcow fsck` says more")
 }

@@ -185,5 +185,71 @@ class Failures(unittest.TestCase):
             assert_same_tree(self, one, two)
 
 
+class Advice(unittest.TestCase):
+    """The commands that `fsck` advises mend what is damaged, or save what is left of it."""
+
+    def setUp(self):
+        need("skopeo", "qemu-img")
+        self.directory = tempfile.mkdtemp(dir=WORK)
+        self.addCleanup(shutil.rmtree, self.directory)
+
+    def path(self, name):
+        return os.path.join(self.directory, name)
+
+    def damage(self, path, at):
+        with open(path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 0x40]))
+
+    def test_a_damaged_blob_is_copied_again_once_it_is_removed(self):
+        need("skopeo")
+        run(sys.executable, GENERATOR, self.directory, "sizes")
+        store, mirror = (f"oci:{self.path(name)}:x" for name in ("store", "mirror"))
+        copy = ("skopeo", "--insecure-policy", "copy", mirror, store)
+        bcow("convert", "--compress", "none", f"oci:{self.directory}/sizes/image", store)
+        run("skopeo", "--insecure-policy", "copy", store, mirror)
+        blobs = self.path("store/blobs/sha256")
+        layer = max((os.path.join(blobs, name) for name in os.listdir(blobs)), key=os.path.getsize)
+        self.damage(layer, os.path.getsize(layer) // 2)
+        run(*copy)
+        found = bcow("fsck", "--data", store, check=False)
+        # skopeo takes what is there for what it should be.
+        self.assertEqual(found.code, 4, found.out)
+        self.assertIn(f"hint: the damaged file is {layer}: remove it before copying", found.err.decode())
+        os.remove(layer)
+        run(*copy)
+        bcow("fsck", "--data", store)
+
+    def test_what_is_left_of_a_damaged_disk_is_saved(self):
+        raw, disk, saved = (self.path(name) for name in ("disk.raw", "disk.bcow", "saved.raw"))
+        content = os.urandom(4 << 20)
+        with open(raw, "wb") as file:
+            file.write(content)
+        bcow("convert", f"raw:{raw}", disk)
+        self.damage(disk, 2 << 20)
+        found = bcow("fsck", "--data", disk, check=False)
+        self.assertEqual(found.code, 4, found.out)
+        socket = self.path("socket")
+        line = next(line for line in found.err.decode().splitlines() if line.startswith("hint: "))
+        serve, salvage = (command.split() for command in line.replace("'", "").replace("SOCKET", socket).replace("SAVED.raw", saved)
+                          .split("`")[1::2])
+        server = subprocess.Popen([BCOW, *serve[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            self.assertTrue(server.stdout.readline())
+            run(*salvage)
+        finally:
+            server.terminate()
+            server.wait(60)
+            server.stdout.close()
+        with open(saved, "rb") as file:
+            got = file.read()
+        self.assertEqual(len(got), len(content))
+        # All but one block.
+        differs = [at for at in range(0, len(content), 65536) if got[at:at + 65536] != content[at:at + 65536]]
+        self.assertEqual(len(differs), 1, differs)
+
+
 if __name__ == "__main__":
     unittest.main()

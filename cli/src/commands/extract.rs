@@ -43,7 +43,8 @@ use crate::walk::{Entries, Seen, join};
 /// Nothing is written outside DIR, whatever is in the image. Directories that are there already keep
 /// their attributes, and files that are there already are an error. With --force, directories below
 /// DIR get the image's attributes and files are replaced, never written into. If something fails,
-/// what was unpacked until then stays.
+/// what was unpacked until then stays. With --keep-going, a damaged part of the image is named and left
+/// out, the rest is unpacked, and the exit status is 1.
 #[derive(Debug, clap::Args)]
 #[command(override_usage = "bcow extract [OPTIONS] <IMG> [PATH] <DIR>")]
 pub struct Args {
@@ -58,6 +59,9 @@ pub struct Args {
     /// Replace files that are there already
     #[arg(short, long)]
     force: bool,
+    /// Unpack everything that can be read: name each file of a damaged image that cannot be, and leave it out
+    #[arg(short, long)]
+    keep_going: bool,
     /// Set owners as in the image (the default for root)
     #[arg(long, conflicts_with = "no_same_owner")]
     same_owner: bool,
@@ -96,11 +100,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let progress = ui.progress();
     progress.phase("unpacking");
     let mut extraction = Extraction {
+        ui,
         tree: &tree,
         shown: directory,
         interrupt: &interrupt,
         progress: &progress,
         force: args.force,
+        keep_going: args.keep_going,
         privileged,
         owners: args.same_owner || (privileged && !args.no_same_owner),
         xattrs: !args.no_xattrs,
@@ -108,26 +114,24 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         links: HashMap::new(),
         seen: Seen::default(),
         left_out: LeftOut::default(),
+        unreadable: 0,
         entries: 0,
         bytes: 0,
     };
-    if start.kind == FileType::Directory {
-        extraction.tree(start, path, root, made)?;
-    } else {
-        let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
-        if matches!(name, b"" | b"." | b"..") {
-            return Err(CommandError::usage(format!(
-                "{} does not end in a name",
-                names::quoted(path)
-            )));
-        }
-        extraction.node(&start, path, &root, b"", name)?;
+    let unpacked = extraction.start(&start, path, directory, root, made);
+    if let Err(error) = unpacked {
         if made {
-            chmod_like_mkdir(&root, directory)?;
+            // Only if nothing was unpacked into it.
+            let _ = rustix::fs::rmdir(directory);
         }
+        return Err(match error.is_in_image() {
+            true => error.hint("--keep-going unpacks everything that can be read"),
+            false => error,
+        });
     }
     let Extraction {
         left_out,
+        unreadable,
         entries,
         bytes,
         ..
@@ -143,7 +147,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         },
         Human(bytes)
     ));
-    Ok(())
+    match unreadable {
+        0 => Ok(()),
+        count => Err(CommandError::new(format!(
+            "{} could not be read and {} missing in {}",
+            plural(count, "part"),
+            if count == 1 { "is" } else { "are" },
+            directory.display()
+        ))
+        .hint(format!(
+            "`bcow fsck --data {}` says what is damaged",
+            args.image.display()
+        ))),
+    }
 }
 
 /// The directory to unpack into, and whether it was made for that.
@@ -172,12 +188,14 @@ fn chmod_like_mkdir(root: &OwnedFd, directory: &Path) -> Result<(), CommandError
 }
 
 struct Extraction<'a> {
+    ui: &'a Ui,
     tree: &'a Tree,
     /// The destination as the user wrote it.
     shown: &'a Path,
     interrupt: &'a Interrupt,
     progress: &'a Progress<'a>,
     force: bool,
+    keep_going: bool,
     privileged: bool,
     owners: bool,
     xattrs: bool,
@@ -186,6 +204,8 @@ struct Extraction<'a> {
     links: HashMap<Nid, Vec<u8>>,
     seen: Seen,
     left_out: LeftOut,
+    /// Parts of the image that could not be read: files, and names or attributes of directories.
+    unreadable: u64,
     entries: u64,
     bytes: u64,
 }
@@ -204,6 +224,46 @@ struct Level {
 }
 
 impl Extraction<'_> {
+    /// Unpacks what `source` names, which is `start`, into the directory `root`.
+    fn start(
+        &mut self,
+        start: &Inode,
+        source: &[u8],
+        directory: &Path,
+        root: OwnedFd,
+        made: bool,
+    ) -> Result<(), CommandError> {
+        if start.kind == FileType::Directory {
+            return self.tree(*start, source, root, made);
+        }
+        let name = source.rsplit(|&b| b == b'/').next().unwrap_or(source);
+        if matches!(name, b"" | b"." | b"..") {
+            return Err(CommandError::usage(format!(
+                "{} does not end in a name",
+                names::quoted(source)
+            )));
+        }
+        let unpacked = self.node(start, source, &root, b"", name);
+        self.pass(unpacked)?;
+        match made {
+            true => chmod_like_mkdir(&root, directory),
+            false => Ok(()),
+        }
+    }
+
+    /// Names a part of the image that cannot be read, if the rest is to be unpacked all the same: it is `None` then.
+    fn pass<T>(&mut self, done: Result<T, CommandError>) -> Result<Option<T>, CommandError> {
+        match done {
+            Ok(done) => Ok(Some(done)),
+            Err(error) if self.keep_going && error.is_in_image() => {
+                self.ui.error(&error);
+                self.unreadable += 1;
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     /// Unpacks the directory `start` as `fd`.
     fn tree(
         &mut self,
@@ -222,10 +282,14 @@ impl Extraction<'_> {
             entries: Entries::new(start),
         }];
         while let Some(level) = stack.last_mut() {
-            let Some(entry) = level.entries.next(self.tree, &level.source)? else {
+            let next = level.entries.next(self.tree, &level.source);
+            // What a damaged directory names behind the damage cannot be found.
+            let Some(entry) = self.pass(next)?.flatten() else {
                 // Now that nothing more is made in it, its times hold.
                 if level.made {
-                    self.attributes(&level.inode, &level.source, &level.path, level.fd.as_fd())?;
+                    let set =
+                        self.attributes(&level.inode, &level.source, &level.path, level.fd.as_fd());
+                    self.pass(set)?;
                 }
                 self.entries += 1;
                 stack.pop();
@@ -233,9 +297,15 @@ impl Extraction<'_> {
             };
             self.interrupt.check()?;
             let source = join(&level.source, &entry.name);
-            let inode = self.tree.inode(entry.nid, &source)?;
+            let inode = self.tree.inode(entry.nid, &source);
+            let Some(inode) = self.pass(inode)? else {
+                continue;
+            };
             if inode.kind == FileType::Directory {
-                self.seen.enter(self.tree, inode.nid, &source)?;
+                let entered = self.seen.enter(self.tree, inode.nid, &source);
+                if self.pass(entered)?.is_none() {
+                    continue;
+                }
                 let path = join(&level.path, &entry.name);
                 let (fd, made) = self.directory(&level.fd, &path, &entry.name)?;
                 stack.push(Level {
@@ -247,7 +317,8 @@ impl Extraction<'_> {
                     entries: Entries::new(inode),
                 });
             } else {
-                self.node(&inode, &source, &level.fd, &level.path, &entry.name)?;
+                let made = self.node(&inode, &source, &level.fd, &level.path, &entry.name);
+                self.pass(made)?;
             }
         }
         Ok(())
@@ -291,7 +362,6 @@ impl Extraction<'_> {
         parent_path: &[u8],
         name: &[u8],
     ) -> Result<(), CommandError> {
-        self.entries += 1;
         let path = join(parent_path, name);
         if self.force && !is_directory(parent, name) {
             match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
@@ -303,15 +373,25 @@ impl Extraction<'_> {
         }
         if inode.nlink > 1 {
             if let Some(first) = self.links.get(&inode.nid) {
-                return self.hardlink(first, parent, &path, name);
+                self.hardlink(first, parent, &path, name)?;
+                self.entries += 1;
+                return Ok(());
             }
             self.links.insert(inode.nid, path.clone());
         }
-        match inode.kind {
+        let made = match inode.kind {
             FileType::Regular => self.regular(inode, source, parent, &path, name),
             FileType::Symlink => self.symlink(inode, source, parent, &path, name),
             _ => self.special(inode, source, parent, &path, name),
+        };
+        match made {
+            Ok(()) => self.entries += 1,
+            // Its other names cannot be links to what is not there.
+            Err(_) => {
+                self.links.remove(&inode.nid);
+            }
         }
+        made
     }
 
     fn hardlink(
@@ -390,7 +470,9 @@ impl Extraction<'_> {
         // The length first: what nobody writes to is then a hole.
         file.set_len(inode.size).context(cannot)?;
         for extent in self.tree.filesystem().extents(inode, 0) {
-            let extent = extent.context(|| self.tree.cannot_read(source))?;
+            let extent = extent
+                .context(|| self.tree.cannot_read(source))
+                .map_err(CommandError::in_image)?;
             if extent.source == ExtentSource::Hole {
                 continue;
             }
@@ -409,7 +491,8 @@ impl Extraction<'_> {
                         }
                         at += bytes.len() as u64;
                     })
-                    .context(|| self.tree.cannot_read(source))?;
+                    .context(|| self.tree.cannot_read(source))
+                    .map_err(CommandError::in_image)?;
                 written.context(cannot)?;
                 self.progress.advance(length);
                 self.bytes += length;
@@ -432,9 +515,25 @@ impl Extraction<'_> {
             .tree
             .filesystem()
             .read_link(inode)
-            .context(|| self.tree.cannot_read(source))?;
+            .context(|| self.tree.cannot_read(source))
+            .map_err(CommandError::in_image)?;
         rustix::fs::symlinkat(OsString::from_vec(target), parent, name)
             .map_err(|error| made_failed(cannot(), error))?;
+        let finished = self.finish_symlink(inode, source, parent, path, name);
+        if finished.is_err() {
+            let _ = rustix::fs::unlinkat(parent, name, AtFlags::empty());
+        }
+        finished
+    }
+
+    fn finish_symlink(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
         if self.owners {
             let (uid, gid) = self.owner(inode, source)?;
             rustix::fs::chownat(
@@ -492,6 +591,22 @@ impl Extraction<'_> {
             }
             Err(error) => return Err(made_failed(cannot(), error)),
         }
+        let finished = self.finish_special(inode, source, parent, path, name);
+        if finished.is_err() {
+            let _ = rustix::fs::unlinkat(parent, name, AtFlags::empty());
+        }
+        finished
+    }
+
+    fn finish_special(
+        &mut self,
+        inode: &Inode,
+        source: &[u8],
+        parent: &OwnedFd,
+        path: &[u8],
+        name: &[u8],
+    ) -> Result<(), CommandError> {
+        let cannot = || cannot_make(self.shown, path);
         let fd =
             open_beneath(parent.as_fd(), name, OFlags::PATH | OFlags::NOFOLLOW).context(cannot)?;
         let cannot_set = || format!("cannot set the attributes of {}", below(self.shown, path));
@@ -553,7 +668,8 @@ impl Extraction<'_> {
             .tree
             .filesystem()
             .xattrs(inode)
-            .context(|| self.tree.cannot_read(source))?;
+            .context(|| self.tree.cannot_read(source))
+            .map_err(CommandError::in_image)?;
         for (name, value) in xattrs {
             match set(&name, &value) {
                 Ok(()) => {}
@@ -593,6 +709,7 @@ impl Extraction<'_> {
                 inode.uid,
                 inode.gid
             ))
+            .in_image()
             .hint("--no-same-owner leaves owners out"));
         }
         Ok((Uid::from_raw(inode.uid), Gid::from_raw(inode.gid)))
@@ -605,7 +722,8 @@ impl Extraction<'_> {
                 "{}: its time has {} nanoseconds",
                 self.tree.cannot_read(source),
                 inode.mtime.nanoseconds
-            )));
+            ))
+            .in_image());
         }
         let time = Timespec {
             tv_sec: inode.mtime.seconds,

@@ -12,11 +12,11 @@ use bcow::format::compatible;
 use bcow::{BlockDevice, Image, Mapping, OpenOptions};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
-use bcow_oci::Digest;
 use bcow_oci::store::{self, Places};
+use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
 
-use crate::disks::{lock_for_reading, open_for_repair};
+use crate::disks::{is_disk, lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
     StoreArgs, Tree, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
@@ -186,7 +186,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
             .extend(opened.problems.iter().map(|problem| Finding {
                 error: true,
                 code: problem.code(),
-                place: "backing table".into(),
+                place: BACKING_TABLE.into(),
                 message: problem.to_string(),
             }));
         let count = opened.below.len();
@@ -210,13 +210,79 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let errors: u64 = files.iter().map(Checked::errors).sum();
     match args.json {
         true => ui.print_json(&as_json(args, &files, &repaired))?,
-        false => tell(args, ui, &files, &repaired)?,
+        false => {
+            tell(args, ui, &files, &repaired)?;
+            advise(args, &name, &files, ui);
+        }
     }
     Ok(match errors {
         0 if !repaired.is_empty() => exit::FSCK_REPAIRED,
         0 => exit::DONE,
         _ => exit::FSCK_ERRORS_LEFT,
     })
+}
+
+/// The place of findings about files below, as far as the one above tells.
+const BACKING_TABLE: &str = "backing table";
+/// Codes of what `--repair` repairs.
+const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
+
+/// Says what can be done, on standard error. Each of these commands is tried by a test.
+fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
+    let image = args.image.display();
+    let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
+    if damaged.is_empty() {
+        // A repair is asked for after an accident, which may have hit the data too.
+        if args.repair && !args.data {
+            ui.hint(format_args!(
+                "the content of blocks was not checked: `bcow fsck --data {image}` reads it too"
+            ));
+        }
+        return;
+    }
+    let mut findings = damaged.iter().flat_map(|file| &file.findings);
+    if !args.repair && findings.all(|finding| REPAIRABLE.contains(&finding.code)) {
+        ui.hint(format_args!("`bcow fsck --repair {image}` repairs this"));
+        return;
+    }
+    let top = &files[0];
+    if is_disk(&top.target.path) {
+        // If it does not open, nothing can be read of it.
+        if Image::open(&top.target.path, &OpenOptions::default()).is_ok() {
+            ui.hint(format_args!(
+                "what can be read of the disk is saved by `bcow serve --read-only {image} --socket SOCKET` and \
+                 `qemu-img convert --salvage -O raw 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
+            ));
+        }
+        return;
+    }
+    match name {
+        ImageName::File(_) => {
+            ui.hint("`bcow convert` makes the image again from its source");
+        }
+        _ => {
+            // A stack whose layers are missing or others is itself as it should be.
+            let bad = damaged.iter().filter(|file| {
+                let mut findings = file.findings.iter();
+                findings.any(|finding| finding.error && finding.place != BACKING_TABLE)
+            });
+            for file in bad {
+                ui.hint(format_args!(
+                    "the damaged file is {}: remove it before copying the image here again with skopeo or the like, which keep \
+                     what is there",
+                    printable(&file.target.path.to_string_lossy())
+                ));
+            }
+            ui.hint(format_args!(
+                "`bcow convert SOURCE {image}` makes again what is damaged or missing"
+            ));
+        }
+    }
+    if top.inodes.is_some() {
+        ui.hint(format_args!(
+            "`bcow extract --keep-going {image} DIR` saves what can be read"
+        ));
+    }
 }
 
 /// Checks one file, and the file system in it.
@@ -275,6 +341,14 @@ fn verdict(errors: u64) -> &'static str {
     }
 }
 
+/// What the verdict is about: all bytes, or all but the content of blocks.
+fn checked(args: &Args) -> &'static str {
+    match args.data {
+        true => "all",
+        false => "structure",
+    }
+}
+
 fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
     let sum = |of: fn(&Checked) -> u64| files.iter().map(of).sum::<u64>();
     let findings: Vec<_> = files
@@ -323,6 +397,7 @@ fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
         "findings_omitted": sum(|file| file.omitted),
         "repaired": repaired,
         "data": args.data,
+        "checked": checked(args),
         "tables": sum(|file| file.tables),
         "blocks": sum(|file| file.blocks),
         "bytes_read": sum(|file| file.bytes_read),
@@ -366,7 +441,7 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
         let bad = files.iter().filter(|file| file.errors() > 0).count() as u64;
         let count = plural(files.len() as u64, "file");
         match bad {
-            0 => writeln!(out, "{}: {count}, clean", args.image.display())?,
+            0 => writeln!(out, "{}: {count}, {}", args.image.display(), clean(args))?,
             bad => writeln!(
                 out,
                 "{}: {count}, {} of them damaged",
@@ -378,6 +453,14 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
     out.finish()
 }
 
+/// What may be said of a file in which nothing was found.
+fn clean(args: &Args) -> &'static str {
+    match args.data {
+        true => "clean",
+        false => "structure clean",
+    }
+}
+
 fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), CommandError> {
     let (errors, warnings) = (file.errors(), file.warnings());
     let counts = match (errors, warnings) {
@@ -387,8 +470,16 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
         (n, m) => format!(" {} and {} found", plural(n, "error"), plural(m, "warning")),
     };
     let read = match args.data {
-        true => format!(", {} read", Human(file.bytes_read)),
-        false => ", data not read".to_owned(),
+        true => match file.writable.map_or(0, |writable| writable.open_blocks) {
+            0 => format!(", {} read", Human(file.bytes_read)),
+            // Nothing vouches for them until the disk is sealed.
+            open => format!(
+                ", {} read, {} without checksum",
+                Human(file.bytes_read),
+                plural(open, "block")
+            ),
+        },
+        false => ", data not checked".to_owned(),
     };
     let writable = file.writable.map_or(String::new(), |writable| {
         let lost = match writable.dropped_record {
@@ -405,7 +496,7 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
         out,
         "{}: {}{counts} ({}, {}{}{writable}{read})",
         printable(&file.target.name),
-        if errors > 0 { "damaged:" } else { "clean" },
+        if errors > 0 { "damaged:" } else { clean(args) },
         plural(file.tables, "table"),
         plural(file.blocks, "block"),
         file.inodes

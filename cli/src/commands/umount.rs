@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use bcow_fuse::stats::document::{Document, Process, Upper};
 use bcow_fuse::{Ended, Ending, MountedImage, WhenBusy};
 
-use crate::commands::mount::failure;
 use crate::ask::{self, Answer};
+use crate::commands::mount::failure;
 use crate::error::CommandError;
 use crate::names::printable;
 use crate::running::{self, Server, State};

@@ -356,3 +356,156 @@ fn request_that_fails_at_a_disk_is_logged_with_its_file() {
     assert!(line.contains(&expected), "{line}");
     drop(server);
 }
+
+#[test]
+fn extract_goes_on_past_damage_if_asked_to_and_names_what_is_missing() {
+    let sandbox = Sandbox::with_image();
+    damage_su(&sandbox);
+    // Without it nothing is left behind but what was unpacked before, here nothing.
+    let shown = sandbox.shown(&["extract", "image.bcow", "usr", "out"]);
+    assert!(
+        shown.contains("\nerror: cannot read \"usr/bin/su\" in image.bcow\n")
+            || shown.contains("usr/bin/su in image.bcow\n"),
+        "{shown}"
+    );
+    assert!(
+        shown.ends_with(
+            "hint: --keep-going unpacks everything that can be read\n--- exit status 1\n"
+        ),
+        "{shown}"
+    );
+    let args = [
+        "extract",
+        "--keep-going",
+        "--no-same-owner",
+        "image.bcow",
+        "all",
+    ];
+    let output = sandbox.run(&args);
+    let shown = crate::support::show(&args, &output);
+    assert_eq!(output.status.code(), Some(1), "{shown}");
+    for name in ["usr/bin/su", "usr/bin/sudo"] {
+        let line = shown.lines().find(|line| {
+            line.starts_with("error: cannot read") && line.contains(&format!("/{name} in"))
+        });
+        assert!(line.is_some(), "{name} is named: {shown}");
+        assert!(!sandbox.path("all").join(name).exists(), "{name}");
+    }
+    assert!(shown.contains("  caused by: block at byte"), "{shown}");
+    assert!(
+        shown.contains("\nerror: 2 parts could not be read and are missing in all\n"),
+        "{shown}"
+    );
+    assert_eq!(sandbox.read("all/etc/motd"), b"Welcome.\n");
+    assert_eq!(sandbox.read("all/var/data"), noise(100_000));
+    assert_eq!(sandbox.read("all/var/zeros"), vec![0; 300_000]);
+    let left: Vec<_> = fs::read_dir(sandbox.path("all/usr/bin")).unwrap().collect();
+    assert!(left.is_empty(), "nothing half-made: {left:?}");
+    // What the host refuses is no damage, and ends it.
+    let again = sandbox.shown(&args);
+    assert!(again.contains("it is there already\n"), "{again}");
+    // A sound image is unpacked as ever.
+    let sound = Sandbox::with_image();
+    sound.ok(&args);
+    assert_eq!(sound.read("all/usr/bin/sudo"), noise(10_000));
+}
+
+#[test]
+fn clean_is_said_of_what_was_checked_only() {
+    let sandbox = Sandbox::with_image();
+    damage_su(&sandbox);
+    for repair in [
+        &["fsck", "image.bcow"][..],
+        &["fsck", "--repair", "image.bcow"],
+    ] {
+        let shown = sandbox.shown(repair);
+        assert!(shown.contains("\nimage.bcow: structure clean ("), "{shown}");
+        assert!(shown.contains(", data not checked)\n"), "{shown}");
+        assert!(shown.ends_with("--- exit status 0\n"), "{shown}");
+        let hint = "hint: the content of blocks was not checked: `bcow fsck --data image.bcow` reads it too\n";
+        assert_eq!(
+            shown.contains(hint),
+            repair.contains(&"--repair"),
+            "{shown}"
+        );
+    }
+    let json = sandbox.ok(&["fsck", "--json", "image.bcow"]);
+    let json: Value = serde_json::from_slice(&json).unwrap();
+    assert_eq!(
+        (&json["verdict"], &json["checked"]),
+        (&"clean".into(), &"structure".into())
+    );
+    let shown = sandbox.shown(&["fsck", "--repair", "--data", "image.bcow"]);
+    assert!(shown.contains("\nimage.bcow: damaged: "), "{shown}");
+    assert!(shown.contains("error file-data: /usr/bin/su: "), "{shown}");
+    assert!(
+        shown.contains("error file-data: /usr/bin/sudo: "),
+        "{shown}"
+    );
+    assert!(
+        shown.contains("\nhint: `bcow convert` makes the image again"),
+        "{shown}"
+    );
+    assert!(shown.ends_with("--- exit status 4\n"), "{shown}");
+}
+
+#[test]
+fn advice_about_a_damaged_layer_mends_the_layout() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &crate::support::sample());
+    sandbox.layout("source", "x", &["sample.tar"]);
+    let convert = [
+        "convert",
+        "--compress=none",
+        "--block-size=4K",
+        "oci:source:x",
+        "oci:store:x",
+    ];
+    sandbox.ok(&convert);
+    let check = ["fsck", "--data", "oci:store:x"];
+    sandbox.ok(&check);
+    // The largest file is the layer.
+    let blobs = fs::read_dir(sandbox.path("store/blobs/sha256")).unwrap();
+    let blobs = blobs.map(|blob| blob.unwrap().path());
+    let layer = blobs
+        .max_by_key(|blob| blob.metadata().unwrap().len())
+        .unwrap();
+    let layer = layer.strip_prefix(sandbox.path("")).unwrap().to_owned();
+    let damage = || {
+        sandbox.patch(layer.to_str().unwrap(), |bytes| {
+            let needle = &noise(10_000)[5000..5064];
+            let at = bytes.windows(64).position(|window| window == needle);
+            bytes[at.unwrap()] ^= 0x40;
+        });
+    };
+    damage();
+    let shown = sandbox.shown(&check);
+    assert!(
+        shown.contains(&format!(
+            "\nhint: the damaged file is {}: remove it before",
+            layer.display()
+        )),
+        "{shown}"
+    );
+    assert!(
+        shown.contains(
+            "\nhint: `bcow convert SOURCE oci:store:x` makes again what is damaged or missing\n"
+        ),
+        "{shown}"
+    );
+    let saved = sandbox.run(&["extract", "--keep-going", "oci:store:x", "saved"]);
+    assert_eq!(saved.status.code(), Some(1));
+    assert_eq!(sandbox.read("saved/var/data"), noise(100_000));
+    sandbox.ok(&convert);
+    sandbox.ok(&check);
+    damage();
+    fs::remove_file(sandbox.path(&layer)).unwrap();
+    sandbox.ok(&convert);
+    sandbox.ok(&check);
+    // A stack whose layer is missing is not to be removed itself.
+    fs::remove_file(sandbox.path(&layer)).unwrap();
+    let shown = sandbox.shown(&check);
+    assert!(!shown.contains("remove it"), "{shown}");
+    sandbox.ok(&convert);
+    sandbox.ok(&check);
+}

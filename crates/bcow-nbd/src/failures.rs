@@ -2,8 +2,8 @@
 //! not fill it.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use bcow::Error;
