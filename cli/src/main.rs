@@ -78,7 +78,7 @@ struct Global {
     /// Say more; twice for debugging
     #[arg(short, long, global = true, action = clap::ArgAction::Count, conflicts_with = "quiet")]
     verbose: u8,
-    /// When to use colour
+    /// When to use colour: auto, always or never
     #[arg(
         long,
         global = true,

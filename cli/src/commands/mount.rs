@@ -55,9 +55,9 @@ Mount options (-o, separated by commas; of two opposites the last holds):
                           file system keeps them
   rw, ro                  a mount with --upper is writable (default), or not
   sync, async             each write is made durable before it returns, or not (default)
-  writeback               writes are collected in the kernel's page cache: small ones cost a
-                          quarter, but errors such as a full disk come with fsync or not at all,
-                          and a part of a block that is not cached is read first
+  writeback, nowriteback  writes are collected in the kernel's page cache, or not (default): small
+                          ones cost a quarter, but errors such as a full disk come with fsync or
+                          not at all, and a part of a block that is not cached is read first
   fsname=NAME             what /proc/mounts shows as the source, instead of the image's path
   subtype=bcow, defaults  taken, and the case anyway
 
@@ -83,7 +83,8 @@ pub struct Args {
     /// Stay in the foreground
     #[arg(short, long)]
     foreground: bool,
-    /// Mount options; `--help` lists them
+    /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev, nodev, exec, noexec,
+    /// noatime, relatime, nodiratime, rw, ro, sync, async, writeback, nowriteback, fsname=NAME, subtype=bcow, defaults
     #[arg(short = 'o', long = "options", value_name = "OPTIONS")]
     options: Vec<OsString>,
     /// Memory for decoded blocks

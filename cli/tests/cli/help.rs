@@ -2,11 +2,8 @@
 
 use crate::support::{Sandbox, snapshot};
 
-#[test]
-fn help_of_the_command_and_of_every_subcommand() {
-    let sandbox = Sandbox::new();
-    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
-    snapshot!("help", top);
+/// The names of all commands, as `bcow --help` lists them.
+fn commands(top: &str) -> Vec<&str> {
     let commands: Vec<&str> = top
         .lines()
         .skip_while(|line| *line != "Commands:")
@@ -16,7 +13,15 @@ fn help_of_the_command_and_of_every_subcommand() {
         .filter(|name| *name != "help")
         .collect();
     assert!(commands.contains(&"convert"), "{commands:?}");
-    for command in commands {
+    commands
+}
+
+#[test]
+fn help_of_the_command_and_of_every_subcommand() {
+    let sandbox = Sandbox::new();
+    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
+    snapshot!("help", top);
+    for command in commands(&top) {
         let long = String::from_utf8(sandbox.ok(&[command, "--help"])).unwrap();
         snapshot!(format!("help_{command}"), long);
         let guide = format!("{}/../docs/guide/{command}.md", env!("CARGO_MANIFEST_DIR"));
@@ -29,6 +34,40 @@ fn short_help_is_short() {
     let sandbox = Sandbox::new();
     let text = String::from_utf8(sandbox.ok(&["convert", "-h"])).unwrap();
     assert!(text.lines().count() < 45, "{text}");
+}
+
+#[test]
+fn short_help_sends_nobody_to_the_long_one_for_a_list() {
+    let sandbox = Sandbox::new();
+    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
+    for command in commands(&top) {
+        let short = String::from_utf8(sandbox.ok(&[command, "-h"])).unwrap();
+        let mut options = short.lines().filter(|line| line.contains("--help"));
+        let first = options.next().unwrap();
+        assert!(first.trim_start().starts_with("-h, --help "), "{first}");
+        assert_eq!(options.next(), None, "{command}");
+    }
+}
+
+#[test]
+fn short_help_names_every_mount_option() {
+    let sandbox = Sandbox::new();
+    let [short, long] =
+        ["-h", "--help"].map(|help| String::from_utf8(sandbox.ok(&["mount", help])).unwrap());
+    let explained: Vec<&str> = long
+        .lines()
+        .skip_while(|line| !line.starts_with("Mount options (-o"))
+        .skip(1)
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.strip_prefix("  "))
+        .filter(|line| !line.starts_with(' '))
+        .flat_map(|line| line.split("  ").next().unwrap_or_default().split(", "))
+        .collect();
+    assert!(explained.contains(&"writeback"), "{explained:?}");
+    let named: Vec<&str> = short.split([',', ' ', '\n']).collect();
+    for option in explained {
+        assert!(named.contains(&option), "{option}: {short}");
+    }
 }
 
 #[test]
