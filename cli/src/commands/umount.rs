@@ -65,10 +65,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Waited::Ended => {
                 require_complete(&args.directory, &document.process, upper, ending, ui)?;
             }
-            Waited::GoesOn => ui.status(format_args!(
-                "process {} goes on: the mount is in use in another mount namespace",
-                document.process.pid
-            )),
+            Waited::GoesOn => ui.status(goes_on(&mount, document.process.pid)),
             Waited::Stopped => {
                 let pid = document.process.pid;
                 return Err(CommandError::new(format!(
@@ -84,6 +81,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         silent.warn(&args.directory, ui);
     }
     Ok(())
+}
+
+/// Why the process that serves a mount goes on although the mount was taken away here.
+fn goes_on(mount: &MountedImage, pid: u32) -> String {
+    match mount.places().first() {
+        Some(place) => format!(
+            "process {pid} goes on: the image is also mounted at {}",
+            place.display()
+        ),
+        None => {
+            format!("process {pid} goes on: the mount is in use in another mount namespace")
+        }
+    }
 }
 
 /// Fails unless the process, which has ended, said that all that was written is in the upper.

@@ -131,6 +131,44 @@ fn mount_whose_server_hangs_can_be_unmounted() {
     assert_eq!(fs::read(place.file("etc/new")).unwrap(), b"new");
 }
 
+#[test]
+fn mount_that_was_bound_elsewhere_is_named_and_ends_there_too() {
+    let Some(place) = Place::new() else { return };
+    if !is_root() {
+        return;
+    }
+    // In a mount namespace of its own, where mounts can be moved.
+    let script = format!(
+        r#"{0} mount --upper=upper image.bcow mnt && mkdir bound moved && mount --bind mnt bound || exit 99
+        {0} umount mnt
+        echo new >bound/new
+        mount --move bound moved || exit 99
+        kill $({0} stats --json moved | sed -n 's/.*"pid": *\([0-9]*\).*/\1/p')
+        timeout 20 sh -c 'while grep -q "$1" /proc/self/mountinfo; do :; done' sh "$PWD/moved"
+        echo $?"#,
+        env!("CARGO_BIN_EXE_bcow")
+    );
+    let output = Command::new("unshare")
+        .args(["-m", "sh", "-c", &script])
+        .current_dir(place.0.path(""))
+        .output();
+    let output = match output {
+        Ok(output) if output.status.code() != Some(99) => output,
+        Ok(output) => {
+            let error = String::from_utf8_lossy(&output.stderr).into_owned();
+            return missing("mount namespaces", &std::io::Error::other(error));
+        }
+        Err(error) => return missing("unshare", &error),
+    };
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        said.contains(" goes on: the image is also mounted at ") && said.ends_with("/bound\n"),
+        "{said}"
+    );
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "0\n", "{said}");
+    assert_eq!(fs::read(place.0.path("upper/new")).unwrap(), b"new\n");
+}
+
 /// The state of a process or thread, by its directory in /proc.
 fn state_of(task: &Path) -> Option<char> {
     let stat = fs::read_to_string(task.join("stat")).ok()?;

@@ -212,14 +212,14 @@ fn receive_descriptor(socket: &UnixStream) -> rustix::io::Result<Option<OwnedFd>
     }))
 }
 
-/// How an unmount went.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How an unmount went, the best outcome first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Unmounted {
     /// It is gone.
     Gone,
     /// It is in use; nobody can enter any more, and it ends with its last user.
     Detached,
-    /// It stays where it is: it was moved or covered by another mount, or the kernel refused.
+    /// It stays where it is: it is covered by another mount, or in another mount namespace, or the kernel refused.
     Stays,
 }
 
@@ -239,27 +239,17 @@ impl Mount {
         if !self.is_connected() {
             return Unmounted::Gone;
         }
-        // Somebody may have unmounted it lazily, or mounted something else over it.
-        let entry = mountinfo::mounted_at(&self.target).ok().flatten();
-        match entry {
-            Some(entry) if self.device.as_ref() == Some(&entry.device) => {}
-            _ => return Unmounted::Stays,
-        }
-        if rustix::mount::unmount(&self.target, UnmountFlags::NOFOLLOW).is_ok() {
-            return Unmounted::Gone;
-        }
-        if rustix::mount::unmount(&self.target, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH)
-            .is_ok()
-        {
-            return Unmounted::Detached;
-        }
-        if run_unmount_helper(&self.target, &[]).is_ok() {
-            return Unmounted::Gone;
-        }
-        match run_unmount_helper(&self.target, &["-z"]) {
-            Ok(()) => Unmounted::Detached,
-            Err(_) => Unmounted::Stays,
-        }
+        // It may have been unmounted lazily, or be covered by another mount; and it may have been moved, or
+        // bound to other directories.
+        let places = match &self.device {
+            Some(device) => mountinfo::places_of(device).unwrap_or_default(),
+            None => Vec::new(),
+        };
+        places
+            .iter()
+            .map(|place| unmount_place(place))
+            .max()
+            .unwrap_or(Unmounted::Stays)
     }
 
     /// Whether the kernel still holds the file system. It reports an error on the descriptor once not.
@@ -272,6 +262,23 @@ impl Mount {
             Ok(_) => !descriptors[0].revents().contains(PollFlags::ERR),
             Err(_) => true,
         }
+    }
+}
+
+/// Takes one place of a mount away, lazily if it is in use.
+fn unmount_place(place: &Path) -> Unmounted {
+    if rustix::mount::unmount(place, UnmountFlags::NOFOLLOW).is_ok() {
+        return Unmounted::Gone;
+    }
+    if rustix::mount::unmount(place, UnmountFlags::NOFOLLOW | UnmountFlags::DETACH).is_ok() {
+        return Unmounted::Detached;
+    }
+    if run_unmount_helper(place, &[]).is_ok() {
+        return Unmounted::Gone;
+    }
+    match run_unmount_helper(place, &["-z"]) {
+        Ok(()) => Unmounted::Detached,
+        Err(_) => Unmounted::Stays,
     }
 }
 

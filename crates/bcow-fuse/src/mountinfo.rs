@@ -43,6 +43,25 @@ pub fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
         .find(|entry| entry.target == target))
 }
 
+/// Where one sees the file system with this device number: a mount may be moved, or bound to other directories.
+pub fn places_of(device: &str) -> io::Result<Vec<PathBuf>> {
+    Ok(visible(&mounts()?, device))
+}
+
+/// The targets of a device that no later mount covers, the first one first.
+fn visible(mounts: &[MountEntry], device: &str) -> Vec<PathBuf> {
+    let is_covered = |at: usize, target: &Path| {
+        let mut later = mounts.iter().skip(at + 1);
+        later.any(|entry| entry.target == target)
+    };
+    mounts
+        .iter()
+        .enumerate()
+        .filter(|(at, entry)| entry.device == device && !is_covered(*at, &entry.target))
+        .map(|(_, entry)| entry.target.clone())
+        .collect()
+}
+
 fn parse(line: &[u8]) -> Option<MountEntry> {
     let mut fields = line.split(|&byte| byte == b' ');
     let device = fields.nth(2)?;
@@ -102,6 +121,22 @@ fn unescape(field: &[u8]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn place_of_a_device_is_where_nothing_covers_it() {
+        let mounts: Vec<MountEntry> = [
+            "1 1 0:50 / /a rw - fuse.bcow x rw",
+            "2 1 0:51 / /b rw - fuse.bcow x rw",
+            "3 1 0:50 / /c rw - fuse.bcow x rw",
+            "4 1 0:60 / /a rw - tmpfs t rw",
+        ]
+        .iter()
+        .filter_map(|line| parse(line.as_bytes()))
+        .collect();
+        assert_eq!(visible(&mounts, "0:50"), [Path::new("/c")]);
+        assert_eq!(visible(&mounts, "0:51"), [Path::new("/b")]);
+        assert!(visible(&mounts, "0:52").is_empty());
+    }
 
     #[test]
     fn line_with_optional_fields_and_escapes_is_read() {

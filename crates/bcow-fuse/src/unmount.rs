@@ -75,6 +75,11 @@ impl MountedImage {
             owner: entry.owner,
         }
     }
+
+    /// Where it is mounted now, as far as this mount namespace shows it: also where it was bound or moved to.
+    pub fn places(&self) -> Vec<PathBuf> {
+        mountinfo::places_of(&self.device).unwrap_or_default()
+    }
 }
 
 /// Unmounts the BCoW image that is mounted at `target`. Its daemon then ends by itself.
