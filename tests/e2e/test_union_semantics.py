@@ -28,6 +28,8 @@ from union import UnionCase
 
 ALICE, BOB = (1000, 1000), (1001, 1001)
 BIG = "d2/big"
+# linux/fs.h, of 64 bits.
+FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x8008_6601, 0x4008_6602
 # Attributes and journals that the upper needs for a file that is touched.
 OVERHEAD = 32 << 10
 
@@ -279,6 +281,12 @@ class Bytes(UnionCase):
                 os.unlink(self.at(name))
         self.remount()
         self.assertLess(self.stored() - empty, OVERHEAD)
+
+    def test_flags_of_files_are_refused(self):
+        """docs/shortcomings.md says so."""
+        fd = self.opened(BIG)
+        for request in (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS):
+            self.assertIn(syscalls.code_of(fcntl.ioctl, fd, request, bytearray(8)), ("ENOTTY", "EOPNOTSUPP"))
 
     @promise("`O_TMPFILE` ends with EOPNOTSUPP: programs make a named file then, and remove its name.")
     def test_unnamed_files(self):
