@@ -289,7 +289,7 @@ mod tests {
             if read.is_ok() && answer.contains("200 OK") {
                 break;
             }
-            assert!(start.elapsed() < 3 * PATIENCE, "{answer}");
+            assert!(start.elapsed() < 100 * PATIENCE, "{answer}");
             std::thread::sleep(Duration::from_millis(50));
         }
         let endless = [b'a'; 4 * REQUEST_BYTES];

@@ -710,6 +710,16 @@ class Attributes(UnionCase):
         self.assertEqual(os.getxattr(self.at("null"), "security.new"), b"")
         self.assertNotIn("user.two", os.listxattr(self.at("d2/big")))
 
+    @promise("Flags of files as `chattr` sets them (`FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR`) cannot be read or set (ENOTTY): no file has any.")
+    def test_flags(self):
+        calls = {"FS_IOC_GETFLAGS": (0x80086601, 8), "FS_IOC_SETFLAGS": (0x40086602, 8),
+                 "FS_IOC_FSGETXATTR": (0x801C581F, 28), "FS_IOC_FSSETXATTR": (0x401C5820, 28)}
+        for path in (BIG, "d2"):
+            fd = self.opened(path, os.O_RDONLY)
+            for name, (call, size) in calls.items():
+                with self.subTest(name, path=path):
+                    self.assert_error("ENOTTY", fcntl.ioctl, fd, call, bytes(size))
+
     @promise("Attributes with overlayfs's or bcow's own names (`trusted.overlay.opaque`) are the container's like others: they are kept apart from "
              "those that the upper needs, and mean nothing.")
     def test_names_of_marks_are_the_containers(self):

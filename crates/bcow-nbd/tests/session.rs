@@ -3,7 +3,8 @@
 mod common;
 
 use common::{DISK_BYTES, MemoryDisk, Running, counting};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use bcow_nbd::ServerOptions;
@@ -276,34 +277,59 @@ fn bad_places_fail_by_themselves() {
 
 #[test]
 fn slow_requests_do_not_hold_up_each_other() {
-    let mut disk = MemoryDisk::new();
-    disk.slow_read = Duration::from_millis(50);
-    let server = Running::with(disk, ServerOptions::default());
-    let mut client = server.client("disk", Framing::Structured);
-    let begin = Instant::now();
-    let mut requests = Vec::new();
     const COUNT: u32 = 64;
+    let options = ServerOptions::default();
+    let together = options.in_flight;
+    let mut disk = MemoryDisk::new();
+    // The first is slow, by which the server learns that reads are. Of the others none is done before as many as there may be are
+    // under way.
+    let (met, met_too) = (
+        Arc::new((Mutex::new(0), Condvar::new())),
+        AtomicUsize::new(0),
+    );
+    disk.on_read = Box::new(move || {
+        if met_too.fetch_add(1, Ordering::SeqCst) == 0 {
+            return std::thread::sleep(Duration::from_millis(5));
+        }
+        let (count, changed) = &*met;
+        let mut count = count.lock().unwrap();
+        *count += 1;
+        changed.notify_all();
+        drop(
+            changed
+                .wait_while(count, |count| *count < together)
+                .unwrap(),
+        );
+    });
+    let server = Running::with(disk, options);
+    let mut client = server.client("disk", Framing::Structured);
+    let mut requests = Vec::new();
     for _ in 0..COUNT {
         requests.extend(client.request(0, 0, 0, 512));
     }
     client.send(&requests);
     let mut cookies: Vec<u64> = (0..COUNT).map(|_| client.chunk(0).cookie).collect();
-    let took = begin.elapsed();
     cookies.sort();
     assert_eq!(cookies, (1..=COUNT.into()).collect::<Vec<u64>>());
-    // One after the other they take 3.2 s; sixteen at a time 0.2 s, and the first ones alone.
-    assert!(took < Duration::from_millis(1600), "{took:?}");
 }
 
 #[test]
 fn what_is_being_done_is_finished_when_the_server_stops() {
     let mut disk = MemoryDisk::new();
-    disk.slow_read = Duration::from_millis(300);
+    let (begun, has_begun) = mpsc::channel();
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let may_go_on = Mutex::new(may_go_on);
+    disk.on_read = Box::new(move || {
+        begun.send(()).unwrap();
+        may_go_on.lock().unwrap().recv().unwrap();
+    });
     let mut server = Running::with(disk, ServerOptions::default());
     let mut client = server.client("disk", Framing::Structured);
     let request = client.request(0, 0, 0, 512);
     client.send(&request);
-    std::thread::sleep(Duration::from_millis(100));
+    has_begun.recv().unwrap();
+    server.begin_stop();
+    go_on.send(()).unwrap();
     server.stop().unwrap();
     let chunk = client.chunk(512);
     assert_eq!((chunk.errno, chunk.payload.len()), (0, 512 + 8));
@@ -336,7 +362,7 @@ fn clients_beyond_the_limit_are_told() {
         if client.info(option::GO, "disk", &[])[0].0 == option_reply::INFO {
             break;
         }
-        assert!(begin.elapsed() < Duration::from_secs(10));
+        assert!(begin.elapsed() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -355,23 +381,25 @@ fn rate_holds_a_client_back() {
         client.read(0, 256 << 10).unwrap();
     }
     let took = begin.elapsed();
-    assert!((400..3000).contains(&took.as_millis()), "{took:?}");
+    assert!(took >= Duration::from_millis(400), "{took:?}");
 }
 
 #[test]
 fn an_idle_server_ends_by_itself() {
+    // Long enough for a client to come at all.
+    const IDLE: Duration = Duration::from_secs(2);
     let options = ServerOptions {
-        exit_on_idle: Some(Duration::from_millis(300)),
+        exit_on_idle: Some(IDLE),
         ..ServerOptions::default()
     };
     let server = Running::with(MemoryDisk::new(), options);
     let mut client = server.client("image", Framing::Structured);
-    std::thread::sleep(Duration::from_millis(600));
+    std::thread::sleep(IDLE + IDLE / 4);
     assert!(client.read(0, 512).is_ok(), "it was not idle");
     client.disconnect();
     let begin = Instant::now();
     while server.directory.path().join("socket").exists() {
-        assert!(begin.elapsed() < Duration::from_secs(10));
+        assert!(begin.elapsed() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(20));
     }
 }

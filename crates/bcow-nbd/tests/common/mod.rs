@@ -22,10 +22,8 @@ pub struct MemoryDisk {
     pub flushes: AtomicUsize,
     /// Bytes from here on cannot be read or written.
     pub bad_from: u64,
-    /// How long each read takes.
-    pub slow_read: Duration,
-    /// Whoever holds it exclusively keeps reads waiting.
-    pub gate: RwLock<()>,
+    /// Called at the beginning of each read, which takes as long as that.
+    pub on_read: Box<dyn Fn() + Send + Sync>,
 }
 
 impl MemoryDisk {
@@ -35,8 +33,7 @@ impl MemoryDisk {
             stored: RwLock::new(vec![false; (DISK_BYTES / 4096) as usize]),
             flushes: AtomicUsize::new(0),
             bad_from: u64::MAX,
-            slow_read: Duration::ZERO,
-            gate: RwLock::default(),
+            on_read: Box::new(|| ()),
         }
     }
 
@@ -75,8 +72,7 @@ impl BlockDevice for MemoryDisk {
         DISK_BYTES
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
-        std::thread::sleep(self.slow_read);
-        drop(self.gate.read().unwrap());
+        (self.on_read)();
         let range = self.check(offset, buf.len() as u64)?;
         buf.copy_from_slice(&self.bytes.read().unwrap()[range]);
         Ok(())
@@ -206,6 +202,11 @@ impl Running {
         );
         client.go(export);
         client
+    }
+
+    /// Tells the server to end, and does not wait for it.
+    pub fn begin_stop(&self) {
+        self.stopper.stop();
     }
 
     pub fn stop(&mut self) -> Result<(), bcow_nbd::Error> {

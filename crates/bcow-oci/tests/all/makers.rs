@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use bcow_oci::Source;
+use bcow_testkit::{has_program, lacks};
 
 use crate::support::{convert_tar, convert_with, options};
 
@@ -51,8 +52,7 @@ fn tree(text: &str) -> String {
 
 #[test]
 fn gnu_tar_and_the_directory_itself_agree() {
-    if Command::new("tar").arg("--version").output().is_err() {
-        eprintln!("skipped: needs GNU tar");
+    if lacks("GNU tar", has_program("tar")) {
         return;
     }
     let dir = tempfile::tempdir().unwrap();

@@ -80,6 +80,9 @@ pub enum Damage {
     /// The file is not there, though the mark says that it is.
     #[error("the map of the sketch is missing")]
     Missing,
+    /// Something else has its name: a link, a directory, a device.
+    #[error("the map of the sketch is not a regular file")]
+    NoFile,
     /// The file does not begin as a map does.
     #[error("this is not a map of a sketch, or its header is damaged")]
     Header,

@@ -13,7 +13,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::Seek;
-use crate::upper::beneath::open_regular;
+use crate::upper::beneath::{is_no_regular_file, open_regular};
 use crate::upper::{Attribute, Mark, Metacopy, Namespace, REDIRECT_NOWHERE, SketchMark};
 
 /// A regular file of the host.
@@ -64,7 +64,7 @@ pub trait MarkedFile: Send + Sync {
 
 /// Where the maps of sketches are.
 pub trait MapStore: Send + Sync {
-    /// The map of sketch `id`, if there is one.
+    /// The map of sketch `id`, if there is one. [`io::ErrorKind::InvalidData`] if what has its name is no regular file.
     fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>>;
     /// An empty file that shall become the map.
     fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>>;
@@ -266,6 +266,7 @@ impl MapStore for MapDirectory {
         match open_regular(self.maps.as_fd(), &map_name(id), OFlags::RDWR) {
             Ok(file) => Ok(Some(Arc::new(File::from(file)))),
             Err(Errno::NOENT) => Ok(None),
+            Err(errno) if is_no_regular_file(errno) => Err(io::ErrorKind::InvalidData.into()),
             Err(errno) => Err(errno.into()),
         }
     }
@@ -303,8 +304,13 @@ impl MapStore for MapDirectory {
     }
     fn remove(&self, id: u64) -> io::Result<()> {
         for (dir, name) in [(&self.work, temporary_name(id)), (&self.maps, map_name(id))] {
-            match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
+            match rustix::fs::unlinkat(dir, &name, AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
+                // Somebody else's, in a map's place. One with something in it is left to them.
+                Err(Errno::ISDIR) => match rustix::fs::unlinkat(dir, name, AtFlags::REMOVEDIR) {
+                    Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY) => {}
+                    Err(errno) => return Err(errno.into()),
+                },
                 Err(errno) => return Err(errno.into()),
             }
         }

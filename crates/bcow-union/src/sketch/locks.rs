@@ -28,6 +28,9 @@ pub(super) struct Turns {
 #[derive(Debug, Default)]
 struct State {
     running: bool,
+    /// How often one was asked for.
+    #[cfg(test)]
+    asked: u32,
     /// Turns that have begun, and that have ended.
     begun: u64,
     ended: u64,
@@ -43,6 +46,10 @@ impl Turns {
     ) -> Result<(), SketchError> {
         let mut state = lock(&self.state);
         let mine = state.begun + 1;
+        #[cfg(test)]
+        {
+            state.asked += 1;
+        }
         while state.running && state.ended < mine {
             state = self
                 .ended
@@ -77,23 +84,25 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::thread;
-    use std::time::Duration;
 
     #[test]
     fn those_who_wait_share_a_turn_and_its_failure() {
         let turns = Turns::default();
         let done = AtomicU64::new(0);
-        let slow = || {
-            thread::sleep(Duration::from_millis(50));
+        let all_wait = || {
+            // The first turn lasts until the others wait for the next.
+            while done.load(Ordering::Relaxed) == 0 && lock(&turns.state).asked < 8 {
+                thread::yield_now();
+            }
             done.fetch_add(1, Ordering::Relaxed);
             Err(SketchError::TooLarge { end: 1 })
         };
         thread::scope(|scope| {
             for _ in 0..8 {
-                scope.spawn(|| assert!(turns.take(slow).is_err()));
+                scope.spawn(|| assert!(turns.take(all_wait).is_err()));
             }
         });
-        assert!((2..8).contains(&done.load(Ordering::Relaxed)));
+        assert_eq!(done.load(Ordering::Relaxed), 2);
         turns.take(|| Ok(())).unwrap();
     }
 }

@@ -1,5 +1,6 @@
 //! The map of a sparse sketch: which of its blocks are present, on the disk.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use super::blocks::BlockSet;
@@ -62,10 +63,10 @@ impl Map {
         store: Arc<dyn MapStore>,
     ) -> Result<(Self, BlockSet), SketchError> {
         let mut map = Map::new(id, blocks, store);
-        let found = map
-            .store
-            .open(id)
-            .map_err(|error| SketchError::host("open the map of a sketch", &error))?;
+        let found = map.store.open(id).map_err(|error| match error.kind() {
+            ErrorKind::InvalidData => map.damaged((0, Damage::NoFile)),
+            _ => SketchError::host("open the map of a sketch", &error),
+        })?;
         let Some(file) = found else {
             return Err(map.damaged((0, Damage::Missing)));
         };

@@ -65,6 +65,14 @@ pub(crate) fn open_regular(
     Ok(file)
 }
 
+/// Whether [`open_regular`] failed because what has the name is no regular file: found so before, or put there in the same moment.
+pub(crate) fn is_no_regular_file(errno: Errno) -> bool {
+    matches!(
+        errno,
+        Errno::INVAL | Errno::LOOP | Errno::ISDIR | Errno::NXIO
+    )
+}
+
 /// Opens the regular file at `path` below `root` for reading, which the caller has found to be one; `EINVAL` if it is not now.
 pub(crate) fn open_regular_beneath(root: BorrowedFd<'_>, path: &[u8]) -> Result<OwnedFd, Errno> {
     let file = open_beneath(root, path, OFlags::RDONLY | CAREFUL)?;

@@ -11,7 +11,7 @@ use bcow_erofs::reader::Inode;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::beneath::{open_regular, open_regular_beneath};
+use super::beneath::{is_no_regular_file, open_regular, open_regular_beneath};
 use super::body::{Body, Holder, Piece, Source};
 use super::changes::Problem;
 use super::{META, SketchKind, SketchMark, UpperReader};
@@ -305,6 +305,7 @@ fn read_map(
         .ok_or_else(missing)?;
     let file = match open_regular(maps.as_fd(), &name, OFlags::RDONLY) {
         Err(Errno::NOENT) => return Err(missing()),
+        Err(errno) if is_no_regular_file(errno) => return Err(damaged(0, &Damage::NoFile)),
         other => other?,
     };
     let mut file = std::io::BufReader::with_capacity(64 << 10, File::from(file));

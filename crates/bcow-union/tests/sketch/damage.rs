@@ -1,13 +1,20 @@
 //! Maps and marks that are not what was written: refused, by name and place.
 
-use std::sync::Arc;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
 
+use bcow_testkit::lacks;
 use bcow_union::sketch::{
     BLOCK_BYTES, Damage, Durability, Lower, SketchError, SketchKind, SketchMark, Sketches,
 };
 
+use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+use rustix::io::Errno;
+
 use crate::script::{reopened, sketches, write_all};
-use crate::support::{TestLower, quiet};
+use crate::support::{Place, TestLower, on_host, quiet};
 use crate::world::World;
 
 const B: u64 = BLOCK_BYTES;
@@ -163,4 +170,66 @@ fn a_torn_append_is_dropped_and_written_over() {
     let expected = crate::script::shown(&*sketch).unwrap();
     assert!(reopened(&world.killed(), &lower).unwrap().1 == expected);
     assert_eq!(world.map_bytes().unwrap() % 512, 0);
+}
+
+#[test]
+fn what_has_a_maps_name_and_is_no_file_is_damage_and_is_not_waited_for() {
+    let node = |kind, device| {
+        move |at: &Path| mknodat(CWD, at, kind, Mode::RUSR | Mode::WUSR, device).unwrap()
+    };
+    type Make = Box<dyn Fn(&Path)>;
+    let mut kinds: Vec<(&str, Make)> = vec![
+        (
+            "a link to nothing",
+            Box::new(|at| std::os::unix::fs::symlink("nothing", at).unwrap()),
+        ),
+        (
+            "a link to a file",
+            Box::new(|at| std::os::unix::fs::symlink("../../file", at).unwrap()),
+        ),
+        (
+            "a directory",
+            Box::new(|at| std::fs::create_dir(at).unwrap()),
+        ),
+        ("a pipe", Box::new(node(FileType::Fifo, 0))),
+        ("a socket", Box::new(node(FileType::Socket, 0))),
+    ];
+    if !lacks("root", rustix::process::geteuid().is_root()) {
+        let null = node(FileType::CharacterDevice, makedev(1, 3));
+        let block = node(FileType::BlockDevice, makedev(7, 200));
+        kinds.push(("a character device", Box::new(null)));
+        kinds.push(("a block device", Box::new(block)));
+    }
+    for (what, make) in kinds {
+        let place = Arc::new(Place::new());
+        let lower = Arc::new(TestLower::full(20 * B));
+        let sketches = on_host(&place, quiet());
+        let sketch = sketches
+            .create(SketchKind::Sparse, place.file(lower.size()), lower.clone())
+            .unwrap();
+        write_all(&*sketch, 0, &[1; B as usize]).unwrap();
+        sketch.flush(Durability::Durable).unwrap();
+        let map = place.map(sketch.id());
+        drop((sketch, sketches));
+        std::fs::remove_file(&map).unwrap();
+        make(&map);
+        let (sender, receiver) = mpsc::channel();
+        let (there, below) = (Arc::clone(&place), lower.clone());
+        thread::spawn(move || {
+            let sketches = on_host(&there, quiet());
+            let opened = sketches.open(there.mark().unwrap(), there.host(), below);
+            let _ = sender.send(opened.map(drop));
+        });
+        let opened = receiver.recv_timeout(Duration::from_secs(60));
+        let error = opened.expect("it waits").unwrap_err();
+        assert_eq!(error.errno(), Errno::IO, "{what}: {error}");
+        assert!(
+            error.to_string().contains(map.to_str().unwrap()),
+            "{what}: {error}"
+        );
+        // The file can be removed all the same, with what is in the map's place.
+        let sketches = on_host(&place, quiet());
+        sketches.remove(&place.mark().unwrap()).unwrap();
+        assert!(map.symlink_metadata().is_err(), "{what}");
+    }
 }

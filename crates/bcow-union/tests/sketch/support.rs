@@ -136,6 +136,11 @@ impl Place {
         Sketches::with_options(&self.instance(), account, options).unwrap()
     }
 
+    /// Where the map of a sketch is.
+    pub fn map(&self, id: u64) -> PathBuf {
+        self.dir.path().join(format!(".bcow/maps/{id:016x}"))
+    }
+
     pub fn host(&self) -> File {
         File::options()
             .read(true)

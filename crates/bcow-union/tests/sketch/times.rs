@@ -2,8 +2,8 @@
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, RwLock};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -14,22 +14,41 @@ use rustix::io::Errno;
 use crate::support::*;
 
 const B: u64 = 4096;
-/// So long a read of the lower file takes, which is more than the tick of any host's clock.
-const SLOW: Duration = Duration::from_millis(30);
+/// Nothing takes longer that comes to an end.
+const AT_MOST: Duration = Duration::from_secs(60);
 
-/// A lower file on a slow disk.
-struct Slow(TestLower, Duration);
+/// A lower file that is read when a test lets it, and then takes so long.
+struct Gated {
+    file: TestLower,
+    /// Held exclusively by who keeps readers waiting.
+    gate: RwLock<()>,
+    read_takes: Duration,
+}
 
-impl Lower for Slow {
+impl Lower for Gated {
     fn size(&self) -> u64 {
-        self.0.size()
+        self.file.size()
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno> {
-        thread::sleep(self.1);
-        self.0.read_at(offset, buf)
+        let _open = self.gate.read().unwrap();
+        thread::sleep(self.read_takes);
+        self.file.read_at(offset, buf)
     }
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, Errno> {
-        self.0.seek(offset, what)
+        self.file.seek(offset, what)
+    }
+}
+
+/// Returns when the host's clock shows another time than it does now, so that what is written from then on shows it.
+fn tick() {
+    let file = tempfile::tempfile().unwrap();
+    let touched = || {
+        file.write_all_at(b"x", 0).unwrap();
+        file.metadata().unwrap().modified().unwrap()
+    };
+    let now = touched();
+    while touched() == now {
+        thread::yield_now();
     }
 }
 
@@ -37,6 +56,7 @@ impl Lower for Slow {
 struct Timed {
     sketch: Arc<dyn Sketch>,
     host: File,
+    lower: Arc<Gated>,
     _sketches: Sketches,
     _place: Place,
 }
@@ -44,14 +64,19 @@ struct Timed {
 impl Timed {
     fn new(kind: SketchKind, options: SketchOptions, read_takes: Duration) -> Self {
         let place = Place::new();
-        let lower = Arc::new(Slow(TestLower::full(100 * B), read_takes));
+        let lower = Arc::new(Gated {
+            file: TestLower::full(100 * B),
+            gate: RwLock::default(),
+            read_takes,
+        });
         let sketches = on_host(&place, options);
         let file = place.file(lower.size());
         let host = place.host();
-        let sketch = sketches.create(kind, file, lower).unwrap();
+        let sketch = sketches.create(kind, file, lower.clone()).unwrap();
         Timed {
             sketch,
             host,
+            lower,
             _sketches: sketches,
             _place: place,
         }
@@ -80,7 +105,7 @@ impl Timed {
 fn in_background() -> SketchOptions {
     SketchOptions {
         fillers: 1,
-        fill_delay: SLOW,
+        fill_delay: Duration::ZERO,
         ahead_blocks: 0,
         ..SketchOptions::default()
     }
@@ -89,18 +114,19 @@ fn in_background() -> SketchOptions {
 #[test]
 fn a_block_that_is_completed_in_the_background_is_no_change() {
     for kind in [SketchKind::Sparse, SketchKind::Packed] {
-        let timed = Timed::new(kind, in_background(), SLOW);
-        let written = timed.write(3..4);
+        let timed = Timed::new(kind, in_background(), Duration::ZERO);
+        let written = {
+            let _closed = timed.lower.gate.write().unwrap();
+            let written = timed.write(3..4);
+            tick();
+            written
+        };
         let start = Instant::now();
-        loop {
-            thread::sleep(SLOW * 2);
-            let modified = timed.modified();
-            assert_eq!(modified, written, "{kind:?}");
-            if start.elapsed() > SLOW * 6 {
-                break;
-            }
+        while timed.sketch.status().unwrap().in_transit > 0 {
+            assert_eq!(timed.modified(), written, "{kind:?}");
+            assert!(start.elapsed() < AT_MOST);
         }
-        assert_eq!(timed.sketch.status().unwrap().in_transit, 0, "{kind:?}");
+        assert_eq!(timed.modified(), written, "{kind:?}");
         assert_eq!(timed.host.metadata().unwrap().modified().unwrap(), written);
     }
 }
@@ -117,8 +143,9 @@ fn a_block_that_somebody_needs_complete_is_no_change() {
     ];
     for kind in [SketchKind::Sparse, SketchKind::Packed] {
         for (what, need) in needs {
-            let timed = Timed::new(kind, quiet(), SLOW);
+            let timed = Timed::new(kind, quiet(), Duration::ZERO);
             let written = timed.write(3..4);
+            tick();
             need(&*timed.sketch);
             assert_eq!(timed.modified(), written, "{kind:?}: {what}");
         }
@@ -136,7 +163,7 @@ fn what_is_complete_is_not_touched_by_who_asks_for_times() {
             (host.ctime(), host.ctime_nsec())
         };
         let before = changed();
-        thread::sleep(SLOW);
+        tick();
         timed.sketch.settle().unwrap();
         timed.modified();
         assert_eq!(changed(), before, "{kind:?}");
