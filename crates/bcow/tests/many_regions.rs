@@ -442,5 +442,6 @@ fn a_disk_of_many_regions_over_a_slow_backing_shows_what_was_written() {
     for seed in first..first + runs * rounds() {
         let (run, disk) = Run::new(seed);
         run.run(disk);
+        println!("{} disks", seed - first + 1);
     }
 }
