@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow_format::{
-    BackingEntry, Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable, decode_backings,
-    incompatible,
+    BackingEntry, BlockShift, Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable,
+    decode_backings, incompatible,
 };
 use sha2::{Digest, Sha256};
 
@@ -256,6 +256,11 @@ impl Image {
     /// The regions that the log changes.
     pub(crate) fn logged_regions(&self) -> impl Iterator<Item = u64> + '_ {
         self.logged.regions()
+    }
+
+    /// The block size of a region that the log changes; `None` if it is not cut.
+    pub(crate) fn logged_block_shift(&self, region: u64) -> Option<BlockShift> {
+        self.logged.region(region)?.block_shift()
     }
 
     /// The blocks that the log maps to places in the file.

@@ -152,6 +152,11 @@ impl LoggedRegion {
         Ok(())
     }
 
+    /// The region's block size; `None` if it is one block, or absent or zero as a whole.
+    pub(crate) fn block_shift(&self) -> Option<BlockShift> {
+        self.blocks.as_ref().map(|blocks| blocks.shift)
+    }
+
     fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
         let base = match self.base {
             // A table is as old as the header, and so is what it names; any other stored base came with a record, or

@@ -583,3 +583,28 @@ fn a_region_that_is_zeroed_as_a_whole_and_written_before_a_flush_gives_its_space
     disk.close().unwrap();
     assert_sound(&storage);
 }
+
+#[test]
+fn a_block_that_is_alone_in_the_last_region_is_a_checked_one_also_after_a_crash() {
+    let storage = Arc::new(MemoryStorage::default());
+    let options = CreateOptions {
+        layout: Layout::Space,
+        ..CreateOptions::disk(4 * MIB + 4096)
+    };
+    let disk = create(&storage, options);
+    disk.write_at(4 * MIB, &[1; 4096]).unwrap();
+    disk.flush().unwrap();
+    drop(disk);
+    let disk = reopen(&crashed(&storage), None);
+    let mut places = Vec::new();
+    for value in [2, 3] {
+        disk.write_at(4 * MIB, &[value; 4096]).unwrap();
+        disk.flush().unwrap();
+        let Mapping::Raw { stored } = disk.map(4 * MIB).unwrap().mapping else {
+            panic!("a flushed block of 4 KiB has a checksum");
+        };
+        places.push(stored.at);
+    }
+    assert_ne!(places[0], places[1], "written over in place");
+    disk.close().unwrap();
+}

@@ -162,12 +162,9 @@ fn blocks_of(image: &Image, region: u64) -> Result<Blocks, Error> {
     let header = image.header();
     let start = region << header.region_shift;
     let length = header.region_length(region);
-    let first = image.piece(start)?;
-    let shift = first.length.next_power_of_two().trailing_zeros() as u8;
-    let one_block = first.entry.stored().is_none() || header.region_shift <= 24;
-    let shift = match BlockShift::new(shift) {
-        Some(shift) if first.length < length || !one_block => shift,
-        _ => return Ok(Blocks::Whole(first.entry)),
+    // Not to be guessed from the length of its first block, which may be the only one, and short.
+    let Some(shift) = image.logged_block_shift(region) else {
+        return Ok(Blocks::Whole(image.piece(start)?.entry));
     };
     let mut entries = Vec::new();
     let mut at = start;
