@@ -10,11 +10,12 @@ const STACK_BYTES: usize = 512 << 10;
 /// Points at which the threads of a schedule of the second kind change their order.
 const DEPTH: usize = 4;
 
-/// Runs `model` under `schedules` schedules: half of them choose at random at each step which thread goes on, the other half
-/// let one thread run as far as it gets and change that at few points (probabilistic concurrency testing).
+/// Runs `model` under `schedules` schedules: half of them choose at random at each step which
+/// thread goes on, the other half let one thread run as far as it gets and change that at few
+/// points (probabilistic concurrency testing).
 ///
-/// The schedules are the same in every run. `BCOW_SCHEDULES=N` runs N times as many; `BCOW_SCHEDULE=S` only the one that a
-/// failure printed.
+/// The schedules are the same in every run. `BCOW_SCHEDULES=N` runs N times as many;
+/// `BCOW_SCHEDULE=S` only the one that a failure printed.
 pub fn explore(schedules: usize, model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(model);
     let run = || {

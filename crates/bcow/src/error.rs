@@ -79,7 +79,8 @@ pub enum Error {
         /// The failure.
         cause: String,
     },
-    /// A bug of this program: what it knows of the open file contradicts itself. Nothing was written for it.
+    /// A bug of this program: what it knows of the open file contradicts itself. Nothing was
+    /// written for it.
     #[error("{0}: this is a bug in bcow")]
     Inconsistent(String),
     /// The caller asked a writer for something the format cannot hold.

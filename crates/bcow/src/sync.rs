@@ -1,11 +1,14 @@
-//! Locks, conditions, atomics and threads, which the feature `shuttle` exchanges for those of a model checker.
+//! Locks, conditions, atomics and threads, which the feature `shuttle` exchanges for those of a
+//! model checker.
 //!
-//! A program has the standard library's. With the feature, which is for tests only, they are [shuttle]'s: one thread runs at
-//! a time, and at each operation on one of these a scheduler chooses which thread runs next. A test so looks at thousands
-//! of interleavings, and repeats the one that failed. Outside such a test nothing here works then.
+//! A program has the standard library's. With the feature, which is for tests only, they are
+//! [shuttle]'s: one thread runs at a time, and at each operation on one of these a scheduler
+//! chooses which thread runs next. A test so looks at thousands of interleavings, and repeats the
+//! one that failed. Outside such a test nothing here works then.
 //!
-//! Modules whose interleavings are explored take these names from here, never from `std`. What is only counted (a figure
-//! for statistics) and what never blocks (`OnceLock` that is set and looked at) may stay `std`'s.
+//! Modules whose interleavings are explored take these names from here, never from `std`. What is
+//! only counted (a figure for statistics) and what never blocks (`OnceLock` that is set and looked
+//! at) may stay `std`'s.
 //!
 //! [shuttle]: https://docs.rs/shuttle
 
@@ -40,6 +43,6 @@ pub fn thread_number() -> usize {
     shuttle::current::me().into()
 }
 
-/// Whether the numbers that only spare work are so small that a few operations meet: space is used again at once, regions
-/// are forgotten at once.
+/// Whether the numbers that only spare work are so small that a few operations meet: space is used
+/// again at once, regions are forgotten at once.
 pub const SMALL: bool = cfg!(feature = "shuttle");

@@ -95,7 +95,8 @@ fn kill_one(path: &Path, seed: u64, random: &mut Random) {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    // When it has said so much, however long that takes on this machine; some before the first word, while they open the file.
+    // When it has said so much, however long that takes on this machine; some before the first
+    // word, while they open the file.
     let said = match random.one_in(10) {
         true => 0,
         false => 1 + random.below(1500),

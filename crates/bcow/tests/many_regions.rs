@@ -1,8 +1,9 @@
-//! Disks of tens of regions over a slow backing, in every layout and with blocks from 4 KiB to 4 MiB: random requests, of one
-//! thread or of several that have regions of their own, against a model of one number per sector.
+//! Disks of tens of regions over a slow backing, in every layout and with blocks from 4 KiB to 4
+//! MiB: random requests, of one thread or of several that have regions of their own, against a
+//! model of one number per sector.
 //!
-//! The background's reads are late by some requests, so that blocks change while they are completed. `BCOW_MANY_REGIONS=N`
-//! runs N times as many disks, from other seeds.
+//! The background's reads are late by some requests, so that blocks change while they are
+//! completed. `BCOW_MANY_REGIONS=N` runs N times as many disks, from other seeds.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +20,8 @@ use bcow::{
 use bcow_testkit::{Random, SECTOR_BYTES, fill, tag_of};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
-/// What one thread has for itself: a region of the two-level layouts, the largest block of the others.
+/// What one thread has for itself: a region of the two-level layouts, the largest block of the
+/// others.
 const AREA: u64 = 4 << 20;
 const AREA_SECTORS: usize = (AREA / SECTOR) as usize;
 /// What the backing has in each of its sectors.

@@ -436,7 +436,8 @@ fn run(name: &str) {
     println!("{name}: {looked} power cuts");
 }
 
-/// A host that says once of a write that it failed, though it was carried out: as a network file system may.
+/// A host that says once of a write that it failed, though it was carried out: as a network file
+/// system may.
 struct Mistaken {
     content: Arc<PowerCut>,
     /// Where the write begins.

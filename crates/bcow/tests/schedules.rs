@@ -1,8 +1,8 @@
 //! The disk engine and the block cache under thousands of schedules of their threads (shuttle).
 //!
-//! Needs the feature `shuttle`, with which space is used again at once and regions are forgotten at once, so that few
-//! operations are enough to meet. `BCOW_SCHEDULES=100` looks at a hundred times as many schedules, and `BCOW_SCHEDULE=...`
-//! repeats the one that a failure printed.
+//! Needs the feature `shuttle`, with which space is used again at once and regions are forgotten at
+//! once, so that few operations are enough to meet. `BCOW_SCHEDULES=100` looks at a hundred times
+//! as many schedules, and `BCOW_SCHEDULE=...` repeats the one that a failure printed.
 
 use std::io;
 use std::sync::Arc;
@@ -209,7 +209,8 @@ fn assert_shows(device: &dyn BlockDevice, at: u64, shows: &[u8]) {
     );
 }
 
-/// A thread that has a part of the disk for itself: each of its requests is answered as if it were alone.
+/// A thread that has a part of the disk for itself: each of its requests is answered as if it were
+/// alone.
 struct Owner {
     disk: Arc<Disk>,
     subject: Subject,
@@ -230,11 +231,12 @@ impl Owner {
         self.shows[range].fill(self.next);
     }
 
-    /// Every second request writes a part of a block, which the background is to complete; that is when all others meet it.
+    /// Every second request writes a part of a block, which the background is to complete; that is
+    /// when all others meet it.
     fn step(&mut self, number: usize) {
         let length = self.shows.len();
         let mut random = thread_rng();
-        let kind = if number % 2 == 0 {
+        let kind = if number.is_multiple_of(2) {
             0
         } else {
             random.gen_range(1..10)
@@ -332,7 +334,8 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
     subject.verify(disk, &shows);
 }
 
-/// Each sector is what its owner wrote, or zero, or what was there before. An owner has `part` bytes.
+/// Each sector is what its owner wrote, or zero, or what was there before. An owner has `part`
+/// bytes.
 fn look(disk: &Disk, part: usize) {
     let mut bytes = vec![0; SIZE as usize];
     disk.read_at(0, &mut bytes).unwrap();

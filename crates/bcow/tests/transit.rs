@@ -1,5 +1,5 @@
-//! Blocks that were written in part and are completed later, while other requests change them: the reads that a completion makes
-//! without a lock are held back at the worst moment.
+//! Blocks that were written in part and are completed later, while other requests change them: the
+//! reads that a completion makes without a lock are held back at the worst moment.
 
 use std::sync::Arc;
 
@@ -73,7 +73,8 @@ fn compressed_base() -> Arc<Image> {
 
 #[test]
 fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_before() {
-    // The background takes long to read of it: just as long as the requests take that come meanwhile.
+    // The background takes long to read of it: just as long as the requests take that come
+    // meanwhile.
     let base = Arc::new(Parkable::new(compressed_base()));
     let performance = CreateOptions {
         layout: Layout::Performance,
@@ -169,7 +170,8 @@ impl Subject {
             disk: Arc::new(disk.unwrap()),
             shows: pattern(shape.size),
         };
-        // Enough free space, so that it is used again: in the last quarter of the disk, which no test looks at.
+        // Enough free space, so that it is used again: in the last quarter of the disk, which no
+        // test looks at.
         let quarter = shape.size / 4;
         for _ in 0..(6 * MIB).div_ceil(quarter) {
             let bytes = vec![9; quarter as usize];
@@ -207,7 +209,8 @@ impl Subject {
         }
     }
 
-    /// Writes parts of further blocks until one of them has the place `wanted`, or the disk's second quarter is full.
+    /// Writes parts of further blocks until one of them has the place `wanted`, or the disk's
+    /// second quarter is full.
     fn take_place(&mut self, wanted: u64) -> bool {
         let blocks = self.shape.size / 4 / self.shape.block;
         for block in blocks..2 * blocks {
@@ -241,7 +244,8 @@ impl Subject {
     }
 }
 
-/// What is done to the first block of a disk, of which a part was written, while the background reads the rest of it.
+/// What is done to the first block of a disk, of which a part was written, while the background
+/// reads the rest of it.
 type Meanwhile = fn(&mut Subject);
 
 const MEANWHILE: [(&str, Meanwhile); 13] = [
@@ -345,7 +349,8 @@ fn the_same_holds_when_a_reader_completes_the_block() {
     }
 }
 
-/// A disk whose storage parks reads: what stands at a place when a late read comes is another block's.
+/// A disk whose storage parks reads: what stands at a place when a late read comes is another
+/// block's.
 #[test]
 fn a_source_that_is_given_away_while_it_is_read_is_not_reported_as_damage() {
     let size = 8 * MIB;

@@ -277,8 +277,9 @@ impl Inner {
         Ok(())
     }
 
-    /// A record that could not be written as a whole must not turn out to be one: what it says is pending again, its places
-    /// may be given to other blocks, and no checksum tells an open block from another. So this is durable before it returns.
+    /// A record that could not be written as a whole must not turn out to be one: what it says is
+    /// pending again, its places may be given to other blocks, and no checksum tells an open block
+    /// from another. So this is durable before it returns.
     fn unwrite(&self, at: u64, error: &Error) {
         let undone = self
             .write_storage(at, &[0; 16])

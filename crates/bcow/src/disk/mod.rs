@@ -14,8 +14,8 @@
 //! 4. a shard of [`regions::Regions`], the root table, the list of changed regions, the queue of fills, [`space::Space`]:
 //!    leaves, held for a few instructions.
 //!
-//! A completion of a block ([`transit`]) is the one reader that reads without its region's lock; it compares the transit's
-//! identity when it has the lock again.
+//! A completion of a block ([`transit`]) is the one reader that reads without its region's lock; it
+//! compares the transit's identity when it has the lock again.
 //!
 //! Two regions are never locked at once, and no lock is shared by all writers but the leaves of 4, most of which are sharded.
 

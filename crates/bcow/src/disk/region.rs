@@ -53,8 +53,8 @@ pub(super) struct Pending {
 /// A block that was written in part; the rest is still to be copied.
 #[derive(Debug, Clone)]
 pub(super) struct Transit {
-    /// Which one it is. Where the block lies does not tell: its place may be given up, and given to the next write of the
-    /// same block, while the rest is read without the region's lock.
+    /// Which one it is. Where the block lies does not tell: its place may be given up, and given to
+    /// the next write of the same block, while the rest is read without the region's lock.
     pub(super) id: TransitId,
     /// What the rest is copied from.
     pub(super) source: Entry,
@@ -170,8 +170,8 @@ impl State {
         self.pending.contains_key(&index)
     }
 
-    /// Cuts a region that is absent or zero as a whole into blocks. Gives the number of blocks that were pending and are
-    /// not any more: the region as a whole, 0 or 1.
+    /// Cuts a region that is absent or zero as a whole into blocks. Gives the number of blocks that
+    /// were pending and are not any more: the region as a whole, 0 or 1.
     pub(super) fn cut(&mut self, shift: BlockShift, length: u64) -> u64 {
         let Some(Blocks::Whole(entry @ (Entry::Absent | Entry::Zero))) = self.blocks else {
             return 0;

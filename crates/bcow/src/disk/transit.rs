@@ -170,9 +170,10 @@ impl Inner {
         outcome
     }
 
-    /// Completes a block, if it is in transit. Its region's lock is not held while what was there before is read; until it
-    /// is held again, the block may have become anything, and so may the place that is read. So what was read, or the
-    /// failure to read it, counts only if the same transit is still there; else it is looked at anew.
+    /// Completes a block, if it is in transit. Its region's lock is not held while what was there
+    /// before is read; until it is held again, the block may have become anything, and so may the
+    /// place that is read. So what was read, or the failure to read it, counts only if the same
+    /// transit is still there; else it is looked at anew.
     pub(super) fn complete(&self, frame: &Frame, region: &Region, index: u32) -> Result<(), Error> {
         loop {
             let (transit, shift) = {
@@ -191,7 +192,8 @@ impl Inner {
             };
             let old = old?;
             let gaps = transit.written.gaps(block.length as u32);
-            // Gaps only become less while a transit lasts. What was not read all the same has to be read.
+            // Gaps only become less while a transit lasts. What was not read all the same has to be
+            // read.
             let Some(pieces) = gaps.iter().map(|gap| piece_of(&old, gap)).collect() else {
                 debug_assert!(false, "a gap of a block in transit grew");
                 continue;

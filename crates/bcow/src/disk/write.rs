@@ -159,8 +159,9 @@ impl Inner {
             (Layout::Performance, _) => self.region_shift,
             (_, Some(chosen)) => chosen.get(),
             (Layout::Space, None) => CHECKED_SHIFT,
-            // Only where blocks of that size are a part of a region: there the first write decides, under the region's lock.
-            // Were they all of it, a region would stay uncut for one writer and be cut by the other at the same time.
+            // Only where blocks of that size are a part of a region: there the first write decides,
+            // under the region's lock. Were they all of it, a region would stay uncut for one
+            // writer and be cut by the other at the same time.
             (Layout::Auto, None) if length >= STREAM_BYTES && STREAM_SHIFT < self.region_shift => {
                 STREAM_SHIFT
             }
