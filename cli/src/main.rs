@@ -119,6 +119,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    abort_on_panic();
     let arguments = match command_line() {
         Ok(Some(arguments)) => arguments,
         Ok(None) => return ExitCode::from(exit::DONE),
@@ -148,6 +149,18 @@ fn main() -> ExitCode {
             exit_code(error.exit())
         }
     }
+}
+
+/// A panic is a bug, and what a thread leaves behind that died of one is not to be relied on: the process ends. The profile
+/// unwinds all the same, as a library may meet an image that it panics over: there it is an error.
+fn abort_on_panic() {
+    let tell = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !bcow_foreign::is_guarded() {
+            tell(panic);
+            std::process::abort();
+        }
+    }));
 }
 
 /// The status as whoever called this process knows it.

@@ -3,21 +3,28 @@
 //! Files that the image names are its backing file and its data file. What it names is a path, a URL or a whole
 //! description of a device (`json:`), and it may have come from anywhere; so nothing is opened but a regular file of that
 //! name (the last part of the path) in a directory that the user gave, in the format that the image says, never guessed.
+//!
+//! Headers are checked before imago sees them (`header`), and whatever imago does then is guarded against its panics.
+
+mod header;
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow::format::{MAX_ADDRESS, SECTOR_BYTES};
 use bcow::{BlockDevice, Content, Error, Status};
 use imago::file::File as ImagoFile;
 use imago::qcow2::Qcow2;
 use imago::raw::Raw;
-use imago::{FormatAccess, Mapping};
+use imago::{FormatAccess, Mapping, Storage};
 
+use crate::guard::{guarded, is_panic};
 use crate::raw::{check, io_error, without_padding};
 use crate::{ForeignError, host};
+use header::{Header, Refused};
 
 /// Files below an image, one below the other.
 const MAX_DEPTH: usize = 64;
@@ -32,7 +39,11 @@ type Image = Qcow2<ImagoFile, Arc<Format>>;
 pub struct Qcow2Disk {
     format: Arc<Format>,
     bytes: u64,
+    /// The largest clusters of the image and those below it.
+    cluster_bytes: u64,
     files: Vec<PathBuf>,
+    /// imago panicked, and is not asked again.
+    broken: AtomicBool,
 }
 
 impl Qcow2Disk {
@@ -41,6 +52,7 @@ impl Qcow2Disk {
         let mut opener = Opener {
             directories,
             files: Vec::new(),
+            cluster_bytes: 0,
         };
         let format = opener.qcow2(path, host::open(path)?)?;
         let bytes = format.size();
@@ -53,7 +65,9 @@ impl Qcow2Disk {
         Ok(Qcow2Disk {
             format,
             bytes,
+            cluster_bytes: opener.cluster_bytes,
             files: opener.files,
+            broken: AtomicBool::new(false),
         })
     }
 
@@ -66,15 +80,30 @@ impl Qcow2Disk {
     pub fn files(&self) -> &[PathBuf] {
         &self.files
     }
+
+    /// Asks imago for what is at `offset`.
+    fn ask<T>(&self, offset: u64, question: impl FnOnce() -> io::Result<T>) -> Result<T, Error> {
+        let answer = match self.broken.load(Ordering::Relaxed) {
+            true => Err(io::Error::other("the image's reader has failed before")),
+            false => guarded(question),
+        };
+        answer.map_err(|error| {
+            if is_panic(&error) {
+                self.broken.store(true, Ordering::Relaxed);
+            }
+            io_error(offset, error)
+        })
+    }
 }
 
 struct Opener<'a> {
     directories: &'a [PathBuf],
     files: Vec<PathBuf>,
+    cluster_bytes: u64,
 }
 
 impl Opener<'_> {
-    fn qcow2(&mut self, path: &Path, mut file: File) -> Result<Arc<Format>, ForeignError> {
+    fn qcow2(&mut self, path: &Path, file: File) -> Result<Arc<Format>, ForeignError> {
         let unsuitable = |problem: String| ForeignError::Unsuitable {
             path: path.to_owned(),
             problem,
@@ -83,18 +112,23 @@ impl Opener<'_> {
             path: path.to_owned(),
             source,
         };
-        let mut magic = [0; 4];
-        if file.read_exact(&mut magic).is_err() || magic != MAGIC {
-            return Err(unsuitable("it is no qcow2 image".into()));
-        }
+        let header = Header::read(&file).map_err(|refused| match refused {
+            Refused::Io(source) => ForeignError::Io {
+                action: "read",
+                path: path.to_owned(),
+                source,
+            },
+            Refused::Problem(problem) => unsuitable(problem),
+        })?;
+        self.cluster_bytes = self.cluster_bytes.max(header.cluster_bytes);
         self.files.push(path.to_owned());
         if self.files.len() > MAX_DEPTH {
             return Err(unsuitable(format!(
                 "more than {MAX_DEPTH} files, one below the other"
             )));
         }
-        let storage = ImagoFile::try_from(file).map_err(failed)?;
-        let mut image = Image::open_image(storage, false).map_err(failed)?;
+        let mut image =
+            guarded(|| Image::open_image(ImagoFile::try_from(file)?, false)).map_err(failed)?;
         if image.requires_external_data_file() {
             let name = image.implicit_external_data_file().cloned();
             let found = self.find(path, "its data file", name.as_deref().unwrap_or_default())?;
@@ -106,8 +140,8 @@ impl Opener<'_> {
         }
         let backing = match image.implicit_backing_file().cloned() {
             Some(name) => {
-                let format = image.implicit_backing_format().cloned();
-                Some(self.backing(path, &name, format.as_deref())?)
+                let format = header.backing_format.as_deref();
+                Some(self.backing(path, &name, format)?)
             }
             None => None,
         };
@@ -186,10 +220,7 @@ impl BlockDevice for Qcow2Disk {
         let data = without_padding(offset, buf, self.bytes)?;
         match data.is_empty() {
             true => Ok(()),
-            false => self
-                .format
-                .read(data, offset)
-                .map_err(|source| io_error(offset, source)),
+            false => self.ask(offset, || self.format.read(data, offset)),
         }
     }
 
@@ -205,11 +236,24 @@ impl BlockDevice for Qcow2Disk {
         if there == 0 {
             return Ok(status(length, Content::Hole, 0));
         }
-        let (mapping, known) = self
-            .format
-            .get_mapping(offset, there)
-            .map_err(|source| io_error(offset, source))?;
-        let known = known.clamp(1, there);
+        let (mapping, known) = self.ask(offset, || {
+            let (mapping, known) = self.format.get_mapping(offset, there)?;
+            let known = known.clamp(1, there);
+            // imago, as qemu, reads zeros behind the end of a file; only the last cluster may be a short one.
+            if let Mapping::Raw {
+                storage,
+                offset: at,
+                ..
+            } = &mapping
+                && at.saturating_add(known) > storage.size()?.next_multiple_of(self.cluster_bytes)
+            {
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "the image ends before the data that it has there: it was cut off",
+                ));
+            }
+            Ok((mapping, known))
+        })?;
         Ok(match mapping {
             Mapping::Zero { explicit: true, .. } => status(known, Content::Zero, 1),
             Mapping::Zero { .. } => status(known, Content::Hole, 0),
