@@ -70,7 +70,7 @@ pub fn is_writable_disk(path: &Path) -> bool {
 }
 
 /// The header of a file, if it has one.
-fn header_of(file: &File) -> Option<Header> {
+pub fn header_of(file: &File) -> Option<Header> {
     let mut area = [0; HEADER_AREA_BYTES];
     Storage::read_at(file, 0, &mut area).ok()?;
     choose_header(&area).ok()

@@ -469,37 +469,56 @@ pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError
     }
 }
 
-/// What the file probably is, by its first bytes, and what to do with it then.
-pub fn guess(path: &Path) -> Option<String> {
+/// What a file seems to be, by its first bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    Empty,
+    /// A tar archive, or something compressed, which may be one.
+    Archive,
+    Qcow2,
+    Erofs,
+    Squashfs,
+}
+
+/// What the file seems to be. Nothing is done with it for that: a raw disk may begin with anything.
+pub fn form(path: &Path) -> Option<Form> {
     let mut start = Vec::new();
-    File::open(path)
-        .ok()?
-        .take(1028)
-        .read_to_end(&mut start)
-        .ok()?;
-    let shown = path.display();
+    let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok()?;
+    File::from(file).take(1028).read_to_end(&mut start).ok()?;
     let has = |offset: usize, magic: &[u8]| {
         start
             .get(offset..)
             .is_some_and(|rest| rest.starts_with(magic))
     };
-    if start.is_empty() {
-        Some("the file is empty".to_owned())
-    } else if has(257, b"ustar") || has(0, b"\x1f\x8b") || has(0, b"\x28\xb5\x2f\xfd") {
-        Some(format!(
-            "it looks like an archive; `bcow convert tar:{shown} IMAGE.bcow` makes an image of it"
-        ))
-    } else if has(0, b"QFI\xfb") {
-        Some(format!(
-            "it is a qcow2 image; `bcow convert qcow2:{shown} DISK.bcow` makes a disk of it"
-        ))
-    } else if has(1024, b"\xe2\xe1\xf5\xe0") {
-        Some("it is an EROFS image without BCoW headers; the kernel can mount it".to_owned())
-    } else if has(0, b"hsqs") {
-        Some("it is a squashfs image".to_owned())
-    } else {
-        None
+    match () {
+        () if start.is_empty() => Some(Form::Empty),
+        () if has(257, b"ustar") || has(0, b"\x1f\x8b") || has(0, b"\x28\xb5\x2f\xfd") => {
+            Some(Form::Archive)
+        }
+        () if has(0, b"QFI\xfb") => Some(Form::Qcow2),
+        () if has(1024, b"\xe2\xe1\xf5\xe0") => Some(Form::Erofs),
+        () if has(0, b"hsqs") => Some(Form::Squashfs),
+        () => None,
     }
+}
+
+/// What the file probably is, and what to do with it then.
+pub fn guess(path: &Path) -> Option<String> {
+    let shown = path.display();
+    Some(match form(path)? {
+        Form::Empty => "the file is empty".to_owned(),
+        Form::Archive => format!(
+            "it looks like an archive; `bcow convert tar:{shown} IMAGE.bcow` makes an image of it"
+        ),
+        Form::Qcow2 => format!(
+            "it is a qcow2 image; `bcow convert qcow2:{shown} DISK.bcow` makes a disk of it"
+        ),
+        Form::Erofs => {
+            "it is an EROFS image without BCoW headers; the kernel can mount it".to_owned()
+        }
+        Form::Squashfs => "it is a squashfs image".to_owned(),
+    })
 }
 
 /// The file system in an image.

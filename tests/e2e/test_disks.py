@@ -67,13 +67,13 @@ class Conversion(Directory):
         for image in ("a.bcow", "b.bcow"):
             bcow("fsck", "--data", image)
         for compress in ("zlib", "zstd"):
-            bcow("convert", "a.bcow", "qcow2:small.qcow2", "--compress", compress)
+            bcow("convert", "--force", "a.bcow", "qcow2:small.qcow2", "--compress", compress)
             run("qemu-img", "check", "small.qcow2")
             run("qemu-img", "compare", "disk.raw", "small.qcow2")
             self.assertLess(os.path.getsize("small.qcow2"), os.path.getsize("disk.qcow2"))
         # What is read by imago was compressed by qemu too.
         run("qemu-img", "convert", "-c", "-O", "qcow2", "disk.raw", "qemu.qcow2")
-        bcow("convert", "qcow2:qemu.qcow2", "raw:again.raw")
+        bcow("convert", "--force", "qcow2:qemu.qcow2", "raw:again.raw")
         run("qemu-img", "compare", "disk.raw", "again.raw")
 
     def test_holes_are_not_read(self):
@@ -96,15 +96,15 @@ class Conversion(Directory):
                 write("disk.raw", b"")
                 os.truncate("disk.raw", 0)
                 write("disk.raw", noise[:size])
-                result = bcow("convert", "raw:disk.raw", "disk.bcow")
+                result = bcow("convert", "--force", "raw:disk.raw", "disk.bcow")
                 self.assertEqual(b"warning:" in result.err, size % 4096 != 0, str(result))
-                bcow("convert", "disk.bcow", "raw:again.raw")
+                bcow("convert", "--force", "disk.bcow", "raw:again.raw")
                 self.assertTrue(read("again.raw") == noise[:size])
-                bcow("convert", "disk.bcow", "qcow2:disk.qcow2")
+                bcow("convert", "--force", "disk.bcow", "qcow2:disk.qcow2")
                 run("qemu-img", "check", "disk.qcow2")
                 info = json.loads(run("qemu-img", "info", "--output=json", "disk.qcow2").out)
                 self.assertEqual(info["virtual-size"], -(-size // 512) * 512)
-                bcow("convert", "raw:disk.raw", "qcow2:direct.qcow2")
+                bcow("convert", "--force", "raw:disk.raw", "qcow2:direct.qcow2")
                 run("qemu-img", "compare", "disk.qcow2", "direct.qcow2")
 
     def test_the_same_disk_gives_the_same_bytes(self):
@@ -161,7 +161,8 @@ class Conversion(Directory):
                 del bad[rounds.randrange(len(bad)):]
             with open("bad.qcow2", "wb") as file:
                 file.write(bad)
-            result = bcow("convert", "qcow2:bad.qcow2", "x.bcow", "--no-verify", check=False, timeout=60)
+            result = bcow("convert", "qcow2:bad.qcow2", "x.bcow", "--force", "--no-verify", check=False,
+                          timeout=60)
             self.assertIn(result.code, (0, 1), str(result))
             self.assertNotIn(b"panicked", result.err)
             self.assertLess(result.peak_bytes, 512 * MEBIBYTE)
@@ -169,7 +170,7 @@ class Conversion(Directory):
     def test_what_is_not_asked_for_is_refused(self):
         write("disk.raw", bytes(8192))
         bcow("convert", "raw:disk.raw", "disk.bcow")
-        self.refused("convert", "disk.raw", "x.bcow", mention=("raw:FILE",), code=2)
+        self.refused("convert", "disk.raw", "x.bcow", mention=("raw:disk.raw",), code=2)
         self.refused("convert", "disk.bcow", "x.bcow", code=2)
         self.refused("convert", "raw:disk.raw", "raw:disk.raw", mention=("which the disk is read from",))
         self.refused("convert", "disk.bcow", "raw:./disk.bcow", mention=("which the disk is read from",))

@@ -2,22 +2,24 @@
 
 mod again;
 mod disk;
+mod replace;
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
-    Compression, ConvertError, ConvertOptions, LayoutOptions, LayoutReport, Limits, Made, Platform,
-    Report, Source,
+    Compression, ConvertError, ConvertOptions, LayoutForm, LayoutOptions, LayoutReport, Limits,
+    Made, Platform, Report, Source,
 };
+use replace::By;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{CommandError, exit};
-use crate::image::{self, OpenImage, StoreArgs};
+use crate::image::{self, Form, OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::place::{self, Destination, Layout};
-use crate::size::{self, Count, Human};
+use crate::size::{self, Count, Human, plural};
 use crate::ui::{Progress, Ui};
 
 /// Make an image of a container image, an archive or a directory, or convert a disk
@@ -54,8 +56,8 @@ use crate::ui::{Progress, Ui};
 /// layout nor the cache has.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
-/// complete and verified; a file or image of that name is then replaced. Nothing is left when something
-/// fails.
+/// complete and verified; an image of that name is then replaced, other files with --force only.
+/// Nothing is left when something fails.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -89,6 +91,15 @@ pub struct Args {
     /// Name content that lower layers have instead of storing it (into an OCI layout only); ties a layer to those below
     #[arg(long)]
     dedup_lower: bool,
+    /// Replace DST also if it is a disk, has a disk over it, or is no BCoW file
+    #[arg(short, long)]
+    force: bool,
+    /// Take a tar archive that has no end-of-archive marker, and may have been cut off between two entries
+    #[arg(long)]
+    allow_truncated: bool,
+    /// Take the files of a docker archive or OCI layout given as tar: or dir: for those of a root file system
+    #[arg(long)]
+    as_files: bool,
     /// Do not read the image back before giving it its name
     #[arg(long)]
     no_verify: bool,
@@ -98,7 +109,7 @@ pub struct Args {
     /// Refuse a layer that is more than 4 GiB and N times its compressed size
     #[arg(long, value_name = "N", default_value_t = Limits::default().max_ratio, help_heading = "Limits")]
     max_ratio: u64,
-    /// Refuse a source with more uncompressed bytes
+    /// Refuse a source with more uncompressed bytes, holes of sparse files counted
     #[arg(
         long,
         alias = "max-bytes",
@@ -175,6 +186,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         return Err(CommandError::usage("a plain image is not compressed")
             .hint("leave out --plain or --compress"));
     }
+    match &destination {
+        Destination::File(path) => replace::check(path, By::Image, args.force)?,
+        Destination::Layout(to) if to.form == LayoutForm::Archive => {
+            replace::check(&to.path, By::Archive, args.force)?;
+        }
+        _ => {}
+    }
     let interrupt = Interrupt::catch();
     let defaults = ConvertOptions::default();
     let options = ConvertOptions {
@@ -192,6 +210,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         block_bytes: args.block_size.0,
         threads: args.jobs.map_or(defaults.threads, usize::from),
         verify: !args.no_verify,
+        allow_truncated: args.allow_truncated,
+        as_files: args.as_files,
         limits: Limits {
             max_entries: args.max_entries,
             max_ratio: args.max_ratio,
@@ -250,14 +270,35 @@ fn source(text: &OsStr) -> Result<Source, CommandError> {
         CommandError::usage(format!("{text:?} is no source: it is not UTF-8"))
             .hint("use tar:- and redirect standard input, or give the file another name")
     })?;
-    text.parse::<Source>().map_err(|error| {
-        let failure = failure(&error);
-        // A file by itself: what it seems to be says how to name it.
-        match image::guess(Path::new(text)) {
-            Some(hint) if !text.contains(':') => failure.hint(hint),
-            _ => failure,
-        }
-    })
+    match text.parse::<Source>() {
+        Err(ConvertError::MissingTransport { .. }) => Err(missing_transport(text)),
+        result => result.map_err(|error| failure(&error)),
+    }
+}
+
+/// What to say of a source without a transport. The form is not guessed to be used, but to be said.
+fn missing_transport(text: &str) -> CommandError {
+    let path = Path::new(text);
+    let meant = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => match path.join("oci-layout").is_file() {
+            true => format!("oci:{text}"),
+            false => format!("dir:{text}, or oci:{text} for an OCI layout"),
+        },
+        Ok(_) => match image::form(path) {
+            Some(Form::Archive) => format!(
+                "tar:{text}, or for an image in an archive docker-archive:{text} or oci-archive:{text}"
+            ),
+            Some(Form::Qcow2) => format!("qcow2:{text}"),
+            _ => format!("raw:{text}"),
+        },
+        Err(_) => format!("raw:{text} or tar:{text}"),
+    };
+    let failure = CommandError::usage(format!("{text:?} is no source: missing transport"))
+        .hint(format!("did you mean {meant}?"));
+    match std::fs::metadata(path) {
+        Err(error) => failure.caused_by(&error),
+        Ok(_) => failure,
+    }
 }
 
 /// The time to record, if the environment says one (reproducible-builds.org).
@@ -318,6 +359,8 @@ pub fn failure(error: &ConvertError) -> CommandError {
     }
     match error {
         ConvertError::SourceSyntax { .. }
+        | ConvertError::MissingTransport { .. }
+        | ConvertError::HoldsImage { .. }
         | ConvertError::PlatformSyntax { .. }
         | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
         _ => failure,
@@ -349,19 +392,16 @@ fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandError>
 
 fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
-    let layers = match report.layers.len() {
-        1 => "1 layer".to_owned(),
-        n => format!("{n} layers"),
-    };
+    let layers = plural(report.layers.len() as u64, "layer");
     let saved = match report.deduplicated_bytes {
         0 => String::new(),
         bytes => format!(" ({} of it deduplicated)", Human(bytes)),
     };
     writeln!(
         out,
-        "{}: {layers}, {} entries, {} of file content{saved}, {} on disk{}",
+        "{}: {layers}, {}, {} of file content{saved}, {} on disk{}",
         destination.display(),
-        Count(report.entries),
+        entries(report.entries),
         Human(report.content_bytes),
         Human(report.file_bytes),
         if report.verified { ", verified" } else { "" }
@@ -383,28 +423,33 @@ fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), Co
         };
         writeln!(
             out,
-            "layer {}: {}, {} entries, {} of file content{lower}{made}",
+            "layer {}: {}, {}, {} of file content{lower}{made}",
             i + 1,
             Human(layer.file_bytes),
-            Count(layer.entries),
+            entries(layer.entries),
             Human(layer.content_bytes),
         )?;
     }
     let name = layout.shown();
-    let layers = match report.layers.len() {
-        1 => "1 layer".to_owned(),
-        n => format!("{n} layers"),
-    };
+    let layers = plural(report.layers.len() as u64, "layer");
     let bytes: u64 = report.layers.iter().map(|layer| layer.file_bytes).sum();
     writeln!(
         out,
-        "{name}: {layers} of {} in all, a stack of {} with {} entries{}",
+        "{name}: {layers} of {} in all, a stack of {} with {}{}",
         Human(bytes),
         Human(report.stack.file_bytes),
-        Count(report.stack.entries),
+        entries(report.stack.entries),
         if report.verified { ", verified" } else { "" }
     )?;
     out.finish()
+}
+
+/// `1 entry`, `2 entries`.
+fn entries(count: u64) -> String {
+    match count {
+        1 => "1 entry".to_owned(),
+        n => format!("{} entries", Count(n)),
+    }
 }
 
 impl bcow_oci::Progress for Progress<'_> {

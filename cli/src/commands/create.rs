@@ -13,7 +13,7 @@ use crate::disks::Below;
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name};
 use crate::new_file::NewFile;
-use crate::size::{self, Count, Human};
+use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
 /// Make a disk that can be written
@@ -103,10 +103,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     new.complete()?;
     let over = over.map_or(String::new(), |name| format!(" over {name}"));
     ui.status(format_args!(
-        "{}: writable disk of {} ({} bytes){over}",
+        "{}: writable disk of {} ({}){over}",
         args.new.display(),
         Human(size),
-        Count(size)
+        plural(size, "byte")
     ));
     Ok(())
 }
@@ -116,7 +116,8 @@ pub fn disk_size(size: u64) -> Result<u64, CommandError> {
     match size.is_multiple_of(SECTOR_BYTES) {
         true => Ok(size),
         false => Err(CommandError::usage(format!(
-            "a disk of {size} bytes: sizes are multiples of {SECTOR_BYTES}"
+            "a disk of {}: sizes are multiples of {SECTOR_BYTES}",
+            plural(size, "byte")
         ))
         .hint(format!(
             "the next one is {}",

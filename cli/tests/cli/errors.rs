@@ -187,6 +187,7 @@ fn convert_from_what_is_no_source() {
     sandbox.write("sample.tar", &sample());
     sandbox.write("text.tar", "hello\n".repeat(1000).as_bytes());
     sandbox.write("cut.tar", &sample()[..60_000]);
+    sandbox.write("unended.tar", &sample()[..sample().len() - 1024]);
     sandbox.write(
         "bad.tar.gz",
         b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03 and so on",
@@ -204,6 +205,7 @@ fn convert_from_what_is_no_source() {
             &["convert", "dir:missing", "x.bcow"],
             &["convert", "text.tar", "x.bcow"],
             &["convert", "cut.tar", "x.bcow"],
+            &["convert", "unended.tar", "x.bcow"],
             &["convert", "bad.tar.gz", "x.bcow"],
             &["convert", "out.tar", "x.bcow"],
             &["convert", "link.tar", "x.bcow"],

@@ -3,6 +3,7 @@
 //! Snapshots are read before they are accepted. What may change without anybody noticing (digests, the
 //! version, the layout of metadata) is filtered out of them.
 
+mod convert;
 mod damage;
 mod diagnostics;
 mod diff;

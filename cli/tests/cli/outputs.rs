@@ -55,8 +55,10 @@ fn convert_reads_standard_input_and_gives_the_same_image() {
 #[test]
 fn convert_replaces_an_image_that_is_there() {
     let sandbox = Sandbox::with_image();
-    sandbox.write("old.bcow", b"old");
+    sandbox.ok(&["convert", "-q", "--plain", "sample.tar", "old.bcow"]);
+    let old = sandbox.read("old.bcow");
     sandbox.ok(&["convert", "-q", "sample.tar", "old.bcow"]);
+    assert!(sandbox.read("old.bcow") != old);
     sandbox.ok(&["fsck", "old.bcow"]);
 }
 

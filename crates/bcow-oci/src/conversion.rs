@@ -12,7 +12,7 @@ use bcow_erofs::writer::{EmitError, Plan, WriteOptions};
 use crate::builder::Budget;
 use crate::content::{ContentSink, ContentStats, ContentWriter};
 use crate::directory::DirectoryIngest;
-use crate::error::ConvertError;
+use crate::error::{ConvertError, Place, TarProblem};
 use crate::hidden::Uppers;
 use crate::ingest::{LayerIngest, rescue};
 use crate::layer::{LayerBytes, LayerInput, Reading, read_layer};
@@ -22,7 +22,7 @@ use crate::options::{Compression, ConvertOptions, Progress};
 use crate::output::Output;
 use crate::stream::ChunkStream;
 use crate::tails::TailStore;
-use crate::tar::TarReader;
+use crate::tar::{End, TarReader};
 use crate::warnings::Warnings;
 
 /// Longest file tail that is kept beside its inode in a compressed image, where the zeros behind a tail
@@ -77,6 +77,7 @@ pub(crate) struct ReadLayer {
 pub(crate) struct Conversion<'c> {
     content: ContentWriter<ImageSink>,
     progress: &'c dyn Progress,
+    options: &'c ConvertOptions,
     budget: Budget,
     warnings: Warnings,
     path: PathBuf,
@@ -111,6 +112,7 @@ impl<'c> Conversion<'c> {
                 options.limits.max_bytes,
             ),
             progress,
+            options,
             budget: Budget {
                 entries: 0,
                 max_entries: options.limits.max_entries,
@@ -136,9 +138,13 @@ impl<'c> Conversion<'c> {
         uppers: &mut Uppers,
     ) -> Result<ReadLayer, ConvertError> {
         self.progress.phase(&input.name);
+        let options = self.options;
         let parse = |stream: ChunkStream<'_>| {
             let ingest = LayerIngest {
                 name: &input.name,
+                reading,
+                // A layer of an image may hold anything.
+                recognise: !input.is_promised() && !options.as_files,
                 content: &mut self.content,
                 uppers,
                 budget: &mut self.budget,
@@ -147,7 +153,11 @@ impl<'c> Conversion<'c> {
             };
             let mut tar = TarReader::new(stream);
             let read = ingest.run(&mut tar);
-            whole_layer(read, &mut tar)
+            let read = whole_layer(read, &mut tar)?;
+            if !input.is_promised() {
+                check_end(&input.name, &tar, options, reading.progress)?;
+            }
+            Ok(read)
         };
         let (ingested, bytes) = read_layer(input, reading, parse)?;
         let mut tree = ingested.tree;
@@ -179,8 +189,7 @@ impl<'c> Conversion<'c> {
             content: &mut self.content,
             budget: &mut self.budget,
             warnings: &mut self.warnings,
-            progress: self.progress,
-            cancel: reading.cancel,
+            reading,
         };
         ingest.run(path)
     }
@@ -295,6 +304,44 @@ pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
         place: place.unwrap_or_else(|| "the merged layers".to_owned()),
         problem,
     }
+}
+
+/// Says whether an archive that no digest vouches for is all there, as far as its end tells.
+///
+/// One that a program died over ends behind an entry, as often as not: its output goes through a pipe in whole blocks. GNU
+/// tar and Go take such an archive for complete. For the half of a marker GNU tar has a warning; the writer was done.
+fn check_end(
+    name: &str,
+    tar: &TarReader<'_>,
+    options: &ConvertOptions,
+    progress: &dyn Progress,
+) -> Result<(), ConvertError> {
+    let refused = |problem| {
+        Err(ConvertError::Tar {
+            place: Place::layer(name),
+            problem,
+        })
+    };
+    match tar.end() {
+        Some(End::Marker { followed }) => {
+            if followed {
+                progress.warning(&format!(
+                    "{name}: something follows the end-of-archive marker, and is left out, as tar does"
+                ));
+            }
+        }
+        Some(End::HalfMarker) => progress.warning(&format!(
+            "{name}: the end-of-archive marker has one block of zeros instead of two"
+        )),
+        Some(End::Nothing { offset: 0 }) => return refused(TarProblem::Empty),
+        Some(End::Nothing { offset }) if !options.allow_truncated => {
+            return refused(TarProblem::NoEndMarker { offset });
+        }
+        _ => progress.warning(&format!(
+            "{name}: no end-of-archive marker: the archive may have been cut off"
+        )),
+    }
+    Ok(())
 }
 
 /// Reads a layer to its end. If its archive is broken, its digest may be wrong too, and that is the

@@ -17,6 +17,7 @@ use crate::layer::{LayerInput, Reading};
 use crate::metadata::{Metadata, flattened_layer};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
+use crate::recognise::recognise_directory;
 use crate::source::{Source, TarInput};
 use crate::{docker, layout};
 
@@ -49,7 +50,8 @@ pub fn convert(
         Input::Image(image) => {
             report.manifest = image.manifest.clone();
             report.platform = image.platform.clone();
-            let layers = read_layers(&mut conversion, image, &reading, &mut report)?;
+            let layers = read_layers(&mut conversion, image, &reading, &mut report)
+                .map_err(|error| source.explain(error))?;
             let names = image.layers.iter().map(|layer| layer.name.clone());
             (layers, names.collect())
         }
@@ -142,7 +144,18 @@ impl Input {
             }
             Source::Tar(TarInput::File(path)) => single_layer(Blob::open(path)?),
             Source::Tar(TarInput::Stdin) => single_layer(Blob::stdin()?),
-            Source::Directory(path) => return Ok(Input::Directory(path.clone())),
+            Source::Directory(path) => {
+                if !options.as_files
+                    && let Some(form) = recognise_directory(path)?
+                {
+                    return Err(source.explain(ConvertError::HoldsImage {
+                        place: path.display().to_string(),
+                        form,
+                        source_text: None,
+                    }));
+                }
+                return Ok(Input::Directory(path.clone()));
+            }
         };
         Ok(Input::Image(image.into()))
     }

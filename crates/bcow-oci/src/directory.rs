@@ -21,10 +21,10 @@ use rustix::io::Errno;
 
 use crate::blob::read_error;
 use crate::builder::{Budget, LayerBuilder, Slot};
-use crate::cancel::Cancel;
 use crate::content::{ContentSink, ContentWriter, Data};
 use crate::error::{ConvertError, Place};
 use crate::ingest::{keep_xattr, place_error, store_error};
+use crate::layer::Reading;
 use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
 use crate::warnings::Warnings;
@@ -34,8 +34,7 @@ pub(crate) struct DirectoryIngest<'i, S> {
     pub content: &'i mut ContentWriter<S>,
     pub budget: &'i mut Budget,
     pub warnings: &'i mut Warnings,
-    pub progress: &'i dyn Progress,
-    pub cancel: Cancel<'i>,
+    pub reading: &'i Reading<'i>,
 }
 
 impl<S: ContentSink> DirectoryIngest<'_, S> {
@@ -53,8 +52,7 @@ impl<S: ContentSink> DirectoryIngest<'_, S> {
             content: self.content,
             builder: LayerBuilder::new(self.budget),
             warnings: self.warnings,
-            progress: self.progress,
-            cancel: self.cancel,
+            reading: self.reading,
             device: stat.st_dev,
             links: HashMap::new(),
         };
@@ -77,8 +75,7 @@ struct Walk<'w, S> {
     content: &'w mut ContentWriter<S>,
     builder: LayerBuilder<'w>,
     warnings: &'w mut Warnings,
-    progress: &'w dyn Progress,
-    cancel: Cancel<'w>,
+    reading: &'w Reading<'w>,
     device: u64,
     /// Files with several names, by inode number.
     links: HashMap<u64, Vec<u8>>,
@@ -107,7 +104,7 @@ impl<S: ContentSink> Walk<'_, S> {
             names,
         }];
         while let Some(level) = levels.last_mut() {
-            if self.cancel.is_set() {
+            if self.reading.cancel.is_set() {
                 return Err(ConvertError::Interrupted);
             }
             let Some(name) = level.names.pop() else {
@@ -238,6 +235,8 @@ impl<S: ContentSink> Walk<'_, S> {
             return Err(changed());
         }
         let size = stat.st_size as u64;
+        self.reading
+            .count(size, || Place::entry("", text.as_bytes()))?;
         let map = match (stat.st_blocks as u64) * 512 < size {
             true => data_runs(&fd, size, text)?,
             false => None,
@@ -255,7 +254,7 @@ impl<S: ContentSink> Walk<'_, S> {
             run: 0,
             done: 0,
             buffer: Vec::new(),
-            progress: self.progress,
+            progress: self.reading.progress,
         };
         let content = match &map {
             Some(map) => self.content.sparse(map, &mut data),

@@ -100,7 +100,7 @@ pub enum LimitKind {
     Entries,
     /// Decompressed size over compressed size of one layer.
     Ratio,
-    /// Decompressed bytes over all layers.
+    /// Uncompressed bytes over all layers; the holes of sparse files count, as who reads the files gets them.
     Bytes,
     /// Memory for names, link targets and extended attributes.
     NameBytes,
@@ -108,6 +108,8 @@ pub enum LimitKind {
     PathBytes,
     /// Extension headers (PAX, GNU) of one tar entry, in bytes.
     ExtensionBytes,
+    /// Bytes of the blocks around the scattered data of sparse files.
+    SparseFill,
     /// Data runs of one sparse file.
     SparseRuns,
     /// Chunk index entries of all sparse files.
@@ -133,10 +135,11 @@ impl LimitKind {
         match self {
             LimitKind::Entries => "entries",
             LimitKind::Ratio => "decompressed bytes per compressed byte",
-            LimitKind::Bytes => "decompressed bytes",
+            LimitKind::Bytes => "uncompressed bytes (holes counted)",
             LimitKind::NameBytes => "bytes of names and extended attributes",
             LimitKind::PathBytes => "bytes of path",
             LimitKind::ExtensionBytes => "bytes of tar extension headers",
+            LimitKind::SparseFill => "bytes of blocks around scattered data of sparse files",
             LimitKind::SparseRuns => "data runs of a sparse file",
             LimitKind::Chunks => "chunks of sparse files",
             LimitKind::DocumentBytes => "bytes of a JSON document",
@@ -150,6 +153,18 @@ impl LimitKind {
     }
 }
 
+/// What holds container images and was given as a root file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ImageForm {
+    /// What `docker save` and `podman save` write.
+    DockerArchive,
+    /// An OCI image layout, in a directory or an archive.
+    OciLayout,
+    /// What `skopeo copy ... dir:` writes.
+    SkopeoDirectory,
+}
+
 /// Failure of a conversion. Nothing is left behind at the destination.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -161,6 +176,12 @@ pub enum ConvertError {
         text: String,
         /// Why it is none.
         problem: &'static str,
+    },
+    /// The source is a path alone, which could be anything.
+    #[error("{text:?} is no source: missing transport")]
+    MissingTransport {
+        /// What was given.
+        text: String,
     },
     /// The platform is not written as OS/ARCH[/VARIANT].
     #[error("{text:?} is no platform")]
@@ -245,6 +266,20 @@ pub enum ConvertError {
         /// Its media type.
         media_type: String,
     },
+    /// The files are not those of a root file system: they hold an image.
+    #[error("{place}: it holds {}, and is no root file system itself", match form {
+        ImageForm::DockerArchive => "a container image, as `docker save` writes it",
+        ImageForm::OciLayout => "container images, as an OCI image layout",
+        ImageForm::SkopeoDirectory => "a container image, as `skopeo copy` writes it to dir:",
+    })]
+    HoldsImage {
+        /// The archive or directory.
+        place: String,
+        /// What it is instead.
+        form: ImageForm,
+        /// How it is a source, if it is one.
+        source_text: Option<String>,
+    },
     /// What is to be converted was converted before.
     #[error("{place} is a BCoW image already")]
     AlreadyConverted {
@@ -300,7 +335,7 @@ pub enum ConvertError {
         found: Digest,
     },
     /// A blob of another size than its descriptor says.
-    #[error("{place}: {found} bytes, the manifest says {expected}")]
+    #[error("{place}: the manifest says {expected} bytes, there are {found}")]
     SizeMismatch {
         /// The blob.
         place: String,
@@ -385,6 +420,10 @@ pub enum TarProblem {
     },
     #[error("the archive is truncated: it ends in the middle of {what} (at byte {offset})")]
     Truncated { offset: u64, what: &'static str },
+    #[error("there is nothing in it, not even the end-of-archive marker")]
+    Empty,
+    #[error("no end-of-archive marker (at byte {offset}): the archive may have been cut off")]
+    NoEndMarker { offset: u64 },
     #[error("a zero block stands in the middle of the archive (at byte {offset})")]
     LoneZeroBlock { offset: u64 },
     #[error("bad number in header field {field}")]
@@ -442,6 +481,7 @@ impl ConvertError {
         use ConvertError as E;
         match self {
             E::SourceSyntax { .. }
+            | E::MissingTransport { .. }
             | E::PlatformSyntax { .. }
             | E::Destination { .. }
             | E::Options(_)
@@ -464,7 +504,7 @@ impl ConvertError {
             E::MediaType { .. } | E::Compression { .. } | E::AlreadyConverted { .. } => {
                 ErrorKind::Unsupported
             }
-            E::ReplacesSource { .. } => ErrorKind::Usage,
+            E::ReplacesSource { .. } | E::HoldsImage { .. } => ErrorKind::Usage,
             E::Limit { .. } => ErrorKind::Limit,
             E::Interrupted => ErrorKind::Interrupted,
         }
@@ -474,7 +514,7 @@ impl ConvertError {
     pub fn hint(&self) -> Option<String> {
         use ConvertError as E;
         let hint = match self {
-            E::SourceSyntax { .. } => "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE".into(),
+            E::SourceSyntax { .. } | E::MissingTransport { .. } => "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE".into(),
             E::PlatformSyntax { .. } => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64".into(),
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
                 if available.is_empty() {
@@ -487,6 +527,22 @@ impl ConvertError {
             E::MissingBlob { .. } => "the layout is incomplete; copy the image again".into(),
             E::DigestMismatch { .. } | E::SizeMismatch { .. } => "the input was damaged or tampered with; copy the image again".into(),
             E::AlreadyConverted { .. } => "`bcow export --to oci:DIR` makes an ordinary image of it".into(),
+            E::HoldsImage { form, source_text, .. } => {
+                let instead = match (source_text, form) {
+                    (Some(source), _) => format!("name it {source}"),
+                    (None, ImageForm::SkopeoDirectory) => {
+                        "make a layout of it with `skopeo copy dir:DIR oci:LAYOUT:TAG` and name that oci:LAYOUT:TAG".into()
+                    }
+                    (None, ImageForm::DockerArchive) => {
+                        "write it to a file and name that docker-archive:FILE".into()
+                    }
+                    (None, ImageForm::OciLayout) => "write it to a file and name that oci-archive:FILE".into(),
+                };
+                format!("{instead}; with --as-files its files are taken as they are")
+            }
+            E::Tar { problem: TarProblem::NoEndMarker { .. }, .. } => {
+                "look at what writes it; --allow-truncated takes the entries that there are".into()
+            }
             E::ReplacesSource { .. } => "give it another name, or another layout".into(),
             E::Compression { compression, .. } if compression.starts_with("whole-archive") => {
                 "decompress the archive first; its layers may stay compressed".into()

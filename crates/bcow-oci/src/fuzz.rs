@@ -2,16 +2,19 @@
 
 use std::io::Read;
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 
 use bcow_erofs::merge::merge;
 use bcow_erofs::writer::{Plan, WriteOptions};
 
 use crate::builder::Budget;
+use crate::cancel::Cancel;
 use crate::content::{ContentSink, ContentWriter};
 use crate::error::ConvertError;
 use crate::hidden::Uppers;
 use crate::ingest::LayerIngest;
-use crate::layer::Format;
+use crate::layer::{Format, Reading};
+use crate::options::Limits;
 use crate::stream::{ChunkStream, MemorySource};
 use crate::tails::TailStore;
 use crate::tar::TarReader;
@@ -96,6 +99,14 @@ fn ingest(
     let mut tar = TarReader::new(stream).without_checksums();
     let read = LayerIngest {
         name: "layer",
+        reading: &Reading {
+            limits: &Limits::default(),
+            progress: &(),
+            cancel: Cancel::default(),
+            find_diff_id: false,
+            bytes: &AtomicU64::new(0),
+        },
+        recognise: true,
         content,
         uppers,
         budget,

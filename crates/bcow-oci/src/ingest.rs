@@ -10,7 +10,9 @@ use crate::builder::{Budget, LayerBuilder, PlaceError, Slot};
 use crate::content::{ContentSink, ContentWriter, Data, StoreError};
 use crate::error::{ConvertError, LimitKind, Place, TarProblem};
 use crate::hidden::Uppers;
+use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
+use crate::recognise::{MAX_BYTES, is_telling, recognise};
 use crate::tar::{Entry, EntryKind, TarError, TarReader};
 use crate::warnings::Warnings;
 
@@ -21,6 +23,9 @@ const MAX_TARGET_BYTES: usize = 4095;
 pub(crate) struct LayerIngest<'i, S> {
     /// How errors name the layer.
     pub name: &'i str,
+    pub reading: &'i Reading<'i>,
+    /// Whether an archive that holds images is refused.
+    pub recognise: bool,
     pub content: &'i mut ContentWriter<S>,
     pub uppers: &'i mut Uppers,
     pub budget: &'i mut Budget,
@@ -56,6 +61,8 @@ impl<S: ContentSink> LayerIngest<'_, S> {
         let name = self.name;
         let mut layer = Layer {
             name,
+            reading: self.reading,
+            recognise: self.recognise,
             builder: LayerBuilder::new(self.budget),
             uppers: self.uppers,
             warnings: self.warnings,
@@ -99,6 +106,8 @@ pub(crate) fn rescue<S: ContentSink>(
 
 struct Layer<'i> {
     name: &'i str,
+    reading: &'i Reading<'i>,
+    recognise: bool,
     builder: LayerBuilder<'i>,
     uppers: &'i mut Uppers,
     warnings: &'i mut Warnings,
@@ -173,6 +182,9 @@ impl Layer<'_> {
                     .map_err(error);
             }
             EntryKind::Regular => {
+                if parents.is_empty() && self.recognise {
+                    self.refuse_image(last, &entry, tar)?;
+                }
                 return self.regular(number, &path, &entry, &slot, attributes, tar, content);
             }
             EntryKind::Symlink => NodeKind::Symlink(self.target(&path, &entry)?),
@@ -184,6 +196,28 @@ impl Layer<'_> {
             .node(&slot, Node { attributes, kind })
             .map_err(error)?;
         Ok(())
+    }
+
+    /// Refuses an archive that a file in its root says holds images.
+    fn refuse_image(
+        &self,
+        name: &[u8],
+        entry: &Entry,
+        tar: &mut TarReader<'_>,
+    ) -> Result<(), ConvertError> {
+        if !is_telling(name) || entry.sparse.is_some() || entry.stored > MAX_BYTES {
+            return Ok(());
+        }
+        let data = tar.data(entry.stored as usize);
+        let (first, second) = data.map_err(|e| tar_error(self.name, e))?;
+        match recognise(name, &[first, second].concat()) {
+            Some(form) => Err(ConvertError::HoldsImage {
+                place: self.name.to_owned(),
+                form,
+                source_text: None,
+            }),
+            None => Ok(()),
+        }
     }
 
     #[allow(
@@ -200,6 +234,11 @@ impl Layer<'_> {
         tar: &mut TarReader<'_>,
         content: &mut ContentWriter<S>,
     ) -> Result<(), ConvertError> {
+        if let Some(map) = &entry.sparse {
+            let holes = map.size.saturating_sub(entry.stored);
+            self.reading
+                .count(holes, || Place::entry(self.name, path))?;
+        }
         let hidden = self.uppers.hide(&self.builder, slot);
         let stored = if hidden {
             *self.hidden_bytes += entry.stored;
@@ -324,7 +363,7 @@ fn store<S: ContentSink>(
 /// Says where the content could not be stored.
 pub(crate) fn store_error(place: Place, error: StoreError) -> ConvertError {
     let (kind, value, allowed) = match error {
-        StoreError::Fill { value, allowed } => (LimitKind::Bytes, value, allowed),
+        StoreError::Fill { value, allowed } => (LimitKind::SparseFill, value, allowed),
         StoreError::AddressSpace { value, allowed } => (LimitKind::AddressSpace, value, allowed),
         StoreError::Chunks { value, allowed } => (LimitKind::Chunks, value, allowed),
         StoreError::Other(error) => return *error,

@@ -20,6 +20,8 @@ const QUEUE: usize = 6;
 const INPUT_BYTES: usize = 256 << 10;
 /// zstd windows up to 128 MiB, as `zstd -d` accepts without being asked.
 const MAX_WINDOW_LOG: u32 = 27;
+/// Padding that a tar archive may lack at its end, in blocks of 512 bytes: GNU tar fills up to 20, `tar -b 128` to 128.
+const MAX_PADDING_BLOCKS: usize = 128;
 /// Below this many bytes a layer may be compressed by any ratio.
 const RATIO_FREE_BYTES: u64 = 4 << 30;
 
@@ -44,11 +46,30 @@ pub(crate) struct Reading<'r> {
     pub cancel: Cancel<'r>,
     /// Whether the digest of the decompressed bytes is wanted of layers that do not promise one.
     pub find_diff_id: bool,
-    /// Decompressed bytes of all layers.
+    /// Uncompressed bytes of all layers, holes counted.
     pub bytes: &'r AtomicU64,
 }
 
 impl<'r> Reading<'r> {
+    /// Counts bytes of the input, decompressed, or those of holes, which an archive does not have to hold.
+    pub(crate) fn count(
+        &self,
+        bytes: u64,
+        place: impl FnOnce() -> Place,
+    ) -> Result<(), ConvertError> {
+        let before = self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        let value = before.saturating_add(bytes);
+        match value > self.limits.max_bytes {
+            true => Err(ConvertError::Limit {
+                place: place(),
+                kind: LimitKind::Bytes,
+                value: Some(value),
+                allowed: self.limits.max_bytes,
+            }),
+            false => Ok(()),
+        }
+    }
+
     /// For a second look at what was counted already: nothing of it is counted again.
     pub(crate) fn again(&self, bytes: &'r AtomicU64) -> Reading<'r> {
         Reading {
@@ -58,6 +79,13 @@ impl<'r> Reading<'r> {
             find_diff_id: false,
             bytes,
         }
+    }
+}
+
+impl LayerInput {
+    /// Whether a digest says that the layer is whole, so that its archive need not say it.
+    pub(crate) fn is_promised(&self) -> bool {
+        self.digest.is_some() || self.diff_id.is_some()
     }
 }
 
@@ -235,14 +263,47 @@ fn produce(
     check_digest(&input.name, "digest", input.digest.as_ref(), found.as_ref())?;
     decoded?;
     output.flush()?;
-    let found = output.hasher.take().map(Hasher::finish);
-    let expected = input.diff_id.as_ref().map(|id| &id.0);
-    check_digest(&input.name, "diffID", expected, found.as_ref())?;
+    let found = match (output.hasher.take(), &input.diff_id) {
+        (Some(hasher), Some(expected)) => Some(check_diff_id(output, hasher, &expected.0)?),
+        (hasher, _) => hasher.map(Hasher::finish),
+    };
     Ok(LayerBytes {
         stored,
         tar: output.total,
         diff_id: found.map(DiffId),
     })
+}
+
+/// The diffID of what was decompressed.
+///
+/// What writes zstd:chunked in containers/storage before 1.52 (skopeo 1.9 of Debian 12 has it) ends the layer with the
+/// two blocks of its end-of-archive marker and leaves out the padding that follows them, 10 KiB with GNU tar, while the
+/// diffID goes on to count it. podman takes such layers. Zeros that make the digest right are the ones that are missing:
+/// nothing else can be, and an archive means the same with them and without.
+fn check_diff_id(
+    output: &Output<'_>,
+    hasher: Hasher,
+    expected: &Digest,
+) -> Result<Digest, ConvertError> {
+    const ZEROS: [u8; 512] = [0; 512];
+    let found = hasher.clone().finish();
+    if found != *expected && output.total.is_multiple_of(512) {
+        let mut padded = hasher;
+        for blocks in 1..=MAX_PADDING_BLOCKS {
+            padded.update(&ZEROS);
+            if padded.clone().finish() == *expected {
+                output.reading.progress.warning(&format!(
+                    "{}: the last {} bytes of its padding were left out when it was compressed; with them it is the \
+                     layer that the image names",
+                    output.name,
+                    blocks * ZEROS.len()
+                ));
+                return Ok(expected.clone());
+            }
+        }
+    }
+    check_digest(output.name, "diffID", Some(expected), Some(&found))?;
+    Ok(found)
 }
 
 fn check_digest(
@@ -438,8 +499,7 @@ impl Read for RawReader<'_> {
 struct Output<'r> {
     name: &'r str,
     media_type: Option<&'r str>,
-    limits: &'r Limits,
-    all_bytes: &'r AtomicU64,
+    reading: &'r Reading<'r>,
     chunks: SyncSender<Message>,
     reusable: Receiver<Vec<u8>>,
     hasher: Option<Hasher>,
@@ -451,7 +511,7 @@ struct Output<'r> {
 impl<'r> Output<'r> {
     fn new(
         input: &'r LayerInput,
-        reading: &Reading<'r>,
+        reading: &'r Reading<'r>,
         chunks: SyncSender<Message>,
         reusable: Receiver<Vec<u8>>,
     ) -> Self {
@@ -460,8 +520,7 @@ impl<'r> Output<'r> {
         Output {
             name: &input.name,
             media_type: input.media_type.as_deref(),
-            limits: reading.limits,
-            all_bytes: reading.bytes,
+            reading,
             chunks,
             reusable,
             hasher: algorithm.map(|algorithm: Algorithm| Hasher::new(algorithm)),
@@ -508,19 +567,16 @@ impl<'r> Output<'r> {
     }
 
     fn check_limits(&self, stored: u64, read: u64) -> Result<(), ConvertError> {
-        let all = self.all_bytes.fetch_add(read, Ordering::Relaxed) + read;
-        let exceeded = |kind, value, allowed| ConvertError::Limit {
-            place: Place::layer(self.name),
-            kind,
-            value: Some(value),
-            allowed,
-        };
-        if all > self.limits.max_bytes {
-            return Err(exceeded(LimitKind::Bytes, all, self.limits.max_bytes));
-        }
+        self.reading.count(read, || Place::layer(self.name))?;
         let ratio = self.total / stored.max(1);
-        if self.total > RATIO_FREE_BYTES && ratio > self.limits.max_ratio {
-            return Err(exceeded(LimitKind::Ratio, ratio, self.limits.max_ratio));
+        let allowed = self.reading.limits.max_ratio;
+        if self.total > RATIO_FREE_BYTES && ratio > allowed {
+            return Err(ConvertError::Limit {
+                place: Place::layer(self.name),
+                kind: LimitKind::Ratio,
+                value: Some(ratio),
+                allowed,
+            });
         }
         Ok(())
     }
@@ -596,13 +652,19 @@ mod tests {
             ..Limits::default()
         };
         let bytes = AtomicU64::new(tar);
+        let reading = Reading {
+            limits: &limits,
+            progress: &(),
+            cancel: Cancel::default(),
+            find_diff_id: false,
+            bytes: &bytes,
+        };
         let (chunks, _received) = sync_channel(1);
         let (_used, reusable) = channel();
         let output = Output {
             name: "layer",
             media_type: None,
-            limits: &limits,
-            all_bytes: &bytes,
+            reading: &reading,
             chunks,
             reusable,
             hasher: None,

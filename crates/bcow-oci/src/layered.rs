@@ -70,6 +70,7 @@ pub fn convert_to_layout(
     progress.total(input.bytes());
     let convert = |image: &Image, writer: &LayoutWriter| {
         convert_image(image, source.transport(), layout, writer, options, progress)
+            .map_err(|error| source.explain(error))
     };
     let (blobs, entry, report) = match input {
         Input::Image(image) => convert(&image, &writer)?,

@@ -28,6 +28,10 @@ pub struct ConvertOptions {
     pub threads: usize,
     /// Read the image back before it gets its name.
     pub verify: bool,
+    /// Take a tar archive that no digest vouches for without its end-of-archive marker.
+    pub allow_truncated: bool,
+    /// Take the files of an archive or directory that holds images for those of a root file system.
+    pub as_files: bool,
     /// Guards against hostile input.
     pub limits: Limits,
     /// Recorded as the time of creation, seconds since 1970; if `None`, none is recorded.
@@ -47,6 +51,8 @@ impl Default for ConvertOptions {
             block_bytes: None,
             threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
             verify: true,
+            allow_truncated: false,
+            as_files: false,
             limits: Limits::default(),
             source_date_epoch: None,
             tool_version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -62,7 +68,7 @@ pub struct Limits {
     pub max_entries: u64,
     /// Decompressed over compressed bytes of a layer, applied past the first 4 GiB decompressed.
     pub max_ratio: u64,
-    /// Decompressed bytes over all layers.
+    /// Uncompressed bytes over all layers, the holes of sparse files counted.
     pub max_bytes: u64,
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use crate::error::ConvertError;
+use crate::error::{ConvertError, ImageForm};
 
 /// Where an image comes from.
 ///
@@ -76,7 +76,11 @@ impl FromStr for Source {
             // "./a:b.tar" and "dir/a:b.tar" are paths, not transports.
             Some((transport, rest)) if !transport.contains('/') => (transport, rest),
             _ if plain_tar => return Ok(Source::Tar(TarInput::File(text.into()))),
-            _ => return Err(bad("it has no transport")),
+            _ => {
+                return Err(ConvertError::MissingTransport {
+                    text: text.to_owned(),
+                });
+            }
         };
         if rest.is_empty() {
             return Err(bad("there is nothing behind the colon"));
@@ -106,6 +110,38 @@ impl FromStr for Source {
             _ if plain_tar => Ok(Source::Tar(TarInput::File(text.into()))),
             _ => Err(bad("the transport is unknown")),
         }
+    }
+}
+
+impl Source {
+    /// Adds to an error what only the source knows: by what name it would have worked.
+    pub(crate) fn explain(&self, mut error: ConvertError) -> ConvertError {
+        if let ConvertError::HoldsImage {
+            form, source_text, ..
+        } = &mut error
+        {
+            let other = match (self, form) {
+                (Source::Tar(TarInput::File(file)), ImageForm::DockerArchive) => {
+                    Some(Source::DockerArchive {
+                        file: file.clone(),
+                        reference: None,
+                    })
+                }
+                (Source::Tar(TarInput::File(file)), ImageForm::OciLayout) => {
+                    Some(Source::OciArchive {
+                        file: file.clone(),
+                        reference: None,
+                    })
+                }
+                (Source::Directory(directory), ImageForm::OciLayout) => Some(Source::Oci {
+                    directory: directory.clone(),
+                    reference: None,
+                }),
+                _ => None,
+            };
+            *source_text = other.map(|source| source.to_string());
+        }
+        error
     }
 }
 
@@ -180,7 +216,7 @@ mod tests {
 
     #[test]
     fn what_is_no_source_says_why() {
-        insta::assert_snapshot!(parse("image").unwrap_err(), @r#""image" is no source: it has no transport"#);
+        insta::assert_snapshot!(parse("image").unwrap_err(), @r#""image" is no source: missing transport"#);
         insta::assert_snapshot!(parse("oci:").unwrap_err(), @r#""oci:" is no source: there is nothing behind the colon"#);
         insta::assert_snapshot!(parse("oci:a:").unwrap_err(), @r#""oci:a:" is no source: there is nothing behind the second colon"#);
         insta::assert_snapshot!(parse("oci::a").unwrap_err(), @r#""oci::a" is no source: there is no path"#);

@@ -101,11 +101,6 @@ impl<'s> ChunkStream<'s> {
         Ok(bytes)
     }
 
-    /// Reads on to the end, so that the source sees (and hashes) every byte.
-    pub(crate) fn drain(&mut self) -> Result<(), ConvertError> {
-        self.skip(u64::MAX).map(|_| ())
-    }
-
     fn available(&self) -> usize {
         self.chunks.iter().map(Vec::len).sum::<usize>() - self.at
     }

@@ -1,26 +1,25 @@
 //! Disks in other forms: raw and qcow2, into BCoW and out of it.
 
-use std::fs::File;
+use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bcow::format::{SECTOR_BYTES, State, Use};
-use bcow::lock::FileLock;
 use bcow::{BlockDevice, DiskForm, Keep};
 use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
 use serde_json::{Value, json};
 
+use super::replace::{self, By};
 use super::{Args, Compress};
 use crate::copy_out::CopyOut;
-use crate::disks;
-use crate::error::{CommandError, Context};
+use crate::error::CommandError;
 use crate::image::{self, OpenImage};
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
 use crate::place::{self, Destination};
 use crate::rewrite::{LOG_BYTES, Rewrite, metadata};
-use crate::size::{Count, Human};
+use crate::size::{Human, plural};
 use crate::ui::Ui;
 
 /// A file in another form than BCoW, as the user names it.
@@ -105,6 +104,7 @@ pub fn run(
         Some(foreign) => {
             foreign.check()?;
             source.refuse_as_destination(foreign.path())?;
+            replace::check(foreign.path(), By::Disk, args.force)?;
             write_foreign(args, &source, foreign, ui)
         }
         None => {
@@ -116,6 +116,7 @@ pub fn run(
                 }
             };
             source.refuse_as_destination(destination)?;
+            replace::check(destination, By::Disk, args.force)?;
             write_disk(args, &source, destination, ui)
         }
     }
@@ -127,6 +128,8 @@ fn refuse_options_of_images(args: &Args) -> Result<(), CommandError> {
         (args.plain, "--plain"),
         (args.cache.is_some(), "--cache"),
         (args.dedup_lower, "--dedup-lower"),
+        (args.allow_truncated, "--allow-truncated"),
+        (args.as_files, "--as-files"),
     ];
     match given.iter().find(|(is_given, _)| *is_given) {
         Some((_, option)) => Err(CommandError::usage(format!(
@@ -182,7 +185,10 @@ fn open_source(
         None => {
             let image = match image {
                 Some(image) => image,
-                None => OpenImage::open(&name, &args.stores)?,
+                None => {
+                    refuse_files(&args.source, &args.destination)?;
+                    OpenImage::open(&name, &args.stores)?
+                }
             };
             Ok(Source {
                 transport: "bcow",
@@ -193,6 +199,30 @@ fn open_source(
             })
         }
     }
+}
+
+/// Refuses a source of files, which no disk can be made of. `oci:DIR` may have a BCoW image, and a file of any name be one.
+fn refuse_files(source: &OsStr, destination: &Path) -> Result<(), CommandError> {
+    use bcow_oci::Source;
+    let Some(Ok(files)) = source.to_str().map(str::parse::<Source>) else {
+        return Ok(());
+    };
+    if matches!(files, Source::Oci { .. }) || Path::new(source).exists() {
+        return Ok(());
+    }
+    let kind = match files {
+        Source::Directory(_) => "a directory",
+        Source::Tar(_) => "a tar archive",
+        _ => "a container image",
+    };
+    let shown = source.to_string_lossy();
+    Err(CommandError::usage(format!(
+        "{shown} is {kind}, and no disk, which {} is made of",
+        destination.display()
+    ))
+    .hint(format!(
+        "`bcow convert {shown} IMAGE.bcow` makes an image of it first"
+    )))
 }
 
 /// The size of a disk that was made of a file whose length was no multiple of a sector, as long as nobody changed it.
@@ -216,11 +246,6 @@ impl Source {
         let Ok(target) = std::fs::metadata(destination) else {
             return Ok(());
         };
-        let cannot = || format!("cannot write {}", destination.display());
-        if disks::is_writable_disk(destination) {
-            let file = File::open(destination).context(cannot)?;
-            FileLock::shared(&file).context(cannot)?;
-        }
         let same = self.files.iter().find(|path| {
             std::fs::metadata(path)
                 .is_ok_and(|file| (file.dev(), file.ino()) == (target.dev(), target.ino()))
@@ -314,10 +339,10 @@ fn write_disk(
     let size = source.device.size();
     if size != source.bytes {
         ui.warning(format_args!(
-            "{} has {} bytes, a disk has whole sectors of {SECTOR_BYTES}: its last {} bytes are zeros",
+            "{} has {}, a disk has whole sectors of {SECTOR_BYTES}: zeros fill up the last one ({})",
             source.name.display(),
-            source.bytes,
-            size - source.bytes
+            plural(source.bytes, "byte"),
+            plural(size - source.bytes, "byte")
         ));
     }
     let compression = match args.compress {
@@ -386,10 +411,10 @@ fn report(
     let mut out = ui.output();
     writeln!(
         out,
-        "{}: {kind}disk of {} ({} bytes), file of {}{}",
+        "{}: {kind}disk of {} ({}), file of {}{}",
         destination.display(),
         Human(size),
-        Count(size),
+        plural(size, "byte"),
         Human(file_bytes),
         if verified { ", verified" } else { "" }
     )?;

@@ -9,7 +9,7 @@ use super::number;
 use super::pax::PaxHeader;
 use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
 use crate::error::{ConvertError, LimitKind, TarProblem};
-use crate::stream::ChunkStream;
+use crate::stream::{CHUNK_BYTES, ChunkStream};
 
 /// Extension headers of one entry, in bytes. Linux allows 64 KiB of extended attributes a file.
 const MAX_EXTENSION_BYTES: u64 = 1 << 20;
@@ -45,6 +45,17 @@ pub(crate) enum EntryKind {
     BlockDevice { major: u32, minor: u32 },
     Directory,
     Fifo,
+}
+
+/// How an archive ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// With its end-of-archive marker, two blocks of zeros; whether anything but zeros follows it.
+    Marker { followed: bool },
+    /// With the first block of the marker. No entry begins with zeros, so the writer had come to its end.
+    HalfMarker,
+    /// Behind an entry, or at its very beginning: nothing says that the writer had no more to write.
+    Nothing { offset: u64 },
 }
 
 /// Why an archive cannot be read, and at which entry as far as it is known.
@@ -88,6 +99,7 @@ pub(crate) struct TarReader<'s> {
     padding: u64,
     /// Name in the last header read, for errors.
     context: Option<Vec<u8>>,
+    end: Option<End>,
     skip_checksums: bool,
 }
 
@@ -108,6 +120,7 @@ impl<'s> TarReader<'s> {
             data_left: 0,
             padding: 0,
             context: None,
+            end: None,
             skip_checksums: false,
         }
     }
@@ -153,9 +166,24 @@ impl<'s> TarReader<'s> {
         self.input.position()
     }
 
+    /// How the archive ends, after [`TarReader::finish`]; `None` if it was not read to its end.
+    pub(crate) fn end(&self) -> Option<End> {
+        self.end
+    }
+
     /// Reads what stands behind the archive's end, which belongs to the layer's digest all the same.
     pub(crate) fn finish(&mut self) -> Result<(), ConvertError> {
-        self.input.drain()
+        loop {
+            let (first, second) = self.input.window(CHUNK_BYTES)?;
+            let length = first.len() + second.len();
+            if length == 0 {
+                return Ok(());
+            }
+            if let Some(End::Marker { followed }) = &mut self.end {
+                *followed = *followed || first.iter().chain(second).any(|&b| b != 0);
+            }
+            self.input.consume(length);
+        }
     }
 
     fn advance(&mut self) -> Result<Option<Entry>, TarCause> {
@@ -171,10 +199,11 @@ impl<'s> TarReader<'s> {
         loop {
             let offset = self.input.position();
             let Some(block) = self.block("a header")? else {
-                return match extensions.is_empty() {
-                    true => Ok(None),
-                    false => Err(TarProblem::OrphanExtension.into()),
-                };
+                if !extensions.is_empty() {
+                    return Err(TarProblem::OrphanExtension.into());
+                }
+                self.end = Some(End::Nothing { offset });
+                return Ok(None);
             };
             if is_zero(&block) {
                 if !extensions.is_empty() {
@@ -182,12 +211,12 @@ impl<'s> TarReader<'s> {
                 }
                 // GNU tar stops at a lone zero block with a warning, Go refuses; what follows would be
                 // lost, so we refuse.
-                return match self.block("the end mark")? {
-                    Some(block) if !is_zero(&block) => {
-                        Err(TarProblem::LoneZeroBlock { offset }.into())
-                    }
-                    _ => Ok(None),
+                self.end = match self.block("the end mark")? {
+                    Some(block) if is_zero(&block) => Some(End::Marker { followed: false }),
+                    Some(_) => return Err(TarProblem::LoneZeroBlock { offset }.into()),
+                    None => Some(End::HalfMarker),
                 };
+                return Ok(None);
             }
             let header = Header::from_bytes(&block);
             if !self.skip_checksums {
@@ -475,10 +504,14 @@ fn identifier(pax: Option<u64>, field: &[u8], name: &'static str) -> Result<u32,
             .ok_or(TarProblem::BadNumber { field: name })?
             .into(),
     };
-    u32::try_from(value).map_err(|_| TarProblem::OutOfRange {
-        field: name,
-        value: value.to_string(),
-    })
+    match u32::try_from(value) {
+        // To chown(2) that is no owner but "leave it as it is", so no file can have it.
+        Err(_) | Ok(u32::MAX) => Err(TarProblem::OutOfRange {
+            field: name,
+            value: value.to_string(),
+        }),
+        Ok(value) => Ok(value),
+    }
 }
 
 /// The name in the header itself, with the prefix that ustar and star have.

@@ -1,10 +1,11 @@
 //! Layouts and streams that must be refused.
 
-use bcow_oci::{ConvertError, ErrorKind, Source};
+use bcow_oci::{ConvertError, ErrorKind, LayoutOptions, Source, convert_to_layout};
 use serde_json::json;
 
 use crate::support::{
-    CONFIG, Converted, INDEX, LAYER, Layout, convert_with, gzip, message, options,
+    CONFIG, Converted, INDEX, LAYER, Layout, convert_layers, convert_tar, convert_tar_with,
+    convert_with, gzip, message, options,
 };
 use crate::tarmaker::Tar;
 
@@ -99,7 +100,7 @@ fn bytes_that_are_not_what_the_manifest_says_are_refused() {
     ));
     std::fs::write(&path, &bytes[..1024]).unwrap();
     insta::assert_snapshot!(message(convert(&layout)), @r"
-    Invalid: layer 1 of 1 (sha256:f9b82bde10cb): 1024 bytes, the manifest says 51712
+    Invalid: layer 1 of 1 (sha256:f9b82bde10cb): the manifest says 51712 bytes, there are 1024
     hint: the input was damaged or tampered with; copy the image again
     ");
     std::fs::remove_file(&path).unwrap();
@@ -246,4 +247,85 @@ fn a_conversion_can_be_stopped() {
     let layout = Layout::of(&[tar()]);
     let error = convert_with(&layout.source(None), &options).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Interrupted);
+}
+
+/// The options of a user who means the files themselves.
+fn as_files() -> bcow_oci::ConvertOptions {
+    bcow_oci::ConvertOptions {
+        as_files: true,
+        ..options()
+    }
+}
+
+#[test]
+fn an_archive_that_holds_an_image_is_no_root_file_system() {
+    let docker = Tar::new()
+        .file("a.json", "{}")
+        .file("a/layer.tar", Tar::new().done())
+        .file(
+            "manifest.json",
+            r#"[{"Config":"a.json","RepoTags":null,"Layers":["a/layer.tar"]}]"#,
+        )
+        .done();
+    let oci = Tar::new()
+        .file("./blobs/sha256/a", "{}")
+        .file("./index.json", "{}")
+        .file("./oci-layout", r#"{"imageLayoutVersion":"1.0.0"}"#)
+        .done();
+    let text = |tar: &[u8]| message(convert_tar(tar)).replace("TMP/in.tar", "in.tar");
+    insta::assert_snapshot!(text(&docker), @r#"
+    Usage: in.tar: it holds a container image, as `docker save` writes it, and is no root file system itself
+    hint: name it docker-archive:in.tar; with --as-files its files are taken as they are
+    "#);
+    insta::assert_snapshot!(text(&gzip(&oci)), @r#"
+    Usage: in.tar: it holds container images, as an OCI image layout, and is no root file system itself
+    hint: name it oci-archive:in.tar; with --as-files its files are taken as they are
+    "#);
+    for tar in [&docker, &oci] {
+        assert!(convert_tar_with(tar, &as_files()).is_ok());
+    }
+    // Files of these names that are something else, or elsewhere.
+    let other = Tar::new()
+        .file("manifest.json", r#"{"name":"an app"}"#)
+        .file("oci-layout", "of our office")
+        .file("d/oci-layout", r#"{"imageLayoutVersion":"1.0.0"}"#)
+        .done();
+    assert!(convert_tar(&other).is_ok());
+    // A layer of an image may hold another image.
+    assert!(convert_layers(&[docker, oci]).is_ok());
+}
+
+#[test]
+fn a_directory_that_holds_an_image_is_no_root_file_system() {
+    let layout = Layout::of(&[Tar::new().file("a", "").done()]);
+    let source = Source::Directory(layout.path().to_owned());
+    insta::assert_snapshot!(message(convert_with(&source, &options())), @r#"
+    Usage: TMP: it holds container images, as an OCI image layout, and is no root file system itself
+    hint: name it oci:TMP; with --as-files its files are taken as they are
+    "#);
+    let error = convert_to_layout(
+        &source,
+        &LayoutOptions {
+            directory: layout.path().join("out"),
+            ..LayoutOptions::default()
+        },
+        &options(),
+        &(),
+    );
+    assert!(
+        matches!(error, Err(ConvertError::HoldsImage { .. })),
+        "{error:?}"
+    );
+    assert!(convert_with(&source, &as_files()).is_ok());
+    let skopeo = tempfile::tempdir().unwrap();
+    std::fs::write(
+        skopeo.path().join("version"),
+        "Directory Transport Version: 1.1\n",
+    )
+    .unwrap();
+    let source = Source::Directory(skopeo.path().to_owned());
+    insta::assert_snapshot!(message(convert_with(&source, &options())), @r#"
+    Usage: TMP: it holds a container image, as `skopeo copy` writes it to dir:, and is no root file system itself
+    hint: make a layout of it with `skopeo copy dir:DIR oci:LAYOUT:TAG` and name that oci:LAYOUT:TAG; with --as-files its files are taken as they are
+    "#);
 }

@@ -1,8 +1,8 @@
 //! Tar archives that must be refused, with a word that helps.
 
-use bcow_oci::{ConvertOptions, Limits};
+use bcow_oci::{ConvertOptions, Limits, Source, TarInput, convert};
 
-use crate::support::{convert_tar, convert_tar_with, gzip, message, options};
+use crate::support::{Told, convert_tar, convert_tar_with, gzip, message, options};
 use crate::tarmaker::{GNU, Header, Tar, record, seal};
 
 fn refused(tar: &[u8]) -> String {
@@ -37,6 +37,21 @@ fn bad_fields_are_refused() {
     insta::assert_snapshot!(field(100, b"rw-r--r-"), @r#"Invalid: in.tar, entry "victim": bad number in header field mode"#);
     insta::assert_snapshot!(field(108, &[0xff; 8]), @r#"Invalid: in.tar, entry "victim": uid -1 does not fit"#);
     insta::assert_snapshot!(field(108, &[0x80, 0, 0, 1, 0, 0, 0, 0]), @r#"Invalid: in.tar, entry "victim": uid 4294967296 does not fit"#);
+    // (uid_t)-1, which chown(2) takes for "leave it as it is".
+    insta::assert_snapshot!(field(108, &[0x80, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]), @r#"Invalid: in.tar, entry "victim": uid 4294967295 does not fit"#);
+    insta::assert_snapshot!(field(116, &[0x80, 0, 0, 0, 0xff, 0xff, 0xff, 0xff]), @r#"Invalid: in.tar, entry "victim": gid 4294967295 does not fit"#);
+    assert!(
+        convert_tar(
+            &Tar::new()
+                .raw(&seal({
+                    let mut block = Header::new("last", b'0').block();
+                    block[108..116].copy_from_slice(&[0x80, 0, 0, 0, 0xff, 0xff, 0xff, 0xfe]);
+                    block
+                }))
+                .done()
+        )
+        .is_ok()
+    );
     insta::assert_snapshot!(field(124, b"99999999999\0"), @r#"Invalid: in.tar, entry "victim": bad number in header field size"#);
     insta::assert_snapshot!(field(124, &[0xff; 12]), @r#"Invalid: in.tar, entry "victim": bad number in header field size"#);
     insta::assert_snapshot!(field(124, &[0x80, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]), @r#"Invalid: in.tar, entry "victim": size 9223372036854775807 does not fit"#);
@@ -213,7 +228,198 @@ fn limits_hold() {
     };
     let zeros = Tar::new().file("zeros", vec![0; 4 << 20]).done();
     insta::assert_snapshot!(limited(max_bytes, &gzip(&zeros)), @r"
-    Limit: in.tar: too many decompressed bytes: 2097152, at most 1048576 are allowed
+    Limit: in.tar: too many uncompressed bytes (holes counted): 2097152, at most 1048576 are allowed
     hint: if you trust the input, raise it with --max-size
     ");
+}
+
+/// An archive of two files, and where each of its entries ends.
+fn two_entries() -> (Vec<u8>, [usize; 3]) {
+    let one = Tar::new().file("a", "content").bytes.len();
+    let two = Tar::new().file("a", "content").file("b", vec![1; 2000]);
+    let ends = [0, one, two.bytes.len()];
+    (two.done(), ends)
+}
+
+#[test]
+fn an_archive_that_may_have_been_cut_off_between_two_entries_is_refused() {
+    let (tar, [empty, one, two]) = two_entries();
+    insta::assert_snapshot!(refused(&tar[..empty]), @"Invalid: in.tar: there is nothing in it, not even the end-of-archive marker");
+    insta::assert_snapshot!(refused(&tar[..one]), @r#"
+    Invalid: in.tar: no end-of-archive marker (at byte 1024): the archive may have been cut off
+    hint: look at what writes it; --allow-truncated takes the entries that there are
+    "#);
+    insta::assert_snapshot!(refused(&tar[..two]), @r#"
+    Invalid: in.tar: no end-of-archive marker (at byte 3584): the archive may have been cut off
+    hint: look at what writes it; --allow-truncated takes the entries that there are
+    "#);
+    insta::assert_snapshot!(refused(&gzip(&tar[..one])), @r#"
+    Invalid: in.tar: no end-of-archive marker (at byte 1024): the archive may have been cut off
+    hint: look at what writes it; --allow-truncated takes the entries that there are
+    "#);
+    insta::assert_snapshot!(refused(&gzip(b"")), @"Invalid: in.tar: there is nothing in it, not even the end-of-archive marker");
+}
+
+/// The warnings of converting an archive, and the tree.
+fn warned(tar: &[u8], options: &ConvertOptions) -> (Vec<String>, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("in.tar");
+    std::fs::write(&input, tar).unwrap();
+    let heard = Told::default();
+    let source = Source::Tar(TarInput::File(input.clone()));
+    convert(&source, &dir.path().join("image.bcow"), options, &heard).unwrap();
+    let warnings = heard.0.into_inner().unwrap();
+    let place = input.display().to_string();
+    let warnings = warnings
+        .iter()
+        .map(|w| w.replace(&place, "in.tar"))
+        .collect();
+    let converted = convert_tar_with(tar, options).unwrap();
+    (warnings, converted.lines())
+}
+
+#[test]
+fn an_archive_without_its_end_is_taken_if_asked_for_and_an_empty_one_never() {
+    let (tar, [empty, one, two]) = two_entries();
+    let truncated = ConvertOptions {
+        allow_truncated: true,
+        ..options()
+    };
+    let whole = warned(&tar, &options());
+    assert_eq!(whole.0, [""; 0]);
+    let (warnings, lines) = warned(&tar[..two], &truncated);
+    assert_eq!(lines, whole.1);
+    assert_eq!(
+        warnings,
+        ["in.tar: no end-of-archive marker: the archive may have been cut off"]
+    );
+    let (_, lines) = warned(&tar[..one], &truncated);
+    assert_eq!(lines.lines().count(), 1, "{lines}");
+    for bad in [&tar[..empty], &tar[..one + 512 + 1999], &tar[..one + 100]] {
+        assert!(convert_tar_with(bad, &truncated).is_err());
+    }
+}
+
+#[test]
+fn half_an_end_marker_and_what_follows_a_whole_one_are_told() {
+    let (tar, [.., two]) = two_entries();
+    let whole = warned(&tar, &options()).1;
+    let (warnings, lines) = warned(&tar[..two + 512], &options());
+    assert_eq!(lines, whole);
+    assert_eq!(
+        warnings,
+        ["in.tar: the end-of-archive marker has one block of zeros instead of two"]
+    );
+    // `cat a.tar b.tar`: tar reads the first.
+    let (warnings, lines) = warned(
+        &[&tar[..], &Tar::new().file("c", "").done()].concat(),
+        &options(),
+    );
+    assert_eq!(lines, whole);
+    assert_eq!(
+        warnings,
+        ["in.tar: something follows the end-of-archive marker, and is left out, as tar does"]
+    );
+    let padded = [&tar[..], &[0; 20_000]].concat();
+    assert_eq!(warned(&padded, &options()), (vec![], whole));
+}
+
+#[test]
+fn an_archive_without_any_entry_is_an_empty_root_if_it_says_where_it_ends() {
+    assert_eq!(
+        warned(&Tar::new().done(), &options()),
+        (vec![], String::new())
+    );
+}
+
+#[test]
+fn a_compressed_archive_is_refused_wherever_it_is_cut() {
+    let (tar, _) = two_entries();
+    // Skippable frames, as zstd:chunked has them, and a second frame that holds the end mark alone.
+    let skip = [
+        &0x184D_2A50u32.to_le_bytes()[..],
+        &5u32.to_le_bytes(),
+        b"hello",
+    ]
+    .concat();
+    let frame = |bytes: &[u8]| zstd::encode_all(bytes, 3).unwrap();
+    let zstd = [
+        &skip,
+        &frame(&tar[..tar.len() - 1024])[..],
+        &skip,
+        &frame(&tar[tar.len() - 1024..]),
+    ]
+    .concat();
+    for whole in [gzip(&tar), zstd] {
+        assert!(convert_tar(&whole).is_ok());
+        for length in 0..whole.len() {
+            assert!(
+                convert_tar(&whole[..length]).is_err(),
+                "cut after {length} bytes"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_owner_that_chown_does_not_take_is_refused_in_pax_records_too() {
+    for key in ["uid", "gid"] {
+        let tar = Tar::new().pax(&[(key, "4294967295")]).file("f", "").done();
+        let text = refused(&tar);
+        assert_eq!(
+            text,
+            format!("Invalid: in.tar, entry \"f\": {key} 4294967295 does not fit")
+        );
+    }
+}
+
+#[test]
+fn the_size_limit_counts_the_holes_of_sparse_files() {
+    let pax = |size: u64| {
+        let size = size.to_string();
+        let records = [("GNU.sparse.size", &size[..]), ("GNU.sparse.map", "0,10")];
+        Tar::new().pax(&records).file("f", [1; 10]).done()
+    };
+    let gnu = |size: u64| {
+        let mut block = Header::new("f", b'S').magic(GNU).size(10).block();
+        block[386..398].copy_from_slice(b"00000000000\0");
+        block[398..410].copy_from_slice(b"00000000012\0");
+        block[483..495].fill(0);
+        block[483] = 0x80;
+        block[487..495].copy_from_slice(&size.to_be_bytes());
+        Tar::new().raw(&seal(block)).raw(&[1; 512]).done()
+    };
+    for tar in [pax(1 << 39), gnu(1 << 39)] {
+        assert!(convert_tar(&tar).is_ok());
+    }
+    // What has been read so far counts too, and how much that is depends on the dialect.
+    let limit = |tar: &[u8]| {
+        let text = refused(tar);
+        let (before, value) = text.split_once("counted): ").unwrap();
+        let (value, after) = value.split_once(',').unwrap();
+        let gigabytes = value.parse::<u64>().unwrap() >> 30;
+        format!("{before}counted): {gigabytes} GiB,{after}")
+    };
+    for tar in [pax(15 << 40), gnu(15 << 40)] {
+        insta::allow_duplicates!(insta::assert_snapshot!(limit(&tar), @r#"
+        Limit: in.tar, entry "f": too many uncompressed bytes (holes counted): 15360 GiB, at most 1099511627776 are allowed
+        hint: if you trust the input, raise it with --max-size
+        "#));
+    }
+    for tar in [pax(1 << 60), gnu(1 << 60)] {
+        insta::allow_duplicates!(insta::assert_snapshot!(limit(&tar), @r#"
+        Limit: in.tar, entry "f": too many uncompressed bytes (holes counted): 1073741824 GiB, at most 1099511627776 are allowed
+        hint: if you trust the input, raise it with --max-size
+        "#));
+    }
+    let twice = Tar::new()
+        .pax(&[("GNU.sparse.size", "700000000000"), ("GNU.sparse.map", "")])
+        .file("a", [])
+        .pax(&[("GNU.sparse.size", "700000000000"), ("GNU.sparse.map", "")])
+        .file("b", [])
+        .done();
+    insta::assert_snapshot!(limit(&twice), @r#"
+    Limit: in.tar, entry "b": too many uncompressed bytes (holes counted): 1303 GiB, at most 1099511627776 are allowed
+    hint: if you trust the input, raise it with --max-size
+    "#);
 }

@@ -1,6 +1,6 @@
 //! Tar archives of every sort that must be understood.
 
-use crate::support::{convert_tar, convert_tar_with, convert_with, gzip, options};
+use crate::support::{convert_layers, convert_tar, convert_tar_with, convert_with, gzip, options};
 use crate::tarmaker::{GNU, Header, Tar, USTAR, V7, record, seal};
 
 #[test]
@@ -245,7 +245,7 @@ fn sparse_files_come_in_four_ways() {
 fn a_file_that_is_one_hole_costs_nothing() {
     let tar = Tar::new()
         .pax(&[
-            ("GNU.sparse.size", "1099511627776"),
+            ("GNU.sparse.size", "549755813888"),
             ("GNU.sparse.numblocks", "0"),
             ("GNU.sparse.map", ""),
         ])
@@ -255,34 +255,31 @@ fn a_file_that_is_one_hole_costs_nothing() {
     assert!(converted.report.file_bytes < 100_000);
     let fs = converted.filesystem();
     let inode = fs.inode(fs.resolve(b"hole").unwrap().unwrap()).unwrap();
-    assert_eq!(inode.size, 1 << 40);
+    assert_eq!(inode.size, 1 << 39);
     let mut last = [1; 10];
-    assert_eq!(fs.read(&inode, (1 << 40) - 10, &mut last).unwrap(), 10);
+    assert_eq!(fs.read(&inode, (1 << 39) - 10, &mut last).unwrap(), 10);
     assert_eq!(last, [0; 10]);
 }
 
 #[test]
-fn the_end_may_be_short_and_something_may_follow_it() {
+fn a_layer_may_lack_its_end_as_its_digest_says_that_it_is_whole() {
     let tar = Tar::new().file("a", "1").file("b", "2").done();
-    let expected = convert_tar(&tar).unwrap().dump();
+    let expected = convert_layers(std::slice::from_ref(&tar)).unwrap().dump();
     let end = tar.len() - 1024;
     for short in [end, end + 512, end - 511, end - 200] {
-        assert_eq!(
-            convert_tar(&tar[..short]).unwrap().dump(),
-            expected,
-            "{short}"
-        );
+        let converted = convert_layers(&[tar[..short].to_vec()]).unwrap();
+        assert_eq!(converted.dump(), expected, "{short}");
     }
     let long = [&tar[..], &[7; 3000]].concat();
-    assert_eq!(convert_tar(&long).unwrap().dump(), expected);
+    assert_eq!(convert_layers(&[long]).unwrap().dump(), expected);
 }
 
 #[test]
 fn no_entries_are_an_empty_tree() {
     let empty = convert_tar(&[0; 1024]).unwrap().dump();
     assert_eq!(empty.lines().count(), 1);
-    assert_eq!(convert_tar(&[]).unwrap().dump(), empty);
     assert_eq!(convert_tar(&[0; 10240]).unwrap().dump(), empty);
+    assert_eq!(convert_layers(&[vec![]]).unwrap().dump(), empty);
 }
 
 #[test]

@@ -2,12 +2,11 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
-use bcow_oci::{ConvertOptions, LayoutOptions, Made, Progress, Source, convert_to_layout};
+use bcow_oci::{ConvertOptions, LayoutOptions, Made, Source, convert_to_layout};
 use serde_json::Value;
 
-use crate::support::{LAYER, Layered, Layout, gzip, layered_with, options};
+use crate::support::{LAYER, Layered, Layout, Told, gzip, layered_with, options};
 use crate::tarmaker::Tar;
 
 /// Content that can be recognised, and neither deduplicates nor compresses well.
@@ -57,16 +56,6 @@ fn digests(layered: &Layered) -> Vec<String> {
     layers
         .chain([layered.report.manifest.to_string()])
         .collect()
-}
-
-/// What was told on the way.
-#[derive(Default)]
-struct Told(Mutex<Vec<String>>);
-
-impl Progress for Told {
-    fn warning(&self, message: &str) {
-        self.0.lock().unwrap().push(message.to_owned());
-    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What layers do to one another.
 
-use crate::support::{Layout, convert_layers, convert_with, options};
+use crate::support::{Layout, convert_layers, convert_with, message, options};
 use crate::tarmaker::{Header, Tar};
 
 /// Content that can be recognised and does not deduplicate.
@@ -215,4 +215,37 @@ fn a_thousand_layers_are_no_deeper_than_one() {
     let converted = convert_layers(&layers).unwrap();
     assert_eq!(converted.read("same"), b"999");
     assert_eq!(converted.report.entries, 1 + 1 + 1 + 1000);
+}
+
+/// A layer as skopeo 1.9 writes it with `--dest-compress-format zstd:chunked`: what follows the archive's two end blocks is
+/// left out, and counted in the diffID.
+#[test]
+fn a_zstd_chunked_layer_without_its_padding_is_the_layer_that_the_image_names() {
+    const MEDIA_TYPE: &str = "application/vnd.oci.image.layer.v1.tar+zstd";
+    let whole = Tar::new().file("a", "content").dir("d").done();
+    let image = |padded_to: usize, kept: &[u8]| {
+        let mut padded = whole.clone();
+        padded.resize(padded_to, 0);
+        let mut layout = Layout::new();
+        let stored = zstd::encode_all(kept, 3).unwrap();
+        let image = layout.image("linux/amd64", &[(MEDIA_TYPE, stored, padded)]);
+        layout.list(image, Some("test"));
+        layout
+    };
+    let expected = convert_layers(std::slice::from_ref(&whole)).unwrap();
+    // GNU tar's record of 20 blocks, a large one, and none.
+    for padded_to in [10_240, 65_536, whole.len()] {
+        let layout = image(padded_to, &whole);
+        let converted = convert_with(&layout.source(None), &options()).unwrap();
+        assert_eq!(converted.dump(), expected.dump());
+    }
+    // What is missing has to be zeros behind the end, and little.
+    for layout in [
+        image(10_240, &whole[..whole.len() - 1]),
+        image(1 << 20, &whole),
+        image(10_240, &Tar::new().file("a", "Content").dir("d").done()),
+    ] {
+        let text = message(convert_with(&layout.source(None), &options()));
+        assert!(text.contains("diffID is sha256:"), "{text}");
+    }
 }

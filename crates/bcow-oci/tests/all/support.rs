@@ -2,15 +2,15 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use bcow::format::BackingEntry;
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions};
 use bcow_erofs::debug::{DumpOptions, dump};
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::{
-    ConvertError, ConvertOptions, Digest, LayoutOptions, LayoutReport, Report, Source, TarInput,
-    convert, convert_to_layout,
+    ConvertError, ConvertOptions, Digest, LayoutOptions, LayoutReport, Progress, Report, Source,
+    TarInput, convert, convert_to_layout,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -264,6 +264,16 @@ pub fn layered_with(
             assert!(left.is_empty(), "{error} left {left:?}");
             Err(error)
         }
+    }
+}
+
+/// What was told on the way.
+#[derive(Default)]
+pub struct Told(pub Mutex<Vec<String>>);
+
+impl Progress for Told {
+    fn warning(&self, message: &str) {
+        self.0.lock().unwrap().push(message.to_owned());
     }
 }
 

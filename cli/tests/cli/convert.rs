@@ -1,0 +1,189 @@
+//! What `bcow convert` takes, and what it replaces.
+
+use std::fs::File;
+use std::io::Read;
+
+use crate::support::{Sandbox, sample};
+
+/// Fails with a message that has each of these words; the files in the directory are what they were.
+fn refused(sandbox: &Sandbox, input: &str, args: &[&str], words: &[&str]) {
+    let before: Vec<_> = sandbox
+        .names()
+        .into_iter()
+        .map(|n| (sandbox.read(&n), n))
+        .collect();
+    let input = File::open(sandbox.path(input)).unwrap();
+    let output = sandbox.command(args).stdin(input).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{args:?} succeeded");
+    for word in words {
+        assert!(text.contains(word), "{args:?}: no {word:?} in {text}");
+    }
+    let after: Vec<_> = sandbox
+        .names()
+        .into_iter()
+        .map(|n| (sandbox.read(&n), n))
+        .collect();
+    assert!(before == after, "{args:?} changed a file");
+}
+
+#[test]
+fn an_archive_that_is_not_whole_replaces_no_image() {
+    let sandbox = Sandbox::with_image();
+    let whole = sample();
+    let entries = whole.len() - 1024;
+    sandbox.write("empty", b"");
+    sandbox.write("cut.tar", &whole[..entries]);
+    let convert = ["convert", "tar:-", "image.bcow"];
+    // `(exit 1) | bcow convert tar:- image.bcow`
+    refused(
+        &sandbox,
+        "empty",
+        &convert,
+        &["standard input", "nothing in it"],
+    );
+    refused(
+        &sandbox,
+        "cut.tar",
+        &convert,
+        &["no end-of-archive marker", "--allow-truncated"],
+    );
+    let allow = ["convert", "--allow-truncated", "tar:-", "image.bcow"];
+    refused(&sandbox, "empty", &allow, &["nothing in it"]);
+    let warned = sandbox.run(&["convert", "--allow-truncated", "tar:cut.tar", "cut.bcow"]);
+    assert!(warned.status.success());
+    let text = String::from_utf8_lossy(&warned.stderr);
+    assert!(
+        text.starts_with("warning: cut.tar: no end-of-archive marker"),
+        "{text}"
+    );
+    assert_eq!(
+        sandbox
+            .run(&["diff", "image.bcow", "cut.bcow"])
+            .status
+            .code(),
+        Some(0)
+    );
+}
+
+#[test]
+fn an_image_replaces_an_image_and_who_has_the_old_one_open_keeps_it() {
+    let sandbox = Sandbox::with_image();
+    let old = sandbox.read("image.bcow");
+    let mut open = File::open(sandbox.path("image.bcow")).unwrap();
+    sandbox.write("empty.tar", &[0; 1024]);
+    sandbox.ok(&["convert", "empty.tar", "image.bcow"]);
+    assert!(sandbox.read("image.bcow") != old);
+    let mut still = Vec::new();
+    open.read_to_end(&mut still).unwrap();
+    assert!(still == old);
+    // What mktemp makes is there to be replaced.
+    sandbox.write("temporary", b"");
+    sandbox.ok(&["convert", "empty.tar", "temporary"]);
+}
+
+#[test]
+fn what_may_be_all_that_there_is_of_it_is_replaced_by_force_only() {
+    let sandbox = Sandbox::with_image();
+    sandbox.write("disk.raw", &[7; 8192]);
+    sandbox.ok(&["convert", "raw:disk.raw", "sealed.bcow"]);
+    sandbox.ok(&["create", "-s", "1M", "writable.bcow"]);
+    sandbox.ok(&["convert", "sample.tar", "base.bcow"]);
+    sandbox.ok(&["create", "-b", "base.bcow", "over.bcow"]);
+    sandbox.write("letter.txt", b"precious");
+    std::os::unix::fs::symlink("base.bcow", sandbox.path("link.bcow")).unwrap();
+    for (destination, why) in [
+        ("sealed.bcow", "is a disk"),
+        ("writable.bcow", "is a disk"),
+        ("base.bcow", "over.bcow has it for its backing"),
+        ("link.bcow", "over.bcow has it for its backing"),
+        ("letter.txt", "bcow did not make it"),
+        ("disk.raw", "bcow did not make it"),
+    ] {
+        for source in ["sample.tar", "raw:disk.raw"] {
+            if (source, destination) != ("raw:disk.raw", "disk.raw") {
+                refused(
+                    &sandbox,
+                    "letter.txt",
+                    &["convert", source, destination],
+                    &[why, "--force"],
+                );
+            }
+        }
+    }
+    for destination in ["qcow2:letter.txt", "raw:letter.txt", "raw:base.bcow"] {
+        refused(
+            &sandbox,
+            "letter.txt",
+            &["convert", "sealed.bcow", destination],
+            &["--force"],
+        );
+    }
+    sandbox.ok(&["convert", "--force", "sample.tar", "base.bcow"]);
+    sandbox.ok(&["convert", "-f", "raw:disk.raw", "writable.bcow"]);
+    sandbox.ok(&["convert", "-f", "sealed.bcow", "raw:letter.txt"]);
+    assert!(sandbox.read("letter.txt") == sandbox.read("disk.raw"));
+}
+
+#[test]
+fn a_source_says_what_it_lacks_or_is_instead() {
+    let sandbox = Sandbox::with_image();
+    sandbox.layout("layout", "test", &["sample.tar"]);
+    sandbox.write("disk.qcow2", b"QFI\xfb and so on");
+    sandbox.write("disk.img", &[7; 8192]);
+    std::fs::create_dir(sandbox.path("root")).unwrap();
+    let asked = |source: &str, destination: &str| {
+        let output = sandbox.run(&["convert", source, destination]);
+        assert_eq!(output.status.code(), Some(2), "{source} {destination}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    for (source, meant) in [
+        ("nosuch", "did you mean raw:nosuch or tar:nosuch?"),
+        ("disk.img", "did you mean raw:disk.img?"),
+        ("disk.qcow2", "did you mean qcow2:disk.qcow2?"),
+        ("layout", "did you mean oci:layout?"),
+        ("root", "did you mean dir:root,"),
+    ] {
+        let text = asked(source, "x.bcow");
+        assert!(
+            text.contains("missing transport") && text.contains(meant),
+            "{text}"
+        );
+    }
+    for (source, kind) in [
+        ("dir:root", "dir:root is a directory, and no disk"),
+        (
+            "tar:sample.tar",
+            "tar:sample.tar is a tar archive, and no disk",
+        ),
+        (
+            "docker-archive:nosuch",
+            "docker-archive:nosuch is a container image, and no disk",
+        ),
+    ] {
+        for destination in ["qcow2:x", "raw:x"] {
+            let text = asked(source, destination);
+            assert!(text.contains(kind), "{text}");
+        }
+    }
+    let text = asked("dir:layout", "x.bcow");
+    assert!(text.contains("hint: name it oci:layout;"), "{text}");
+}
+
+#[test]
+fn one_of_something_is_told_as_one() {
+    let sandbox = Sandbox::new();
+    sandbox.write("empty.tar", &[0; 1024]);
+    let text = String::from_utf8(sandbox.ok(&["convert", "empty.tar", "a.bcow"])).unwrap();
+    assert!(text.starts_with("a.bcow: 1 layer, 1 entry, "), "{text}");
+    sandbox.write("one", b"x");
+    let output = sandbox.run(&["convert", "raw:one", "one.bcow"]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("raw:one has 1 byte, "), "{text}");
+    let output = sandbox.run(&["create", "-s", "1", "new.bcow"]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("a disk of 1 byte:"), "{text}");
+    let output = sandbox.run(&["convert", "one.bcow", "raw:out"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("disk of 1 B (1 byte)"), "{text}");
+}
