@@ -281,6 +281,50 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
+        let begun = std::time::Instant::now();
+        let image = OpenImage::look(name, given, stores, options)?;
+        image.log(begun);
+        Ok(image)
+    }
+
+    /// Logs what was opened.
+    fn log(&self, begun: std::time::Instant) {
+        let header = self.image().header();
+        tracing::info!(
+            "{}: opened {} in {} ms: an address space of {} bytes, {:?}, {} files below",
+            self.name.display(),
+            self.opened.path.display(),
+            begun.elapsed().as_millis(),
+            header.size,
+            header.state,
+            self.opened.below.len() + self.chain.len()
+        );
+        tracing::debug!(
+            "{}: regions of 2^{} bytes, features {:?}",
+            self.name.display(),
+            header.region_shift,
+            header.features
+        );
+        for below in &self.opened.below {
+            tracing::debug!(
+                "{}: {} is {}",
+                self.name.display(),
+                below.label,
+                below.path.display()
+            );
+        }
+        for below in &self.chain {
+            let path = below.path.as_ref().map(|path| path.display().to_string());
+            tracing::debug!("{}: over {}", self.name.display(), path.unwrap_or_default());
+        }
+    }
+
+    fn look(
+        name: &Path,
+        given: &[PathBuf],
+        stores: &StoreArgs,
+        options: &OpenOptions,
+    ) -> Result<Self, CommandError> {
         let directories = stores.directories()?;
         let parsed = parse_name(name)?;
         refuse_what_is_no_file(&parsed)?;

@@ -293,7 +293,27 @@ fn check_file(
 ) -> Result<Checked, CommandError> {
     let path = &target.path;
     let cannot = || format!("cannot check {}", path.display());
+    let begun = std::time::Instant::now();
+    tracing::info!(
+        "{}: checking {}, {}, with {} threads",
+        target.name,
+        path.display(),
+        match options.data {
+            true => "every byte",
+            false => "header and tables",
+        },
+        options.threads
+    );
     let report = check::check(target.file.clone(), options).context(cannot)?;
+    tracing::info!(
+        "{}: {} tables and {} blocks, {} bytes of blocks read, {} findings, in {} ms",
+        target.name,
+        report.tables,
+        report.blocks,
+        report.bytes_read,
+        report.findings.len(),
+        begun.elapsed().as_millis()
+    );
     // What this program does not know it cannot judge.
     if report
         .findings
@@ -534,11 +554,27 @@ fn check_tree(
     };
     // Whether file content can be read is the business of the blocks' checks, and of `check_files`.
     let options = erofs_check::CheckOptions { read_data: false };
+    let begun = std::time::Instant::now();
     let found = erofs_check::check(&filesystem, &options);
+    tracing::info!(
+        "{}: file system of {} inodes checked in {} ms, {} findings",
+        path.display(),
+        filesystem.superblock().inodes,
+        begun.elapsed().as_millis(),
+        found.len()
+    );
     findings.extend(found.into_iter().map(Finding::from));
     let inodes = filesystem.superblock().inodes;
     if read_files {
         let bad = bad_ranges(&image);
+        for (range, problem) in &bad {
+            tracing::debug!(
+                "{}: bytes {}..{} of the address space cannot be read: {problem}",
+                path.display(),
+                range.start,
+                range.end
+            );
+        }
         name_files(&Tree::new(path, filesystem), &bad, findings);
     }
     Ok(Some(inodes))

@@ -215,13 +215,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
     };
     refuse_mounted(args.directory())?;
+    let threads = args
+        .threads
+        .map_or_else(|| default_threads(args.upper.path().is_some()), usize::from);
     let session = Session::mount(
         content,
         Arc::clone(&stats),
         args.directory(),
         &options,
-        args.threads
-            .map_or_else(|| default_threads(args.upper.path().is_some()), usize::from),
+        threads,
     )
     .map_err(|error| failure(&error))?;
     if let Some(metrics) = &metrics {
@@ -237,6 +239,18 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
     }
     let (mountpoint, device) = session.place();
+    tracing::info!(
+        "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
+        mountpoint.display(),
+        options.source().to_string_lossy(),
+        threads,
+        args.cache_size,
+        match args.upper.path() {
+            Some(upper) => format!("upper {}", upper.display()),
+            None => "no upper".to_owned(),
+        },
+        device.as_deref().unwrap_or("unknown")
+    );
     let _published = running::publish(vec![Service {
         kind: "mount".to_owned(),
         image: file.to_string_lossy().into_owned(),

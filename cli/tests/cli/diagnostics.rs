@@ -509,3 +509,74 @@ fn advice_about_a_damaged_layer_mends_the_layout() {
     sandbox.ok(&convert);
     sandbox.ok(&check);
 }
+
+/// What a command says on standard error, with these global options.
+fn said(sandbox: &Sandbox, options: &[&str], command: &[&str]) -> String {
+    let output = sandbox.run(&[options, command].concat());
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{said}");
+    said
+}
+
+#[test]
+fn verbose_commands_say_what_they_read_check_and_write() {
+    let sandbox = Sandbox::with_image();
+    sandbox.layout("source", "x", &["sample.tar"]);
+    let convert = ["convert", "oci:source:x", "v.bcow"];
+    let to_layout = ["convert", "oci:source:x", "oci:store:x"];
+    let check = ["fsck", "--data", "oci:store:x"];
+    for command in [&convert[..], &to_layout, &check] {
+        for quiet in [&[][..], &["-q"]] {
+            let said = said(&sandbox, quiet, command);
+            assert!(!said.contains("INFO") && !said.contains("DEBUG"), "{said}");
+        }
+    }
+    let said = |options: &[&str], command: &[&str]| said(&sandbox, options, command);
+    let told = said(&["-v"], &convert);
+    for text in [
+        "source oci:source:x: manifest sha256:",
+        ", 1 layers",
+        "entries, ",
+        " bytes of archive from ",
+        "written: ",
+        "verified in ",
+    ] {
+        assert!(told.contains(text), "{text}: {told}");
+    }
+    assert!(!told.contains("DEBUG"), "{told}");
+    let told = said(&["-vv"], &convert);
+    assert!(
+        told.contains("application/vnd.oci.image.layer.v1.tar, "),
+        "{told}"
+    );
+    let told = said(&["-v"], &to_layout);
+    assert!(told.contains("there already, as sha256:"), "{told}");
+    assert!(told.contains("merged 1 layers in "), "{told}");
+    let told = said(&["-v"], &check);
+    for text in [
+        "checking ",
+        ", every byte, with ",
+        " tables and ",
+        "file system of 19 inodes checked",
+    ] {
+        assert!(told.contains(text), "{text}: {told}");
+    }
+    let told = said(&["-vv"], &["cat", "oci:store:x", "etc/motd"]);
+    assert!(told.contains("oci:store:x: opened "), "{told}");
+    assert!(told.contains("regions of 2^"), "{told}");
+}
+
+#[test]
+fn verbose_mount_says_how_it_mounts() {
+    let Some(place) = Place::new() else { return };
+    let said = said(&place.0, &["-v"], &["mount", "image.bcow", "mnt"]);
+    for text in [
+        "image.bcow: opened ",
+        "mounted at ",
+        "ready at ",
+        "no upper",
+    ] {
+        assert!(said.contains(text), "{text}: {said}");
+    }
+    assert!(place.unmounted().contains("status 0"));
+}

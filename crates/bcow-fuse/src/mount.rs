@@ -38,8 +38,14 @@ pub(crate) struct Mount {
 pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, OwnedFd), MountError> {
     let target = usable_mountpoint(target)?;
     let connection = match mount_directly(&target, options)? {
-        Some(connection) => connection,
-        None => mount_by_helper(&target, options)?,
+        Some(connection) => {
+            tracing::info!("mounted at {} by mount(2)", target.display());
+            connection
+        }
+        None => {
+            tracing::info!("mounting at {} by {HELPER}", target.display());
+            mount_by_helper(&target, options)?
+        }
     };
     let device = mountinfo::mounted_at(&target)
         .ok()

@@ -139,6 +139,7 @@ impl<'c> Conversion<'c> {
     ) -> Result<ReadLayer, ConvertError> {
         self.progress.phase(&input.name);
         let options = self.options;
+        let begun = std::time::Instant::now();
         let parse = |stream: ChunkStream<'_>| {
             let ingest = LayerIngest {
                 name: &input.name,
@@ -162,6 +163,10 @@ impl<'c> Conversion<'c> {
         let (ingested, bytes) = read_layer(input, reading, parse)?;
         let mut tree = ingested.tree;
         if !ingested.rescue.is_empty() {
+            tracing::debug!(
+                "{}: read a second time, for files that an upper layer has another name of",
+                input.name
+            );
             let parse = |stream: ChunkStream<'_>| {
                 let mut tar = TarReader::new(stream);
                 let wanted = &ingested.rescue;
@@ -173,6 +178,14 @@ impl<'c> Conversion<'c> {
             self.hidden_bytes -= rescued;
         }
         uppers.push(tree);
+        tracing::info!(
+            "{}: {} entries, {} bytes of archive from {} stored, read in {} ms",
+            input.name,
+            ingested.entries,
+            bytes.tar,
+            bytes.stored,
+            begun.elapsed().as_millis()
+        );
         Ok(ReadLayer {
             bytes,
             entries: ingested.entries,

@@ -75,10 +75,18 @@ pub fn convert(
     report.size = written.size();
     report.file_bytes = written.file_bytes();
     report.merkle_root = hex(&written.merkle_root());
+    tracing::info!(
+        "written: {} entries, an address space of {} bytes, {} bytes stored",
+        report.entries,
+        report.size,
+        report.file_bytes
+    );
     if options.verify {
         progress.phase("verify");
+        let begun = std::time::Instant::now();
         verify(&written, &output, options.threads)?;
         report.verified = true;
+        tracing::info!("verified in {} ms", begun.elapsed().as_millis());
     }
     if cancel.is_set() {
         return Err(ConvertError::Interrupted);
@@ -154,9 +162,11 @@ impl Input {
                         source_text: None,
                     }));
                 }
+                tracing::info!("source {source}: a directory");
                 return Ok(Input::Directory(path.clone()));
             }
         };
+        tell_image(source, &image);
         Ok(Input::Image(image.into()))
     }
 
@@ -178,6 +188,30 @@ impl Input {
             Input::Directory(_) => None,
         }
     }
+}
+
+/// Logs what was found.
+fn tell_image(source: &Source, image: &Image) {
+    let manifest = image.manifest.as_ref().map_or_else(
+        || "no manifest".to_owned(),
+        |digest| format!("manifest {digest}"),
+    );
+    tracing::info!("source {source}: {manifest}, {} layers", image.layers.len());
+    for layer in &image.layers {
+        tracing::debug!(
+            "{}: {}, {} bytes, blob {}, content {}",
+            layer.name,
+            layer.media_type.as_deref().unwrap_or("no media type"),
+            told(layer.blob.length()),
+            told(layer.digest.as_ref()),
+            told(layer.diff_id.as_ref()),
+        );
+    }
+}
+
+/// Something that may not be known.
+fn told(value: Option<impl std::fmt::Display>) -> String {
+    value.map_or_else(|| "unknown".to_owned(), |value| value.to_string())
 }
 
 /// A root file system in one tar archive. Nothing promises its digest, so none is computed.

@@ -159,6 +159,10 @@ fn convert_image(
     let names: Vec<String> = image.layers.iter().map(|l| l.name.clone()).collect();
     let stack = stack::write(&layers, &names, metadata, writer, options)?;
     let merge_milliseconds = begun.elapsed().as_millis() as u64;
+    tracing::info!(
+        "merged {} layers in {merge_milliseconds} ms",
+        image.layers.len()
+    );
     if options.verify {
         progress.phase("verify");
         stack.verify(&layers, options.threads)?;
@@ -301,11 +305,13 @@ impl Work<'_> {
                 (found, _) => found,
             };
             if let Some(layer) = found {
+                tracing::info!("{}: there already, as {}", input.name, layer.digest);
                 self.progress.phase(&input.name);
                 self.check_source(input, &wanted)?;
                 return Ok(layer);
             }
         }
+        tracing::debug!("{}: converted with {threads} threads", input.name);
         let (blob, diff_id) = self.convert(input, &options, threads, lower)?;
         let layer = StoredLayer::new(blob, &wanted(&diff_id), self.layout)?;
         if let Some(cache) = &self.cache {

@@ -50,6 +50,10 @@ fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
         let _ = config.set_max_readahead(most);
     }
     let _ = config.set_max_background(BACKGROUND_REQUESTS);
+    tracing::debug!(
+        "the kernel offers {offered:?}, of which {:?} is used",
+        wanted & offered
+    );
     offered
 }
 
