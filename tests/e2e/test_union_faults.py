@@ -5,9 +5,11 @@ import concurrent.futures
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import random
 import re
+import shutil
 import struct
 
 import syscalls
@@ -214,7 +216,8 @@ class Space(UnionCase):
             os.unlink(self.at("next"))
             os.unlink(self.at("filler-too"))
 
-    @promise("What counts against `--size-limit` is what is stored. A write that does not fit ends with ENOSPC and changes nothing; when something was "
+    @promise("What counts against `--size-limit` is what is stored, in blocks of 4 KiB: bytes, directories, maps, and targets and attributes that do "
+             "not fit into an inode. A write that does not fit ends with ENOSPC and changes nothing; when something was "
              "removed, there is room again.")
     def test_a_limit(self):
         limit = 4 << 20
@@ -259,6 +262,130 @@ class Space(UnionCase):
         self.wait_for_room(again + taken - (256 << 10))
         more = self.fill("filler", 1 << 30, b"f" * PAGE)
         self.assertGreater(more, again + taken - (256 << 10))
+
+    def test_a_limit_counts_whatever_the_host_stores(self):
+        limit = 1 << 20
+        self.mount.options.append(f"--size-limit={limit}")
+        self.mount.mount()
+
+        def until_full(*calls):
+            """Does these calls for one number after the other until one finds no room: how often."""
+            for number in range(20_000):
+                for call in calls:
+                    code = syscalls.code_of(call, self.at(f"{call.__name__}-{number}"))
+                    self.assertIn(code, (None, "ENOSPC"))
+                    if code:
+                        return number
+            self.fail("there is room for everything")
+
+        def link(path):
+            os.symlink("x" * 4090, path)
+
+        def attribute(path):
+            os.mknod(path)
+            os.setxattr(path, "user.x", b"x" * 2000)
+
+        def name(path):
+            os.link(self.at("d0/hundred"), path + "y" * 200)
+
+        for way in (link, attribute, os.mkdir, name):
+            with self.subTest(way.__name__):
+                self.assertLess(until_full(way), 5000)
+                info = os.statvfs(self.where)
+                self.assertLess(info.f_bavail * info.f_frsize, 32 << 10)
+                taken = int(run("du", "-s", "--block-size=1", self.upper).out.split()[0])
+                # An empty upper's own, and a directory's growth.
+                self.assertLess(taken, limit + (64 << 10))
+                for entry in os.listdir(self.where):
+                    if entry.startswith(way.__name__):
+                        (os.rmdir if way is os.mkdir else os.unlink)(self.at(entry))
+                # What the directory grew by for thousands of names it keeps on the host.
+                self.wait_for_room(limit // 2 if way is not name else 0)
+
+    @promise("With `--inode-limit`, and with `--size-limit` alone, the upper's inodes are counted too: past the limit, nothing more can be made or "
+             "copied up (ENOSPC).")
+    def test_a_limit_of_inodes(self):
+        self.mount.options.append("--inode-limit=20")
+        self.mount.mount()
+        for number in range(20):
+            self.write(f"file-{number}")
+        info = os.statvfs(self.where)
+        self.assertEqual((info.f_files, info.f_ffree), (20, 0))
+        for call in (os.mkdir, os.mkfifo, os.mknod, lambda path: os.symlink("x", path)):
+            self.assert_error("ENOSPC", call, self.at("more"))
+        self.assert_error("ENOSPC", os.chmod, self.at("d0/hundred"), 0o600)
+        self.assert_error("ENOSPC", os.rename, self.at("d0"), self.at("d9"))
+        # A second name needs none.
+        os.link(self.at("file-0"), self.at("another"))
+        os.rename(self.at("file-1"), self.at("file-2"))
+        os.mkdir(self.at("more"))
+        self.assert_error("ENOSPC", os.mkdir, self.at("even-more"))
+        self.remount()
+        self.assert_error("ENOSPC", os.mkdir, self.at("even-more"))
+        os.rmdir(self.at("more"))
+        os.mkdir(self.at("even-more"))
+        self.mount.unmount()
+        self.mount.options[-1] = "--size-limit=256M"
+        self.mount.mount()
+        info = os.statvfs(self.where)
+        self.assertEqual((info.f_files, info.f_ffree), (16_384, 16_384 - 20))
+
+    def changed_on_a_full_disk(self, mib, fill):
+        """Removes and renames what was copied up, with nothing left on the disk before each step."""
+        disk = self.disk(mib)
+        self.mount.upper = self.upper = os.path.join(disk, "upper")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        for name in ("d0/hundred", "d1/small", BIG):
+            with open(self.at(name), "r+b", buffering=0) as file:
+                file.write(b"changed")
+            os.setxattr(self.at(name), "user.x", b"x")
+        os.chmod(self.at("d0/sub"), 0o700)
+        shutil.rmtree(self.at("d0/sub/deep"))
+        with contextlib.suppress(OSError):
+            # A sketch's map, and all that is to be written yet.
+            os.sync()
+        self.write("new", b"new")
+        gone = []
+        for call, *names in ((os.unlink, "d0/hundred"), (os.rename, "d1/small", "d1/moved"), (os.unlink, BIG), (os.unlink, "new"),
+                             (os.unlink, "d1/moved"), (os.rmdir, "d0/sub")):
+            fill(disk)
+            with self.subTest(call=call.__name__, names=names):
+                for name in os.listdir(self.at("d0/sub")) if call is os.rmdir else ():
+                    os.unlink(self.at("d0/sub", name))
+                call(*map(self.at, names))
+                gone.append(names[0])
+        for name in gone:
+            self.assertFalse(os.path.lexists(self.at(name)), name)
+        shutil.rmtree(os.path.join(disk, "filler"))
+        self.remount()
+        for name in gone:
+            self.assertFalse(os.path.lexists(self.at(name)), name)
+        self.mount.unmount()
+        self.mount.check()
+
+    @promise("What has a name can be removed when a limit is reached, or when the host has neither space nor an inode left, if its directory is in the "
+             "upper: as in overlayfs.")
+    def test_removing_on_a_disk_without_inodes(self):
+        def fill(disk):
+            os.makedirs(os.path.join(disk, "filler"), exist_ok=True)
+            with contextlib.suppress(OSError):
+                for number in itertools.count(len(os.listdir(os.path.join(disk, "filler")))):
+                    os.mknod(os.path.join(disk, "filler", str(number)))
+            self.assertEqual(os.statvfs(disk).f_ffree, 0)
+
+        self.changed_on_a_full_disk(16, fill)
+
+    def test_removing_on_a_disk_without_space(self):
+        def fill(disk):
+            os.makedirs(os.path.join(disk, "filler"), exist_ok=True)
+            for size in (1 << 20, 4096, 1):
+                with open(os.path.join(disk, "filler", "bytes"), "ab", buffering=0) as file, contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+            os.sync()
+
+        self.changed_on_a_full_disk(16, fill)
 
     @promise("A write to each of many large files costs a few blocks each, for bytes, attributes and map, not the files.")
     def test_many_large_files(self):

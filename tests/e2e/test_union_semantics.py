@@ -540,6 +540,29 @@ class Names(UnionCase):
             device.write(b"away")
         self.assertEqual((os.stat(self.at("zero-block")).st_rdev, os.stat(self.at("null-too")).st_rdev), (0, os.makedev(1, 3)))
 
+    @promise("A character device 0:0 of the image can be removed, but neither changed, linked nor renamed (EPERM): its copy would hide it. Where owners "
+             "are kept in attributes, as for ordinary users, it is a device like others.")
+    def test_whiteouts_of_the_image_stay(self):
+        self.mount.unmount()
+        tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(self.mount.directory, "zero.bcow")
+        os.mkdir(tree)
+        os.mknod(os.path.join(tree, "zero"), stat.S_IFCHR | 0o600, os.makedev(0, 0))
+        support.bcow("convert", f"dir:{tree}", image)
+        self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
+        self.mount.upper = self.upper = os.path.join(self.mount.directory, "upper-of-zero")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        before = os.lstat(self.at("zero"))
+        self.assertEqual((before.st_rdev, stat.S_ISCHR(before.st_mode)), (0, True))
+        for call, *arguments in ((os.chmod, 0o666), (os.chown, 7, 7), (os.utime,), (os.link, self.at("two")), (os.rename, self.at("two")),
+                                 (os.setxattr, "trusted.x", b"y")):
+            self.assert_error("EPERM", call, self.at("zero"), *arguments)
+        self.remount()
+        self.assertEqual(os.lstat(self.at("zero")), before)
+        os.unlink(self.at("zero"))
+        self.remount()
+        self.assertEqual(os.listdir(self.where), [])
+
     @promise("Sockets can be bound and connected to, pipes opened from both ends.")
     def test_sockets_and_pipes(self):
         os.chdir(self.where)
@@ -750,7 +773,8 @@ class Attributes(UnionCase):
         self.assertEqual(self.read(BIG), want)
 
     @promise("Modification and change times are kept to the nanosecond. The modification time is that of the last change, however late the copying "
-             "behind a write is done. Reading does not change the access time; utimens does.")
+             "behind a write is done. Reading does not change the access time; utimens does. (Of a symbolic link in the upper, the host may note a "
+             "reading once the kernel has forgotten the link.)")
     def test_times(self):
         path = self.at(BIG)
 
@@ -808,6 +832,58 @@ class Attributes(UnionCase):
         time.sleep(0.012)
         self.write("d2/entry")
         self.assertGreater(os.stat(self.at("d2")).st_mtime_ns, moment)
+
+    def test_reading_does_not_change_the_access_time(self):
+        """On a host that notes each reading."""
+        self.mount.unmount()
+        memory = os.path.join(self.mount.directory, "noting")
+        os.mkdir(memory)
+        disk = os.path.join(self.mount.directory, "noting.ext4")
+        with open(disk, "wb") as file:
+            file.truncate(32 << 20)
+        support.run("mkfs.ext4", "-q", "-F", disk)
+        support.run("mount", "-o", "loop,strictatime", disk, memory)
+        self.addCleanup(support.run, "umount", "-l", memory)
+        self.mount.upper = self.upper = os.path.join(memory, "upper")
+        os.mkdir(self.upper)
+        self.mount.mount()
+        self.addCleanup(lambda: support.is_mounted(self.where) and self.mount.unmount())
+        self.write("new-file", b"x" * 9000)
+        os.mkdir(self.at("new-directory"))
+        self.write("new-directory/entry")
+        os.symlink("new-file", self.at("new-link"))
+        os.chmod(self.at("d0"), 0o750)
+        os.chmod(self.at("d0/hundred"), 0o640)
+        with open(self.at(BIG), "r+b") as file:
+            file.write(b"changed")
+        os.chown(self.at("link"), 7, 7, follow_symlinks=False)
+        names = ["new-file", "new-directory", "new-link", "d0", "d0/hundred", BIG, "link", "d2", "."]
+
+        def times():
+            return {name: os.lstat(self.at(name)).st_atime_ns for name in names}
+
+        def read_all():
+            for name in names:
+                path = self.at(name)
+                if os.path.islink(path):
+                    os.readlink(path)
+                elif os.path.isdir(path):
+                    os.listdir(path)
+                else:
+                    self.read(name)
+
+        for again in (False, True):
+            before = times()
+            time.sleep(0.02)
+            read_all()
+            self.assertEqual(times(), before)
+            names = [name for name in names if "link" not in name]
+            with open("/proc/sys/vm/drop_caches", "w") as file:
+                file.write("2")
+            read_all()
+            self.assertEqual(times(), {name: before[name] for name in names})
+            if not again:
+                self.remount()
 
     @promise("`st_blocks` counts a file's blocks wherever they lie, in the image or above: it does not jump when a file is copied up.")
     def test_blocks(self):
@@ -915,7 +991,8 @@ class InOtherHands(UnionCase):
 class Space(UnionCase):
     mounts = False
 
-    @promise("`statfs` tells the space of the host's file system, or with `--size-limit` of what the upper may still store.")
+    @promise("`statfs` tells the space of the host's file system, or with `--size-limit` of what the upper may still store, and inodes "
+             "likewise.")
     def test_statfs(self):
         self.mount.mount()
         here, host = os.statvfs(self.where), os.statvfs(self.upper)
@@ -931,3 +1008,5 @@ class Space(UnionCase):
         here = os.statvfs(self.where)
         self.assertEqual(here.f_blocks * here.f_frsize, 50 << 20)
         self.assertTrue(39 << 20 <= here.f_bavail * here.f_frsize <= 40 << 20, here)
+        # The least that a size limit brings, and the file.
+        self.assertEqual((here.f_files, here.f_ffree), (4096, 4095))

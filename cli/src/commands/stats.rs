@@ -131,13 +131,14 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
     line("upper", &printable(&upper.path))?;
     line("sync", &printable(&upper.sync))?;
-    line(
-        "stored",
-        &match (upper.stored_bytes, upper.limit_bytes) {
-            (Some(stored), Some(limit)) => format!("{} of {}", Human(stored), Human(limit)),
-            _ => "not counted without a limit".to_owned(),
-        },
-    )?;
+    let mut stored = match (upper.stored_bytes, upper.limit_bytes) {
+        (Some(stored), Some(limit)) => format!("{} of {}", Human(stored), Human(limit)),
+        _ => "not counted without a limit".to_owned(),
+    };
+    if let (Some(inodes), Some(limit)) = (upper.stored_inodes, upper.limit_inodes) {
+        stored += &format!(", in {} of {} inodes", Count(inodes), Count(limit));
+    }
+    line("stored", &stored)?;
     line(
         "copied up",
         &format!(

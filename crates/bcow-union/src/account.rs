@@ -1,21 +1,45 @@
 //! What an upper stores, and how much it may.
 
+mod beside;
+mod maps;
+mod room;
 mod stored;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use stored::{Reserved, StoredBlocks, count};
+pub use beside::{
+    Beside, Footing, attribute_bytes, attributes_take, stored_attributes, target_takes,
+};
+pub use maps::CountedMaps;
+pub use room::{NoRoom, Room};
+pub use stored::{Found, Reserved, StoredBlocks};
 
-/// The bytes that all files of an upper store together, in whole blocks of 4 KiB, and how many there may be.
+/// Most bytes and inodes that an upper may store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Limits {
+    /// Bytes.
+    pub bytes: Option<u64>,
+    /// Inodes.
+    pub inodes: Option<u64>,
+}
+
+/// The bytes and inodes that an upper stores, and how many there may be. Bytes are counted in whole blocks of 4 KiB: those in which
+/// files have data, and those that lie beside the data ([`Beside`]).
 ///
-/// Space is charged before it is used: what does not fit is refused before anything changes. The sum is never above the limit,
-/// whoever charges at the same time.
+/// Space is charged before it is used: what does not fit is refused before anything changes. A charge never takes the sum above the
+/// limit, whichever threads charge at the same time.
 #[derive(Debug, Default)]
 pub struct Account {
     limit: Option<u64>,
+    inode_limit: Option<u64>,
     used: AtomicU64,
+    inodes: AtomicU64,
+    /// What inodes take beside their data.
+    pub(crate) beside: Beside,
+    /// Bytes of the maps of sketches, by the number of the sketch. A leaf.
+    maps: Mutex<HashMap<u64, u64>>,
     /// What files are charged with that are not looked after, by inode number: those of which looking again may give another
     /// figure. A leaf, held for a lookup.
     charged: Mutex<HashMap<u64, u64>>,
@@ -36,11 +60,44 @@ pub struct NoSpace {
 impl Account {
     /// Of an upper that may store `limit` bytes; without a limit it only counts.
     pub fn new(limit: Option<u64>) -> Self {
+        Self::with_limits(Limits {
+            bytes: limit,
+            inodes: None,
+        })
+    }
+
+    /// Of an upper with these limits.
+    pub fn with_limits(limits: Limits) -> Self {
         Account {
-            limit,
-            used: AtomicU64::new(0),
-            charged: Mutex::default(),
+            limit: limits.bytes,
+            inode_limit: limits.inodes,
+            ..Account::default()
         }
+    }
+
+    /// Whether there is a limit, so that what the upper stores is counted.
+    pub fn is_limited(&self) -> bool {
+        self.limit.is_some() || self.inode_limit.is_some()
+    }
+
+    /// Inodes that there may be.
+    pub fn inode_limit(&self) -> Option<u64> {
+        self.inode_limit
+    }
+
+    /// Inodes that there are.
+    pub fn inodes(&self) -> u64 {
+        self.inodes.load(Ordering::Relaxed)
+    }
+
+    /// Inodes that may still be made.
+    pub fn inodes_left(&self) -> Option<u64> {
+        Some(self.inode_limit?.saturating_sub(self.inodes()))
+    }
+
+    /// Whether more is stored than the limit permits.
+    pub fn is_above(&self) -> bool {
+        self.limit.is_some_and(|limit| self.used() > limit)
     }
 
     /// Bytes that may be stored.
@@ -68,43 +125,33 @@ impl Account {
 
     /// Takes as many whole `unit`s as there is room for, up to `bytes`, and says how many bytes that was.
     pub fn charge_up_to(&self, bytes: u64, unit: u64) -> u64 {
-        let mut used = self.used();
-        loop {
-            let room = self
-                .limit
-                .map_or(u64::MAX, |limit| limit.saturating_sub(used));
-            let taken = match bytes <= room {
-                true => bytes,
-                false => room - room % unit.max(1),
-            };
-            let after = used.saturating_add(taken);
-            // Nothing else is published by it, so no order is needed.
-            match self
-                .used
-                .compare_exchange_weak(used, after, Ordering::Relaxed, Ordering::Relaxed)
-            {
-                Ok(_) => return taken,
-                Err(now) => used = now,
-            }
-        }
+        take_up_to(&self.used, self.limit, bytes, unit)
     }
 
     /// Counts what is there already, be it above the limit.
     pub fn add(&self, bytes: u64) {
-        let _ = self
-            .used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-                Some(used.saturating_add(bytes))
-            });
+        add(&self.used, bytes);
     }
 
     /// Gives back what was charged or added.
     pub fn release(&self, bytes: u64) {
-        let _ = self
-            .used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-                Some(used.saturating_sub(bytes))
-            });
+        subtract(&self.used, bytes);
+    }
+
+    /// Counts an inode that is there already, be it above the limit.
+    pub fn add_inode(&self) {
+        add(&self.inodes, 1);
+    }
+
+    /// Gives back inodes.
+    pub fn release_inodes(&self, count: u64) {
+        subtract(&self.inodes, count);
+    }
+
+    /// An inode of the host is gone, with all that lay beside its data.
+    pub fn inode_gone(&self, inode: u64) {
+        self.release(self.beside.forget(inode));
+        self.release_inodes(1);
     }
 
     /// So many bytes are charged for the file with this inode number, whatever is found in it later.
@@ -129,6 +176,36 @@ impl Account {
             limit: self.limit.unwrap_or(u64::MAX),
         }
     }
+}
+
+/// Adds to `used` as many whole `unit`s as the limit leaves, up to `wanted`; gives how much that was.
+fn take_up_to(used: &AtomicU64, limit: Option<u64>, wanted: u64, unit: u64) -> u64 {
+    let mut now = used.load(Ordering::Relaxed);
+    loop {
+        let room = limit.map_or(u64::MAX, |limit| limit.saturating_sub(now));
+        let taken = match wanted <= room {
+            true => wanted,
+            false => room - room % unit.max(1),
+        };
+        let after = now.saturating_add(taken);
+        // Nothing else is published by it, so no order is needed.
+        match used.compare_exchange_weak(now, after, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => return taken,
+            Err(other) => now = other,
+        }
+    }
+}
+
+fn add(used: &AtomicU64, more: u64) {
+    let _ = used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+        Some(used.saturating_add(more))
+    });
+}
+
+fn subtract(used: &AtomicU64, less: u64) {
+    let _ = used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
+        Some(used.saturating_sub(less))
+    });
 }
 
 #[cfg(test)]

@@ -42,17 +42,18 @@ Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 
 Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. Beside the options of `bcow mount -o`,
 those of fstab(5) are taken, and these stand for options of `bcow mount`:
-  upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, fillers=N, cache_size=SIZE, verify=WHAT,
-  threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE
+  upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
+  verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE
 A comma in a value is written \\, or the value stands in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
-const WITH_VALUE: [(&[u8], &str); 13] = [
+const WITH_VALUE: [(&[u8], &str); 14] = [
     (b"upper", "--upper"),
     (b"sketch", "--sketch"),
     (b"sync", "--sync"),
     (b"size_limit", "--size-limit"),
+    (b"inode_limit", "--inode-limit"),
     (b"fillers", "--fillers"),
     (b"cache_size", "--cache-size"),
     (b"verify", "--verify"),

@@ -33,6 +33,10 @@ pub struct UpperArgs {
     /// Most that the upper may store [default: what its file system has]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size_limit: Option<u64>,
+    /// Most inodes that the upper may have: files, directories, links and the like [default: with --size-limit, one for
+    /// each 16 KiB of it, and at least 4096]
+    #[arg(long, value_name = "N", value_parser = parse_count, requires = "upper")]
+    inode_limit: Option<u64>,
     /// Threads that complete partly written blocks in the background
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64), requires = "upper")]
     fillers: u16,
@@ -43,6 +47,15 @@ enum SketchWhat {
     Auto,
     Sparse,
     Packed,
+}
+
+/// Parses a number of things, with the units that a size may have.
+fn parse_count(text: &str) -> Result<u64, String> {
+    match crate::size::parse(text) {
+        Ok(0) => Err("it is at least 1".to_owned()),
+        Ok(count) => Ok(count),
+        Err(_) => Err("it is a number with an optional unit: 5000, 4K, 1M".to_owned()),
+    }
 }
 
 /// Parses `strict`, `batch=N` or `volatile`.
@@ -73,6 +86,7 @@ impl UpperArgs {
             },
             sync: self.sync,
             size_limit: self.size_limit,
+            inode_limit: self.inode_limit,
             small_bytes: SMALL_BYTES,
             fillers: self.fillers.into(),
         }

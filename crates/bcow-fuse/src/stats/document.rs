@@ -129,6 +129,12 @@ pub struct Upper {
     pub limit_bytes: Option<u64>,
     /// Bytes that are stored; without a limit they are not counted.
     pub stored_bytes: Option<u64>,
+    /// Most inodes that the upper may have. `None` also of a version that does not tell.
+    #[serde(default)]
+    pub limit_inodes: Option<u64>,
+    /// Inodes that the upper has; without a limit they are not counted.
+    #[serde(default)]
+    pub stored_inodes: Option<u64>,
     /// Inodes that the kernel knows.
     pub nodes: u64,
     /// Files of the image whose metadata alone were copied, since the mount.
@@ -337,6 +343,8 @@ impl Upper {
             },
             limit_bytes: report.limit_bytes,
             stored_bytes: report.limit_bytes.map(|_| report.counted_bytes),
+            limit_inodes: report.limit_inodes,
+            stored_inodes: report.limit_inodes.map(|_| report.counted_inodes),
             nodes: report.nodes,
             copied_metadata: report.copied_metadata,
             copied_whole: report.copied_whole,

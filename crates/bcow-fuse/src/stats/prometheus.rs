@@ -125,6 +125,16 @@ fn write_upper(upper: &Upper, out: &mut Metrics) {
             "Bytes that the upper stores",
             upper.stored_bytes,
         ),
+        (
+            "bcow_upper_limit_inodes",
+            "Most inodes that the upper may have",
+            upper.limit_inodes,
+        ),
+        (
+            "bcow_upper_inodes",
+            "Inodes that the upper has",
+            upper.stored_inodes,
+        ),
     ] {
         if let Some(value) = value {
             out.one(name, "gauge", help, value as f64);

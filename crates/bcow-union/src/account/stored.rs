@@ -13,12 +13,88 @@ use crate::sketch::{BLOCK_BYTES, SketchError};
 ///
 /// All writes to the file announce themselves ([`StoredBlocks::reserve`]) before, so that a write for which there is no room
 /// changes nothing; holes that are made are told afterwards. What the file held before the first of it is asked of the host, which
-/// also knows after a crash; space that was only allocated is then no longer counted. The host does not always tell the same of
-/// such space, so the account remembers what it was charged for. Without a limit nothing of this happens.
+/// also knows after a crash, but not where space is that was only allocated: of that it says how much. Without a limit nothing of
+/// this happens.
 #[derive(Debug)]
 pub struct StoredBlocks {
     account: Arc<Account>,
-    set: Mutex<Option<BlockSet>>,
+    set: Mutex<Option<Known>>,
+}
+
+/// Blocks that are known, and in how many pieces they lie.
+#[derive(Debug, Default)]
+struct Known {
+    set: BlockSet,
+    pieces: u64,
+    /// Bytes that the host takes beyond these blocks: space that was allocated before the file was looked at, wherever it lies.
+    allocated: u64,
+    /// Whether there was such space, so that the host has to be asked.
+    had_allocated: bool,
+}
+
+/// Pieces of a file that ext4 notes in its inode.
+const PIECES_INSIDE: u64 = 4;
+
+/// Pieces that a block notes, at least, once blocks were split.
+const PIECES_PER_BLOCK: u64 = 170;
+
+impl Known {
+    /// Adds blocks; says how many were not in it.
+    fn insert(&mut self, blocks: Range<u64>) -> u64 {
+        if blocks.is_empty() {
+            return 0;
+        }
+        let before = self.pieces_around(&blocks);
+        let added = self.set.insert(blocks.clone());
+        self.pieces = (self.pieces + self.pieces_around(&blocks)).saturating_sub(before);
+        added
+    }
+
+    /// Takes blocks out.
+    fn remove(&mut self, blocks: Range<u64>) {
+        let before = self.pieces_around(&blocks);
+        self.set.remove(blocks.clone());
+        self.pieces = (self.pieces + self.pieces_around(&blocks)).saturating_sub(before);
+    }
+
+    /// Pieces that lie in a range or touch it, of which a change of it leaves the others alone.
+    fn pieces_around(&self, blocks: &Range<u64>) -> u64 {
+        let around = blocks.start.saturating_sub(1)..blocks.end.saturating_add(1);
+        self.set.runs(around).count() as u64
+    }
+
+    /// Bytes of the blocks, of those in which ext4 notes where many pieces lie, and of what was allocated.
+    fn bytes(&self) -> u64 {
+        (self.set.len() + self.tree_blocks()) * BLOCK_BYTES + self.allocated
+    }
+
+    /// Asks the host what it takes beyond these blocks, and beyond the attributes.
+    fn look_at_allocated(
+        &mut self,
+        file: &dyn HostFile,
+        account: &Account,
+    ) -> Result<(), SketchError> {
+        let failed = |error| SketchError::host("look at its space", &error);
+        let host = file.stored_bytes().map_err(failed)?;
+        let beside = account.beside.of(inode_of(file)?);
+        self.allocated = 0;
+        self.allocated = host.saturating_sub(self.bytes() + beside);
+        self.had_allocated |= self.allocated > 0;
+        Ok(())
+    }
+
+    fn tree_blocks(&self) -> u64 {
+        if self.pieces <= PIECES_INSIDE {
+            return 0;
+        }
+        let leaves = self.pieces.div_ceil(PIECES_PER_BLOCK);
+        let above = if leaves > PIECES_INSIDE {
+            leaves.div_ceil(PIECES_PER_BLOCK)
+        } else {
+            0
+        };
+        leaves + above
+    }
 }
 
 /// What [`StoredBlocks::reserve`] gave.
@@ -39,18 +115,31 @@ enum Most {
     AllOrNothing,
 }
 
-/// Charges what a file counts that is there already: its blocks of 4 KiB in which there is data.
-pub fn count(file: &dyn HostFile, account: &Account) -> Result<(), SketchError> {
-    let data = scan(file)?.len() * BLOCK_BYTES;
-    account.add(data);
-    // Space that was only allocated looks like data once somebody has read it.
-    let takes = file
-        .stored_bytes()
-        .map_err(|error| SketchError::host("look at its space", &error))?;
-    if takes > data {
-        account.remember(inode_of(file)?, data);
+/// What a file has that is there already: its blocks of 4 KiB in which there is data.
+#[derive(Debug)]
+pub struct Found(Known);
+
+impl Found {
+    /// Looks for data in a file.
+    pub fn look(file: &dyn HostFile) -> Result<Found, SketchError> {
+        scan(file).map(Found)
     }
-    Ok(())
+
+    /// Bytes of the blocks.
+    pub fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    /// Counts these blocks, and what the host takes beyond them; what lies beside the data is counted already.
+    pub fn count(mut self, file: &dyn HostFile, account: &Account) -> Result<(), SketchError> {
+        self.0.look_at_allocated(file, account)?;
+        account.add(self.0.bytes());
+        // Space that was only allocated looks like data once somebody has read it.
+        if self.0.allocated > 0 {
+            account.remember(inode_of(file)?, self.0.bytes());
+        }
+        Ok(())
+    }
 }
 
 impl StoredBlocks {
@@ -92,34 +181,42 @@ impl StoredBlocks {
             return Ok(reserved);
         }
         let mut guard = self.known(file)?;
-        let Some(set) = guard.as_mut() else {
+        let Some(known) = guard.as_mut() else {
             return Ok(reserved);
         };
+        // What was written since may lie where it was allocated.
+        self.look_again_at(file, known)?;
+        let before = known.tree_blocks();
         let blocks = touched(&range);
-        let missing = (blocks.end - blocks.start - set.count(blocks.clone())) * BLOCK_BYTES;
+        let missing = (blocks.end - blocks.start - known.set.count(blocks.clone())) * BLOCK_BYTES;
         let charged = match most {
             Most::ThereIsRoomFor => self.account.charge_up_to(missing, BLOCK_BYTES),
             // Before anything is in the set, as others rely on what is.
             Most::AllOrNothing => {
-                self.account.charge(missing)?;
+                // It may be allocated there already, as is found with the next look.
+                let there = missing.min(known.allocated);
+                self.account.charge(missing - there)?;
+                known.allocated -= there;
                 missing
             }
         };
         let mut left = charged / BLOCK_BYTES;
         let mut at = blocks.start;
         while at < blocks.end {
-            let (inside, mut end) = set.run(at, blocks.end);
+            let (inside, mut end) = known.set.run(at, blocks.end);
             if !inside {
                 end = end.min(at + left);
                 if end == at {
                     break;
                 }
                 left -= end - at;
-                set.insert(at..end);
+                known.insert(at..end);
                 reserved.new.push(at..end);
             }
             at = end;
         }
+        // A block now and then, be it above the limit.
+        self.settle_bytes(before * BLOCK_BYTES, known.tree_blocks() * BLOCK_BYTES);
         reserved.end = (at * BLOCK_BYTES).min(range.end);
         if reserved.end <= range.start {
             let wanted = missing;
@@ -131,19 +228,53 @@ impl StoredBlocks {
         Ok(reserved)
     }
 
+    /// To be called when space was allocated of which some may have been there.
+    pub fn look_again(&self, file: &dyn HostFile) -> Result<(), SketchError> {
+        match self.lock().as_mut() {
+            Some(known) => self.look_again_at(file, known),
+            None => Ok(()),
+        }
+    }
+
+    fn look_again_at(&self, file: &dyn HostFile, known: &mut Known) -> Result<(), SketchError> {
+        if known.had_allocated {
+            let before = known.bytes();
+            known.look_at_allocated(file, &self.account)?;
+            self.settle_bytes(before, known.bytes());
+        }
+        Ok(())
+    }
+
+    /// Bytes that the file is charged for, if it was looked at.
+    pub fn charged(&self) -> Option<u64> {
+        self.lock().as_ref().map(Known::bytes)
+    }
+
+    /// Whether any of these bytes lies in a block that counts.
+    pub fn holds(&self, range: Range<u64>) -> bool {
+        let known = self.lock();
+        known
+            .as_ref()
+            .is_some_and(|known| known.set.count(touched(&range)) > 0)
+    }
+
     /// Counts what is written whether there is room or not: what was there before must be readable, and may need repair first.
     pub fn add(&self, file: &dyn HostFile, range: Range<u64>) -> Result<(), SketchError> {
         if self.account.limit().is_none() || range.is_empty() {
             return Ok(());
         }
         let mut guard = self.known(file)?;
-        if let Some(set) = guard.as_mut() {
-            let blocks = touched(&range);
-            let missing = blocks.end - blocks.start - set.count(blocks.clone());
-            set.insert(blocks);
-            self.account.add(missing * BLOCK_BYTES);
+        if let Some(known) = guard.as_mut() {
+            let before = known.bytes();
+            known.insert(touched(&range));
+            self.settle_bytes(before, known.bytes());
         }
         Ok(())
+    }
+
+    fn settle_bytes(&self, before: u64, now: u64) {
+        self.account.add(now.saturating_sub(before));
+        self.account.release(before.saturating_sub(now));
     }
 
     /// Nothing was written of what was reserved, but for the bytes before `end`.
@@ -174,6 +305,11 @@ impl StoredBlocks {
     /// The file was cut off at `size`, where it was longer.
     pub fn truncated(&self, size: u64) {
         self.drop_blocks(size.div_ceil(BLOCK_BYTES)..u64::MAX);
+        if size == 0
+            && let Some(known) = self.lock().as_mut()
+        {
+            self.account.release(std::mem::take(&mut known.allocated));
+        }
     }
 
     /// The file goes, and all that it holds.
@@ -183,21 +319,18 @@ impl StoredBlocks {
         Ok(())
     }
 
-    /// The file lives on, but nobody announces writes here until it is looked at again: what was only allocated, which will not be
-    /// found then, no longer counts. Nobody may write to it meanwhile.
+    /// The file lives on, but nobody announces writes here until it is looked at again. Nobody may write to it meanwhile.
     pub fn let_go(&self, file: &dyn HostFile) -> Result<(), SketchError> {
         let mut guard = self.lock();
-        let Some(set) = guard.as_mut() else {
-            return Ok(());
-        };
-        let inode = inode_of(file)?;
-        let data = scan(file)?;
-        for run in data.runs(0..u64::MAX) {
-            set.remove(run);
+        if let Some(known) = guard.as_mut() {
+            // Space that was allocated and then written in many pieces takes more than they let expect.
+            let before = known.bytes();
+            known.look_at_allocated(file, &self.account)?;
+            self.settle_bytes(before, known.bytes());
+            // What was only allocated will not be found.
+            self.account.remember(inode_of(file)?, known.bytes());
+            *guard = None;
         }
-        self.account.release(set.len() * BLOCK_BYTES);
-        self.account.remember(inode, data.len() * BLOCK_BYTES);
-        *guard = None;
         Ok(())
     }
 
@@ -205,28 +338,28 @@ impl StoredBlocks {
         if blocks.is_empty() {
             return;
         }
-        if let Some(set) = self.lock().as_mut() {
-            let removed = set.remove(blocks);
-            self.account.release(removed * BLOCK_BYTES);
+        if let Some(known) = self.lock().as_mut() {
+            let before = known.bytes();
+            known.remove(blocks);
+            self.settle_bytes(before, known.bytes());
         }
     }
 
-    fn known(&self, file: &dyn HostFile) -> Result<MutexGuard<'_, Option<BlockSet>>, SketchError> {
+    fn known(&self, file: &dyn HostFile) -> Result<MutexGuard<'_, Option<Known>>, SketchError> {
         let mut set = self.lock();
         if set.is_none() {
-            let inode = inode_of(file)?;
-            let found = scan(file)?;
-            let bytes = found.len() * BLOCK_BYTES;
-            // What was charged for it is what will be given back.
-            let charged = self.account.recall(inode).unwrap_or(bytes);
-            self.account.add(bytes.saturating_sub(charged));
-            self.account.release(charged.saturating_sub(bytes));
+            let mut found = scan(file)?;
+            if let Some(charged) = self.account.recall(inode_of(file)?) {
+                // What was charged for it is what will be given back.
+                found.look_at_allocated(file, &self.account)?;
+                self.settle_bytes(charged, found.bytes());
+            }
             *set = Some(found);
         }
         Ok(set)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<BlockSet>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Known>> {
         self.set
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -244,17 +377,17 @@ fn inode_of(file: &dyn HostFile) -> Result<u64, SketchError> {
 }
 
 /// The blocks in which a file has data.
-fn scan(file: &dyn HostFile) -> Result<BlockSet, SketchError> {
+fn scan(file: &dyn HostFile) -> Result<Known, SketchError> {
     let failed = |error: std::io::Error| SketchError::host("look for holes", &error);
-    let mut set = BlockSet::default();
+    let mut found = Known::default();
     let mut at = 0;
     while let Some(start) = file.seek(at, Seek::Data).map_err(failed)? {
         let end = file.seek(start, Seek::Hole).map_err(failed)?;
         let end = end.unwrap_or(start).max(start + 1);
-        set.insert(touched(&(start..end)));
+        found.insert(touched(&(start..end)));
         at = end;
     }
-    Ok(set)
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -290,6 +423,31 @@ mod tests {
     }
 
     #[test]
+    fn many_pieces_count_the_blocks_that_note_them() {
+        let (account, stored, file) = setup(10_000);
+        let write = |block: u64| stored.reserve(&file, block * B..block * B + 1).unwrap();
+        for block in 0..4 {
+            write(2 * block);
+        }
+        assert_eq!(account.used(), 4 * B);
+        write(8);
+        assert_eq!(account.used(), 6 * B);
+        // Together again.
+        for block in 0..4 {
+            write(2 * block + 1);
+        }
+        assert_eq!(account.used(), 9 * B);
+        for block in 0..1000 {
+            write(100 + 2 * block);
+        }
+        assert_eq!(account.used(), (9 + 1000 + 6 + 1) * B);
+        stored.punched(100 * B..3000 * B);
+        assert_eq!(account.used(), 9 * B);
+        stored.truncated(0);
+        assert_eq!(account.used(), 0);
+    }
+
+    #[test]
     fn what_does_not_fit_is_short_at_the_end_of_a_block() {
         let (account, stored, file) = setup(3);
         stored.reserve(&file, 2 * B..3 * B).unwrap();
@@ -320,16 +478,29 @@ mod tests {
     }
 
     #[test]
-    fn what_was_only_allocated_counts_until_it_is_let_go() {
+    fn what_was_only_allocated_counts_wherever_it_lies() {
         let (account, stored, file) = setup(10);
         let used = || account.used() / B;
         stored.reserve_all(&file, 0..6 * B).unwrap();
-        file.write_all_at(&[1; 5000], B).unwrap();
+        HostFile::allocate(&file, 0, 6 * B).unwrap();
+        let write = |block: u64| {
+            let reserved = stored.reserve(&file, block * B..(block + 1) * B);
+            file.write_all_at(&[1; B as usize], block * B).unwrap();
+            reserved.map(|reserved| assert_eq!(reserved.end, (block + 1) * B))
+        };
+        write(1).unwrap();
         assert_eq!(used(), 6);
         stored.let_go(&file).unwrap();
-        assert_eq!(used(), 2);
-        stored.reserve_all(&file, 0..2 * B).unwrap();
-        assert_eq!(used(), 3);
+        assert_eq!(used(), 6);
+        // Where it was allocated, a write takes no more, as the next one finds.
+        write(2).unwrap();
+        write(2).unwrap();
+        assert_eq!(used(), 6);
+        // Elsewhere it does.
+        write(8).unwrap();
+        assert_eq!(used(), 7);
+        stored.let_go(&file).unwrap();
+        assert_eq!(used(), 7);
         stored.release_all(&file).unwrap();
         assert_eq!(used(), 0);
     }
@@ -341,9 +512,9 @@ mod tests {
         HostFile::allocate(&file, 4 * B, 4 * B).unwrap();
         file.set_len(8 * B).unwrap();
         account.add(3 * B);
-        count(&file, &account).unwrap();
+        Found::look(&file).unwrap().count(&file, &account).unwrap();
         let used = || account.used() / B;
-        assert_eq!(used(), 5);
+        assert_eq!(used(), 9);
         let read = || file.read_exact_at(&mut [0; 4 * B as usize], 4 * B).unwrap();
         for _ in 0..3 {
             // The host takes pages that were read for data.
@@ -352,7 +523,7 @@ mod tests {
             stored.look(&file).unwrap();
             rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
             stored.let_go(&file).unwrap();
-            assert_eq!(used(), 5);
+            assert_eq!(used(), 9);
         }
         read();
         let stored = StoredBlocks::new(Arc::clone(&account));
@@ -368,6 +539,8 @@ mod tests {
             scope.spawn(|| {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
                     stored.reserve_all(&file, 0..6 * B).unwrap_err();
+                    // The other waits for the lock.
+                    std::thread::yield_now();
                 }
             });
             let lost = (0..20_000).find(|_| {
@@ -387,7 +560,7 @@ mod tests {
         let (account, stored, file) = setup(4);
         file.write_all_at(&[1; 5000], 3 * B).unwrap();
         file.set_len(100 * B).unwrap();
-        count(&file, &account).unwrap();
+        Found::look(&file).unwrap().count(&file, &account).unwrap();
         assert_eq!(account.used(), 2 * B);
         stored.reserve(&file, 3 * B..5 * B).unwrap();
         assert_eq!(account.used(), 2 * B);

@@ -35,9 +35,11 @@ impl UnionFs {
             };
             // A block completed later would move the time of change again.
             if let Content::Sketch(sketch) = &state.content {
-                sketch
-                    .settle()
-                    .map_err(|error| self.sketch_failed(node, &error))?;
+                match sketch.settle() {
+                    // That nothing can be completed now is for those who write.
+                    Err(error) if error.is_no_space() => {}
+                    settled => settled.map_err(|error| self.sketch_failed(node, &error))?,
+                }
             }
             let Some(file) = &upper.file else {
                 drop(state);
@@ -247,6 +249,8 @@ impl UnionFs {
                 host::set_mode(file, permissions)?;
             }
         }
+        // A file's owner may be kept from now on, and its capabilities be gone.
+        self.settle_node(node, file);
         if changes.permissions.is_some_and(|bits| bits & 0o6000 != 0) {
             node.may_be_privileged.store(true, Ordering::Release);
         }
@@ -323,6 +327,7 @@ impl UnionFs {
             let _held = node.lock_capabilities();
             self.remove_capabilities(&file)?;
         }
+        self.settle_node(node, &file);
         let permissions = match self.keeps_owner(node) {
             true => self.kept_owner(node, &file)?.permissions,
             false => (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16,

@@ -22,7 +22,7 @@ use super::{UnionFs, host};
 use crate::Seek;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
-use crate::sketch::{KeepSize, SketchKind};
+use crate::sketch::{BLOCK_BYTES, KeepSize, SketchKind};
 use crate::upper::{Attribute, Mark, Metacopy};
 
 /// Largest file that Linux's interfaces can say.
@@ -30,6 +30,9 @@ const SIZE_MAX: u64 = i64::MAX as u64;
 
 /// How much is copied at a time.
 const PIECE: usize = 1 << 20;
+
+/// Most that the marks of a sketch take beside those that its file has.
+const MARKS_ROOM: u64 = BLOCK_BYTES;
 
 /// Longest copy that one request makes.
 const COPY_MAX: u64 = 64 << 20;
@@ -192,6 +195,7 @@ impl UnionFs {
             }
         }
         is_now_plain(&mut state);
+        self.settle(&*file);
         Ok(())
     }
 
@@ -406,14 +410,22 @@ impl UnionFs {
             self.set_origin(&file, inode.nid)?;
             upper.has_origin = true;
         }
-        let sketch = self
-            .sketches
-            .create(
-                self.sketch_kind,
-                self.own_descriptor(&file)?,
-                self.below(node)?,
-            )
-            .map_err(|error| self.sketch_failed(node, &error))?;
+        // Of a sparse one, the map comes with the first flush, which must not fail for want of room.
+        let (map_bytes, maps) = match self.sketch_kind {
+            SketchKind::Sparse => (BLOCK_BYTES, 1),
+            SketchKind::Packed => (0, 0),
+        };
+        let mut room = self.room(MARKS_ROOM + map_bytes, maps)?;
+        let made = self.sketches.create(
+            self.sketch_kind,
+            self.own_descriptor(&file)?,
+            self.below(node)?,
+        );
+        self.settle_in(&*file, &mut room);
+        let sketch = made.map_err(|error| self.sketch_failed(node, &error))?;
+        if maps > 0 && self.account.is_limited() {
+            self.account.map_takes(sketch.id(), map_bytes, &mut room);
+        }
         // Of one without a name, copied up after that was taken away, nothing is to be found again.
         if rustix::fs::fstat(&*file)?.st_nlink == 0 {
             sketch
@@ -459,7 +471,11 @@ impl UnionFs {
             _ if node.is_removed.load(Ordering::Acquire) => return Ok(()),
             SyncPolicy::Strict => 1,
             SyncPolicy::Batch(most) => most,
-            SyncPolicy::Volatile => return self.set_metacopy(file, Metacopy::None),
+            SyncPolicy::Volatile => {
+                let cleared = self.set_metacopy(file, Metacopy::None);
+                self.settle(&**file);
+                return cleared;
+            }
         };
         if let Some(upper) = &mut state.upper {
             upper.in_batch = true;
@@ -589,7 +605,8 @@ impl UnionFs {
         let reserved = stored.reserve_all(file, range).map_err(failed)?;
         rustix::fs::fallocate(file, flags, offset, length).inspect_err(|_| {
             stored.undo(reserved, 0);
-        })
+        })?;
+        stored.look_again(file).map_err(failed)
     }
 }
 

@@ -14,6 +14,7 @@ use rustix::fs::{AtFlags, Dir};
 use rustix::io::Errno;
 
 use super::attributes::{CAPABILITIES, owner_of_inode};
+use super::charge::NAME_BYTES;
 use super::lookup::{Access, index_name};
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
@@ -28,6 +29,12 @@ impl UnionFs {
     /// once somebody changes them; until then they are the image's. The origin, which comes last, says that it was done.
     pub(super) fn complete_root(&self) -> Result<(), Errno> {
         let file = self.open_upper(&self.root, Access::Directory)?;
+        let completed = self.complete_root_at(&file);
+        self.settle(&*file);
+        completed
+    }
+
+    fn complete_root_at(&self, file: &File) -> Result<(), Errno> {
         let origin = Mark::Origin.name(self.upper.namespace());
         let is_complete = Attribute::Path(file.as_fd()).get(origin)?.is_some();
         if is_complete {
@@ -35,21 +42,21 @@ impl UnionFs {
         }
         let inode = self.image.inode(self.image.root())?;
         if self.upper.begun() == Begun::Adopted {
-            self.adopt_root(&file, &inode)?;
-            return self.set_origin(&file, inode.nid);
+            self.adopt_root(file, &inode)?;
+            return self.set_origin(file, inode.nid);
         }
-        if has_names(&file)? {
+        if has_names(file)? {
             // It was used before, and is what was made of it, also when all names in it are gone.
-            return self.set_origin(&file, inode.nid);
+            return self.set_origin(file, inode.nid);
         }
-        self.copy_xattrs(&inode, &file)?;
+        self.copy_xattrs(&inode, file)?;
         if self.keeps_owners() {
             // Tools take it for a sign that the owners of all that is in there are kept so.
-            self.keep_owner(NodeId::ROOT, &file, &owner_of_inode(&inode))?;
+            self.keep_owner(NodeId::ROOT, file, &owner_of_inode(&inode))?;
         }
         let time = Some(SetTime::At(inode.mtime));
-        host::set_times(&file, time, time)?;
-        self.set_origin(&file, inode.nid)
+        host::set_times(file, time, time)?;
+        self.set_origin(file, inode.nid)
     }
 
     /// The root of an upper that others made stays as they made it, and as overlayfs shows it: of owner and mode, too, the host's
@@ -141,6 +148,7 @@ impl UnionFs {
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let has_names = inode.kind != FileType::Directory && inode.nlink > 1;
+        let mut room = self.room_for_copy(&inode, 1 + u64::from(has_names))?;
         let (temporary, file) = self.make_copy(&inode)?;
         let names = i64::from(inode.nlink);
         if has_names {
@@ -152,12 +160,17 @@ impl UnionFs {
                 .place_new(directory.as_fd(), name)
                 .map_err(|(_, errno)| errno)
         });
+        self.settle_in(directory, &mut room);
+        if has_names {
+            self.settle_in(self.upper.index(), &mut room);
+        }
         if let Err(errno) = placed {
             if has_names {
                 self.leave_index(inode.nid);
             }
             return Err(errno);
         }
+        self.made(&file, &mut room);
         parent.names_have_changed();
         if has_names && let Err(errno) = self.set_names_upper(&file, names) {
             // What is there is right, and whoever changes it next says it anew.
@@ -177,12 +190,14 @@ impl UnionFs {
         if host::stat_at(directory, name)?.is_some() {
             return Ok(());
         }
+        let mut room = self.room(NAME_BYTES, 0)?;
         // One more on the host, as many as before in all.
         let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
         let linked = unseen(parent, directory, || {
             host::link(recount.file(), directory, name)
         });
         self.end_recount(Some(recount), 0);
+        self.settle_in(directory, &mut room);
         linked?;
         parent.names_have_changed();
         Ok(())
@@ -191,7 +206,8 @@ impl UnionFs {
     /// Removes an inode's entry of the index.
     pub(super) fn leave_index(&self, nid: Nid) {
         match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
-            Ok(()) | Err(Errno::NOENT) => {}
+            Ok(()) => self.settle(self.upper.index()),
+            Err(Errno::NOENT) => {}
             // It is found by fsck.
             Err(errno) => {
                 self.host_failed(&index_name(nid), "cannot be removed from the index", errno);
@@ -209,8 +225,11 @@ impl UnionFs {
             return Err(Errno::NOENT);
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
+        let mut room = self.room_for_copy(&inode, 0)?;
         // The temporary loses its name when it is dropped; the descriptor stays.
         let (_temporary, file) = self.make_copy(&inode)?;
+        self.made(&file, &mut room);
+        self.departs(node);
         self.finish_copy(node, &mut state, &inode, file, false)
     }
 
@@ -223,6 +242,9 @@ impl UnionFs {
         indexed: bool,
     ) -> Result<(), Errno> {
         let stat = rustix::fs::fstat(&file)?;
+        if inode.kind == FileType::Symlink {
+            let _ = node.target.set(self.image.read_link(inode)?.into());
+        }
         let is_regular = inode.kind == FileType::Regular;
         state.upper = Some(Upper {
             for_data: is_regular || inode.kind == FileType::Directory,
@@ -245,8 +267,17 @@ impl UnionFs {
         Ok(())
     }
 
+    /// Whether a copy of this inode of the image would be a whiteout: the device would be gone.
+    pub(super) fn is_a_whiteout(&self, inode: &Inode) -> bool {
+        let device = inode.rdev.map(|device| (device.major, device.minor));
+        inode.kind == FileType::CharDevice && device == Some((0, 0)) && !self.keeps_owners()
+    }
+
     /// A copy of an inode in the work directory, complete but for its bytes, and open.
     fn make_copy(&self, inode: &Inode) -> Result<(Temporary<'_>, File), Errno> {
+        if self.is_a_whiteout(inode) {
+            return Err(Errno::PERM);
+        }
         let (temporary, file) = match inode.kind {
             FileType::Directory => {
                 let (temporary, fd) = self.upper.temporary_directory(0o700)?;

@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_N
 use rustix::io::Errno;
 
 use super::types::SetTime;
-use crate::upper::OverrideKind;
+use crate::upper::{OverrideKind, leave_access_time};
 
 /// What `name` is in `directory`, open with `O_PATH`; `None` if there is no such name.
 pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File>, Errno> {
@@ -27,13 +27,14 @@ pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File
 
 /// A directory of `directory`, for everything one does with directories.
 pub(super) fn open_directory(directory: impl AsFd, name: &[u8]) -> Result<File, Errno> {
-    rustix::fs::openat(
+    let opened = rustix::fs::openat(
         directory,
         name,
         OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
         Mode::empty(),
-    )
-    .map(File::from)
+    )?;
+    leave_access_time(&opened);
+    Ok(File::from(opened))
 }
 
 /// What `name` is in `directory`.

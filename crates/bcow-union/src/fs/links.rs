@@ -75,7 +75,9 @@ impl UnionFs {
         match (self.read_marks(&file)?.nlink, node.lower) {
             (Some(NlinkDelta::Lower(_)), Some(_)) => {
                 let names = self.count_names(node.lower, &file)?;
-                self.set_names_upper(&file, names)
+                let set = self.set_names_upper(&file, names);
+                self.settle(&*file);
+                set
             }
             _ => Ok(()),
         }
@@ -105,6 +107,7 @@ impl UnionFs {
             // What is there says at most so many too much, and whoever changes it next says it anew.
             self.host_failed(b"", "cannot note a number of names", errno);
         }
+        self.settle(&*recount.file);
     }
 }
 

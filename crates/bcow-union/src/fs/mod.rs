@@ -9,6 +9,7 @@
 mod acl;
 mod attributes;
 mod background;
+mod charge;
 mod content;
 mod copy_up;
 mod directory;
@@ -19,6 +20,7 @@ mod lower;
 mod namespace;
 mod nodes;
 mod promote;
+mod recount;
 mod remove;
 mod rename;
 mod report;
@@ -124,10 +126,11 @@ impl UnionFs {
         };
         sync::refuse_after_volatile(&instance, options.sync)?;
         let descriptors_most = background::descriptors_most();
-        let account = Arc::new(Account::new(options.size_limit));
-        if options.size_limit.is_some() {
-            report::count_stored(&instance, &account).map_err(failed("count what it stores"))?;
+        let account = Arc::new(Account::with_limits(options.limits()));
+        if account.is_limited() {
+            recount::count_stored(&instance, &account).map_err(failed("count what it stores"))?;
         }
+        instance.keep_whiteouts();
         let sketches = Sketches::new(&instance, Arc::clone(&account), options)
             .map_err(failed("prepare it for sketches"))?;
         let image = Arc::new(Image::new(lower.fs));
@@ -203,7 +206,7 @@ impl UnionFs {
         let Some(node) = self.table.release(id, count) else {
             return;
         };
-        if node.is_directory() || !node.is_removed.load(Ordering::Acquire) {
+        if !node.is_removed.load(Ordering::Acquire) {
             self.forgotten(&node);
             return self.table.let_go(node);
         }
@@ -220,10 +223,14 @@ impl UnionFs {
         if node.kind != FileType::Symlink {
             return Err(Errno::INVAL);
         }
+        if let Some(target) = node.target.get() {
+            return Ok(target.to_vec());
+        }
         if node.read_state().upper.is_some() {
             let link = self.open_upper(&node, lookup::Access::Path)?;
-            let target = rustix::fs::readlinkat(&*link, c"", Vec::new())?;
-            return Ok(target.into_bytes());
+            let target = rustix::fs::readlinkat(&*link, c"", Vec::new())?.into_bytes();
+            let _ = node.target.set(target.as_slice().into());
+            return Ok(target);
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         self.image.read_link(&inode)

@@ -10,12 +10,17 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::attributes::decode_device;
+use super::charge::{MARKS_BYTES, NAME_BYTES};
 use super::lookup::{Above, Access, NAME_MAX, UPPER_ONLY};
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
 use super::{UnionFs, host};
+use crate::account::{self, Room};
 use crate::node::NodeId;
-use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, SetHow, Temporary};
+use crate::sketch::BLOCK_BYTES;
+use crate::upper::{
+    ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, SetHow, Temporary, leave_access_time,
+};
 
 /// Set-group-ID.
 const SET_GID: u16 = 0o2000;
@@ -106,11 +111,32 @@ impl UnionFs {
             let _names = parent.lock_names();
             let spot = self.free_spot(&parent, name)?;
             let owned = self.owned_in(caller, &parent, permissions, new)?;
-            let file = self.make_at(&parent, &spot, name, &owned, new)?;
+            let mut room = self.room_for_new(new, &owned, &spot)?;
+            let made = self.make_at(&parent, &spot, name, &owned, new);
+            self.settle_in(&*spot.directory, &mut room);
+            let file = made?;
+            self.made(&file, &mut room);
             parent.names_have_changed();
             self.new_node(&parent, name, new, &owned, file)?
         };
         self.hold(&node)
+    }
+
+    /// Room for something new in a directory.
+    fn room_for_new(&self, new: &New<'_>, owned: &Owned, spot: &Spot) -> Result<Room<'_>, Errno> {
+        let own = match new {
+            New::Directory => BLOCK_BYTES,
+            New::Symlink(target) => account::target_takes(target.len() as u64),
+            New::File | New::Special(..) => 0,
+        };
+        // A directory's ACL comes twice.
+        let acl = owned.acl.as_ref().map_or(0, |acl| 2 * acl.len() as u64);
+        let is_opaque = spot.is_whited_out && matches!(new, New::Directory);
+        let attributes = match acl > 0 || self.keeps_owners() || is_opaque {
+            true => account::attributes_take(MARKS_BYTES + acl),
+            false => 0,
+        };
+        self.room(NAME_BYTES + own + attributes, 1)
     }
 
     /// Where `name` can be made in `parent`, whose names are locked and which is in the upper.
@@ -232,6 +258,7 @@ impl UnionFs {
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
             first_mode(owned),
         )?);
+        leave_access_time(&file);
         let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::empty());
         self.own_in_place(&file, owned, &New::File, undo)?;
         Ok(file)
@@ -386,6 +413,9 @@ impl UnionFs {
                 *node.write_state() = state;
             }
             node.name_is_new.store(true, Ordering::Release);
+            if let New::Symlink(target) = new {
+                let _ = node.target.set((*target).into());
+            }
             node
         });
         // An inode whose descriptor we hold cannot have its number given to another, so the node is new.
@@ -412,6 +442,7 @@ impl UnionFs {
         {
             let _names = parent.lock_names();
             let spot = self.free_spot(&parent, name)?;
+            let mut room = self.room(NAME_BYTES, 0)?;
             self.settle_names(&node)?;
             let file = self.open_upper(&node, Access::Path)?;
             if spot.is_whited_out {
@@ -426,6 +457,7 @@ impl UnionFs {
             } else {
                 host::link(&file, &*spot.directory, name)?;
             }
+            self.settle_in(&*spot.directory, &mut room);
             parent.names_have_changed();
             node.name_is_new.store(true, Ordering::Release);
             if matches!(node.place(), Place::Nowhere) {
@@ -461,6 +493,13 @@ impl UnionFs {
             Err(errno) => return Err(errno),
         };
         let file = self.open_upper(node, Access::Path)?;
+        let value = match &path {
+            Some(path) => crate::upper::Redirect::Path(path.clone()).encode(),
+            // The origin is what we go by; overlayfs shall not go by a name.
+            None => crate::upper::REDIRECT_NOWHERE.to_vec(),
+        };
+        let name = Mark::Redirect.name(self.upper.namespace());
+        let mut room = self.room_for_attribute(&file, name, value.len() + MARKS_BYTES as usize)?;
         if let (Some(nid), Some(upper)) = (node.lower, &mut node.write_state().upper)
             && !upper.has_origin
         {
@@ -468,12 +507,9 @@ impl UnionFs {
             self.set_origin(&file, nid)?;
             upper.has_origin = true;
         }
-        let value = match &path {
-            Some(path) => crate::upper::Redirect::Path(path.clone()).encode(),
-            // The origin is what we go by; overlayfs shall not go by a name.
-            None => crate::upper::REDIRECT_NOWHERE.to_vec(),
-        };
-        match self.set_mark(&file, Mark::Redirect, &value) {
+        let marked = self.set_mark(&file, Mark::Redirect, &value);
+        self.settle_in(&*file, &mut room);
+        match marked {
             Ok(()) => {}
             // A path longer than an attribute: the origin is what we go by.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {}

@@ -28,7 +28,7 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::io::Errno;
 
 use super::lookup::Found;
-use crate::account::StoredBlocks;
+use crate::account::{Account, StoredBlocks};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
 use crate::upper::{Metacopy, Redirect, SketchKind};
@@ -74,6 +74,10 @@ pub(super) struct Node {
     pub(super) is_waiting: AtomicBool,
     /// What it stores, if it is a plain file; looked at first when something is to be written.
     pub(super) stored: OnceLock<StoredBlocks>,
+    /// Where this symbolic link points, once that is known: the host would note each look at its own.
+    pub(super) target: OnceLock<Box<[u8]>>,
+    /// The account to which it gives back, when this is dropped, what it takes beside its data: it lost its last name.
+    departs_from: OnceLock<Arc<Account>>,
 }
 
 /// What is known of a file's capabilities.
@@ -161,7 +165,9 @@ impl Upper {
 
 impl Drop for Node {
     /// Lets go of the directories above that only this node held, one after the other: a path can be longer than a stack is deep.
+    /// Before that, of what it takes if it lost its name.
     fn drop(&mut self) {
+        self.depart();
         let take = |place: &mut RwLock<Place>| {
             let place = place.get_mut().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(place, Place::Nowhere)
@@ -205,6 +211,29 @@ impl Node {
             sync_failed: OnceLock::new(),
             is_waiting: AtomicBool::new(false),
             stored: OnceLock::new(),
+            target: OnceLock::new(),
+            departs_from: OnceLock::new(),
+        }
+    }
+
+    /// It lost its last name: once it is closed, the host frees what it is in the upper, which this account counts.
+    pub(super) fn departs_from(&self, account: &Arc<Account>) {
+        let _ = self.departs_from.set(Arc::clone(account));
+    }
+
+    /// Gives back to the account what the host frees when this is dropped.
+    fn depart(&mut self) {
+        let Some(account) = self.departs_from.get() else {
+            return;
+        };
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(upper) = &state.upper
+            && let Some(file) = &upper.file
+            // A damaged count of names must not make it lose what is still there.
+            && rustix::fs::fstat(&**file).is_ok_and(|stat| stat.st_nlink == 0)
+        {
+            // Before it is closed: its number may be another's then.
+            account.inode_gone(upper.host_inode);
         }
     }
 

@@ -42,6 +42,9 @@ impl UnionFs {
         match sketch.kind() {
             SketchKind::Sparse => {
                 self.sketches.promote(sketch).map_err(failed)?;
+                if let Some(file) = state.upper.as_ref().and_then(|upper| upper.file.as_ref()) {
+                    self.settle(&**file);
+                }
                 Ok(Promoted::InPlace)
             }
             SketchKind::Packed => self.promote_packed(node, state, sketch),
@@ -127,6 +130,11 @@ impl UnionFs {
         node.name_is_new
             .store(true, std::sync::atomic::Ordering::Release);
         let host_inode = rustix::fs::fstat(&file)?.st_ino;
+        if self.account.is_limited() {
+            // The one takes the other's place, which has no other name.
+            self.made(&file, &mut self.account.no_room());
+            self.account.inode_gone(stat.st_ino);
+        }
         if let Some(mark) = mark {
             self.sketches
                 .replaced(&mark, stored)

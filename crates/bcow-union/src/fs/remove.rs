@@ -26,7 +26,11 @@ impl UnionFs {
         }
         // Of several names in the image, the others shall see that one is gone.
         if self.has_names_below(&node)? {
-            self.ensure_upper(&node)?;
+            match self.ensure_upper(&node) {
+                // Without room for that, the name goes all the same, as in overlayfs; they go on showing the number of before.
+                Err(Errno::NOSPC | Errno::DQUOT) => {}
+                other => other?,
+            }
         }
         self.ready_for_change(&parent, name)?;
         let _names = parent.lock_names();
@@ -38,14 +42,19 @@ impl UnionFs {
             .map(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode));
         match (is_above, is_below) {
             (None, true) => {
+                let mut room = self.room_to_hide()?;
                 // The host counts on as if nothing had happened.
                 let recount = self.begin_recount(&node)?;
                 let hidden = self.upper.white_out(directory.as_fd(), name, None);
                 self.end_recount(recount, i64::from(hidden.is_ok()));
+                self.settle_in(&*directory, &mut room);
                 hidden?;
             }
             (above, true) => self.upper.white_out(directory.as_fd(), name, above)?,
-            (Some(_), false) => rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?,
+            (Some(_), false) => {
+                rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
+                self.settle(&*directory);
+            }
             (None, false) => return Err(Errno::NOENT),
         }
         parent.names_have_changed();
@@ -77,7 +86,12 @@ impl UnionFs {
         let is_below = self.look_below(&parent, name)?.is_some();
         let is_above = node.read_state().upper.is_some();
         match (is_above, is_below) {
-            (false, _) => self.upper.white_out(directory.as_fd(), name, None)?,
+            (false, _) => {
+                let mut room = self.room_to_hide()?;
+                let hidden = self.upper.white_out(directory.as_fd(), name, None);
+                self.settle_in(&*directory, &mut room);
+                hidden?;
+            }
             (true, true) => self.upper.white_out(
                 directory.as_fd(),
                 name,
@@ -91,6 +105,7 @@ impl UnionFs {
                     rustix::fs::FileType::Directory,
                 )?;
                 drop(removed);
+                self.settle(&*directory);
             }
         }
         parent.names_have_changed();
@@ -118,7 +133,13 @@ impl UnionFs {
 
     /// Whether a node has several names in the image, of which is noted when they go.
     pub(super) fn has_names_below(&self, node: &Node) -> Result<bool, Errno> {
-        Ok(self.can_be_marked(node.kind) && self.names_below(node)? > 1)
+        if !self.can_be_marked(node.kind) || self.names_below(node)? <= 1 {
+            return Ok(false);
+        }
+        Ok(match node.lower {
+            Some(nid) => !self.is_a_whiteout(&self.image.inode(nid)?),
+            None => true,
+        })
     }
 
     fn names_below(&self, node: &Node) -> Result<u32, Errno> {
@@ -146,6 +167,7 @@ impl UnionFs {
             node.set_place(Place::Nowhere);
         }
         let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
+            self.departs(node);
             // Those that are only in the image have one name: of several, it would have been copied up, if it can be marked.
             if self.names_below(node).is_ok_and(|names| names <= 1) {
                 self.is_removed_now(node);
@@ -158,7 +180,7 @@ impl UnionFs {
     }
 
     fn is_removed_now(&self, node: &Node) {
-        if !node.is_removed.swap(true, Ordering::AcqRel) && !node.is_directory() {
+        if !node.is_removed.swap(true, Ordering::AcqRel) {
             self.departures.removed();
         }
     }
@@ -177,6 +199,7 @@ impl UnionFs {
         if !is_last {
             return Ok(());
         }
+        self.departs(node);
         self.is_removed_now(node);
         if indexed && let Some(nid) = node.lower {
             self.leave_index(nid);
@@ -213,7 +236,7 @@ impl UnionFs {
 
     /// What the kernel forgot: if it lost its last name before, its space is free now, and else what it has beyond its bytes.
     pub(super) fn forgotten(&self, node: &Node) {
-        if node.kind != FileType::Regular || self.account.limit().is_none() {
+        if node.kind != FileType::Regular || !self.account.is_limited() {
             return;
         }
         let released = match node.is_removed.load(Ordering::Acquire) {
@@ -225,6 +248,7 @@ impl UnionFs {
                 }
             }
             false => {
+                self.settle_again(node);
                 let Some(stored) = node.stored.get() else {
                     return;
                 };

@@ -12,6 +12,7 @@ use bcow_erofs::reader::FileType;
 use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
+use super::charge::NAME_BYTES;
 use super::lookup::{Above, Access, Found};
 use super::namespace::check_new_name;
 use super::nodes::{Node, Place};
@@ -131,6 +132,8 @@ impl UnionFs {
         self.make_movable(from, node)?;
         self.hide_below(node, to)?;
         let above = self.look_above(&to.directory, to.name)?;
+        let new_names = u64::from(!matches!(above, Above::Found(_) | Above::Whiteout));
+        let mut room = self.room(new_names * NAME_BYTES, 0)?;
         let was_indexed_only = there.is_some_and(|there| {
             !there.is_directory() && !matches!(above, Above::Found(_)) && there.lower.is_some()
         });
@@ -152,6 +155,8 @@ impl UnionFs {
             rename(from, to, RenameFlags::empty())
         };
         self.end_recount(recount, i64::from(placed.is_ok()));
+        self.settle_in(&*to.directory, &mut room);
+        self.settle_in(&*from.directory, &mut room);
         if let Err(errno) = placed {
             if let Some(cleared) = cleared {
                 // What cannot come back left one behind that looks the same.
@@ -216,7 +221,11 @@ impl UnionFs {
             return Ok(());
         }
         let file = self.open_upper(node, Access::Directory)?;
-        self.set_mark(&file, Mark::Opaque, b"y")
+        let name = Mark::Opaque.name(self.upper.namespace());
+        let mut room = self.room_for_attribute(&file, name, 1)?;
+        let set = self.set_mark(&file, Mark::Opaque, b"y");
+        self.settle_in(&*file, &mut room);
+        set
     }
 
     /// An empty directory, `found`, is about to be replaced, which on the host may have whiteouts in it: one that has none, and
@@ -249,12 +258,19 @@ impl UnionFs {
     }
 
     fn rename_leaving_whiteout(&self, from: &End<'_>, to: &End<'_>) -> Result<(), Errno> {
+        // Made before anything is changed.
+        let whiteout = self.upper.temporary_whiteout()?;
         match rename(from, to, RenameFlags::WHITEOUT) {
-            Err(Errno::INVAL | Errno::NOSYS) => {}
+            Ok(()) => {
+                // The host made one of its own, which would take an inode for each name.
+                let _ = whiteout.place(from.directory.as_fd(), from.name);
+                return Ok(());
+            }
+            // A host without it, or without an inode for it.
+            Err(Errno::INVAL | Errno::NOSYS | Errno::NOSPC | Errno::DQUOT) => {}
             other => return other,
         }
-        // A host without it. For a moment both names are there; never none.
-        let whiteout = self.upper.temporary_whiteout()?;
+        // For a moment both names are there; never none.
         rename(from, to, RenameFlags::empty())?;
         whiteout
             .place_new(from.directory.as_fd(), from.name)

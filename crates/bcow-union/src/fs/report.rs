@@ -1,21 +1,16 @@
 //! Figures: what `statfs` says, what the upper stores, what `bcow stats` shows.
 
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::UnionFs;
 use super::nodes::Node;
 use super::types::Figures;
-use super::{UnionFs, host};
-use crate::account::{self, Account, StoredBlocks};
+use crate::account::StoredBlocks;
 use crate::options::SyncPolicy;
 use crate::sketch::{SketchStatus, Statistics};
-use crate::upper::beneath::open_beneath;
-use crate::upper::{Instance, META};
 
 /// The unit in which space is counted.
 const BLOCK_BYTES: u64 = 4096;
@@ -35,6 +30,10 @@ pub struct Report {
     pub limit_bytes: Option<u64>,
     /// Bytes that are stored and counted: with a limit all, without one those of sketches.
     pub counted_bytes: u64,
+    /// Most inodes that there may be.
+    pub limit_inodes: Option<u64>,
+    /// Inodes that there are; without a limit they are not counted.
+    pub counted_inodes: u64,
     /// Files copied up without their bytes.
     pub copied_metadata: u64,
     /// Files copied whole.
@@ -67,6 +66,15 @@ impl UnionFs {
             figures.free = figures.free.min(left);
             figures.available = figures.available.min(left);
         }
+        if let (Some(limit), Some(left)) = (self.account.inode_limit(), self.account.inodes_left())
+        {
+            // A host that counts no inodes, as btrfs, says that there are none.
+            figures.inodes_free = match figures.inodes {
+                0 => left,
+                _ => figures.inodes_free.min(left),
+            };
+            figures.inodes = limit;
+        }
         Ok(figures)
     }
 
@@ -91,6 +99,8 @@ impl UnionFs {
             nodes: self.table.len() as u64,
             limit_bytes: self.account.limit(),
             counted_bytes: self.account.used(),
+            limit_inodes: self.account.inode_limit(),
+            counted_inodes: self.account.inodes(),
             copied_metadata: self.copied_metadata.load(Ordering::Relaxed),
             copied_whole: self.copied_whole.load(Ordering::Relaxed),
             open_sketches: open,
@@ -104,48 +114,4 @@ impl UnionFs {
         node.stored
             .get_or_init(|| StoredBlocks::new(Arc::clone(&self.account)))
     }
-}
-
-/// Counts what an upper stores already. Each inode counts once.
-pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(), Errno> {
-    let mut seen = std::collections::HashSet::new();
-    // By path: there may be more directories than descriptors.
-    let mut todo = vec![Vec::new()];
-    while let Some(path) = todo.pop() {
-        let directory = open_beneath(upper.root(), &path, OFlags::RDONLY | OFlags::DIRECTORY)?;
-        for entry in Dir::read_from(&directory)? {
-            let entry = entry?;
-            let name = entry.file_name().to_bytes();
-            if matches!(name, b"." | b"..") || path.is_empty() && name == META.as_bytes() {
-                continue;
-            }
-            let Some(stat) = host::stat_at(&directory, name)? else {
-                continue;
-            };
-            match FileType::from_raw_mode(stat.st_mode) {
-                FileType::Directory if path.is_empty() => todo.push(name.to_vec()),
-                FileType::Directory => todo.push([&path, &b"/"[..], name].concat()),
-                FileType::RegularFile if stat.st_nlink == 1 || seen.insert(stat.st_ino) => {
-                    count_file(&directory, name, account)?;
-                }
-                _ => {}
-            }
-        }
-    }
-    for entry in Dir::read_from(upper.index())? {
-        let entry = entry?;
-        if let Some(stat) = host::stat_at(upper.index(), entry.file_name().to_bytes())?
-            && FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
-            && seen.insert(stat.st_ino)
-        {
-            count_file(upper.index(), entry.file_name().to_bytes(), account)?;
-        }
-    }
-    Ok(())
-}
-
-fn count_file(directory: impl AsFd, name: &[u8], account: &Account) -> Result<(), Errno> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = File::from(rustix::fs::openat(directory, name, flags, Mode::empty())?);
-    account::count(&file, account).map_err(|error| error.errno())
 }

@@ -1,5 +1,6 @@
 //! Extended attributes.
 
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -92,8 +93,16 @@ impl UnionFs {
         self.ensure_upper(&node)?;
         let file = self.open_upper(&node, Access::Path)?;
         let stored = self.stored_name(&node, name)?;
-        Attribute::Path(file.as_fd()).set(&stored, value, how)?;
+        self.set_stored(&file, &stored, value, how)?;
         self.attribute_changed(&node, name, value)
+    }
+
+    /// Sets an attribute of a file of the upper, if there is room for it.
+    fn set_stored(&self, file: &File, name: &[u8], value: &[u8], how: SetHow) -> Result<(), Errno> {
+        let mut room = self.room_for_attribute(file, name, value.len())?;
+        let set = Attribute::Path(file.as_fd()).set(name, value, how);
+        self.settle_in(file, &mut room);
+        set
     }
 
     /// Sets the attribute of capabilities, whose lock the caller holds.
@@ -110,7 +119,7 @@ impl UnionFs {
             }
         }
         let file = self.open_upper(node, Access::Path)?;
-        Attribute::Path(file.as_fd()).set(&self.stored_name(node, CAPABILITIES)?, value, how)?;
+        self.set_stored(&file, &self.stored_name(node, CAPABILITIES)?, value, how)?;
         self.attribute_changed(node, CAPABILITIES, value)
     }
 
@@ -158,7 +167,9 @@ impl UnionFs {
         self.ensure_upper(&node)?;
         let file = self.open_upper(&node, Access::Path)?;
         let stored = self.stored_name(&node, name)?;
-        Attribute::Path(file.as_fd()).remove(&stored)
+        let removed = Attribute::Path(file.as_fd()).remove(&stored);
+        self.settle_node(&node, &file);
+        removed
     }
 
     /// Whether mode and ACL let somebody write to a file; `is_in` says of a group whether they are in it. What the kernel checks

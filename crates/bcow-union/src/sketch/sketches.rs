@@ -14,7 +14,7 @@ use super::packed::Packed;
 use super::shared::{By, Kept, Shared};
 use super::sparse::Sparse;
 use super::{BLOCK_BYTES, Lower, Sketch, SketchError, SketchKind, SketchMark};
-use crate::account::Account;
+use crate::account::{Account, CountedMaps};
 use crate::options::{SyncPolicy, UnionOptions};
 use crate::upper::{Instance, META, Namespace};
 
@@ -111,8 +111,16 @@ impl Sketches {
         let own = |fd: BorrowedFd<'_>| rustix::io::fcntl_dupfd_cloexec(fd, 3);
         let path = instance.path().join(META).join("maps");
         let store = MapDirectory::new(own(instance.maps())?, own(instance.work())?, &path);
+        let store: Arc<dyn MapStore> = match account.is_limited() {
+            true => Arc::new(CountedMaps::new(
+                store,
+                own(instance.maps())?,
+                Arc::clone(&account),
+            )),
+            false => Arc::new(store),
+        };
         let namespace = instance.namespace();
-        Ok(Self::on(Arc::new(store), namespace, account, options))
+        Ok(Self::on(store, namespace, account, options))
     }
 
     /// Whether files of the host can have holes that it tells from data, which sparse sketches live on.

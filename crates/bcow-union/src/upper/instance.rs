@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bcow::lock::FileLock;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
@@ -49,9 +49,17 @@ pub struct Instance {
     record: Record,
     begun: Begun,
     temporaries: TemporaryNames,
-    /// Name in the work directory of the whiteout that others are links of. Held for a link.
-    whiteout: Mutex<Option<String>>,
+    /// Held for a link.
+    whiteouts: Mutex<Whiteouts>,
     _lock: FileLock,
+}
+
+/// Names in the work directory of whiteouts that others are links of.
+#[derive(Debug, Default)]
+struct Whiteouts {
+    current: Option<String>,
+    /// For the time when the current one has as many names as the host permits, and the host no inode left.
+    spare: Option<String>,
 }
 
 impl Instance {
@@ -206,6 +214,7 @@ impl Instance {
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.work, &*name, flags, Mode::from_raw_mode(mode))?;
+        work::leave_access_time(&file);
         let temporary = Temporary::adopt(self.work(), name, FileType::RegularFile);
         Ok((temporary, file.into()))
     }
@@ -216,7 +225,9 @@ impl Instance {
         rustix::fs::mkdirat(&self.work, &*name, Mode::from_raw_mode(mode | 0o700))?;
         let dir = work::open_directory(self.work(), name.as_bytes());
         let temporary = Temporary::adopt(self.work(), name, FileType::Directory);
-        Ok((temporary, dir?))
+        let dir = dir?;
+        work::leave_access_time(&dir);
+        Ok((temporary, dir))
     }
 
     /// A new device, pipe or socket in the work directory; `device` is in the form of `makedev`.
@@ -239,9 +250,12 @@ impl Instance {
         Ok(Temporary::adopt(self.work(), name, FileType::Symlink))
     }
 
-    /// A new whiteout in the work directory.
+    /// A new name of a whiteout in the work directory.
     pub fn temporary_whiteout(&self) -> Result<Temporary<'_>, Errno> {
-        self.temporary_node(FileType::CharacterDevice, 0, 0)
+        let name = self.temporary_name();
+        self.link_whiteout(self.work(), name.as_bytes())?;
+        let kind = FileType::CharacterDevice;
+        Ok(Temporary::adopt(self.work(), name, kind))
     }
 
     /// Makes a whiteout of `name` in `dir`, in one step. `present` is the type of what has the name now; a directory must
@@ -266,38 +280,74 @@ impl Instance {
         }
     }
 
+    /// Makes whiteouts to be kept, so that names can be hidden later when the host has no inode for one. What cannot be made now is
+    /// made when it is needed.
+    pub fn keep_whiteouts(&self) {
+        let kept = &mut *self.lock_whiteouts();
+        for slot in [&mut kept.current, &mut kept.spare] {
+            if slot.is_none() {
+                *slot = self.make_whiteout().ok();
+            }
+        }
+    }
+
     /// Gives a whiteout that is kept for this one more name: one inode serves thousands of them, as in overlayfs.
     fn link_whiteout(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
-        let mut kept = self.whiteout.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(whiteout) = &*kept {
-            match rustix::fs::linkat(self.work(), &**whiteout, dir, name, AtFlags::empty()) {
+        let mut kept = self.lock_whiteouts();
+        // The one that is kept, the spare one, and one that is made now.
+        let mut attempts = 3;
+        loop {
+            let whiteout = match kept.current.take().or_else(|| kept.spare.take()) {
+                Some(whiteout) => whiteout,
+                None => self.make_whiteout()?,
+            };
+            let linked = rustix::fs::linkat(self.work(), &*whiteout, dir, name, AtFlags::empty());
+            attempts -= 1;
+            match linked {
                 // It has as many names as the host permits, or somebody removed it.
-                Err(Errno::MLINK | Errno::NOENT | Errno::PERM) => {}
-                other => return other,
+                Err(Errno::MLINK | Errno::NOENT) if attempts > 0 => {
+                    let _ = rustix::fs::unlinkat(self.work(), &*whiteout, AtFlags::empty());
+                    continue;
+                }
+                _ => kept.current = Some(whiteout),
             }
+            if kept.spare.is_none() {
+                kept.spare = self.make_whiteout().ok();
+            }
+            return match linked {
+                // A host without links of devices.
+                Err(Errno::PERM | Errno::NOTSUP) => {
+                    let kind = FileType::CharacterDevice;
+                    rustix::fs::mknodat(dir, name, kind, Mode::empty(), 0)
+                }
+                other => other,
+            };
         }
-        let whiteout = self.temporary_name();
+    }
+
+    /// A whiteout of its own in the work directory: its name there.
+    fn make_whiteout(&self) -> Result<String, Errno> {
+        let name = self.temporary_name();
         let kind = FileType::CharacterDevice;
-        rustix::fs::mknodat(self.work(), &*whiteout, kind, Mode::empty(), 0)?;
-        let linked = rustix::fs::linkat(self.work(), &*whiteout, dir, name, AtFlags::empty());
-        if let Some(full) = kept.replace(whiteout) {
-            let _ = rustix::fs::unlinkat(self.work(), &*full, AtFlags::empty());
-        }
-        match linked {
-            // A host without links of devices.
-            Err(Errno::PERM | Errno::NOTSUP) => {
-                rustix::fs::mknodat(dir, name, kind, Mode::empty(), 0)
-            }
-            other => other,
-        }
+        rustix::fs::mknodat(self.work(), &*name, kind, Mode::empty(), 0)?;
+        Ok(name)
     }
 
     /// Removes from the work directory what is kept there for the next change.
     pub fn put_away(&self) {
-        let mut kept = self.whiteout.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(whiteout) = kept.take() {
+        let mut kept = self.lock_whiteouts();
+        for whiteout in [kept.current.take(), kept.spare.take()]
+            .into_iter()
+            .flatten()
+        {
             let _ = rustix::fs::unlinkat(&self.work, &*whiteout, AtFlags::empty());
         }
+    }
+
+    fn lock_whiteouts(&self) -> MutexGuard<'_, Whiteouts> {
+        self.whiteouts
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Moves what has the name `name` in `dir` to the work directory, where it is removed when the result is dropped.
@@ -412,7 +462,7 @@ impl Opening {
             record,
             begun,
             temporaries: TemporaryNames::default(),
-            whiteout: Mutex::default(),
+            whiteouts: Mutex::default(),
             _lock: self.lock,
         })
     }

@@ -38,6 +38,7 @@ pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
 pub use record::{Record, SCHEMA};
 pub use splice::{LOWER_FROM, SpliceError, Spliced, Store, lower_offset};
+pub(crate) use work::leave_access_time;
 pub use work::{Temporary, is_whiteout, make_durable};
 pub use xattr::{Attribute, SetHow};
 

@@ -102,6 +102,12 @@ pub fn is_whiteout(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice && stat.st_rdev == 0
 }
 
+/// Reading an open file or directory does not change its time of access from now on, where that can be had: of one's own files.
+pub(crate) fn leave_access_time(file: impl AsFd) {
+    let _ = rustix::fs::fcntl_getfl(&file)
+        .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME));
+}
+
 /// Makes the names in a directory durable.
 pub fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::fs::fsync(dir)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_union::account::{Account, count};
+use bcow_union::account::{Account, Found};
 use bcow_union::sketch::{
     BLOCK_BYTES, Durability, Lower, Sketch, SketchError, SketchKind, Sketches,
 };
@@ -190,7 +190,8 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
     write_all(&*sketch, 5, b"lost").unwrap();
     let world = world.killed();
     let (sketches, account) = limited(&world, 1);
-    count(world.host().content(), &account).unwrap();
+    let found_in = Found::look(world.host().content()).unwrap();
+    found_in.count(world.host().content(), &account).unwrap();
     let mark = world.mark().unwrap();
     assert!(!mark.map_exists);
     let sketch = sketches
@@ -198,7 +199,8 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
         .unwrap();
     assert!(shown(&*sketch).unwrap() == lower.bytes);
     let found = Account::new(None);
-    count(world.host().content(), &found).unwrap();
+    let found_in = Found::look(world.host().content()).unwrap();
+    found_in.count(world.host().content(), &found).unwrap();
     let stored = found.used();
     assert_eq!(account.used(), stored);
     let error = sketch.write_at(5, b"x").unwrap_err();

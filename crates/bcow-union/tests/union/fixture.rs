@@ -1,9 +1,9 @@
 //! A union on an upper of its own, asked by paths.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::FileType;
 use bcow_testkit::{has_program, lacks};
@@ -32,6 +32,8 @@ pub struct Union {
     image: &'static Image,
     pub options: UnionOptions,
     fs: Option<Arc<UnionFs>>,
+    /// What was looked up, to be forgotten as a kernel does.
+    known: Mutex<HashSet<NodeId>>,
 }
 
 /// Open, on the image of few files. This and those below make none where the machine lacks what it takes.
@@ -66,6 +68,7 @@ pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option
         image: image(),
         options,
         fs: None,
+        known: Mutex::default(),
     })
 }
 
@@ -153,8 +156,14 @@ impl Union {
     pub fn get(&self, path: &str) -> Option<Attributes> {
         let mut found = self.fs().attributes(NodeId::ROOT).unwrap();
         for name in path.split('/').filter(|name| !name.is_empty()) {
-            found = self.fs().lookup(found.node, name.as_bytes()).unwrap()?;
+            found = self.lookup(found.node, name.as_bytes())?;
         }
+        Some(found)
+    }
+
+    pub fn lookup(&self, parent: NodeId, name: &[u8]) -> Option<Attributes> {
+        let found = self.fs().lookup(parent, name).unwrap()?;
+        self.known.lock().unwrap().insert(found.node);
         Some(found)
     }
 
@@ -227,7 +236,7 @@ impl Union {
                 FileType::Directory => {
                     // The last is taken first, so that paths come in order.
                     for name in self.names_of(found.node).into_iter().rev() {
-                        let child = self.fs().lookup(found.node, name.as_bytes()).unwrap();
+                        let child = self.lookup(found.node, name.as_bytes());
                         todo.push((join(&path, &name), child.unwrap()));
                     }
                     Vec::new()
@@ -304,6 +313,20 @@ impl Union {
     /// Writes as somebody without privileges.
     pub fn write_to(&self, id: NodeId, offset: u64, data: &[u8]) -> Result<u32, Errno> {
         self.fs().write(id, offset, data, Privileges::Drop)
+    }
+
+    /// As an unmount, but for the end. A packed sketch may find no room for its tables.
+    pub fn sync_all(&self) {
+        let synced = self.fs().sync_all();
+        assert!(matches!(synced, Ok(()) | Err(Errno::NOSPC)), "{synced:?}");
+    }
+
+    /// Forgets whatever was looked up.
+    pub fn forget_all(&self) {
+        let known = std::mem::take(&mut *self.known.lock().unwrap());
+        for id in known {
+            self.fs().forget(id, u64::MAX);
+        }
     }
 
     pub fn sync(&self, path: &str) {

@@ -1,5 +1,6 @@
 //! What lies in an upper on the host, behind the union's back.
 
+use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
@@ -29,6 +30,41 @@ pub fn attribute(path: &Path, name: &str) -> Option<Vec<u8>> {
 
 pub fn set_attribute(path: &Path, name: &str, value: &[u8]) {
     rustix::fs::setxattr(path, name, value, XattrFlags::empty()).unwrap();
+}
+
+/// What lies on the host below a directory.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Stored {
+    /// As `du` says it.
+    pub bytes: u64,
+    /// But for whiteouts.
+    pub inodes: u64,
+    /// Sparse sketches.
+    pub sparse: u64,
+}
+
+/// What lies below a directory, and it, each inode once.
+pub fn stored_in(path: &Path) -> Stored {
+    let mut stored = Stored::default();
+    let mut seen = HashSet::new();
+    let mut todo = vec![path.to_owned()];
+    while let Some(path) = todo.pop() {
+        let found = fs::symlink_metadata(&path).unwrap();
+        if !is_whiteout(&path) && seen.insert(found.ino()) {
+            stored.inodes += 1;
+            stored.bytes += found.blocks() * 512;
+            let mark = attribute(&path, "trusted.bcow.sketch");
+            stored.sparse += u64::from(mark.is_some_and(|mark| mark[1] == 1));
+        }
+        if found.is_dir() {
+            todo.extend(
+                fs::read_dir(&path)
+                    .unwrap()
+                    .map(|entry| entry.unwrap().path()),
+            );
+        }
+    }
+    stored
 }
 
 /// The number of names in a directory.

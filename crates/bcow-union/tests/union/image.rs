@@ -10,7 +10,7 @@ use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
 use bcow_testkit::Random;
 
-use crate::host::set_attribute;
+use crate::host::{make_whiteout, set_attribute};
 
 /// Bytes that are the same for the same seed.
 pub fn noise(seed: u64, length: usize) -> Vec<u8> {
@@ -65,8 +65,14 @@ pub fn many() -> &'static Image {
     &IMAGES[1]
 }
 
+/// Many of each kind: large and small files, directories, and a device 0:0 of two names.
+pub fn crowd() -> &'static Image {
+    &IMAGES[2]
+}
+
 // Made together and once: a child that was just forked would hold another test's lock for a moment.
-static IMAGES: LazyLock<[Image; 2]> = LazyLock::new(|| [Image::of(fill_few), Image::of(fill_many)]);
+static IMAGES: LazyLock<[Image; 3]> =
+    LazyLock::new(|| [fill_few, fill_many, fill_crowd].map(Image::of));
 
 fn fill_few(tree: &Path) {
     fs::create_dir_all(tree.join("dir/sub")).unwrap();
@@ -98,6 +104,22 @@ fn fill_many(tree: &Path) {
         fs::hard_link(tree.join("h1"), tree.join(link)).unwrap();
     }
     symlink("a/file0", tree.join("link")).unwrap();
+}
+
+fn fill_crowd(tree: &Path) {
+    for index in 0..400 {
+        fs::write(tree.join(format!("f{index}")), b"small file\n").unwrap();
+        for name in [format!("dir{index}"), format!("deep{index}")] {
+            fs::create_dir(tree.join(&name)).unwrap();
+            fs::write(tree.join(name).join("gone"), b"").unwrap();
+        }
+    }
+    for index in 0..40 {
+        fs::write(tree.join(format!("b{index}")), vec![index; 300_000]).unwrap();
+    }
+    make_whiteout(&tree.join("device"));
+    fs::create_dir(tree.join("devices")).unwrap();
+    fs::hard_link(tree.join("device"), tree.join("devices/other")).unwrap();
 }
 
 impl Image {

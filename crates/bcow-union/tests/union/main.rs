@@ -9,6 +9,7 @@ mod fixture;
 mod host;
 mod image;
 mod index;
+mod limits;
 mod links;
 mod names;
 mod opening;

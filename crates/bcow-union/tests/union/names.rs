@@ -6,13 +6,15 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Caller, Changes, RenameHow};
+use bcow_union::fs::{Caller, Changes, RenameHow, SetHow};
+use bcow_union::options::UnionOptions;
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use rustix::fs::{Gid, IFlags, Uid};
 use rustix::io::Errno;
 
-use crate::fixture::{ROOT, closed, open};
+use crate::fixture::{ROOT, closed, closed_on, open};
 use crate::host::{is_whiteout, set_attribute};
+use crate::image;
 
 const USER: Caller = Caller {
     uid: 65534,
@@ -215,4 +217,39 @@ fn what_is_made_has_its_owner_when_it_has_its_name() {
         let host = fs::metadata(union.host(name)).unwrap();
         assert_eq!((host.uid(), host.gid()), (USER.uid, USER.gid));
     }
+}
+
+/// Its copy would be a whiteout.
+#[test]
+fn a_device_that_is_a_whiteout_elsewhere_stays_or_is_removed() {
+    let Some(mut union) = closed_on(image::crowd, UnionOptions::default()) else {
+        return;
+    };
+    union.open();
+    let before = union.get("device").unwrap();
+    let id = before.node;
+    let refused = Err(Errno::PERM);
+    let changes = Changes {
+        permissions: Some(0o666),
+        ..Changes::default()
+    };
+    let set = union.fs().set_attributes(id, &changes);
+    assert_eq!(set.map(drop), refused);
+    let set = union.fs().set_xattr(id, b"trusted.x", b"y", SetHow::Any);
+    assert_eq!(set, refused);
+    let linked = union.fs().link(id, NodeId::ROOT, b"linked");
+    assert_eq!(linked.map(drop), refused);
+    assert_eq!(union.rename("device", "moved"), refused);
+    let exchanged = union.rename_how("f1", "device", RenameHow::Exchange);
+    assert_eq!(exchanged, refused);
+    assert_eq!(union.get("device").unwrap(), before);
+    // A directory moves with it.
+    union.rename("devices", "moved").unwrap();
+    assert_eq!(union.get("moved/other").unwrap(), before);
+    union.assert_kept();
+    union.unlink("device").unwrap();
+    union.rename("f1", "moved/other").unwrap();
+    union.assert_kept();
+    assert!(union.get("device").is_none());
+    assert_eq!(union.content("moved/other"), b"small file\n");
 }

@@ -114,7 +114,12 @@ impl Checker<'_> {
         let Some(dir) = meta(self.upper, "work")? else {
             return Ok(());
         };
-        let count = work::list(dir.as_fd())?.len();
+        let mut count = 0;
+        for name in work::list(dir.as_fd())? {
+            let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
+            // A mount keeps whiteouts there for the next change, and a new one makes others.
+            count += usize::from(!is_whiteout(&stat));
+        }
         if count > 0 {
             let path = format!("{META}/work").into_bytes();
             let message = format!("temporaries that nobody needs any more: {count}");

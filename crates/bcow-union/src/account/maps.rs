@@ -1,0 +1,179 @@
+//! Counts the maps of sketches.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use rustix::fs::Timespec;
+
+use super::{Account, Room};
+use crate::Seek;
+use crate::sketch::BLOCK_BYTES;
+use crate::sketch::host::{HostFile, MapStore};
+
+/// Maps that are kept elsewhere, and counted.
+///
+/// Of each map one inode and one block are charged when its sketch is made. What it grows by later is counted be it above the limit:
+/// the blocks that it speaks of are written by then, and are at least sixteen times as large.
+pub struct CountedMaps<S> {
+    maps: S,
+    /// The directory that the maps are in.
+    directory: OwnedFd,
+    account: Arc<Account>,
+}
+
+impl<S: MapStore> CountedMaps<S> {
+    /// Counts `maps`, which are in `directory`.
+    pub fn new(maps: S, directory: OwnedFd, account: Arc<Account>) -> Self {
+        CountedMaps {
+            maps,
+            directory,
+            account,
+        }
+    }
+
+    fn counted(&self, id: u64, file: Arc<dyn HostFile>) -> Arc<dyn HostFile> {
+        Arc::new(CountedMap {
+            id,
+            file,
+            account: Arc::clone(&self.account),
+        })
+    }
+
+    fn settle_directory(&self) -> io::Result<()> {
+        let mut room = self.account.no_room();
+        Ok(self.account.beside.settle(&self.directory, &mut room)?)
+    }
+}
+
+impl<S: MapStore> MapStore for CountedMaps<S> {
+    fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>> {
+        let map = self.maps.open(id)?;
+        Ok(map.map(|file| self.counted(id, file)))
+    }
+    fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>> {
+        let map = self.maps.create(id)?;
+        self.account.map_takes(id, 0, &mut self.account.no_room());
+        Ok(self.counted(id, map))
+    }
+    fn publish(&self, id: u64) -> io::Result<()> {
+        self.maps.publish(id)?;
+        // It may be smaller than the one whose place it took.
+        if let Some(map) = self.maps.open(id)? {
+            self.account.map_has(id, map.size()?);
+        }
+        self.settle_directory()
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.maps.sync()
+    }
+    fn has_holes(&self) -> io::Result<bool> {
+        self.maps.has_holes()
+    }
+    fn remove(&self, id: u64) -> io::Result<()> {
+        self.maps.remove(id)?;
+        self.account.map_gone(id);
+        self.settle_directory()
+    }
+    fn path(&self, id: u64) -> PathBuf {
+        self.maps.path(id)
+    }
+}
+
+impl Account {
+    /// The map of a sketch is there, or will be, with so many bytes, unless it is counted already.
+    pub fn map_takes(&self, id: u64, bytes: u64, room: &mut Room<'_>) {
+        let bytes = bytes.next_multiple_of(BLOCK_BYTES);
+        self.lock_maps().entry(id).or_insert_with(|| {
+            room.use_inode();
+            room.use_bytes(bytes);
+            bytes
+        });
+    }
+
+    /// The map of a sketch has at least so many bytes now.
+    fn map_grows(&self, id: u64, bytes: u64) {
+        let bytes = bytes.next_multiple_of(BLOCK_BYTES);
+        if let Some(before) = self.lock_maps().get_mut(&id)
+            && *before < bytes
+        {
+            self.add(bytes - *before);
+            *before = bytes;
+        }
+    }
+
+    /// The map of a sketch has so many bytes.
+    fn map_has(&self, id: u64, bytes: u64) {
+        let bytes = bytes.next_multiple_of(BLOCK_BYTES);
+        if let Some(before) = self.lock_maps().get_mut(&id) {
+            self.add(bytes.saturating_sub(*before));
+            self.release(before.saturating_sub(bytes));
+            *before = bytes;
+        }
+    }
+
+    fn map_gone(&self, id: u64) {
+        let removed = self.lock_maps().remove(&id);
+        if let Some(bytes) = removed {
+            self.release(bytes);
+            self.release_inodes(1);
+        }
+    }
+
+    fn lock_maps(&self) -> MutexGuard<'_, std::collections::HashMap<u64, u64>> {
+        self.maps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A map, or what will become one.
+struct CountedMap {
+    id: u64,
+    file: Arc<dyn HostFile>,
+    account: Arc<Account>,
+}
+
+impl HostFile for CountedMap {
+    fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+    fn stored_bytes(&self) -> io::Result<u64> {
+        self.file.stored_bytes()
+    }
+    fn inode(&self) -> io::Result<u64> {
+        self.file.inode()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
+        self.file.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize> {
+        let written = self.file.write_at(offset, data)?;
+        let end = offset.saturating_add(written as u64);
+        self.account.map_grows(self.id, end);
+        Ok(written)
+    }
+    fn set_size(&self, size: u64) -> io::Result<()> {
+        self.file.set_size(size)
+    }
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.file.punch(offset, length)
+    }
+    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.file.allocate(offset, length)
+    }
+    fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>> {
+        self.file.seek(offset, what)
+    }
+    fn modified(&self) -> io::Result<Timespec> {
+        self.file.modified()
+    }
+    fn set_modified(&self, at: Timespec) -> io::Result<()> {
+        self.file.set_modified(at)
+    }
+    fn sync_data(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+    fn sync_all(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+}

@@ -1,0 +1,177 @@
+//! Counts what an upper stores already, when it is opened.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use rustix::fs::{Dir, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::host;
+use crate::account::{Account, Footing, Found};
+use crate::sketch::{BLOCK_BYTES, SketchError};
+use crate::upper::beneath::open_beneath;
+use crate::upper::{Attribute, Instance, META, Mark, SetHow, SketchKind, SketchMark, is_whiteout};
+
+/// Counts what an upper stores already. Each inode counts once; whiteouts, which share theirs, by their names only. What lies in
+/// every upper, also in an empty one, does not count.
+pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(), Errno> {
+    let inode = |directory: BorrowedFd<'_>| Ok::<_, Errno>(rustix::fs::fstat(directory)?.st_ino);
+    account.beside.set_footing(Footing {
+        spared: vec![
+            // Its attributes are the image's root's.
+            (inode(upper.root())?, 2 * BLOCK_BYTES),
+            (inode(upper.index())?, BLOCK_BYTES),
+            (inode(upper.maps())?, BLOCK_BYTES),
+        ],
+        has_small_inodes: has_small_inodes(upper)?,
+    });
+    let mut count = Count {
+        account,
+        sketch_mark: Mark::Sketch.name(upper.namespace()),
+        seen: HashSet::new(),
+    };
+    count.maps(upper)?;
+    count.tree(upper)?;
+    count.index(upper)
+}
+
+struct Count<'a> {
+    account: &'a Arc<Account>,
+    sketch_mark: &'static [u8],
+    /// Inodes with several names that were counted.
+    seen: HashSet<u64>,
+}
+
+impl Count<'_> {
+    fn tree(&mut self, upper: &Instance) -> Result<(), Errno> {
+        // By path: there may be more directories than descriptors.
+        let mut todo = vec![Vec::new()];
+        while let Some(path) = todo.pop() {
+            let directory = open_beneath(upper.root(), &path, OFlags::RDONLY | OFlags::DIRECTORY)?;
+            self.beside(&directory, 0)?;
+            for entry in Dir::read_from(&directory)? {
+                let entry = entry?;
+                let name = entry.file_name().to_bytes();
+                if matches!(name, b"." | b"..") || path.is_empty() && name == META.as_bytes() {
+                    continue;
+                }
+                if !self.entry(&directory, name)? {
+                    continue;
+                }
+                todo.push(match path.is_empty() {
+                    true => name.to_vec(),
+                    false => [&path, &b"/"[..], name].concat(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Files that may have lost all their names but the one in the index.
+    fn index(&mut self, upper: &Instance) -> Result<(), Errno> {
+        self.beside(upper.index(), 0)?;
+        for entry in Dir::read_from(upper.index())? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            if !matches!(name, b"." | b"..") {
+                self.entry(upper.index(), name)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn maps(&mut self, upper: &Instance) -> Result<(), Errno> {
+        self.beside(upper.maps(), 0)?;
+        for entry in Dir::read_from(upper.maps())? {
+            let entry = entry?;
+            let id = entry.file_name().to_str().ok();
+            let id = id.and_then(|name| u64::from_str_radix(name, 16).ok());
+            let stat = host::stat_at(upper.maps(), entry.file_name().to_bytes())?;
+            if let (Some(id), Some(stat)) = (id, stat) {
+                let bytes = u64::try_from(stat.st_size).unwrap_or(0);
+                self.account
+                    .map_takes(id, bytes, &mut self.account.no_room());
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts what a name names; says whether that is a directory, which is counted when it is opened.
+    fn entry(&mut self, directory: impl AsFd, name: &[u8]) -> Result<bool, Errno> {
+        let directory = directory.as_fd();
+        let Some(stat) = host::stat_at(directory, name)? else {
+            return Ok(false);
+        };
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        let is_counted =
+            kind != FileType::Directory && stat.st_nlink > 1 && !self.seen.insert(stat.st_ino);
+        if is_counted || is_whiteout(&stat) {
+            return Ok(false);
+        }
+        self.account.add_inode();
+        match kind {
+            FileType::Directory => return Ok(true),
+            FileType::RegularFile => {
+                let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+                let file = rustix::fs::openat(directory, name, flags, Mode::empty())?;
+                let file = File::from(file);
+                self.bytes(&file).map_err(|error| error.errno())?;
+            }
+            _ => {
+                if let Some(file) = host::open_path(directory, name)? {
+                    self.beside(&file, 0)?;
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    fn bytes(&self, file: &File) -> Result<(), SketchError> {
+        if self.account.limit().is_none() {
+            return Ok(());
+        }
+        let found = Found::look(file)?;
+        let failed = |errno: Errno| SketchError::host("look at its attributes", &errno.into());
+        let names = Attribute::Open(file.as_fd()).list().map_err(failed)?;
+        if !names.is_empty() {
+            self.beside(file, found.bytes()).map_err(failed)?;
+        }
+        if names
+            .split(|&byte| byte == 0)
+            .any(|name| name == self.sketch_mark)
+        {
+            self.map_to_come(file).map_err(failed)?;
+        }
+        found.count(file, self.account)
+    }
+
+    /// The map of a sketch is counted from the start, though it comes with the first flush.
+    fn map_to_come(&self, file: &File) -> Result<(), Errno> {
+        let value = Attribute::Open(file.as_fd()).get(self.sketch_mark)?;
+        // A mark that makes no sense has no map either.
+        if let Some(Ok(mark)) = value.map(|value| SketchMark::decode(&value))
+            && mark.kind == SketchKind::Sparse
+        {
+            let mut room = self.account.no_room();
+            self.account.map_takes(mark.id, BLOCK_BYTES, &mut room);
+        }
+        Ok(())
+    }
+
+    fn beside(&self, file: impl AsFd, data: u64) -> Result<(), Errno> {
+        let mut room = self.account.no_room();
+        self.account.beside.count(file, data, &mut room)
+    }
+}
+
+/// Whether the host's inodes have no place for any attribute.
+fn has_small_inodes(upper: &Instance) -> Result<bool, Errno> {
+    let (temporary, file) = upper.temporary_file(0o600)?;
+    let name = upper.names().stored_name(b"user.x");
+    Attribute::Open(file.as_fd()).set(&name, b"x", SetHow::Any)?;
+    let stat = rustix::fs::fstat(&file)?;
+    drop(temporary);
+    Ok(stat.st_blocks > 0)
+}

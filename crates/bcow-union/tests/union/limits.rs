@@ -1,0 +1,411 @@
+//! The limits hold whichever way something is stored, and the account says what the host does.
+
+use bcow_testkit::Random;
+use bcow_union::NodeId;
+use bcow_union::fs::{Allocate, Changes, RenameHow, SetHow, SetTime};
+use bcow_union::options::{SketchChoice, UnionOptions};
+use rustix::io::Errno;
+
+use crate::fixture::{ROOT, Union, closed_on, open_with, with_limit};
+use crate::host::{Stored, stored_in};
+use crate::image;
+use crate::random::change;
+
+const LIMIT: u64 = 1 << 20;
+const INODES: u64 = 200;
+
+/// What the host may store above the limit: an empty upper, and what a directory grows by at once.
+const TOLERANCE: u64 = 64 << 10;
+
+fn limited(sketch: SketchChoice) -> UnionOptions {
+    UnionOptions {
+        sketch,
+        inode_limit: Some(INODES),
+        ..with_limit(LIMIT)
+    }
+}
+
+/// Does something until there is no room, at most so often; says how often it was done.
+fn until_full(most: u32, mut attempt: impl FnMut(u32) -> Result<(), Errno>) -> u32 {
+    for index in 0..most {
+        match attempt(index) {
+            Ok(()) => {}
+            Err(Errno::NOSPC) => return index,
+            Err(errno) => panic!("attempt {index}: {errno}"),
+        }
+    }
+    most
+}
+
+/// A way to store something: what it is, and how.
+type Way = (&'static str, fn(&Union, u32) -> Result<(), Errno>);
+
+const WAYS: [Way; 13] = [
+    ("targets of symbolic links", |union, index| {
+        let target = vec![b'x'; 4000];
+        let name = format!("s{index}");
+        let made = union
+            .fs()
+            .make_symlink(&ROOT, NodeId::ROOT, name.as_bytes(), &target);
+        made.map(drop)
+    }),
+    ("symbolic links in the place of others", |union, index| {
+        let fs = union.fs();
+        let target = vec![b'x'; 3000];
+        fs.make_symlink(&ROOT, NodeId::ROOT, b"next", &target)?;
+        let name = format!("r{}", index / 2);
+        let how = RenameHow::Replace;
+        fs.rename(NodeId::ROOT, b"next", NodeId::ROOT, name.as_bytes(), how)
+    }),
+    ("directories", |union, index| {
+        let name = format!("d{index}");
+        let made = union.make_directory(&name, 0o755);
+        made.map(drop)
+    }),
+    ("empty files", |union, index| {
+        union.create(&format!("e{index}"), 0o644).map(drop)
+    }),
+    ("attributes", |union, index| {
+        let name = format!("a{}", index / 3);
+        if union.get(&name).is_none() {
+            union.create(&name, 0o644)?;
+        }
+        let (id, own) = (union.id(&name), format!("user.{}", index % 3));
+        union
+            .fs()
+            .set_xattr(id, own.as_bytes(), &[7; 1000], SetHow::Any)
+    }),
+    (
+        "an attribute outside the inode that stays alone",
+        |union, index| {
+            let fs = union.fs();
+            let id = union.create(&format!("o{index}"), 0o644)?.node;
+            fs.set_xattr(id, b"user.a", &[7; 60], SetHow::Any)?;
+            fs.set_xattr(id, b"user.b", &[7; 60], SetHow::Any)?;
+            fs.remove_xattr(id, b"user.a")
+        },
+    ),
+    ("names", |union, index| {
+        let id = match union.get("named") {
+            Some(found) => found.node,
+            None => union.create("named", 0o644)?.node,
+        };
+        let name = format!("{index:0255}");
+        let linked = union.fs().link(id, NodeId::ROOT, name.as_bytes());
+        linked.map(drop)
+    }),
+    ("copies of metadata", |union, index| {
+        let Some(found) = union.get(&format!("f{index}")) else {
+            return Ok(());
+        };
+        let changes = Changes {
+            mtime: Some(SetTime::Now),
+            ..Changes::default()
+        };
+        union.fs().set_attributes(found.node, &changes).map(drop)
+    }),
+    ("blocks of large files", |union, index| {
+        let Some(found) = union.get(&format!("b{}", index % 40)) else {
+            return Ok(());
+        };
+        let at = u64::from(index / 40) * 8192;
+        union.write_to(found.node, at, b"x").map(drop)
+    }),
+    ("directories of the image that moved", |union, index| {
+        let (from, to) = (format!("deep{index}"), format!("moved{index}"));
+        match union.get(&from) {
+            Some(_) => union.rename(&from, &to),
+            None => Ok(()),
+        }
+    }),
+    (
+        "directories of the image in which something is removed",
+        |union, index| {
+            let path = format!("dir{index}/gone");
+            match union.get(&path) {
+                Some(_) => union.unlink(&path),
+                None => Ok(()),
+            }
+        },
+    ),
+    ("space that is only reserved", |union, index| {
+        let id = union.create(&format!("p{index}"), 0o644)?.node;
+        union.fs().allocate(id, 0, 50_000, Allocate::KeepSize)
+    }),
+    ("bytes", |union, index| {
+        let id = union.create(&format!("w{index}"), 0o644)?.node;
+        let data = vec![7; 30_000];
+        match union.write_to(id, 0, &data)? {
+            30_000 => Ok(()),
+            _ => Err(Errno::NOSPC),
+        }
+    }),
+];
+
+fn assert_within(union: &Union, empty: &Stored, way: &str) {
+    let now = stored_in(&union.upper());
+    assert!(now.bytes <= LIMIT + TOLERANCE, "{way}: {now:?}");
+    assert!(now.inodes <= empty.inodes + INODES, "{way}: {now:?}");
+}
+
+#[test]
+fn no_way_of_storing_something_gets_round_the_limits() {
+    for sketch in [SketchChoice::Sparse, SketchChoice::Packed] {
+        for (way, attempt) in WAYS {
+            let Some(mut union) = closed_on(image::crowd, limited(sketch)) else {
+                return;
+            };
+            union.open();
+            let empty = stored_in(&union.upper());
+            let done = until_full(5000, |index| attempt(&union, index));
+            let report = union.fs().report();
+            // Some ways end because the image has no more.
+            assert!(
+                report.counted_bytes > LIMIT * 3 / 4
+                    || report.counted_inodes > INODES * 3 / 4
+                    || done == 5000,
+                "{way}: {done} times, {report:?}"
+            );
+            assert!(
+                report.counted_bytes <= LIMIT + TOLERANCE / 2,
+                "{way}: {report:?}"
+            );
+            union.sync_all();
+            assert_within(&union, &empty, way);
+            let closed = union.take().close();
+            assert!(
+                matches!(closed, Ok(()) | Err(Errno::NOSPC)),
+                "{way}: {closed:?}"
+            );
+            union.open();
+            until_full(5000, |index| attempt(&union, index + 5000));
+            union.sync_all();
+            assert_within(&union, &empty, way);
+        }
+    }
+}
+
+#[test]
+fn all_ways_together_stay_within_the_limits() {
+    let Some(mut union) = closed_on(image::crowd, limited(SketchChoice::Sparse)) else {
+        return;
+    };
+    union.open();
+    let empty = stored_in(&union.upper());
+    for round in 0..4 {
+        for (way, attempt) in WAYS {
+            until_full(300, |index| attempt(&union, round * 1000 + index));
+            assert_within(&union, &empty, way);
+        }
+        // Room for the next ones.
+        for name in union.names("").into_iter().step_by(2) {
+            let found = union.get(&name).unwrap();
+            let removed = union
+                .unlink(&name)
+                .or_else(|_| union.remove_directory(&name));
+            union.fs().forget(found.node, 1000);
+            if removed.is_err() {
+                continue;
+            }
+        }
+        union.reopen();
+        assert_within(&union, &empty, "opened again");
+    }
+}
+
+#[test]
+fn what_is_removed_gives_back_all_that_it_took() {
+    let Some(mut union) = open_with(limited(SketchChoice::Sparse)) else {
+        return;
+    };
+    let fs = union.fs();
+    let figures = || (fs.report().counted_bytes, fs.report().counted_inodes);
+    assert_eq!(figures(), (0, 0));
+    let link = fs
+        .make_symlink(&ROOT, NodeId::ROOT, b"l", &[b'x'; 4000])
+        .unwrap();
+    assert_eq!(figures(), (4096, 1));
+    let directory = union.make_directory("d", 0o755).unwrap();
+    assert_eq!(figures(), (2 * 4096, 2));
+    let file = union.create("d/f", 0o644).unwrap();
+    union.set_xattr("d/f", "user.x", &[1; 2000]);
+    assert_eq!(figures(), (3 * 4096, 3));
+    // Nothing of it as long as it is in use.
+    union.unlink("d/f").unwrap();
+    assert_eq!(figures(), (3 * 4096, 3));
+    union
+        .fs()
+        .set_xattr(file.node, b"user.y", &[1; 1500], SetHow::Any)
+        .unwrap();
+    fs.forget(file.node, 1000);
+    assert_eq!(figures(), (2 * 4096, 2));
+    union.remove_directory("d").unwrap();
+    fs.forget(directory.node, 1000);
+    let other = fs
+        .make_symlink(&ROOT, NodeId::ROOT, b"m", &[b'x'; 4000])
+        .unwrap();
+    union.rename("m", "l").unwrap();
+    fs.forget(link.node, 1000);
+    assert_eq!(figures(), (4096, 1));
+    union.unlink("l").unwrap();
+    fs.forget(other.node, 1000);
+    assert_eq!(figures(), (0, 0));
+    // A copy, and the sketch that it becomes.
+    union.write("big", 5000, b"x");
+    assert!(figures().0 >= 3 * 4096);
+    assert_eq!(figures().1, 2);
+    let big = union.id("big");
+    union.unlink("big").unwrap();
+    fs.forget(big, 1000);
+    assert_eq!(figures(), (0, 0));
+    union.reopen();
+    let report = union.fs().report();
+    assert_eq!((report.counted_bytes, report.counted_inodes), (0, 0));
+}
+
+#[test]
+fn a_change_without_room_changes_nothing() {
+    for (bytes, inodes) in [(LIMIT, 2), (4 * 4096, 100)] {
+        let options = UnionOptions {
+            inode_limit: Some(inodes),
+            ..with_limit(bytes)
+        };
+        let Some(mut union) = open_with(options) else {
+            return;
+        };
+        until_full(3, |index| {
+            union.make_directory(&format!("d{index}"), 0o755).map(drop)
+        });
+        let tree = union.tree();
+        let before = union.fs().report();
+        let small = union.id("small");
+        let target = [b'x'; 4000];
+        let set = |id| {
+            let changes = Changes {
+                permissions: Some(0o600),
+                ..Changes::default()
+            };
+            union.fs().set_attributes(id, &changes).map(drop)
+        };
+        let results = [
+            union.make_directory("more", 0o755).map(drop),
+            union
+                .fs()
+                .make_symlink(&ROOT, NodeId::ROOT, b"more", &target)
+                .map(drop),
+            set(small),
+            union.write_to(union.id("big"), 0, b"x").map(drop),
+            union.rename("small", "moved"),
+            union.rename("dir", "moved"),
+            union.fs().link(small, NodeId::ROOT, b"linked").map(drop),
+            union.rename_how("small", "big", RenameHow::Exchange),
+        ];
+        assert_eq!(results, [Err(Errno::NOSPC); 8], "{bytes}, {inodes}");
+        assert_eq!(union.tree(), tree);
+        let after = union.fs().report();
+        assert_eq!(after.counted_bytes, before.counted_bytes);
+        assert_eq!(after.counted_inodes, before.counted_inodes);
+        // What is only in the image can be removed all the same.
+        union.unlink("small").unwrap();
+        union.reopen();
+    }
+}
+
+#[test]
+fn statistics_show_the_limit_of_inodes() {
+    let Some(union) = open_with(limited(SketchChoice::Sparse)) else {
+        return;
+    };
+    let inodes = || {
+        let figures = union.fs().statistics().unwrap();
+        (figures.inodes, figures.inodes_free)
+    };
+    assert_eq!(inodes(), (INODES, INODES));
+    union.create("new", 0o644).unwrap();
+    assert_eq!(inodes(), (INODES, INODES - 1));
+}
+
+/// `BCOW_ROUNDS` asks for more.
+#[test]
+fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
+    let rounds = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
+    for seed in 0..rounds {
+        let sketch = match seed % 2 {
+            0 => SketchChoice::Sparse,
+            _ => SketchChoice::Packed,
+        };
+        // Sometimes there is not enough room.
+        let bytes = if seed % 3 == 0 { 200 << 10 } else { 1 << 30 };
+        let options = UnionOptions {
+            sketch,
+            inode_limit: Some(if seed % 5 == 0 { 20 } else { 10_000 }),
+            ..with_limit(bytes)
+        };
+        let Some(mut union) = closed_on(image::many, options) else {
+            return;
+        };
+        union.open();
+        let empty = stored_in(&union.upper());
+        let mut random = Random::new(seed);
+        for step in 0..3 {
+            for _ in 0..1 + random.below(60) {
+                change(&union, &mut random);
+                attributes(&union, &mut random);
+            }
+            union.forget_all();
+            // Nothing in the background holds what was forgotten after this.
+            let fs = union.take();
+            let closed = fs.close();
+            if sketch == SketchChoice::Packed && closed == Err(Errno::NOSPC) {
+                // It has no room for its tables, and goes on as it was before the last writes.
+                break;
+            }
+            closed.unwrap();
+            let told = fs.report();
+            let told = (told.counted_bytes, told.counted_inodes);
+            drop(fs);
+            union.open();
+            let counted = union.fs().report();
+            let counted = (counted.counted_bytes, counted.counted_inodes);
+            // Where a sketch is in more pieces on the disk than by its blocks, a block that notes them is only found by a recount.
+            assert_eq!(told.1, counted.1, "seed {seed}, step {step}");
+            let differs = told.0.abs_diff(counted.0);
+            assert!(
+                differs <= 2 * 4096,
+                "seed {seed}, step {step}: {told:?} told, {counted:?} counted"
+            );
+            let host = stored_in(&union.upper());
+            // The map of a sketch in which nothing is stored yet is counted, but not there.
+            let to_come = host.sparse - union.maps() as u64;
+            let inodes = host.inodes - empty.inodes + to_come;
+            assert_eq!(inodes, counted.1, "seed {seed}, step {step}");
+            let bytes = host.bytes - empty.bytes;
+            assert!(
+                bytes.abs_diff(counted.0) <= counted.0 / 16 + 16_384,
+                "seed {seed}, step {step}: {bytes} stored, {} counted",
+                counted.0
+            );
+        }
+    }
+}
+
+/// A random change of attributes somewhere.
+fn attributes(union: &Union, random: &mut Random) {
+    let names = union.names("");
+    if names.is_empty() {
+        return;
+    }
+    let name: &String = random.pick(&names);
+    let id = union.id(name);
+    let name = format!("trusted.{}", random.below(3));
+    match random.below(4) {
+        0 => drop(union.fs().remove_xattr(id, name.as_bytes())),
+        1 => {
+            let value = vec![1; random.below(1200) as usize];
+            let _ = union
+                .fs()
+                .set_xattr(id, name.as_bytes(), &value, SetHow::Any);
+        }
+        _ => {}
+    }
+}
