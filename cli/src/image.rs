@@ -18,6 +18,7 @@ use serde_json::{Map, Value, json};
 use crate::disks::{self, OpenChain, Problem};
 use crate::error::{CommandError, Context};
 use crate::names;
+use crate::place::Layout;
 use crate::size::Count;
 use crate::ui::Ui;
 
@@ -129,6 +130,15 @@ impl OpenImage {
             Ok(()) => Ok(image),
             Err(error) => Err(cannot_open(name, &error)),
         }
+    }
+
+    /// Opens the image that the user calls `name`, with `layers` on top of it.
+    pub fn open_with_layers(
+        name: &Path,
+        layers: &LayerArgs,
+        stores: &StoreArgs,
+    ) -> Result<Self, CommandError> {
+        OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
     }
 
     /// Opens an image of which only the tree and the tables are wanted: layers that are missing or wrong are told.
@@ -393,6 +403,29 @@ impl OpenImage {
             .chain(chain)
             .chain(parts)
             .collect()
+    }
+
+    /// Refuses to give another image the name that this one has in its layout.
+    pub fn refuse_own_reference(&self, layout: &Layout) -> Result<(), CommandError> {
+        let ImageName::Layout {
+            directory,
+            reference,
+        } = parse_name(&self.name)?
+        else {
+            return Ok(());
+        };
+        let is_same = match (directory.canonicalize(), layout.path.canonicalize()) {
+            (Ok(own), Ok(other)) => own == other,
+            _ => false,
+        };
+        match is_same && reference == layout.reference && reference.is_some() {
+            true => Err(CommandError::new(format!(
+                "cannot write {}: the new image would take the name of the one that it is made of",
+                layout.shown()
+            ))
+            .hint("give it another name: oci:DIR:REF")),
+            false => Ok(()),
+        }
     }
 
     /// Refuses to write to a file that the image is made of: it would be gone.

@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use bcow::OpenOptions;
 use bcow_erofs::reader::FileType;
 
 use crate::error::{CommandError, Context};
@@ -36,12 +35,7 @@ const PIECE: u64 = 1 << 20;
 
 /// Writes the files one behind the other.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open_layered(
-        &args.image,
-        &args.layers.layers,
-        &args.stores,
-        &OpenOptions::default(),
-    )?;
+    let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
     let tree = image.tree()?;
     let mut out = ui.output();
     for path in &args.paths {

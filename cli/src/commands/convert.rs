@@ -172,6 +172,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => Some(source(&args.source)?),
         Some(_) => None,
     };
+    if args.platform.is_some() && image.is_some() {
+        return Err(CommandError::usage(
+            "an image in BCoW form is for one platform: --platform chooses nothing",
+        ));
+    }
     if args.writable {
         return Err(CommandError::usage("only a disk can be written")
             .hint("a disk is made of raw:FILE or qcow2:FILE, or by `bcow create`"));

@@ -16,7 +16,7 @@ use bcow_union::upper::{Scope, lower_offset};
 use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};
-use crate::image::{OpenImage, StoreArgs, Tree};
+use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::ui::{Output, Ui};
 use crate::upper::{self, Joined};
 use crate::{names, stat};
@@ -35,7 +35,8 @@ use crate::{names, stat};
 /// whole sectors of 4096 bytes.
 ///
 /// With --upper, the image is compared with what a writable mount of it shows: B is the image with the upper's changes.
-/// Only directories that the upper changes are looked at. Nobody may be writing to the upper.
+/// Only directories that the upper changes are looked at. Nobody may be writing to the upper. Layers (--layer) are shown on
+/// top of A.
 ///
 /// On a terminal, unusual names are quoted as GNU ls quotes them; elsewhere they come byte by byte.
 #[derive(Debug, clap::Args)]
@@ -67,6 +68,8 @@ pub struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    layers: LayerArgs,
+    #[command(flatten)]
     stores: StoreArgs,
 }
 
@@ -83,7 +86,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
 /// Whether nothing differs.
 fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
-    let image = OpenImage::open(&args.a, &args.stores)?;
+    let image = OpenImage::open_with_layers(&args.a, &args.layers, &args.stores)?;
     let is_disk = |image: &OpenImage| image.image().header().purpose != Use::Image;
     let Some(b) = &args.b else {
         return match &args.upper {

@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use bcow::{BlockDevice, OpenOptions};
+use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::LayoutForm;
 use bcow_oci::export::{
@@ -126,12 +126,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
                 .hint("leave out --compress; -o - writes into a pipe"),
         );
     }
-    let image = OpenImage::open_layered(
-        &args.image,
-        &args.layers.layers,
-        &args.stores,
-        &OpenOptions::default(),
-    )?;
+    let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
     match (&to, destination) {
         (Form::Tar, Some(output)) => archive(args, &image, output, ui),
         (Form::Oci(layout), _) => oci(args, &image, layout, ui),

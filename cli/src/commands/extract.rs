@@ -14,7 +14,6 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use bcow::OpenOptions;
 use bcow_erofs::reader::{ExtentSource, FileType, Inode, Nid};
 use rustix::fs::{
     AtFlags, CWD, Gid, Mode, OFlags, ResolveFlags, Timespec, Timestamps, Uid, XattrFlags,
@@ -84,12 +83,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => (&b"/"[..], Path::new(&args.path_or_directory)),
     };
     let interrupt = Interrupt::catch();
-    let image = OpenImage::open_layered(
-        &args.image,
-        &args.layers.layers,
-        &args.stores,
-        &OpenOptions::default(),
-    )?;
+    let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
     let tree = image.tree()?;
     let start = tree.find(path, LastLink::Follow)?;
     // Modes are set as they are in the image, and nothing else runs in this process.

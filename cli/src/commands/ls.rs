@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use bcow::OpenOptions;
 use bcow_erofs::reader::{FileType, Inode};
 use serde_json::{Map, Value};
 
@@ -55,12 +54,9 @@ pub struct Args {
 
 /// Lists.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let layers = &args.layers.layers;
-    let image = match &layers[..] {
-        [] => OpenImage::open_without_content(&args.image, &args.stores, ui)?,
-        layers => {
-            OpenImage::open_layered(&args.image, layers, &args.stores, &OpenOptions::default())?
-        }
+    let image = match args.layers.layers.is_empty() {
+        true => OpenImage::open_without_content(&args.image, &args.stores, ui)?,
+        false => OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?,
     };
     let tree = image.tree()?;
     let path = args.path.as_bytes();

@@ -145,6 +145,11 @@ fn images_become_layers_and_layers_images() {
         sandbox.ok(&["convert", image, "back.bcow"]);
         assert_same_tree(&sandbox, "direct.bcow", "back.bcow");
     }
+    let text = sandbox.shown(&["convert", "oci:store:x", "oci:store:x"]);
+    assert!(
+        text.contains("would take the name of the one that it is made of"),
+        "{text}"
+    );
     // The same whatever the number of threads, and from the cache.
     for (name, options) in [("one", &["-j1"][..]), ("four", &["-j4", "--cache=cache"])] {
         let to = format!("oci-archive:{name}.tar:x");
@@ -219,6 +224,8 @@ fn destinations_that_are_not_written_are_refused_and_nothing_is_made() {
     }
     let text = sandbox.shown(&["convert", "a.bcow", "a.bcow"]);
     assert!(text.contains("a.bcow is made of it"), "{text}");
+    let text = sandbox.shown(&["convert", "--platform=linux/arm64", "a.bcow", "b.bcow"]);
+    assert!(text.ends_with("--- exit status 2\n"), "{text}");
     assert_eq!(sandbox.names(), before);
 }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::symlink;
 
-use crate::support::{Sandbox, Tar, noise};
+use crate::support::{Entry, Sandbox, Tar, noise};
 
 /// An image, `merged.bcow` and `layer.bcow` of changes over it, and `flat.bcow` that shows the same as the first.
 fn committed() -> Sandbox {
@@ -173,6 +173,37 @@ fn layered() -> Sandbox {
     sandbox.ok(&[&second[..], &["--flatten", "whole.bcow"]].concat());
     sandbox.ok(&[&second[..], &["--merge", "both.bcow"]].concat());
     sandbox
+}
+
+#[test]
+fn device_that_looks_like_a_whiteout_is_in_what_is_made_of_its_image() {
+    let sandbox = Sandbox::new();
+    let device = Entry {
+        name: b"dev",
+        kind: b'3',
+        ..Entry::default()
+    };
+    sandbox.write("base.tar", &Tar::new().file("a", b"a").add(device).finish());
+    sandbox.ok(&["convert", "tar:base.tar", "base.bcow"]);
+    fs::create_dir(sandbox.path("upper")).unwrap();
+    sandbox.write("upper/b", b"b");
+    let commit = ["commit", "base.bcow", "--upper=upper"];
+    sandbox.ok(&[&commit[..], &["--merge", "merged.bcow"]].concat());
+    sandbox.ok(&[&commit[..], &["--flatten", "flat.bcow"]].concat());
+    sandbox.ok(&[&commit[..], &["layer.bcow"]].concat());
+    sandbox.ok(&["convert", "merged.bcow", "again.bcow"]);
+    // As layers of an image, the device is the lowest one's.
+    sandbox.ok(&[&commit[..], &["oci:new:x"]].concat());
+    sandbox.ok(&["convert", "oci:new:x", "layers.bcow"]);
+    for image in [
+        &["layers.bcow"][..],
+        &["merged.bcow"],
+        &["flat.bcow"],
+        &["again.bcow"],
+        &["base.bcow", "--layer=layer.bcow"],
+    ] {
+        assert_eq!(sandbox.ok(&[&["ls"], image].concat()), b"a\nb\ndev\n");
+    }
 }
 
 #[test]

@@ -4,14 +4,13 @@
 //! image below begins. Content that lies there is named through a window and not stored, so that of a file of which a block
 //! changed, a block is stored; or it is copied, and the image then stands alone.
 
-use std::collections::HashMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BackingResolver, BlockDevice, Error, Image, ImageWriter, OpenOptions, Written};
+use bcow::{BlockDevice, Error, Image, ImageWriter, OpenOptions, Written};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, TailSource, Tree};
 use bcow_erofs::writer::{ContentWindow, MAX_INLINE, Plan, WriteOptions};
 use serde_json::{Map, Value, json};
@@ -26,6 +25,7 @@ use crate::digest::Digest;
 use crate::error::{ConvertError, Place};
 use crate::ingest::store_error;
 use crate::layered::lower::{LOWER_FROM, REGION_BYTES};
+use crate::layered::stack::Known;
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
@@ -294,23 +294,11 @@ fn verify(
 ) -> Result<(), ConvertError> {
     let wrong = |error: Error| ConvertError::Verify(Box::new(error));
     bcow::verify_written(written, threads).map_err(wrong)?;
-    let given = Given(base.iter().map(|b| (b.digest, b.image.clone())).collect());
+    let given = Known(base.iter().map(|b| (b.digest, b.image.clone())).collect());
     let storage = Arc::new(output.file()?);
     let image =
         Image::open_with_backings(storage, &OpenOptions::default(), &given).map_err(wrong)?;
     crate::verify::file_system(image)
-}
-
-struct Given(HashMap<[u8; 32], Arc<Image>>);
-
-impl BackingResolver for Given {
-    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        let image = match &backing.name {
-            BackingName::Digest(digest) => self.0.get(digest).cloned(),
-            BackingName::FileName { .. } => None,
-        };
-        Ok(image.map(|image| image as Arc<dyn BlockDevice>))
-    }
 }
 
 /// Contents on their way into the image.

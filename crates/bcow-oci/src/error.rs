@@ -526,7 +526,7 @@ impl ConvertError {
             E::MissingBlob { foreign: true, .. } => "the layer is a foreign one, which its registry does not pass on; put the blob into the layout".into(),
             E::MissingBlob { .. } => "the layout is incomplete; copy the image again".into(),
             E::DigestMismatch { .. } | E::SizeMismatch { .. } => "the input was damaged or tampered with; copy the image again".into(),
-            E::AlreadyConverted { .. } => "`bcow export --to oci:DIR` makes an ordinary image of it".into(),
+            E::AlreadyConverted { .. } => "`bcow export --to oci:DIR` makes an ordinary image of it; one in an archive is read once `skopeo copy` has put it into oci:DIR".into(),
             E::HoldsImage { form, source_text, .. } => {
                 let instead = match (source_text, form) {
                     (Some(source), _) => format!("name it {source}"),

@@ -3,13 +3,11 @@
 //! It is a stack, as a conversion into a layout makes it: the merged tree's metadata, which lies in memory, and a window onto
 //! each of the images. A window shows the whole address space of its image, also what that shows of others.
 
-use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName};
-use bcow::{BackingResolver, BlockDevice, Compression, Error, Image, OpenOptions, WriterOptions};
+use bcow::{BlockDevice, Compression, Image, OpenOptions, WriterOptions};
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
@@ -22,7 +20,7 @@ use sha2::{Digest as _, Sha256};
 use crate::content::{BLOCK_BYTES, ContentStats};
 use crate::conversion::{image_error, tree_error};
 use crate::error::ConvertError;
-use crate::layered::stack::{Merged, Part, Place, TAIL_SHIFT, places};
+use crate::layered::stack::{Known, Merged, Part, Place, TAIL_SHIFT, places};
 use crate::metadata::Metadata;
 use crate::options::Limits;
 
@@ -105,7 +103,7 @@ pub fn join(
     let written = file.try_clone().map_err(in_memory)?;
     let metadata = Metadata::new("bcow", Value::Null, described);
     let stack = merged.write(written, metadata)?;
-    let resolver = Parts(
+    let resolver = Known(
         parts
             .iter()
             .map(|part| (part.image.identity_hash(), part.image.clone()))
@@ -140,19 +138,4 @@ fn tree(part: &JoinPart, place: Place, index: usize) -> Result<LayerTree, Conver
         max_inodes: Limits::default().max_entries,
     };
     read_layer(&filesystem, &options).map_err(|error| damaged(&error))
-}
-
-/// The parts, by what they are named by here.
-struct Parts(HashMap<[u8; 32], Arc<Image>>);
-
-impl BackingResolver for Parts {
-    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(match &backing.name {
-            BackingName::Digest(digest) => {
-                let image = self.0.get(digest).cloned();
-                image.map(|image| image as Arc<dyn BlockDevice>)
-            }
-            BackingName::FileName { .. } => None,
-        })
-    }
 }

@@ -4,11 +4,10 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use bcow::OpenOptions;
 use bcow::chain::directory_of;
 use bcow::format::{Use, is_plain_name};
 use bcow_erofs::merge::merge;
-use bcow_erofs::overlay::{ReadOptions, read_layer};
+use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::Tree as ErofsTree;
 use bcow_oci::commit::{Base, Commit, CommitReport};
 use bcow_oci::digest::Algorithm;
@@ -49,12 +48,7 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
                 .hint("`bcow export --to tar` writes the tree of an image"),
         );
     }
-    let image = OpenImage::open_layered(
-        &args.disk,
-        &args.layers.layers,
-        &args.stores,
-        &OpenOptions::default(),
-    )?;
+    let image = OpenImage::open_with_layers(&args.disk, &args.layers, &args.stores)?;
     let changes = upper::changes(&image, upper, Scope::Layer, ui)?;
     let work = Work {
         args,
@@ -125,25 +119,27 @@ impl Work<'_> {
 
     fn layout(&self, changes: Changes, layout: &Layout) -> Result<(), CommandError> {
         match layout.form {
-            LayoutForm::Directory => {
-                self.refuse_to_replace(&layout.path, layout.reference.as_deref())?;
-            }
+            LayoutForm::Directory => self.image.refuse_own_reference(layout)?,
             LayoutForm::Archive => self.image.refuse_own_name(&layout.path)?,
         }
         let (_, layer) = self.layer(changes)?;
         let metadata = metadata(self.image)?;
         let whole = self.image.tree()?;
         let below = layers_of_stack(self.image, &metadata)?;
-        let mut layers: Vec<_> = match &below[..] {
-            [] => vec![(whole.filesystem(), None)],
+        let layers = match &below[..] {
+            [] if self.image.form() == TreeForm::Whole => {
+                Layers::Base(whole.filesystem(), vec![&layer.filesystem])
+            }
+            [] => Layers::Stack(vec![whole.filesystem(), &layer.filesystem]),
             below => {
                 let mut known = KnownLayer::of_stack(&metadata);
                 known.resize(below.len(), None);
-                below.iter().zip(known).collect()
+                let mut layers: Vec<_> = below.iter().zip(known).collect();
+                layers.push((&layer.filesystem, None));
+                Layers::Known(layers)
             }
         };
-        let config = config_after(metadata.get("config"), layers.len())?;
-        layers.push((&layer.filesystem, None));
+        let config = config_after(metadata.get("config"), below.len().max(1))?;
         let destination = LayoutExport {
             directory: layout.path.clone(),
             form: layout.form,
@@ -154,14 +150,8 @@ impl Work<'_> {
         let options = self.export_options(&interrupt);
         let progress = self.ui.progress();
         progress.phase("committing");
-        let report = export_layout(
-            &Layers::Known(layers),
-            config.as_ref(),
-            &destination,
-            &options,
-            &progress,
-        )
-        .map_err(|error| export_failure(self.image, &error))?;
+        let report = export_layout(&layers, config.as_ref(), &destination, &options, &progress)
+            .map_err(|error| export_failure(self.image, &error))?;
         drop(progress);
         let new = report.layers.last();
         self.ui.status(format_args!(
@@ -173,33 +163,6 @@ impl Work<'_> {
             report.manifest
         ));
         Ok(())
-    }
-
-    /// Fails if the new image would take the name of the one it was made of.
-    fn refuse_to_replace(
-        &self,
-        directory: &Path,
-        reference: Option<&str>,
-    ) -> Result<(), CommandError> {
-        let ImageName::Layout {
-            directory: own,
-            reference: name,
-        } = parse_name(self.image.path())?
-        else {
-            return Ok(());
-        };
-        let is_same = match (own.canonicalize(), directory.canonicalize()) {
-            (Ok(own), Ok(directory)) => own == directory,
-            _ => false,
-        };
-        match is_same && name.as_deref() == reference && reference.is_some() {
-            true => Err(CommandError::new(format!(
-                "cannot write oci:{}: the new image would take the name of the image below it",
-                directory.display()
-            ))
-            .hint("give it another name: oci:DIR:REF")),
-            false => Ok(()),
-        }
     }
 
     fn file(&self, changes: Changes, path: &Path) -> Result<(), CommandError> {
@@ -257,8 +220,12 @@ impl Work<'_> {
             .filter(|image| image.parts().is_empty())
             .chain(parts);
         for image in images.filter(|image| !is_beside(image)) {
+            let remedy = match image.opened().is_stack() {
+                true => "name its layout with --store",
+                false => "put it there, or name its place with --store",
+            };
             self.ui.warning(format_args!(
-                "{} needs {}, which is not in the same directory: put it there, or name its place with --store wherever {0} is used",
+                "{} needs {}, which is not in the same directory: {remedy} wherever {0} is used",
                 path.display(),
                 image.path().display()
             ));

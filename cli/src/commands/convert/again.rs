@@ -4,7 +4,7 @@ use std::path::Path;
 
 use bcow_oci::export::ExportError;
 use bcow_oci::recode::recode;
-use bcow_oci::{ConvertOptions, LayoutOptions, convert_trees};
+use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, convert_trees};
 use serde_json::Value;
 
 use super::{Args, as_json, failure, tell, tell_layout};
@@ -50,6 +50,10 @@ pub fn to_layout(
     options: &ConvertOptions,
     ui: &Ui,
 ) -> Result<(), CommandError> {
+    match layout.form {
+        LayoutForm::Directory => image.refuse_own_reference(layout)?,
+        LayoutForm::Archive => image.refuse_own_name(&layout.path)?,
+    }
     let metadata: Value = image.metadata()?;
     let trees = ImageLayers::of(image, &metadata)?;
     let progress = ui.progress();

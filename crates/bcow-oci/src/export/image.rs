@@ -37,7 +37,9 @@ pub enum Layers<'e> {
     Flattened(&'e Filesystem),
     /// The layers of a stack, lowest first, each in overlayfs's form (see [`bcow_erofs::overlay`]).
     Stack(Vec<&'e Filesystem>),
-    /// The same, where for some of them the layout may have the archive that they were made of.
+    /// A whole tree, and layers on top of it.
+    Base(&'e Filesystem, Vec<&'e Filesystem>),
+    /// The layers of a stack, where for some of them the layout may have the archive that they were made of.
     Known(Vec<(&'e Filesystem, Option<KnownLayer>)>),
 }
 
@@ -52,6 +54,30 @@ pub struct KnownLayer {
     pub stored_bytes: u64,
     /// Digest of the archive, uncompressed.
     pub diff_id: DiffId,
+}
+
+impl<'e> Layers<'e> {
+    /// All of them, lowest first, with what is known of each.
+    fn all(&self) -> Vec<(&'e Filesystem, Option<KnownLayer>)> {
+        let unknown = |fs: &'e Filesystem| (fs, None);
+        match self {
+            Layers::Flattened(fs) => vec![unknown(fs)],
+            Layers::Stack(layers) => layers.iter().copied().map(unknown).collect(),
+            Layers::Base(fs, layers) => {
+                let all = std::iter::once(*fs).chain(layers.iter().copied());
+                all.map(unknown).collect()
+            }
+            Layers::Known(layers) => layers.clone(),
+        }
+    }
+
+    /// What the lowest is.
+    fn lowest(&self) -> Form {
+        match self {
+            Layers::Flattened(_) | Layers::Base(..) => Form::Flattened,
+            Layers::Stack(_) | Layers::Known(_) => Form::Layer,
+        }
+    }
 }
 
 impl KnownLayer {
@@ -121,21 +147,15 @@ pub fn export_layout(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<OciReport, ExportError> {
-    let (layers, known, form) = match layers {
-        Layers::Flattened(fs) => (vec![*fs], vec![None], Form::Flattened),
-        Layers::Stack(layers) => (layers.clone(), vec![None; layers.len()], Form::Layer),
-        Layers::Known(layers) => {
-            let (layers, known): (Vec<_>, Vec<_>) = layers.iter().cloned().unzip();
-            (layers, known, Form::Layer)
-        }
-    };
+    let lowest = layers.lowest();
+    let (layers, known): (Vec<_>, Vec<_>) = layers.all().into_iter().unzip();
     // What is wrong with it is known before anything is written.
     let template = ConfigTemplate::new(config)?;
     let writer = LayoutWriter::open(&destination.directory, destination.form)?;
     let stop = AtomicBool::new(false);
     let work = Work {
         writer: &writer,
-        form,
+        lowest,
         compression: destination.compression,
         is_piped: options.threads > 1,
         cancel: Cancel::new(options.cancel.as_deref()).or(&stop),
@@ -205,15 +225,12 @@ pub(crate) fn archives(
     options: &ExportOptions,
     progress: &dyn Progress,
 ) -> Result<Vec<(NewBlob, DiffId)>, ExportError> {
-    let (layers, form) = match layers {
-        Layers::Flattened(fs) => (vec![*fs], Form::Flattened),
-        Layers::Stack(layers) => (layers.clone(), Form::Layer),
-        Layers::Known(layers) => (layers.iter().map(|layer| layer.0).collect(), Form::Layer),
-    };
+    let lowest = layers.lowest();
+    let layers: Vec<&Filesystem> = layers.all().into_iter().map(|layer| layer.0).collect();
     let stop = AtomicBool::new(false);
     let work = Work {
         writer,
-        form,
+        lowest,
         compression: LayerCompression::None,
         is_piped: false,
         cancel: Cancel::new(options.cancel.as_deref()).or(&stop),
@@ -244,7 +261,8 @@ pub(crate) fn config_with(
 
 struct Work<'w> {
     writer: &'w LayoutWriter,
-    form: Form,
+    /// What the lowest layer is; the others are layers.
+    lowest: Form,
     compression: LayerCompression,
     /// Whether compression has a thread of its own.
     is_piped: bool,
@@ -344,7 +362,11 @@ impl Work<'_> {
             hasher: Hasher::new(Algorithm::Sha256),
             bytes: 0,
         };
-        let export = TreeExport::new(fs, self.form, self.cancel, self.progress);
+        let form = match below {
+            [] => self.lowest,
+            _ => Form::Layer,
+        };
+        let export = TreeExport::new(fs, form, self.cancel, self.progress);
         let report = export.above(below).write(&mut hashed)?;
         hashed.out.finish().map_err(ExportError::Write)?;
         Ok((report, hashed.hasher.finish(), hashed.bytes))

@@ -243,7 +243,7 @@ impl Stack {
 }
 
 /// Layers that are open.
-struct Known(HashMap<[u8; 32], Arc<Image>>);
+pub(crate) struct Known(pub HashMap<[u8; 32], Arc<Image>>);
 
 impl BackingResolver for Known {
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
