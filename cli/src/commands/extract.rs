@@ -83,7 +83,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => (&b"/"[..], Path::new(&args.path_or_directory)),
     };
     let interrupt = Interrupt::catch();
-    let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
+    let image = match args.keep_going && args.layers.layers.is_empty() {
+        // What a missing layer has cannot be read either.
+        true => OpenImage::open_without_content(&args.image, &args.stores, ui)?,
+        false => OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?,
+    };
     let tree = image.tree()?;
     let start = tree.find(path, LastLink::Follow)?;
     // Modes are set as they are in the image, and nothing else runs in this process.

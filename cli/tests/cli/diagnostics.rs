@@ -506,6 +506,18 @@ fn advice_about_a_damaged_layer_mends_the_layout() {
     fs::remove_file(sandbox.path(&layer)).unwrap();
     let shown = sandbox.shown(&check);
     assert!(!shown.contains("remove it"), "{shown}");
+    let args = [
+        "extract",
+        "--keep-going",
+        "--no-same-owner",
+        "oci:store:x",
+        "less",
+    ];
+    let less = crate::support::show(&args, &sandbox.run(&args));
+    assert!(less.contains("/var/data in oci:store:x\n"), "{less}");
+    assert!(less.ends_with("--- exit status 1\n"), "{less}");
+    assert!(fs::symlink_metadata(sandbox.path("less/bin")).is_ok_and(|bin| bin.is_symlink()));
+    assert!(!sandbox.path("less/var/data").exists());
     sandbox.ok(&convert);
     sandbox.ok(&check);
 }
