@@ -1,4 +1,5 @@
-"""docs/semantics.md, held to what it says: a test quotes the sentences that it tries, and fails when they are gone."""
+"""Checks docs/semantics.md against the tests: a test quotes the sentences that it checks, and fails
+if the page no longer contains them."""
 
 import functools
 import os
@@ -7,9 +8,10 @@ import re
 import support
 
 PAGE = os.path.join(support.TOP, "docs", "semantics.md")
-# What the tests quoted, and what cannot be tried.
+# Sentences that tests quote, and sentences that no test can check.
 QUOTED = set()
-UNTRIED = {"While it is mounted, nobody else may change the upper: the kernel keeps names and attributes as it was told them, and would not notice."}
+UNTRIED = {"While an upper is mounted, no other program may change it: the kernel caches names and "
+           "attributes and does not notice such changes."}
 
 
 def words(text):
@@ -22,7 +24,7 @@ def page():
 
 
 def promise(*sentences):
-    """Says which sentences of the page a test is about."""
+    """Decorates a test with the sentences of the page that the test checks."""
     QUOTED.update(map(words, sentences))
 
     def decorate(test):
@@ -30,19 +32,19 @@ def promise(*sentences):
         def checked(self, *arguments):
             text = words(page())
             for sentence in sentences:
-                self.assertTrue(words(sentence) in text, f"docs/semantics.md does not promise this any more: {sentence}")
+                self.assertTrue(words(sentence) in text, f"not in docs/semantics.md: {sentence}")
             return test(self, *arguments)
         return checked
     return decorate
 
 
 def made():
-    """The promises about writable mounts: each item of the lists there."""
+    """The promises about writable mounts: each list item of that section."""
     section = page().partition("\n## Writable mounts\n")[2].partition("\n## ")[0]
     return [words(item) for item in re.findall(r"^- (.*?)(?=^- |^#|^$)", section, re.MULTILINE | re.DOTALL)]
 
 
 def untested():
-    """Promises of which no test quotes a word."""
+    """Promises from which no test quotes a sentence."""
     known = QUOTED | {words(sentence) for sentence in UNTRIED}
     return [item for item in made() if not any(sentence in item for sentence in known)]

@@ -512,22 +512,26 @@ class Crashes(unittest.TestCase):
         cls.lower = subjects.Lower(cls.directory, plant)
         cls.lower.make_image()
 
-    @promise("Files, directories, links, pipes, sockets and devices are made, moved and removed in one step each: whoever looks sees the tree before "
-             "or after, and so does the next mount after a crash.",
-             "When fsync or fdatasync of a file returns, what was written to it before is on the host's disk, complete, and so are the names that lead to "
-             "it; when fsync of a directory returns, its names are.",
-             "After the mount's process was killed, or the machine stopped, the next mount of the same upper recovers by itself, and `bcow fsck UPPER` "
-             "finds nothing. What was synchronized is there; of what was written later, each byte is the old one or the new one, never one of another "
-             "file, and no block is left half-filled.",
-             "It loses nothing that an fsync was asked for.",
-             "Killing the process alone loses no name and no whole file, but may lose what was just written into large files")
+    @promise("Creating, renaming and removing files, directories, links, pipes, sockets and "
+             "devices is atomic. Every program sees the tree before or after the operation, and so "
+             "does the next mount after a crash.",
+             "When fsync or fdatasync of a file returns, all earlier writes to the file are "
+             "durable on the host's disk, and so are the names that lead to the file. When fsync "
+             "of a directory returns, the names in the directory are durable.",
+             "After the mount's process was killed or the machine crashed, the next mount of the "
+             "same upper recovers automatically, and `bcow fsck UPPER` finds no errors. All "
+             "synchronized data is present. In data that was written later, each byte has its old "
+             "or its new value, never a value of another file, and no block is partly filled.",
+             "This mode loses no data that a program has synchronized with fsync.",
+             "If only the process is killed, no name and no file that is stored whole is lost, but "
+             "recent writes to sketches may be lost.")
     def test_what_was_synchronized_is_there_after_a_kill(self):
         names = subjects.chosen(KINDS)
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
             found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names), [ROUNDS] * len(names))
             self.assertEqual([wrong for wrong in found if wrong], [])
 
-    @promise("or the machine stopped, the next mount of the same upper recovers by itself")
+    @promise("or the machine crashed, the next mount of the same upper recovers automatically")
     def test_what_was_synchronized_is_there_after_a_power_cut(self):
         support.need("mkfs.ext4")
         names = subjects.chosen(DURABLE)

@@ -31,7 +31,8 @@ class Refusals(UnionCase):
         assert_refused(self, result, *mention)
         self.assertFalse(is_mounted(self.where))
 
-    @promise("An upper on a read-only file system, or on one without extended attributes, is refused before anything is mounted.")
+    @promise("bcow refuses an upper on a read-only file system, or on a file system without "
+             "extended attributes, before it mounts anything.")
     def test_an_upper_that_cannot_be_written(self):
         disk = self.disk(16)
         os.mkdir(os.path.join(disk, "upper"))
@@ -55,8 +56,8 @@ class Refusals(UnionCase):
         self.refused(os.path.join(self.mount.directory, "absent", "upper"), "absent", r"(?i)no such")
         self.refused(self.lower.make_image(), r"(?i)directory")
 
-    @promise("An upper has one writer at a time: a second mount is refused, and told who holds it. An upper that was begun for another image is "
-             "refused.")
+    @promise("An upper has one writer at a time: bcow refuses a second mount and names the process "
+             "that uses the upper. bcow also refuses an upper that was created for another image.")
     def test_an_upper_has_one_writer_and_one_image(self):
         self.mount.mount()
         self.write("kept", b"kept")
@@ -76,7 +77,7 @@ class Refusals(UnionCase):
         self.mount.mount()
         self.assertEqual(self.read("kept"), b"kept")
 
-    @promise("after the machine stopped, the upper is refused.")
+    @promise("After a machine crash, bcow refuses the upper.")
     def test_a_volatile_upper_after_the_machine_stopped(self):
         self.mount.options.append("--sync=volatile")
         self.mount.mount()
@@ -114,8 +115,9 @@ class Space(UnionCase):
         """The kernel tells the mount a little later that a file without a name is not open any more."""
         until(lambda: os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize >= room, "room after a file was removed")
 
-    @promise("A full or failing host file system ends the call that needs it with its error, ENOSPC or EIO. Nothing that was there is lost, and when "
-             "there is room again all goes on.")
+    @promise("If the host's file system is full or fails, the system call that depends on it fails "
+             "with the same error, ENOSPC or EIO. Existing data is not lost. When space is "
+             "available again, the mount continues to work normally.")
     def test_a_full_disk(self):
         self.mount.upper = self.upper = os.path.join(self.disk(24), "upper")
         os.mkdir(self.upper)
@@ -201,7 +203,8 @@ class Space(UnionCase):
         self.mount.unmount()
         self.mount.check()
 
-    @promise("There is at once if nobody has it open, on a full host file system too.")
+    @promise("If no program has the removed file open, the room is available at once, also on a "
+             "full host file system.")
     def test_what_was_removed_makes_room_at_once(self):
         """The mount learns a little later that nobody has a file open any more, and then the host takes its time to free it."""
         self.mount.upper = self.upper = os.path.join(self.disk(128), "upper")
@@ -216,9 +219,10 @@ class Space(UnionCase):
             os.unlink(self.at("next"))
             os.unlink(self.at("filler-too"))
 
-    @promise("What counts against `--size-limit` is what is stored, in blocks of 4 KiB: bytes, directories, maps, and targets and attributes that do "
-             "not fit into an inode. A write that does not fit ends with ENOSPC and changes nothing; when something was "
-             "removed, there is room again.")
+    @promise("`--size-limit` limits what the upper stores, counted in blocks of 4 KiB: data, "
+             "directories, maps, and those link targets and attributes that do not fit into an "
+             "inode. A write that exceeds the limit fails with ENOSPC and changes nothing. "
+             "Removing files or data makes room again.")
     def test_a_limit(self):
         limit = 4 << 20
         self.mount.options.append(f"--size-limit={limit}")
@@ -302,8 +306,9 @@ class Space(UnionCase):
                 # What the directory grew by for thousands of names it keeps on the host.
                 self.wait_for_room(limit // 2 if way is not name else 0)
 
-    @promise("With `--inode-limit`, and with `--size-limit` alone, the upper's inodes are counted too: past the limit, nothing more can be made or "
-             "copied up (ENOSPC).")
+    @promise("With `--inode-limit`, and with `--size-limit` alone, the number of inodes in the "
+             "upper is limited too. Beyond that limit, creating a file or copying up a file fails "
+             "with ENOSPC.")
     def test_a_limit_of_inodes(self):
         self.mount.options.append("--inode-limit=20")
         self.mount.mount()
@@ -364,8 +369,8 @@ class Space(UnionCase):
         self.mount.unmount()
         self.mount.check()
 
-    @promise("What has a name can be removed when a limit is reached, or when the host has neither space nor an inode left, if its directory is in the "
-             "upper: as in overlayfs.")
+    @promise("When a limit is reached, or the host has no space or no inodes left, a name can "
+             "still be removed if its directory is in the upper, as in overlayfs.")
     def test_removing_on_a_disk_without_inodes(self):
         def fill(disk):
             os.makedirs(os.path.join(disk, "filler"), exist_ok=True)
@@ -387,7 +392,8 @@ class Space(UnionCase):
 
         self.changed_on_a_full_disk(16, fill)
 
-    @promise("A write to each of many large files costs a few blocks each, for bytes, attributes and map, not the files.")
+    @promise("Writing to many large files costs a few blocks for each file (data, attributes and "
+             "map), not the size of the files.")
     def test_many_large_files(self):
         tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(self.mount.directory, "many.bcow")
         os.mkdir(tree)
@@ -480,7 +486,8 @@ class LastFlush(UnionCase):
         self.assertRegex(self.mount.let_go(), f"cannot make durable all that was written to the upper {re.escape(self.upper)}")
         return want
 
-    @promise("`bcow umount` fails if that could not be done, and says why; umount(8) does not learn of it.")
+    @promise("If the host fails to make them durable, `bcow umount` fails and prints the reason; "
+             "umount(8) does not report the failure.")
     def test_who_unmounts_is_told(self):
         self.mount.mount()
         want = self.lose()
@@ -600,7 +607,9 @@ class Damage(UnionCase):
                 file.write(b"damage")
         return image
 
-    @promise("A damaged block of the image, or a damaged map of a sketch, is EIO for that file only. The log names it, by its path or, if none is known, its inode number.")
+    @promise("A damaged block of the image, or a damaged map of a sketch, causes EIO for that file "
+             "only. The log names the file by its path or, if the path is not known, by its inode "
+             "number.")
     def test_a_damaged_image(self):
         image = self.damaged_image("d1/odd")
         self.mount.lower = type("Other", (), {"make_image": lambda _: image})()

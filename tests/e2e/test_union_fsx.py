@@ -351,7 +351,7 @@ class Sketches(unittest.TestCase):
         cls.lower = subjects.Lower(cls.directory, plant)
         cls.lower.make_image()
 
-    @promise("Unmounting makes everything durable, but for `volatile`.")
+    @promise("Unmounting makes all changes durable, except with `--sync volatile`.")
     def test_every_byte_is_what_was_written_or_the_lower_one(self):
         names = subjects.chosen()
         with concurrent.futures.ProcessPoolExecutor(2) as pool:

@@ -154,7 +154,8 @@ class Model(unittest.TestCase):
         cls.lower = subjects.Lower(cls.directory, subjects.plant)
         cls.lower.make_image()
 
-    @promise("What a plain directory on ext4 would answer to a system call, a writable mount answers: the same result, or the same error.")
+    @promise("A writable mount answers each system call like a plain directory on ext4: with the "
+             "same result or the same error.")
     def test_sequences_are_answered_as_by_a_plain_directory(self):
         work = [(name, seed) for seed in seeds() for name in subjects.chosen()]
         failed = []

@@ -80,9 +80,11 @@ os.utime('home/small', ns=(5, 6))
 os.link('home/small', 'home/small-too')
 """)
 
-    @promise("An ordinary user mounts through `fusermount3`, and everything works as for root inside: owners, modes and devices are kept in "
-             "`user.containers.override_stat` (which symbolic links cannot have: theirs is the user who mounted, once they are in the upper), "
-             "which podman and containers-storage read, and files of the host belong to that user.")
+    @promise("An ordinary user mounts through `fusermount3`, and all features work as in a mount "
+             "by root. The upper keeps owners, modes and devices in the attribute "
+             "`user.containers.override_stat`, which podman and containers-storage read. The files "
+             "on the host belong to the user who mounted. Symbolic links cannot have this "
+             "attribute: a symbolic link in the upper belongs to the user who mounted.")
     def test_an_ordinary_user(self):
         self.mount.mount()
         self.work()

@@ -1,5 +1,6 @@
-"""What docs/semantics.md promises of writable mounts, sentence by sentence. What needs random sequences, kills, faults or another user
-stands in the neighbouring files, which are looked at here too: no promise is without a test."""
+"""Tests of the promises of docs/semantics.md about writable mounts; each test quotes its sentences.
+Tests that need random sequences, kills, faults or another user are in the neighbouring files.
+The first test checks that some test in these files quotes each promise."""
 
 import contextlib
 import fcntl
@@ -45,8 +46,9 @@ class Page(unittest.TestCase):
 
 
 class Bytes(UnionCase):
-    @promise("What was written is seen by every later read, through whatever descriptor, name or mapping, also through one that was opened "
-             "for reading before the first write.")
+    @promise("A read sees all earlier writes, through any descriptor, name or mapping. This "
+             "includes descriptors and mappings that were opened for reading before the first "
+             "write.")
     def test_readers_see_what_is_written_after_they_opened(self):
         for name in (BIG, "d0/hundred", "d2/three"):
             with self.subTest(name=name):
@@ -62,8 +64,8 @@ class Bytes(UnionCase):
                         self.assertEqual(room[:], want)
                     self.assertEqual(self.read(name), want)
 
-    @promise("Opening for writing, chmod, chown, utimens, rename, link and setting extended attributes copy no content, however large the "
-             "file is.")
+    @promise("Opening for writing, chmod, chown, utimens, rename, link and setting extended "
+             "attributes copy no file content, for files of any size.")
     def test_changes_that_write_nothing_copy_nothing(self):
         before = self.stored()
         os.close(self.open(BIG))
@@ -84,7 +86,8 @@ class Bytes(UnionCase):
         self.assertEqual(os.getxattr(self.at("linked"), "user.x"), b"y")
         self.assertEqual(self.read("d9/large"), self.original("d1/large"))
 
-    @promise("The first write to a file of the image stores the blocks of 4 KiB that it touches. A file of up to 64 KiB is copied whole.")
+    @promise("The first write to a file of the image stores the blocks of 4 KiB that it touches. A "
+             "file of up to 64 KiB is copied whole instead.")
     def test_a_write_stores_the_blocks_it_touches(self):
         want = self.original(BIG)
         before = self.stored()
@@ -103,8 +106,8 @@ class Bytes(UnionCase):
         os.fsync(small)
         self.assertGreaterEqual(self.stored() - before, 64 << 10)
 
-    @promise("What truncation cut off and what was punched out is zeros from then on: no byte of the image comes back, whatever the file grows "
-             "to.")
+    @promise("A range that was truncated or punched out reads as zeros from then on. Content of "
+             "the image does not reappear there when the file grows again.")
     def test_what_is_cut_off_stays_cut_off(self):
         want = self.original(BIG)
         for how in ("as it was mounted", "mounted again"):
@@ -123,8 +126,9 @@ class Bytes(UnionCase):
                 self.remount()
                 self.assertEqual(self.read(BIG), want)
 
-    @promise("`fallocate` reserves space, with and without a new size, punches holes and makes zeros. Collapsing and inserting ranges ends with "
-             "EOPNOTSUPP, and so does reserving space in a packed sketch.")
+    @promise("`fallocate` reserves space (with or without a new file size), punches holes and "
+             "zeroes ranges. Collapsing and inserting ranges fail with EOPNOTSUPP. Reserving space "
+             "in a packed sketch fails with EOPNOTSUPP too.")
     def test_fallocate(self):
         fd = self.opened(BIG)
         want = self.original(BIG)
@@ -150,7 +154,8 @@ class Bytes(UnionCase):
         self.assert_error("EINVAL", syscalls.fallocate, fd, 0, 0, 0)
         self.assertEqual(os.pread(fd, 2 << 20, 0), want)
 
-    @promise("`SEEK_DATA` and `SEEK_HOLE` know the holes of the image and those that were made; what they call a hole reads as zeros.")
+    @promise("`SEEK_DATA` and `SEEK_HOLE` report the holes of the image and the holes that "
+             "programs made. Every range that they report as a hole reads as zeros.")
     def test_holes(self):
         def holes(fd):
             found, at, size = [], 0, os.fstat(fd).st_size
@@ -182,7 +187,8 @@ class Bytes(UnionCase):
         self.assertTrue(any(first <= 500_000 and 515_000 <= last for first, last in made), made)
         self.assert_error("ENXIO", os.lseek, fd, len(want), os.SEEK_DATA)
 
-    @promise("Appending is one step: what several programs append at the same time is all there, each piece whole.")
+    @promise("Appending is atomic: if several programs append to a file at the same time, the file "
+             "contains every append, each in one piece.")
     def test_appending(self):
         name, pieces, size = "d2/three", 300, 100
         writers = []
@@ -197,8 +203,8 @@ class Bytes(UnionCase):
         found = sorted(tail[at:at + size] for at in range(0, len(tail), size))
         self.assertEqual(found, sorted(b"%d%03d" % (number, n) * (size // 4) for number in range(4) for n in range(pieces)))
 
-    @promise("Shared mappings can be written to, are coherent with `read` and `write`, and `msync` makes them durable. A program that runs cannot "
-             "be written to (ETXTBSY).")
+    @promise("Shared mappings are writable and coherent with `read` and `write`, and `msync` makes "
+             "their changes durable. Writing to a program that is running fails with ETXTBSY.")
     def test_mappings(self):
         fd, want = self.opened(BIG), self.original(BIG)
         with mmap.mmap(fd, len(want), mmap.MAP_SHARED) as room:
@@ -221,7 +227,7 @@ class Bytes(UnionCase):
         self.addCleanup(running.kill)
         self.assert_error("ETXTBSY", self.open, "sleeper", os.O_WRONLY)
 
-    @promise("`O_DIRECT` is taken, whatever the alignment.")
+    @promise("`O_DIRECT` works with any alignment.")
     def test_direct(self):
         fd, want = self.opened(BIG, os.O_RDWR | os.O_DIRECT), self.original(BIG)
         with mmap.mmap(-1, 8192) as room:
@@ -256,7 +262,7 @@ class Bytes(UnionCase):
         copy(to, 0, new, 0, len(want))
         self.assertEqual((self.read("d1/odd"), self.read("new"), self.read(BIG)), (want, want, data))
 
-    @promise("A file without a name lives until the last descriptor is closed. Its space is free then.")
+    @promise("An unlinked file exists until its last descriptor is closed. Its space is then free.")
     def test_files_without_a_name(self):
         empty = self.stored()
         for name in (BIG, "d0/hundred", "new"):
@@ -288,7 +294,7 @@ class Bytes(UnionCase):
         for request in (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS):
             self.assertIn(syscalls.code_of(fcntl.ioctl, fd, request, bytearray(8)), ("ENOTTY", "EOPNOTSUPP"))
 
-    @promise("`O_TMPFILE` ends with EOPNOTSUPP: programs make a named file then, and remove its name.")
+    @promise("`O_TMPFILE` fails with EOPNOTSUPP. Programs then create a named file and unlink it.")
     def test_unnamed_files(self):
         self.assert_error("EOPNOTSUPP", os.open, self.where, os.O_TMPFILE | os.O_RDWR, 0o600)
         with tempfile.TemporaryFile(dir=self.where) as file:
@@ -325,7 +331,8 @@ class AsynchronousWriting(UnionCase):
         self.write("new", b"n" * self.SIZE)
         return BIG, "new"
 
-    @promise("An asynchronous `O_DIRECT` write (`io_submit`, io_uring) is seen by every later read too, once it has ended.")
+    @promise("After an asynchronous `O_DIRECT` write (`io_submit`, io_uring) has completed, every "
+             "later read sees it.")
     def test_asynchronous_writes_are_seen_by_readers_that_read_meanwhile(self):
         def read(buffered):
             # Page by page, those first that are written last.
@@ -359,8 +366,10 @@ class CollectedAsynchronousWriting(AsynchronousWriting):
 
 
 class Names(UnionCase):
-    @promise("Directories of the image can be renamed like others, with all that is in them, also onto an empty directory, with NOREPLACE and "
-             "EXCHANGE.", "`RENAME_WHITEOUT` ends with EINVAL, as in overlayfs.")
+    @promise("Directories of the image can be renamed with all their contents, like other "
+             "directories. This includes renaming onto an empty directory, RENAME_NOREPLACE and "
+             "RENAME_EXCHANGE.",
+             "`RENAME_WHITEOUT` fails with EINVAL, as in overlayfs.")
     def test_directories_are_renamed(self):
         inside = {name: os.stat(self.at("d0", name), follow_symlinks=False).st_ino for name in os.listdir(self.at("d0"))}
         inode = os.stat(self.at("d0")).st_ino
@@ -386,8 +395,8 @@ class Names(UnionCase):
         self.remount()
         self.assertEqual(os.listdir(self.at("d0")), [])
 
-    @promise("Names that are links of one file stay so when it is changed, those of the image too: each shows the change, and the link count is "
-             "right.")
+    @promise("The hard links of a file, including a file of the image, remain links of one file "
+             "when the file is changed. Each name shows the change, and the link count is right.")
     def test_links_stay_links(self):
         names = ["d2/three", "d0/sub/three", "three"]
         want = self.original("three")
@@ -416,8 +425,8 @@ class Names(UnionCase):
         self.assertEqual(os.stat(self.at("d1/pair")).st_nlink, 1)
         self.assertEqual(self.read("d1/pair"), self.original("d1/pair"))
 
-    @promise("The inode number of a file stays the same when it is changed or renamed and when the tree is mounted again. Directory listings "
-             "show the same number.")
+    @promise("A file keeps its inode number when it is changed or renamed, and when the tree is "
+             "mounted again. Directory listings show the same number.")
     def test_inode_numbers_stay(self):
         os.mkdir(self.at("made"))
         self.write("made/file", b"x")
@@ -445,7 +454,9 @@ class Names(UnionCase):
                 self.assertEqual(entry.inode(), entry.stat(follow_symlinks=False).st_ino, entry.path)
                 self.assertEqual(entry.inode(), entries.get("d1" if entry.name == "d8" else entry.name, entry.inode()), entry.path)
 
-    @promise("A directory that is read while entries come and go lists each entry that was there all the time once, and none that never was.")
+    @promise("If entries are added and removed while a program lists a directory, the listing "
+             "contains each entry that existed all the time exactly once. It contains no entry "
+             "that never existed.")
     def test_directories_are_listed_while_they_change(self):
         kept = {f"kept-{number}" for number in range(500)}
         for name in kept:
@@ -471,7 +482,8 @@ class Names(UnionCase):
             self.assertEqual({name: told.count(name) for name in kept}, dict.fromkeys(kept, 1))
             self.assertLessEqual(set(told) - {".", ".."}, ever)
 
-    @promise("Names have up to 255 bytes, all but `/` and zero. Directories can be nested deeper than a path can say.")
+    @promise("A name has up to 255 bytes of any value except `/` and zero. Directories can be "
+             "nested deeper than one path can express (PATH_MAX).")
     def test_names_and_depths_at_the_limits(self):
         every = bytes(set(range(1, 256)) - {ord("/")})
         for name in (every[:127], every[127:], b"\xff" * 255, b"." * 255, b"\n", b".wh.x", b".wh..wh..opq"):
@@ -513,7 +525,8 @@ class Names(UnionCase):
         run("rm", "-rf", self.at("deep"))
         self.assertFalse(os.path.exists(self.at("deep")))
 
-    @promise("The name `.bcow` in the root is the mount's own: it is not seen, and making it ends with EPERM.")
+    @promise("The name `.bcow` in the root directory is reserved for the mount. The mount hides "
+             "this name, and creating it fails with EPERM.")
     def test_the_name_of_the_mount_itself(self):
         path = self.at(".bcow")
         self.assertNotIn(".bcow", os.listdir(self.where))
@@ -530,7 +543,8 @@ class Names(UnionCase):
         self.remount()
         self.assertTrue(os.path.isdir(self.at("d0/.bcow")))
 
-    @promise("A character device 0:0 cannot be made (EPERM): it is what hides a name in the upper. overlayfs refuses it too.")
+    @promise("Creating a character device 0:0 fails with EPERM, because this device is a whiteout "
+             "in the upper. overlayfs refuses it too.")
     def test_whiteouts_cannot_be_made(self):
         self.assert_error("EPERM", os.mknod, self.at("top-white"), stat.S_IFCHR | 0o600, os.makedev(0, 0))
         os.mknod(self.at("zero-block"), stat.S_IFBLK | 0o600, os.makedev(0, 0))
@@ -540,8 +554,10 @@ class Names(UnionCase):
             device.write(b"away")
         self.assertEqual((os.stat(self.at("zero-block")).st_rdev, os.stat(self.at("null-too")).st_rdev), (0, os.makedev(1, 3)))
 
-    @promise("A character device 0:0 of the image can be removed, but neither changed, linked nor renamed (EPERM): its copy would hide it. Where owners "
-             "are kept in attributes, as for ordinary users, it is a device like others.")
+    @promise("A character device 0:0 of the image can be removed. Changing, linking or renaming it "
+             "fails with EPERM, because its copy in the upper would be a whiteout. If the upper "
+             "keeps owners in attributes, as for ordinary users, a device 0:0 works like any other "
+             "device.")
     def test_whiteouts_of_the_image_stay(self):
         self.mount.unmount()
         tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(self.mount.directory, "zero.bcow")
@@ -563,7 +579,7 @@ class Names(UnionCase):
         self.remount()
         self.assertEqual(os.listdir(self.where), [])
 
-    @promise("Sockets can be bound and connected to, pipes opened from both ends.")
+    @promise("Programs can bind and connect to sockets, and open pipes at both ends.")
     def test_sockets_and_pipes(self):
         os.chdir(self.where)
         self.addCleanup(os.chdir, "/")
@@ -591,7 +607,8 @@ class Attributes(UnionCase):
         with syscalls.acting_as(*who, umask):
             return function(*arguments, **options)
 
-    @promise("The kernel checks every access by owner, mode and ACL, whether `allow_other` is given or not.")
+    @promise("The kernel checks every access by owner, mode and ACL, with or without "
+             "`allow_other`.")
     def test_access_is_checked(self):
         def denied(function, *arguments):
             self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, function, *arguments), "EACCES")
@@ -612,8 +629,9 @@ class Attributes(UnionCase):
         denied(self.open, "d1/large", os.O_RDWR)
         os.close(self.as_somebody(BOB, self.open, "d1/large", os.O_RDWR))
 
-    @promise("What is made belongs to who makes it, with the mode that the umask leaves; in a directory with a default ACL that ACL decides "
-             "instead.")
+    @promise("A new file belongs to the user and group of the process that creates it, and has the "
+             "mode that the umask permits. In a directory with a default ACL, the ACL replaces the "
+             "umask.")
     def test_new_files(self):
         self.as_somebody(ALICE, self.write, "d2/hers", mode=0o666, umask=0o027)
         self.as_somebody(ALICE, os.mkdir, self.at("d2/her-directory"), 0o777, umask=0o077)
@@ -641,7 +659,8 @@ class Attributes(UnionCase):
                 self.assertEqual(tree.xattrs(here), tree.xattrs(there), here)
                 self.assertEqual(oct(os.stat(here).st_mode), oct(os.stat(there).st_mode), here)
 
-    @promise("In a directory with set-group-ID, what is made belongs to the directory's group, and directories have the bit too.")
+    @promise("In a directory with the set-group-ID bit, a new file belongs to the group of the "
+             "directory. A new directory also inherits the bit.")
     def test_set_group_id_directories(self):
         os.chmod(self.at("setgid"), 0o2777)
         self.as_somebody(ALICE, self.write, "setgid/file", mode=0o666)
@@ -652,7 +671,8 @@ class Attributes(UnionCase):
             info = os.lstat(self.at("setgid", name))
             self.assertEqual((info.st_gid, info.st_mode & 0o7777), (1001, mode), name)
 
-    @promise("In a directory with the sticky bit, only the owner of a file, the owner of the directory and root remove and rename it.")
+    @promise("In a directory with the sticky bit, only the owner of a file, the owner of the "
+             "directory and root can remove or rename the file.")
     def test_sticky_directories(self):
         self.as_somebody(ALICE, self.write, "sticky/hers")
         for name in ("sticky/others", "sticky/hers"):
@@ -663,8 +683,9 @@ class Attributes(UnionCase):
         self.as_somebody(BOB, os.unlink, self.at("sticky/mine"))
         os.unlink(self.at("sticky/hers"))
 
-    @promise("Writing to a file, truncating it or giving it away takes set-user-ID and set-group-ID away, and its capabilities, as everywhere: of "
-             "writers, only root keeps the bits.")
+    @promise("Writing to a file, truncating it or changing its owner removes its set-user-ID and "
+             "set-group-ID bits and its capabilities, as on other file systems. Only a write by "
+             "root keeps the bits.")
     def test_set_id_bits(self):
         capability = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
 
@@ -707,8 +728,10 @@ class Attributes(UnionCase):
         self.remount()
         self.assertEqual(os.getxattr(self.at("setgid/tool"), "security.capability"), capability)
 
-    @promise("Extended attributes of `user.`, `trusted.` and `security.` can be set on whatever ext4 can set them on. All those of one file share "
-             "the space that the host's file system has for them, ext4 4 KiB: past it, ENOSPC or E2BIG.")
+    @promise("Extended attributes of `user.`, `trusted.` and `security.` can be set on every type "
+             "of file on which ext4 permits them. All attributes of a file share the space that "
+             "the host's file system provides (4 KiB on ext4). Setting an attribute that does not "
+             "fit fails with ENOSPC or E2BIG.")
     def test_extended_attributes(self):
         for name, attribute in (("d0/hundred", "user.new"), ("d1", "trusted.new"), ("link", "trusted.new"), ("null", "security.new"),
                                 ("d2/big", "user." + "x" * 250), ("fifo", "trusted." + "y" * 230)):
@@ -733,7 +756,8 @@ class Attributes(UnionCase):
         self.assertEqual(os.getxattr(self.at("null"), "security.new"), b"")
         self.assertNotIn("user.two", os.listxattr(self.at("d2/big")))
 
-    @promise("Flags of files as `chattr` sets them (`FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR`) cannot be read or set (ENOTTY): no file has any.")
+    @promise("File flags of `chattr` (`FS_IOC_SETFLAGS`, `FS_IOC_FSSETXATTR`) can be neither read "
+             "nor set (ENOTTY). Files never have such flags.")
     def test_flags(self):
         calls = {"FS_IOC_GETFLAGS": (0x80086601, 8), "FS_IOC_SETFLAGS": (0x40086602, 8),
                  "FS_IOC_FSGETXATTR": (0x801C581F, 28), "FS_IOC_FSSETXATTR": (0x401C5820, 28)}
@@ -743,8 +767,9 @@ class Attributes(UnionCase):
                 with self.subTest(name, path=path):
                     self.assert_error("ENOTTY", fcntl.ioctl, fd, call, bytes(size))
 
-    @promise("Attributes with overlayfs's or bcow's own names (`trusted.overlay.opaque`) are the container's like others: they are kept apart from "
-             "those that the upper needs, and mean nothing.")
+    @promise("Attributes whose names overlayfs or bcow uses in the upper (such as "
+             "`trusted.overlay.opaque`) are ordinary attributes in the mount. The upper stores "
+             "them separately from its own attributes, and they have no special effect.")
     def test_names_of_marks_are_the_containers(self):
         names = ["trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy", "trusted.overlay.origin", "trusted.overlay.nlink",
                  "trusted.overlay.overlay.x", "trusted.bcow.sketch", "trusted.bcow.bcow.y", "user.overlay.opaque", "user.containers.override_stat"]
@@ -772,9 +797,11 @@ class Attributes(UnionCase):
         self.remount()
         self.assertEqual(self.read(BIG), want)
 
-    @promise("Modification and change times are kept to the nanosecond. The modification time is that of the last change, however late the copying "
-             "behind a write is done. Reading does not change the access time; utimens does. (Of a symbolic link in the upper, the host may note a "
-             "reading once the kernel has forgotten the link.)")
+    @promise("Modification and change times have a resolution of one nanosecond. The modification "
+             "time is the time of the last change, even if the mount completes the written blocks "
+             "later. Reading does not update the access time; utimens sets it. (For a symbolic "
+             "link in the upper, the host may update the access time when the kernel reads the "
+             "link again after evicting it.)")
     def test_times(self):
         path = self.at(BIG)
 
@@ -885,7 +912,8 @@ class Attributes(UnionCase):
             if not again:
                 self.remount()
 
-    @promise("`st_blocks` counts a file's blocks wherever they lie, in the image or above: it does not jump when a file is copied up.")
+    @promise("`st_blocks` counts all blocks of a file, in the image and in the upper. It does not "
+             "jump when the file is copied up.")
     def test_blocks(self):
         whole = -(-os.stat(self.at(BIG)).st_size // 4096) * 8
         self.assertEqual(os.stat(self.at(BIG)).st_blocks, whole)
@@ -902,13 +930,14 @@ class Attributes(UnionCase):
         # The host may need a block for the attributes.
         self.assertTrue(holes <= os.stat(self.at("d2/holes")).st_blocks <= holes + 8, os.stat(self.at("d2/holes")).st_blocks)
 
-    @promise("The link count of a directory that is in both image and upper is 1, as in overlayfs.")
+    @promise("The link count of a directory that exists in both the image and the upper is 1, as "
+             "in overlayfs.")
     def test_link_counts_of_directories(self):
         self.write("d0/new")
         self.assertEqual(os.stat(self.at("d0")).st_nlink, 1)
 
-    @promise("`flock` and `fcntl` locks work among all who use the mount. They are the kernel's, and do not reach into other mounts of the same "
-             "image.")
+    @promise("`flock` and `fcntl` locks work between all programs that use the mount. The kernel "
+             "manages them; they have no effect in other mounts of the same image.")
     def test_locks(self):
         for name in (BIG, "d0/hundred"):
             one, two = self.opened(name), self.opened(name)
@@ -928,9 +957,12 @@ class Attributes(UnionCase):
 
 
 class InOtherHands(UnionCase):
-    @promise("The upper is laid out as overlayfs lays out its own. As long as no file is partly written, the kernel's overlayfs shows the same tree "
-             "of it and of the extracted image (`metacopy=on,redirect_dir=on`); a file that is partly written is EIO there.",
-             "Of several names of a file of the image, those that were not touched themselves go on showing the old file there.")
+    @promise("The upper has the layout of an overlayfs upper directory. If the upper has no partly "
+             "written file, the kernel's overlayfs shows the same tree from the upper and the "
+             "extracted image (`metacopy=on,redirect_dir=on`). A partly written file fails with "
+             "EIO in overlayfs.",
+             "If a file of the image has several names, overlayfs continues to show the old file "
+             "under the names that were not changed themselves.")
     def test_overlayfs_shows_the_same_tree(self):
         os.unlink(self.at("top"))
         run("rm", "-rf", self.at("many"))
@@ -991,8 +1023,8 @@ class InOtherHands(UnionCase):
 class Space(UnionCase):
     mounts = False
 
-    @promise("`statfs` tells the space of the host's file system, or with `--size-limit` of what the upper may still store, and inodes "
-             "likewise.")
+    @promise("`statfs` reports the space and the inodes of the host's file system. With "
+             "`--size-limit`, it reports the space and the inodes that the upper may still use.")
     def test_statfs(self):
         self.mount.mount()
         here, host = os.statvfs(self.where), os.statvfs(self.upper)
