@@ -444,15 +444,21 @@ fn metrics_are_served_while_it_is_mounted() {
     assert!(!socket.exists());
 }
 
-/// Another mount has the upper, and may be about to end.
+/// A process that is ending its mount has the upper. `mount` waits for as long as that process lives.
 #[test]
 fn waiting_for_an_upper_ends_with_a_signal() {
     let Some(place) = Place::new() else { return };
     place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
-    fs::create_dir(place.0.path("another")).unwrap();
+    place.unmounted();
+    let ending = place.0.path(bcow_fuse::session::CLOSING.to_str().unwrap());
+    fs::copy("/bin/sleep", &ending).unwrap();
+    let mut ending = Command::new(ending).arg("600").spawn().unwrap();
+    let lock = fs::File::create(place.0.path("upper/.bcow/lock")).unwrap();
+    let note = format!("bcow mount, process {}, at elsewhere", ending.id());
+    let held = bcow::lock::FileLock::exclusive(&lock, &note).unwrap();
     let mut waiting = place
         .0
-        .command(&["mount", "-f", "--upper=upper", "image.bcow", "another"])
+        .command(&["mount", "-f", "--upper=upper", "image.bcow", "mnt"])
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
@@ -462,9 +468,11 @@ fn waiting_for_an_upper_ends_with_a_signal() {
     assert_eq!(&said, b"waiting");
     let pid = Pid::from_raw(waiting.id() as i32).unwrap();
     kill_process(pid, Signal::INT).unwrap();
-    // Otherwise it says after two seconds that the upper is in use.
     let ended = waiting.wait().unwrap();
     assert_eq!(ended.signal(), Some(Signal::INT.as_raw()));
+    drop((held, lock));
+    ending.kill().unwrap();
+    ending.wait().unwrap();
 }
 
 #[test]

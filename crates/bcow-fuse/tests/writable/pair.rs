@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::{Document, STATS_XATTR};
 use tempfile::TempDir;
@@ -58,9 +58,20 @@ impl Pair {
         }
     }
 
-    /// Unmounts and mounts again.
+    /// Unmounts and mounts again. A process that another test is just starting has our open files until it
+    /// executes its program, so the mount may be in use for a moment.
     pub fn again(self, options: &str) -> Self {
-        bcow_fuse::unmount(self.root(), bcow_fuse::WhenBusy::Fail).unwrap();
+        let start = Instant::now();
+        loop {
+            match bcow_fuse::unmount(self.root(), bcow_fuse::WhenBusy::Fail) {
+                Err(bcow_fuse::MountError::Busy(_))
+                    if start.elapsed() < Duration::from_secs(60) =>
+                {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                unmounted => break unmounted.map(drop).unwrap(),
+            }
+        }
         self.mounted.ended().unwrap();
         Pair::mount(self.sample, self.upper, options)
     }
