@@ -3,32 +3,35 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Blocks of a region: what is allocated at once.
+/// Blocks of a region. A region is the unit of allocation of a [`BlockSet`].
 const REGION_BLOCKS: u64 = 512;
 const WORDS: usize = (REGION_BLOCKS / 64) as usize;
 
-/// Numbers of blocks. It takes memory for regions of 2 MiB of which some blocks are in it: one bit for each block there; and next
-/// to nothing for neighbouring regions that are in it as a whole.
+/// A set of block numbers.
+///
+/// A region (2 MiB) of which some blocks are in the set takes one bit of memory for each of its
+/// blocks. A range of adjacent regions that are completely in the set takes one map entry.
 #[derive(Debug, Clone, Default)]
 pub struct BlockSet {
     some: BTreeMap<u64, Box<[u64; WORDS]>>,
-    /// Ranges of regions that are in it as a whole, start to end, that neither overlap nor touch.
+    /// Ranges of regions that are completely in the set: start to end. They neither overlap nor
+    /// touch.
     whole: BTreeMap<u64, u64>,
     len: u64,
 }
 
 impl BlockSet {
-    /// How many blocks are in it.
+    /// The number of blocks in the set.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether no block is.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether a block is.
+    /// Whether a block is in the set.
     pub fn contains(&self, block: u64) -> bool {
         let (region, word, bit) = place(block);
         match self.some.get(&region) {
@@ -37,7 +40,7 @@ impl BlockSet {
         }
     }
 
-    /// Whether all of `blocks` are.
+    /// Whether all of `blocks` are in the set.
     pub fn contains_all(&self, blocks: Range<u64>) -> bool {
         let mut at = blocks.start;
         while at < blocks.end {
@@ -50,13 +53,14 @@ impl BlockSet {
         true
     }
 
-    /// Whether `block` is in it, and how far this holds, up to `end`: at least, there may be more.
+    /// Whether `block` is in the set, and the end of a run of blocks for which the answer is the
+    /// same. The run ends at `end` at the latest. It may end before the answer changes.
     pub fn run(&self, block: u64, end: u64) -> (bool, u64) {
         let (region, first_word, bit) = place(block);
         if let Some(words) = self.some.get(&region) {
             let inside = words[first_word] >> bit & 1 == 1;
             let start = region * REGION_BLOCKS;
-            // Ones where it differs.
+            // A one bit where a block differs from `block`.
             let differs = |word: usize| if inside { !words[word] } else { words[word] };
             let mut here = differs(first_word) & (u64::MAX << bit);
             for word in first_word..WORDS {
@@ -80,7 +84,7 @@ impl BlockSet {
         (false, until.min(end))
     }
 
-    /// The longest ranges of `within` that are in it, in order.
+    /// The maximal ranges of `within` that are in the set, in order.
     pub fn runs(&self, within: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
         let mut at = within.start;
         std::iter::from_fn(move || {
@@ -99,12 +103,12 @@ impl BlockSet {
         })
     }
 
-    /// How many of `blocks` are in it.
+    /// The number of `blocks` that are in the set.
     pub fn count(&self, blocks: Range<u64>) -> u64 {
         self.runs(blocks).map(|run| run.end - run.start).sum()
     }
 
-    /// Adds `blocks` and says how many of them were not in it.
+    /// Adds `blocks` and returns the number of them that were not in the set.
     pub fn insert(&mut self, blocks: Range<u64>) -> u64 {
         let before = self.len;
         for piece in pieces(blocks) {
@@ -116,7 +120,7 @@ impl BlockSet {
         self.len - before
     }
 
-    /// Takes `blocks` out and says how many of them were in it.
+    /// Removes `blocks` and returns the number of them that were in the set.
     pub fn remove(&mut self, blocks: Range<u64>) -> u64 {
         let before = self.len;
         for piece in pieces(blocks) {
@@ -135,7 +139,7 @@ impl BlockSet {
         }
     }
 
-    /// The end of the range of whole regions in which `region` is.
+    /// The end of the range of complete regions that contains `region`.
     fn whole_end(&self, region: u64) -> Option<u64> {
         let (_, end) = self.whole.range(..=region).next_back()?;
         (*end > region).then_some(*end)
@@ -165,7 +169,7 @@ impl BlockSet {
         self.join(regions);
     }
 
-    /// Adds regions, none of which is in it, to the ranges.
+    /// Adds regions to the ranges of complete regions. None of them may be in the set.
     fn join(&mut self, regions: Range<u64>) {
         let Range { mut start, mut end } = regions;
         if let Some((&before, &before_end)) = self.whole.range(..start).next_back()
@@ -208,7 +212,8 @@ impl BlockSet {
         self.len -= self.cut_out(regions).saturating_mul(REGION_BLOCKS);
     }
 
-    /// Takes regions out of the ranges and says how many were there.
+    /// Removes regions from the ranges of complete regions and returns the number of them that were
+    /// there.
     fn cut_out(&mut self, regions: Range<u64>) -> u64 {
         let mut removed = 0;
         while let Some((&start, &end)) = self.whole.range(..regions.end).next_back()
@@ -227,7 +232,7 @@ impl BlockSet {
     }
 }
 
-/// A block's region, its word in there, and its bit in that.
+/// The region of a block, the word in the region, and the bit in the word.
 fn place(block: u64) -> (u64, usize, u32) {
     let within = block % REGION_BLOCKS;
     (
@@ -237,7 +242,7 @@ fn place(block: u64) -> (u64, usize, u32) {
     )
 }
 
-/// The bits of a word that are in a range of a region's bits.
+/// The bits of a region's word `word` that are in the range `bits` of the region.
 fn mask(word: usize, bits: &Range<u64>) -> u64 {
     let first = word as u64 * 64;
     let start = bits.start.clamp(first, first + 64) - first;

@@ -1,4 +1,4 @@
-//! The content of a sketch in a file of its own.
+//! Copies the content of a sketch into a file of its own.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -8,7 +8,8 @@ use crate::Seek;
 
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// Writes the data of a sketch into an empty file, which gets its size, and gives the bytes written.
+/// Writes the data of a sketch into an empty file, sets the file's size, and returns the number of
+/// bytes written.
 pub(super) fn copy_out(sketch: &dyn Sketch, to: &File) -> Result<u64, SketchError> {
     let failed = |error| SketchError::host("write a copy of a sketch", &error);
     let mut buf = vec![0; PIECE_BYTES as usize];

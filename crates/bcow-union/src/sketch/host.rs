@@ -1,4 +1,5 @@
-//! The host, as sketches see it: the seam at which tests let it fail, or cut its power.
+//! The host's file system as sketches use it. Tests replace these traits to inject failures and
+//! power cuts.
 
 use std::fs::File;
 use std::io;
@@ -20,63 +21,70 @@ use crate::upper::{Attribute, Mark, Metacopy, Namespace, REDIRECT_NOWHERE, Sketc
 pub trait HostFile: Send + Sync {
     /// Size in bytes.
     fn size(&self) -> io::Result<u64>;
-    /// Bytes of the host's disk that it takes.
+    /// Bytes of the host's disk that the file takes.
     fn stored_bytes(&self) -> io::Result<u64>;
-    /// Its number among the files of the host that exist.
+    /// The inode number. It is unique among the files of the host that exist.
     fn inode(&self) -> io::Result<u64>;
-    /// Reads; fewer bytes than asked for at the end of the file or where the host likes.
+    /// Reads at `offset` and returns the number of bytes read. A short read is possible at the end
+    /// of the file and anywhere else.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize>;
-    /// Writes; fewer bytes than given where the host likes, and at least one.
+    /// Writes at `offset` and returns the number of bytes written: at least one. A short write is
+    /// possible.
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize>;
-    /// Cuts it, or lengthens it with zeros.
+    /// Truncates the file, or extends it with zeros.
     fn set_size(&self, size: u64) -> io::Result<()>;
-    /// Makes a range read as zeros and gives back its space; the size stays. [`io::ErrorKind::Unsupported`] if it cannot.
+    /// Makes a range read as zeros and frees its space. The size does not change. Fails with
+    /// [`io::ErrorKind::Unsupported`] if the host cannot punch holes.
     fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
-    /// Takes space for a range; size and content stay.
+    /// Allocates space for a range. Size and content do not change.
     fn allocate(&self, offset: u64, length: u64) -> io::Result<()>;
-    /// The first byte from `offset` on that is data, or in a hole; `None` if there is none before the end.
+    /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
+    /// `None` if there is none before the end of the file.
     fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>>;
-    /// When it was last written to.
+    /// The time of last modification.
     fn modified(&self) -> io::Result<Timespec>;
-    /// Changes that.
+    /// Sets the time of last modification. The time of last access does not change.
     fn set_modified(&self, at: Timespec) -> io::Result<()>;
-    /// Returns when the content is durable, with what is needed to read it.
+    /// Returns when the content is durable, together with the metadata that is needed to read it
+    /// (fdatasync).
     fn sync_data(&self) -> io::Result<()>;
-    /// Returns when content and attributes are durable.
+    /// Returns when content and attributes are durable (fsync).
     fn sync_all(&self) -> io::Result<()>;
 }
 
-/// The file of the upper that holds a sketch, with the marks that say so. On the host, changes of size, marks and names happen
-/// one after the other, also across a power cut.
+/// The file of the upper that holds a sketch, and the marks on it. The host applies changes of
+/// size, marks and names in order, also across a power cut.
 pub trait MarkedFile: Send + Sync {
-    /// Its content.
+    /// The file's content.
     fn content(&self) -> &dyn HostFile;
-    /// Makes it a sketch, or changes what kind of sketch it is.
+    /// Sets the sketch mark: makes the file a sketch, or changes the fields of the mark.
     fn set_mark(&self, mark: &SketchMark) -> io::Result<()>;
-    /// Tells others, who do not know sketches, that this is none of their files.
+    /// Sets a redirect and a metacopy mark with which overlayfs rejects the file instead of showing
+    /// wrong content.
     fn set_foreign(&self) -> io::Result<()>;
-    /// Makes it the metadata copy again that it was before [`MarkedFile::set_mark`] and [`MarkedFile::set_foreign`], whether they
-    /// succeeded or not.
+    /// Restores the metadata copy that the file was before [`MarkedFile::set_mark`] and
+    /// [`MarkedFile::set_foreign`], whether these succeeded or not.
     fn take_marks_back(&self) -> io::Result<()>;
-    /// Makes it a file like any other.
+    /// Removes all marks of a sketch: makes the file a plain file.
     fn remove_marks(&self) -> io::Result<()>;
 }
 
-/// Where the maps of sketches are.
+/// The storage of the maps of sketches.
 pub trait MapStore: Send + Sync {
-    /// The map of sketch `id`, if there is one. [`io::ErrorKind::InvalidData`] if what has its name is no regular file.
+    /// Opens the map of sketch `id`, if there is one. Fails with [`io::ErrorKind::InvalidData`] if
+    /// an object that is not a regular file has its name.
     fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>>;
-    /// An empty file that shall become the map.
+    /// Creates an empty temporary file for a new map.
     fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>>;
-    /// Makes what was created last the map, in one step.
+    /// Makes the file that was created last the map, atomically (rename).
     fn publish(&self, id: u64) -> io::Result<()>;
-    /// Returns when names are durable.
+    /// Returns when the names in the directory of maps are durable.
     fn sync(&self) -> io::Result<()>;
-    /// Whether files can have holes that are told from data.
+    /// Whether the host stores holes in files and reports them (lseek(2) with SEEK_DATA).
     fn has_holes(&self) -> io::Result<bool>;
-    /// Removes the map, if there is one, and what was to become one.
+    /// Removes the map and its temporary file, if they exist.
     fn remove(&self, id: u64) -> io::Result<()>;
-    /// Where the map is, for people.
+    /// The path of the map, for messages.
     fn path(&self, id: u64) -> PathBuf;
 }
 
@@ -162,11 +170,11 @@ fn retry<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     }
 }
 
-/// A file of an upper.
+/// A file of an upper on the host's file system.
 pub(super) struct UpperFile {
     file: File,
     namespace: Namespace,
-    /// The redirect that it had before it was marked as a sketch, if it was marked here.
+    /// The redirect that the file had before it became a sketch, if this object set the marks.
     redirect: OnceLock<Option<Vec<u8>>>,
 }
 
@@ -212,21 +220,23 @@ impl MarkedFile for UpperFile {
         }
     }
     fn take_marks_back(&self) -> io::Result<()> {
-        // The sketch mark goes last: as long as it is there, a sketch of which nothing is stored shows what the copy does.
+        // The sketch mark is removed last. As long as it exists, the file is a sketch without
+        // stored blocks, and shows the same content as the metadata copy.
         if let Some(value) = Metacopy::Whole.encode() {
             self.set(Mark::Metacopy, value)?;
         }
         match self.redirect.get() {
             Some(Some(redirect)) => self.set(Mark::Redirect, redirect)?,
             Some(None) => self.clear(Mark::Redirect)?,
-            // It was not changed.
+            // The redirect was not changed.
             None => {}
         }
         self.clear(Mark::Sketch)
     }
     fn remove_marks(&self) -> io::Result<()> {
-        // In this order: a sketch of which nothing is missing reads the same with and without the first, but a metadata copy
-        // without the second would be one of the lower file.
+        // The order matters. A complete sketch reads the same with and without the metacopy mark.
+        // But a file with a metacopy mark and without the sketch mark would be a metadata copy of
+        // the lower file.
         for mark in [Mark::Metacopy, Mark::Sketch, Mark::Redirect] {
             self.clear(mark)?;
         }
@@ -234,7 +244,7 @@ impl MarkedFile for UpperFile {
     }
 }
 
-/// The directories of an upper in which maps lie and are made.
+/// The directories of an upper that hold the maps and temporary files.
 pub(super) struct MapDirectory {
     maps: OwnedFd,
     work: OwnedFd,
@@ -242,7 +252,7 @@ pub(super) struct MapDirectory {
 }
 
 impl MapDirectory {
-    /// `path` is that of `maps`, for people.
+    /// `path` is the path of the directory `maps`, for messages.
     pub(super) fn new(maps: OwnedFd, work: OwnedFd, path: &Path) -> Self {
         MapDirectory {
             maps,
@@ -252,7 +262,7 @@ impl MapDirectory {
     }
 }
 
-/// The name of the map of a sketch.
+/// The file name of a sketch's map: its number in 16 hexadecimal digits.
 pub fn map_name(id: u64) -> String {
     format!("{id:016x}")
 }
@@ -296,7 +306,7 @@ impl MapStore for MapDirectory {
         let file = rustix::fs::openat(&self.work, name, flags | OFlags::CLOEXEC, mode)?;
         let file = File::from(file);
         rustix::fs::unlinkat(&self.work, name, AtFlags::empty())?;
-        // A host that knows of no holes says that all of it is data.
+        // A host without support for holes reports the whole file as data.
         file.set_size(SIZE)?;
         HostFile::write_at(&file, SIZE - 1, &[1])?;
         let data = HostFile::seek(&file, 0, Seek::Data)?;
@@ -306,7 +316,8 @@ impl MapStore for MapDirectory {
         for (dir, name) in [(&self.work, temporary_name(id)), (&self.maps, map_name(id))] {
             match rustix::fs::unlinkat(dir, &name, AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
-                // Somebody else's, in a map's place. One with something in it is left to them.
+                // A directory that does not belong to bcow has the name. It is removed only if it
+                // is empty.
                 Err(Errno::ISDIR) => match rustix::fs::unlinkat(dir, name, AtFlags::REMOVEDIR) {
                     Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY) => {}
                     Err(errno) => return Err(errno.into()),
@@ -330,7 +341,7 @@ pub(super) fn write_all(file: &dyn HostFile, offset: u64, data: &[u8]) -> io::Re
     Ok(())
 }
 
-/// Reads all of `buf`; what lies beyond the end of the file is zeros.
+/// Fills `buf`. Bytes beyond the end of the file are zeros.
 pub(super) fn read_all(file: &dyn HostFile, offset: u64, buf: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while done < buf.len() {

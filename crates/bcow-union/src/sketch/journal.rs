@@ -1,9 +1,12 @@
-//! The bytes of a sketch's map on the disk: a header and records of one sector each.
+//! The on-disk format of a sketch's map: a header and records, one sector of 512 bytes each. The
+//! layout is in docs/upper.md.
 //!
-//! A record says that blocks are present. It is appended when the blocks are on the disk, so any of the records of an append
-//! that a crash tore apart may be believed. A disk writes a sector of 512 bytes as one, and what was never written of a file is
-//! zeros: so a sector is a record, or zeros because a crash came first, or damaged. Each record also says where its append began,
-//! before which everything was on the disk: zeros there are damage too. docs/upper.md has the layout.
+//! A record lists blocks that are present. It is appended only after the data of the blocks is on
+//! the disk. So each valid record of an append can be used, even if a crash tore the append. The
+//! format assumes that the disk writes a sector of 512 bytes atomically, and that parts of a file
+//! that were never written read as zeros. So a sector is a valid record, or all zeros because of a
+//! crash, or damaged. Each record also holds the index of the first record of its append. All
+//! records before that index were durable when the append began, so zeros before it are damage.
 
 use bcow_format::{Crc32c, crc32c_matches};
 
@@ -14,33 +17,33 @@ use super::error::Damage;
 pub const SECTOR_BYTES: usize = 512;
 const MAGIC: [u8; 8] = *b"bcow map";
 const VERSION: u8 = 1;
-/// Where the checksum stands.
+/// The offset of the checksum in a sector.
 const CRC: usize = SECTOR_BYTES - 4;
 const RUNS: u8 = 1;
 const BITS: u8 = 2;
-/// Where runs or bits begin, in a record.
+/// The offset of the runs or bits in a record.
 const PAYLOAD: usize = 24;
 const RUN_BYTES: usize = 16;
 const MOST_RUNS: usize = (CRC - PAYLOAD) / RUN_BYTES;
 const MOST_WORDS: usize = (CRC - PAYLOAD) / 8;
-/// Blocks of a record of bits.
+/// The number of blocks that a record of bits covers.
 const WINDOW: u64 = MOST_WORDS as u64 * 64;
 
 type Sector = [u8; SECTOR_BYTES];
 
-/// What a map begins with.
+/// The header of a map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// The sketch's number.
     pub id: u64,
-    /// Blocks of the lower file. No record is about others.
+    /// Blocks of the lower file. A record that names a block beyond them is damaged.
     pub blocks: u64,
-    /// Records that were there when this was written.
+    /// The number of records that were durable when the header was written.
     pub confirmed: u64,
 }
 
 impl Header {
-    /// Its sector.
+    /// Encodes the header as a sector.
     pub fn encode(&self) -> Sector {
         let mut sector = [0; SECTOR_BYTES];
         sector[..8].copy_from_slice(&MAGIC);
@@ -53,7 +56,8 @@ impl Header {
         sector
     }
 
-    /// Reads the header of the map of sketch `id` over a lower file of `blocks` blocks.
+    /// Decodes the header of the map of sketch `id` over a lower file of `blocks` blocks. Fails if
+    /// the header is damaged, or belongs to another sketch or lower file.
     pub fn decode(sector: &Sector, id: u64, blocks: u64) -> Result<Header, Damage> {
         if sector[..8] != MAGIC {
             return Err(Damage::Header);
@@ -88,8 +92,9 @@ impl Header {
     }
 }
 
-/// The records that say that `present` is present, each as runs or as bits, whichever says more. They are to be appended
-/// together as the records from `first` on (0 for the one after the header).
+/// Encodes `present` as records of runs or of bits, whichever describes more blocks. The caller
+/// appends them together. `first` is the index of the first of them (0 for the record after the
+/// header).
 pub fn encode(present: &BlockSet, header: &Header, first: u64) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut index = first;
@@ -142,14 +147,14 @@ pub fn encode(present: &BlockSet, header: &Header, first: u64) -> Vec<u8> {
     }
 }
 
-/// What the records of a map say together.
+/// The result of a replay of all records.
 #[derive(Debug, Default)]
 pub struct Replayed {
     /// Blocks that are present.
     pub present: BlockSet,
-    /// Records there are, from the first on.
+    /// The number of valid records before the first sector of zeros.
     pub records: u64,
-    /// Whether there is something behind them, which a crash left.
+    /// Whether there are sectors or bytes behind the records, left by a crash.
     pub torn: bool,
 }
 
@@ -158,18 +163,18 @@ pub struct Replayed {
 pub struct Replay {
     header: Header,
     next: u64,
-    /// The first sector of zeros.
+    /// The index of the first sector of zeros.
     gap: Option<u64>,
-    /// Records that must be there, because a later one says so.
+    /// The number of records that must exist, by the header or by a later record.
     confirmed: u64,
     replayed: Replayed,
 }
 
-/// Damage, and the sector in which it is (0 for the header).
+/// The index of the damaged sector (0 for the header), and its damage.
 pub type At = (u64, Damage);
 
 impl Replay {
-    /// Of the map with this header.
+    /// Starts the replay of the map with this header.
     pub fn new(header: Header) -> Self {
         Replay {
             header,
@@ -180,7 +185,7 @@ impl Replay {
         }
     }
 
-    /// The next sector.
+    /// Replays the next sector.
     pub fn sector(&mut self, sector: &Sector) -> Result<(), At> {
         let index = self.next;
         self.next += 1;
@@ -203,7 +208,7 @@ impl Replay {
         Ok(())
     }
 
-    /// There are no more sectors, but perhaps some bytes.
+    /// Ends the replay. `bytes_left` says whether the file ends with a part of a sector.
     pub fn finish(self, bytes_left: bool) -> Result<Replayed, At> {
         if let Some(gap) = self.gap.filter(|gap| *gap < self.confirmed) {
             return Err((gap + 1, Damage::Record));
@@ -219,7 +224,7 @@ impl Replay {
     }
 }
 
-/// Adds what a record says.
+/// Adds the blocks of a record to `present`.
 fn take(sector: &Sector, blocks: u64, present: &mut BlockSet) -> Result<(), Damage> {
     let what = get(sector, 16);
     match sector[0] {
@@ -273,7 +278,8 @@ fn get(sector: &Sector, at: usize) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// The checksum of a sector at its place in its file, so that it is not taken for another's.
+/// The checksum of a sector. It covers the sketch's number and the sector's index, so that a sector
+/// from another map or place is detected.
 fn checksum(sector: &Sector, id: u64, index: u64) -> u32 {
     let mut crc = Crc32c::new();
     crc.update(&id.to_le_bytes());

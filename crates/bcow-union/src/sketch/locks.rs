@@ -1,5 +1,5 @@
-//! Locks, whatever became of the thread that held one before: a panic is a bug of ours and ends the program where it is built
-//! for use.
+//! Locks without poisoning: the helpers ignore that another thread panicked while it held the lock.
+//! A panic is a bug in bcow. In release builds a panic aborts the program.
 
 use bcow::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::sync::PoisonError;
@@ -18,7 +18,7 @@ pub(super) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
     lock.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One flush at a time: those who ask for one while another runs share the next.
+/// Serializes flushes. Threads that request a flush while another flush runs share the next one.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
     state: Mutex<State>,
@@ -28,18 +28,19 @@ pub(super) struct Turns {
 #[derive(Debug, Default)]
 struct State {
     running: bool,
-    /// How often one was asked for.
+    /// The number of requests.
     #[cfg(test)]
     asked: u32,
-    /// Turns that have begun, and that have ended.
+    /// The numbers of turns that have begun and ended.
     begun: u64,
     ended: u64,
-    /// The newest turn that failed, and how.
+    /// The number and the error of the newest turn that failed.
     failed: Option<(u64, SketchError)>,
 }
 
 impl Turns {
-    /// Returns when a turn has ended that began after this was called: one's own, or another's who also waited.
+    /// Returns when a turn has ended that began after this call: the caller's own, or that of
+    /// another thread that also waited.
     pub(super) fn take(
         &self,
         work: impl FnOnce() -> Result<(), SketchError>,
@@ -90,7 +91,7 @@ mod tests {
         let turns = Turns::default();
         let done = AtomicU64::new(0);
         let all_wait = || {
-            // The first turn lasts until the others wait for the next.
+            // The first turn lasts until the other threads wait for the next one.
             while done.load(Ordering::Relaxed) == 0 && lock(&turns.state).asked < 8 {
                 thread::yield_now();
             }

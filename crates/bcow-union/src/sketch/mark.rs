@@ -1,4 +1,4 @@
-//! The mark of an open sketch, and what happens when a barrier fails.
+//! The mark of an open sketch, and the fence that stops writes after a failed barrier.
 
 use std::sync::OnceLock;
 
@@ -9,15 +9,16 @@ use super::shared::Shared;
 use super::{SketchError, SketchMark};
 use crate::account::StoredBlocks;
 
-/// What the mark on the host's file says.
+/// The state of the mark on the host's file.
 pub(super) struct MarkState {
     pub(super) written: SketchMark,
-    /// Whether it may not be durable.
+    /// Whether the mark may not be durable.
     pub(super) unsynced: bool,
 }
 
 impl MarkState {
-    /// Of a mark that is there, and was perhaps written just now.
+    /// The state of an existing mark. It counts as not durable, because it may have been written
+    /// just now.
     pub(super) fn new(written: SketchMark) -> Self {
         MarkState {
             written,
@@ -25,7 +26,7 @@ impl MarkState {
         }
     }
 
-    /// Makes the mark say this, if it does not. Says whether it was changed.
+    /// Writes the mark if it differs from the current one. Returns whether it was written.
     pub(super) fn change(
         &mut self,
         host: &dyn MarkedFile,
@@ -42,13 +43,13 @@ impl MarkState {
     }
 }
 
-/// Keeps a sketch from being written to once a barrier failed: the host may have dropped what it could not write, and say
-/// nothing of it next time.
+/// Refuses all writes to a sketch after a barrier has failed. The host's kernel may have dropped
+/// the dirty pages that it could not write, and the next fsync may not report the loss.
 #[derive(Default)]
 pub(super) struct Fence(OnceLock<Errno>);
 
 impl Fence {
-    /// Refuses once a barrier has failed.
+    /// Fails if a barrier has failed.
     pub(super) fn check(&self) -> Result<(), SketchError> {
         match self.0.get() {
             Some(&errno) => Err(SketchError::Refused { errno }),
@@ -56,7 +57,7 @@ impl Fence {
         }
     }
 
-    /// A barrier.
+    /// Runs a barrier. Its failure closes the fence.
     pub(super) fn sync(
         &self,
         sync: impl FnOnce() -> std::io::Result<()>,
@@ -69,8 +70,8 @@ impl Fence {
     }
 }
 
-/// Marks a file as a sketch that was none. If that fails, it is none again: a mark that stayed would let the lower file's bytes
-/// show through whatever the file becomes instead.
+/// Sets the marks of a new sketch on a metadata copy. If this fails, the marks are removed again. A
+/// mark that stayed would show the lower file's bytes in any later use of the file.
 pub(super) fn mark_new(
     shared: &Shared,
     host: &dyn MarkedFile,
@@ -83,17 +84,18 @@ pub(super) fn mark_new(
     })
 }
 
-/// Makes a metadata copy again of what could not become a sketch.
+/// Restores the metadata copy after a sketch could not be created.
 pub(super) fn take_back(shared: &Shared, host: &dyn MarkedFile) {
     if let Err(error) = host.take_marks_back() {
-        // It is a sketch of which nothing is stored then, which reads the same.
+        // The file stays a sketch without stored blocks. It reads the same as the metadata copy.
         let error = SketchError::host("take the marks of a sketch back", &error);
         shared.log("a file that could not become a sketch", &error);
     }
 }
 
-/// Sees to it that the host's file is as long as the lower file. A metadata copy is, unless a crash or a full host came between,
-/// and what it has then counts for nothing.
+/// Sets the size of the host's file to the size of the lower file. A metadata copy already has this
+/// size, unless a crash or a full host interrupted its creation. In that case its content is not
+/// valid and is discarded.
 pub(super) fn make_fit(
     host: &dyn MarkedFile,
     stored: &StoredBlocks,

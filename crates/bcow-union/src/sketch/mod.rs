@@ -1,8 +1,10 @@
-//! Sketches: lower files of which some blocks were written.
+//! Sketches: files of the upper that store only the written blocks of a lower file.
 //!
-//! A sketch shows a [`Lower`] file through whatever was written over it: only blocks of 4 KiB that were touched are stored.
-//! A write that covers a block in part stores its own bytes and returns; the rest is copied later (*copy-after-write*), in the
-//! background or by the read or flush that needs it. Until then the block is *in transit*, which is known in memory only.
+//! A sketch shows the content of a [`Lower`] file, overlaid by the blocks that were written. It
+//! stores only blocks of 4 KiB that were written, at least in part. A write to a part of a block
+//! stores these bytes and returns. The rest of the block is copied from the lower file later
+//! (*copy-after-write*): by a background thread, or by the read or flush that needs it. Until then
+//! the block is *in transit*. The ranges that were written in it are known in memory only.
 
 pub mod blocks;
 mod copy;
@@ -34,115 +36,130 @@ pub use sketches::{SketchOptions, Sketches, Statistics};
 /// Bytes of a block, the unit of copy-on-write and of the size limit.
 pub const BLOCK_BYTES: u64 = 4096;
 
-/// A file of the image, which never changes.
+/// A file of the image. Its content never changes.
 pub trait Lower: Send + Sync {
     /// Size in bytes.
     fn size(&self) -> u64;
     /// Fills `buf` with the bytes at `offset`. The range lies within the file.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno>;
-    /// The first byte from `offset` on that is data, or in a hole; `None` if there is none before the end. The end of the file
-    /// is a hole.
+    /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
+    /// `None` if there is none before the end of the file. The end of the file counts as a hole (as
+    /// in lseek(2)).
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, Errno>;
 }
 
-/// Whether an operation beyond the end makes the file longer.
+/// Whether an operation beyond the end of the file changes its size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeepSize {
-    /// The size stays as it is.
+    /// The size does not change.
     Keep,
-    /// The file reaches at least to the end of the range.
+    /// The file grows to the end of the range, if it is shorter.
     Grow,
 }
 
-/// What a flush promises.
+/// What a flush guarantees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Durability {
-    /// Everything that was written before is on the disk when it returns.
+    /// All earlier writes are on the disk when the flush returns.
     Durable,
-    /// The sketch can be opened again from what the host's kernel has; a crash of the host may lose or spoil it.
+    /// The sketch can be opened again from what the host's kernel has. A crash of the host may lose
+    /// or damage it.
     Volatile,
 }
 
-/// What a sketch holds.
+/// Figures of a sketch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SketchStatus {
-    /// Blocks of the whole file, the last one perhaps in part.
+    /// Blocks of the whole file, a partial last block included.
     pub blocks: u64,
-    /// Blocks that no longer need the lower file: written, punched, or beyond its end.
+    /// Blocks that do not need the lower file: written, punched, or beyond its end.
     pub present: u64,
-    /// Blocks written in part, of which the rest is still to be copied.
+    /// Blocks that were written in part and still need bytes of the lower file.
     pub in_transit: u64,
-    /// Bytes that the host stores for it.
+    /// Bytes of the host's disk that the sketch's file takes.
     pub stored_bytes: u64,
 }
 
-/// A partly modified file. All calls may come from several threads at once; those on different blocks run side by side.
+/// A partly modified file. All methods can be called from several threads at once. Calls on
+/// different blocks run in parallel.
 ///
-/// After an error every byte of the range is as it was or as it should be.
+/// After a failed write, each byte of the range has either its old or its new value.
 pub trait Sketch: Send + Sync + std::fmt::Debug {
-    /// Its number in this upper.
+    /// The sketch's number in this upper.
     fn id(&self) -> u64;
 
-    /// How it is kept.
+    /// How the sketch is stored.
     fn kind(&self) -> SketchKind;
 
     /// Size of the file in bytes.
     fn size(&self) -> u64;
 
-    /// Reads from `offset` on and says how many bytes there were: fewer than asked for only at the end of the file.
+    /// Reads from `offset` and returns the number of bytes read. It is less than the buffer's
+    /// length only at the end of the file.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError>;
 
-    /// Writes at `offset`, making the file longer if needed, and says how many bytes were written: fewer than all, but at least
-    /// one, if there is no room (on the host or by the limit) for the rest, or the host failed after the first.
+    /// Writes at `offset` and returns the number of bytes written. The file grows if needed. The
+    /// number is less than the length of `data`, but at least one, if the host or the size limit
+    /// has no room for the rest, or if the host failed after the first byte.
     fn write_at(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError>;
 
-    /// Cuts or lengthens the file. What is cut off never comes back; what is new reads as zeros.
+    /// Truncates or extends the file to `size` bytes. Truncated content never becomes visible
+    /// again. An extension reads as zeros.
     fn set_size(&self, size: u64) -> Result<(), SketchError>;
 
-    /// Makes a range read as zeros and gives back its space where possible.
+    /// Makes a range read as zeros, and frees its space where possible.
     fn zero(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError>;
 
-    /// Takes space for a range, so that writes to it do not fail for want of it. The content stays.
+    /// Allocates space for a range, so that later writes to the range do not fail for lack of
+    /// space. The content does not change. A packed sketch answers EOPNOTSUPP.
     fn allocate(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError>;
 
-    /// The first byte from `offset` on that is data, or in a hole; `None` if there is none before the end.
+    /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
+    /// `None` if there is none before the end of the file.
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError>;
 
-    /// Completes all blocks in transit, after which nothing but the caller changes the host's file: to be done before its times
-    /// are read or set, as its time of change is that of the last block.
+    /// Completes all blocks in transit. After that, only the caller's own calls change the host's
+    /// file. A caller does this before it reads or sets the file's times, because the completion of
+    /// a block changes the time of last modification.
     fn settle(&self) -> Result<(), SketchError>;
 
-    /// Calls `work`, which looks at times of the host's file or sets them, when nothing is about to set back what they were.
+    /// Calls `work`, which reads or sets the times of the host's file, while no background work is
+    /// about to restore a saved time.
     fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
 
-    /// Completes all blocks in transit and sees to it that the sketch can be opened again with all that was written.
+    /// Completes all blocks in transit and records them, so that the sketch can be opened again
+    /// with all earlier writes.
     fn flush(&self, how: Durability) -> Result<(), SketchError>;
 
-    /// Flushes, and leaves the host's file such that nothing writes to it before the content changes again: no background, and
-    /// not the next opening either. The host takes capabilities away with each write to a file, whoever writes.
+    /// Flushes, and leaves the host's file in a state in which bcow does not write to it until the
+    /// content changes again. Neither the background threads nor the next open write to it. The
+    /// reason is that the host's kernel removes a file's capabilities (the xattr
+    /// `security.capability`) at each write.
     fn rest(&self, how: Durability) -> Result<(), SketchError>;
 
-    /// Says beside the host's file how much there must be of what was made durable, so that it is noticed if some goes missing. Done
-    /// by dropping it too; nothing if it was done.
+    /// Records beside the host's file how much of its map is durable, so that a later open detects
+    /// a loss. The drop of a sketch does this too. Does nothing if the record is up to date.
     fn confirm(&self) -> Result<(), SketchError>;
 
-    /// Whether it can be let go and opened again with all that was written: a flush recorded that, and no barrier failed.
+    /// Whether the sketch can be closed and opened again without the loss of a write: a flush has
+    /// recorded all writes, and no barrier has failed.
     fn is_recorded(&self) -> bool;
 
-    /// What it holds.
+    /// Figures of the sketch.
     fn status(&self) -> Result<SketchStatus, SketchError>;
 
-    /// Whether nothing of the lower file is needed any more.
+    /// Whether the sketch does not need the lower file any more.
     fn is_complete(&self) -> Result<bool, SketchError>;
 
-    /// Makes a plain file of it, whose whole content the host's file has, if it is sparse and complete; whether it is one now. What
-    /// is in use goes on as before.
+    /// Makes a plain file of a sparse sketch that is complete. Returns whether the host's file is a
+    /// plain file now. Open users of the sketch continue to work.
     fn promote(&self) -> Result<bool, SketchError>;
 
-    /// Forgets what is kept beside the host's file, as nobody can open that again. What is in use goes on as before.
+    /// Removes the data beside the host's file, because the file has lost its last name. Open users
+    /// of the sketch continue to work.
     fn discard(&self) -> Result<(), SketchError>;
 
-    /// Writes the content into an empty file of the host, with holes where there is nothing, and gives the bytes written. It is
-    /// not synced.
+    /// Writes the content into an empty file of the host and returns the number of bytes written.
+    /// Holes of the sketch become holes of the file. The file is not synced.
     fn copy_out(&self, to: &File) -> Result<u64, SketchError>;
 }

@@ -1,4 +1,5 @@
-//! What the sketches of an instance share: the account, the maps' directory, the threads in the background, figures.
+//! The state that the sketches of an instance share: the account, the directory of maps, the
+//! background threads (fillers), and counters.
 
 use bcow::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use bcow::sync::thread::{self, JoinHandle};
@@ -14,16 +15,17 @@ use super::locks::lock;
 use super::{MapStore, Sketch, SketchError, SketchOptions};
 use crate::account::Account;
 
-/// Blocks that a filler completes of one sketch before it looks after another.
+/// The number of blocks that a filler completes in one sketch before it goes on to the next sketch.
 const BLOCKS_PER_TURN: usize = 256;
 
-/// What the instance asks of a sketch beyond what [`Sketch`] offers to all.
+/// The operations on a sketch that are internal to the instance.
 pub(super) trait Kept: Sketch {
-    /// Completes up to so many blocks in transit that are due. Says when to come again, if there is a reason to.
+    /// Completes up to `most` blocks in transit that are due. Returns the time of the next call, if
+    /// another call is needed.
     fn fill_some(&self, most: usize) -> Option<Instant>;
 }
 
-/// Numbers, for people.
+/// Counters for the statistics.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) open: AtomicU64,
@@ -35,7 +37,7 @@ pub(super) struct Counters {
     pub(super) maps_compacted: AtomicU64,
 }
 
-/// Who completed a block.
+/// The actor that completed a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum By {
     Background,
@@ -46,7 +48,7 @@ pub(super) enum By {
 
 pub(super) struct Shared {
     me: Weak<Shared>,
-    /// The background, once there is something to do.
+    /// The fillers. They start when the first block needs them.
     threads: Mutex<Vec<JoinHandle<()>>>,
     started: AtomicBool,
     pub(super) account: Arc<Account>,
@@ -55,11 +57,11 @@ pub(super) struct Shared {
     /// Decoded blocks of packed sketches.
     pub(super) cache: BlockCache,
     pub(super) counters: Counters,
-    /// Blocks in transit, of all sketches.
+    /// The number of blocks in transit, of all sketches.
     in_transit: AtomicU64,
     queue: Mutex<Queue>,
     queued: Condvar,
-    /// Sketches by number. Not used while they are read and written.
+    /// Open sketches by number. Reads and writes do not take this lock.
     open: Mutex<HashMap<u64, Weak<dyn Kept>>>,
     numbers: RandomState,
     next_number: AtomicU64,
@@ -67,7 +69,7 @@ pub(super) struct Shared {
 
 #[derive(Default)]
 struct Queue {
-    /// Sketches with blocks in transit, and from when on something is due.
+    /// Sketches with blocks in transit, and the time at which their first block is due.
     sketches: VecDeque<(Weak<dyn Kept>, Instant)>,
     ended: bool,
 }
@@ -96,7 +98,7 @@ impl Shared {
         })
     }
 
-    /// Starts the threads in the background. Where there can be none, reads and flushes complete what they meet.
+    /// Starts the fillers. If no thread can be started, reads and flushes complete the blocks.
     fn start(&self) {
         if self.started.swap(true, Ordering::AcqRel) {
             return;
@@ -111,7 +113,8 @@ impl Shared {
         lock(&self.threads).extend(threads);
     }
 
-    /// A number that no sketch has: random, as others may have been made by other mounts.
+    /// A new number for a sketch. It is random, because other mounts may have created sketches in
+    /// this upper.
     pub(super) fn new_id(&self) -> u64 {
         let next = self.next_number.fetch_add(1, Ordering::Relaxed);
         self.numbers
@@ -130,7 +133,8 @@ impl Shared {
         self.in_transit.fetch_sub(blocks, Ordering::Relaxed);
     }
 
-    /// Whether so much is in transit that who writes a block in part completes it.
+    /// Whether more blocks are in transit than the limit. In this case a partial write completes
+    /// its own block.
     pub(super) fn is_behind(&self) -> bool {
         self.in_transit() > self.options.most_in_transit
     }
@@ -139,7 +143,7 @@ impl Shared {
         self.counters.fills[by as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Leaves a sketch with blocks in transit to the background.
+    /// Queues a sketch with blocks in transit for the fillers.
     pub(super) fn fill_later(&self, sketch: Weak<dyn Kept>) {
         if self.options.fillers == 0 {
             return;
@@ -150,7 +154,7 @@ impl Shared {
         self.queued.notify_one();
     }
 
-    /// Completes blocks until the queue is ended.
+    /// The loop of a filler: completes blocks until the queue is ended.
     pub(super) fn fill_forever(&self) {
         let mut queue = lock(&self.queue);
         while !queue.ended {
@@ -182,7 +186,7 @@ impl Shared {
         }
     }
 
-    /// Makes the threads in the background end, and waits for that.
+    /// Ends the fillers and waits for them.
     pub(super) fn end(&self) {
         let mut queue = lock(&self.queue);
         queue.ended = true;
@@ -191,17 +195,17 @@ impl Shared {
         self.queued.notify_all();
         let threads = std::mem::take(&mut *lock(&self.threads));
         for thread in threads {
-            // A panic in there is a bug that has been shown already.
+            // The panic hook has already reported a panic of the thread.
             let _ = thread.join();
         }
     }
 
-    /// The sketch of this number, if it is open.
+    /// The open sketch with this number.
     pub(super) fn find(&self, id: u64) -> Option<Arc<dyn Kept>> {
         lock(&self.open).get(&id)?.upgrade()
     }
 
-    /// Makes a sketch known, unless one of its number is: then gives that one.
+    /// Registers a sketch, and returns it. If a sketch with this number is open, returns that one.
     pub(super) fn enter(&self, sketch: Arc<dyn Kept>) -> Arc<dyn Kept> {
         let mut open = lock(&self.open);
         if let Some(there) = open.get(&sketch.id()).and_then(Weak::upgrade) {
@@ -211,7 +215,7 @@ impl Shared {
         sketch
     }
 
-    /// The sketch of this number is gone, if nobody opened it again since.
+    /// Removes the entry of a closed sketch, unless the sketch was opened again.
     pub(super) fn leave(&self, id: u64) {
         let mut open = lock(&self.open);
         if open.get(&id).is_some_and(|kept| kept.strong_count() == 0) {
@@ -219,7 +223,7 @@ impl Shared {
         }
     }
 
-    /// Logs what nobody waits for.
+    /// Logs an error of work that no request waits for.
     pub(super) fn log(&self, what: &str, error: &SketchError) {
         tracing::warn!("{what}: {error}");
     }

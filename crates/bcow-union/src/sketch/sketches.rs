@@ -1,4 +1,4 @@
-//! The sketches of an instance: where they are made, opened, kept, and counted.
+//! The sketches of an instance: creation, open, statistics.
 
 use bcow::sync::atomic::Ordering;
 use std::fs::File;
@@ -18,22 +18,25 @@ use crate::account::{Account, CountedMaps};
 use crate::options::{SyncPolicy, UnionOptions};
 use crate::upper::{Instance, META, Namespace};
 
-/// How the sketches of an instance behave.
+/// Options of the sketches of an instance.
 #[derive(Debug, Clone)]
 pub struct SketchOptions {
     /// Threads that complete blocks in the background.
     pub fillers: usize,
-    /// Blocks in transit of all sketches together, beyond which who writes a block in part completes it.
+    /// The limit of blocks in transit of all sketches together. Above it, a write to a part of a
+    /// block completes the block itself.
     pub most_in_transit: u64,
-    /// How long a block is left alone, as its rest may be written too.
+    /// The time for which the background threads leave a block in transit alone, because a program
+    /// may write the rest of it.
     pub fill_delay: Duration,
-    /// Blocks that are completed ahead of who writes in order and synchronises each step.
+    /// The number of blocks that are completed ahead of a program that writes sequentially and
+    /// syncs after each write.
     pub ahead_blocks: u64,
-    /// Whether anything ever waits for the disk.
+    /// Whether flushes use barriers.
     pub durable: bool,
-    /// How packed sketches are cut into blocks.
+    /// The layout of packed sketches.
     pub layout: Layout,
-    /// Bytes of decoded blocks of packed sketches that are kept.
+    /// The size in bytes of the cache of decoded blocks of packed sketches.
     pub cache_bytes: u64,
 }
 
@@ -45,50 +48,52 @@ impl Default for SketchOptions {
             fill_delay: Duration::from_millis(10),
             ahead_blocks: 256,
             durable: true,
-            // A block that is written in part takes all its space then, so that completing it never fails for want of it.
+            // With this layout a partial write to a block allocates the whole block. So the
+            // completion of the block never fails for lack of space.
             layout: Layout::Space,
             cache_bytes: 8 << 20,
         }
     }
 }
 
-/// What the sketches of an instance hold, and what they did since it was opened.
+/// Figures of the sketches of an instance, since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Statistics {
-    /// Sketches that are open.
+    /// Open sketches.
     pub open: u64,
-    /// Blocks of them that are present, over their lower files.
+    /// Present blocks of the open sketches, over their lower files.
     pub blocks_present: u64,
-    /// Blocks of them in transit.
+    /// Blocks in transit of the open sketches.
     pub blocks_in_transit: u64,
-    /// Bytes of their lower files that still show and were not copied.
+    /// Bytes of the lower files that are still visible and were not copied.
     pub bytes_not_copied: u64,
-    /// Blocks completed in the background.
+    /// Blocks completed by the background threads.
     pub fills_by_background: u64,
-    /// Blocks completed by who wanted to read them.
+    /// Blocks completed by reads.
     pub fills_by_readers: u64,
     /// Blocks completed by flushes.
     pub fills_by_flushes: u64,
-    /// Blocks completed by who wrote them, because the background was behind.
+    /// Blocks completed by writes, because the background threads were behind.
     pub fills_by_writers: u64,
-    /// Sketches that became plain files.
+    /// Sketches that were promoted to plain files.
     pub promotions: u64,
     /// Flushes of sketches.
     pub flushes: u64,
-    /// Maps that were written anew, the first time included.
+    /// Maps that were rewritten, their first write included.
     pub maps_written: u64,
 }
 
 /// The sketches of an instance.
 ///
-/// A sketch that was written to must be flushed before it is let go; otherwise it is as after a crash.
+/// The last user of a sketch flushes it before the drop if it was written to. Otherwise the
+/// sketch's state is the same as after a crash.
 pub struct Sketches {
     shared: Arc<Shared>,
     namespace: Namespace,
 }
 
 impl Sketches {
-    /// Of this instance.
+    /// The sketches of this instance.
     pub fn new(
         instance: &Instance,
         account: Arc<Account>,
@@ -102,7 +107,7 @@ impl Sketches {
         Self::with_options(instance, account, options)
     }
 
-    /// As [`Sketches::new`], with options that users need not know.
+    /// As [`Sketches::new`], with internal options.
     pub fn with_options(
         instance: &Instance,
         account: Arc<Account>,
@@ -123,12 +128,12 @@ impl Sketches {
         Ok(Self::on(store, namespace, account, options))
     }
 
-    /// Whether files of the host can have holes that it tells from data, which sparse sketches live on.
+    /// Whether the host stores holes in files and reports them. Sparse sketches need this.
     pub fn host_has_holes(&self) -> bool {
         self.shared.store.has_holes().unwrap_or(false)
     }
 
-    /// With maps that are kept there, and marks that are named so.
+    /// The sketches with maps in `store` and marks in `namespace`.
     pub fn on(
         store: Arc<dyn MapStore>,
         namespace: Namespace,
@@ -141,8 +146,8 @@ impl Sketches {
         }
     }
 
-    /// Makes a sketch of `host`: a file that is marked as a metadata copy of `lower`, whatever size and content it has. If that fails,
-    /// it is one still.
+    /// Makes a sketch of `host`, a file that is marked as a metadata copy of `lower`. The size and
+    /// the content of `host` do not matter. If this fails, `host` is still a metadata copy.
     pub fn create(
         &self,
         kind: SketchKind,
@@ -152,7 +157,8 @@ impl Sketches {
         self.create_on(kind, Arc::new(UpperFile::new(host, self.namespace)), lower)
     }
 
-    /// Opens the sketch that `host` is by its mark, or gives the one that is open.
+    /// Opens the sketch in `host` with this mark, or returns the open sketch with the mark's
+    /// number.
     pub fn open(
         &self,
         mark: SketchMark,
@@ -162,7 +168,7 @@ impl Sketches {
         self.open_on(&mark, Arc::new(UpperFile::new(host, self.namespace)), lower)
     }
 
-    /// As [`Sketches::create`], on any host.
+    /// As [`Sketches::create`], on any [`MarkedFile`].
     pub fn create_on(
         &self,
         kind: SketchKind,
@@ -176,7 +182,7 @@ impl Sketches {
         Ok(self.shared.enter(sketch))
     }
 
-    /// As [`Sketches::open`], on any host.
+    /// As [`Sketches::open`], on any [`MarkedFile`].
     pub fn open_on(
         &self,
         mark: &SketchMark,
@@ -193,8 +199,9 @@ impl Sketches {
         Ok(self.shared.enter(sketch))
     }
 
-    /// Removes what is kept beside the host's file of a sketch that lost its last name. Who has it open may use it as before; its
-    /// space is given back to the account when it is closed.
+    /// Removes the data beside the host's file of a sketch that lost its last name. Open users of
+    /// the sketch continue to work. When the sketch is closed, its space is released in the
+    /// account.
     pub fn remove(&self, mark: &SketchMark) -> Result<(), SketchError> {
         if let Some(sketch) = self.shared.find(mark.id) {
             return sketch.discard();
@@ -203,7 +210,8 @@ impl Sketches {
         removed.map_err(|error| SketchError::host("remove the map of a sketch", &error))
     }
 
-    /// A plain file of `stored` bytes took the place of a sketch's host file.
+    /// Records that a plain file of `stored` bytes replaced the host's file of a sketch: adds its
+    /// space to the account and removes the sketch's map.
     pub fn replaced(&self, mark: &SketchMark, stored: u64) -> Result<(), SketchError> {
         if self.account().limit().is_some() {
             self.account().add(stored.next_multiple_of(BLOCK_BYTES));
@@ -216,12 +224,12 @@ impl Sketches {
         sketch.promote().map(drop)
     }
 
-    /// How many are open.
+    /// The number of open sketches.
     pub fn open_count(&self) -> u64 {
         self.shared.counters.open.load(Ordering::Relaxed)
     }
 
-    /// What they hold and did.
+    /// Figures of the sketches.
     pub fn statistics(&self) -> Statistics {
         let counters = &self.shared.counters;
         let fills = |by: By| counters.fills[by as usize].load(Ordering::Relaxed);
@@ -242,7 +250,7 @@ impl Sketches {
         }
     }
 
-    /// The account that is charged.
+    /// The account of the upper.
     pub fn account(&self) -> &Arc<Account> {
         &self.shared.account
     }

@@ -1,12 +1,15 @@
-//! The time of the last change of a host's file, while that is written to without being changed: blocks are completed, records made.
+//! Keeps the time of last modification of a host's file while bcow writes to the file without a
+//! change of its content: when it completes blocks or appends records.
 //!
-//! Whoever does such a thing looks at the time before, and sets it back, unless somebody changed the file meanwhile; then it is the time of
-//! what was written last. A change cannot begin between looking whether there was one and setting the time back; nor can the time be set by
-//! others, or looked at, while it is not what it will be.
+//! Such a writer reads the time before its work and restores it afterwards. If a program changed
+//! the file in the meantime, the writer does not restore the time. A change cannot begin between
+//! this check and the restoration. Other threads cannot read or set the time while it has a
+//! temporary value.
 //!
 //! # Locks
 //!
-//! First the times are held, then a change is awaited. Who changes the file does not wait for who holds its times.
+//! A thread takes `held` first, then waits for `changing`. A thread that changes the file does not
+//! wait for a thread that holds its times.
 
 use bcow::sync::atomic::{AtomicU64, Ordering};
 use bcow::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
@@ -19,26 +22,26 @@ use super::locks::{lock, read, write};
 #[derive(Debug, Default)]
 pub(super) struct Times {
     held: Mutex<()>,
-    /// Shared by those who change the file, while they do it.
+    /// Taken shared during each change of the file.
     changing: RwLock<()>,
-    /// How often it was changed.
+    /// The number of changes of the file.
     changes: AtomicU64,
 }
 
-/// The file is being changed. It was, when this is dropped.
+/// A change of the file in progress. The drop counts it as done.
 pub(super) struct Changing<'a> {
     changes: &'a AtomicU64,
     _changing: RwLockReadGuard<'a, ()>,
 }
 
-/// Nobody else sets the file's times back.
+/// While this exists, no other thread restores the file's times.
 pub(super) struct Held<'a> {
     times: &'a Times,
     _held: MutexGuard<'a, ()>,
 }
 
 impl Times {
-    /// To be held while the file is changed.
+    /// Starts a change of the file. The caller holds the result during the change.
     pub(super) fn changing(&self) -> Changing<'_> {
         Changing {
             _changing: read(&self.changing),
@@ -46,7 +49,7 @@ impl Times {
         }
     }
 
-    /// To be held while the times are looked at, or set.
+    /// Locks the times. The caller holds the result while it reads or sets them.
     pub(super) fn hold(&self) -> Held<'_> {
         Held {
             times: self,
@@ -54,7 +57,7 @@ impl Times {
         }
     }
 
-    /// As [`Times::hold`], if nobody else holds them.
+    /// As [`Times::hold`]; `None` if another thread holds the times.
     pub(super) fn try_hold(&self) -> Option<Held<'_>> {
         let held = match self.held.try_lock() {
             Ok(held) => held,
@@ -69,10 +72,12 @@ impl Times {
 }
 
 impl Held<'_> {
-    /// Does what writes to the file without being a change of it. Must not be called by who changes it.
+    /// Runs `work`, which writes to the file without a change of its content, and restores the
+    /// file's time. A thread that holds [`Changing`] must not call this: it would deadlock.
     pub(super) fn unseen<T>(&self, file: &dyn HostFile, work: impl FnOnce() -> T) -> T {
         let times = self.times;
-        // In this order: a change that is under way may or may not be in the time, but its end will be noticed.
+        // The order matters. The time may or may not include a change that is in progress, but the
+        // end of that change increments `changes`.
         let before = times.changes.load(Ordering::Acquire);
         let modified = file.modified();
         let done = work();
@@ -83,7 +88,7 @@ impl Held<'_> {
         if is_seen {
             let _nobody_changes = write(&times.changing);
             if times.changes.load(Ordering::Acquire) == before {
-                // A time that is late is no harm that the work should fail for.
+                // A wrong time is not a reason to fail the work.
                 let _ = file.set_modified(modified);
             }
         }

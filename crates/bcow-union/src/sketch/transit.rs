@@ -1,15 +1,15 @@
-//! Blocks in transit: what of them was written, in memory only.
+//! Blocks in transit: the written ranges of each, in memory only.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
 
-/// Ranges of bytes within one block, few of them, in order, that neither overlap nor touch.
+/// The written ranges of bytes within one block, in order. They neither overlap nor touch.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Written(Vec<(u16, u16)>);
 
 impl Written {
-    /// Adds a range; it merges with what it touches.
+    /// Adds a range and merges it with the ranges that it touches.
     pub(super) fn insert(&mut self, range: Range<u64>) {
         let (mut start, mut end) = (range.start as u16, range.end as u16);
         self.0.retain(|have| {
@@ -24,7 +24,7 @@ impl Written {
         self.0.insert(at, (start, end));
     }
 
-    /// Forgets what lies from `length` on.
+    /// Removes the bytes from `length` on.
     pub(super) fn cut(&mut self, length: u64) {
         let length = length as u16;
         self.0.retain(|have| have.0 < length);
@@ -37,7 +37,7 @@ impl Written {
         self.0.is_empty()
     }
 
-    /// What of `0..length` is in no range.
+    /// The parts of `0..length` that are in no range.
     pub(super) fn gaps(&self, length: u64) -> Vec<Range<u64>> {
         let mut gaps = Vec::new();
         let mut at = 0;
@@ -53,7 +53,7 @@ impl Written {
         gaps
     }
 
-    /// Whether all of `0..length` is in a range.
+    /// Whether one range contains all of `0..length`.
     pub(super) fn covers(&self, length: u64) -> bool {
         matches!(self.0[..], [(0, end), ..] if u64::from(end) >= length)
     }
@@ -63,9 +63,10 @@ impl Written {
 #[derive(Debug)]
 pub(super) struct Transit {
     pub(super) written: Written,
-    /// When it was first written.
+    /// The time of the block's first write.
     pub(super) since: Instant,
-    /// Whether the background could not complete it: it is left to who needs it, who is then told why.
+    /// Whether the background threads failed to complete the block. The next read or flush that
+    /// needs the block completes it, and the caller gets the error.
     pub(super) given_up: bool,
 }
 
