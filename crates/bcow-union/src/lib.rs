@@ -1,8 +1,10 @@
-//! A writable file system: an image below, a directory of the host above, and block-level copy-on-write between them.
+//! A writable file system: a read-only image below, a directory of the host above (the upper), and
+//! block-level copy-on-write between them.
 //!
-//! [`fs::UnionFs`] answers what a mount is asked. Its tree is the union of the image's and of the upper's, which lies on
-//! the host as overlayfs lays out its own ([`upper`]). A lower file that was written to in part is a [`sketch`]: only the
-//! blocks that were touched are stored.
+//! [`fs::UnionFs`] answers the requests of a mount. Its tree is the union of the image's tree and
+//! of the upper's tree. The upper has the on-disk layout of overlayfs's upper directory
+//! ([`upper`]). A file of the image that was partly written is a [`sketch`]: the upper stores only
+//! the changed blocks.
 
 pub mod account;
 pub mod errno;
@@ -17,11 +19,11 @@ pub mod upper;
 
 pub use node::NodeId;
 
-/// What `lseek` looks for.
+/// What `lseek` searches for (`SEEK_DATA`, `SEEK_HOLE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seek {
-    /// The next byte that is stored.
+    /// The next stored byte.
     Data,
-    /// The next byte that is not, or the end of the file.
+    /// The next byte that is not stored, or the end of the file.
     Hole,
 }

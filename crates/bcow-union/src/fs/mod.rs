@@ -1,10 +1,11 @@
-//! The file system of a writable mount, without the kernel's protocol around it.
+//! The file system of a writable mount, independent of the kernel's protocol (FUSE).
 //!
-//! Requests name nodes, and there is nothing per open file: a file that lost its last name lives until the kernel forgets
-//! it. The kernel, or whoever stands for it, is the only one to change the tree.
+//! Requests name nodes. There is no state per open file: a file that lost its last name lives until
+//! the kernel forgets its node. Only the kernel (in tests, the code in its place) changes the tree.
 //!
-//! A request for a name goes through [`lookup`], which looks above, in the upper, and then below, in the image. What was only
-//! below and shall change is copied up ([`copy_up`]), without its bytes; bytes come with the first write ([`content`]).
+//! A request for a name goes through [`lookup`], which searches the upper first and the image
+//! second. An object that exists only in the image is copied up before it changes ([`copy_up`]),
+//! without its bytes. The first write brings the bytes ([`content`]).
 
 mod acl;
 mod attributes;
@@ -59,13 +60,13 @@ use crate::upper::{ImageName, Instance, Marks, UpperError};
 use directory::Listings;
 use nodes::{Node, NodeTable, Place, State, Upper};
 
-/// An image below, as a union sees it.
+/// The image below a union.
 pub struct LowerImage {
-    /// The file system in it.
+    /// The file system in the image.
     pub fs: Arc<Filesystem>,
-    /// What tells it from every other image.
+    /// Identity of the image: no two images have the same one.
     pub identity: [u8; 32],
-    /// How the user calls it.
+    /// The user's name for the image.
     pub name: String,
 }
 
@@ -76,33 +77,41 @@ pub struct UnionFs {
     table: NodeTable,
     root: Arc<Node>,
     sketches: Sketches,
-    /// What new sketches are.
+    /// The kind of new sketches.
     sketch_kind: SketchKind,
     open_sketches: background::OpenSketches,
     account: Arc<Account>,
     options: UnionOptions,
     listings: Listings,
     departures: room::Departures,
-    /// Files that were copied up whole and wait to be made durable together. Held for a push or a take only.
+    /// Files that were copied up whole and whose flush is pending: one sync makes them all durable.
+    /// The lock is held only to add or to take files.
     batch: Mutex<Vec<Arc<Node>>>,
-    /// The upper, by which the host's file system is synchronised for a batch. What the host could not write it tells to each open file once,
-    /// be it about another file: who closes must hear of it too.
+    /// The upper, open for the `syncfs` of a batch. The host reports a write-back error once to
+    /// each open file, also an error of another file. A descriptor of its own keeps such a report
+    /// for `close`.
     batch_host: File,
-    /// Descriptors of the upper that nodes hold, at most: those of nodes that are gone are counted until the next look.
+    /// Upper bound of the number of descriptors that nodes hold: descriptors of dropped nodes count
+    /// until the next recount.
     descriptors: AtomicUsize,
-    /// So many, and some are given back.
+    /// Above this number, idle descriptors are closed.
     descriptors_limit: AtomicUsize,
     descriptors_most: usize,
     copied_whole: AtomicU64,
     copied_metadata: AtomicU64,
-    /// How the use of the upper ended, if it did. Held while it ends, and nothing that waits for it is held meanwhile.
+    /// Outcome of [`UnionFs::close`], once there is one. The lock is held while the union closes;
+    /// the code that waits for it holds no other lock.
     closed: Mutex<Option<Result<(), Errno>>>,
     background: Arc<background::Background>,
 }
 
 impl UnionFs {
-    /// The union of an image and the upper at `upper`, which becomes the image's if it is nobody's yet. `note` tells those who
-    /// are refused meanwhile who holds it.
+    /// Opens the union of an image and the upper at `upper`. An upper that belongs to no image yet
+    /// becomes the image's. While the union holds the upper, `note` names the holder to processes
+    /// that are refused.
+    ///
+    /// Fails if the upper belongs to another image or is in use, if its last volatile use did not
+    /// end cleanly before a reboot, or if the host fails.
     pub fn open(
         lower: LowerImage,
         upper: &Path,
@@ -176,12 +185,12 @@ impl UnionFs {
         Ok(union)
     }
 
-    /// Where the upper is.
+    /// Path of the upper.
     pub fn upper_path(&self) -> &Path {
         self.upper.path()
     }
 
-    /// The node, which the kernel holds.
+    /// The node with this id, which the kernel must hold; `ESTALE` if the table does not have it.
     fn node(&self, id: NodeId) -> Result<Arc<Node>, Errno> {
         if id == NodeId::ROOT {
             return Ok(Arc::clone(&self.root));
@@ -189,7 +198,8 @@ impl UnionFs {
         self.table.get(id).ok_or(Errno::STALE)
     }
 
-    /// What `name` names in `parent`; `None` if there is no such name. Counts one reference.
+    /// Looks up `name` in `parent`; `None` if there is no such name. Counts one reference to the
+    /// node.
     pub fn lookup(&self, parent: NodeId, name: &[u8]) -> Result<Option<Attributes>, Errno> {
         let parent = self.node(parent)?;
         match self.find(&parent, name)? {
@@ -198,7 +208,7 @@ impl UnionFs {
         }
     }
 
-    /// Takes away references that lookups and the like counted.
+    /// Releases `count` references that lookups and similar requests counted.
     pub fn forget(&self, id: NodeId, count: u64) {
         if id == NodeId::ROOT {
             return;
@@ -217,7 +227,7 @@ impl UnionFs {
         });
     }
 
-    /// Where a symbolic link points.
+    /// Target of a symbolic link; `EINVAL` for other types.
     pub fn read_link(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
         let node = self.node(id)?;
         if node.kind != FileType::Symlink {
@@ -236,7 +246,7 @@ impl UnionFs {
         self.image.read_link(&inode)
     }
 
-    /// The marks of something in the upper.
+    /// Reads the marks of an object in the upper. A damaged mark is logged and answered with `EIO`.
     fn read_marks(&self, file: &File) -> Result<Marks, Errno> {
         use crate::upper::{Attribute, ReadMarksError};
         let read = Marks::read(Attribute::Path(file.as_fd()), self.upper.namespace());
@@ -252,13 +262,13 @@ impl UnionFs {
         Err(Errno::IO)
     }
 
-    /// Where errors of the image and of the upper are counted and logged.
+    /// The log that counts errors of the image and of the upper.
     pub fn errors(&self) -> &Arc<ErrorLog> {
         self.image.errors()
     }
 
-    /// Counts and logs that a request failed as the host answered, if nothing else about it was reported. `action` stands behind
-    /// "cannot".
+    /// Counts and logs an error of the host that fails a request, for requests about which nothing
+    /// else was reported. In the log line, `action` follows the word "cannot".
     pub fn request_failed(&self, id: NodeId, action: &'static str, errno: Errno) {
         let Some(kind) = ErrorKind::of_errno(errno) else {
             return;
@@ -277,12 +287,12 @@ impl UnionFs {
         });
     }
 
-    /// Counts and logs that something of the upper is not as it was left.
+    /// Counts and logs damage of the upper.
     fn damaged(&self, name: &[u8], problem: &str) {
         self.complain(ErrorKind::UpperDamage, name, problem);
     }
 
-    /// Counts and logs a failure of the host that no request is answered with.
+    /// Counts and logs a failure of the host that fails no request.
     fn host_failed(&self, name: &[u8], what: &str, errno: Errno) {
         let kind = ErrorKind::of_errno(errno).unwrap_or(ErrorKind::UpperIo);
         self.complain(kind, name, &format!("{what}: {errno}"));
@@ -298,7 +308,8 @@ impl UnionFs {
             .note(kind, Severity::Error, Some(path), problem);
     }
 
-    /// Where a node is in the mount, for people; where it is in the image if it has no name, and nothing if that is not known.
+    /// Paths of a node in the mount, for display. For a node without a name: its paths in the
+    /// image. Empty if no path is known.
     fn shown_paths(&self, node: &Node) -> Vec<String> {
         match (path_of(node), node.lower) {
             (Some(path), _) => vec![shown(&path)],
@@ -307,9 +318,10 @@ impl UnionFs {
         }
     }
 
-    /// Counts and logs what happened to a sketch, and says what a program sees of it.
+    /// Counts and logs an error of a sketch, and gives the errno for the program.
     fn sketch_failed(&self, node: &Node, error: &SketchError) -> Errno {
-        // What the image could not give has been reported there, with its cause.
+        // Errors of the image have no kind here: the image has already reported them, with their
+        // cause.
         if let Some(kind) = error.kind() {
             let failure = Failure {
                 kind,
@@ -324,7 +336,7 @@ impl UnionFs {
     }
 }
 
-/// The path of a node in the mount; `None` if it has no name any more.
+/// Path of a node in the mount; `None` if the node has no name any more.
 fn path_of(node: &Node) -> Option<Vec<u8>> {
     let mut names = Vec::new();
     let mut place = node.place();

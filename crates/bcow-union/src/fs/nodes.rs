@@ -1,20 +1,27 @@
-//! What the kernel knows of: one [`Node`] for each inode that it holds.
+//! The nodes: one [`Node`] for each inode that the kernel holds.
 //!
-//! Locks of a node, and the order in which they are taken:
+//! Locks of a node, in the order in which they are acquired:
 //!
-//! 0. `capabilities` (regular files): held while the attribute is set or removed, and during a write that leaves it. Of one node at a
-//!    time, and nothing else of it is locked before. (Not when a file is given away: the kernel has removed it by then.)
-//! 1. `names` (directories): held while names of the directory change in the upper. Of two (a rename), the one with the lower
-//!    node id first; that of a directory which is removed, without waiting.
-//! 2. `state`: where the node's attributes and content come from. Held shared during I/O, exclusively to copy up, to open
-//!    and to promote. Of one node at a time, and shared of one directory above it for a look at its descriptor.
-//! 3. `times` (directories): held while the directory of the host has a time that it shall not keep, and to look at its times
-//!    or set them.
-//! 4. `place`, and the shards of the table: held for a few instructions, and nothing else is locked inside.
+//! 0. `capabilities` (regular files): held to set or remove the attribute, and during a write that
+//!    preserves it. A thread holds it for one node at a time, and acquires it before any other lock
+//!    of that node. (Exception: a change of owner, because the kernel has removed the attribute by
+//!    then.)
+//! 1. `names` (directories): held while names of the directory change in the upper. A rename holds
+//!    two, and acquires that with the lower node id first. The lock of a directory that is removed
+//!    is only tried, without waiting.
+//! 2. `state`: the source of the node's attributes and content. Held shared during I/O, and
+//!    exclusively to copy up, to open and to promote. A thread holds it for one node at a time, and
+//!    may also hold that of one directory above, shared, to read its descriptor.
+//! 3. `times` (directories): held while the host's directory has a temporary time, and to read or
+//!    set its times.
+//! 4. `place`, and the shards of the table: held for a few instructions; no other lock is acquired
+//!    inside.
 //!
-//! An fsync that makes a new name durable holds `name_sync` of that node, and takes the states of others inside.
+//! An fsync that makes a new name durable holds `name_sync` of that node, and acquires the `state`
+//! locks of other nodes inside.
 //!
-//! Nothing here is shared between two files' data paths but the table, which I/O asks once per request for a reference.
+//! The data paths of two files share nothing here but the table, in which each request looks up its
+//! node once.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -33,14 +40,14 @@ use crate::node::NodeId;
 use crate::sketch::Sketch;
 use crate::upper::{Metacopy, Redirect, SketchKind};
 
-/// Where a node is found on the host.
+/// Location of a node on the host.
 #[derive(Debug, Clone)]
 pub(super) enum Place {
     /// The root of the tree.
     Root,
-    /// Under this name; one of its names, if it has several.
+    /// Under this name; one of its names if it has several.
     At { parent: Arc<Node>, name: Box<[u8]> },
-    /// It lost the name that was known. What it is in the upper is held open.
+    /// The node lost its known name. Its file in the upper stays open.
     Nowhere,
 }
 
@@ -49,7 +56,8 @@ pub(super) enum Place {
 pub(super) struct Node {
     pub(super) id: NodeId,
     pub(super) kind: FileType,
-    /// What it is, or was before it was copied up, in the image. Of a directory, the one it is merged with.
+    /// The inode of the image that the node is, or was before copy-up. For a directory: the
+    /// directory of the image that it is merged with.
     pub(super) lower: Option<Nid>,
     place: RwLock<Place>,
     names: Mutex<()>,
@@ -58,83 +66,93 @@ pub(super) struct Node {
     /// Changes of this directory's names in the upper.
     pub(super) names_changed: Pending,
     name_sync: Mutex<()>,
-    /// Whether an fsync of this node must see that its name and marks are durable too: it was copied up or created since.
+    /// Whether an fsync of this node must also make its name and marks durable. Set when the node
+    /// is copied up, created or renamed, and when a mark is cleared.
     pub(super) name_is_new: AtomicBool,
-    /// Whether it may have set-id bits or capabilities, which a write takes away. False is certain.
+    /// Whether the file may have set-id bits or capabilities, which a write removes. `false` is
+    /// certain.
     pub(super) may_be_privileged: AtomicBool,
-    /// Whether it may have capabilities. None is certain.
+    /// Whether the file may have capabilities. [`Capabilities::None`] is certain.
     capabilities: Mutex<Capabilities>,
-    /// Whether this directory may have a default ACL. False is certain.
+    /// Whether this directory may have a default ACL. `false` is certain.
     pub(super) may_have_default_acl: AtomicBool,
-    /// Whether it lost its last name.
+    /// Whether the node lost its last name.
     pub(super) is_removed: AtomicBool,
-    /// Why what was copied whole is never said to be durable: the host could not write it, which it says only once.
+    /// The write-back error of a file that was copied up whole. The host reports it only once. The
+    /// file is never marked as durable after that.
     pub(super) sync_failed: OnceLock<Errno>,
-    /// Whether it waits in the background's queue.
+    /// Whether the node is in the queue of the background thread.
     pub(super) is_waiting: AtomicBool,
-    /// What it stores, if it is a plain file; looked at first when something is to be written.
+    /// The stored blocks of a plain file. The file is examined at the first change.
     pub(super) stored: OnceLock<StoredBlocks>,
-    /// Where this symbolic link points, once that is known: the host would note each look at its own.
+    /// Cached target of this symbolic link, so that the host's access time of the link does not
+    /// change with each read.
     pub(super) target: OnceLock<Box<[u8]>>,
-    /// The account to which it gives back, when this is dropped, what it takes beside its data: it lost its last name.
+    /// Set once the node lost its last name: the account to which the drop of this node gives back
+    /// the space that its inode takes beside its data.
     departs_from: OnceLock<Arc<Account>>,
 }
 
-/// What is known of a file's capabilities.
+/// Knowledge about a file's capabilities.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Capabilities {
-    /// There may be some.
+    /// The file may have some.
     #[default]
     Unknown,
-    /// There were none when they were looked for, and none were set since.
+    /// A read found none, and none were set since.
     None,
 }
 
-/// Where attributes and content come from.
+/// The source of a node's attributes and content.
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// What it is in the upper; `None` as long as it is only in the image.
+    /// The node's object in the upper; `None` while the node exists only in the image.
     pub(super) upper: Option<Upper>,
     pub(super) content: Content,
 }
 
-/// What a node is in the upper.
+/// A node's object in the upper.
 #[derive(Debug)]
 pub(super) struct Upper {
-    /// It, open: with `O_PATH`, or of regular files for reading and writing, or of directories for reading.
-    /// `None` if the descriptor was given back; it is opened again by its place.
+    /// The open object: with `O_PATH`; or a regular file for reading and writing; or a directory
+    /// for reading. `None` after the descriptor was closed to save descriptors; the node's place is
+    /// used to open it again.
     pub(super) file: Option<Arc<File>>,
-    /// Whether bytes can be read and written through `file`.
+    /// Whether `file` is open for more than `O_PATH`: its bytes can be read and written, or its
+    /// names listed.
     pub(super) for_data: bool,
-    /// Its inode number on the host.
+    /// Inode number on the host.
     pub(super) host_inode: u64,
-    /// Path of what it was in the image, without the leading slash, if it is elsewhere now.
+    /// Path in the image of the inode that it came from, without the leading slash, if the node is
+    /// at another path now.
     pub(super) redirect: Option<Box<[u8]>>,
-    /// Whether a mark says which inode of the image it came from. What overlayfs copied up has none that we read.
+    /// Whether a mark names its inode of the image. Objects that overlayfs copied up have no origin
+    /// mark that this union can read.
     pub(super) has_origin: bool,
-    /// Whether it has an entry in the index, because it has several names in the image.
+    /// Whether it has an entry in the index, because its inode has several names in the image.
     pub(super) indexed: bool,
-    /// Whether its marks say that bytes are in the image, as far as this was looked at.
+    /// Whether its marks, when last read, said that some of its bytes are in the image.
     pub(super) is_partial: bool,
-    /// Whether its marks say that it is a sketch, as far as this was looked at.
+    /// Whether its marks, when last read, said that it is a sketch.
     pub(super) is_sketch: bool,
-    /// Size that the mark of a packed sketch said when it was looked at.
+    /// Size in the mark of a packed sketch, when the mark was last read.
     pub(super) packed_size: Option<u64>,
-    /// Whether its content shall be made durable together with that of others, and is marked as a copy of metadata until then.
+    /// Whether its content waits in the batch of files that become durable together. Until then it
+    /// is marked as a copy of metadata.
     pub(super) in_batch: bool,
 }
 
-/// Where a regular file's bytes are.
+/// Location of a regular file's bytes.
 #[derive(Debug, Default)]
 pub(super) enum Content {
-    /// Not looked at yet.
+    /// Not examined yet.
     #[default]
     Unknown,
     /// In the image.
     Lower,
     /// In the upper's file.
     Plain,
-    /// In both.
+    /// In both: a sketch.
     Sketch(Arc<dyn Sketch>),
 }
 
@@ -149,7 +167,8 @@ impl Upper {
                 _ => None,
             },
             has_origin: found.marks.origin.is_some(),
-            // Only what is in the index says how many names there are beyond the host's.
+            // Only objects in the index have a count of names that differs from the host's link
+            // count.
             indexed: found.marks.nlink.is_some(),
             is_partial: found.marks.metacopy != Metacopy::None || found.marks.sketch.is_some(),
             packed_size: found
@@ -164,8 +183,8 @@ impl Upper {
 }
 
 impl Drop for Node {
-    /// Lets go of the directories above that only this node held, one after the other: a path can be longer than a stack is deep.
-    /// Before that, of what it takes if it lost its name.
+    /// Gives back the space that a node without a name takes. Then drops the parents that only this
+    /// node held, one after the other: recursion could overflow the stack on a deep path.
     fn drop(&mut self) {
         self.depart();
         let take = |place: &mut RwLock<Place>| {
@@ -216,12 +235,13 @@ impl Node {
         }
     }
 
-    /// It lost its last name: once it is closed, the host frees what it is in the upper, which this account counts.
+    /// The node lost its last name: when its file in the upper is closed, the host frees the inode,
+    /// which `account` counts.
     pub(super) fn departs_from(&self, account: &Arc<Account>) {
         let _ = self.departs_from.set(Arc::clone(account));
     }
 
-    /// Gives back to the account what the host frees when this is dropped.
+    /// Gives back to the account what the host frees when this node is dropped.
     fn depart(&mut self) {
         let Some(account) = self.departs_from.get() else {
             return;
@@ -229,10 +249,10 @@ impl Node {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(upper) = &state.upper
             && let Some(file) = &upper.file
-            // A damaged count of names must not make it lose what is still there.
+            // The inode may still have a name, if a damaged count of names said otherwise.
             && rustix::fs::fstat(&**file).is_ok_and(|stat| stat.st_nlink == 0)
         {
-            // Before it is closed: its number may be another's then.
+            // Before the file is closed: afterwards the host may reuse the inode number.
             account.inode_gone(upper.host_inode);
         }
     }
@@ -249,11 +269,12 @@ impl Node {
             &mut *self.place.write().unwrap_or_else(PoisonError::into_inner),
             place,
         );
-        // Outside the lock: a parent may be the last to hold its own parent, and so on up.
+        // Dropped outside the lock: the parent may hold the last reference to its own parent, and
+        // so on.
         drop(old);
     }
 
-    /// Whether `name` of `parent` is the name it is known by.
+    /// Whether the node's known place is `name` in `parent`.
     pub(super) fn is_at(&self, parent: &Node, name: &[u8]) -> bool {
         matches!(
             &*self.place.read().unwrap_or_else(PoisonError::into_inner),
@@ -269,7 +290,7 @@ impl Node {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As [`Node::write_state`], without waiting.
+    /// As [`Node::write_state`], but does not wait.
     pub(super) fn try_write_state(&self) -> Option<RwLockWriteGuard<'_, State>> {
         match self.state.try_write() {
             Ok(guard) => Some(guard),
@@ -296,7 +317,8 @@ impl Node {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As [`Node::lock_names`] out of order: without waiting. The kernel lets nobody change a directory that it removes.
+    /// As [`Node::lock_names`], outside the lock order and so without waiting. The kernel permits
+    /// no change in a directory while it removes it.
     pub(super) fn try_lock_names(&self) -> Option<MutexGuard<'_, ()>> {
         match self.names.try_lock() {
             Ok(guard) => Some(guard),
@@ -305,7 +327,8 @@ impl Node {
         }
     }
 
-    /// A mark went whose going an fdatasync does not make durable: the next one has to be an fsync, as for a new name.
+    /// A mark was cleared, and fdatasync does not make that durable: the next sync must be an
+    /// fsync, as for a new name.
     pub(super) fn marks_changed(&self) {
         self.name_is_new.store(true, Ordering::Release);
     }
@@ -314,7 +337,8 @@ impl Node {
         self.names_changed.change();
     }
 
-    /// Held by who makes a new name of this node durable, so that others who sync it wait for that.
+    /// Held by the thread that makes a new name of this node durable. Other threads that sync the
+    /// node wait for it.
     pub(super) fn lock_name_sync(&self) -> MutexGuard<'_, ()> {
         self.name_sync
             .lock()
@@ -322,8 +346,9 @@ impl Node {
     }
 }
 
-/// Changes, and which of them are durable. They count as such only once a sync that began after them has ended: until then whoever
-/// needs them durable syncs too.
+/// Counts changes and the durable ones among them. A change is durable only when a sync that began
+/// after the change has ended. Until then each thread that needs the change durable does a sync of
+/// its own.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     made: AtomicU64,
@@ -335,19 +360,20 @@ impl Pending {
         self.made.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// To be called before a sync, and what it gives with [`Pending::synced`] after it; `None` if there is nothing to sync.
+    /// Called before a sync; `None` if there is nothing to sync. After the sync, the value is
+    /// passed to [`Pending::synced`].
     pub(super) fn unsynced(&self) -> Option<u64> {
         let made = self.made.load(Ordering::Acquire);
         (self.durable.load(Ordering::Acquire) < made).then_some(made)
     }
 
-    /// The changes up to there are durable.
+    /// Marks the changes up to `upto` as durable.
     pub(super) fn synced(&self, upto: u64) {
         self.durable.fetch_max(upto, Ordering::AcqRel);
     }
 }
 
-/// How many parts the table has, so that lookups seldom wait for each other.
+/// Number of shards of the table, so that lookups seldom wait for each other.
 const SHARDS: usize = 64;
 
 /// All nodes, by id.
@@ -359,7 +385,7 @@ pub(super) struct NodeTable {
 #[derive(Debug)]
 struct Slot {
     node: Weak<Node>,
-    /// Held while the kernel has references.
+    /// Strong reference, held while the kernel has references.
     held: Option<Arc<Node>>,
     references: u64,
 }
@@ -371,19 +397,20 @@ impl NodeTable {
         }
     }
 
-    /// The node, if the kernel or another node holds it.
+    /// The node with this id, if the kernel or another node holds it.
     pub(super) fn get(&self, id: NodeId) -> Option<Arc<Node>> {
         self.shard(id).get(&id).and_then(|slot| slot.node.upgrade())
     }
 
-    /// A reference to the node that does not keep it.
+    /// A weak reference to the node.
     pub(super) fn weak(&self, id: NodeId) -> Weak<Node> {
         self.shard(id)
             .get(&id)
             .map_or_else(Weak::new, |slot| Weak::clone(&slot.node))
     }
 
-    /// The node; made by `make` if there is none. It lives as long as somebody holds it.
+    /// The node with this id. If there is none, `make` makes it. The node lives as long as a strong
+    /// reference to it exists.
     pub(super) fn get_or_insert(&self, id: NodeId, make: impl FnOnce() -> Node) -> Arc<Node> {
         let mut shard = self.shard(id);
         if let Some(node) = shard.get(&id).and_then(|slot| slot.node.upgrade()) {
@@ -401,7 +428,7 @@ impl NodeTable {
         node
     }
 
-    /// Counts a reference of the kernel's.
+    /// Counts one reference of the kernel.
     pub(super) fn hold(&self, node: &Arc<Node>) {
         let mut shard = self.shard(node.id);
         let slot = shard.entry(node.id).or_insert_with(|| Slot {
@@ -415,7 +442,7 @@ impl NodeTable {
         }
     }
 
-    /// Takes away references of the kernel's; gives the node if those were the last.
+    /// Releases `count` references of the kernel; gives the node if they were the last.
     pub(super) fn release(&self, id: NodeId, count: u64) -> Option<Arc<Node>> {
         let mut shard = self.shard(id);
         let slot = shard.get_mut(&id)?;
@@ -426,7 +453,7 @@ impl NodeTable {
         }
     }
 
-    /// Drops a node that the kernel let go of, and what only it held: its parent, and so on.
+    /// Drops a node that the kernel released, and then each parent that only the dropped node held.
     pub(super) fn let_go(&self, node: Arc<Node>) {
         let mut next = Some(node);
         while let Some(node) = next.take() {
@@ -435,7 +462,8 @@ impl NodeTable {
             if shard.get(&id).is_none_or(|slot| slot.references > 0) {
                 return;
             }
-            // From here on nobody gets hold of it by a weak reference either, beside a second node of the same file.
+            // With the shard locked, no thread can upgrade a weak reference and so get a second
+            // node of the same file.
             match Arc::try_unwrap(node) {
                 Ok(node) => {
                     shard.remove(&id);
@@ -446,7 +474,8 @@ impl NodeTable {
                     }
                 }
                 Err(node) => {
-                    // It may go now, and with it those above.
+                    // Another thread may have released it meanwhile: this drop may be the last,
+                    // also for its parents.
                     drop(shard);
                     drop(node);
                 }
@@ -454,7 +483,7 @@ impl NodeTable {
         }
     }
 
-    /// Calls `each` for every node, a shard at a time, outside its lock.
+    /// Calls `each` for every node, one shard at a time, outside the shard's lock.
     pub(super) fn for_each(&self, each: &mut dyn FnMut(&Arc<Node>)) {
         for shard in &self.shards {
             let nodes: Vec<Arc<Node>> = shard
@@ -467,7 +496,7 @@ impl NodeTable {
         }
     }
 
-    /// Forgets the ids of nodes that nobody holds.
+    /// Removes the ids of dropped nodes.
     pub(super) fn purge(&self) {
         for shard in &self.shards {
             shard
@@ -485,7 +514,8 @@ impl NodeTable {
     }
 
     fn shard(&self, id: NodeId) -> MutexGuard<'_, HashMap<NodeId, Slot>> {
-        // Nids are multiples of a few slots; the product's upper bits depend on all of them.
+        // Nids are multiples of a few slots; the upper bits of the product depend on all bits of
+        // the id.
         let index = (id.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize % SHARDS;
         self.shards[index]
             .lock()

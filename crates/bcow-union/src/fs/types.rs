@@ -1,33 +1,33 @@
-//! What requests say and what they are answered with.
+//! Arguments and answers of requests.
 
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
 
 use crate::node::NodeId;
 
-/// Who asks.
+/// The process that makes a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Caller {
-    /// Effective user of the file system.
+    /// Effective user id (`fsuid`).
     pub uid: u32,
-    /// Effective group of the file system.
+    /// Effective group id (`fsgid`).
     pub gid: u32,
-    /// Process.
+    /// Process id.
     pub pid: u32,
-    /// Permissions that new files shall not have.
+    /// Permission bits that new files do not get.
     pub umask: u32,
 }
 
 /// An inode's attributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Attributes {
-    /// Which it is; its `st_ino` too.
+    /// Node id, which is also `st_ino`.
     pub node: NodeId,
     /// Type.
     pub kind: FileType,
-    /// Permission bits with set-id and sticky bits (`0o7777`).
+    /// Permission bits with the set-id and sticky bits (`0o7777`).
     pub permissions: u16,
-    /// Number of names.
+    /// Number of names (links).
     pub nlink: u32,
     /// Owner.
     pub uid: u32,
@@ -35,120 +35,122 @@ pub struct Attributes {
     pub gid: u32,
     /// Size in bytes.
     pub size: u64,
-    /// Allocated size in units of 512 bytes; what still comes from the image counts as if it were allocated.
+    /// Allocated size in units of 512 bytes. Data that still comes from the image counts as
+    /// allocated.
     pub sectors: u64,
-    /// Of devices, the number in the kernel's 32-bit form.
+    /// Device number in the kernel's 32-bit form; 0 for inodes that are not devices.
     pub rdev: u32,
-    /// Last access.
+    /// Time of last access.
     pub atime: Timestamp,
-    /// Last change of the content.
+    /// Time of last change of the content.
     pub mtime: Timestamp,
-    /// Last change of anything.
+    /// Time of last change of content or attributes.
     pub ctime: Timestamp,
 }
 
 /// A time to set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SetTime {
-    /// The present.
+    /// The current time.
     Now,
-    /// This.
+    /// This time.
     At(Timestamp),
 }
 
-/// What `set_attributes` changes.
+/// The attributes that `set_attributes` changes; `None` leaves one as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Changes {
     /// New permission bits.
     pub permissions: Option<u16>,
     /// New owner.
     pub uid: Option<u32>,
-    /// New group.
+    /// New size in bytes.
     pub gid: Option<u32>,
     /// New size.
     pub size: Option<u64>,
     /// New time of last access.
     pub atime: Option<SetTime>,
-    /// New time of last change.
+    /// New time of last change of the content.
     pub mtime: Option<SetTime>,
-    /// With a new size: take away set-id bits and capabilities, as for a write by somebody without privileges.
+    /// With a new size: remove set-id bits and capabilities, as for a write without privileges.
     pub drop_privileges: bool,
 }
 
 /// Whether a write leaves set-id bits and capabilities as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privileges {
-    /// The writer may keep set-id bits. Capabilities go, as the host takes them away.
+    /// The writer may keep set-id bits. Capabilities go, because the host removes them.
     Keep,
-    /// Nobody writes: what was written before comes late, and what had to go went when it was written.
+    /// Late write-back of data: keeps both. The original write has already removed what it had to
+    /// remove.
     KeepAll,
-    /// Take them away.
+    /// The write removes both.
     Drop,
 }
 
-/// How a rename treats what is at the new name.
+/// How a rename treats an existing object at the new name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RenameHow {
-    /// Takes its place.
+    /// The rename replaces it.
     Replace,
-    /// Fails with EEXIST.
+    /// The rename fails with EEXIST.
     NoReplace,
-    /// The two change places.
+    /// The two objects exchange their names.
     Exchange,
 }
 
 /// What `sync` makes durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SyncWhat {
-    /// The content and what is needed to read it.
+    /// The content and the metadata needed to read it (`fdatasync`).
     Data,
-    /// The attributes too.
+    /// All attributes too (`fsync`).
     All,
 }
 
-/// What `allocate` does.
+/// Operation of `allocate`, as of `fallocate(2)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Allocate {
-    /// Reserves space; the file grows.
+    /// Reserves space; the file may grow.
     Extend,
-    /// Reserves space; the size stays.
+    /// Reserves space; the size does not change.
     KeepSize,
-    /// Makes a hole.
+    /// Makes a hole; the size does not change.
     PunchHole,
-    /// Makes zeros; the file grows.
+    /// Makes a range of zeros; the file may grow.
     ZeroExtend,
-    /// Makes zeros; the size stays.
+    /// Makes a range of zeros; the size does not change.
     ZeroKeep,
 }
 
-/// One name of a directory.
+/// An entry of a directory.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry<'a> {
-    /// Its bytes.
+    /// Bytes of the name.
     pub name: &'a [u8],
-    /// What it names.
+    /// The node that it names.
     pub node: NodeId,
-    /// Its type.
+    /// Type of the node.
     pub kind: FileType,
-    /// Where to go on behind this entry.
+    /// Cookie from which a listing continues after this entry.
     pub next_cookie: u64,
 }
 
-/// One name of a directory, with what it names.
+/// An entry of a directory, with attributes.
 #[derive(Debug, Clone, Copy)]
 pub struct EntryPlus<'a> {
-    /// Its bytes.
+    /// Bytes of the name.
     pub name: &'a [u8],
-    /// What it names. For `.` and `..` no reference is counted. In error, for what is damaged, only its id is known;
-    /// whoever is shown it forgets it once, as the kernel does.
+    /// Attributes of the named node. `.` and `..` count no reference. `Err` is a damaged node, of
+    /// which only the id is known: the receiver of the entry forgets it once, as the kernel does.
     pub attributes: Result<Attributes, NodeId>,
-    /// Its type.
+    /// Type of the node.
     pub kind: FileType,
-    /// Where to go on behind this entry.
+    /// Cookie from which a listing continues after this entry.
     pub next_cookie: u64,
 }
 
-/// Figures of the whole file system, in blocks.
+/// Figures of the whole file system (`statfs`), in blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Figures {
     /// Size of a block in bytes.
@@ -157,7 +159,7 @@ pub struct Figures {
     pub blocks: u64,
     /// Free blocks.
     pub free: u64,
-    /// Free blocks for ordinary users.
+    /// Free blocks available to users without privileges.
     pub available: u64,
     /// Number of inodes.
     pub inodes: u64,
