@@ -4,21 +4,22 @@ use std::collections::BTreeMap;
 
 use bcow_format::{BlockShift, Entry, SubBlockTable};
 
-/// A region that was cut keeps single entries up to so many; beyond, all of them take less.
+/// Most entries that a region keeps in a map; an array of all entries takes less memory beyond
+/// that.
 const MOST_SINGLE: usize = 128;
-/// Memory that an entry takes on its own, in bytes.
+/// Memory of one entry in the map, in bytes.
 const SINGLE_BYTES: usize = 64;
 
 /// The entries of a region.
 #[derive(Debug, Clone)]
 pub(super) enum Blocks {
-    /// One entry for all of it: a block, or absent or zero.
+    /// One entry for the whole region: one block, or absent, or zero.
     Whole(Entry),
-    /// Cut into blocks.
+    /// The region is cut into blocks.
     Cut(Table),
 }
 
-/// One entry for each block.
+/// One entry for each block of a region.
 #[derive(Debug, Clone)]
 pub(super) struct Table {
     shift: BlockShift,
@@ -28,7 +29,8 @@ pub(super) struct Table {
 
 #[derive(Debug, Clone)]
 enum Entries {
-    /// The same everywhere, but for a few: so random first writes into a large disk take memory for what they are.
+    /// All entries are the same, except a few. So the memory after random first writes into a large
+    /// disk is proportional to the number of writes.
     Few {
         others: Entry,
         few: BTreeMap<u32, Entry>,
@@ -37,7 +39,7 @@ enum Entries {
 }
 
 impl Blocks {
-    /// log2 of the block size; that of the region if it is one block.
+    /// log2 of the block size: the region size, if the region is one block.
     pub(super) fn shift(&self, region_shift: u8) -> u8 {
         match self {
             Blocks::Whole(_) => region_shift,
@@ -70,14 +72,14 @@ impl Blocks {
         }
     }
 
-    /// The entry that all blocks have, if nothing is stored in any.
+    /// The entry that all blocks share, if no block stores data.
     pub(super) fn uniform(&self) -> Option<Entry> {
         let first = self.entry(0);
         let none_stored = matches!(first, Entry::Absent | Entry::Zero);
         (none_stored && self.iter().all(|entry| entry == first)).then_some(first)
     }
 
-    /// Bytes of memory it takes.
+    /// Memory of the entries, in bytes.
     pub(super) fn weight(&self) -> u64 {
         let bytes = match self {
             Blocks::Whole(_) => 0,
@@ -91,7 +93,7 @@ impl Blocks {
 }
 
 impl Table {
-    /// `count` blocks that all are the same.
+    /// A table of `count` equal entries.
     pub(super) fn uniform(shift: BlockShift, count: u32, entry: Entry) -> Self {
         Table {
             shift,
@@ -142,7 +144,7 @@ impl Table {
         self.replace(index, entry)
     }
 
-    /// As the file has it.
+    /// The table in the form of the file.
     pub(super) fn to_table(&self) -> SubBlockTable {
         SubBlockTable {
             block_shift: self.shift,

@@ -1,4 +1,4 @@
-//! Checkpoint: the records become tables, and the log begins anew (spec section 10, "Checkpoint").
+//! Checkpoint: records become tables, and the log starts over (spec section 10, "Checkpoint").
 
 use std::ops::Range;
 
@@ -19,25 +19,25 @@ use crate::root::Root;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
-/// Ranges more than the free list has when its place is taken: taking it cuts ranges.
+/// Spare entries in the place allocated for the free list: the allocation itself splits ranges.
 const FREE_SLACK: usize = 16;
 const FREE_ENTRY_BYTES: usize = 16;
-/// Places that are tried for a free list.
+/// Number of places that are tried for a free list.
 const MOST_PLACES: u32 = 8;
-/// Ranges that a free list has at most.
+/// Most ranges in a free list.
 const MOST_FREE: usize = MAX_FREE_BYTES as usize / FREE_ENTRY_BYTES - FREE_SLACK;
 
-/// New tables and sections, which nothing names yet, and what they will replace.
+/// New tables and sections, which nothing names yet, and the ranges that they replace.
 #[derive(Default)]
 pub(super) struct Change {
     pub(super) used: Vec<Range<u64>>,
     pub(super) freed: Vec<Range<u64>>,
-    /// What of the freed will not be written again soon.
+    /// The freed ranges that writes will not reuse soon.
     pub(super) given_up: Extents,
 }
 
 impl Disk {
-    /// Writes everything into the tables, so that whoever opens the file next has nothing to replay.
+    /// Makes everything durable in tables, so that the next opening has no log to replay.
     pub fn checkpoint(&self) -> Result<(), Error> {
         let frame = self.inner.enter();
         self.inner.checkpoint_now(&frame)
@@ -54,7 +54,7 @@ impl Inner {
         self.checkpoint(frame, &mut committer, &Taken::default())
     }
 
-    /// Flush, checkpoint, and an end of the file where its content ends.
+    /// Flushes, writes a checkpoint, and truncates the file to its content.
     pub(super) fn close(&self, frame: &Frame) -> Result<(), Error> {
         self.checkpoint_now(frame)?;
         let committer = lock(&self.committer);
@@ -67,7 +67,7 @@ impl Inner {
         self.barrier()
     }
 
-    /// Folds the log, and what was taken for a record that does not fit, into the tables.
+    /// Folds the log, and the blocks of a record that does not fit into it, into the tables.
     pub(super) fn checkpoint(
         &self,
         frame: &Frame,
@@ -98,7 +98,8 @@ impl Inner {
         self.unflushed.fetch_sub(taken.blocks, Ordering::Relaxed);
         self.punch(&change.given_up);
         self.space.free(change.freed);
-        // Everything is durable without it. Should it fail, the next write or flush is refused and says why.
+        // The checkpoint is durable without this copy. If it fails, the next write or flush is
+        // refused with the cause.
         let _ = self.write_other_slot(committer);
         Ok(())
     }
@@ -127,7 +128,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Puts a region's entries into the root table, or into a new sub-block table that it names.
+    /// Writes the entries of a region into the root table, or into a new sub-block table that the
+    /// root table names.
     pub(super) fn write_table(
         &self,
         region: u64,
@@ -175,7 +177,7 @@ impl Inner {
         })
     }
 
-    /// Frees what was taken for a change that did not come to be.
+    /// On an error, frees the space that was allocated for the change.
     pub(super) fn or_free<T>(
         &self,
         outcome: Result<T, Error>,
@@ -184,8 +186,8 @@ impl Inner {
         outcome.inspect_err(|_| self.space.free(change.used.iter().cloned()))
     }
 
-    /// Writes root table and free list, and makes `header` one that names them. `mapped` is in use from now on, beside
-    /// what `change` has.
+    /// Writes the root table and the free list, and makes a header that names them. `mapped` are
+    /// ranges in use from now on, in addition to those of `change`.
     pub(super) fn prepare(
         &self,
         committer: &Committer,
@@ -203,7 +205,8 @@ impl Inner {
         let mut end = committer.file_bytes;
         let mut used: Vec<Range<u64>> = mapped.collect();
         used.extend(change.used.iter().cloned());
-        // The list as it will be with all but its own place in it, to know how large a place it needs.
+        // Builds the free list as it will be, without its own place, to learn how large a place it
+        // needs.
         let last = used.iter().map(|range| range.end).fold(end, u64::max);
         free.insert(end..last);
         end = last;
@@ -225,13 +228,13 @@ impl Inner {
         };
         header.generation = old.generation + 1;
         header.file_bytes = end;
-        // Sections lie inside the file also if their last sector was not filled.
+        // A section has to lie inside the file, even if its last sector is not filled.
         self.lengthen(end)?;
         Ok(Prepared { header, free })
     }
 
-    /// Takes a place for the free list of a file that ends at `end`, which is itself not free then; and frees what the list
-    /// will not need of it, which is in the list.
+    /// Allocates a place for the free list of a file that ends at `end`. Sets `free` and `end` to
+    /// the state with this place, and frees the part of the place that the list does not need.
     fn place_free_list(
         &self,
         free: &mut Extents,
@@ -263,8 +266,9 @@ impl Inner {
                 (*free, *end) = (with_rest, with_rest_end);
                 return Ok(own.start);
             }
-            // With its own rest in it the list needs that rest. A place without one may do, or, with all of this one in the
-            // list, a list of another length; should none of these, the rest is lost.
+            // With the unused rest of its place in it, the list would need that rest. So another
+            // place is tried: one of the exact size, or one that gives a list of another length. If
+            // all attempts fail, the rest is leaked.
             if fits && attempts >= MOST_PLACES {
                 (*free, *end) = (list, list_end);
                 return Ok(own.start);
@@ -277,8 +281,8 @@ impl Inner {
         }
     }
 
-    /// Makes the prepared header the file's. Whatever fails from here on, no more is written: which header the file has is
-    /// for the next opening to see.
+    /// Makes the prepared header the header of the file. After any failure here the disk refuses
+    /// writes: the next opening finds out which header the file has.
     pub(super) fn switch(
         &self,
         committer: &mut Committer,
@@ -300,7 +304,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Puts the newest header into the other slot too. The next barrier, whatever it is for, makes that durable.
+    /// Copies the newest header to the other slot. The next barrier, for whatever purpose, makes
+    /// the copy durable.
     pub(super) fn write_other_slot(&self, committer: &Committer) -> Result<(), Error> {
         self.write_slot(1 - committer.slot, &committer.header)
     }
@@ -312,8 +317,9 @@ impl Inner {
             })
     }
 
-    /// Makes the file `end` bytes long, if it is shorter; whoever asks has the last of them for itself. By writing that byte: a
-    /// length that is set would cut off what another thread writes behind it at this moment.
+    /// Extends the file to `end` bytes, if it is shorter. The caller owns the last byte. This
+    /// writes that byte instead of setting the length, because `set_len` could truncate what
+    /// another thread writes behind it at the same time.
     pub(super) fn lengthen(&self, end: u64) -> Result<(), Error> {
         let io = |source| Error::io("lengthen the file", end, source);
         if end > 0 && self.file.storage.len().map_err(io)? < end {
@@ -329,13 +335,13 @@ pub(super) struct Prepared {
     free: Extents,
 }
 
-/// Whole sectors of a free list.
+/// Bytes that an encoded free list takes, in whole sectors.
 fn list_bytes(free: &Extents) -> u64 {
     let entries = free.iter().count().min(MOST_FREE);
     ((entries * FREE_ENTRY_BYTES) as u64).next_multiple_of(SECTOR_BYTES)
 }
 
-/// What is free at the end is no part of the file.
+/// Removes free ranges at the end of the file from the list and from the file.
 fn cut_end(free: &mut Extents, end: &mut u64) {
     loop {
         let last = free.iter().next_back();
@@ -352,7 +358,7 @@ pub(super) fn section_range(section: &Section) -> Range<u64> {
     section.offset..(section.offset + u64::from(section.bytes)).next_multiple_of(SECTOR_BYTES)
 }
 
-/// The free ranges, if they are too many the largest of them, in order.
+/// The free ranges in order; only the largest, if there are too many.
 fn largest(free: &Extents) -> Vec<FreeRange> {
     let mut ranges: Vec<FreeRange> = free
         .iter()

@@ -1,4 +1,4 @@
-//! Flush: one record, one barrier (spec section 10, "Commit").
+//! Flush: one record, made durable (spec section 10, "Commit").
 
 use std::ops::Range;
 
@@ -13,35 +13,36 @@ use crate::Error;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Condvar, Mutex};
 
-/// Regions that are newer in the log than in their tables stay in memory until the next checkpoint, which is made when they take
-/// so many bytes,
+/// A region that is newer in the log than in its table stays in memory until the next checkpoint. A
+/// checkpoint is written when these regions take this many bytes.
 const MOST_LOGGED_BYTES: u64 = 48 << 20;
-/// each as much as its table and this.
+/// Memory counted for each such region in addition to its table, in bytes.
 const REGION_BYTES: u64 = 512;
-/// Runs of freed bytes at least this long go back to the host.
+/// Free runs of at least this many bytes are punched out of the file.
 const PUNCH_BYTES: u64 = 128 << 10;
 
-/// What the newest record or header says; changed by one flush or checkpoint at a time, when it is durable.
+/// The state of the newest durable record or header. One flush or checkpoint at a time changes it,
+/// when its own write is durable.
 pub(super) struct Committer {
     /// The newest header.
     pub(super) header: Header,
-    /// The slot that has it, 0 or 1; the other has it too, or an older one.
+    /// The slot that has it, 0 or 1; the other slot has the same header or an older one.
     pub(super) slot: usize,
-    /// Where in the log the next record goes.
+    /// Offset in the log of the next record.
     pub(super) tail: u64,
-    /// Its number.
+    /// Sequence number of the next record.
     pub(super) sequence: u64,
     /// Length of the file as the newest record or header has it.
     pub(super) file_bytes: u64,
-    /// What neither the header nor a record uses.
+    /// Ranges that neither the header nor a record uses.
     pub(super) free: Extents,
-    /// Regions whose tables are older than the log,
+    /// Regions whose tables are older than the log.
     pub(super) logged: Vec<Arc<Region>>,
-    /// and the memory they take.
+    /// Memory of the regions in `logged`, in bytes.
     pub(super) logged_bytes: u64,
 }
 
-/// Flushes one at a time; those who ask while one is running share the next.
+/// Serialises flushes. All callers that arrive during a flush share the next flush.
 #[derive(Default)]
 pub(super) struct Turns {
     state: Mutex<Turn>,
@@ -53,21 +54,22 @@ struct Turn {
     begun: u64,
     done: u64,
     running: bool,
-    /// Of the newest that is done.
+    /// The error of the newest finished turn.
     failed: Option<Failure>,
 }
 
-/// An error that several callers are told.
+/// An error that is reported to several callers.
 struct Failure {
     kind: std::io::ErrorKind,
     text: String,
 }
 
 impl Turns {
-    /// Runs `work` after this call began: here, or in another thread that asked for the same.
+    /// Returns after a `work` that began after this call: run here, or by another thread that waits
+    /// for the same turn.
     fn take(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let mut state = lock(&self.state);
-        // The one that is running may have begun too early to see what the caller wrote.
+        // A running turn may have begun too early to see the writes of the caller.
         let mine = state.begun + 1;
         loop {
             if state.done >= mine {
@@ -106,17 +108,17 @@ impl Turns {
     }
 }
 
-/// What a record is to say.
+/// The content of the next record.
 #[derive(Default)]
 pub(super) struct Taken {
     pub(super) mappings: Vec<LogMapping>,
     pub(super) regions: Vec<Arc<Region>>,
-    /// Blocks among it.
+    /// Number of blocks in it.
     pub(super) blocks: u64,
 }
 
 impl Taken {
-    /// Places that are in use from now on.
+    /// Ranges that the record puts into use.
     pub(super) fn used(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.mappings
             .iter()
@@ -132,7 +134,7 @@ impl Inner {
             .take(|| self.commit(frame, &mut lock(&self.committer)))
     }
 
-    /// Records everything that is complete, after completing what is not.
+    /// Completes the blocks in transit, then records all complete pending blocks.
     pub(super) fn commit(&self, frame: &Frame, committer: &mut Committer) -> Result<(), Error> {
         self.check_alive()?;
         self.flush_queued.store(false, Ordering::Release);
@@ -153,8 +155,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Takes what is pending out of all changed regions. What cannot be completed stays pending; the first such error is
-    /// returned, and everything else taken nevertheless.
+    /// Takes the pending blocks of all changed regions. A block that cannot be completed stays
+    /// pending; the first such error is returned after everything else has been taken.
     fn take(&self, frame: &Frame, taken: &mut Taken) -> Result<(), Error> {
         let mut outcome = Ok(());
         self.listed_bytes.store(0, Ordering::Relaxed);
@@ -199,7 +201,7 @@ impl Inner {
         outcome
     }
 
-    /// A block that was written in parts.
+    /// The recorded entry of a block that was written in parts.
     fn with_checksum(&self, stored: Stored) -> Result<Entry, Error> {
         let mut block = vec![0; stored.bytes as usize];
         self.read_stored(stored.at.0, &mut block)?;
@@ -209,21 +211,23 @@ impl Inner {
         }))
     }
 
-    /// Makes durable what was taken, as a record if there is room for one.
+    /// Makes the taken blocks durable: as a record if the log has room for one, else as a
+    /// checkpoint.
     fn publish(
         &self,
         frame: &Frame,
         committer: &mut Committer,
         taken: &Taken,
     ) -> Result<(), Error> {
-        // No checksum tells whether an open block is there: it must be before it is named.
+        // An open block has no checksum that would reveal missing data, so its data must be durable
+        // before a record names it.
         let opened = |mapping: &LogMapping| matches!(mapping.entry, Entry::Open(_));
         let needs_barrier = taken.mappings.iter().any(opened);
         let bytes = record_bytes(taken.mappings.len()) as u64;
         let fits = bytes <= committer.header.log.1 - committer.tail
             && committer.logged_bytes <= MOST_LOGGED_BYTES;
         if !fits {
-            // Its first barrier covers the blocks too.
+            // The first barrier of the checkpoint covers the blocks too.
             return self.checkpoint(frame, committer, taken);
         }
         if needs_barrier {
@@ -277,9 +281,9 @@ impl Inner {
         Ok(())
     }
 
-    /// A record that could not be written as a whole must not turn out to be one: what it says is
-    /// pending again, its places may be given to other blocks, and no checksum tells an open block
-    /// from another. So this is durable before it returns.
+    /// Overwrites the start of a record that could not be written as a whole, and makes that
+    /// durable. A later replay must not accept the record: its blocks are pending again, its places
+    /// may be allocated to other blocks, and an open block has no checksum to tell the difference.
     fn unwrite(&self, at: u64, error: &Error) {
         let undone = self
             .write_storage(at, &[0; 16])
@@ -289,7 +293,7 @@ impl Inner {
         }
     }
 
-    /// What was taken is pending again.
+    /// Makes the taken blocks pending again.
     fn put_back(&self, taken: &Taken) {
         let mut freed = Vec::new();
         let mut again = 0;
@@ -302,11 +306,12 @@ impl Inner {
         self.space.free(freed.into_iter().map(sectors));
     }
 
-    /// Gives long runs of what nobody uses to the host. What was overwritten is not worth it: it is written again soon.
+    /// Punches long free runs out of the file. The space of overwritten blocks is not punched,
+    /// because writes reuse it soon.
     pub(super) fn punch(&self, free: &Extents) {
         for run in free.iter() {
             if run.end - run.start >= PUNCH_BYTES {
-                // Should the host refuse, nothing is lost but its space, and that only until the bytes are written again.
+                // An error is harmless: the host keeps the space until the bytes are written again.
                 let _ = self.file.storage.punch(run.start, run.end - run.start);
             }
         }
@@ -314,7 +319,7 @@ impl Inner {
 }
 
 impl Committer {
-    /// The file is longer now; what is new of it is free until something is said to use it.
+    /// Records a new length of the file. The new part is free until a record or header uses it.
     pub(super) fn grow(&mut self, file_bytes: u64) {
         if file_bytes > self.file_bytes {
             self.free.insert(self.file_bytes..file_bytes);

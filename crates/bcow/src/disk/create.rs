@@ -1,4 +1,4 @@
-//! Making a writable file.
+//! Creation of a writable file.
 
 use bcow_format::{
     BackingEntry, BlockShift, ENTRY_BYTES, Features, Header, MAX_ADDRESS, MAX_ROOT_ENTRIES,
@@ -12,30 +12,32 @@ use crate::storage::Storage;
 use crate::sync::Arc;
 use crate::{BlockCache, BlockDevice, Error, OpenOptions};
 
-/// Regions of files with two levels.
+/// log2 of the region size of files with two levels: 4 MiB.
 const REGION_SHIFT: u8 = 22;
-/// Entries of the root table that the performance layout aims at.
+/// Number of root entries that the performance layout aims at.
 const PERFORMANCE_ENTRIES: u64 = 1024;
-/// Room for records: some ten thousand small flushes between checkpoints. It takes no space before it is used.
+/// Size of the record log in bytes: room for some ten thousand small flushes between checkpoints.
+/// The log is sparse until it is used.
 const LOG_BYTES: u64 = 4 << 20;
-/// The same in a file of which there may be many.
+/// Log size in bytes of a sketch, of which a host may have many.
 const SKETCH_LOG_BYTES: u64 = 256 << 10;
 
-/// How a file's address space is cut into blocks (BAOverlay, section 3.2).
+/// How the address space of a file is cut into blocks (BAOverlay, section 3.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Layout {
-    /// Two levels; each region's block size is chosen by its first write: 64 KiB if that is long, else 4 KiB.
+    /// Two levels. The first write into a region selects the block size of the region: 64 KiB for a
+    /// write of at least 128 KiB, else 4 KiB.
     #[default]
     Auto,
-    /// One level of about a thousand blocks: 4 KiB in a file of 4 MiB, 4 MiB in one of 4 GiB. Few entries, nothing to look up,
-    /// and more to copy for a small write over a backing.
+    /// One level of about a thousand blocks: 4 KiB in a file of 4 MiB, 4 MiB in one of 4 GiB. There
+    /// are few entries and no tables to look up, but a small write over a backing copies more.
     Performance,
-    /// Two levels of 4 KiB blocks in regions of 4 MiB: a small write takes 4 KiB.
+    /// Two levels, with blocks of 4 KiB in regions of 4 MiB: a small write takes 4 KiB of space.
     Space,
 }
 
 impl Layout {
-    /// Its name, as `bcow create --layout` takes it and the file's metadata has it.
+    /// The name of the layout in `bcow create --layout` and in the metadata of the file.
     pub fn name(self) -> &'static str {
         match self {
             Layout::Auto => "auto",
@@ -44,7 +46,7 @@ impl Layout {
         }
     }
 
-    /// The layout of this name.
+    /// The layout with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         [Layout::Auto, Layout::Performance, Layout::Space]
             .into_iter()
@@ -52,23 +54,24 @@ impl Layout {
     }
 }
 
-/// What to make.
+/// Properties of a new file.
 #[derive(Debug, Clone)]
 pub struct CreateOptions {
     /// Size of the address space in bytes, a multiple of 4096.
     pub size: u64,
-    /// How it is cut into blocks.
+    /// How the address space is cut into blocks.
     pub layout: Layout,
-    /// Block size in bytes, a power of two from 4 KiB; at most 4 MiB (16 MiB in the performance layout, where blocks are regions).
+    /// Block size in bytes, a power of two from 4 KiB; at most 4 MiB (16 MiB in the performance
+    /// layout, where blocks are regions).
     pub block_bytes: Option<u32>,
-    /// What the file is for: a disk or a sketch.
+    /// Purpose of the file: a disk or a sketch.
     pub purpose: Use,
-    /// Further keys for the metadata section, beside those that say how the file was made.
+    /// Further keys for the metadata section, besides those that record how the file was made.
     pub metadata: serde_json::Map<String, serde_json::Value>,
 }
 
 impl CreateOptions {
-    /// A disk of `size` bytes.
+    /// Options for a disk of `size` bytes.
     pub fn disk(size: u64) -> Self {
         CreateOptions {
             size,
@@ -151,10 +154,10 @@ impl CreateOptions {
 }
 
 impl Disk {
-    /// Makes a file in `storage`, which is empty, and opens it. The caller gives it its name when this has returned, and
-    /// holds the lock on it.
+    /// Creates a file in `storage`, which must be empty, and opens it. The caller holds the lock on
+    /// the file, and gives the file its name after this has returned.
     ///
-    /// Fails with [`Error::Unsupported`] where the format has no such file.
+    /// Fails with [`Error::Unsupported`] if the format has no file with these options.
     pub fn create(
         storage: Arc<dyn Storage>,
         options: &CreateOptions,
@@ -192,7 +195,8 @@ impl Disk {
             Some((entry, _)) => section(&encode_backings(std::slice::from_ref(entry)))?,
             None => Section::default(),
         };
-        // Absent everywhere is zeros everywhere, which an empty file has without being told.
+        // The root table is all zeros, "absent everywhere", which a sparse file has without a
+        // write.
         let root_bytes = options.size.div_ceil(1 << region_shift) as usize * ENTRY_BYTES;
         let root = match root_bytes {
             0 => Section::default(),
@@ -238,7 +242,7 @@ impl Disk {
         Disk::open(storage, open, &Given(backing.map(|(_, device)| device)))
     }
 
-    /// As [`Disk::create`], with a cache of its own.
+    /// Same as [`Disk::create`], with a separate cache and without a backing.
     pub fn create_alone(storage: Arc<dyn Storage>, options: &CreateOptions) -> Result<Disk, Error> {
         let open = OpenOptions {
             cache: BlockCache::new(8 << 20),

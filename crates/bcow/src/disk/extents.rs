@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Ranges that neither overlap nor touch.
+/// A set of ranges that neither overlap nor touch.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Extents {
     /// Start to end.
     by_start: BTreeMap<u64, u64>,
-    /// Length and start, to find a range by its size.
+    /// Length and start, to find a range by its length.
     by_length: BTreeSet<(u64, u64)>,
     total: u64,
 }
@@ -22,7 +22,7 @@ impl Extents {
         self.by_start.iter().map(|(&start, &end)| start..end)
     }
 
-    /// Adds a range; parts of it that are there already stay.
+    /// Adds a range, which may overlap ranges of the set.
     pub(super) fn insert(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -41,7 +41,7 @@ impl Extents {
         self.add_range(start, end);
     }
 
-    /// Takes out whatever of a range is there.
+    /// Removes a range, which may be in the set only in part.
     pub(super) fn remove(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
@@ -61,8 +61,8 @@ impl Extents {
         }
     }
 
-    /// Takes up to `most` bytes, a multiple of `unit`, out of the smallest range that has all of them, or else out of
-    /// the largest range; `None` if no range has as much as `unit`.
+    /// Removes and returns up to `most` bytes, a multiple of `unit`: from the smallest range that
+    /// has `most` bytes, else from the largest range. `None` if no range has `unit` bytes.
     pub(super) fn take(&mut self, unit: u64, most: u64) -> Option<Range<u64>> {
         let (length, start) = match self.by_length.range((most.max(unit), 0)..).next() {
             Some(&found) => found,
@@ -92,12 +92,12 @@ impl Extents {
     }
 }
 
-/// Ranges of bytes within one block, few of them.
+/// A small set of byte ranges within one block.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Ranges(Vec<Range<u32>>);
 
 impl Ranges {
-    /// Adds a range; it merges with what it touches.
+    /// Adds a range and merges it with the ranges that it touches.
     pub(super) fn insert(&mut self, range: Range<u32>) {
         let (mut start, mut end) = (range.start, range.end);
         self.0.retain(|have| {
@@ -112,7 +112,7 @@ impl Ranges {
         self.0.insert(at, start..end);
     }
 
-    /// What of `0..length` is in no range.
+    /// The parts of `0..length` that are in no range.
     pub(super) fn gaps(&self, length: u32) -> Vec<Range<u32>> {
         let mut gaps = Vec::new();
         let mut at = 0;

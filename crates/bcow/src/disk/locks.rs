@@ -1,7 +1,7 @@
-//! Locks, whatever became of the thread that held one before.
+//! Locks that ignore poisoning.
 //!
-//! A panic is a bug of ours and ends the program where it is built for use; in tests the invariants are looked at,
-//! poisoned or not.
+//! A panic is a bug, and the panic hook of the command aborts the program. In tests, other threads
+//! still check the invariants after a panic.
 
 use crate::sync::{
     Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, thread_number,
@@ -30,9 +30,10 @@ pub(super) fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> Mute
 
 const DOORS: usize = 16;
 
-/// Lets many pass and knows when nobody is inside: every operation holds one of its doors shared, and who changes what
-/// all operations rely on (the size, the backing) closes all doors. An operation always takes the door of its thread, so
-/// operations of different threads do not touch the same cache line.
+/// A gate that many operations pass at once, and that closes when no operation is inside. Each
+/// operation holds one door shared; a change of the shared state (the size, the backing) closes all
+/// doors. A thread always uses the same door, so that operations of different threads do not touch
+/// the same cache line.
 pub(super) struct Gate<T>([Door<T>; DOORS]);
 
 #[repr(align(128))]
@@ -53,14 +54,14 @@ impl<T> Gate<T> {
         read(&self.0[thread_number() % DOORS].0)
     }
 
-    /// Waits until nobody is inside.
+    /// Waits until no operation is inside.
     pub(super) fn close(&self) -> Closed<'_, T> {
-        // In order, so that two who close do not wait for each other.
+        // In a fixed order, so that two closers do not deadlock.
         Closed(self.0.iter().map(|door| write(&door.0)).collect())
     }
 }
 
-/// A closed gate; opens when dropped.
+/// A closed gate. It opens when this is dropped.
 pub(super) struct Closed<'a, T>(Vec<RwLockWriteGuard<'a, Arc<T>>>);
 
 impl<T> Closed<'_, T> {
@@ -68,7 +69,7 @@ impl<T> Closed<'_, T> {
         &self.0[0]
     }
 
-    /// What those who enter from now on see.
+    /// Replaces the state that later operations see.
     pub(super) fn replace(&mut self, inside: T) {
         let inside = Arc::new(inside);
         for door in &mut self.0 {

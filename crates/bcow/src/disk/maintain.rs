@@ -1,6 +1,7 @@
-//! What changes a file as a whole: its size, its backing, everything to nothing, the free list made anew.
+//! Changes of a file as a whole: resize, change of the backing, clear, rebuild of the free list.
 //!
-//! All of it happens behind the closed gate, when everything is in the tables: each is one checkpoint with another header.
+//! Each of them closes the gate, folds everything into the tables, and then writes one checkpoint
+//! with a changed header.
 
 use std::ops::Range;
 
@@ -24,18 +25,20 @@ use crate::sync::Arc;
 use crate::{BlockDevice, Error};
 
 impl Disk {
-    /// Writes everything into the tables and ends the file where they do: until the next change nobody writes to it, not
-    /// even to open it again.
+    /// Writes everything into the tables and truncates the file to its content. The file does not
+    /// change again until the next write, not even when it is opened.
     ///
     /// Waits for all operations to end, and makes everything durable.
     pub fn rest(&self) -> Result<(), Error> {
         self.inner.maintain(|_, _, _| Ok(()))
     }
 
-    /// Changes the size of the address space to `size` bytes. What is new reads as zeros, also where the backing has more;
-    /// what is cut off is gone for good, also if the disk grows again.
+    /// Changes the size of the address space to `size` bytes. Added space reads as zeros, even
+    /// where the backing has data; data that is cut off does not come back if the disk grows again.
     ///
-    /// Waits for all operations to end, and makes everything durable.
+    /// Waits for all operations to end, and makes everything durable. Fails with
+    /// [`Error::Unsupported`] if `size` is not a multiple of 4096 bytes, or is too large for the
+    /// format or for this file.
     pub fn resize(&self, size: u64) -> Result<(), Error> {
         let inner = &self.inner;
         inner.maintain(|frame, committer, work| {
@@ -46,13 +49,14 @@ impl Disk {
         })
     }
 
-    /// The largest size in bytes that [`Disk::resize`] can give it, which depends on the size it was made with.
+    /// The largest size in bytes that [`Disk::resize`] accepts; it depends on the region size,
+    /// which follows from the size at creation.
     pub fn largest_size(&self) -> u64 {
         (MAX_ROOT_ENTRIES << self.inner.region_shift).min(MAX_ADDRESS)
     }
 
-    /// Makes another file the backing, or none. Only the reference changes: it is the caller's to see to it that what is
-    /// read afterwards is what should be.
+    /// Sets or removes the backing. Only the reference changes: the caller makes sure that the new
+    /// backing has the right content.
     pub fn set_backing(
         &self,
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
@@ -78,7 +82,7 @@ impl Disk {
         })
     }
 
-    /// Gives up everything that is stored: the disk shows its backing again, or zeros.
+    /// Drops all stored data: the disk then reads as its backing, or as zeros.
     pub fn clear(&self) -> Result<(), Error> {
         let inner = &self.inner;
         inner.maintain(|_, committer, work| {
@@ -93,8 +97,8 @@ impl Disk {
         })
     }
 
-    /// Makes the free list anew from what the tables use, so that space which was lost to it is found. Gives the bytes that
-    /// were.
+    /// Rebuilds the free list from the tables, which recovers leaked space. Returns the number of
+    /// recovered bytes.
     pub fn rebuild_free_list(&self) -> Result<u64, Error> {
         let inner = &self.inner;
         let mut found = 0;
@@ -124,7 +128,7 @@ impl Disk {
     }
 }
 
-/// What will be when the work is done.
+/// The state of the file after the change.
 struct Work {
     header: Header,
     root: Root,
@@ -168,7 +172,7 @@ impl Inner {
         self.regions.set_root(root);
         self.regions.clear();
         self.write_other_slot(&committer)?;
-        // Nothing is pending, so what the header does not use, nobody does.
+        // Nothing is pending, so all space that the header does not use is free.
         let end = committer.file_bytes;
         let io = |source| Error::io("cut off the end", end, source);
         self.file.storage.set_len(end).map_err(io)?;
@@ -177,7 +181,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes the root table one for another size.
+    /// Adapts the root table to another size.
     fn fit_regions(&self, frame: &Frame, old: &Header, work: &mut Work) -> Result<(), Error> {
         let shift = old.region_shift;
         let new_size = work.header.size;
@@ -225,7 +229,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The blocks of the region in which the old or the new end lies.
+    /// Adapts the entries of the region that contains the old or the new end.
     fn fit_blocks(
         &self,
         frame: &Frame,
@@ -240,7 +244,7 @@ impl Inner {
         };
         let grows = fit.new > fit.old;
         let table = match blocks {
-            // What is new of an absent region is not the backing's.
+            // In an absent region, only the old part may show the backing.
             Blocks::Whole(Entry::Absent) if grows && fit.covered => {
                 if self.layout == Layout::Performance {
                     let entry =
@@ -274,7 +278,7 @@ impl Inner {
         Ok(Blocks::Cut(Table::new(table.shift(), entries)))
     }
 
-    /// The block in which the old or the new end lies, with its new length.
+    /// Adapts the block that contains the old or the new end to its new length.
     fn refit(
         &self,
         frame: &Frame,
@@ -314,7 +318,8 @@ impl Inner {
     }
 }
 
-/// How the region at the end changes: its old and new length, and whether the backing has something where it grows.
+/// The change of the last region: its old and new length, and whether the backing has data where
+/// the region grows.
 struct Fit {
     region: Region,
     old: u64,
@@ -338,7 +343,7 @@ fn check_size(size: u64, region_shift: u8) -> Result<(), Error> {
     Ok(())
 }
 
-/// The places that a header names beside the tables.
+/// The places that a header names, besides the tables.
 fn sections(header: &Header) -> impl Iterator<Item = Range<u64>> {
     let (log, log_bytes) = header.log;
     [

@@ -1,23 +1,29 @@
 //! A writable file: a sparse, copy-on-write block device over an optional backing.
 //!
-//! Why it is correct stands in `docs/design.md`, section "Writing and crashing". In short: a write stores its bytes at a place
-//! that nothing in the file names yet ([`space`]), then changes an entry in memory ([`region`]). A flush ([`commit`]) writes one
-//! record that names the new places, and waits once. When the log is full, a [`checkpoint`] folds the records into tables.
+//! `docs/design.md`, section "Writing and crashing", explains why the design is correct. In short:
+//! a write stores its bytes at a place that nothing in the file names yet ([`space`]), then changes
+//! an entry in memory ([`region`]). A flush ([`commit`]) writes one record that names the new
+//! places and makes it durable. When the log is full, a [`checkpoint`] folds the records into
+//! tables.
 //!
 //! # Locks
 //!
-//! In the order in which they are taken; none is held while another disk's is taken:
+//! Locks are acquired in this order. A thread that holds a lock of one disk acquires no lock of
+//! another disk:
 //!
-//! 1. the [`Gate`], shared by every operation, closed to change the size or the backing;
-//! 2. the turn to flush ([`commit::Turns`]), then the [`commit::Committer`]: one record or checkpoint at a time;
-//! 3. one [`region::Region`]'s lock: shared to read its blocks or write into them in place, exclusive to change its entries;
-//! 4. a shard of [`regions::Regions`], the root table, the list of changed regions, the queue of fills, [`space::Space`]:
-//!    leaves, held for a few instructions.
+//! 1. the [`Gate`]: each operation holds it shared; a change of the size or the backing closes it;
+//! 2. the turn to flush ([`commit::Turns`]), then the [`commit::Committer`]: one record or
+//!    checkpoint at a time;
+//! 3. the lock of one [`region::Region`]: shared to read blocks or to write into them in place,
+//!    exclusive to change entries;
+//! 4. leaf locks, held for a few instructions: a shard of [`regions::Regions`], the root table, the
+//!    list of changed regions, the queue of fills, [`space::Space`].
 //!
-//! A completion of a block ([`transit`]) is the one reader that reads without its region's lock; it
-//! compares the transit's identity when it has the lock again.
+//! The completion of a block ([`transit`]) is the only reader that reads without the lock of the
+//! region; it compares the identity of the transit after it has acquired the lock again.
 //!
-//! Two regions are never locked at once, and no lock is shared by all writers but the leaves of 4, most of which are sharded.
+//! No thread locks two regions at once. The only exclusive locks that all writers share are the
+//! leaf locks of 4, most of which are sharded.
 
 mod blocks;
 mod checkpoint;
@@ -54,25 +60,26 @@ pub use create::{CreateOptions, Layout};
 
 /// An open writable file.
 ///
-/// Dropped without [`Disk::close`], it is as after a crash: what was flushed is there when it is opened again.
+/// A disk that is dropped without [`Disk::close`] leaves the file as after a crash: the next
+/// opening finds all data that was flushed.
 pub struct Disk {
     inner: Arc<Inner>,
 }
 
-/// What a disk did since it was opened, and what it holds.
+/// Counters since the disk was opened, and its present state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Statistics {
-    /// Flushes that wrote a record or found nothing to write.
+    /// Flushes that succeeded, with or without a record to write.
     pub flushes: u64,
-    /// Checkpoints.
+    /// Checkpoints written.
     pub checkpoints: u64,
-    /// Blocks that were written in part and completed from below.
+    /// Partly written blocks that were completed with the old data.
     pub filled_blocks: u64,
-    /// Blocks that wait to be completed in the background, about.
+    /// Jobs that wait in the background, mostly blocks to complete; approximate.
     pub waiting_blocks: u64,
     /// Blocks changed since the last flush.
     pub unflushed_blocks: u64,
-    /// Bytes of the file that are free to be written again.
+    /// Free bytes inside the file, which later writes reuse.
     pub free_bytes: u64,
 }
 
@@ -82,24 +89,26 @@ struct Inner {
     cache: BlockCache,
     region_shift: u8,
     layout: Layout,
-    /// Block size that the user chose, for regions that are not cut yet.
+    /// Block size that the user chose, for regions that are not cut into blocks yet.
     block_shift: Option<BlockShift>,
     gate: Gate<Frame>,
     regions: Regions,
     space: Space,
-    /// Regions with something pending, by shard of the region's index.
+    /// Regions with pending changes, in shards by the index of the region.
     changed: [Mutex<Vec<Arc<Region>>>; 16],
-    /// Blocks pending.
+    /// Number of pending blocks.
     unflushed: AtomicU64,
-    /// Memory that the regions on the list take, about.
+    /// Memory of the regions in `changed`, in bytes; approximate.
     listed_bytes: AtomicU64,
-    /// Whether anything was written since the last record, in place or not.
+    /// Whether a write changed data since the last record, in place or not.
     touched: AtomicBool,
-    /// Whether the background was asked to flush.
+    /// Whether a flush is queued in the background.
     flush_queued: AtomicBool,
-    /// Whether a record since opening made the file's identity another.
+    /// Whether a record or checkpoint since the opening has changed the identity of the file.
     marked: AtomicBool,
-    /// Why no more is written, once a barrier has failed: what the host did with the bytes is unknown from then on.
+    /// Cause of the failure after which the disk refuses to write: a barrier failed, or the write
+    /// of a header slot, or the undoing of a record. The state of the bytes on the host is unknown
+    /// then.
     failed: OnceLock<String>,
     turns: Turns,
     committer: Mutex<Committer>,
@@ -109,10 +118,11 @@ struct Inner {
     checkpoints: AtomicU64,
 }
 
-/// What all operations rely on.
+/// State that all operations share; it changes only while the gate is closed.
 struct Frame {
-    /// For what depends on the size and the features. Its sections may be older than the file's, and its file_bytes is the
-    /// most there can be: tables that are read name places that were written since.
+    /// Used for the size and the features. Its sections may be older than those of the file. Its
+    /// `file_bytes` is the largest possible value, because tables may name places that were written
+    /// after this header.
     header: Header,
     backing: Option<Backing>,
 }
@@ -122,11 +132,11 @@ struct Backing {
     device: Arc<dyn BlockDevice>,
 }
 
-/// One block, or several neighbours, of a region.
+/// A block of a region.
 #[derive(Debug, Clone, Copy)]
 struct BlockPlace {
     index: u32,
-    /// First byte of the block in its region.
+    /// First byte of the block, relative to the region.
     start: u64,
     /// Length of the block in bytes.
     length: u64,
@@ -138,13 +148,13 @@ impl Disk {
         locks::lock(&self.inner.committer).header.clone()
     }
 
-    /// The backing's entry, if there is one.
+    /// The entry of the backing, if the disk has one.
     pub fn backing(&self) -> Option<BackingEntry> {
         let frame = self.inner.gate.enter();
         frame.backing.as_ref().map(|backing| backing.entry.clone())
     }
 
-    /// What was done and what there is.
+    /// Returns the counters and the present state.
     pub fn statistics(&self) -> Statistics {
         let inner = &self.inner;
         Statistics {
@@ -157,15 +167,16 @@ impl Disk {
         }
     }
 
-    /// Whether blocks wait to be completed in the background, about.
+    /// Whether jobs wait in the background, mostly blocks to complete; approximate.
     pub fn has_waiting(&self) -> bool {
         self.inner.fills.waiting() > 0
     }
 
-    /// Makes everything durable, in tables, so that the next who opens the file has nothing to replay; gives back free
-    /// space at the end of the file.
+    /// Makes all data durable in tables, so that the next opening has no log to replay, and
+    /// releases the free space at the end of the file.
     pub fn close(self) -> Result<(), Error> {
-        // Before the gate is closed, at which the filler might be waiting.
+        // Before the gate is closed: the filler may be waiting to enter it, and `stop` joins the
+        // filler.
         self.inner.fills.stop();
         let closed = self.inner.gate.close();
         self.inner.close(closed.get())
@@ -187,7 +198,7 @@ impl Inner {
         self.regions.get(index, frame.header.region_length(index))
     }
 
-    /// Refuses to write once a barrier has failed.
+    /// Fails with [`Error::WriteRefused`] after a failure that left the state of the file unknown.
     fn check_alive(&self) -> Result<(), Error> {
         match self.failed.get() {
             Some(cause) => Err(Error::WriteRefused {
@@ -197,7 +208,8 @@ impl Inner {
         }
     }
 
-    /// A barrier. Once one failed, the host may have dropped what it could not write, and say nothing of it next time.
+    /// A barrier. After one has failed, all writes are refused: the host may have dropped dirty
+    /// pages, and the next sync may report success.
     fn barrier(&self) -> Result<(), Error> {
         self.file.storage.sync().map_err(|source| {
             let error = Error::io("sync", 0, source);
@@ -213,7 +225,7 @@ impl Inner {
             .map_err(|source| Error::io("write", at, source))
     }
 
-    /// Puts a region on the list of those that the next record is about.
+    /// Adds a region to the list of regions that the next record covers.
     fn list(&self, region: &Arc<Region>, weight: u64) {
         if !region.listed.swap(true, Ordering::AcqRel) {
             let shard = region.index as usize % self.changed.len();
@@ -239,7 +251,7 @@ impl Frame {
         }
     }
 
-    /// What stands where nothing is stored: the entry that says "zeros" at the least cost.
+    /// The cheapest entry that reads as zeros.
     fn zeros(&self) -> Entry {
         match self.backing {
             Some(_) => Entry::Zero,
@@ -247,7 +259,7 @@ impl Frame {
         }
     }
 
-    /// Whether an entry reads as zeros without looking further.
+    /// Whether an entry reads as zeros without a read of the backing.
     fn is_zeros(&self, entry: &Entry) -> bool {
         match entry {
             Entry::Zero => true,
@@ -257,7 +269,7 @@ impl Frame {
     }
 }
 
-/// The block of a region of `length` bytes in which the byte `at` lies.
+/// The block that holds the byte `at` of a region of `length` bytes.
 fn place(at: u64, shift: u8, length: u64) -> BlockPlace {
     let index = at >> shift;
     let start = index << shift;
@@ -268,7 +280,7 @@ fn place(at: u64, shift: u8, length: u64) -> BlockPlace {
     }
 }
 
-/// The pieces of `offset..offset + length` by region: its index, the place in it, and how much.
+/// Splits `offset..offset + length` by region: index of the region, offset in it, length.
 fn by_region(offset: u64, length: u64, region_shift: u8) -> impl Iterator<Item = (u64, u64, u64)> {
     let end = offset + length;
     let mut at = offset;

@@ -1,4 +1,5 @@
-//! Opening a writable file for writing: what the log holds goes into the tables first (spec section 10, "Opening for writing").
+//! Opens a file for writing. The log is first folded into the tables (spec section 10, "Opening for
+//! writing").
 
 use std::collections::HashSet;
 use std::sync::OnceLock;
@@ -22,7 +23,7 @@ use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex};
 use crate::{BackingResolver, BlockDevice, Error, Image, OpenOptions, Verify};
 
-/// Gives the backing that the caller has at hand.
+/// A resolver that returns the backing of the caller.
 pub(super) struct Given(pub(super) Option<Arc<dyn BlockDevice>>);
 
 impl BackingResolver for Given {
@@ -32,10 +33,12 @@ impl BackingResolver for Given {
 }
 
 impl Disk {
-    /// Opens a file for writing. The caller holds the lock on it as long as the disk lives.
+    /// Opens a file for writing. The caller holds the lock on the file for the lifetime of the
+    /// disk.
     ///
-    /// What was flushed before a crash is there; nothing has to be repaired first. Fails with [`Error::Unsupported`] if the
-    /// file is sealed or has what this version does not write, with [`Error::MissingBacking`] if `resolver` has no backing.
+    /// All data that was flushed before a crash is present; no repair is necessary. Fails with
+    /// [`Error::Unsupported`] if the file is sealed or has features that this version does not
+    /// write, and with [`Error::MissingBacking`] if `resolver` has no backing.
     pub fn open(
         storage: Arc<dyn Storage>,
         options: &OpenOptions,
@@ -75,7 +78,8 @@ impl Disk {
         for stored in &logged {
             committer.free.remove(sectors(*stored));
         }
-        // Bytes behind the end are of no record and no table; without them new ones read as zeros.
+        // No record or table names the bytes behind the end. Truncation makes sure that new bytes
+        // there read as zeros.
         let io = |source| Error::io("cut off the end", replayed.file_bytes, source);
         if storage.len().map_err(io)? > replayed.file_bytes {
             storage.set_len(replayed.file_bytes).map_err(io)?;
@@ -117,7 +121,7 @@ impl Disk {
 }
 
 impl Inner {
-    /// Writes what the log of a file says into its tables, region by region.
+    /// Folds the log of a file into its tables, region by region.
     fn fold_log(&self, image: &Image) -> Result<(), Error> {
         let mut committer = lock(&self.committer);
         let committer = &mut *committer;
@@ -127,8 +131,8 @@ impl Inner {
         for region in image.logged_regions() {
             let new = blocks_of(image, region)?;
             let old = match read_blocks(&self.file, &header, region, root[region as usize]) {
-                // A damaged table, of which the log needs nothing: else the file would not have opened. What only it
-                // named is lost space.
+                // The table is damaged, but the log needs nothing of it: else the file would not
+                // have opened. The space that only this table named is leaked.
                 Err(error) if error.code().is_some() => Blocks::Whole(Entry::Absent),
                 old => old?,
             };
@@ -141,7 +145,7 @@ impl Inner {
             let written = self.write_table(region, &new, &mut root, &mut change);
             self.or_free(written, &change)?;
         }
-        // What one record gave up, a later one may have taken, for another region too.
+        // A later record may use space that an earlier one freed, even for another region.
         let mut freed = Extents::default();
         change.freed.drain(..).for_each(|range| freed.insert(range));
         for stored in image.logged_blocks() {
@@ -157,12 +161,12 @@ impl Inner {
     }
 }
 
-/// A region as tables and log have it together.
+/// The entries of a region according to its table and the log.
 fn blocks_of(image: &Image, region: u64) -> Result<Blocks, Error> {
     let header = image.header();
     let start = region << header.region_shift;
     let length = header.region_length(region);
-    // Not to be guessed from the length of its first block, which may be the only one, and short.
+    // The length of the first block is not enough: it may be the only block, and short.
     let Some(shift) = image.logged_block_shift(region) else {
         return Ok(Blocks::Whole(image.piece(start)?.entry));
     };
@@ -211,7 +215,7 @@ fn backing_of(image: &Image) -> Result<Backing, Error> {
     }
 }
 
-/// Layout and block size as the file was made with.
+/// The layout and the block size with which the file was created.
 fn layout_of(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
     let metadata = image.metadata()?;
     let options = &metadata["options"];
@@ -228,8 +232,8 @@ fn layout_of(image: &Image) -> Result<(Layout, Option<BlockShift>), Error> {
     })
 }
 
-/// Makes durable what was found, and what was found to be nothing, so that no later opening finds otherwise. Gives the slot
-/// of the header.
+/// Makes the result of the recovery durable, so that no later opening can find another one: undoes
+/// a dropped record and writes the chosen header to both slots. Returns the slot of the header.
 fn settle_slots(
     storage: &dyn Storage,
     header: &Header,

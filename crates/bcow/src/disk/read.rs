@@ -1,4 +1,4 @@
-//! Reading: what is stored here, from here; what is not, from the backing.
+//! Reads: stored blocks from the file, absent blocks from the backing.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::device::checked_range;
 use crate::sync::Arc;
 use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, Status};
 
-/// Blocks up to this size are read as a whole, to compare their checksums, on the stack's scale of memory.
+/// Blocks of up to this size are read into a buffer on the stack, to verify the checksum.
 const SECTOR: usize = 4096;
 
 impl BlockDevice for Disk {
@@ -35,13 +35,13 @@ impl BlockDevice for Disk {
     }
 
     fn identity(&self) -> Option<crate::FileIdentity> {
-        // Its bytes change, so that no two looks at it are known to be the same.
+        // The content changes, so that two reads of it need not be the same.
         None
     }
 }
 
 impl Disk {
-    /// Where the byte `offset` of the address space is stored, and how far that holds: one entry's piece.
+    /// Returns the entry at byte `offset` of the address space, and the range for which it holds.
     pub fn map(&self, offset: u64) -> Result<Extent, Error> {
         let frame = self.inner.enter();
         checked_range(offset, 1, frame.header.size)?;
@@ -82,8 +82,8 @@ impl Inner {
         }
     }
 
-    /// Reads, or gives the index of a block that must be completed first. What the backing has is read when the region's
-    /// lock is dropped: it does not change.
+    /// Reads, or returns the index of a block that must be completed first. Data of the backing is
+    /// read after the lock of the region is released, because the backing does not change.
     fn try_read_region(
         &self,
         frame: &Frame,
@@ -136,7 +136,8 @@ impl Inner {
         Ok(None)
     }
 
-    /// Bytes from a block's start up to which raw blocks lie one behind the other in the file too; no further than `most`.
+    /// Length from the start of a block up to which raw blocks are contiguous in the file, as far
+    /// as `most` needs.
     fn run_length(
         &self,
         state: &State,
@@ -161,7 +162,8 @@ impl Inner {
         length.min(region.length - block.start)
     }
 
-    /// Raw blocks that lie one behind the other in the file. Those that `buf` has as a whole are read in one go.
+    /// Reads raw blocks that are contiguous in the file. Blocks that `buf` holds as a whole take
+    /// one read.
     fn read_raw(
         &self,
         state: &State,
@@ -267,7 +269,7 @@ impl Inner {
         self.file.read_at(at, buf)
     }
 
-    /// What stands at `start` of the address space where the entry is absent or zero.
+    /// Reads the content at `start` of the address space where the entry is absent or zero.
     pub(super) fn read_below(
         &self,
         frame: &Frame,
@@ -293,7 +295,7 @@ impl Inner {
         Ok(())
     }
 
-    /// One whole block as an entry has it: for copying the rest of a block from, and for rewriting one.
+    /// Reads `range` of a block according to `entry`. Verifies the checksum, if the block has one.
     pub(super) fn read_entry(
         &self,
         frame: &Frame,
@@ -351,7 +353,7 @@ impl Inner {
             Entry::Raw(stored) => Mapping::Raw { stored },
             Entry::Zstd(stored) => Mapping::Compressed { stored },
             Entry::Open(stored) => Mapping::Open { stored },
-            // A disk that is open for writing has no windows, and a block is no table.
+            // A disk that is open for writing has no windows, and a block is never a table.
             Entry::Zero | Entry::Table(_) | Entry::Window { .. } => Mapping::Zero,
         };
         Ok(Extent {
@@ -414,7 +416,7 @@ fn kind(entry: &Entry) -> std::mem::Discriminant<Entry> {
 
 /// The stored range of a block that is known to be raw.
 fn raw(state: &State, index: u32) -> Stored {
-    // Where nothing is stored there is nothing that would have the checksum.
+    // If nothing is stored, no data matches this checksum.
     const NOWHERE: Stored = Stored {
         at: bcow_format::Uba(0),
         bytes: 0,

@@ -1,4 +1,4 @@
-//! One region of an open disk: what stands at each of its blocks, and what of that no record has said yet.
+//! One region of an open disk: the entries of its blocks, and which of them no record has yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,63 +10,66 @@ use super::extents::Ranges;
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A region. Its lock is held shared by those who read its blocks or write into them in place, and exclusively to
-/// change an entry; so whoever holds it exclusively knows that nobody is at any block of the region.
+/// A region. A reader, or a writer into a block in place, holds the lock shared; a change of an
+/// entry holds it exclusively. An exclusive holder thus knows that no other thread uses a block of
+/// the region, except a completion that is reading old data (see [`Transit::id`]).
 pub(super) struct Region {
     pub(super) index: u64,
-    /// Bytes of the address space in it.
+    /// Length of the region in bytes.
     pub(super) length: u64,
-    /// Whether it stands in the list of changed regions.
+    /// Whether the region is in the list of changed regions.
     pub(super) listed: AtomicBool,
-    /// Whether it was used since it was last looked at for eviction.
+    /// Whether the region was used since eviction last examined it.
     pub(super) used: AtomicBool,
     pub(super) state: RwLock<State>,
 }
 
-/// What stands in a region.
+/// The entries of a region and their state.
 #[derive(Debug)]
 pub(super) struct State {
-    /// `None` until it was read.
+    /// `None` until the table is read from the file.
     pub(super) blocks: Option<Blocks>,
-    /// Blocks that are not as the newest record or table has them. In a region that is a whole, block 0 is all of it.
+    /// Blocks that differ from the newest record or table. In a region that is not cut into blocks,
+    /// block 0 is the whole region.
     pub(super) pending: BTreeMap<u32, Pending>,
-    /// A region that was cut into blocks while, as a whole, it was pending: what it was made then, and what it is
-    /// published as.
+    /// Set when the region was cut into blocks while it was pending as a whole: the entry that it
+    /// had as a whole, and the entry that is published.
     whole: Option<(Entry, Entry)>,
-    /// What the record being written has of this region.
+    /// What the record in flight contains of this region.
     committing: Option<Committing>,
     /// Whether the table in the file is older than the newest record.
     pub(super) logged: bool,
-    /// Memory that the committer counts for it while it is logged.
+    /// Memory in bytes that the committer counts for the region while it is logged.
     pub(super) counted: u64,
 }
 
-/// A block that is not as the newest record or table has it.
+/// A block that differs from the newest record or table.
 #[derive(Debug)]
 pub(super) struct Pending {
-    /// What that has. Its space is free when the next record is durable.
+    /// The entry in the newest record or table. Its space is free when the next record is durable.
     pub(super) published: Entry,
-    /// Set while the block is not complete.
+    /// Set while the block is incomplete.
     pub(super) transit: Option<Transit>,
 }
 
 /// A block that was written in part; the rest is still to be copied.
 #[derive(Debug, Clone)]
 pub(super) struct Transit {
-    /// Which one it is. Where the block lies does not tell: its place may be given up, and given to
-    /// the next write of the same block, while the rest is read without the region's lock.
+    /// Identity of the transit. The place of the block does not identify it: the place may be
+    /// released, and allocated to the next write of the same block, while a completion reads the
+    /// old data without the lock of the region.
     pub(super) id: TransitId,
-    /// What the rest is copied from.
+    /// The entry from which the rest is copied.
     pub(super) source: Entry,
-    /// What was written.
+    /// The ranges of the block that were written.
     pub(super) written: Ranges,
 }
 
-/// Tells transits apart: no two of an open disk have the same.
+/// Identifies a transit. No two transits of an open disk have the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct TransitId(u64);
 
-/// Gives each transit of a disk its own identity.
+/// Allocates the identities of transits.
 #[derive(Debug, Default)]
 pub(super) struct TransitIds(AtomicU64);
 
@@ -76,18 +79,18 @@ impl TransitIds {
     }
 }
 
-/// What a record being written says of a region: what was published before.
+/// The blocks of a region that the record in flight replaces, with the entries published before.
 #[derive(Debug, Default)]
 struct Committing {
     whole: Option<(Entry, Entry)>,
     blocks: BTreeMap<u32, Replaced>,
 }
 
-/// A block that the record being written replaces.
+/// A block that the record in flight replaces.
 #[derive(Debug, Clone, Copy)]
 struct Replaced {
     published: Entry,
-    /// Whether nothing is stored in its stead.
+    /// Whether the new entry stores no data.
     given_up: bool,
 }
 
@@ -95,7 +98,7 @@ struct Replaced {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Freed {
     pub(super) stored: Stored,
-    /// Whether nothing was stored in its stead: then as much is free for long.
+    /// Whether the new entry stores no data. The space is then not needed soon, and can be punched.
     pub(super) given_up: bool,
 }
 
@@ -127,13 +130,14 @@ impl Region {
     }
 
     pub(super) fn touch(&self) {
-        // Only the first use since the last look writes to the shared line.
+        // Only the first use after an eviction scan writes to the shared cache line.
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether nothing of it would be lost if it were forgotten. The caller has the only reference.
+    /// Whether the file has all that the region contains, so that eviction loses nothing. The
+    /// caller holds the only reference.
     pub(super) fn is_clean(&self) -> bool {
         self.state.try_read().is_ok_and(|state| {
             state.pending.is_empty()
@@ -150,7 +154,7 @@ impl Region {
 }
 
 impl State {
-    /// The entries, once the region was read.
+    /// The entries. The caller has made sure that they were read.
     pub(super) fn blocks(&self) -> &Blocks {
         const UNREAD: &Blocks = &Blocks::Whole(Entry::Absent);
         debug_assert!(self.blocks.is_some());
@@ -165,19 +169,19 @@ impl State {
         self.pending.get(&index)?.transit.as_ref()
     }
 
-    /// Whether the block was written since the last record and may so be written again in place.
+    /// Whether the block was written since the last record, so that it may be overwritten in place.
     pub(super) fn is_fresh(&self, index: u32) -> bool {
         self.pending.contains_key(&index)
     }
 
-    /// Cuts a region that is absent or zero as a whole into blocks. Gives the number of blocks that
-    /// were pending and are not any more: the region as a whole, 0 or 1.
+    /// Cuts a region that is absent or zero as a whole into blocks. Returns the number of blocks
+    /// that are no longer pending: 1 if the region was pending as a whole, else 0.
     pub(super) fn cut(&mut self, shift: BlockShift, length: u64) -> u64 {
         let Some(Blocks::Whole(entry @ (Entry::Absent | Entry::Zero))) = self.blocks else {
             return 0;
         };
         let mut dropped = 0;
-        // What was said of the region as a whole is not about its block 0.
+        // An entry of the whole region must not become an entry of block 0.
         if let Some(pending) = self.pending.remove(&0) {
             self.whole = Some((entry, pending.published));
             dropped = 1;
@@ -192,8 +196,8 @@ impl State {
         dropped
     }
 
-    /// Puts an entry into its place. Gives back the space of the one before, if no record ever named it, and whether
-    /// the block is newly pending.
+    /// Sets the entry of a block. Returns the space of the old entry if no record ever named it,
+    /// and whether the block is newly pending.
     pub(super) fn set(
         &mut self,
         index: u32,
@@ -224,14 +228,14 @@ impl State {
         }
     }
 
-    /// A block has all its bytes.
+    /// Ends the transit of a block: all its bytes are in place.
     pub(super) fn completed(&mut self, index: u32) {
         if let Some(pending) = self.pending.get_mut(&index) {
             pending.transit = None;
         }
     }
 
-    /// A further part of a block in transit was written.
+    /// Records that a further part of a block in transit was written.
     pub(super) fn wrote_in_transit(&mut self, index: u32, range: Range<u32>, length: u32) {
         if let Some(pending) = self.pending.get_mut(&index)
             && let Some(transit) = &mut pending.transit
@@ -243,21 +247,22 @@ impl State {
         }
     }
 
-    /// The entry that the newest record or table has, and the record being written, if there is one.
+    /// The entries as of the newest record or table, including the record in flight, if there is
+    /// one.
     pub(super) fn published(&self) -> Blocks {
         let mut blocks = self.blocks().clone();
         for (index, pending) in &self.pending {
             blocks.replace(*index, pending.published);
         }
         match self.whole {
-            // Before it was cut it was one and the same everywhere.
+            // Before it was cut, the region had one entry.
             Some((_, published)) => Blocks::Whole(published),
             None => blocks,
         }
     }
 
-    /// Takes all complete pending blocks for a record and says what it must say. `finish` makes the entry of a block
-    /// the one to be recorded. If it fails, nothing was taken.
+    /// Moves all complete pending blocks into the record in flight and appends their mappings.
+    /// `finish` turns the entry of a block into the entry to record. If it fails, nothing is moved.
     pub(super) fn take_for_record<E>(
         &mut self,
         region_start: u64,
@@ -328,10 +333,10 @@ impl State {
         Ok(())
     }
 
-    /// The space that the record being written frees.
+    /// The space that the record in flight frees.
     pub(super) fn freed_by_record(&self) -> impl Iterator<Item = Freed> + '_ {
         self.committing.iter().flat_map(|committing| {
-            // What a region had as a whole before it was zeroed and cut.
+            // The data of the whole region before it was zeroed and cut.
             let whole = committing.whole.and_then(|(_, published)| {
                 Some(Freed {
                     stored: published.stored()?,
@@ -343,13 +348,13 @@ impl State {
         })
     }
 
-    /// The record is durable.
+    /// Marks the record in flight as durable.
     pub(super) fn record_is_durable(&mut self) {
         self.logged |= self.committing.take().is_some();
     }
 
-    /// The record was not written: what it was to say is pending again. Gives the space of blocks that were written
-    /// again since, and the number of blocks that are pending again.
+    /// Makes the blocks of a failed record pending again. Adds to `freed` the space of blocks that
+    /// were written again since. Returns the number of blocks that became pending again.
     pub(super) fn record_failed(&mut self, freed: &mut Vec<Stored>) -> u64 {
         let Some(committing) = self.committing.take() else {
             return 0;
@@ -359,10 +364,10 @@ impl State {
             match self.pending.get_mut(&index) {
                 Some(pending) => {
                     let between = std::mem::replace(&mut pending.published, published);
-                    // A block in transit may still be copied from it.
+                    // A transit may still copy from this space.
                     match &pending.transit {
                         Some(transit) if transit.source == between => {
-                            // Keeps it as what is published, and leaks it if the file is not closed before.
+                            // Then the space stays allocated until the file is opened again.
                         }
                         _ => freed.extend(between.stored()),
                     }

@@ -1,7 +1,4 @@
-//! The regions of an open disk that were used lately, and the root table.
-//!
-//! Locks: a *shard* of the map (never held across I/O or while another lock is taken, but the root's), a region's own, the root's.
-//! A region that is not in the map is as its root entry says. It is read under its own lock, by whoever needs it first.
+//! A cache of recently used regions of an open disk, and the root table.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
@@ -18,17 +15,17 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, SMALL};
 
 const SHARDS: u64 = if SMALL { 2 } else { 64 };
-/// Regions kept in memory: with 24 KiB for a table of 1024 blocks, some 24 MiB. Those that a checkpoint has yet to write are not
-/// counted, as they cannot be left.
+/// Limit of cached regions per shard: with 24 KiB for a table of 1024 blocks, some 24 MiB in all. A
+/// shard may exceed the limit, because dirty regions cannot be evicted.
 const MOST_PER_SHARD: usize = if SMALL { 1 } else { 16 };
 
 pub(super) struct Regions {
     shards: Vec<Mutex<HashMap<u64, Arc<Region>>>>,
-    /// As of the newest checkpoint.
+    /// The root table as of the newest checkpoint.
     root: RwLock<Root>,
 }
 
-/// A region, or the one entry that stands for all of it.
+/// A region, or the one entry of a region that is not in memory.
 pub(super) enum Found {
     Region(Arc<Region>),
     Whole(Entry),
@@ -42,7 +39,7 @@ impl Regions {
         }
     }
 
-    /// The region, to be changed.
+    /// The region, for a change.
     pub(super) fn get(&self, index: u64, length: u64) -> Arc<Region> {
         let mut shard = lock(&self.shards[(index % SHARDS) as usize]);
         if shard.len() >= MOST_PER_SHARD && !shard.contains_key(&index) {
@@ -63,7 +60,7 @@ impl Regions {
         }
     }
 
-    /// The region, to be looked at: one that was never written need not be held in memory for that.
+    /// The region, for a read. A region that was never written is not loaded into memory.
     pub(super) fn find(&self, index: u64, length: u64) -> Found {
         {
             let shard = lock(&self.shards[(index % SHARDS) as usize]);
@@ -79,7 +76,7 @@ impl Regions {
         Found::Region(self.get(index, length))
     }
 
-    /// The region's state, read from the file if nobody did yet.
+    /// The state of the region, locked shared. Reads the table from the file if necessary.
     pub(super) fn read<'a>(
         &self,
         region: &'a Region,
@@ -96,7 +93,7 @@ impl Regions {
         }
     }
 
-    /// The same, to be changed.
+    /// The state of the region, locked exclusively. Reads the table from the file if necessary.
     pub(super) fn write<'a>(
         &self,
         region: &'a Region,
@@ -111,17 +108,17 @@ impl Regions {
         Ok(state)
     }
 
-    /// The root table as of the newest checkpoint.
+    /// A copy of the root table as of the newest checkpoint.
     pub(super) fn root(&self) -> Root {
         read(&self.root).clone()
     }
 
-    /// A checkpoint was made.
+    /// Replaces the root table after a checkpoint.
     pub(super) fn set_root(&self, root: Root) {
         *write(&self.root) = root;
     }
 
-    /// Forgets all regions: the root table says everything.
+    /// Evicts all regions. The caller knows that the root table and the tables are complete.
     pub(super) fn clear(&self) {
         for shard in &self.shards {
             lock(shard).clear();
@@ -129,7 +126,7 @@ impl Regions {
     }
 }
 
-/// What a root entry stands for.
+/// The entries that a root entry stands for.
 pub(super) fn read_blocks(
     file: &CheckedFile,
     header: &Header,
@@ -142,7 +139,7 @@ pub(super) fn read_blocks(
     })
 }
 
-/// Forgets a region that nobody has at hand, of which all is in the file, and that was not used for a while.
+/// Evicts one clean region that has no other user and was not used since the last scan.
 fn forget_one(shard: &mut HashMap<u64, Arc<Region>>) {
     let victim = shard
         .iter()

@@ -1,8 +1,8 @@
-//! Which bytes of the file are free to be written.
+//! Allocation of space in the file.
 //!
-//! Two locks, taken in this order and never held across I/O: a *chunk* (one of several; a region always asks the same one), and
-//! the *pool* that chunks are cut from. The pool is asked once per chunk, so writers to different regions
-//! rarely meet.
+//! There are two levels of locks, acquired in this order and never held across I/O: a *chunk* (one
+//! of several; a region always uses the same one), and the *pool* from which chunks are cut. The
+//! pool is locked once per chunk, so writers to different regions rarely contend.
 
 use std::io;
 use std::ops::Range;
@@ -15,10 +15,10 @@ use crate::Error;
 use crate::sync::{Mutex, SMALL};
 
 const CHUNKS: usize = 16;
-/// What a chunk takes from the pool at a time.
+/// Bytes that a chunk takes from the pool at a time.
 const CHUNK_BYTES: u64 = if SMALL { SECTOR_BYTES } else { 1 << 20 };
-/// Free space is used again once there is this much of it, or a sixteenth of the file: until then the file grows, since
-/// what is written one behind the other is also read so.
+/// Free space is reused once there is this much of it, and a sixteenth of the file. Until then the
+/// file grows, because data that is written sequentially is also read so.
 const LEAST_REUSE_BYTES: u64 = 4 << 20;
 
 pub(super) struct Space {
@@ -28,16 +28,16 @@ pub(super) struct Space {
 
 struct Pool {
     free: Extents,
-    /// Everything from here on is free, and reads as zeros.
+    /// All space from here on is free and reads as zeros.
     end: u64,
 }
 
-/// A range to be written.
+/// An allocated range, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Piece {
     pub(super) start: u64,
     pub(super) bytes: u64,
-    /// Whether it reads as zeros.
+    /// Whether the range reads as zeros.
     pub(super) blank: bool,
 }
 
@@ -55,7 +55,7 @@ impl Piece {
 }
 
 impl Space {
-    /// Free are the ranges `free`, and everything from `end` on, where the file ends.
+    /// The ranges `free` are free, and all space from `end` on, where the file ends.
     pub(super) fn new(free: Extents, end: u64) -> Self {
         Space {
             chunks: Default::default(),
@@ -66,8 +66,8 @@ impl Space {
         }
     }
 
-    /// A range of at least `unit` and at most `most` bytes, a multiple of `unit`, which is a multiple of the sector.
-    /// `near`: who asks with the same number gets neighbouring ranges.
+    /// Allocates at least `unit` and at most `most` bytes. The result is a multiple of `unit`,
+    /// which is a multiple of the sector size. Calls with the same `near` get neighbouring ranges.
     pub(super) fn allocate(&self, near: u64, unit: u64, most: u64) -> Result<Piece, Error> {
         let mut chunk = lock(&self.chunks[near as usize % CHUNKS]);
         if chunk.bytes < unit {
@@ -80,11 +80,11 @@ impl Space {
         Ok(chunk.cut(bytes))
     }
 
-    /// A range of `bytes`, rounded up to sectors, for tables and sections.
+    /// Allocates `bytes`, rounded up to sectors, for a table or section.
     pub(super) fn allocate_section(&self, bytes: u64) -> Result<Piece, Error> {
         let bytes = bytes.next_multiple_of(SECTOR_BYTES);
         let mut pool = lock(&self.pool);
-        // A gap that fits is as good a place as any, and keeps the file short.
+        // A gap that fits is preferred, because it keeps the file short.
         match pool.free.take(bytes, bytes) {
             Some(range) => Ok(Piece {
                 start: range.start,
@@ -95,7 +95,7 @@ impl Space {
         }
     }
 
-    /// Gives ranges back.
+    /// Frees ranges.
     pub(super) fn free(&self, ranges: impl IntoIterator<Item = Range<u64>>) {
         let mut pool = lock(&self.pool);
         for range in ranges {
@@ -103,7 +103,8 @@ impl Space {
         }
     }
 
-    /// Begins anew: free are the ranges `free` and everything from `end` on. The caller knows that nothing else is taken.
+    /// Starts over with `free` and all space from `end` on as the free space. The caller knows that
+    /// all other space is in use and that no allocation is in flight.
     pub(super) fn reset(&self, free: Extents, end: u64) {
         for chunk in &self.chunks {
             *lock(chunk) = Piece::default();
@@ -114,7 +115,7 @@ impl Space {
         };
     }
 
-    /// Bytes in front of the end that are free.
+    /// Free bytes before the end of the file.
     pub(super) fn free_bytes(&self) -> u64 {
         let in_chunks: u64 = self.chunks.iter().map(|chunk| lock(chunk).bytes).sum();
         in_chunks + lock(&self.pool).free.total()
@@ -150,8 +151,8 @@ impl Pool {
     }
 }
 
-/// The sectors of a stored range. In a writable file everything begins with a sector, so that it has them for itself (spec
-/// section 10, "Places").
+/// The sectors of a stored range. In a writable file every stored range starts at a sector and owns
+/// its sectors (spec section 10, "Places").
 pub(super) fn sectors(stored: Stored) -> Range<u64> {
     debug_assert!(stored.at.0.is_multiple_of(SECTOR_BYTES));
     stored.at.0..stored.end().next_multiple_of(SECTOR_BYTES)

@@ -1,7 +1,7 @@
-//! Copy-after-write: a block that was written in part is completed later, from what stood there before.
+//! Copy-after-write: a block that was written in part is completed later with the old data.
 //!
-//! Until then its bytes lie at their place in the file, and what was written of it is known in memory only; no record
-//! names it. A read, a flush, or the filler in the background completes it.
+//! Until then the written bytes are at their place in the file, and only memory has the ranges that
+//! were written; no record names the block. A read, a flush, or the background filler completes it.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -15,16 +15,16 @@ use crate::Error;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, SMALL, Weak, thread};
 
-/// Blocks waiting to be filled; beyond it, who writes one fills it.
+/// Length of the queue from which a writer completes its partly written block itself.
 const MOST_WAITING: usize = if SMALL { 1 } else { 1024 };
-/// Jobs that the filler does before the storage hears that it is done.
+/// Jobs that the filler does in one call of `Storage::unasked`.
 const JOBS_AT_ONCE: usize = 64;
 
 /// The filler and its queue.
 #[derive(Default)]
 pub(super) struct Fills {
     queue: Mutex<Queue>,
-    /// Something is in the queue, or it ended.
+    /// Signalled when a job is queued and when the queue ends.
     changed: Condvar,
     waiting: AtomicUsize,
     done: AtomicU64,
@@ -33,16 +33,16 @@ pub(super) struct Fills {
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
-    /// Set once; the thread is only started when there is something to do.
+    /// The thread, which starts with the first job.
     filler: Option<thread::JoinHandle<()>>,
     ended: bool,
 }
 
-/// What the background does.
+/// A background job.
 pub(super) enum Job {
     /// Complete a block.
     Fill(Arc<Region>, u32),
-    /// So much is pending that it is better recorded, though nobody asked.
+    /// Flush, because many blocks are pending.
     Flush,
 }
 
@@ -51,24 +51,24 @@ impl Fills {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// Jobs that the filler has not begun.
+    /// Number of jobs that the filler has not begun.
     pub(super) fn waiting(&self) -> u64 {
         self.waiting.load(Ordering::Relaxed) as u64
     }
 
-    /// Whether the filler is so far behind that writers should fill for themselves.
+    /// Whether the queue is full, so that writers complete blocks themselves.
     pub(super) fn is_behind(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) >= MOST_WAITING
     }
 
-    /// A job that waits, if there is one.
+    /// The next job, if one is queued.
     fn take(&self) -> Option<Job> {
         let job = lock(&self.queue).jobs.pop_front()?;
         self.waiting.fetch_sub(1, Ordering::Relaxed);
         Some(job)
     }
 
-    /// No further job is begun; waits for the one at hand.
+    /// Drops all queued jobs and waits for the job in progress.
     pub(super) fn stop(&self) {
         let filler = {
             let mut queue = lock(&self.queue);
@@ -80,21 +80,21 @@ impl Fills {
         if let Some(filler) = filler
             && filler.thread().id() != thread::current().id()
         {
-            // A panic in there is a bug that has been shown already.
+            // The panic is a bug, and the panic hook has already reported it.
             let _ = filler.join();
         }
     }
 }
 
 impl Disk {
-    /// Completes all blocks in transit. Nothing is made durable.
+    /// Completes all blocks in transit, and makes nothing durable.
     ///
-    /// What can be completed is; the first error is returned.
+    /// An error does not stop it: it completes all blocks that it can, and returns the first error.
     pub fn settle(&self) -> Result<(), Error> {
         let inner = &self.inner;
         let frame = inner.enter();
         inner.check_alive()?;
-        // Who flushes takes the list away, and completes what is on it.
+        // A flush takes the list away and completes the blocks on it. This waits for it.
         let _flushed = lock(&inner.committer);
         let mut outcome = Ok(());
         for shard in &inner.changed {
@@ -108,7 +108,7 @@ impl Disk {
 }
 
 impl Inner {
-    /// Leaves a job to the background.
+    /// Queues a job for the background.
     pub(super) fn later(self: &Arc<Self>, job: Job) {
         let fills = &self.fills;
         let mut queue = lock(&fills.queue);
@@ -118,7 +118,7 @@ impl Inner {
         if queue.filler.is_none() {
             let disk = Arc::downgrade(self);
             let builder = thread::Builder::new().name("bcow-fill".into());
-            // Without a thread, reads and flushes complete what they meet.
+            // Without the thread, reads and flushes complete the blocks.
             let Ok(filler) = builder.spawn(move || fill_forever(&disk)) else {
                 return;
             };
@@ -146,14 +146,14 @@ impl Inner {
 
     fn work(&self, job: Job) {
         let frame = self.enter();
-        // What cannot be done now is met again by the read or the flush that needs it, and reported there.
+        // An error is not reported here: the read or flush that needs the block meets it again.
         let _ = match job {
             Job::Fill(region, index) => self.complete(&frame, &region, index),
             Job::Flush => self.flush(&frame),
         };
     }
 
-    /// Completes what is in transit of a region; of several errors, returns the first.
+    /// Completes the blocks of a region that are in transit. Returns the first error.
     pub(super) fn complete_region(&self, frame: &Frame, region: &Region) -> Result<(), Error> {
         let in_transit: Vec<u32> = {
             let state = self.regions.read(region, &self.file, &frame.header)?;
@@ -170,10 +170,12 @@ impl Inner {
         outcome
     }
 
-    /// Completes a block, if it is in transit. Its region's lock is not held while what was there
-    /// before is read; until it is held again, the block may have become anything, and so may the
-    /// place that is read. So what was read, or the failure to read it, counts only if the same
-    /// transit is still there; else it is looked at anew.
+    /// Completes a block, if it is in transit.
+    ///
+    /// The old data is read without the lock of the region. Meanwhile another thread may change the
+    /// block, and may reuse the place that is read. So the data, or the error of the read, counts
+    /// only if the same transit still exists when the lock is held again; else the block is
+    /// examined again.
     pub(super) fn complete(&self, frame: &Frame, region: &Region, index: u32) -> Result<(), Error> {
         loop {
             let (transit, shift) = {
@@ -192,8 +194,7 @@ impl Inner {
             };
             let old = old?;
             let gaps = transit.written.gaps(block.length as u32);
-            // Gaps only become less while a transit lasts. What was not read all the same has to be
-            // read.
+            // Gaps only shrink while a transit lasts, so every gap was read.
             let Some(pieces) = gaps.iter().map(|gap| piece_of(&old, gap)).collect() else {
                 debug_assert!(false, "a gap of a block in transit grew");
                 continue;
@@ -214,7 +215,7 @@ impl Inner {
         }
     }
 
-    /// What was there before of those parts of a block that were not written.
+    /// Reads the old data of those parts of a block that were not written.
     fn read_gaps(
         &self,
         frame: &Frame,
@@ -233,13 +234,13 @@ impl Inner {
     }
 }
 
-/// A part of a block that was not written, and what was there before.
+/// A part of a block that was not written, and its old data.
 struct Gap {
     range: Range<u32>,
     bytes: Vec<u8>,
 }
 
-/// What was read of a range, if all of it was.
+/// The old data of `range`, if all of it was read.
 fn piece_of<'a>(read: &'a [Gap], range: &Range<u32>) -> Option<&'a [u8]> {
     let has = |gap: &&Gap| gap.range.start <= range.start && range.end <= gap.range.end;
     let gap = read.iter().find(has)?;
@@ -249,7 +250,8 @@ fn piece_of<'a>(read: &'a [Gap], range: &Range<u32>) -> Option<&'a [u8]> {
 
 fn fill_forever(disk: &Weak<Inner>) {
     loop {
-        // The disk ends the queue before it goes, so that this is not the last to hold it for long.
+        // The disk ends the queue before it is dropped, so this reference is not the last one for
+        // long.
         let Some(disk) = disk.upgrade() else {
             return;
         };

@@ -1,7 +1,7 @@
-//! Writing, zeroing, discarding.
+//! Write, zero, discard.
 //!
-//! Blocks of one sector carry a checksum and are never overwritten once a record names them: each write goes to a new
-//! place. Larger blocks are *open*: they are written in place.
+//! Blocks of one sector have a checksum and are never overwritten after a record names them: each
+//! write goes to a new place. Larger blocks are *open*: they are overwritten in place.
 
 use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 
@@ -17,20 +17,20 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, SMALL};
 use crate::{Error, Layout, Space as Under, WritableDevice};
 
-/// Blocks with a checksum.
+/// log2 of the size of blocks with a checksum: 4 KiB.
 pub(super) const CHECKED_SHIFT: u8 = 12;
-/// Blocks where much is written at once.
+/// log2 of the block size of regions whose first write has at least `STREAM_BYTES`: 64 KiB.
 const STREAM_SHIFT: u8 = 16;
-/// This much.
+/// Least length in bytes of a first write that selects `STREAM_SHIFT`.
 const STREAM_BYTES: u64 = if SMALL { 4096 } else { 128 << 10 };
-/// Blocks up to this size over zeros are written as a whole rather than completed later.
+/// A part of a block of up to this size over zeros is written as a whole block, in bytes.
 const WHOLE_BYTES: u64 = if SMALL { 4096 } else { 64 << 10 };
 /// Zeros that must be stored are written in pieces of this size.
 const ZEROS: &[u8] = &[0; 256 << 10];
-/// With so many blocks pending, they are recorded in the background, and with four times as many by who writes: each costs some
-/// hundred bytes of memory.
+/// Number of pending blocks at which a flush starts in the background. At four times as many, the
+/// writer flushes. Each pending block takes some hundred bytes of memory.
 const MANY_PENDING: u64 = if SMALL { 4 } else { 1 << 16 };
-/// The same for the memory that the tables of regions with pending blocks take, in bytes.
+/// The same limit for the memory of the tables of regions with pending blocks, in bytes.
 const MANY_BYTES: u64 = 16 << 20;
 
 impl WritableDevice for Disk {
@@ -67,7 +67,7 @@ impl WritableDevice for Disk {
     }
 }
 
-/// What happens to blocks of which a zeroed range covers a part only.
+/// How blocks that a zeroed range covers in part are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Edges {
     Write,
@@ -132,7 +132,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The block size of a region that is to be written, chosen now if it was not before.
+    /// Returns log2 of the block size of a region before a write, and cuts the region if necessary.
     fn cut(&self, frame: &Frame, region: &Region, length: u64) -> Result<u8, Error> {
         let wanted = self.shift_for(length);
         {
@@ -159,9 +159,9 @@ impl Inner {
             (Layout::Performance, _) => self.region_shift,
             (_, Some(chosen)) => chosen.get(),
             (Layout::Space, None) => CHECKED_SHIFT,
-            // Only where blocks of that size are a part of a region: there the first write decides,
-            // under the region's lock. Were they all of it, a region would stay uncut for one
-            // writer and be cut by the other at the same time.
+            // Only where such blocks are smaller than a region: the first write then cuts the
+            // region, under its lock. If one block were the whole region, one writer would leave
+            // the region uncut while another cuts it.
             (Layout::Auto, None) if length >= STREAM_BYTES && STREAM_SHIFT < self.region_shift => {
                 STREAM_SHIFT
             }
@@ -170,7 +170,7 @@ impl Inner {
         BlockShift::new(shift.min(self.region_shift)).unwrap_or(BlockShift::MIN)
     }
 
-    /// Whole blocks with checksums.
+    /// Writes whole blocks with checksums.
     fn write_checked(
         self: &Arc<Self>,
         frame: &Frame,
@@ -229,7 +229,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Writes a block once more at its place, if no record names it.
+    /// Overwrites a block in place if no record names it. Returns whether it did.
     fn rewrite_fresh(
         &self,
         frame: &Frame,
@@ -251,7 +251,8 @@ impl Inner {
         if !state.is_fresh(index) {
             return Ok(false);
         }
-        // Should the write fail in the middle, the checksum is that of nothing; the block is open then.
+        // If the write fails midway, no checksum matches the data; so the block is open until the
+        // write has succeeded.
         state.rewrite(index, Entry::Open(Stored { crc: 0, ..stored }));
         self.write_storage(stored.at.0, bytes)?;
         let crc = crc32c(bytes);
@@ -260,7 +261,7 @@ impl Inner {
         Ok(true)
     }
 
-    /// A whole block of the kind that is written in place.
+    /// Writes a whole open block.
     fn write_open(
         self: &Arc<Self>,
         frame: &Frame,
@@ -284,7 +285,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Writes into a complete open block where it lies, if the block is one.
+    /// Writes into a complete open block in place. Returns false if the block is not one.
     fn write_in_place(
         self: &Arc<Self>,
         frame: &Frame,
@@ -308,14 +309,14 @@ impl Inner {
                     return Ok(true);
                 }
             }
-            // The first change in place of something that an earlier opening left: whoever recognises the file by its
-            // identity must not take it for what it was.
+            // This is the first overwrite of a block that an earlier opening left. The file must
+            // get a new identity first, because readers recognise the content by the identity.
             self.touched.store(true, Ordering::Release);
             self.flush(frame)?;
         }
     }
 
-    /// A part of a block.
+    /// Writes a part of a block.
     fn write_part(
         self: &Arc<Self>,
         frame: &Frame,
@@ -371,7 +372,7 @@ impl Inner {
                 Ok(Part::Written)
             }
             Entry::Raw(stored) if state.is_fresh(index) => {
-                // Its checksum is taken anew when it is recorded.
+                // The flush computes the new checksum.
                 state.rewrite(index, Entry::Open(Stored { crc: 0, ..stored }));
                 self.write_storage(stored.at.0 + u64::from(skip), bytes)?;
                 Ok(Part::Written)
@@ -417,7 +418,8 @@ impl Inner {
         }
     }
 
-    /// Makes a range read as zeros without storing them, but for edges.
+    /// Makes a range read as zeros. Only zeros of partly covered blocks are stored, if `edges` says
+    /// so.
     fn zero(
         self: &Arc<Self>,
         frame: &Frame,
@@ -463,7 +465,7 @@ impl Inner {
                 let block_end = block.start + block.length;
                 let take = block_end.min(end) - from;
                 if frame.is_zeros(&state.blocks().entry(block.index)) {
-                    // Nothing to do.
+                    // The block already reads as zeros.
                 } else if take == block.length {
                     self.set(
                         region,
@@ -487,7 +489,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Changes an entry, and sees to it that the next record says so.
+    /// Sets an entry, and lists the region for the next record.
     fn set(
         &self,
         region: &Arc<Region>,
@@ -506,7 +508,7 @@ impl Inner {
         self.touched.store(true, Ordering::Release);
     }
 
-    /// Space that no record ever named can be used at once.
+    /// Frees space that no record ever named, so that it is reusable at once.
     fn free_now(&self, freed: Vec<Stored>) {
         if !freed.is_empty() {
             self.space.free(freed.into_iter().map(sectors));
@@ -519,7 +521,7 @@ impl Inner {
         })
     }
 
-    /// Bounds what is held in memory until the next flush.
+    /// Bounds the memory of pending changes: queues a flush, or flushes if far too much is pending.
     fn limit_pending(self: &Arc<Self>, frame: &Frame) -> Result<(), Error> {
         let pending = (self.unflushed.load(Ordering::Relaxed) / MANY_PENDING)
             .max(self.listed_bytes.load(Ordering::Relaxed) / MANY_BYTES);
@@ -540,12 +542,12 @@ struct PieceOfBlock<'a> {
     bytes: &'a [u8],
 }
 
-/// What became of a write to a part of a block.
+/// Outcome of a write to a part of a block.
 enum Part {
     Written,
-    /// The rest is to be copied.
+    /// The rest of the block is still to be copied.
     InTransit,
-    /// The block is not what it was a moment ago.
+    /// Another thread changed the block; retry.
     Changed,
 }
 
