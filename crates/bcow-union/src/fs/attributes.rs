@@ -1,4 +1,4 @@
-//! Attributes: what stat sees, and what chmod, chown, truncate and utimens change.
+//! Attributes: read by stat, changed by chmod, chown, truncate and utimens.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -17,7 +17,7 @@ use crate::node::NodeId;
 use crate::sketch::Sketch;
 use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode};
 
-/// Where the kernel keeps a program's capabilities.
+/// The kernel's attribute for file capabilities.
 pub(super) const CAPABILITIES: &[u8] = b"security.capability";
 
 impl UnionFs {
@@ -33,10 +33,10 @@ impl UnionFs {
                 drop(state);
                 return self.attributes_below(node);
             };
-            // A block completed later would move the time of change again.
+            // A later completion of a block would change the times again.
             if let Content::Sketch(sketch) = &state.content {
                 match sketch.settle() {
-                    // That nothing can be completed now is for those who write.
+                    // A stat must not fail for lack of space; writes report that.
                     Err(error) if error.is_no_space() => {}
                     settled => settled.map_err(|error| self.sketch_failed(node, &error))?,
                 }
@@ -65,7 +65,8 @@ impl UnionFs {
             if node.is_directory() && node.is_removed.load(Ordering::Acquire) {
                 attributes.nlink = 0;
             } else if node.is_directory() && node.lower.is_some() {
-                // Nobody counts the subdirectories of both; one link says so, as in overlayfs.
+                // Subdirectories of a merged directory are not counted. overlayfs reports one link
+                // too.
                 attributes.nlink = 1;
             }
             if node.kind == FileType::Regular {
@@ -75,7 +76,7 @@ impl UnionFs {
         }
     }
 
-    /// Owner, mode and device as the attribute has them.
+    /// Takes owner, mode and device from the attribute that keeps them.
     fn take_owner(
         &self,
         node: &Node,
@@ -100,7 +101,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Size and sectors of a file whose bytes, or some of them, may be in the image.
+    /// Sets size and sectors of a file with bytes in the image.
     fn take_size(
         &self,
         node: &Node,
@@ -118,9 +119,10 @@ impl UnionFs {
             (Content::Unknown, Some(size)) => {
                 attributes.size = self.size_of_packed(upper)?.unwrap_or(size);
             }
-            // The host file of a sparse sketch has the right size.
+            // The host's file of a sparse sketch has the right size.
             (Content::Unknown, None) if upper.is_sketch => {}
-            // A copy of metadata has the image's size; the host's may be that of bytes lost in a crash.
+            // A copy of metadata has the image's size. The host's file can have another size after
+            // a crash undid a copy.
             (Content::Unknown | Content::Lower, _) => attributes.size = inode.size,
         }
         let whole = attributes.size.div_ceil(4096).saturating_mul(8);
@@ -129,8 +131,9 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Size of a packed sketch that the node has not looked at: it may still be open from before the kernel forgot it, and its
-    /// mark says then what it was when it was flushed.
+    /// Size of a packed sketch whose content the node has not examined. The sketch may still be
+    /// open from before the kernel forgot the node; then its mark has the size of the last flush
+    /// only.
     fn size_of_packed(&self, upper: &Upper) -> Result<Option<u64>, Errno> {
         let Some(file) = &upper.file else {
             return Ok(None);
@@ -140,7 +143,7 @@ impl UnionFs {
         };
         match self.open_sketches.get(mark.id) {
             Some(sketch) => Ok(Some(sketch.size())),
-            // It may have been closed since.
+            // The sketch may have been closed since, with a last change of its mark.
             None => Ok(self.read_marks(file)?.sketch.map(|mark| mark.size)),
         }
     }
@@ -160,14 +163,14 @@ impl UnionFs {
             size: inode.size,
             sectors: self.image.sectors(&inode)?,
             rdev: inode.rdev.map_or(0, encode_device),
-            // EROFS keeps one time.
+            // EROFS stores only mtime.
             atime: inode.mtime,
             mtime: inode.mtime,
             ctime: inode.mtime,
         })
     }
 
-    /// Changes attributes; those that nobody named stay.
+    /// Changes the given attributes and gives all attributes afterwards.
     pub fn set_attributes(&self, id: NodeId, changes: &Changes) -> Result<Attributes, Errno> {
         let node = self.node(id)?;
         if let Some(size) = changes.size {
@@ -202,7 +205,7 @@ impl UnionFs {
         self.attributes_of(&node)
     }
 
-    /// Sets times of something that is in the upper.
+    /// Sets times of a node that is in the upper.
     pub(super) fn set_times(
         &self,
         node: &Node,
@@ -229,7 +232,7 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         let changes_owner = changes.uid.is_some() || changes.gid.is_some();
         if self.keeps_owner(node) {
-            // Under the node's lock, as what is kept is changed as a whole.
+            // The attribute is read and rewritten as a whole, so the node's lock is held.
             let _state = node.write_state();
             let mut owner = self.kept_owner(node, file)?;
             owner.uid = changes.uid.unwrap_or(owner.uid);
@@ -242,14 +245,15 @@ impl UnionFs {
             self.keep_owner(node.id, file, &owner)?;
         } else {
             if changes_owner {
-                // The host takes away set-id bits and capabilities.
+                // The host removes set-id bits and capabilities.
                 host::set_owner(file, changes.uid, changes.gid)?;
             }
             if let Some(permissions) = changes.permissions {
                 host::set_mode(file, permissions)?;
             }
         }
-        // A file's owner may be kept from now on, and its capabilities be gone.
+        // The change may have added the attribute that keeps the owner, or removed the
+        // capabilities.
         self.settle_node(node, file);
         if changes.permissions.is_some_and(|bits| bits & 0o6000 != 0) {
             node.may_be_privileged.store(true, Ordering::Release);
@@ -257,13 +261,14 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Whether owner and mode of this node are kept in an attribute: always where we may not chown, and of the root,
-    /// as the host's directory may be more private than what the container shall see.
+    /// Whether an attribute keeps owner and mode of this node: for all nodes where the process may
+    /// not chown, and always for the root, because the host's directory may be more private than
+    /// the container's root.
     pub(super) fn keeps_owner(&self, node: &Node) -> bool {
         (node.id == NodeId::ROOT || self.keeps_owners()) && node.kind != FileType::Symlink
     }
 
-    /// Whether owners of all but symlinks are kept in an attribute.
+    /// Whether attributes keep the owners of all nodes except symlinks.
     pub(super) fn keeps_owners(&self) -> bool {
         self.upper.ownership() == Ownership::Override
     }
@@ -284,7 +289,8 @@ impl UnionFs {
         })
     }
 
-    /// Writes the attribute that keeps owner and mode, and gives the host's file a mode that goes with it.
+    /// Writes the attribute that keeps owner and mode, and sets the corresponding mode of the
+    /// host's file.
     pub(super) fn keep_owner(
         &self,
         id: NodeId,
@@ -317,7 +323,7 @@ impl UnionFs {
         Attribute::Path(file.as_fd()).clear(&name).map(drop)
     }
 
-    /// Takes away set-id bits and capabilities, as somebody without privileges wrote to the file.
+    /// Removes set-id bits and capabilities, as after a write without privileges.
     pub(super) fn drop_privileges(&self, node: &Node) -> Result<(), Errno> {
         if !node.may_be_privileged.load(Ordering::Acquire) {
             return Ok(());
@@ -345,7 +351,8 @@ impl UnionFs {
     }
 }
 
-/// Without the set-user-ID bit, and without the set-group-ID bit where it means that (on group-executable files).
+/// Clears the set-user-ID bit, and the set-group-ID bit if the file is group-executable. Without
+/// group execution that bit does not mean set-group-ID.
 pub(super) fn without_set_id(permissions: u16) -> u16 {
     let mut kept = permissions & !0o4000;
     if permissions & 0o0010 != 0 {
@@ -354,7 +361,7 @@ pub(super) fn without_set_id(permissions: u16) -> u16 {
     kept
 }
 
-/// Owner, mode and type of an inode of the image, as the attribute keeps them.
+/// Owner, mode and type of an inode of the image, in the form of the attribute.
 pub(super) fn owner_of_inode(inode: &Inode) -> Override {
     Override {
         uid: inode.uid,
@@ -364,7 +371,7 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
     }
 }
 
-/// What the host says of the file of a sketch, when its times are those of the last change.
+/// The host's stat of a sketch's file, at a moment when its times are those of the last change.
 fn stat_sketch(sketch: &dyn Sketch, file: &File) -> Result<Stat, Errno> {
     let mut stat = Err(Errno::STALE);
     sketch.hold_times(&mut || {
@@ -395,12 +402,13 @@ fn attributes_above(node: &Node, stat: &Stat) -> Attributes {
     }
 }
 
-/// The kernel's 32-bit form (`new_encode_dev`): 12 bits of major between 8 and 12 bits of minor.
+/// The kernel's 32-bit form of a device number (`new_encode_dev`), from the lowest bit: minor bits
+/// 0-7, then 12 bits of major, then minor bits 8-19.
 pub fn encode_device(device: DeviceNumber) -> u32 {
     (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
 }
 
-/// The other way round.
+/// The reverse of [`encode_device`].
 pub(super) fn decode_device(rdev: u32) -> DeviceNumber {
     DeviceNumber {
         major: (rdev >> 8) & 0xfff,

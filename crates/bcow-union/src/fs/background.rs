@@ -1,5 +1,5 @@
-//! What is done when nobody waits: sketches that were written to are made durable every few seconds, complete ones promoted,
-//! a full batch synchronised, descriptors given back.
+//! The background thread: every few seconds it flushes sketches with new data, promotes complete
+//! ones, and closes idle descriptors. It also syncs a full batch.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -15,24 +15,26 @@ use super::nodes::{Content, Node, Place, State, Upper};
 use super::{UnionFs, promote};
 use crate::sketch::{Durability, Sketch, SketchKind};
 
-/// Longest time that what was written to a sketch waits before it is made durable, as ext4's commit interval.
+/// Upper bound of the time that written data of a sketch waits for a flush; the default commit
+/// interval of ext4.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// A sketch has its host file open, and its map.
+/// Descriptors of an open sketch: its host file and its map.
 const DESCRIPTORS_OF_SKETCH: usize = 2;
 
-/// Most nodes that wait to be looked at; further ones are seen with the next interval.
+/// Upper bound of the nodes in the queue. Further ones are found at the next interval.
 const WAITING_MOST: usize = 1024;
 
-/// Sketches that are open, by id, whether the kernel still holds their nodes or not: what was written must not be lost with
-/// the node, nor what could not be made durable yet, nor that a barrier failed.
+/// Open sketches, by id. The table keeps a sketch after the kernel forgot its node: otherwise
+/// unflushed data, data that could not be made durable, and the record of a failed barrier would be
+/// lost.
 #[derive(Debug, Default)]
 pub(super) struct OpenSketches {
-    /// Held to find, add or remove one, and to close one that nobody uses.
+    /// Held to find, add or remove a sketch, and to close an unused one.
     open: Mutex<HashMap<u64, Open>>,
 }
 
-/// A sketch and the node that it is the content of, if the kernel holds that.
+/// A sketch, and the node whose content it is if the kernel holds that node.
 pub(super) type Open = (Arc<dyn Sketch>, Weak<Node>);
 
 impl OpenSketches {
@@ -49,25 +51,28 @@ impl OpenSketches {
         drop(removed);
     }
 
-    /// Those that are open now, one after the other: of the others nobody gets hold meanwhile, so that they can be closed.
+    /// Iterates over the sketches that are open now. Only the current one is referenced, so that
+    /// the others can be closed meanwhile.
     pub(super) fn all(&self) -> impl Iterator<Item = Open> + '_ {
         let ids: Vec<u64> = self.lock().keys().copied().collect();
         ids.into_iter()
             .filter_map(|id| self.lock().get(&id).cloned())
     }
 
-    /// Closes a sketch that nobody but this table and the caller holds, if nothing is lost with it.
+    /// Closes a sketch if only this table and the caller reference it and all its data is recorded.
     fn drop_unused(&self, sketch: Arc<dyn Sketch>) {
         let mut open = self.lock();
-        // Nobody gets it from the table now, be it to write to it or to find it gone before it is closed.
+        // The lock keeps other threads from taking the sketch out of the table. Without it, one
+        // could write to the sketch now, or miss it in the table and open it a second time.
         if Arc::strong_count(&sketch) == 2 && sketch.is_recorded() {
             open.remove(&sketch.id());
         }
         drop(sketch);
     }
 
-    /// Closes a sketch that nobody but this table and a node, whose state is locked, holds, if nothing is lost with it: takes it out
-    /// of the node. Says whether it did.
+    /// Closes the sketch of a node if only this table and the node reference it and all its data is
+    /// recorded, and removes it from the node. The caller holds the lock of the node's state. Gives
+    /// whether the sketch was closed.
     fn close(&self, content: &mut Content) -> bool {
         let Content::Sketch(sketch) = content else {
             return false;
@@ -88,10 +93,10 @@ impl OpenSketches {
     }
 }
 
-/// The thread and what it is asked.
+/// The background thread and its requests.
 #[derive(Debug, Default)]
 pub(super) struct Background {
-    /// Held for a push or a take only.
+    /// Held only to add or to take requests.
     asked: Mutex<Asked>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -105,7 +110,7 @@ struct Asked {
 }
 
 impl Background {
-    /// Asks to promote a sketch that is complete.
+    /// Requests the promotion of a complete sketch.
     pub(super) fn look_at(&self, node: &Arc<Node>) {
         if node.is_waiting.swap(true, Ordering::AcqRel) {
             return;
@@ -119,7 +124,7 @@ impl Background {
         self.changed.notify_one();
     }
 
-    /// Asks to synchronise the batch.
+    /// Requests the sync of the batch.
     pub(super) fn finish_batch(&self) {
         self.asked
             .lock()
@@ -128,7 +133,7 @@ impl Background {
         self.changed.notify_one();
     }
 
-    /// Ends the thread, if it was started; what it was asked is left to the caller.
+    /// Stops the thread, if it was started. The caller handles the pending requests.
     pub(super) fn stop(&self) {
         self.asked
             .lock()
@@ -147,7 +152,7 @@ impl Background {
         }
     }
 
-    /// Waits until something is asked or `until`; `None` to end.
+    /// Waits for a request or until `until`; `None` if the thread must stop.
     fn wait(&self, until: Instant) -> Option<(Vec<Arc<Node>>, bool)> {
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -190,7 +195,8 @@ impl UnionFs {
     }
 
     pub(super) fn regularly(&self) {
-        // Errors were logged; an fsync meets them again, and a sketch that has some is kept.
+        // Errors were logged. A sketch with unflushed data stays open, and a later fsync meets the
+        // error again.
         let _ = self.flush_sketches(self.durability());
         for (sketch, node) in self.open_sketches.all() {
             match (sketch.is_complete(), node.upgrade()) {
@@ -209,14 +215,14 @@ impl UnionFs {
         }
     }
 
-    /// Makes a plain file of a sketch that needs nothing of the image any more.
+    /// Makes a plain file of a sketch that needs no bytes of the image any more.
     pub(super) fn promote_if_complete(&self, node: &Arc<Node>) {
         node.is_waiting.store(false, Ordering::Release);
         let mut state = node.write_state();
         let Content::Sketch(sketch) = &state.content else {
             return;
         };
-        // Nobody finds it again, and its space is given back when the sketch is closed.
+        // The file cannot be looked up again. Its space is given back when the sketch is closed.
         if node.is_removed.load(Ordering::Acquire) {
             return;
         }
@@ -231,7 +237,7 @@ impl UnionFs {
                     upper.host_inode = host_inode;
                 }
             }
-            // It stays a sketch, which reads the same.
+            // The file stays a sketch and reads the same bytes.
             Err(errno) => {
                 self.request_failed(node.id, "be made a plain file of the upper", errno);
                 return;
@@ -242,7 +248,7 @@ impl UnionFs {
         self.open_sketches.remove(sketch.id());
     }
 
-    /// Flushes all open sketches; gives the first error after having tried all.
+    /// Flushes all open sketches. Tries each of them, and gives the first error.
     pub(super) fn flush_sketches(&self, how: Durability) -> Result<(), Errno> {
         let mut result = Ok(());
         for (sketch, node) in self.open_sketches.all() {
@@ -257,10 +263,10 @@ impl UnionFs {
         result
     }
 
-    /// Says of what is durable of all open sketches how much it is.
+    /// Records for each open sketch how much of its map is durable.
     pub(super) fn confirm_sketches(&self) {
         for (sketch, node) in self.open_sketches.all() {
-            // Nothing is lost with it.
+            // A failure loses no data.
             if let Err(error) = sketch.confirm()
                 && let Some(node) = node.upgrade()
             {
@@ -269,23 +275,24 @@ impl UnionFs {
         }
     }
 
-    /// Gives descriptors back when nodes and their sketches hold too many.
+    /// Closes idle descriptors if nodes and their sketches hold too many.
     pub(super) fn spare_descriptors(&self) {
         let limit = self.descriptors_limit.load(Ordering::Relaxed);
         if self.descriptors_held() <= limit {
             return;
         }
         self.give_descriptors_back(false);
-        // Most were written to just now.
+        // Most of them belong to sketches with unflushed data.
         if self.descriptors_held() > limit / 2 {
             self.give_descriptors_back(true);
         }
-        // If most are in use there is no point in asking again soon.
+        // If most descriptors are in use, another attempt soon would close few.
         let most = self.descriptors_most.max(2 * self.descriptors_held());
         self.descriptors_limit.store(most, Ordering::Relaxed);
     }
 
-    /// Gives descriptors back that are not in use; those of sketches that were written to only if these are to be flushed.
+    /// Closes descriptors that are not in use. Those of sketches with unflushed data are closed
+    /// only if `flush` is set, after a flush.
     fn give_descriptors_back(&self, flush: bool) {
         for (sketch, node) in self.open_sketches.all() {
             if node.strong_count() > 0 {
@@ -298,7 +305,7 @@ impl UnionFs {
         }
         let mut held = 0;
         self.table.for_each(&mut |node| {
-            // Whoever uses it now may go on.
+            // A thread that uses the node is not interrupted.
             let Some(mut state) = node.try_write_state() else {
                 held += 1;
                 return;
@@ -311,7 +318,8 @@ impl UnionFs {
                 self.let_sketch_go(&mut state, flush);
             }
             match &mut state.upper {
-                // Whoever has it in hand may be taking away the name by which it would be found again.
+                // A thread that holds the file may be about to remove the name by which it would be
+                // opened again.
                 Some(Upper {
                     file: Some(file),
                     in_batch: false,
@@ -333,7 +341,7 @@ impl UnionFs {
         self.descriptors.store(held, Ordering::Relaxed);
     }
 
-    /// Descriptors that nodes hold, at most, and open sketches.
+    /// Upper bound of the descriptors that nodes and open sketches hold.
     fn descriptors_held(&self) -> usize {
         let sketches = usize::try_from(self.sketches.open_count()).unwrap_or(usize::MAX);
         self.descriptors
@@ -341,13 +349,14 @@ impl UnionFs {
             .saturating_add(sketches.saturating_mul(DESCRIPTORS_OF_SKETCH))
     }
 
-    /// Closes the sketch of a node that will be found again, if all that was written to it is recorded. The node's state is locked.
+    /// Closes the sketch of a node that can be opened again, if all its data is recorded. The
+    /// caller holds the lock of the node's state.
     fn let_sketch_go(&self, state: &mut State, flush: bool) {
         let Content::Sketch(sketch) = &state.content else {
             return;
         };
         if flush && !sketch.is_recorded() {
-            // One that cannot be flushed stays; an fsync meets the error again.
+            // A sketch that cannot be flushed stays open, and a later fsync meets the error again.
             let _ = sketch.flush(self.durability());
         }
         let (kind, size) = (sketch.kind(), sketch.size());
@@ -363,7 +372,8 @@ impl UnionFs {
 
 fn run(background: &Background, union: &Weak<UnionFs>) {
     let mut next = Instant::now() + INTERVAL;
-    // Waiting does not keep the union alive; who ends it asks to stop.
+    // A waiting thread holds no strong reference to the union. The drop of the union stops the
+    // thread.
     while let Some((nodes, finish_batch)) = background.wait(next) {
         let Some(union) = union.upgrade() else {
             return;
@@ -382,7 +392,8 @@ fn run(background: &Background, union: &Weak<UnionFs>) {
     }
 }
 
-/// How many descriptors nodes may hold: half of what the process may have, which is raised as far as it may be.
+/// Upper bound of the descriptors that nodes may hold: half of the process's limit, which is first
+/// raised to its hard limit.
 pub(super) fn descriptors_most() -> usize {
     let limits = rustix::process::getrlimit(Resource::Nofile);
     if limits.current != limits.maximum {

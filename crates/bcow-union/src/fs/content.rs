@@ -1,7 +1,8 @@
-//! Bytes of regular files: where they are, and what a write makes of that.
+//! Bytes of regular files: their location, and its changes by writes.
 //!
-//! A file is *lower* until its first write. Then a small one is copied whole and is *plain*; a larger one becomes a *sketch*,
-//! and plain again (promoted) when all its blocks are there.
+//! A file is *lower* until its first write. Then a small file is copied whole and becomes *plain*;
+//! a larger file becomes a *sketch*. A sketch becomes plain (it is promoted) once all its blocks
+//! are in the upper.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -25,22 +26,24 @@ use crate::options::SyncPolicy;
 use crate::sketch::{BLOCK_BYTES, KeepSize, SketchKind};
 use crate::upper::{Attribute, Mark, Metacopy};
 
-/// Largest file that Linux's interfaces can say.
+/// Largest file size in Linux's interfaces, in bytes.
 const SIZE_MAX: u64 = i64::MAX as u64;
 
-/// How much is copied at a time.
+/// Bytes that `copy_range` reads at a time.
 const PIECE: usize = 1 << 20;
 
-/// Most that the marks of a sketch take beside those that its file has.
+/// Upper bound of the bytes that the marks of a sketch add to a file's attributes.
 const MARKS_ROOM: u64 = BLOCK_BYTES;
 
-/// Longest copy that one request makes.
+/// Upper bound of the bytes that one `copy_range` request copies.
 const COPY_MAX: u64 = 64 << 20;
 
 impl UnionFs {
-    /// Hands `length` bytes at `offset`, or as many as there are, in one piece to `reply`.
+    /// Passes up to `length` bytes at `offset`, fewer at the end of the file, as one slice to
+    /// `reply`.
     ///
-    /// Bytes that lie in one piece in the image's cache are lent from there; others are put together in `scratch`.
+    /// A range that is contiguous in the image's block cache is lent from there, without a copy.
+    /// Other ranges are assembled in `scratch`.
     pub fn read<R>(
         &self,
         id: NodeId,
@@ -67,7 +70,7 @@ impl UnionFs {
             }
             Content::Lower | Content::Unknown => {
                 let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
-                // The image cannot change: nothing needs to be locked while it is read.
+                // The image is immutable: reading it needs no lock.
                 drop(state);
                 return self.image.lend(&inode, offset, length, scratch, reply);
             }
@@ -75,7 +78,8 @@ impl UnionFs {
         Ok(reply(scratch))
     }
 
-    /// Writes at `offset`; gives the bytes written, fewer only where space ends.
+    /// Writes `data` at `offset` and gives the number of bytes written. That is less than the
+    /// length of `data` only if space ran out or the host failed.
     pub fn write(
         &self,
         id: NodeId,
@@ -97,7 +101,8 @@ impl UnionFs {
                     let written = sketch
                         .write_at(offset, data)
                         .map_err(|error| self.sketch_failed(&node, &error))?;
-                    // Of a packed one it takes a look at all its tables, which the background does now and then.
+                    // Only for sparse sketches. For a packed one this check reads all its tables;
+                    // the background thread does that every few seconds.
                     if sketch.kind() == SketchKind::Sparse
                         && matches!(sketch.is_complete(), Ok(true))
                     {
@@ -117,7 +122,8 @@ impl UnionFs {
         Ok(written as u32)
     }
 
-    /// Changes the size. What is cut off is gone: it reads as zeros when the file grows again.
+    /// Changes the size. Bytes beyond the new size are discarded: they read as zeros if the file
+    /// grows again.
     pub(super) fn set_size(&self, node: &Arc<Node>, size: u64) -> Result<(), Errno> {
         match node.kind {
             FileType::Regular => {}
@@ -134,14 +140,15 @@ impl UnionFs {
                     let file = plain_file(&state)?;
                     return self.resize_plain(node, &file, size);
                 }
-                // A packed one becomes a plain file in the background only.
+                // A packed sketch becomes a plain file only in the background.
                 Content::Sketch(sketch) if size > 0 || sketch.kind() == SketchKind::Packed => {
                     let before = sketch.size();
                     sketch
                         .set_size(size)
                         .map_err(|error| self.sketch_failed(node, &error))?;
                     if size == before || sketch.kind() == SketchKind::Packed {
-                        // It counts as a change, also where the host's file is as before.
+                        // POSIX counts this as a change, so the times change even if the host's
+                        // file did not.
                         drop(state);
                         self.set_times(node, None, Some(SetTime::Now))?;
                     }
@@ -159,7 +166,8 @@ impl UnionFs {
         }
     }
 
-    /// Makes of a lower file what can have this size.
+    /// Prepares a lower file for a change to this size: as an empty plain file for size 0,
+    /// otherwise as for a write.
     fn resize_lower(&self, node: &Arc<Node>, size: u64) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         match size {
@@ -168,7 +176,7 @@ impl UnionFs {
         }
     }
 
-    /// Makes an empty plain file of what is not plain yet: nothing of the image is needed.
+    /// Makes an empty plain file of a file that is not plain yet. It needs no bytes of the image.
     fn empty(&self, node: &Node) -> Result<(), Errno> {
         let mut state = node.write_state();
         self.open_upper_locked(node, &mut state, Access::Data)?;
@@ -187,7 +195,8 @@ impl UnionFs {
             }
             Content::Lower | Content::Unknown => {
                 self.resize_plain(node, &file, 0)?;
-                // A sketch that could not be made may have left the others, if the host failed then.
+                // All marks: if the host failed while a sketch was made, marks of that sketch can
+                // be left.
                 for mark in [Mark::Metacopy, Mark::Sketch, Mark::Redirect] {
                     mark.clear(Attribute::Open(file.as_fd()), self.upper.namespace())?;
                 }
@@ -199,7 +208,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Reserves space, or makes holes or zeros. Set-id bits stay as they are.
+    /// Reserves space, makes a hole or makes zeros. Does not change set-id bits.
     pub fn allocate(
         &self,
         id: NodeId,
@@ -231,7 +240,7 @@ impl UnionFs {
                     }
                     .map_err(|error| self.sketch_failed(&node, &error))?;
                     drop(state);
-                    // It counts as a change, also where nothing had to be done.
+                    // POSIX counts this as a change, so the times change even if no block did.
                     self.set_times(&node, None, Some(SetTime::Now))?;
                     break;
                 }
@@ -244,7 +253,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// The next data or hole at or behind `offset`.
+    /// Offset of the next data or hole at or after `offset`; `ENXIO` if there is none.
     pub fn seek(&self, id: NodeId, offset: u64, seek: Seek) -> Result<u64, Errno> {
         let node = self.regular(id)?;
         let state = self.known_content(&node)?;
@@ -276,8 +285,10 @@ impl UnionFs {
         found.ok_or(Errno::NXIO)
     }
 
-    /// Copies bytes from one file to another, or inside one; set-id bits stay as they are. Gives how many, fewer than asked for where it is at the end or has
-    /// done enough for one request.
+    /// Copies bytes between two files, or within one file. Overlapping ranges give `EINVAL`. Does
+    /// not change set-id bits. Gives the number of bytes copied, which is less than `length` at the
+    /// end of the source, beyond the limit of one request, or if a write fails after the first
+    /// piece.
     pub fn copy_range(
         &self,
         from: NodeId,
@@ -315,7 +326,7 @@ impl UnionFs {
                         break;
                     }
                 }
-                // What was copied before counts; the next request meets the error again.
+                // Earlier pieces count. The next request meets the error again.
                 Err(_) if copied > 0 => break,
                 Err(errno) => return Err(errno),
             }
@@ -323,7 +334,7 @@ impl UnionFs {
         Ok(copied)
     }
 
-    /// The regular file with this id.
+    /// The node with this id, which must be a regular file.
     fn regular(&self, id: NodeId) -> Result<Arc<Node>, Errno> {
         let node = self.node(id)?;
         match node.kind {
@@ -333,8 +344,9 @@ impl UnionFs {
         }
     }
 
-    /// The node's state, once it is known where its bytes are, and open if they are in the upper. Of a file that is only in the
-    /// image, the content may still be unknown.
+    /// The node's state, once the location of its bytes is known, and with the file open if the
+    /// bytes are in the upper. For a file that exists only in the image, the content may still be
+    /// unknown.
     pub(super) fn known_content<'n>(
         &self,
         node: &'n Node,
@@ -356,7 +368,7 @@ impl UnionFs {
         }
     }
 
-    /// Finds out where the bytes of a file are that is in the upper.
+    /// Finds the location of the bytes of a file in the upper.
     fn open_content(&self, node: &Node, state: &mut State) -> Result<(), Errno> {
         let file = self.open_upper_locked(node, state, Access::Data)?;
         if !matches!(state.content, Content::Unknown) {
@@ -365,7 +377,8 @@ impl UnionFs {
         let mut marks = self.read_marks(&file)?;
         let is_open = |id| self.open_sketches.get(id).is_some();
         if marks.sketch.is_some_and(|mark| !is_open(mark.id)) {
-            // One that was open until now may have changed its mark at last. From here on only this node opens it.
+            // An open sketch may have written a last change to its mark before it was closed after
+            // the first read. From here on only this node can open the sketch.
             marks = self.read_marks(&file)?;
         }
         if let Some(mark) = marks.sketch {
@@ -380,7 +393,7 @@ impl UnionFs {
                 .add(mark.id, &sketch, self.table.weak(node.id));
             state.content = Content::Sketch(sketch);
         } else if marks.metacopy != Metacopy::None {
-            // What cannot be found must not read as zeros.
+            // A file whose source is missing must fail, and not read as zeros.
             node.lower.ok_or(Errno::IO)?;
             state.content = Content::Lower;
         } else {
@@ -389,7 +402,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Makes a plain file or a sketch of a file that is about to be written to.
+    /// Makes a plain file or a sketch of a file before its first write.
     fn make_writable(&self, node: &Arc<Node>) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         self.spare_descriptors();
@@ -406,11 +419,11 @@ impl UnionFs {
         if let Some(upper) = &mut state.upper
             && !upper.has_origin
         {
-            // A sketch is found again by nothing else.
+            // A sketch finds its inode of the image only by the origin mark.
             self.set_origin(&file, inode.nid)?;
             upper.has_origin = true;
         }
-        // Of a sparse one, the map comes with the first flush, which must not fail for want of room.
+        // The first flush of a sparse sketch creates its map, and must not fail for lack of space.
         let (map_bytes, maps) = match self.sketch_kind {
             SketchKind::Sparse => (BLOCK_BYTES, 1),
             SketchKind::Packed => (0, 0),
@@ -426,7 +439,8 @@ impl UnionFs {
         if maps > 0 && self.account.is_limited() {
             self.account.map_takes(sketch.id(), map_bytes, &mut room);
         }
-        // Of one without a name, copied up after that was taken away, nothing is to be found again.
+        // A file that was copied up after it lost its name will not be looked up again, so its
+        // sketch is not kept.
         if rustix::fs::fstat(&*file)?.st_nlink == 0 {
             sketch
                 .discard()
@@ -442,8 +456,9 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Copies the bytes of a small file. As long as they are not durable, its mark says that they are the image's, which is what
-    /// a crash leaves; so nobody has to wait for the disk here.
+    /// Copies the bytes of a small file. Until the bytes are durable, the metacopy mark stays and
+    /// says that they are in the image. A crash then restores the image's content, so the write
+    /// does not wait for the disk.
     fn copy_whole(
         &self,
         node: &Arc<Node>,
@@ -451,7 +466,7 @@ impl UnionFs {
         inode: &Inode,
         file: &Arc<File>,
     ) -> Result<(), Errno> {
-        // Copying is no change; the write that follows sets its own time.
+        // The copy is not a change of the file; the write that follows sets its own times.
         let (atime, mtime) = host::times(&rustix::fs::fstat(&**file)?);
         let keep_times = || host::set_times(file, at(atime), at(mtime));
         let copied = self
@@ -459,7 +474,7 @@ impl UnionFs {
             .and_then(|()| self.copy_bytes(node, inode, file))
             .and_then(|()| keep_times());
         if let Err(errno) = copied {
-            // Give the space back; the mark still says that the bytes are below.
+            // Give the space back. The mark still says that the bytes are in the image.
             let _ = self.make_hollow(node, file, inode.size);
             let _ = keep_times();
             return Err(errno);
@@ -467,7 +482,7 @@ impl UnionFs {
         self.copied_whole.fetch_add(1, Ordering::Relaxed);
         is_now_plain(state);
         let most = match self.options.sync {
-            // Nobody finds it after a crash.
+            // A file without a name does not survive a crash.
             _ if node.is_removed.load(Ordering::Acquire) => return Ok(()),
             SyncPolicy::Strict => 1,
             SyncPolicy::Batch(most) => most,
@@ -484,8 +499,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Takes away what the host's file of a copy of metadata has, as bytes of a copy that a crash undid, and gives it the size of
-    /// what it is a copy of.
+    /// Discards the blocks of the host's file of a copy of metadata, for example bytes of a copy
+    /// that a crash undid, and sets its size to `size`.
     fn make_hollow(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
         let stored = self.stored(node);
         stored
@@ -523,7 +538,8 @@ impl UnionFs {
         Ok(Arc::new(ImageFile::new(Arc::clone(&self.image), inode)))
     }
 
-    /// A sketch's own: what the host could not write is told to each open file once, and must not be told to another instead.
+    /// Opens a descriptor of the sketch's own. The host reports a write-back error once to each
+    /// open file, and another user of a shared descriptor could take the report.
     fn own_descriptor(&self, file: &File) -> Result<File, Errno> {
         host::reopen(file, OFlags::RDWR)
     }
@@ -610,7 +626,7 @@ impl UnionFs {
     }
 }
 
-/// The descriptor of a file that is plain, or about to be.
+/// The descriptor of a file that is plain or about to be.
 pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
     state
         .upper
@@ -620,7 +636,7 @@ pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
         .ok_or(Errno::STALE)
 }
 
-/// Says that all bytes are in the upper's file.
+/// Marks all bytes as in the upper's file.
 pub(super) fn is_now_plain(state: &mut State) {
     state.content = Content::Plain;
     if let Some(upper) = &mut state.upper {
@@ -630,7 +646,7 @@ pub(super) fn is_now_plain(state: &mut State) {
     }
 }
 
-/// Reads until `length` bytes are there or the end is.
+/// Reads up to `length` bytes; fewer at the end of the file.
 fn read_into(
     scratch: &mut Vec<u8>,
     length: u32,
@@ -639,7 +655,7 @@ fn read_into(
     scratch.resize(length as usize, 0);
     loop {
         match read(scratch) {
-            // Regular files give all there is.
+            // A read of a regular file is short only at its end.
             Ok(count) => {
                 scratch.truncate(count);
                 return Ok(());
@@ -661,7 +677,7 @@ fn at(time: Timestamp) -> Option<SetTime> {
     Some(SetTime::At(time))
 }
 
-/// The host's own errno.
+/// The host's errno; `EIO` for errors without one.
 pub(super) fn errno_of(error: &std::io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }

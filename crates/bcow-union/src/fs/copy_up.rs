@@ -1,8 +1,10 @@
-//! Copying up: giving what is only in the image a place in the upper, without its bytes where that can wait.
+//! Copy-up: gives an object of the image a place in the upper, and defers the copy of its bytes
+//! where possible.
 //!
-//! Everything is made complete in the work directory and takes its place with one rename, so a crash leaves it either below
-//! or above. A regular file becomes a *copy of metadata*, a host file of the right size without blocks and with overlayfs's
-//! mark for that; [`super::content`] takes it from there.
+//! Each copy is completed in the work directory and moved into place with one rename. After a crash
+//! the object is either in the image only or complete in the upper. A regular file becomes a *copy
+//! of metadata*: a host file of the right size without blocks, with overlayfs's metacopy mark.
+//! [`super::content`] brings the bytes later.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -25,8 +27,9 @@ use crate::upper::{
 };
 
 impl UnionFs {
-    /// Gives the root of a new upper what the image's root has: attributes and times. Owner and mode are kept in an attribute
-    /// once somebody changes them; until then they are the image's. The origin, which comes last, says that it was done.
+    /// Gives the root of a new upper the attributes and times of the image's root. Owner and mode
+    /// remain the image's until a request changes them; then an attribute keeps them. The origin
+    /// mark is set last and records that this step was done.
     pub(super) fn complete_root(&self) -> Result<(), Errno> {
         let file = self.open_upper(&self.root, Access::Directory)?;
         let completed = self.complete_root_at(&file);
@@ -46,12 +49,14 @@ impl UnionFs {
             return self.set_origin(file, inode.nid);
         }
         if has_names(file)? {
-            // It was used before, and is what was made of it, also when all names in it are gone.
+            // An upper with names in its root was used before: its attributes stay, as a program
+            // may have changed them.
             return self.set_origin(file, inode.nid);
         }
         self.copy_xattrs(&inode, file)?;
         if self.keeps_owners() {
-            // Tools take it for a sign that the owners of all that is in there are kept so.
+            // For other tools this attribute is the sign that all owners in the upper are kept in
+            // attributes.
             self.keep_owner(NodeId::ROOT, file, &owner_of_inode(&inode))?;
         }
         let time = Some(SetTime::At(inode.mtime));
@@ -59,8 +64,9 @@ impl UnionFs {
         self.set_origin(file, inode.nid)
     }
 
-    /// The root of an upper that others made stays as they made it, and as overlayfs shows it: of owner and mode, too, the host's
-    /// directory says it from now on by our attribute only.
+    /// Adopts the root of an upper that another program made: its attributes stay as overlayfs
+    /// shows them. If owner and mode of the host's directory differ from the image's root, our
+    /// attribute keeps them from now on.
     fn adopt_root(&self, file: &File, inode: &Inode) -> Result<(), Errno> {
         if self.keeps_owners() || self.read_owner(file)?.is_some() {
             return Ok(());
@@ -78,9 +84,11 @@ impl UnionFs {
         }
     }
 
-    /// The directory in the upper, copied up, with those above it, if it is not there yet.
+    /// The node's directory in the upper. Copies up the directory, and first the directories above
+    /// it, where they are missing.
     pub(super) fn ensure_directory(&self, node: &Arc<Node>) -> Result<Arc<File>, Errno> {
-        // From the node up to what is there, and back down. A path can be longer than a stack is deep.
+        // A loop up to the first directory that is in the upper, and back down: recursion could
+        // overflow the stack on a deep path.
         let mut missing = Vec::new();
         let mut here = Arc::clone(node);
         loop {
@@ -89,19 +97,20 @@ impl UnionFs {
             }
             match here.place() {
                 Place::At { parent, .. } => missing.push(std::mem::replace(&mut here, parent)),
-                // Removed, with somebody still in it.
+                // The directory was removed while a program still uses it.
                 Place::Nowhere | Place::Root => return Err(Errno::NOENT),
             }
         }
         while let Some(directory) = missing.pop() {
             self.copy_up_at_place(&directory)?;
-            // Each of them is open now, and there may be more than descriptors.
+            // Each copied directory is open now, and there may be more directories than
+            // descriptors.
             self.spare_descriptors();
         }
         self.open_upper(node, Access::Directory)
     }
 
-    /// Sees that the node is in the upper.
+    /// Makes sure that the node is in the upper.
     pub(super) fn ensure_upper(&self, node: &Arc<Node>) -> Result<(), Errno> {
         if node.read_state().upper.is_some() {
             return Ok(());
@@ -112,14 +121,14 @@ impl UnionFs {
         self.copy_up_at_place(node)
     }
 
-    /// Copies up a node whose parent is, or will be, in the upper.
+    /// Copies up a node whose parent is in the upper or will be copied up here.
     fn copy_up_at_place(&self, node: &Arc<Node>) -> Result<(), Errno> {
         loop {
             let Place::At { parent, name } = node.place() else {
                 return self.copy_up_nameless(node);
             };
             let directory = match node.is_directory() {
-                // Those above were copied up before.
+                // The directories above were copied up before.
                 true => self.open_upper(&parent, Access::Directory)?,
                 false => self.ensure_directory(&parent)?,
             };
@@ -127,14 +136,15 @@ impl UnionFs {
             if node.read_state().upper.is_some() {
                 return Ok(());
             }
-            // It may have been renamed or removed meanwhile.
+            // Another thread may have renamed or removed it meanwhile.
             if node.is_at(&parent, &name) {
                 return self.copy_up_locked(&parent, &directory, &name, node);
             }
         }
     }
 
-    /// Copies up a node that is only in the image to `name` of `directory`, which is `parent` and whose names are locked.
+    /// Copies up a node that exists only in the image, as `name` in `directory`. `directory` is the
+    /// upper's directory of `parent`, and the caller holds the lock of its names.
     pub(super) fn copy_up_locked(
         &self,
         parent: &Node,
@@ -173,13 +183,14 @@ impl UnionFs {
         self.made(&file, &mut room);
         parent.names_have_changed();
         if has_names && let Err(errno) = self.set_names_upper(&file, names) {
-            // What is there is right, and whoever changes it next says it anew.
+            // The present mark is correct. The next change of the number of names writes it again.
             self.host_failed(name, "cannot note a number of names", errno);
         }
         self.finish_copy(node, &mut state, &inode, file, has_names)
     }
 
-    /// Gives a node that is in the upper under another name, by the index, the name `name` of `directory` there too.
+    /// Adds the name `name` in `directory` to a node that is in the upper under another name or in
+    /// the index.
     pub(super) fn copy_up_name(
         &self,
         parent: &Node,
@@ -191,7 +202,7 @@ impl UnionFs {
             return Ok(());
         }
         let mut room = self.room(NAME_BYTES, 0)?;
-        // One more on the host, as many as before in all.
+        // The host's link count grows by one, and the number of names stays.
         let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
         let linked = unseen(parent, directory, || {
             host::link(recount.file(), directory, name)
@@ -203,12 +214,12 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Removes an inode's entry of the index.
+    /// Removes the entry of an inode from the index.
     pub(super) fn leave_index(&self, nid: Nid) {
         match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
             Ok(()) => self.settle(self.upper.index()),
             Err(Errno::NOENT) => {}
-            // It is found by fsck.
+            // `fsck` finds the stale entry.
             Err(errno) => {
                 self.host_failed(&index_name(nid), "cannot be removed from the index", errno);
             }
@@ -226,7 +237,7 @@ impl UnionFs {
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let mut room = self.room_for_copy(&inode, 0)?;
-        // The temporary loses its name when it is dropped; the descriptor stays.
+        // The drop of the temporary removes its name; the descriptor stays open.
         let (_temporary, file) = self.make_copy(&inode)?;
         self.made(&file, &mut room);
         self.departs(node);
@@ -267,13 +278,14 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Whether a copy of this inode of the image would be a whiteout: the device would be gone.
+    /// Whether a copy of this inode would be a whiteout, which would hide the device 0:0 instead of
+    /// copying it.
     pub(super) fn is_a_whiteout(&self, inode: &Inode) -> bool {
         let device = inode.rdev.map(|device| (device.major, device.minor));
         inode.kind == FileType::CharDevice && device == Some((0, 0)) && !self.keeps_owners()
     }
 
-    /// A copy of an inode in the work directory, complete but for its bytes, and open.
+    /// Makes a copy of an inode in the work directory, complete except for its bytes, and opens it.
     fn make_copy(&self, inode: &Inode) -> Result<(Temporary<'_>, File), Errno> {
         if self.is_a_whiteout(inode) {
             return Err(Errno::PERM);
@@ -309,14 +321,15 @@ impl UnionFs {
                 host::set_mode(&file, inode.permissions)?;
             }
         }
-        // After the owner, whose change takes capabilities away.
+        // After the owner: a change of owner removes capabilities.
         self.copy_capabilities(inode, &file)?;
         let time = Some(SetTime::At(inode.mtime));
         host::set_times(&file, time, time)?;
         Ok((temporary, file))
     }
 
-    /// A device, pipe or socket in the work directory; a regular file where we may not make such.
+    /// Makes a device, pipe or socket in the work directory. Where owners and types are kept in
+    /// attributes, a regular file stands for it.
     pub(super) fn make_special(
         &self,
         kind: FileType,
@@ -330,7 +343,7 @@ impl UnionFs {
         self.opened(self.upper.temporary_node(kind, 0o600, number)?)
     }
 
-    /// A temporary and what it is, open with `O_PATH`.
+    /// A temporary, and its object open with `O_PATH`.
     pub(super) fn opened<'t>(
         &self,
         temporary: Temporary<'t>,
@@ -354,7 +367,7 @@ impl UnionFs {
                 false => names.stored_name(&name),
             };
             match Attribute::Path(file.as_fd()).set(&stored, &value, SetHow::Any) {
-                // A symlink's, on a host that has none for symlinks.
+                // The host has no such attributes for symlinks.
                 Err(Errno::PERM | Errno::NOTSUP) if inode.kind == FileType::Symlink => {}
                 other => other?,
             }
@@ -382,7 +395,7 @@ impl UnionFs {
             nid: nid.0,
         };
         match self.set_mark(file, Mark::Origin, &origin.encode()) {
-            // Its inode number changes with the next mount then.
+            // Without the mark, its inode number changes with the next mount.
             Err(Errno::PERM | Errno::NOTSUP)
                 if !self.can_be_marked(self.image.inode(nid)?.kind) =>
             {
@@ -392,13 +405,14 @@ impl UnionFs {
         }
     }
 
-    /// Whether what is of this type here can have marks on the host: symbolic links and the like have no attributes of users.
+    /// Whether an object of this type can have marks on the host. The host permits no `user.`
+    /// attributes on symbolic links, devices, pipes and sockets.
     pub(super) fn can_be_marked(&self, kind: FileType) -> bool {
         self.upper.namespace() == Namespace::Trusted
             || match kind {
                 FileType::Regular | FileType::Directory => true,
                 FileType::Symlink => false,
-                // Where owners are kept in attributes, so are types, of regular files.
+                // Where owners are kept in attributes, the object on the host is a regular file.
                 _ => self.keeps_owners(),
             }
     }
@@ -416,7 +430,7 @@ impl UnionFs {
         mark.set(Attribute::Path(file.as_fd()), self.upper.namespace(), value)
     }
 
-    /// Where a node was in the image, without the leading slash.
+    /// Path of a node in the image, without the leading slash.
     pub(super) fn lower_path(&self, node: &Node) -> Result<Vec<u8>, Errno> {
         let mut names: Vec<Box<[u8]>> = Vec::new();
         let redirect_of = |node: &Node| {
@@ -449,7 +463,7 @@ impl UnionFs {
     }
 }
 
-/// Whether anything of the tree is in the upper's root.
+/// Whether the upper's root holds a name of the tree.
 fn has_names(root: &File) -> Result<bool, Errno> {
     for entry in Dir::read_from(root)? {
         let entry = entry?;
@@ -461,12 +475,14 @@ fn has_names(root: &File) -> Result<bool, Errno> {
     Ok(false)
 }
 
-/// Marks that an image's layers carry for overlayfs and us. They mean nothing in a union of the whole image.
+/// Marks in the image's layers that are meant for overlayfs or for us. They have no meaning in a
+/// union that has the whole image below it.
 fn is_inner_mark(name: &[u8]) -> bool {
     name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
 }
 
-/// Changes a directory of the host, a node's, which shall not look changed, as what is in it looks as before. Nobody sees it meanwhile.
+/// Changes a directory of the host without a visible change: the directory shows the same names as
+/// before, so its times are restored. The lock of its times hides the intermediate state.
 pub(super) fn unseen<T>(
     node: &Node,
     directory: &File,
@@ -477,7 +493,7 @@ pub(super) fn unseen<T>(
     let changed = change()?;
     let (atime, mtime) = host::times(&before);
     let (atime, mtime) = (SetTime::At(atime), SetTime::At(mtime));
-    // Nothing is lost if this fails.
+    // Only the times of the directory are wrong if this fails.
     let _ = host::set_times(directory, Some(atime), Some(mtime));
     Ok(changed)
 }

@@ -1,4 +1,4 @@
-//! From names to nodes.
+//! Lookup: from names to nodes.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,25 +16,26 @@ use crate::node::NodeId;
 use crate::upper::beneath::is_regular;
 use crate::upper::{META, Marks, Metacopy, NlinkDelta, Redirect, is_whiteout};
 
-/// Longest name of a directory entry.
+/// Longest name of a directory entry, in bytes.
 pub(super) const NAME_MAX: usize = 255;
 
-/// Ids of nodes that are only in the upper: this bit and the host's inode number.
+/// Bit that is set in the ids of nodes that exist only in the upper; the other bits are the host's
+/// inode number.
 pub(super) const UPPER_ONLY: u64 = 1 << 60;
 
-/// What a name is in the upper.
+/// Result of a lookup in the upper.
 pub(super) enum Above {
-    /// Nothing; what the image has shows through.
+    /// The upper has no such name; the image's is visible.
     Nothing,
-    /// A whiteout: there is no such name, whatever the image has.
+    /// A whiteout: the union has no such name.
     Whiteout,
-    /// This.
+    /// The upper has this object.
     Found(Box<Found>),
 }
 
-/// Something in the upper.
+/// An object in the upper.
 pub(super) struct Found {
-    /// Open with `O_PATH`.
+    /// The object, open with `O_PATH`.
     pub(super) file: File,
     pub(super) stat: Stat,
     pub(super) kind: FileType,
@@ -42,7 +43,7 @@ pub(super) struct Found {
 }
 
 impl UnionFs {
-    /// The node that `name` names in `parent`; `None` if there is no such name.
+    /// The node of `name` in `parent`; `None` if there is no such name.
     pub(super) fn find(&self, parent: &Arc<Node>, name: &[u8]) -> Result<Option<Arc<Node>>, Errno> {
         if !parent.is_directory() {
             return Err(Errno::NOTDIR);
@@ -71,7 +72,7 @@ impl UnionFs {
         }
     }
 
-    /// As [`UnionFs::find`], for names that must be there.
+    /// As [`UnionFs::find`], but `ENOENT` if there is no such name.
     pub(super) fn find_existing(
         &self,
         parent: &Arc<Node>,
@@ -80,12 +81,12 @@ impl UnionFs {
         self.find(parent, name)?.ok_or(Errno::NOENT)
     }
 
-    /// Whether this is the name of what lies beside the tree.
+    /// Whether this is the name of the upper's own directory ([`META`]) beside the tree.
     pub(super) fn is_reserved(&self, parent: &Node, name: &[u8]) -> bool {
         parent.id == NodeId::ROOT && name == META.as_bytes()
     }
 
-    /// What `name` is in a directory of the upper.
+    /// Looks up `name` in a directory of the upper.
     pub(super) fn look_above(&self, directory: impl AsFd, name: &[u8]) -> Result<Above, Errno> {
         let Some(file) = host::open_path(directory, name)? else {
             return Ok(Above::Nothing);
@@ -114,7 +115,7 @@ impl UnionFs {
         })))
     }
 
-    /// What `name` is in the part of the image that `parent` shows.
+    /// Looks up `name` in the directory of the image that `parent` shows.
     pub(super) fn look_below(&self, parent: &Node, name: &[u8]) -> Result<Option<Nid>, Errno> {
         match parent.lower {
             Some(directory) => self.image.lookup(directory, name),
@@ -122,7 +123,7 @@ impl UnionFs {
         }
     }
 
-    /// The node of something found in the upper.
+    /// The node of an object that was found in the upper.
     pub(super) fn adopt(
         &self,
         parent: &Arc<Node>,
@@ -138,7 +139,8 @@ impl UnionFs {
             parent: Arc::clone(parent),
             name: name.into(),
         };
-        // A crash may have left it so: no change of links is under way on a node that nobody knew.
+        // A crash can leave a mark in this form. The node was not known before, so no change of its
+        // links is in progress.
         let is_unsettled = matches!(found.marks.nlink, Some(NlinkDelta::Lower(_)));
         let mut upper = Some(Upper::new(found));
         loop {
@@ -148,7 +150,8 @@ impl UnionFs {
                 self.descriptors.fetch_add(1, Ordering::Relaxed);
                 node
             });
-            // The host gave its number to another file, which only somebody else can have made.
+            // The host reused the inode number for another file. Only another program can have
+            // caused that.
             if node.kind != kind {
                 return Err(Errno::STALE);
             }
@@ -158,7 +161,7 @@ impl UnionFs {
                 }
                 return Ok(node);
             };
-            // It is known already; perhaps only from the image, or its descriptor was given back.
+            // The node is known already: perhaps only from the image, or without a descriptor.
             let mut state = node.write_state();
             match &state.upper {
                 Some(known) if known.host_inode != host_inode => {
@@ -166,11 +169,13 @@ impl UnionFs {
                         return Err(Errno::STALE);
                     }
                     drop(state);
-                    // Since it was looked at, another file may have taken its place, as a sketch became plain.
+                    // A sketch that became plain may have been replaced by another file since the
+                    // lookup.
                     if let Some(now) = self.replaced(parent, name, host_inode)? {
                         return self.adopt(parent, name, now);
                     }
-                    // A copy of the upper by another tool can have the same origin twice. The second is another file.
+                    // A tool that copied the upper can have duplicated the origin mark. The second
+                    // object is another file.
                     id = upper_only;
                     continue;
                 }
@@ -196,7 +201,7 @@ impl UnionFs {
         }
     }
 
-    /// What `name` is in the upper, if that is another file than the one with this inode number.
+    /// Looks up `name` in the upper again; gives the object if its inode number is not `inode`.
     fn replaced(&self, parent: &Node, name: &[u8], inode: u64) -> Result<Option<Found>, Errno> {
         let Some(directory) = self.upper_directory(parent)? else {
             return Ok(None);
@@ -207,7 +212,8 @@ impl UnionFs {
         })
     }
 
-    /// The node of something in the image, as it is or as its index entry says.
+    /// The node of an inode of the image. If the index has an entry for the inode, the node uses
+    /// that file.
     fn node_below(&self, parent: &Arc<Node>, name: &[u8], nid: Nid) -> Result<Arc<Node>, Errno> {
         let inode = self.image.inode(nid)?;
         let id = self.image.node(nid);
@@ -227,14 +233,16 @@ impl UnionFs {
         Ok(node)
     }
 
-    /// Of an inode with several names in the image: sees whether it was copied up under another one.
+    /// For an inode with several names in the image: uses its copy in the index, if it was copied
+    /// up under another name.
     fn take_from_index(&self, node: &Node, nid: Nid) -> Result<(), Errno> {
         if node.read_state().upper.is_some()
             || host::stat_at(self.upper.index(), &index_name(nid))?.is_none()
         {
             return Ok(());
         }
-        // An entry that is there may be of a copy-up that is under way, and gone again if that fails.
+        // The copy-up that made the entry may still be in progress, and removes the entry if it
+        // fails. The lock waits for it.
         let mut state = node.write_state();
         if state.upper.is_some() {
             return Ok(());
@@ -242,7 +250,8 @@ impl UnionFs {
         let found = match self.look_above(self.upper.index(), &index_name(nid))? {
             Above::Nothing => return Ok(()),
             Above::Found(found) if self.origin(&found)? == Some(nid) => found,
-            // An upper may come from anywhere: what is no copy of this inode is not shown for it, much less opened.
+            // An upper can come from an untrusted source. A file that is not a copy of this inode
+            // is neither shown nor opened.
             Above::Found(_) | Above::Whiteout => {
                 let path = [META.as_bytes(), b"/index/", &index_name(nid)].concat();
                 self.damaged(
@@ -257,7 +266,7 @@ impl UnionFs {
         self.settle_names_locked(node, &mut state)
     }
 
-    /// What in the image something of the upper is merged with, or came from.
+    /// The inode of the image that an object of the upper is merged with or came from.
     pub(super) fn lower_of(
         &self,
         parent: &Node,
@@ -272,7 +281,7 @@ impl UnionFs {
             if let Some(nid) = self.origin(found)? {
                 return Ok(Some(nid));
             }
-            // Made by overlayfs or by hand: merged by name.
+            // overlayfs or a user made the directory: it is merged by name.
             return self.continued(parent, name, found);
         }
         if let Some(nid) = self.origin(found)? {
@@ -281,7 +290,7 @@ impl UnionFs {
         if marks.metacopy == Metacopy::None {
             return Ok(None);
         }
-        // A copy of metadata that overlayfs made: its data is where its name or its mark say.
+        // overlayfs made this copy of metadata: its name or its redirect mark leads to the data.
         match self.continued(parent, name, found)? {
             Some(nid) => Ok(Some(nid)),
             None => {
@@ -291,7 +300,8 @@ impl UnionFs {
         }
     }
 
-    /// What in the image something of the upper continues by its redirect or its name, if that is of the same type.
+    /// The inode of the image to which the object's redirect or name leads, if that has the same
+    /// type.
     fn continued(&self, parent: &Node, name: &[u8], found: &Found) -> Result<Option<Nid>, Errno> {
         let below = match &found.marks.redirect {
             Some(Redirect::Path(path)) => self.image.at_path(path)?,
@@ -304,7 +314,8 @@ impl UnionFs {
         }
     }
 
-    /// The inode of the image that an origin mark names, if it is one of this image and of this type.
+    /// The inode that the origin mark names, if the mark is of this image and the inode has the
+    /// same type.
     fn origin(&self, found: &Found) -> Result<Option<Nid>, Errno> {
         let Some(origin) = &found.marks.origin else {
             return Ok(None);
@@ -316,7 +327,7 @@ impl UnionFs {
         Ok((inode.kind == found.kind).then_some(inode.nid))
     }
 
-    /// The directory in the upper, if the node has one there.
+    /// The node's directory in the upper, if there is one.
     pub(super) fn upper_directory(&self, node: &Node) -> Result<Option<Arc<File>>, Errno> {
         if node.read_state().upper.is_none() {
             return Ok(None);
@@ -324,7 +335,8 @@ impl UnionFs {
         self.open_upper(node, Access::Directory).map(Some)
     }
 
-    /// What the node is in the upper, open at least as `access` says. It must be there.
+    /// The node's object in the upper, open at least as `access` says; `ESTALE` if it is not in the
+    /// upper.
     pub(super) fn open_upper(&self, node: &Node, access: Access) -> Result<Arc<File>, Errno> {
         let enough = |upper: &Upper| match access {
             Access::Path => upper.file.clone(),
@@ -337,7 +349,7 @@ impl UnionFs {
         self.open_upper_locked(node, &mut state, access)
     }
 
-    /// As [`UnionFs::open_upper`], with the node's state locked.
+    /// As [`UnionFs::open_upper`]; the caller holds the lock of the node's state.
     pub(super) fn open_upper_locked(
         &self,
         node: &Node,
@@ -357,8 +369,9 @@ impl UnionFs {
             Access::Path => return Ok(Arc::clone(file)),
             _ if upper.for_data => return Ok(Arc::clone(file)),
             Access::Directory => OFlags::RDONLY | OFlags::DIRECTORY,
-            // Nodes of other types are never opened for their content; nor is anything else that the host has in the place of
-            // a regular file: a device would be the host's, whatever the mount says of devices.
+            // Only regular files are opened for their content. If the host has a device in the
+            // place of a regular file, opening it would open the host's device, even where the
+            // mount permits no devices.
             Access::Data if !is_regular(&rustix::fs::fstat(&**file)?) => {
                 self.damaged(b"", "what was a regular file is none");
                 return Err(Errno::IO);
@@ -371,7 +384,7 @@ impl UnionFs {
         Ok(file)
     }
 
-    /// Opens something again whose descriptor was given back.
+    /// Opens an object again after its descriptor was closed to save descriptors.
     fn find_again(&self, node: &Node, upper: &Upper) -> Result<File, Errno> {
         let mut found = match (upper.indexed, node.lower) {
             (true, Some(nid)) => host::open_path(self.upper.index(), &index_name(nid))?,
@@ -385,14 +398,15 @@ impl UnionFs {
         is_same(found, upper.host_inode)
     }
 
-    /// A directory of the upper, open to find what is in it. Those above whose descriptors were given back are opened from the
-    /// top, and not kept: there may be more of them than descriptors, and a path can be longer than a stack is deep.
+    /// A directory of the upper, open to look up names. Directories above it without a descriptor
+    /// are opened from the top and not kept: there may be more of them than descriptors. A loop,
+    /// because recursion could overflow the stack on a deep path.
     fn open_way(&self, node: &Arc<Node>) -> Result<Arc<File>, Errno> {
         let mut closed = Vec::new();
         let mut here = Arc::clone(node);
         let mut directory = loop {
             let host_inode = match &here.read_state().upper {
-                // One that is open as a name only leads on too.
+                // A descriptor with `O_PATH` suffices to open names in it.
                 Some(Upper {
                     file: Some(file), ..
                 }) => break Arc::clone(file),
@@ -412,7 +426,7 @@ impl UnionFs {
         Ok(directory)
     }
 
-    /// Attributes of a node that was just found, with a reference of the kernel's counted.
+    /// Counts a reference of the kernel to a node that was just found, and gives its attributes.
     pub(super) fn hold(&self, node: &Arc<Node>) -> Result<Attributes, Errno> {
         let attributes = self.attributes_of(node)?;
         self.table.hold(node);
@@ -421,18 +435,18 @@ impl UnionFs {
     }
 }
 
-/// How something must be open.
+/// How an object must be open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Access {
-    /// With `O_PATH`, or better.
+    /// At least with `O_PATH`.
     Path,
     /// A regular file, for reading and writing.
     Data,
-    /// A directory, to be listed, changed and made durable.
+    /// A directory, to be listed, changed and synced.
     Directory,
 }
 
-/// Sees that what was found is this inode of the host's.
+/// Checks that an object has this inode number on the host; `ESTALE` if not.
 fn is_same(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
     let file = found.ok_or(Errno::STALE)?;
     match rustix::fs::fstat(&file)?.st_ino == host_inode {
@@ -441,7 +455,7 @@ fn is_same(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
     }
 }
 
-/// The name in the index of an inode of the image.
+/// The name of the index entry for an inode of the image.
 pub(super) fn index_name(nid: Nid) -> Vec<u8> {
     format!("{:016x}", nid.0).into_bytes()
 }
