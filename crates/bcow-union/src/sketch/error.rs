@@ -1,4 +1,4 @@
-//! What can go wrong with a sketch, and what a program is told of it.
+//! Errors of a sketch, and the errno that a program gets for each.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,115 +15,117 @@ pub enum SketchError {
     /// The host failed.
     #[error("cannot {action}: {errno}")]
     Host {
-        /// What was being done.
+        /// The action that failed.
         action: &'static str,
-        /// The host's answer.
+        /// The host's errno.
         errno: Errno,
     },
     /// The lower file could not be read.
     #[error("cannot read the lower file at byte {offset}: {errno}")]
     Lower {
-        /// First byte of what was to be read.
+        /// The offset of the read, in bytes.
         offset: u64,
-        /// Why.
+        /// The errno.
         errno: Errno,
     },
     /// The upper's size limit leaves no room.
     #[error(transparent)]
     NoSpace(#[from] NoSpace),
-    /// What is stored of the sketch is not what was written.
+    /// The stored data of the sketch is damaged.
     #[error("{}: at byte {offset}: {damage}", file.display())]
     Damaged {
-        /// The file that is damaged.
+        /// The damaged file.
         file: PathBuf,
-        /// Where in it.
+        /// The offset of the damage in the file, in bytes.
         offset: u64,
-        /// What is wrong.
+        /// The damage.
         damage: Damage,
     },
-    /// The mark on the host's file asks for something that this version does not know.
+    /// The mark on the host's file has a value that this version does not support.
     #[error("the mark of the sketch has {what} {value}, which this version does not know")]
     Unsupported {
-        /// Which of its fields.
+        /// The field of the mark.
         what: &'static str,
-        /// What it says.
+        /// The field's value.
         value: u64,
     },
-    /// The mark says that more of the lower file shows than it has: it is the mark of another file's sketch.
+    /// The mark's limit is larger than the lower file: the mark belongs to a sketch of another
+    /// file.
     #[error("the mark of the sketch shows {limit} bytes of a lower file that has {size}")]
     OtherLower {
-        /// What the mark says.
+        /// The limit in the mark, in bytes.
         limit: u64,
-        /// Bytes of the lower file.
+        /// The size of the lower file, in bytes.
         size: u64,
     },
-    /// A barrier failed before: what the host kept of the writes before it is unknown, so that nothing more is written.
+    /// An earlier barrier failed. It is unknown which of the writes before it are on the disk, so
+    /// all later writes are refused.
     #[error("no more is written to this file since a sync failed: {errno}")]
     Refused {
-        /// The sync's failure.
+        /// The errno of the failed barrier.
         errno: Errno,
     },
-    /// The BCoW file of a packed sketch.
+    /// An error of the BCoW file of a packed sketch.
     #[error(transparent)]
     Packed(Arc<bcow::Error>),
-    /// The file would be longer than the host or the format can have it.
+    /// The file would be larger than the host or the format supports.
     #[error("byte {end} lies beyond the largest file there can be")]
     TooLarge {
-        /// The end that was asked for.
+        /// The requested end, in bytes.
         end: u64,
     },
 }
 
-/// What is wrong with a stored map.
+/// Damage of a stored map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
-    /// The file is not there, though the mark says that it is.
+    /// The map is missing, but the mark says that it exists.
     #[error("the map of the sketch is missing")]
     Missing,
-    /// Something else has its name: a link, a directory, a device.
+    /// An object that is not a regular file has the map's name: a link, a directory, a device.
     #[error("the map of the sketch is not a regular file")]
     NoFile,
-    /// The file does not begin as a map does.
+    /// The file does not begin with a valid header of a map.
     #[error("this is not a map of a sketch, or its header is damaged")]
     Header,
-    /// It is a map, but of another sketch.
+    /// The map belongs to another sketch.
     #[error("this is the map of sketch {found:016x}, not {expected:016x}")]
     Other {
-        /// The sketch it should be of.
+        /// The number of this sketch.
         expected: u64,
-        /// The sketch it is of.
+        /// The sketch number in the map.
         found: u64,
     },
-    /// It is the map of a sketch of another lower file.
+    /// The map belongs to a sketch of another lower file.
     #[error("this is the map of a sketch of a file of {found} blocks, not {expected}")]
     Blocks {
-        /// Blocks of the lower file.
+        /// Blocks of this lower file.
         expected: u64,
-        /// Blocks that the map says.
+        /// Blocks according to the map.
         found: u64,
     },
-    /// The map is of a newer kind.
+    /// The map has an unknown version.
     #[error("version {0} of the map is not known")]
     Version(u8),
-    /// Blocks of another size.
+    /// The map has an unsupported block size: log2 of the bytes.
     #[error("blocks of 2^{0} bytes are not known")]
     BlockShift(u8),
-    /// A record has another checksum than it says, or has no sense.
+    /// A record's checksum does not match, or its fields are invalid.
     #[error("a record of the map is damaged")]
     Record,
-    /// A record is about blocks that the file never had.
+    /// A record names a block beyond the end of the lower file.
     #[error("a record of the map is about a block beyond the end of the lower file")]
     Range,
-    /// Records are gone that were there.
+    /// Durable records are missing at the end of the map.
     #[error("the map was cut off: it had {expected} records")]
     Cut {
-        /// How many there were.
+        /// The number of records that must exist.
         expected: u64,
     },
 }
 
 impl SketchError {
-    /// A failure of the host to do this.
+    /// An error of the host during `action`.
     pub fn host(action: &'static str, error: &std::io::Error) -> SketchError {
         SketchError::Host {
             action,
@@ -131,13 +133,14 @@ impl SketchError {
         }
     }
 
-    /// What a program is told: the one place where that is decided.
+    /// The errno that a program gets. Only this function decides it.
     pub fn errno(&self) -> Errno {
         match self {
             SketchError::Host { errno, .. } => *errno,
             SketchError::NoSpace(_) => Errno::NOSPC,
             SketchError::TooLarge { .. } => Errno::FBIG,
-            // Whatever is the matter below, it is this file's content that cannot be had.
+            // The cause does not matter to a program: the content of this file cannot be read or
+            // written.
             SketchError::Lower { .. }
             | SketchError::Damaged { .. }
             | SketchError::Unsupported { .. }
@@ -150,12 +153,14 @@ impl SketchError {
         }
     }
 
-    /// What kind of error it is; `None` of those that are reported elsewhere, or are a program's mistake.
+    /// The kind of the error for the report; `None` for errors that are reported elsewhere, and for
+    /// mistakes of a program.
     pub fn kind(&self) -> Option<ErrorKind> {
         match self {
-            // The image has reported it.
+            // The image has already reported this error.
             SketchError::Lower { .. } | SketchError::TooLarge { .. } => None,
-            // It may yet be done, when what was removed has made room; if not, the request's answer is reported.
+            // The operation may succeed later, when removed files have freed space. If it does not,
+            // the answer to the request is reported.
             error if error.is_no_space() => None,
             SketchError::Damaged { .. }
             | SketchError::Unsupported { .. }
@@ -177,7 +182,7 @@ impl SketchError {
         }
     }
 
-    /// Whether there was no room, on the host or by the limit.
+    /// Whether the error is a lack of space, on the host or under the size limit.
     pub fn is_no_space(&self) -> bool {
         matches!(self.errno(), Errno::NOSPC | Errno::DQUOT)
     }
@@ -189,7 +194,7 @@ impl From<bcow::Error> for SketchError {
     }
 }
 
-/// The error number of an error, which errors of our own making lack.
+/// The errno of an error. Errors without an errno come from bcow itself.
 fn errno_of(error: &std::io::Error) -> Errno {
     match Errno::from_io_error(error) {
         Some(errno) => errno,

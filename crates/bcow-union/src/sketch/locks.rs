@@ -1,5 +1,5 @@
 //! Locks without poisoning: the helpers ignore that another thread panicked while it held the lock.
-//! A panic is a bug in bcow. In release builds a panic aborts the program.
+//! A panic is a bug in bcow, and the panic hook of the bcow command aborts the process.
 
 use bcow::sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::sync::PoisonError;

@@ -1,4 +1,4 @@
-//! The map of a sparse sketch: which of its blocks are present, on the disk.
+//! The map of a sparse sketch: the on-disk set of its present blocks.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -8,12 +8,12 @@ use super::error::{Damage, SketchError};
 use super::host::{HostFile, MapStore, write_all};
 use super::journal::{self, Header, Replay, Replayed, SECTOR_BYTES};
 
-/// Records up to which a map is not written anew.
+/// The map is rewritten only if it has more records than this.
 const FEW_RECORDS: u64 = 128;
-/// Sectors read at once.
+/// The number of sectors in one read.
 const BATCH: usize = 128;
 
-/// The map's file. One thread at a time uses it.
+/// A map's file. Only one thread at a time uses it.
 pub(super) struct Map {
     id: u64,
     /// Blocks of the lower file.
@@ -21,27 +21,28 @@ pub(super) struct Map {
     store: Arc<dyn MapStore>,
     file: Option<Arc<dyn HostFile>>,
     records: u64,
-    /// Records that the header says there are.
+    /// The number of records in the header's `confirmed`.
     confirmed: u64,
-    /// Records after it was last written anew.
+    /// The number of records after the last rewrite.
     compact: u64,
-    /// Whether what is at its end is unknown.
+    /// Whether the content behind the last known record is unknown.
     spoilt: bool,
-    /// Whether there are records that may not be durable: recorded without barriers, or by who was killed before the barrier.
+    /// Whether some records may not be durable: they were written without barriers, or the process
+    /// was killed before the barrier.
     unsynced: bool,
 }
 
-/// How a map is written.
+/// Whether a map is written with barriers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Barriers {
-    /// What is recorded is durable when it returns.
+    /// The records are durable when the call returns.
     Use,
-    /// The host's kernel has it.
+    /// The records are in the host's kernel when the call returns.
     None,
 }
 
 impl Map {
-    /// Of a sketch that has none yet.
+    /// The map of a new sketch. It has no file yet.
     pub(super) fn new(id: u64, blocks: u64, store: Arc<dyn MapStore>) -> Self {
         Map {
             id,
@@ -76,33 +77,35 @@ impl Map {
         map.compact = replayed.records;
         map.confirmed = header.confirmed;
         map.spoilt = replayed.torn;
-        // Read from the host's kernel, which need not have written them yet.
+        // The records came from the host's page cache and may not be on the disk.
         map.unsynced = true;
         Ok((map, replayed.present))
     }
 
-    /// Whether there is a file.
+    /// Whether the file exists.
     pub(super) fn exists(&self) -> bool {
         self.file.is_some()
     }
 
-    /// Whether it should be written anew though there may be nothing new.
+    /// Whether the map must be rewritten even without new blocks.
     pub(super) fn is_spoilt(&self) -> bool {
         self.spoilt && self.exists()
     }
 
-    /// Whether all that was recorded is durable.
+    /// Whether all records are durable.
     pub(super) fn is_synced(&self) -> bool {
         !self.unsynced
     }
 
-    /// Whether the next record wants all blocks that are present, not only new ones, because the map is then written anew.
+    /// Whether the next call of [`Map::record`] rewrites the map, and so needs all present blocks
+    /// instead of the new ones.
     pub(super) fn wants_all(&self) -> bool {
         self.file.is_none() || self.spoilt || self.records > FEW_RECORDS + 2 * self.compact
     }
 
-    /// Records `blocks`: all that are present if [`Map::wants_all`], else those that are new. Says whether the map was written
-    /// anew. If it fails, nothing can be said of what the map holds, but that any of it is right.
+    /// Records `blocks`: all present blocks if [`Map::wants_all`], else the new ones. Returns
+    /// whether the map was rewritten. After an error, the file may or may not contain the new
+    /// records, but each valid record is correct.
     pub(super) fn record(
         &mut self,
         blocks: &BlockSet,
@@ -120,7 +123,7 @@ impl Map {
         result
     }
 
-    /// Makes durable what was recorded without barriers. If that fails, it has to be recorded again.
+    /// Makes all records durable. If this fails, the next call of [`Map::record`] rewrites the map.
     pub(super) fn sync(&mut self) -> Result<(), SketchError> {
         let Some(file) = self.file.as_ref().filter(|_| self.unsynced) else {
             return Ok(());
@@ -131,8 +134,9 @@ impl Map {
         synced.map_err(|error| SketchError::host("sync the map of a sketch", &error))
     }
 
-    /// Says in the header how many records there are, so that if some go missing it is noticed. Not of those that may yet go
-    /// missing in a crash.
+    /// Writes the number of durable records into the header, so that a later open detects missing
+    /// records. Does nothing if some records may not be durable, because a crash may still lose
+    /// them.
     pub(super) fn confirm(&mut self) -> Result<(), SketchError> {
         let is_durable = !self.spoilt && !self.unsynced;
         let Some(file) = self.file.as_ref().filter(|_| is_durable) else {
@@ -147,7 +151,7 @@ impl Map {
         Ok(())
     }
 
-    /// Removes it.
+    /// Removes the map's file.
     pub(super) fn remove(&mut self) -> Result<(), SketchError> {
         self.file = None;
         self.store
@@ -162,7 +166,7 @@ impl Map {
         barriers: Barriers,
     ) -> Result<(), SketchError> {
         if barriers == Barriers::Use {
-            // The new records say that those before them are on the disk.
+            // The new records state that all earlier records are on the disk.
             self.sync()?;
         }
         let bytes = journal::encode(blocks, &self.header(0), self.records);
@@ -177,7 +181,7 @@ impl Map {
         Ok(())
     }
 
-    /// Writes another file and puts it in this one's place.
+    /// Writes a new file and renames it over the old one.
     fn rewrite(&mut self, blocks: &BlockSet, barriers: Barriers) -> Result<(), SketchError> {
         let failed = |error| SketchError::host("write the map of a sketch anew", &error);
         let records = journal::encode(blocks, &self.header(0), 0);
@@ -186,7 +190,8 @@ impl Map {
         bytes.extend_from_slice(&records);
         let file = self.store.create(self.id).map_err(failed)?;
         write_all(&*file, 0, &bytes).map_err(failed)?;
-        // As long as there is none, nobody looks for it, and a sync of the file makes the name durable that it has by then.
+        // Before the first rewrite the mark says that no map exists, so no open reads the file. The
+        // fsync of the file then also makes its name durable.
         let is_first = self.file.is_none();
         if is_first {
             self.store.publish(self.id).map_err(failed)?;
@@ -197,7 +202,7 @@ impl Map {
         if !is_first {
             self.store.publish(self.id).map_err(failed)?;
         }
-        // From here on it is the map, be its name durable or not.
+        // From now on this file is the map, even if its name is not durable yet.
         self.file = Some(file);
         self.records = count;
         self.compact = count;

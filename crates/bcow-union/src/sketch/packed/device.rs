@@ -9,14 +9,14 @@ use rustix::io::Errno;
 use super::super::{BLOCK_BYTES, Lower};
 use crate::Seek;
 
-/// A lower file up to a limit, and zeros from there on, in whole blocks.
+/// A lower file in whole blocks: its content up to a limit, and zeros behind it.
 pub struct LowerDevice {
     lower: Arc<dyn Lower>,
     limit: AtomicU64,
 }
 
 impl LowerDevice {
-    /// Shows `limit` bytes of a lower file.
+    /// A device that shows the first `limit` bytes of a lower file.
     pub fn new(lower: Arc<dyn Lower>, limit: u64) -> Self {
         LowerDevice {
             limit: AtomicU64::new(limit.min(lower.size())),
@@ -24,7 +24,7 @@ impl LowerDevice {
         }
     }
 
-    /// Shows no more than `limit` bytes from now on.
+    /// Reduces the limit to `limit` bytes.
     pub(super) fn cut(&self, limit: u64) {
         self.limit.fetch_min(limit, Ordering::AcqRel);
     }
@@ -45,7 +45,7 @@ fn failed(offset: u64) -> impl Fn(Errno) -> Error {
 
 impl BlockDevice for LowerDevice {
     fn size(&self) -> u64 {
-        // Whatever is shown of it: the file on top names this size.
+        // The size does not depend on the limit, because the BCoW file above records this size.
         self.lower.size().next_multiple_of(BLOCK_BYTES)
     }
 

@@ -1,16 +1,19 @@
 //! Packed sketches: a BCoW file on the lower file, for hosts without holes.
 //!
-//! The BCoW file has the blocks, the mark has the size in bytes and how much of the lower file shows. They are two things, made durable
-//! one after the other, so:
+//! The BCoW file holds the blocks. The mark holds the size in bytes and the limit of the lower file
+//! that is visible. They become durable one after the other, so these rules apply:
 //!
-//! - What the BCoW file has behind the size that the mark says counts for nothing. It is zeroed before the file grows over it.
-//! - A file that grew: first what is in it is durable, then the mark says how long it is.
-//! - A file that is cut: first the mark says how long it is, then the BCoW file gives up the rest. If a crash comes between, or what
-//!   was written since the last flush is lost, the mark hides it.
-//! - Until the first flush the mark says that nothing is stored, and whatever the BCoW file is, it is made anew. So nothing that it
-//!   does before needs a barrier.
+//! - Content of the BCoW file behind the size in the mark is not valid. It is zeroed before the
+//!   file grows over it.
+//! - When the file has grown, a flush makes the content durable first and then writes the new size
+//!   into the mark.
+//! - When the file is truncated, the mark gets the new size first. Then the BCoW file frees the
+//!   rest. After a crash in between, or a loss of unflushed writes, the mark hides the rest.
+//! - Until the first flush the mark says that no block is stored, and an open creates the BCoW file
+//!   anew. So no operation before the first flush needs a barrier.
 //!
-//! So whatever a crash leaves is the file as it was flushed last, cut where it was cut since.
+//! After a crash, the file has the content of the last flush, truncated to the sizes of all later
+//! truncations.
 
 mod device;
 mod storage;
@@ -42,15 +45,15 @@ use storage::HostStorage;
 
 pub use device::LowerDevice;
 
-/// Largest address space that the format has.
+/// The largest address space of the format, in bytes.
 const MOST_BYTES: u64 = 1 << 48;
-/// The address space of a new file is at least so large, as it costs nothing, and making it larger does.
+/// The smallest address space of a new file. A large one costs nothing, but a resize does.
 const LEAST_SPACE: u64 = 64 << 20;
 
-/// No number of changes.
+/// Not a valid number of changes.
 const NOT_RECORDED: u64 = u64::MAX;
 
-/// A packed sketch that is open.
+/// An open packed sketch.
 pub(super) struct Packed {
     id: u64,
     shared: Arc<Shared>,
@@ -58,23 +61,25 @@ pub(super) struct Packed {
     storage: Arc<HostStorage>,
     lower: Arc<LowerDevice>,
     disk: Disk,
-    /// Shared by all that read and write, exclusive to change how far the file and its address space reach.
+    /// Shared for reads and writes, exclusive to change the size of the file or of its address
+    /// space.
     gate: RwLock<Frame>,
     size: AtomicU64,
-    /// Whether what the address space has behind the end of the file is zeros.
+    /// Whether the address space reads as zeros behind the end of the file.
     is_clean: AtomicBool,
-    /// How often the file was cut, by which a flush notices that it was.
+    /// The number of truncations. A flush compares it to detect a truncation during the flush.
     cuts: AtomicU64,
-    /// How often something was changed.
+    /// The number of changes.
     changes: AtomicU64,
-    /// They are held before the gate is taken; a change is begun behind it.
+    /// The times of the host's file. A thread holds them before it takes the gate, and begins a
+    /// change after it has taken the gate.
     times: Arc<Times>,
-    /// How often it had been when the last flush began; [`NOT_RECORDED`] if that failed.
+    /// The value of `changes` when the last flush began; [`NOT_RECORDED`] if that flush failed.
     recorded: AtomicU64,
     mark: Mutex<MarkState>,
     turns: Turns,
     fence: Fence,
-    /// Whether its space is free when it is dropped.
+    /// Whether the drop releases the sketch's space.
     discarded: AtomicBool,
 }
 
@@ -90,7 +95,7 @@ impl Packed {
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<Self>, SketchError> {
-        // Not the host's file's, whose size need not be that of what it is a copy of.
+        // The host file's size need not be that of the lower file.
         let size = lower.size();
         if size > MOST_BYTES {
             return Err(SketchError::TooLarge { end: size });
@@ -121,7 +126,7 @@ impl Packed {
         }
     }
 
-    /// Opens a sketch with this mark.
+    /// Opens the sketch with this mark.
     pub(super) fn open(
         shared: &Arc<Shared>,
         mark: &SketchMark,
@@ -146,7 +151,7 @@ impl Packed {
             true => {
                 file.storage.use_barriers(shared.options.durable);
                 let disk = file.open_disk(shared)?;
-                // No mark of ours says more, but all that follows relies on it.
+                // bcow does not write such a mark, but the code below relies on the sizes.
                 if disk.size() < mark.size {
                     disk.resize(mark.size.next_multiple_of(BLOCK_BYTES))?;
                 }
@@ -154,7 +159,8 @@ impl Packed {
             }
             false => file.create_disk(shared, mark),
         })?;
-        // What opening writes, after a crash or as a note, is no change of the file either.
+        // The writes of an open, after a crash or for a note, are not changes of the content, so
+        // the time is restored.
         if let Ok(modified) = modified {
             let _ = file.host.content().set_modified(modified);
         }
@@ -185,7 +191,7 @@ impl Packed {
         })
     }
 
-    /// Calls `work` when the file may reach to `end`.
+    /// Calls `work` when the address space allows the file to reach to `end`.
     fn within<T>(
         &self,
         end: u64,
@@ -207,7 +213,7 @@ impl Packed {
         }
     }
 
-    /// Sees to it that the file can grow up to `end`. The gate is closed.
+    /// Prepares the address space for a growth up to `end`. The caller holds the gate exclusively.
     fn make_room(&self, end: u64) -> Result<(), SketchError> {
         let most = self.disk.largest_size();
         if end > most {
@@ -242,7 +248,8 @@ impl Packed {
         };
         let changed = frame.marked && state.change(&*self.host, mark)?;
         if changed && mark.map_exists && self.shared.options.durable {
-            // Before the BCoW file can say, in a record that becomes durable when it likes, that the rest is gone.
+            // The mark must be durable before the BCoW file writes the record that frees the rest,
+            // because that record can become durable at any time.
             self.fence.sync(|| self.host.content().sync_all())?;
             state.unsynced = false;
         }
@@ -253,7 +260,7 @@ impl Packed {
         self.size.store(size, Ordering::Release);
         let end = was.next_multiple_of(BLOCK_BYTES);
         if let Err(error) = self.disk.write_zeroes(size, end - size, Space::Free) {
-            // It counts for nothing any more; it is tried again when the file grows.
+            // The rest is not valid any more. The next growth of the file zeroes it.
             self.shared
                 .log("a file that was cut", &SketchError::from(error));
             self.is_clean.store(false, Ordering::Release);
@@ -261,7 +268,7 @@ impl Packed {
         Ok(())
     }
 
-    /// Makes the file at least so long. The gate is closed.
+    /// Extends the file to at least `size` bytes. The caller holds the gate exclusively.
     fn grow(&self, size: u64) -> Result<(), SketchError> {
         if size > self.size() {
             self.make_room(size)?;
@@ -270,7 +277,8 @@ impl Packed {
         Ok(())
     }
 
-    /// Writes as much as there is room for, if there is not for all: block by block.
+    /// Writes all of `data`. If there is no room for all of it, writes block by block until the
+    /// first failure.
     fn write_some(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
         let all = match self.disk.write_at(offset, data) {
             Ok(()) => return Ok(data.len()),
@@ -304,17 +312,18 @@ impl Packed {
         Ok(())
     }
 
-    /// Has the BCoW file name all that was written, then the mark say how long the file is.
+    /// Flushes the BCoW file, then writes the size into the mark.
     fn record(&self) -> Result<(), SketchError> {
         let (cuts, size) = {
-            // Not while the file is cut, which changes one after the other.
+            // The gate keeps truncations out, because a truncation changes one value after the
+            // other.
             let _frame = read(&self.gate);
             (self.cuts.load(Ordering::Acquire), self.size())
         };
         self.storage.use_barriers(self.shared.options.durable);
         self.disk.flush()?;
         if !lock(&self.mark).written.map_exists {
-            // It was made without barriers, and may have had nothing to flush.
+            // The file was created without barriers, and `flush` may have had nothing to write.
             self.fence.sync(|| bcow::Storage::sync(&*self.storage))?;
         }
         let frame = read(&self.gate);
@@ -330,7 +339,8 @@ impl Packed {
         Ok(())
     }
 
-    /// Does what writes to the host's file without being a change of this one, so that it keeps its time.
+    /// Runs `work`, which writes to the host's file without a change of the sketch's content, and
+    /// restores the file's time.
     fn unseen(&self, work: impl FnOnce() -> Result<(), SketchError>) -> Result<(), SketchError> {
         self.times.hold().unseen(self.host.content(), work)
     }
@@ -346,8 +356,8 @@ impl Packed {
         Ok(count)
     }
 
-    /// Calls `each` with where pieces of the file begin, how long they are, what is there, and in which file of the chain, until it
-    /// has an answer.
+    /// Calls `each` for the pieces of the file from `from` on, until it returns an answer. The
+    /// arguments are the offset and the length of a piece, its content, and its depth in the chain.
     fn pieces<T>(
         &self,
         from: u64,
@@ -366,7 +376,8 @@ impl Packed {
     }
 }
 
-/// The backing's name, which nobody has to find by it: the union gives the lower file.
+/// The entry of the backing in the BCoW file. Its name is not used to find the backing: the union
+/// provides the lower file.
 fn backing_entry(device: &LowerDevice) -> BackingEntry {
     BackingEntry {
         name: BackingName::FileName {
@@ -377,7 +388,7 @@ fn backing_entry(device: &LowerDevice) -> BackingEntry {
     }
 }
 
-/// The files of a sketch whose BCoW file is not open yet.
+/// The files of a sketch whose BCoW file is not yet open.
 struct Files {
     host: Arc<dyn MarkedFile>,
     storage: Arc<HostStorage>,
@@ -408,11 +419,11 @@ impl Files {
         )?)
     }
 
-    /// Makes the BCoW file, whatever the host's file has.
+    /// Creates the BCoW file. The existing content of the host's file is discarded.
     fn create_disk(&self, shared: &Shared, mark: &SketchMark) -> Result<Disk, SketchError> {
         let layout = shared.options.layout;
         let size = mark.size.next_multiple_of(BLOCK_BYTES);
-        // How the performance layout is cut depends on the size.
+        // The block size of the performance layout depends on the size.
         let size = match layout {
             Layout::Performance => size,
             Layout::Auto | Layout::Space => size.saturating_mul(2).clamp(LEAST_SPACE, MOST_BYTES),
@@ -443,7 +454,7 @@ fn open_options(shared: &Shared) -> OpenOptions {
     }
 }
 
-/// Gives the lower file as the backing.
+/// Provides the lower file as the backing.
 struct Given<'a>(&'a Arc<LowerDevice>);
 
 impl BackingResolver for Given<'_> {
@@ -463,7 +474,8 @@ impl Sketch for Packed {
         self.size.load(Ordering::Acquire)
     }
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
-        // It completes what it meets. Those who are completing others are not waited for, and will most likely set the time back.
+        // The read completes blocks in transit. It does not wait for a thread that completes other
+        // blocks; that thread most likely restores the time.
         let held = match self.disk.has_waiting() {
             true => self.times.try_hold(),
             false => None,
@@ -482,7 +494,7 @@ impl Sketch for Packed {
             let result = self.write_some(offset, data);
             let written = *result.as_ref().unwrap_or(&0);
             if written < data.len() && end > self.size() {
-                // Some of it may be there nevertheless.
+                // A part of the data may have been written nevertheless.
                 self.is_clean.store(false, Ordering::Release);
             }
             if written > 0 {
@@ -512,7 +524,7 @@ impl Sketch for Packed {
             let size = self.size();
             let end = match end < size {
                 true => end,
-                // Behind the end there are zeros already, as far as it matters.
+                // Bytes behind the end are zeros already, or not valid.
                 false => size.next_multiple_of(BLOCK_BYTES),
             };
             if offset < end.min(size) {
@@ -523,7 +535,7 @@ impl Sketch for Packed {
         })
     }
     fn allocate(&self, _: u64, _: u64, _: KeepSize) -> Result<(), SketchError> {
-        // Where a block will lie is decided when it is written.
+        // The BCoW file chooses the place of a block when the block is written.
         Err(SketchError::Host {
             action: "take space for a packed sketch",
             errno: Errno::OPNOTSUPP,
@@ -561,11 +573,11 @@ impl Sketch for Packed {
     }
     fn rest(&self, how: Durability) -> Result<(), SketchError> {
         self.flush(how)?;
-        // A log would be folded when it is opened next.
+        // Otherwise the next open would fold the log of the BCoW file, which is a write.
         self.unseen(|| Ok(self.disk.rest()?))
     }
     fn confirm(&self) -> Result<(), SketchError> {
-        // Its file says so itself.
+        // The BCoW file records this itself.
         Ok(())
     }
     fn is_recorded(&self) -> bool {
@@ -611,7 +623,7 @@ impl Sketch for Packed {
 
 impl Kept for Packed {
     fn fill_some(&self, _: usize) -> Option<Instant> {
-        // The BCoW file does it by itself.
+        // The BCoW file completes its blocks itself.
         None
     }
 }

@@ -11,19 +11,20 @@ use super::super::host::{HostFile, MarkedFile};
 use super::super::times::Times;
 use crate::account::{Account, StoredBlocks};
 
-/// Charges what it stores.
+/// The host's file of a packed sketch. Its space is charged to the account.
 pub(super) struct HostStorage {
     host: Arc<dyn MarkedFile>,
     stored: StoredBlocks,
     times: Arc<Times>,
-    /// Whether barriers are wanted.
+    /// Whether `sync` issues a barrier.
     barriers: AtomicBool,
-    /// Whether it is being opened. What that writes is no use of more space, but what makes the file readable.
+    /// Whether the BCoW file is being opened. Writes of an open may exceed the size limit, because
+    /// they make the file readable.
     opening: AtomicBool,
 }
 
 impl HostStorage {
-    /// Of which nothing is to be durable yet.
+    /// A storage without barriers, until [`HostStorage::use_barriers`].
     pub(super) fn new(host: Arc<dyn MarkedFile>, account: Arc<Account>) -> Self {
         HostStorage {
             host,
@@ -34,7 +35,7 @@ impl HostStorage {
         }
     }
 
-    /// Calls `open`, which may write beyond the limit of space.
+    /// Calls `open`, whose writes may exceed the size limit.
     pub(super) fn while_opening<T>(&self, open: impl FnOnce() -> T) -> T {
         self.opening.store(true, Ordering::Release);
         let opened = open();
@@ -46,7 +47,7 @@ impl HostStorage {
         self.barriers.store(barriers, Ordering::Release);
     }
 
-    /// Takes all content from the file, and gives it this size.
+    /// Discards the file's content and sets its size.
     pub(super) fn empty(&self, size: u64) -> Result<(), SketchError> {
         let set_len = |bytes| {
             Storage::set_len(self, bytes)
@@ -59,12 +60,12 @@ impl HostStorage {
         }
     }
 
-    /// Those of the host's file.
+    /// The times of the host's file.
     pub(super) fn times(&self) -> &Arc<Times> {
         &self.times
     }
 
-    /// The file goes.
+    /// Releases the file's space in the account.
     pub(super) fn release(&self) -> Result<(), SketchError> {
         self.stored.release_all(self.content())
     }
@@ -100,7 +101,8 @@ impl Storage for HostStorage {
                 .map_err(failed)?;
         }
         let reserved = match self.stored.reserve_all(self.content(), range.clone()) {
-            // A record that found no room is taken back by zeros, which must not fail for the same reason.
+            // The BCoW library overwrites a record that found no room with zeros. That write must
+            // not fail for the same reason.
             Err(SketchError::NoSpace(_)) if bytes.iter().all(|&byte| byte == 0) => {
                 if range.end <= self.content().size()? && !self.stored.holds(range.clone()) {
                     return Ok(());

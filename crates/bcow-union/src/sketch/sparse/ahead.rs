@@ -1,8 +1,11 @@
-//! Completing blocks ahead of who writes in order and synchronises each step: the log of a database.
+//! Completes blocks ahead of a program that writes sequentially and syncs after each write, such as
+//! the log of a database.
 //!
-//! A flush with new blocks takes a barrier more than one without, for the map, and both wait for the host's journal. A log maps
-//! new blocks with nearly every commit. So when flush after flush goes on where the last one ended, the next blocks (a mebibyte) are completed
-//! from the lower file and mapped with them; the following flushes then cost what they cost on a plain file.
+//! A flush with new blocks needs one more barrier than a flush without: the one for the map. Both
+//! barriers wait for the journal of the host's file system. A log adds new blocks in nearly every
+//! commit. So after [`IN_ORDER`] flushes that each continue near the end of the previous one, the
+//! flush also completes the next blocks (1 MiB by default) from the lower file and records them.
+//! The following flushes then cost the same as on a plain file.
 
 use std::ops::Range;
 
@@ -11,24 +14,27 @@ use super::super::locks::{lock, read};
 use super::super::{Sketch, SketchError};
 use super::{BLOCK_BYTES, Frame, Source, Sparse, UNIT_BLOCKS};
 
-/// Flushes in order before anything is completed ahead.
+/// The number of sequential flushes before blocks are completed ahead.
 const IN_ORDER: u32 = 4;
-/// How far a flush may begin from where the last one ended.
+/// The greatest distance between the end of a flush and the start of the next one that still counts
+/// as sequential.
 const NEAR_BLOCKS: u64 = 4;
 
-/// Where flushes went.
+/// The positions of recent flushes.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
-    /// The block behind the last that a flush mapped.
+    /// The block after the last one that a flush recorded.
     next: u64,
-    /// How many flushes in a row went on there.
+    /// The number of consecutive flushes that continued there.
     in_order: u32,
 }
 
 impl Sparse {
-    /// To be called before a flush takes what it maps: adds blocks to that if flushes go forward in order.
+    /// Completes blocks ahead if flushes are sequential. A flush calls this before it takes the
+    /// unrecorded blocks.
     ///
-    /// Not where space is limited: it is for the program to use up.
+    /// Does nothing if the upper has a size limit: the space under the limit belongs to the
+    /// program.
     pub(super) fn go_ahead(&self, frame: &Frame) {
         let most = self.shared.options.ahead_blocks;
         if most == 0 || self.shared.account.limit().is_some() || !frame.marked {
@@ -57,14 +63,15 @@ impl Sparse {
         let end = new.end.saturating_add(most).min(frame.covered());
         ahead.next = end.max(new.end);
         drop(ahead);
-        // What fails is met again by who reads or writes it. Nobody wrote to the file, so it shall not look so.
+        // A read or write of the block meets the same error again. The content does not change, so
+        // the file keeps its time.
         let _ = self
             .times
             .hold()
             .unseen(self.content(), || self.fetch(frame, new.end..end));
     }
 
-    /// Completes blocks that nobody wrote to.
+    /// Copies unwritten blocks from the lower file and marks them as present.
     fn fetch(&self, frame: &Frame, blocks: Range<u64>) -> Result<(), SketchError> {
         let mut at = blocks.start;
         while at < blocks.end {

@@ -1,4 +1,4 @@
-//! Completing blocks in transit.
+//! Completion of blocks in transit.
 
 use bcow::sync::atomic::Ordering;
 use std::time::Instant;
@@ -10,7 +10,8 @@ use super::super::{BLOCK_BYTES, Sketch, SketchError};
 use super::{Frame, Sparse};
 
 impl Sparse {
-    /// Completes a block, if it is in transit. Its stripe is not held while the lower file is read.
+    /// Completes a block if it is in transit. The function does not hold the block's stripe while
+    /// it reads the lower file.
     pub(super) fn complete(&self, frame: &Frame, block: u64, by: By) -> Result<(), SketchError> {
         let start = block * BLOCK_BYTES;
         let gaps = match self.stripe(block).get(&block) {
@@ -26,13 +27,15 @@ impl Sparse {
         let Some(transit) = stripe.get(&block) else {
             return Ok(());
         };
-        // What is missing now was missing before, but for what lies behind the end as it was: zeros, as in `bytes`.
+        // The gaps can only have become smaller since the read. The exception is a file that has
+        // grown: the gap behind its old end is zeros, as in `bytes`.
         for gap in transit.written.gaps(self.length(block)) {
             let piece = &bytes[gap.start as usize..gap.end as usize];
             write_all(self.content(), start + gap.start, piece)
                 .map_err(|error| SketchError::host("complete a block of a sketch", &error))?;
         }
-        // In this order, so that at no moment nothing seems to be left to record.
+        // The order matters: `in_transit` must not reach zero before the block is in the set of
+        // unrecorded blocks.
         self.set_present(block..block + 1);
         stripe.remove(&block);
         self.transit_ended(1);
@@ -41,16 +44,18 @@ impl Sparse {
         Ok(())
     }
 
-    /// Bytes of a block that are in the file.
+    /// The number of bytes of a block that lie before the end of the file.
     pub(super) fn length(&self, block: u64) -> u64 {
         self.size()
             .saturating_sub(block * BLOCK_BYTES)
             .min(BLOCK_BYTES)
     }
 
-    /// Completes all blocks that are in transit now. After an error the others are completed all the same.
+    /// Completes all blocks that are in transit now. After an error it continues with the other
+    /// blocks and returns the first error.
     pub(super) fn complete_all(&self, frame: &Frame) -> Result<(), SketchError> {
-        // Also if there are none: who completed the last may be about to set the time back.
+        // The lock is taken even if no block is in transit: the thread that completed the last
+        // block may be about to restore the time.
         let times = self.times.hold();
         match self.in_transit.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -70,9 +75,10 @@ impl Sparse {
         result
     }
 
-    /// Completes up to `most` blocks that were in transit for a while. Says when to come again, if blocks are left.
+    /// Completes up to `most` blocks whose delay has passed. Returns the time of the next call, if
+    /// blocks are left.
     pub(super) fn fill_due(&self, most: usize) -> Option<Instant> {
-        // Whoever leaves a block from here on says so again.
+        // A write that leaves a block in transit after this store queues the sketch again.
         self.queued.store(false, Ordering::Release);
         let frame = read(&self.gate);
         let times = self.times.hold();
@@ -108,7 +114,7 @@ impl Sparse {
                 }
             }
         }
-        // In the queue again, so that nobody else puts it there.
+        // The caller queues the sketch again. `queued` keeps other threads from doing the same.
         if again.is_some() && self.queued.swap(true, Ordering::AcqRel) {
             return None;
         }

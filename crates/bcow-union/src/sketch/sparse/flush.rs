@@ -1,6 +1,7 @@
-//! Making a sparse sketch durable; making a plain file of it.
+//! Flush and promotion of a sparse sketch.
 //!
-//! A block is recorded in the map when it is on the disk. The map is what the mark promises; so it is there first.
+//! The order is: the data of a block, then the map's record of the block, then the mark that says
+//! that the map exists.
 
 use bcow::sync::atomic::Ordering;
 
@@ -12,15 +13,16 @@ use super::{Frame, Sparse};
 
 impl Sparse {
     pub(super) fn flush_once(&self, how: Durability) -> Result<(), SketchError> {
-        // Whoever comes later relies on what is recorded here, so nobody passes.
+        // A later flush relies on the records of this one, so flushes do not overtake each other.
         let mut map = lock(&self.map);
         self.fence.check()?;
         self.shared.counters.flushes.fetch_add(1, Ordering::Relaxed);
-        // Not held during barriers. Should the file be cut in the meantime, the map says of blocks that are gone that they are
-        // present, which nobody will ask.
+        // The gate is not held during barriers. If the file is truncated in the meantime, the map
+        // lists blocks beyond the end as present. This is harmless, because those entries are
+        // ignored.
         let frame = read(&self.gate);
         let marked = frame.marked;
-        // What can be completed and recorded is, also if something else cannot.
+        // After an error, the flush still completes and records the other blocks.
         let completed = self.complete_all(&frame);
         if how == Durability::Durable {
             self.go_ahead(&frame);
@@ -66,7 +68,7 @@ impl Sparse {
         completed
     }
 
-    /// Whether nothing is known in memory only.
+    /// Whether the map and the mark record the whole state of the sketch.
     pub(super) fn has_recorded_all(&self) -> bool {
         let map = lock(&self.map);
         let frame = read(&self.gate);
@@ -74,14 +76,15 @@ impl Sparse {
             self.in_transit.load(Ordering::Acquire) == 0
                 && read(&self.presence).unrecorded.is_empty()
                 && !map.is_spoilt()
-                // Without the mark nobody looks for the map.
+                // Without the mark, the next open ignores the map.
                 && (!map.exists() || lock(&self.mark).written.map_exists)
                 && (map.is_synced() || !self.shared.options.durable)
         };
         self.fence.check().is_ok() && (!frame.marked || is_recorded())
     }
 
-    /// The blocks that the map does not have, which it is about to get; and all that are present, if wanted.
+    /// Takes the present blocks that the map does not list; also returns all present blocks if
+    /// `wants_all`.
     fn take_unrecorded(&self, wants_all: bool) -> (BlockSet, Option<BlockSet>) {
         let mut presence = write(&self.presence);
         let new = std::mem::take(&mut presence.unrecorded);
@@ -93,7 +96,7 @@ impl Sparse {
         write(&self.presence).unrecorded.extend(new);
     }
 
-    /// Makes the content durable, and the mark if it is not.
+    /// Makes the content durable, and also the mark if it is not durable.
     fn sync_host(&self) -> Result<(), SketchError> {
         if lock(&self.mark).unsynced {
             return self.sync_mark();
@@ -110,7 +113,7 @@ impl Sparse {
         Ok(())
     }
 
-    /// Has the mark say that there is a map.
+    /// Sets the flag of the mark that says that the map exists.
     fn mark_map(&self) -> Result<(), SketchError> {
         let mut state = lock(&self.mark);
         let mark = SketchMark {
@@ -120,7 +123,7 @@ impl Sparse {
         state.change(&*self.host, mark).map(drop)
     }
 
-    /// Whether nothing of the lower file shows.
+    /// Whether no byte of the lower file is visible.
     pub(super) fn lacks_nothing(&self, frame: &Frame) -> bool {
         read(&self.presence).present.len() == frame.covered()
     }
@@ -144,11 +147,12 @@ impl Sparse {
             .map_err(|error| SketchError::host("remove the marks of a sketch", &error))?;
         self.leave(&mut frame);
         if durable {
-            // Before it is durable that there is no mark, the map is needed: syncs of a plain file do not care for marks.
+            // The map is still needed until the removal of the marks is durable. Later flushes of
+            // the plain file use fdatasync, which need not include the marks.
             self.fence.sync(|| self.content().sync_all())?;
         }
         if let Err(error) = map.remove() {
-            // The next check of the upper finds it.
+            // `bcow upper check` reports the leaked map.
             self.shared.log("a map that nobody needs", &error);
         }
         if let Err(error) = self.stored.let_go(self.content()) {
@@ -161,7 +165,7 @@ impl Sparse {
         Ok(true)
     }
 
-    /// The file has no name any more.
+    /// Removes the map of a file that has no name any more.
     pub(super) fn forget_map(&self) -> Result<(), SketchError> {
         let mut map = lock(&self.map);
         let mut frame = write(&self.gate);
@@ -173,7 +177,7 @@ impl Sparse {
         removed
     }
 
-    /// It is a file like any other from now on.
+    /// Makes the sketch behave as a plain file.
     fn leave(&self, frame: &mut Frame) {
         let counters = &self.shared.counters;
         counters

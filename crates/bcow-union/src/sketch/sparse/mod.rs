@@ -1,28 +1,33 @@
-//! Sparse sketches: blocks at their own offset of a host file with holes, and a map beside it.
+//! Sparse sketches: each block at its own offset of a host file with holes, and a map beside the
+//! file.
 //!
-//! The host file has the sketch's full size. A block is
-//! - *lower*: what shows is the lower file up to `limit`, and zeros from there on, whatever the host's file has at its place (after
-//!   a crash that may be something);
-//! - *in transit*: some of its bytes are at their place in the host's file, and which is known in memory; the others are the lower
-//!   file's;
-//! - *present*: the host's file has it. It stays so. Blocks that begin at or behind `limit` always are.
+//! The host file has the sketch's full size. A block has one of these states:
+//! - *lower*: the block shows the lower file up to `limit`, and zeros behind it. The content of the
+//!   host's file at this place is ignored (a crash may have left data there);
+//! - *in transit*: some bytes of the block are at their place in the host's file; the other bytes
+//!   are the lower file's. The written ranges are known in memory only;
+//! - *present*: the host's file has the block. A block stays present until it is truncated. Blocks
+//!   that begin at or behind `limit` are always present.
 //!
-//! `limit` is what still shows of the lower file. It begins as the lower file's size and shrinks to whatever the file is cut to, so
-//! that what was cut off never comes back. On the disk, the host file's size limits it too: the file is cut first, then the mark
-//! says so, then the file may grow. Whatever a crash leaves of this is the file as it was before or after.
+//! `limit` is the number of bytes of the lower file, from its start, that are visible. It begins as
+//! the lower file's size. A truncation reduces it to the new size, so that truncated content never
+//! becomes visible again. On the disk, the size of the host file limits it too. The order is:
+//! truncate the host file, write the mark, and only then let the file grow. After a crash at any
+//! point, the file is as it was before or after the truncation.
 //!
 //! # Locks
 //!
-//! In the order in which they are taken:
+//! A thread takes the locks in this order:
 //!
-//! 1. the map, by who flushes;
-//! 2. the gate: shared to read and write, exclusive to cut, to make holes, and to promote;
-//! 3. a stripe: the blocks in transit of a part of the file. Held while a block that is not present changes;
-//! 4. the set of present blocks; the mark. Leaves.
+//! 1. `map`: taken by flushes;
+//! 2. `gate`: shared for reads and writes, exclusive to truncate, to punch holes, and to promote;
+//! 3. a stripe: the blocks in transit of a part of the file. Held while a block that is not present
+//!    changes;
+//! 4. `presence` and `mark`. These are leaves.
 //!
-//! Those for the host's file's times come between the gate and the stripes.
+//! The locks for the times of the host's file come between `gate` and the stripes.
 //!
-//! Blocks that are present are read and written under the gate alone.
+//! Reads and writes of present blocks need `gate` only.
 
 mod ahead;
 mod fill;
@@ -56,12 +61,12 @@ use crate::Seek;
 use crate::account::StoredBlocks;
 
 const STRIPES: usize = 16;
-/// Blocks that are next to each other in a stripe.
+/// The number of adjacent blocks in a stripe.
 const UNIT_BLOCKS: u64 = 64;
-/// Longest file that Linux has.
+/// The largest file size on Linux, in bytes.
 const MOST_BYTES: u64 = i64::MAX as u64;
 
-/// A sparse sketch that is open.
+/// An open sparse sketch.
 pub(super) struct Sparse {
     me: Weak<Sparse>,
     id: u64,
@@ -69,43 +74,44 @@ pub(super) struct Sparse {
     host: Arc<dyn MarkedFile>,
     lower: Arc<dyn Lower>,
     gate: RwLock<Frame>,
-    /// Size of the host's file. It shrinks behind the closed gate only.
+    /// The size of the host's file. It shrinks only while `gate` is held exclusively.
     size: AtomicU64,
     presence: RwLock<Presence>,
     stripes: [Mutex<Stripe>; STRIPES],
     in_transit: AtomicU64,
     stored: StoredBlocks,
     mark: Mutex<MarkState>,
-    /// Whether the mark allows more of the lower file than there is, and must be changed before the file may grow.
+    /// Whether the mark's limit is larger than `limit`. The mark must be written before the file
+    /// may grow.
     mark_is_late: AtomicBool,
     map: Mutex<Map>,
     turns: Turns,
     fence: Fence,
-    /// Where flushes went. A leaf.
+    /// The positions of recent flushes. A leaf.
     ahead: Mutex<ahead::Ahead>,
     times: Times,
-    /// Whether the background knows that blocks are in transit.
+    /// Whether the sketch is in the fillers' queue.
     queued: AtomicBool,
-    /// Whether its space is free when it is dropped.
+    /// Whether the drop releases the sketch's space.
     discarded: AtomicBool,
 }
 
-/// What all operations rely on.
+/// The state that all operations depend on.
 struct Frame {
-    /// Bytes of the lower file that show where nothing is present.
+    /// The number of bytes of the lower file that are visible where no block is present.
     limit: u64,
-    /// Whether it is a sketch: neither promoted nor removed.
+    /// Whether the file is a sketch: neither promoted nor removed.
     marked: bool,
 }
 
 #[derive(Default)]
 struct Presence {
     present: BlockSet,
-    /// Those of them that the map does not have.
+    /// Present blocks that the map does not list.
     unrecorded: BlockSet,
 }
 
-/// Where a run of blocks is.
+/// The place of a run of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
     Lower,
@@ -114,7 +120,7 @@ enum Source {
 }
 
 impl Frame {
-    /// Blocks of which the map says whether they are present. All behind them are.
+    /// The number of blocks whose presence the map records. All blocks behind them are present.
     fn covered(&self) -> u64 {
         self.limit.div_ceil(BLOCK_BYTES)
     }
@@ -148,7 +154,7 @@ impl Sparse {
         Ok(Self::new(shared, host, lower, mark, size, map, present))
     }
 
-    /// Opens a sketch with this mark.
+    /// Opens the sketch with this mark.
     pub(super) fn open(
         shared: &Arc<Shared>,
         mark: &SketchMark,
@@ -188,7 +194,7 @@ impl Sparse {
         map: Map,
         present: BlockSet,
     ) -> Arc<Self> {
-        // The file was cut, and a crash came before the mark said so.
+        // A crash may have come after the truncation of the file and before the write of the mark.
         let limit = mark.lower_limit.min(size);
         let counters = &shared.counters;
         counters.open.fetch_add(1, Ordering::Relaxed);
@@ -232,8 +238,9 @@ impl Sparse {
         lock(&self.stripes[(block / UNIT_BLOCKS) as usize % STRIPES])
     }
 
-    /// Where `block` is, and how far that holds, up to `end`. A block that is not present stays so while its stripe is
-    /// held, which the caller does if it gives it.
+    /// The place of `block`, and the end of a run for which the answer is the same, up to `end`.
+    /// The caller holds the stripe of `block`. A block that is not present does not become present
+    /// while its stripe is held.
     fn source(&self, frame: &Frame, stripe: &Stripe, block: u64, end: u64) -> (Source, u64) {
         let covered = frame.covered();
         if block >= covered {
@@ -253,7 +260,7 @@ impl Sparse {
         }
     }
 
-    /// Where `block` is now.
+    /// The current place of `block`.
     fn find(&self, frame: &Frame, block: u64, end: u64) -> (Source, u64) {
         let covered = frame.covered();
         if block < covered {
@@ -265,7 +272,7 @@ impl Sparse {
         self.source(frame, &self.stripe(block), block, end)
     }
 
-    /// These blocks are on the host from now on.
+    /// Marks blocks as present.
     fn set_present(&self, blocks: Range<u64>) {
         let mut presence = write(&self.presence);
         let newly = presence.present.insert(blocks.clone());
@@ -278,7 +285,7 @@ impl Sparse {
     }
 }
 
-/// The end of a range, if a file can have it.
+/// The end of a range, if a file can have this size.
 fn end_of(offset: u64, length: u64) -> Result<u64, SketchError> {
     let end = offset.saturating_add(length);
     match end <= MOST_BYTES {
@@ -329,7 +336,7 @@ impl Sketch for Sparse {
         }
     }
     fn rest(&self, how: Durability) -> Result<(), SketchError> {
-        // Opening reads the host's file only.
+        // An open only reads the host's file.
         self.flush(how)
     }
     fn confirm(&self) -> Result<(), SketchError> {

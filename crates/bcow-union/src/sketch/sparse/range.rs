@@ -1,4 +1,4 @@
-//! What changes a range of a sparse sketch as a whole: its size, holes, space.
+//! Operations on a range of a sparse sketch: size, holes, space.
 
 use bcow::sync::atomic::Ordering;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use super::super::locks::{lock, read, write};
 use super::super::{BLOCK_BYTES, KeepSize, Sketch, SketchError};
 use super::{Frame, Sparse, end_of};
 
-/// Zeros that must be stored are written in pieces of this size.
+/// Zeros are written in pieces of this size.
 const ZEROS: &[u8] = &[0; 64 << 10];
 
 impl Sparse {
@@ -21,7 +21,7 @@ impl Sparse {
         }
     }
 
-    /// The gate is closed.
+    /// The caller holds the gate exclusively.
     fn grow(&self, frame: &Frame, size: u64) -> Result<(), SketchError> {
         if size > self.size() {
             self.before_growth(frame)?;
@@ -70,7 +70,7 @@ impl Sparse {
             presence.unrecorded.remove(frame.covered()..u64::MAX);
             counters.present.fetch_sub(gone, Ordering::Relaxed);
             drop(presence);
-            // If this fails, it is tried again when the file is to grow.
+            // If this fails, the next growth of the file tries it again.
             if let Err(error) = self.before_growth(frame) {
                 self.shared.log("a file that was cut", &error);
             }
@@ -78,7 +78,7 @@ impl Sparse {
         Ok(())
     }
 
-    /// Forgets that these blocks were in transit.
+    /// Removes blocks from the set of blocks in transit.
     fn end_transit(&self, blocks: Range<u64>) {
         for stripe in &self.stripes {
             let mut stripe = lock(stripe);
@@ -106,7 +106,7 @@ impl Sparse {
         if offset >= end {
             return Ok(());
         }
-        // At the end of the file the last block is meant as a whole.
+        // A range that reaches the end of the file includes the rest of the last block.
         let hole_end = match end == size {
             true => end.next_multiple_of(BLOCK_BYTES),
             false => end,
@@ -119,7 +119,7 @@ impl Sparse {
             if edge == block_bytes.start || is_host {
                 continue;
             }
-            // A part of a block of which another part is, or may be, the lower file's.
+            // Another part of this block is, or may be, the lower file's.
             let part = hole.start.max(block_bytes.start)..hole.end.min(block_bytes.end);
             if part.is_empty() {
                 continue;
@@ -143,7 +143,7 @@ impl Sparse {
         Ok(())
     }
 
-    /// Makes a hole in the host's file, or writes zeros if it can have none.
+    /// Punches a hole into the host's file, or writes zeros if the host cannot punch holes.
     fn punch(&self, frame: &Frame, hole: Range<u64>) -> Result<(), SketchError> {
         self.stored.look(self.content())?;
         match self.content().punch(hole.start, hole.end - hole.start) {
@@ -164,7 +164,7 @@ impl Sparse {
         while at < range.end {
             let n = (range.end - at).min(ZEROS.len() as u64) as usize;
             match self.write_reserved(frame, at, &ZEROS[..n]) {
-                // What stopped a short write is told by the next.
+                // The next write reports the error that caused a short write.
                 Ok(written) => at += written as u64,
                 Err(error) => {
                     self.stored.undo(reserved, at);

@@ -1,4 +1,4 @@
-//! Reading a sparse sketch.
+//! Reads and seeks in a sparse sketch.
 
 use super::super::host::read_all;
 use super::super::locks::read;
@@ -36,7 +36,7 @@ impl Sparse {
             .map_err(|error| SketchError::host("read what a sketch stores", &error))
     }
 
-    /// What shows where nothing is present.
+    /// Reads the visible bytes of the lower file, and zeros behind `limit`.
     pub(super) fn read_lower(
         &self,
         frame: &Frame,
@@ -54,17 +54,20 @@ impl Sparse {
             .map_err(|errno| SketchError::Lower { offset: at, errno })
     }
 
-    /// Within one block in transit.
+    /// Reads from one block in transit.
     fn read_transit(&self, frame: &Frame, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
         let block = at / BLOCK_BYTES;
-        // Not if others are completing, perhaps many.
+        // The read does not wait for another thread that completes blocks, because that thread may
+        // have many of them.
         let completed = self
             .times
             .try_hold()
             .map(|times| times.unseen(self.content(), || self.complete(frame, block, By::Reader)));
         match completed {
             Some(Ok(())) => self.read_host(at, buf),
-            // Or the host has no room for it, or the lower file is damaged there: what can be read is.
+            // The other cases are that another thread holds the times, that the host has no room
+            // for the block, or that the lower file is damaged in the missing part of it. The read
+            // still returns all bytes that can be read.
             Some(Err(_)) | None => self.read_merged(frame, at, buf),
         }
     }
@@ -97,8 +100,9 @@ impl Sparse {
         }
         let last = size.div_ceil(BLOCK_BYTES);
         let mut in_lower = Next::default();
-        // Where the host's data end, once that was asked. No hole is made meanwhile, but blocks are completed: what was a hole need
-        // not be one any more, nor is what was behind the last data.
+        // The end of the host's data, from the last seek for a hole. No hole is made while the gate
+        // is held shared. But blocks are completed, so a hole can become data, and more data can
+        // follow the last data.
         let mut data_until = 0;
         let mut at = offset;
         while at < size {
@@ -150,8 +154,8 @@ impl Sparse {
     }
 }
 
-/// Where the lower file, which does not change, has the next of what is looked for: so that for many small pieces it is not asked for
-/// each.
+/// Caches the result of the last seek in the lower file, which does not change. So a search through
+/// many small pieces does not repeat the seek for each.
 #[derive(Default)]
 struct Next(Option<u64>);
 

@@ -1,7 +1,7 @@
-//! Writing into a sparse sketch.
+//! Writes into a sparse sketch.
 //!
-//! The bytes go to their place in the host's file first, so that it is the host who says at once whether there is room. Then the
-//! block is present, if all of it was written, or in transit.
+//! A write goes to its place in the host's file first, so that the host reports a lack of space to
+//! the writer. Then a block is present if it was written completely, and in transit otherwise.
 
 use bcow::sync::atomic::Ordering;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::super::transit::{Stripe, Transit, Written};
 use super::super::{BLOCK_BYTES, Sketch, SketchError, SketchMark};
 use super::{Frame, Sparse, UNIT_BLOCKS, end_of};
 
-/// Bytes of the blocks that share a stripe's lock.
+/// Bytes of the adjacent blocks that share a stripe's lock.
 const UNIT_BYTES: u64 = UNIT_BLOCKS * BLOCK_BYTES;
 
 impl Sparse {
@@ -39,7 +39,8 @@ impl Sparse {
         result
     }
 
-    /// Writes what there is room for by the limit. An error after the first byte is told by writing less.
+    /// Writes bytes for which space is reserved. An error after the first byte becomes a short
+    /// write.
     pub(super) fn write_reserved(
         &self,
         frame: &Frame,
@@ -79,7 +80,8 @@ impl Sparse {
         Ok(done)
     }
 
-    /// Writes into the host's file, and says how far it got before an error, if it got anywhere.
+    /// Writes into the host's file and returns the number of bytes written. An error after the
+    /// first byte becomes a short write.
     fn write_host(&self, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
         let mut done = 0;
         while done < data.len() {
@@ -95,7 +97,7 @@ impl Sparse {
         Ok(done)
     }
 
-    /// Writes within blocks that share a stripe.
+    /// Writes within blocks of one stripe.
     fn write_unit(&self, frame: &Frame, offset: u64, data: &[u8]) -> Result<usize, SketchError> {
         let blocks = offset / BLOCK_BYTES..(offset + data.len() as u64).div_ceil(BLOCK_BYTES);
         let mut stripe = self.stripe(blocks.start);
@@ -108,8 +110,8 @@ impl Sparse {
         Ok(written)
     }
 
-    /// Notes that bytes were written in blocks of one stripe. Gives the blocks that are in transit since, which are the first
-    /// and the last at most.
+    /// Records that bytes were written in blocks of one stripe. Returns the blocks that are newly
+    /// in transit: at most the first and the last.
     fn note(&self, stripe: &mut Stripe, bytes: Range<u64>) -> [Option<u64>; 2] {
         let size = self.size();
         let blocks = bytes.start / BLOCK_BYTES..bytes.end.div_ceil(BLOCK_BYTES);
@@ -155,12 +157,14 @@ impl Sparse {
         if !complete.is_empty() {
             self.set_present(complete);
         }
-        // In this order: a flush that finds nothing in transit relies on finding what was in transit present.
+        // The order matters. A flush that finds `in_transit` at zero must find the completed blocks
+        // in the set of present blocks.
         self.transit_ended(ended);
         began
     }
 
-    /// So many blocks are in transit no more, but present, or cut off.
+    /// Subtracts `blocks` from the counters of blocks in transit. The blocks are present now, or
+    /// truncated.
     pub(super) fn transit_ended(&self, blocks: u64) {
         if blocks > 0 {
             self.in_transit.fetch_sub(blocks, Ordering::AcqRel);
@@ -168,10 +172,11 @@ impl Sparse {
         }
     }
 
-    /// Leaves a block to the background, unless that is behind.
+    /// Queues the sketch for the fillers, or completes the block if the fillers are behind.
     fn later(&self, frame: &Frame, block: u64) {
         if self.shared.is_behind() {
-            // It was written; whoever reads the rest or flushes meets the error again.
+            // The write itself succeeded. The next read or flush that needs the block returns the
+            // error.
             let _ = self.complete(frame, block, By::Writer);
             return;
         }
@@ -183,7 +188,8 @@ impl Sparse {
         }
     }
 
-    /// Sees to it that the mark does not allow what the file was cut to once before it grows.
+    /// Writes the reduced limit into the mark, if a truncation could not. The caller does this
+    /// before the file grows.
     pub(super) fn before_growth(&self, frame: &Frame) -> Result<(), SketchError> {
         if !self.mark_is_late.load(Ordering::Acquire) || !frame.marked {
             return Ok(());
