@@ -1,8 +1,10 @@
-//! Going into the background: the command starts itself again, waits until that process has mounted, and ends.
+//! Runs a mount in the background. The command starts itself again as the daemon, waits until the
+//! daemon has mounted the image, and exits.
 //!
-//! Starting anew rather than forking, because after a `fork` only async-signal-safe code may run if any
-//! thread exists, and because it needs no `unsafe`. Errors need no channel of their own: until it is ready,
-//! the new process still has its parent's standard error.
+//! The command executes itself instead of only forking, for two reasons: after a `fork` in a
+//! process with several threads, only async-signal-safe code may run; and this way needs no
+//! `unsafe` code. The daemon keeps the parent's standard error until the mount is ready, and
+//! reports errors there.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -15,18 +17,19 @@ use rustix::fs::{FileType, Mode, OFlags};
 use crate::error::MountError;
 use bcow_union::log;
 
-/// Set for the process that is to become the daemon. Its standard output is the pipe to its parent.
+/// Environment variable of the process that becomes the daemon. Its standard output is the pipe to
+/// its parent.
 const MARK: &str = "BCOW_BECOME_DAEMON";
 
-/// What the daemon sends when the mount can be used.
+/// The bytes that the daemon writes to the pipe when programs can use the mount.
 const READY: &[u8] = b"ready";
 
-/// How the background process did.
+/// Result of starting the background process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launch {
-    /// It has mounted and goes on.
+    /// The process has mounted the image and serves it.
     Ready,
-    /// It ended with this exit code, and has said why on standard error.
+    /// The process exited with this code and has printed the reason on standard error.
     Failed(u8),
 }
 
@@ -54,7 +57,8 @@ pub fn launch() -> Result<Launch, MountError> {
         .stdout(writer)
         .spawn()
         .map_err(failed("start the background process"))?;
-    // It holds the writing end of the pipe, and the loop below waits for the last of those to close.
+    // The command holds the write end of the pipe. Drop it: the loop below reads until all write
+    // ends are closed.
     drop(command);
     let mut said = Vec::new();
     let mut buf = [0; 16];
@@ -85,17 +89,19 @@ pub fn launch() -> Result<Launch, MountError> {
     }
 }
 
-/// In the process that [`launch`] started: the obligation to say when the mount is ready.
+/// In the process that [`launch`] started: the pipe on which the daemon reports that the mount is
+/// ready.
 #[derive(Debug)]
 pub struct Readiness {
     pipe: OwnedFd,
 }
 
-/// `Some` if this process was started by [`launch`]. Leaves the terminal's session, so that a key pressed
-/// there no longer reaches this process.
+/// Returns `Some` if [`launch`] started this process. Starts a new session (`setsid`), so that a
+/// key pressed on the terminal sends no signal to this process.
 pub fn started_by_launch() -> Option<Readiness> {
     std::env::var_os(MARK)?;
-    // A variable alone may have leaked into a shell; that plus a pipe is hardly an accident.
+    // A shell may have exported the variable by accident. Require also that standard output is a
+    // pipe.
     let stdout = std::io::stdout();
     let kind = rustix::fs::fstat(&stdout)
         .ok()
@@ -105,15 +111,17 @@ pub fn started_by_launch() -> Option<Readiness> {
     }
     let pipe = stdout.as_fd().try_clone_to_owned().ok()?;
     let _ = rustix::process::setsid();
-    // Started as /proc/self/exe it would be called `exe` in process lists.
+    // The process runs `/proc/self/exe`; without a name of its own, process lists show `exe`.
     let _ = rustix::thread::set_name(c"bcow");
     Some(Readiness { pipe })
 }
 
 impl Readiness {
-    /// Tells the waiting command that the mount is ready, and lets go of terminal and working directory.
+    /// Reports to the waiting command that the mount is ready, and detaches the process from the
+    /// terminal, the working directory and the standard streams.
     ///
-    /// Fails if nobody waits any more: then nobody knows of this mount, and it should not stay.
+    /// Fails if the waiting command is gone. The caller then unmounts, because no user knows of
+    /// this mount.
     pub fn announce(self) -> Result<(), MountError> {
         let failed = |action| move |source| MountError::Process { action, source };
         let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
@@ -131,13 +139,13 @@ impl Readiness {
     }
 }
 
-/// Marks every descriptor but the standard ones close-on-exec, lest the daemon hold a lock or a pipe of the
-/// shell that called us for as long as the mount lives.
+/// Sets close-on-exec on every descriptor above standard error. Otherwise the daemon would keep a
+/// lock or a pipe of the calling shell open for as long as the mount exists.
 fn keep_descriptors_from_children() {
     const CLOSE_RANGE_CLOEXEC: libc::c_int = 4;
-    // SAFETY: the call takes integers only. With this flag it closes nothing, so no owner of a descriptor
-    // in this process loses it; it sets a flag that std sets on its own descriptors anyway.
-    // Kernels before 5.11 refuse, and then inherited descriptors stay inherited.
+    // SAFETY: The call takes only integers. With this flag it closes no descriptor; it only sets
+    // the flag that std sets on its own descriptors anyway. Kernels before 5.11 reject the flag;
+    // the daemon then keeps the inherited descriptors.
     #[allow(unsafe_code)]
     unsafe {
         libc::syscall(

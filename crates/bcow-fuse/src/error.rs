@@ -1,35 +1,36 @@
-//! Why a file system could not be mounted or unmounted.
+//! Errors of mounting and unmounting a file system.
 
 use std::io;
 use std::path::PathBuf;
 
-/// Failure to mount or unmount. The host's error is the `source`; [`MountError::hint`] says what to do about it, where something can be done.
+/// A failure to mount or unmount. `source` is the host's error. [`MountError::hint`] returns what
+/// the user can do, for errors that the user can correct.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
-    /// An option that this mount does not have.
+    /// A mount option that bcow does not know.
     #[error("unknown mount option {0:?}")]
     UnknownOption(String),
-    /// An option that this mount has, with a value it cannot take.
+    /// A known mount option with an invalid value.
     #[error("mount option {option:?}: {problem}")]
     BadOption {
         /// The option as the user wrote it.
         option: String,
-        /// What is wrong with it.
+        /// What is wrong with the value.
         problem: &'static str,
     },
-    /// An option of writable mounts, for one that is not.
+    /// An option of writable mounts, given for a mount without an upper.
     #[error("mount option {0:?} needs an upper")]
     NoUpper(&'static str),
-    /// A known option that asks for what there is not.
+    /// A known option that bcow does not support.
     #[error("mount option {option:?} is not supported: {reason}")]
     UnsupportedOption {
         /// The option as the user wrote it.
         option: String,
-        /// Why not.
+        /// Why bcow does not support the option.
         reason: &'static str,
     },
-    /// Only root may have this.
+    /// An option that only root may use.
     #[error("mount option {0:?} is for root only")]
     RootOnly(&'static str),
     /// The FUSE device cannot be opened.
@@ -43,10 +44,10 @@ pub enum MountError {
         /// The host's error.
         source: io::Error,
     },
-    /// The mountpoint is something else than a directory.
+    /// The mountpoint is not a directory.
     #[error("mountpoint {} is not a directory", .0.display())]
     NotADirectory(PathBuf),
-    /// A BCoW image is mounted there already.
+    /// A bcow mount is already at this mountpoint.
     #[error("a BCoW image is already mounted at {}", .0.display())]
     AlreadyMounted(PathBuf),
     /// The kernel refused the mount.
@@ -62,40 +63,40 @@ pub enum MountError {
     Helper {
         /// The mountpoint.
         path: PathBuf,
-        /// What it said.
+        /// The helper's message.
         message: String,
     },
     /// `fusermount3` cannot be run.
     #[error("cannot run fusermount3")]
     NoHelper(#[source] io::Error),
-    /// The conversation with the kernel failed.
+    /// Reading from or writing to `/dev/fuse` failed.
     #[error("the conversation with the kernel failed")]
     Session(#[source] io::Error),
-    /// What was written could not be made durable at the end.
+    /// The upper could not be flushed completely at the end of the mount.
     #[error("cannot make durable all that was written to the upper {}", upper.display())]
     Close {
         /// The upper.
         upper: PathBuf,
-        /// The first error that there was.
+        /// The first error.
         source: io::Error,
     },
-    /// A process could not be started or its files not arranged.
+    /// An operation on a process, its descriptors or its pipes failed.
     #[error("cannot {action}")]
     Process {
-        /// What was being done.
+        /// The operation that failed, to follow "cannot".
         action: &'static str,
         /// The host's error.
         source: io::Error,
     },
-    /// Nothing is mounted there.
+    /// No file system is mounted at this path.
     #[error("nothing is mounted at {}", .0.display())]
     NotMounted(PathBuf),
-    /// Something else is mounted there.
+    /// Another type of file system is mounted at this path.
     #[error("what is mounted at {} is no BCoW image but {fs_type}", path.display())]
     ForeignMount {
         /// The mountpoint.
         path: PathBuf,
-        /// File-system type, as `/proc/self/mountinfo` has it.
+        /// File-system type as in `/proc/self/mountinfo`.
         fs_type: String,
     },
     /// Files or directories of the mount are in use.
@@ -112,7 +113,7 @@ pub enum MountError {
 }
 
 impl MountError {
-    /// What the user could do, where there is something.
+    /// What the user can do about the error, if there is something to do.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             MountError::UnknownOption(_) => Some("`bcow mount --help` lists the options"),

@@ -1,7 +1,8 @@
-//! The read-only file system of a mount: what each request means, without the kernel's protocol around it.
+//! The read-only file system of a mount: the meaning of each request, independent of the FUSE
+//! protocol.
 //!
-//! Everything here takes `&self` and no lock: the reader below decodes from the block cache, the content
-//! cannot change, and nothing is kept per open file.
+//! All methods take `&self` and use no lock. The reader decodes blocks through the block cache, the
+//! content cannot change, and there is no state per open file.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ pub use bcow_union::Seek;
 pub use bcow_union::fs::Entry;
 pub use bcow_union::image::COUNTED_EXTENTS;
 
-/// Longest name of a directory entry.
+/// Longest name of a directory entry, in bytes.
 const NAME_MAX: usize = 255;
 
 /// A mounted image.
@@ -24,10 +25,10 @@ pub struct ImageFs {
     image: Image,
 }
 
-/// An inode and how the kernel calls it.
+/// An inode and its number in the mount.
 #[derive(Debug, Clone)]
 pub struct Node {
-    /// The kernel's name for it.
+    /// The inode number that the kernel uses.
     pub id: NodeId,
     /// Type, owner, size and so on.
     pub inode: Inode,
@@ -35,30 +36,31 @@ pub struct Node {
     pub sectors: u64,
 }
 
-/// Figures of the whole file system.
+/// Figures of the whole file system, for `statfs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Statistics {
     /// Size of a block in bytes.
     pub block_bytes: u32,
-    /// Number of blocks. None is free.
+    /// Number of blocks. No block is free.
     pub blocks: u64,
-    /// Number of inodes. None is free.
+    /// Number of inodes. No inode is free.
     pub inodes: u64,
 }
 
-/// Whether names of `trusted.` attributes are listed: as in other file systems, for the privileged only.
+/// Whether a listing contains the names of `trusted.` attributes. As in other file systems, only
+/// privileged callers see them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TrustedNames {
-    /// With them.
+    /// List them.
     Shown,
-    /// Without them.
+    /// Leave them out.
     Hidden,
 }
 
-/// What `access` asks for.
+/// The kind of access that an `access` request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
-    /// To read or to know that it is there.
+    /// To read, or to test for existence.
     Read,
     /// To write.
     Write,
@@ -74,12 +76,12 @@ impl ImageFs {
         }
     }
 
-    /// Where its errors are counted and logged.
+    /// The log that counts and records the errors of this file system.
     pub fn errors(&self) -> &Arc<ErrorLog> {
         self.image.errors()
     }
 
-    /// The inode that `name` names in `parent`; `None` if there is no such name.
+    /// Looks up `name` in the directory `parent`. `None` if the directory has no such entry.
     pub fn lookup(&self, parent: NodeId, name: &[u8]) -> Result<Option<Node>, Errno> {
         if name.len() > NAME_MAX {
             return Err(Errno::NAMETOOLONG);
@@ -91,13 +93,13 @@ impl ImageFs {
         }
     }
 
-    /// The inode.
+    /// Reads an inode.
     pub fn node(&self, id: NodeId) -> Result<Node, Errno> {
         self.node_of(self.image.nid(id))
     }
 
-    /// Calls `each` for the entries of a directory, `.` and `..` among them, from `cookie` on, where 0 is
-    /// the start and others come from [`Entry::next_cookie`].
+    /// Calls `each` for the entries of a directory, `.` and `..` included. `cookie` is 0 for the
+    /// first entry, or an [`Entry::next_cookie`] of an earlier call.
     pub fn read_dir(
         &self,
         id: NodeId,
@@ -115,7 +117,7 @@ impl ImageFs {
         })
     }
 
-    /// Where a symbolic link points.
+    /// The target of a symbolic link.
     pub fn read_link(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
         let inode = self.image.inode(self.image.nid(id))?;
         if inode.kind != FileType::Symlink {
@@ -124,10 +126,11 @@ impl ImageFs {
         self.image.read_link(&inode)
     }
 
-    /// Hands `length` bytes at `offset`, or as many as there are, in one piece to `reply`.
+    /// Calls `reply` once with `length` bytes from `offset` on, or with fewer at the end of the
+    /// file.
     ///
-    /// Bytes that lie in one piece in the block cache are lent from there; others are put together in
-    /// `scratch`.
+    /// Bytes that are contiguous in the block cache are passed without a copy. Others are copied
+    /// into `scratch`.
     pub fn read<R>(
         &self,
         id: NodeId,
@@ -146,7 +149,7 @@ impl ImageFs {
         self.image.lend(&inode, offset, length, scratch, reply)
     }
 
-    /// The next data or hole at or behind `offset`.
+    /// The offset of the next data or hole at or after `offset`.
     pub fn seek(&self, id: NodeId, offset: u64, seek: Seek) -> Result<u64, Errno> {
         let inode = self.image.inode(self.image.nid(id))?;
         if inode.kind != FileType::Regular {
@@ -164,7 +167,8 @@ impl ImageFs {
         self.image.xattr(&inode, name)?.ok_or(Errno::NODATA)
     }
 
-    /// The names of the extended attributes, each with a zero byte behind it, as `listxattr` has them.
+    /// The names of the extended attributes, each followed by a zero byte, in the format of
+    /// `listxattr`.
     pub fn xattr_names(&self, id: NodeId, trusted: TrustedNames) -> Result<Vec<u8>, Errno> {
         let inode = self.image.inode(self.image.nid(id))?;
         let mut names = Vec::new();
@@ -177,8 +181,9 @@ impl ImageFs {
         Ok(names)
     }
 
-    /// Whether a mount in which nobody but the kernel's mode bits decides lets a caller do this. Whoever may
-    /// enter it may read everything, but a file without any execute bit is no program.
+    /// Whether an `access` request succeeds in a mount without `default_permissions`. Every user
+    /// who may enter the mount may read every file, but a file without any execute bit cannot be
+    /// executed.
     pub fn access(&self, id: NodeId, wish: Wish) -> Result<(), Errno> {
         let inode = self.image.inode(self.image.nid(id))?;
         match wish {
@@ -191,7 +196,7 @@ impl ImageFs {
         }
     }
 
-    /// Figures of the whole file system.
+    /// Figures of the whole file system, for `statfs`.
     pub fn statistics(&self) -> Statistics {
         let superblock = self.image.superblock();
         Statistics {

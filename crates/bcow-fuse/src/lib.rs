@@ -1,8 +1,8 @@
-//! The FUSE door: a BCoW image mounted as a file system.
+//! The FUSE frontend: mounts a BCoW image as a file system.
 //!
-//! The way of a request: the kernel asks through `/dev/fuse`, `fuser` decodes, the adapter translates,
-//! [`fs::ImageFs`] answers from a [`bcow_erofs::reader::Filesystem`], which reads blocks of a
-//! [`bcow::BlockDevice`].
+//! The path of a request: the kernel sends it through `/dev/fuse`, `fuser` decodes it, the adapter
+//! converts it, and [`fs::ImageFs`] answers it from a [`bcow_erofs::reader::Filesystem`], which reads
+//! blocks of a [`bcow::BlockDevice`].
 //!
 //! ```no_run
 //! use std::{path::Path, sync::Arc};

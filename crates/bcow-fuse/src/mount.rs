@@ -1,7 +1,9 @@
-//! Making the mount: the kernel's `mount(2)` where we may, `fusermount3` where not.
+//! Mounts with the kernel's `mount(2)` where this process may do so, and with `fusermount3`
+//! otherwise.
 //!
-//! fuser can mount too. We do it ourselves because its errors are prose, it shows no file-system type
-//! that `bcow umount` could recognise, and it can neither take back a dead mount nor tell ours from another.
+//! fuser can mount too, but it has four disadvantages: its errors are only text; its mounts show no
+//! file-system type by which `bcow umount` could recognise them; it cannot remove a mount whose
+//! daemon is dead; and it cannot tell its own mount from another one.
 
 use std::ffi::{CString, OsStr};
 use std::io::{self, Read};
@@ -25,16 +27,17 @@ use crate::unmount::WhenBusy;
 
 pub(crate) const HELPER: &str = "fusermount3";
 
-/// A mount that this process made. Dropping it unmounts, lazily if it is in use.
+/// A mount that this process made. Dropping it unmounts; if the mount is in use, it unmounts
+/// lazily.
 #[derive(Debug)]
 pub(crate) struct Mount {
     target: PathBuf,
-    /// The mount's device number. It is not given to another file system while `connection` lives.
+    /// The device number of the mount. The kernel does not reuse it while `connection` is open.
     device: Option<String>,
     connection: OwnedFd,
 }
 
-/// Mounts at `target`; returns the mount and the `/dev/fuse` descriptor to serve it by.
+/// Mounts at `target`. Returns the mount and the `/dev/fuse` descriptor that serves it.
 pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, OwnedFd), MountError> {
     let target = usable_mountpoint(target)?;
     let connection = match mount_directly(&target, options)? {
@@ -73,18 +76,20 @@ pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, Own
     }
 }
 
-/// The canonical path of `target` once it is a directory that can be mounted on.
+/// Checks that `target` is a directory on which bcow can mount, and returns its canonical path.
 ///
-/// A mount whose daemon died is taken away first: nobody else can use it, and the user asks for its place.
+/// Unmounts a bcow mount there whose daemon is dead: no process can use it any more.
 fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     let failed = |source: io::Error| MountError::Mountpoint {
         path: target.to_owned(),
         source,
     };
-    // Following links asks only the parents' file systems, so a dead mount at the end is no obstacle.
+    // Resolving symbolic links sends requests only for the parents, so a dead mount at the end of
+    // the path does no harm.
     let canonical = target.canonicalize().map_err(failed)?;
     if is_ours(&canonical) {
-        // Attributes and names may come from the kernel's cache; figures never do.
+        // The kernel may answer attributes and names from its caches, but it always sends statfs to
+        // the daemon.
         match rustix::fs::statfs(&canonical) {
             Err(Errno::NOTCONN | Errno::CONNABORTED) => {
                 crate::unmount::unmount(&canonical, WhenBusy::Detach)?;
@@ -108,7 +113,7 @@ fn is_ours(target: &Path) -> bool {
     matches!(mountinfo::mounted_at(target), Ok(Some(entry)) if entry.fs_type == FS_TYPE)
 }
 
-/// `None` if this process may not mount.
+/// Returns `None` if this process may not mount.
 fn mount_directly(target: &Path, options: &MountOptions) -> Result<Option<OwnedFd>, MountError> {
     let device = match rustix::fs::open("/dev/fuse", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
     {
@@ -148,8 +153,8 @@ fn mount_directly(target: &Path, options: &MountOptions) -> Result<Option<OwnedF
     }
 }
 
-/// Lets the setuid helper mount. It hands the descriptor back over a socket, which we give it as its
-/// standard input so that no descriptor has to be made inheritable.
+/// Mounts with the set-user-ID helper. The helper sends the `/dev/fuse` descriptor back over a
+/// socket. The socket is the helper's standard input, so that no descriptor has to be inheritable.
 fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, MountError> {
     let (ours, theirs) = UnixStream::pair().map_err(|source| MountError::Process {
         action: "make a socket pair",
@@ -166,7 +171,8 @@ fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, Mou
         .stderr(Stdio::piped())
         .spawn()
         .map_err(MountError::NoHelper)?;
-    // The helper's end closes with the helper, so this ends with a descriptor or with end of file.
+    // The helper's end of the socket closes when the helper ends, so this returns a descriptor or
+    // the end of the stream.
     let received = receive_descriptor(&ours);
     let mut message = String::new();
     if let Some(mut stderr) = helper.stderr.take() {
@@ -182,7 +188,7 @@ fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, Mou
     }
 }
 
-/// What the helper said, without its name in front.
+/// The helper's message without its program name.
 pub(crate) fn helper_message(stderr: &str) -> String {
     let lines: Vec<&str> = stderr
         .lines()
@@ -218,35 +224,37 @@ fn receive_descriptor(socket: &UnixStream) -> rustix::io::Result<Option<OwnedFd>
     }))
 }
 
-/// How an unmount went, the best outcome first.
+/// The result of an unmount, ordered from best to worst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Unmounted {
-    /// It is gone.
+    /// The mount is gone.
     Gone,
-    /// It is in use; nobody can enter any more, and it ends with its last user.
+    /// The mount was in use and is detached. No program can enter it, and the kernel ends it when
+    /// its last user is gone.
     Detached,
-    /// It stays where it is: it is covered by another mount, or in another mount namespace, or the kernel refused.
+    /// The mount stays: another mount covers it, it is in another mount namespace, or the kernel
+    /// refused.
     Stays,
 }
 
 impl Mount {
-    /// Where it is mounted.
+    /// The canonical mountpoint.
     pub(crate) fn target(&self) -> &Path {
         &self.target
     }
 
-    /// Its device number, if the kernel lists it.
+    /// The device number, if the kernel lists the mount.
     pub(crate) fn device(&self) -> Option<&str> {
         self.device.as_deref()
     }
 
-    /// Takes the mount away if it is still there; safe to call again.
+    /// Unmounts if the mount still exists. Safe to call several times.
     pub(crate) fn unmount(&mut self) -> Unmounted {
         if !self.is_connected() {
             return Unmounted::Gone;
         }
-        // It may have been unmounted lazily, or be covered by another mount; and it may have been moved, or
-        // bound to other directories.
+        // A user may have unmounted it lazily, covered it with another mount, moved it, or bound it
+        // to other directories.
         let places = match &self.device {
             Some(device) => mountinfo::places_of(device).unwrap_or_default(),
             None => Vec::new(),
@@ -258,7 +266,8 @@ impl Mount {
             .unwrap_or(Unmounted::Stays)
     }
 
-    /// Whether the kernel still holds the file system. It reports an error on the descriptor once not.
+    /// Whether the kernel still has the file system. Afterwards it reports an error on the
+    /// descriptor.
     fn is_connected(&self) -> bool {
         let mut descriptors = [PollFd::from_borrowed_fd(
             self.connection.as_fd(),
@@ -271,7 +280,7 @@ impl Mount {
     }
 }
 
-/// Takes one place of a mount away, lazily if it is in use.
+/// Unmounts at one path. If the mount is in use there, unmounts lazily.
 fn unmount_place(place: &Path) -> Unmounted {
     if rustix::mount::unmount(place, UnmountFlags::NOFOLLOW).is_ok() {
         return Unmounted::Gone;
@@ -294,7 +303,7 @@ impl Drop for Mount {
     }
 }
 
-/// Runs `fusermount3 -u`; the error is what it said.
+/// Runs `fusermount3 -u`. Its message becomes the error.
 pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<(), MountError> {
     let output = Command::new(HELPER)
         .arg("-u")

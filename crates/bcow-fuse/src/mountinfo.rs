@@ -1,13 +1,14 @@
-//! What is mounted where, from `/proc/self/mountinfo`.
+//! The mount table, read from `/proc/self/mountinfo`.
 //!
-//! Asking the kernel's list, not the mount itself: a `stat` of a mount whose daemon hangs would hang too.
+//! bcow reads the kernel's list instead of the mount itself: a `stat` of a mount whose daemon hangs
+//! would also hang.
 
 use std::ffi::OsString;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// The type that `/proc/self/mountinfo` shows for our mounts.
+/// The file-system type of bcow mounts in `/proc/self/mountinfo`.
 pub const FS_TYPE: &str = "fuse.bcow";
 
 /// One line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
@@ -15,19 +16,19 @@ pub const FS_TYPE: &str = "fuse.bcow";
 pub struct MountEntry {
     /// Device number as the kernel writes it, `major:minor`.
     pub device: String,
-    /// Where it is mounted.
+    /// The mountpoint.
     pub target: PathBuf,
     /// File-system type with subtype.
     pub fs_type: String,
-    /// What is mounted.
+    /// The source of the mount.
     pub source: OsString,
-    /// Whether it can be written to.
+    /// Whether the file system is writable.
     pub is_writable: bool,
-    /// For whom it is, if it is for one user: their uid and gid.
+    /// Uid and gid of the only user who may enter the mount, without `allow_other`.
     pub owner: Option<(u32, u32)>,
 }
 
-/// All mounts of this mount namespace, lower ones first.
+/// All mounts of this mount namespace. A mount that covers another one comes after it.
 pub fn mounts() -> io::Result<Vec<MountEntry>> {
     Ok(std::fs::read("/proc/self/mountinfo")?
         .split(|&byte| byte == b'\n')
@@ -35,7 +36,7 @@ pub fn mounts() -> io::Result<Vec<MountEntry>> {
         .collect())
 }
 
-/// The mount that one sees at exactly `target`, if there is one.
+/// The topmost mount at exactly `target`.
 pub fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
     Ok(mounts()?
         .into_iter()
@@ -43,12 +44,13 @@ pub fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
         .find(|entry| entry.target == target))
 }
 
-/// Where one sees the file system with this device number: a mount may be moved, or bound to other directories.
+/// All paths where the file system with this device number is visible. A mount may be moved, or
+/// bound to other directories.
 pub fn places_of(device: &str) -> io::Result<Vec<PathBuf>> {
     Ok(visible(&mounts()?, device))
 }
 
-/// The targets of a device that no later mount covers, the first one first.
+/// The targets of a device that no later mount covers, in the order of the list.
 fn visible(mounts: &[MountEntry], device: &str) -> Vec<PathBuf> {
     let is_covered = |at: usize, target: &Path| {
         let mut later = mounts.iter().skip(at + 1);
@@ -67,7 +69,7 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
     let device = fields.nth(2)?;
     let target = fields.nth(1)?;
     let mut options = fields.next()?.split(|&byte| byte == b',');
-    // Behind the mount options comes a variable number of optional fields, closed by a dash.
+    // After the mount options comes a variable number of optional fields. A dash ends them.
     fields.find(|&field| field == b"-")?;
     let fs_type = fields.next()?;
     let source = fields.next()?;
@@ -82,7 +84,7 @@ fn parse(line: &[u8]) -> Option<MountEntry> {
     })
 }
 
-/// Whom FUSE lets in, from the options of the file system.
+/// Uid and gid of the owner, from the FUSE options of the file system.
 fn owner(options: &[u8]) -> Option<(u32, u32)> {
     let number = |name: &[u8]| {
         let value = options
@@ -99,7 +101,7 @@ fn owner(options: &[u8]) -> Option<(u32, u32)> {
     }
 }
 
-/// The kernel writes space, tab, newline and backslash as `\ooo`.
+/// Decodes `\ooo`: the kernel writes space, tab, newline and backslash in this form.
 fn unescape(field: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;

@@ -7,46 +7,48 @@ use rustix::mount::MountFlags;
 
 use crate::error::MountError;
 
-/// Who may enter the mount at all.
+/// Which users may enter the mount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Access {
-    /// The user who mounts; not even root besides.
+    /// Only the user who mounts. The kernel refuses root too.
     #[default]
     Owner,
-    /// Everybody, within what the files' permissions allow (`allow_other`).
+    /// All users, as far as the permissions of the files allow (`allow_other`).
     Everyone,
 }
 
-/// Who decides about reading a file of the mount.
+/// Which checks apply when a program reads a file of the mount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Permissions {
-    /// Nobody: whoever may enter may read everything, as whoever can read the image file can anyway.
+    /// No checks: a user who may enter the mount may read every file. This user can read the image
+    /// file as well.
     #[default]
     Open,
-    /// The kernel, from owner, mode and POSIX ACL (`default_permissions`).
+    /// The kernel checks owner, mode and POSIX ACL (`default_permissions`).
     ByMode,
 }
 
-/// Where bytes are between being written by a program and being given to us.
+/// Where written bytes are kept until the kernel sends them to bcow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WriteCache {
     /// Nowhere: each write is a request.
     #[default]
     Through,
-    /// In the kernel's page cache, which writes back later, at the latest when a file is closed (`writeback`).
+    /// In the kernel's page cache. The kernel writes them back later, at the latest when a file is
+    /// closed (`writeback`).
     Back,
 }
 
-/// Whether a mount can be changed.
+/// Whether a mount can be writable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writing {
-    /// An image by itself.
+    /// No: an image without an upper.
     Never,
-    /// An image under an upper.
+    /// Yes: an image with an upper.
     ToUpper,
 }
 
-/// How to mount. The default is read-only, owner-only, nosuid, nodev.
+/// Mount options. The default is read-only, only for the owner, nosuid, nodev.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MountOptions {
     access: Access,
@@ -54,7 +56,7 @@ pub struct MountOptions {
     flags: MountFlags,
     source: Option<OsString>,
     write_cache: WriteCache,
-    /// `ro` or `rw`, whichever was said last.
+    /// `Some(true)` for `ro`, `Some(false)` for `rw`; the last one given wins.
     read_only: Option<bool>,
 }
 
@@ -72,8 +74,8 @@ impl Default for MountOptions {
 }
 
 impl MountOptions {
-    /// Applies the options of one `-o` argument, separated by commas; of two that contradict each other
-    /// the last wins, as in mount(8).
+    /// Applies the options of one `-o` argument, separated by commas. Of contradicting options the
+    /// last one wins, as in mount(8).
     pub fn apply(&mut self, list: &OsStr) -> Result<(), MountError> {
         for option in list.as_bytes().split(|&byte| byte == b',') {
             if !option.is_empty() {
@@ -83,17 +85,17 @@ impl MountOptions {
         Ok(())
     }
 
-    /// What `/proc/mounts` shows as the mounted thing, unless an option named something else.
+    /// Sets the source that `/proc/mounts` shows, unless an option has set it already.
     pub fn set_default_source(&mut self, source: OsString) {
         self.source.get_or_insert(source);
     }
 
-    /// Who may enter.
+    /// Which users may enter.
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Who decides about reading. What everybody may enter is always guarded by the kernel.
+    /// Which checks apply to reads. With `allow_other` the kernel always checks the mode.
     pub fn permissions(&self) -> Permissions {
         match self.access {
             Access::Owner => self.permissions,
@@ -101,13 +103,14 @@ impl MountOptions {
         }
     }
 
-    /// Where written bytes wait.
+    /// Where written bytes are kept until the kernel sends them to bcow.
     pub fn write_cache(&self) -> WriteCache {
         self.write_cache
     }
 
-    /// Makes the options fit what is mounted: with an upper a mount is writable unless `ro` was asked for, and the kernel
-    /// decides about every access; without one, `rw` and what belongs to it are errors.
+    /// Adapts the options to the kind of mount. With an upper, the mount is writable unless `ro`
+    /// was given, and the kernel checks permissions. Without an upper, `rw` and the options of
+    /// writable mounts are errors.
     pub fn settle(&mut self, writing: Writing) -> Result<(), MountError> {
         match writing {
             Writing::ToUpper => {
@@ -128,7 +131,7 @@ impl MountOptions {
         self.flags
     }
 
-    /// What `/proc/mounts` shows as the mounted thing.
+    /// The source that `/proc/mounts` shows.
     pub fn source(&self) -> &OsStr {
         self.source.as_deref().unwrap_or(OsStr::new("bcow"))
     }
@@ -147,7 +150,7 @@ impl MountOptions {
             return Ok(());
         }
         match bytes {
-            // What this mount is anyway.
+            // These options are always in effect.
             b"defaults" | b"subtype=bcow" => {}
             b"ro" => self.read_only = Some(true),
             b"rw" => self.read_only = Some(false),
@@ -160,8 +163,9 @@ impl MountOptions {
                 });
             }
             b"allow_other" => self.access = Access::Everyone,
-            // libfuse filters by user in the daemon, where cached names and pages never pass by. With a
-            // kernel that may cache everything for good, that is no protection.
+            // libfuse checks the user in the daemon, but accesses to cached names and pages do not
+            // reach the daemon. bcow lets the kernel cache without a time limit, so this check
+            // would give no protection.
             b"allow_root" if rustix::process::geteuid().is_root() => {}
             b"allow_root" => {
                 return Err(MountError::UnsupportedOption {
@@ -187,7 +191,7 @@ impl MountOptions {
         Ok(())
     }
 
-    /// The options in the words of `fusermount3 -o`.
+    /// The options in the syntax of `fusermount3 -o`.
     pub(crate) fn for_helper(&self) -> Result<OsString, MountError> {
         let mut list = Vec::new();
         if !self.flags.contains(MountFlags::RDONLY) {
@@ -207,7 +211,7 @@ impl MountOptions {
                 list.push(b',');
             }
         }
-        // fusermount3 ignores `suid` and `dev` from ordinary users without a word.
+        // fusermount3 silently ignores `suid` and `dev` from ordinary users.
         if !self.flags.contains(MountFlags::NOSUID) {
             return Err(MountError::RootOnly("suid"));
         }

@@ -1,9 +1,13 @@
-//! How the use of an upper ended, for who unmounts it.
+//! The result of closing an upper, for the process that unmounts it.
 //!
-//! The mount's process writes last after the mount is gone, and its exit status is told to its parent only. So it says into a pipe of its
-//! own how that went. `bcow umount` opens the pipe before it unmounts, as one of the process's descriptors in /proc, and reads it when the
-//! process has ended. Nothing of this lies on a disk, which may be what failed; who may look at a process's descriptors is its user and root,
-//! who are those that may unmount; and the pipe ends with the process, whatever ends that.
+//! The process of a mount still writes to the upper after the mount is gone, and only its parent
+//! gets its exit status. The process therefore writes the result into a pipe of its own. `bcow
+//! umount` opens this pipe through `/proc/PID/fd` before it unmounts, and reads it when the process
+//! has ended.
+//!
+//! A pipe needs no disk, which may be the part that failed. Only root and the user of the process
+//! may open its descriptors; they are also the users who may unmount. The kernel removes the pipe
+//! with the process, however the process ends.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -15,24 +19,24 @@ use rustix::pipe::PipeFlags;
 
 use crate::error::MountError;
 
-/// What is said when everything is where it belongs.
+/// The line for a complete upper.
 const COMPLETE: &str = "complete";
-/// What is said before the reason when it is not.
+/// The start of the line for an incomplete upper; the reason follows.
 const INCOMPLETE: &str = "incomplete: ";
-/// More than any reason has.
+/// Most bytes read from the pipe. No reason is longer.
 const MOST_BYTES: u64 = 4096;
 
-/// In the mount's process: where it says how it ended.
+/// In the process of the mount: the pipe into which the process writes its result.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// Nobody reads it here, but it is what others open.
+    /// This process does not read it. Other processes open it through `/proc`.
     reader: OwnedFd,
     writer: File,
 }
 
 impl Outcome {
     pub(crate) fn new() -> Result<Self, MountError> {
-        // Whoever it is for may not be there: that must stop nobody.
+        // A write must not block when no other process reads the pipe.
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK;
         let (reader, writer) =
             rustix::pipe::pipe_with(flags).map_err(|errno| MountError::Process {
@@ -45,41 +49,43 @@ impl Outcome {
         })
     }
 
-    /// The descriptor by which others find it.
+    /// The descriptor that other processes open through `/proc`.
     pub(crate) fn descriptor(&self) -> RawFd {
         self.reader.as_raw_fd()
     }
 
-    /// Says how it ended. What is said first counts.
+    /// Writes the result. Readers use only the first result.
     pub(crate) fn tell(&self, ended: Result<(), Errno>) {
         let line = match ended {
             Ok(()) => format!("{COMPLETE}\n"),
             Err(errno) => format!("{INCOMPLETE}{}\n", io::Error::from(errno)),
         };
-        // A pipe without room is one that somebody else filled.
+        // The pipe is full only if another process filled it; the result is lost then.
         let _ = (&self.writer).write_all(line.as_bytes());
     }
 }
 
-/// How a mount's process ended the use of its upper.
+/// How the process of a mount closed its upper.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
-    /// All that was written is there, and durable as far as the mount's options want it.
+    /// The upper holds all written data, durable as far as the mount's options require it.
     Complete,
-    /// Not all of it, for this reason.
+    /// The upper does not hold all written data. The string is the reason.
     Incomplete(String),
-    /// It did not say: it was killed, or still runs.
+    /// The process wrote no result: it was killed, or is still running.
     Unknown,
 }
 
-/// In another process: hears from a mount's process how it ended.
+/// In another process: the pipe from which it reads the result of a mount's process.
 #[derive(Debug)]
 pub struct Ending(File);
 
 impl Ending {
-    /// Opens the pipe of a process. Whether that is still the process that it is taken for, the caller looks at afterwards.
+    /// Opens the pipe of process `pid`. The caller must check afterwards that `pid` is still the
+    /// process of the mount.
     pub(crate) fn open(pid: u32, descriptor: RawFd) -> io::Result<Self> {
-        // A process says what it likes, and this may be root: nothing but a pipe is opened.
+        // The descriptor number comes from the other process, and this process may be root. Open
+        // the file only if it is a pipe.
         let path = rustix::fs::open(
             format!("/proc/{pid}/fd/{descriptor}"),
             OFlags::PATH | OFlags::CLOEXEC,
@@ -97,10 +103,11 @@ impl Ending {
         Ok(Ending(pipe.into()))
     }
 
-    /// What was said until now: to be called when the process has ended.
+    /// The result that the process has written so far. Call this when the process has ended.
     pub fn hear(&self) -> Ended {
         let mut said = Vec::new();
-        // A process that goes on keeps the pipe open, and what is in it comes before that error.
+        // A running process keeps the pipe open. The read then fails with EAGAIN after the bytes
+        // that are in the pipe.
         let _ = (&self.0).take(MOST_BYTES).read_to_end(&mut said);
         let said = String::from_utf8_lossy(&said);
         let Some((line, _)) = said.split_once('\n') else {
@@ -142,7 +149,7 @@ mod tests {
         let outcome = Outcome::new().unwrap();
         let ending = Ending::open(std::process::id(), outcome.descriptor()).unwrap();
         assert_eq!(ending.hear(), Ended::Unknown);
-        // Nor does it wait for those who listen.
+        // A write does not wait for a reader either.
         for _ in 0..100_000 {
             outcome.tell(Ok(()));
         }

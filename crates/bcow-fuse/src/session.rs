@@ -1,4 +1,4 @@
-//! A mounted image from its mount to its end.
+//! A mounted image, from the mount to its end.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -17,14 +17,15 @@ use crate::outcome::Outcome;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 
-/// What a process that ends a writable mount is called meanwhile, for those who wait for it.
+/// Name that the process takes while it closes the upper of a writable mount. Commands that wait for
+/// its end recognise it by this name.
 pub const CLOSING: &std::ffi::CStr = c"bcow-closing";
 
-/// What is mounted.
+/// The content of a mount.
 pub enum Content {
     /// An image, read-only.
     Image(ImageFs),
-    /// An image under an upper. It is closed when the mount has ended.
+    /// An image with an upper. The session closes the upper when the mount has ended.
     Union(Arc<UnionFs>),
 }
 
@@ -40,16 +41,18 @@ impl From<Arc<UnionFs>> for Content {
     }
 }
 
-/// A mount that the kernel knows and that waits to be served. Dropping it unmounts.
+/// A mount whose requests are not served yet. Dropping it unmounts.
 pub struct Session {
-    // Dropped first: closing our side of the connection, so that an unmount finds nobody waiting for us.
+    // Dropped first. This closes our end of the connection, so that the unmount does not wait for
+    // replies of this process.
     fuse: Fuse,
     mount: Arc<Mutex<Mount>>,
-    /// To be closed.
+    /// The upper to close at the end.
     union: Option<Closing>,
 }
 
-/// What ends the use of an upper, once or by several at a time, and says how that went.
+/// Closes an upper and writes the result to the outcome pipe. Several threads may close at the same
+/// time.
 #[derive(Clone)]
 struct Closing {
     union: Arc<UnionFs>,
@@ -68,9 +71,10 @@ pub struct Unmounter {
 }
 
 impl Session {
-    /// Mounts `content` at `target`, to be served by `threads` threads (at least one), which count in `stats`.
+    /// Mounts `content` at `target`. [`Session::serve`] will serve it with `threads` threads (at
+    /// least one), which count their requests in `stats`.
     ///
-    /// Once this returns, programs can use the mount; their requests wait for [`Session::serve`].
+    /// Once this returns, programs can use the mount. Their requests wait for [`Session::serve`].
     pub fn mount(
         content: impl Into<Content>,
         stats: Arc<MountStats>,
@@ -94,7 +98,7 @@ impl Session {
         );
         let mut config = fuser::Config::default();
         config.n_threads = Some(threads.max(1));
-        // The kernel keeps strangers out by itself (see `Access`), so fuser need not.
+        // The kernel itself refuses other users (see `Access`), so fuser need not.
         let all = fuser::SessionACL::All;
         let (fuse, union) = match content {
             Content::Image(fs) => {
@@ -118,34 +122,36 @@ impl Session {
         })
     }
 
-    /// Where it is mounted, links followed, and the mount's device number, if the kernel lists it.
+    /// The mountpoint with symbolic links resolved, and the mount's device number if the kernel
+    /// lists the mount.
     pub fn place(&self) -> (PathBuf, Option<String>) {
         let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner);
         (mount.target().to_owned(), mount.device().map(str::to_owned))
     }
 
-    /// Something to unmount with while the session is served.
+    /// A handle that unmounts while the session is being served.
     pub fn unmounter(&self) -> Unmounter {
         Unmounter {
             mount: Arc::clone(&self.mount),
         }
     }
 
-    /// Answers requests until the mount is gone, whoever unmounts it. What was written is durable then, as far as the
-    /// union's options want it.
+    /// Answers requests until the mount is gone. Then the written data is durable, as far as the
+    /// union's options require it.
     pub fn serve(self) -> Result<(), MountError> {
         let served = self.fuse.run().map_err(MountError::Session);
         let Some(union) = self.union else {
             return served;
         };
-        // A name is a courtesy to those who wait.
+        // The name only informs users; an error is ignored.
         let _ = rustix::thread::set_name(CLOSING);
         union.close()?;
         served
     }
 
-    /// As [`Session::serve`], but a signal unmounts. If files are in use then, nobody can enter any more, and
-    /// it goes on until they are closed; a second signal ends this process at once.
+    /// Like [`Session::serve`], but SIGTERM, SIGINT and, in the foreground, SIGHUP unmount. If
+    /// files are in use, the mount is detached and the process serves it until they are closed. A
+    /// second signal closes the upper and ends this process at once.
     pub fn serve_until_signal(self, signals: Signals) -> Result<(), MountError> {
         abort_on_panic();
         let unmounter = self.unmounter();
@@ -185,7 +191,7 @@ impl Session {
                     let cause = cause.map_or_else(String::new, |cause| format!(": {cause}"));
                     log::log(Severity::Error, &format!("{error}{cause}"));
                 }
-                // The kernel sees the connection close and fails what is under way.
+                // The kernel sees that the connection is closed, and fails the requests in flight.
                 std::process::exit(1);
             })
             .map_err(|source| MountError::Process {
@@ -224,14 +230,15 @@ impl Unmounter {
             .unmount()
     }
 
-    /// Unmounts; lazily if the mount is in use.
+    /// Unmounts. If the mount is in use, unmounts lazily.
     pub fn unmount_now(&self) {
         self.unmount();
     }
 }
 
-/// A thread that dies leaves whoever waits for its reply waiting for good, beyond the reach of signals.
-/// When the process dies, the kernel fails what is under way.
+/// Makes the process abort on a panic. If only the thread ended, the program that waits for its
+/// reply would wait forever and could not be interrupted. When the process ends, the kernel fails
+/// the requests in flight.
 fn abort_on_panic() {
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

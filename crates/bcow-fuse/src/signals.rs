@@ -1,10 +1,10 @@
-//! What signals do to a mount: SIGTERM and SIGINT unmount; SIGHUP only in the foreground.
+//! Signals of a mount: SIGTERM and SIGINT unmount; SIGHUP unmounts only in the foreground.
 
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::MountError;
 
-/// Whether the terminal's end is ours.
+/// Whether the process belongs to a terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ground {
     /// On a terminal: SIGHUP unmounts.
@@ -13,7 +13,7 @@ pub enum Ground {
     Background,
 }
 
-/// The signals a mount reacts to, blocked so that they wait to be asked for.
+/// The signals that a mount handles. They are blocked, and a thread waits for them.
 #[derive(Debug)]
 pub struct Signals {
     set: SigSet,
@@ -21,7 +21,8 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Blocks them for this thread and all it starts: to be called before there are others.
+    /// Blocks the signals in this thread and in all threads that it starts. Call this before other
+    /// threads exist.
     pub fn block(ground: Ground) -> Result<Self, MountError> {
         let set: SigSet = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP]
             .into_iter()
@@ -33,7 +34,8 @@ impl Signals {
         Ok(Signals { set, ground })
     }
 
-    /// Lets those end this process that came before there is anything to unmount.
+    /// Delivers the signals that arrived so far, with their default action: they end this process.
+    /// Call this while there is nothing to unmount.
     pub fn let_through(&self) -> Result<(), MountError> {
         let failed = |errno: nix::errno::Errno| MountError::Process {
             action: "unblock signals",
@@ -47,13 +49,13 @@ impl Signals {
         ending.thread_block().map_err(failed)
     }
 
-    /// Waits for the next signal that asks to unmount.
+    /// Waits for the next signal that requests an unmount, and returns its name.
     pub(crate) fn wait(&self) -> &'static str {
         loop {
             match self.set.wait() {
                 Ok(Signal::SIGHUP) if self.ground == Ground::Background => {}
                 Ok(signal) => return signal.as_str(),
-                // sigwait(3) fails for an invalid set only.
+                // sigwait(3) fails only for an invalid set.
                 Err(_) => return "a signal",
             }
         }

@@ -1,4 +1,4 @@
-//! Taking a mount away by its path: what `bcow umount` does.
+//! Unmounting by path, as `bcow umount` does.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -10,33 +10,35 @@ use crate::error::MountError;
 use crate::mount::run_unmount_helper;
 use crate::mountinfo::{self, FS_TYPE, MountEntry};
 
-/// What to do about a mount that is in use.
+/// What to do with a mount that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WhenBusy {
-    /// Leave it and fail.
+    /// Fail and leave it mounted.
     #[default]
     Fail,
-    /// Take it out of the tree now; it ends with its last user.
+    /// Detach it from the tree now. The kernel ends it when its last user is gone.
     Detach,
 }
 
-/// A BCoW image that is mounted, as the kernel lists it.
+/// A mounted BCoW image, as the kernel lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MountedImage {
     /// The mountpoint.
     pub path: PathBuf,
-    /// What the kernel lists as its source.
+    /// The source of the mount in `/proc/self/mountinfo`.
     pub source: OsString,
-    /// Its device number, as the kernel writes it. No other file system of the machine has it meanwhile.
+    /// The device number in the kernel's form, `major:minor`. No other mounted file system has the
+    /// same number.
     pub device: String,
-    /// Whether it can be written to.
+    /// Whether the mount is writable.
     pub is_writable: bool,
-    /// For whom it is, if it is for one user: their uid and gid. Not even root is let in then.
+    /// Uid and gid of the only user who may enter the mount, without `allow_other`. The kernel
+    /// refuses root too then.
     pub owner: Option<(u32, u32)>,
 }
 
-/// The BCoW image that is mounted at `target`, which is not asked. Fails if nothing is mounted there, or something that is no
-/// BCoW image.
+/// Finds the BCoW image that is mounted at `target`, without a request to the mount itself. Fails
+/// if no file system is mounted at `target`, or one of another type.
 pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
     let path = resolve(target);
     let entry = mountinfo::mounted_at(&path).map_err(|source| MountError::Process {
@@ -56,7 +58,8 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
     }
 }
 
-/// All BCoW images that are mounted in this mount namespace, in the order in which the kernel lists them. None of them is asked.
+/// All BCoW images that are mounted in this mount namespace, in the kernel's order. This sends no
+/// request to the mounts.
 pub fn mounted_images() -> std::io::Result<Vec<MountedImage>> {
     Ok(mountinfo::mounts()?
         .into_iter()
@@ -76,15 +79,15 @@ impl MountedImage {
         }
     }
 
-    /// Where it is mounted now, as far as this mount namespace shows it: also where it was bound or moved to.
+    /// All paths where this mount namespace shows it now, bind mounts and moved mounts included.
     pub fn places(&self) -> Vec<PathBuf> {
         mountinfo::places_of(&self.device).unwrap_or_default()
     }
 }
 
-/// Unmounts the BCoW image that is mounted at `target`. Its daemon then ends by itself.
+/// Unmounts the BCoW image that is mounted at `target`. Its daemon then exits by itself.
 ///
-/// Fails if nothing is mounted there, or something that is no BCoW image.
+/// Fails if no file system is mounted at `target`, or one of another type.
 pub fn unmount(target: &Path, when_busy: WhenBusy) -> Result<(), MountError> {
     let resolved = mounted_image(target)?.path;
     let (flags, arguments): (_, &[&str]) = match when_busy {
@@ -102,10 +105,10 @@ pub fn unmount(target: &Path, when_busy: WhenBusy) -> Result<(), MountError> {
     }
 }
 
-/// The path by which the kernel lists a mount at `target`.
+/// The path under which the kernel lists a mount at `target`.
 ///
-/// Symbolic links are followed in the parent only, as far as possible: looking at the mount itself would
-/// ask its daemon, which may hang or be dead.
+/// If possible, resolves symbolic links in the parent directory only. Resolving the mountpoint
+/// itself would send a request to its daemon, which may hang or be dead.
 fn resolve(target: &Path) -> PathBuf {
     let lexical = std::path::absolute(target).unwrap_or_else(|_| target.to_owned());
     let by_parent = match (lexical.parent(), lexical.file_name()) {

@@ -1,4 +1,4 @@
-//! What requests to a union and its answers look like to fuser.
+//! Conversions between fuser's types and those of the union.
 
 use std::time::SystemTime;
 
@@ -8,7 +8,7 @@ use fuser::{FileAttr, INodeNo, RenameFlags, Request, TimeOrNow, WriteFlags};
 
 use super::{NOBODY, file_type, system_time};
 
-/// Without the type.
+/// The permission bits of a mode, without the file type.
 pub(super) fn permissions(mode: u32) -> u16 {
     (mode & 0o7777) as u16
 }
@@ -22,7 +22,8 @@ pub(super) fn caller(request: &Request, umask: u32) -> Caller {
     }
 }
 
-/// None for RENAME_WHITEOUT, which leaves a device 0:0 behind: here that hides a name rather than being there.
+/// Returns `None` for unknown flags and for RENAME_WHITEOUT. RENAME_WHITEOUT leaves a device 0:0
+/// behind, which in an upper would hide the name.
 pub(super) fn rename_how(flags: RenameFlags) -> Option<RenameHow> {
     match flags {
         flags if flags.is_empty() => Some(RenameHow::Replace),
@@ -58,14 +59,15 @@ pub(super) fn privileges_of_writer(flags: WriteFlags) -> Privileges {
     if flags.contains(WriteFlags::FUSE_WRITE_KILL_SUIDGID) {
         Privileges::Drop
     } else if flags.contains(WriteFlags::FUSE_WRITE_CACHE) {
-        // Pages that the kernel writes back: it took away what had to go when they were written to.
+        // The kernel writes pages back. It removed the set-id bits when the program wrote to the
+        // pages.
         Privileges::KeepAll
     } else {
         Privileges::Keep
     }
 }
 
-/// A list of names, each with a zero byte behind it, without those of `trusted.` attributes.
+/// Removes the names of `trusted.` attributes from a list of names that each end with a zero byte.
 pub(super) fn without_trusted(names: &[u8]) -> Vec<u8> {
     names
         .split_inclusive(|&byte| byte == 0)
@@ -100,8 +102,8 @@ pub(super) fn decoded_time(time: TimeOrNow) -> SetTime {
     }
 }
 
-/// What the kernel meant by a time that fuser decoded: before 1970 fuser counts the nanoseconds, which the kernel counts
-/// forward from the second, backward like the seconds.
+/// The time that the kernel sent, from a time that fuser decoded. Before 1970, the kernel counts
+/// nanoseconds forward from the second, but fuser subtracts them.
 fn timestamp(time: SystemTime) -> Timestamp {
     let whole = |seconds: u64| i64::try_from(seconds).unwrap_or(i64::MAX);
     match time.duration_since(SystemTime::UNIX_EPOCH) {
@@ -140,7 +142,7 @@ mod tests {
             nanoseconds,
         };
         assert_eq!(timestamp(after), meant(5, 7));
-        // -2 s and 0.8 s, as fuser puts them together.
+        // -2 s and 0.8 s, as fuser combines them.
         let before = SystemTime::UNIX_EPOCH - Duration::new(2, 800_000_000);
         assert_eq!(timestamp(before), meant(-2, 800_000_000));
         assert_eq!(system_time(meant(-2, 800_000_000)), {

@@ -1,6 +1,7 @@
-//! Between FUSE's protocol and the file systems: decoding and encoding, no meaning of its own.
+//! The adapters between the FUSE protocol and the file systems. They only decode and encode.
 //!
-//! [`readonly`] is for an image alone, [`writable`] for an image under an upper; here is what they share.
+//! [`readonly`] serves an image alone, [`writable`] an image with an upper. This module has their
+//! common parts.
 
 mod convert;
 mod privileges;
@@ -18,23 +19,24 @@ use fuser::{FileAttr, Generation, INodeNo, InitFlags, KernelConfig};
 
 use crate::stats::STATS_XATTR;
 
-/// How long the kernel may trust a name or attribute it was told: for good. An image's content cannot change, and
-/// that of a writable mount only through the kernel.
-/// (Years rather than the largest number, which some kernels mistake for a time in the past.)
+/// How long the kernel may cache a name or an attribute: without a limit in practice. The content
+/// of an image cannot change, and that of a writable mount changes only through the kernel. Ten
+/// years, because some kernels take the largest number for a time in the past.
 const FOREVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// An inode keeps its number for as long as the mount exists, so there is one generation.
+/// An inode keeps its number for as long as the mount exists, so one generation is enough.
 const GENERATION: Generation = Generation(0);
 
-/// Reading ahead that we would like; the kernel offers 128 KiB, and root can raise it.
+/// The readahead size that bcow requests. The kernel offers 128 KiB, and root can raise it.
 const READAHEAD_BYTES: u32 = 1 << 20;
 
-/// Requests the kernel may have under way on nobody's behalf, which is readahead and writing back. Its default of 12
-/// starves several streams at once.
+/// Limit of background requests in flight: readahead and writeback. The kernel's default of 12
+/// slows down several parallel streams.
 const BACKGROUND_REQUESTS: u16 = 64;
 
-/// Agrees with the kernel on how to talk: what it has of `more` and of what every mount wants, and the sizes that hold for every
-/// mount. Returns what it has of all.
+/// Negotiates with the kernel: enables the flags in `more` and the flags of every mount, as far as
+/// the kernel offers them, and sets the limits of every mount. Returns all flags that the kernel
+/// offers.
 fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
     let wanted = more
         | InitFlags::FUSE_PARALLEL_DIROPS
@@ -44,7 +46,7 @@ fn negotiate(config: &mut KernelConfig, more: InitFlags) -> InitFlags {
         | InitFlags::FUSE_EXPLICIT_INVAL_DATA
         | InitFlags::FUSE_NO_OPEN_SUPPORT;
     let offered = config.capabilities();
-    // Adding what was offered cannot fail.
+    // Cannot fail: the kernel has offered these flags.
     let _ = config.add_capabilities(wanted & offered);
     if let Err(most) = config.set_max_readahead(READAHEAD_BYTES) {
         let _ = config.set_max_readahead(most);
@@ -61,12 +63,12 @@ fn id(ino: INodeNo) -> NodeId {
     NodeId(ino.0)
 }
 
-/// Whether an attribute is the mount's own.
+/// Whether this is [`STATS_XATTR`] of the root directory.
 fn is_stats(node: NodeId, name: &OsStr) -> bool {
     node == NodeId::ROOT && name == STATS_XATTR
 }
 
-/// Attributes of no inode.
+/// Placeholder attributes without an inode.
 const NOBODY: FileAttr = FileAttr {
     ino: INodeNo(0),
     size: 0,
@@ -85,8 +87,9 @@ const NOBODY: FileAttr = FileAttr {
     flags: 0,
 };
 
-/// What a listing says of a damaged inode, which must not hide its neighbours: the kernel shows the name but does not take
-/// over attributes with an impossible size; whoever looks at the file asks for them again, and gets the error.
+/// The attributes of a damaged inode in a listing, which must not hide the other entries. The
+/// kernel shows the name but rejects attributes with an impossible size. When a program uses the
+/// file, the kernel requests the attributes again and gets the error.
 fn damaged(ino: INodeNo, kind: FileType) -> FileAttr {
     FileAttr {
         ino,
@@ -108,12 +111,14 @@ fn file_type(kind: FileType) -> fuser::FileType {
     }
 }
 
-/// The kernel's 32-bit form (`new_encode_dev`): 12 bits of major between 8 and 12 bits of minor.
+/// The kernel's 32-bit encoding (`new_encode_dev`): 12 bits of major between 8 and 12 bits of
+/// minor.
 fn encode_device(device: DeviceNumber) -> u32 {
     (device.minor & 0xff) | (device.major << 8) | ((device.minor & !0xff) << 12)
 }
 
-/// Times that `SystemTime` cannot hold become 1970; there are none such in 64-bit seconds on Linux.
+/// Converts a time. A time that `SystemTime` cannot represent becomes 1970; with 64-bit seconds on
+/// Linux this does not happen.
 fn system_time(time: Timestamp) -> SystemTime {
     let seconds = Duration::from_secs(time.seconds.unsigned_abs());
     let whole = if time.seconds < 0 {

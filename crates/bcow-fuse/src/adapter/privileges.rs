@@ -1,13 +1,22 @@
-//! Who may keep set-id bits, where the kernel's word does not reach us.
+//! Decides whether set-id bits stay, for requests in which fuser does not pass on the kernel's
+//! flag.
 //!
-//! Having agreed on FUSE_HANDLE_KILLPRIV_V2, the kernel leaves it to us to take set-id bits away when a file is written,
-//! truncated or given away, and in return asks for `security.capability` once per file rather than before every write.
-//! (It still removes capabilities by itself.) It says when with flags: that of WRITE fuser shows, that of SETATTR it does not.
-//! So the latter is worked out here. It is set when a file is given away, and for a new size unless the caller has CAP_FSETID.
-//! Before a write, fallocate, copy_file_range and the like by somebody without CAP_FSETID comes a SETATTR of nothing, which means
-//! the same, whoever owns the file. But it also comes for `chown(-1, -1)`, which the kernel leaves to us to refuse to those who do not
-//! own the file, and when root's write has removed a capability. Which of them it is, /proc says: the caller waits in its
-//! system call. Where that cannot be read, those are refused who are not the owner and could not have opened the file for writing.
+//! With FUSE_HANDLE_KILLPRIV_V2, the kernel leaves it to bcow to clear set-id bits when a file is
+//! written, truncated or changes its owner. In return, the kernel requests `security.capability`
+//! once per file instead of before every write. (The kernel still removes capabilities itself.)
+//!
+//! Flags of the requests say when to clear the bits. fuser passes on the flag of WRITE, but not
+//! that of SETATTR. This module derives the flag of SETATTR. The kernel sets it when the owner
+//! changes, and for a new size if the caller does not have CAP_FSETID.
+//!
+//! Before a write, fallocate, copy_file_range and similar calls of a caller without CAP_FSETID, the
+//! kernel sends an empty SETATTR with the same meaning, whoever owns the file. But it sends an
+//! empty SETATTR in two other cases too: for `chown(-1, -1)`, where the file system must refuse
+//! callers that do not own the file, and after root's write has removed a capability.
+//!
+//! `/proc/PID/syscall` tells these cases apart, because the caller waits in its system call. If
+//! that file cannot be read, callers are refused that do not own the file and could not have opened
+//! it for writing.
 
 use std::time::Duration;
 
@@ -17,7 +26,8 @@ use bcow_union::fs::{Attributes, Changes, UnionFs};
 use fuser::Request;
 use rustix::io::Errno;
 
-/// Numbers of capabilities (linux/capability.h): to ignore permissions, to do what the owner may, to keep set-id bits.
+/// Numbers of capabilities (linux/capability.h): ignore permissions, act as the owner, keep set-id
+/// bits.
 const CAP_DAC_OVERRIDE: u32 = 1;
 const CAP_FOWNER: u32 = 3;
 const CAP_FSETID: u32 = 4;
@@ -26,7 +36,7 @@ const SET_UID: u16 = 0o4000;
 const SET_GID: u16 = 0o2000;
 const GROUP_EXECUTES: u16 = 0o0010;
 
-/// What a SETATTR means for set-id bits, beside what it says.
+/// Adds the clearing of set-id bits to `changes` if a SETATTR implies it.
 pub(super) fn drop_set_id(
     fs: &UnionFs,
     request: &Request,
@@ -68,7 +78,7 @@ pub(super) fn drop_set_id(
     Ok(())
 }
 
-/// What a SETATTR of nothing comes from.
+/// The system call behind an empty SETATTR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cause {
     Chown,
@@ -76,23 +86,24 @@ enum Cause {
     Unknown,
 }
 
-/// System calls that may be a `chown(-1, -1)`. Those of 32-bit programs are among them: of 64-bit programs the same numbers are calls
-/// that never lead to a SETATTR of nothing (arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h). But for the `lchown` of
-/// 16 bits, whose number is that of `ioctl`, which can be a fallocate.
+/// Numbers of the system calls that may be a `chown(-1, -1)`, those of 32-bit programs included. In
+/// 64-bit programs, the numbers of the 32-bit calls belong to calls that never cause an empty
+/// SETATTR (arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h). The 16-bit `lchown` is
+/// left out: its number is that of `ioctl`, which can be a fallocate.
 #[cfg(target_arch = "x86_64")]
 const CHOWNS: &[u32] = &[92, 93, 94, 260, 95, 182, 198, 207, 212, 298];
 #[cfg(not(target_arch = "x86_64"))]
 const CHOWNS: &[u32] = &[54, 55, 95, 182, 198, 207, 212, 325];
-/// In the numbers of programs of the x32 ABI.
+/// The bit that marks system calls of the x32 ABI.
 const X32: u32 = 0x4000_0000;
 
 impl Cause {
     fn of(request: &Request) -> Cause {
-        // 0 is whoever this process's PID namespace does not show.
+        // 0 is a process that is not visible in this PID namespace.
         let Some(pid) = Some(request.pid()).filter(|&pid| pid != 0) else {
             return Cause::Unknown;
         };
-        // Until the caller sleeps, which it is about to, it is said to be running.
+        // /proc reports `running` until the caller sleeps, which happens soon.
         for _ in 0..200 {
             match std::fs::read_to_string(format!("/proc/{pid}/syscall")) {
                 Err(_) => return Cause::Unknown,
@@ -105,11 +116,11 @@ impl Cause {
         Cause::Unknown
     }
 
-    /// Of what the file `syscall` says (proc(5)); `None` while the process runs.
+    /// Parses `/proc/PID/syscall` (proc(5)); `None` while the process is running.
     fn parse(text: &str) -> Option<Cause> {
         match text.split_whitespace().next() {
             Some("running") => None,
-            // -1 is a thread of the kernel, such as io_uring's: none of them changes owners.
+            // -1 is a kernel thread, for example of io_uring. Kernel threads do not change owners.
             Some("-1") => Some(Cause::Other),
             Some(number) => Some(match number.parse::<u32>() {
                 Ok(number) if CHOWNS.contains(&(number & !X32)) => Cause::Chown,
@@ -121,7 +132,7 @@ impl Cause {
     }
 }
 
-/// Whether the caller owns a file, or may do what its owner may.
+/// Whether the caller owns the file or has CAP_FOWNER.
 fn owns(request: &Request, attributes: &Attributes) -> bool {
     let user = request.uid();
     user == 0
@@ -129,7 +140,7 @@ fn owns(request: &Request, attributes: &Attributes) -> bool {
         || Process::of(request).is_some_and(|process| process.has(CAP_FOWNER))
 }
 
-/// Whether the caller is the owner of a file, may write to it, or need not ask.
+/// Whether the caller owns the file, may write to it, or has CAP_DAC_OVERRIDE.
 fn may_change(
     fs: &UnionFs,
     request: &Request,
@@ -152,7 +163,7 @@ fn may_change(
     Ok(needs_not_ask || fs.lets_write(node, request.uid(), is_in)?)
 }
 
-/// With a new ACL, set-group-ID goes unless the caller is in the group, or root.
+/// Clears set-group-ID after a new ACL, unless the caller is in the group or is root.
 pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Result<(), Errno> {
     let attributes = fs.attributes(node)?;
     if attributes.permissions & SET_GID == 0 || is_in_group(request, attributes.gid) {
@@ -165,15 +176,16 @@ pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Res
     fs.set_attributes(node, &changes).map(drop)
 }
 
-/// Whether the caller is in a file's group.
+/// Whether the caller is in the file's group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Group {
     Same,
     Another,
 }
 
-/// Permissions without set-id bits, as the kernel takes them away. Set-group-ID without the group's right to execute is no
-/// privilege but an old mark for mandatory locking, and stays if the caller is in the group.
+/// The permissions after the kernel's rule for clearing set-id bits. Set-group-ID without group
+/// execute is not a privilege but an old mark for mandatory locking; it stays if the caller is in
+/// the group.
 fn without_set_id(permissions: u16, group: Group) -> u16 {
     let kept = permissions & !SET_UID;
     match kept & GROUP_EXECUTES == 0 && group == Group::Same {
@@ -182,24 +194,25 @@ fn without_set_id(permissions: u16, group: Group) -> u16 {
     }
 }
 
-/// Whether the caller has CAP_FSETID in the first user namespace, which alone counts for the kernel. If that cannot be
-/// told, not.
+/// Whether the caller has CAP_FSETID in the initial user namespace; the kernel accepts no other.
+/// `false` if this cannot be determined.
 fn may_keep_set_id(request: &Request) -> bool {
     if request.uid() != 0 {
-        // A capability without being root is rare, and taking the bits away then is the safe side.
+        // Only root is checked: the capability without uid 0 is rare, and clearing the bits is the
+        // safe choice.
         return false;
     }
     Process::of(request).is_some_and(|process| process.has(CAP_FSETID))
 }
 
-/// Whether the caller is in a group, or may ignore that: then a new ACL leaves set-group-ID.
+/// Whether the caller is in the group or has CAP_FSETID.
 fn is_in_group(request: &Request, group: u32) -> bool {
     request.gid() == group
         || may_keep_set_id(request)
         || Process::of(request).is_some_and(|process| process.groups.contains(&group))
 }
 
-/// What /proc says of the caller.
+/// The caller's data from /proc.
 #[derive(Debug, PartialEq, Eq)]
 struct Process {
     effective: u64,
@@ -208,13 +221,13 @@ struct Process {
 }
 
 impl Process {
-    /// Whether it has a capability in the first user namespace.
+    /// Whether the process has a capability in the initial user namespace.
     fn has(&self, capability: u32) -> bool {
         self.first_user_namespace && self.effective & (1 << capability) != 0
     }
 
     fn of(request: &Request) -> Option<Process> {
-        // 0 is whoever this process's PID namespace does not show.
+        // 0 is a process that is not visible in this PID namespace.
         let pid = Some(request.pid()).filter(|&pid| pid != 0)?;
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
         let map = std::fs::read_to_string(format!("/proc/{pid}/uid_map")).ok()?;

@@ -1,4 +1,4 @@
-//! The adapter of an image that is mounted by itself.
+//! The adapter of an image without an upper.
 
 use std::ffi::OsStr;
 use std::io;
@@ -20,12 +20,12 @@ use crate::fs::{ImageFs, Node, TrustedNames, Wish};
 use crate::options::Permissions;
 use crate::stats::{MountStats, Operation};
 
-/// The file system as fuser wants it.
+/// Implements fuser's trait for an [`ImageFs`].
 pub(crate) struct ReadOnly {
     fs: ImageFs,
     stats: Arc<MountStats>,
     permissions: Permissions,
-    /// Whether the kernel opens files and directories without asking.
+    /// Whether the kernel opens files and directories without a request.
     opens: Opens,
 }
 
@@ -52,7 +52,8 @@ impl ReadOnly {
 impl fuser::Filesystem for ReadOnly {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         let mut wanted = InitFlags::FUSE_NO_OPENDIR_SUPPORT | InitFlags::FUSE_ASYNC_DIO;
-        // Where the kernel decides by mode it shall know the ACLs too. The flag implies that it decides.
+        // If the kernel checks the mode, it must also see the ACLs. The flag makes the kernel check
+        // the mode.
         if self.permissions == Permissions::ByMode {
             wanted |= InitFlags::FUSE_POSIX_ACL;
         }
@@ -202,7 +203,7 @@ impl fuser::Filesystem for ReadOnly {
         reply::empty(result, reply);
     }
 
-    /// Closing needs no word from us; ENOSYS spares the kernel asking again.
+    /// A close needs no action. After ENOSYS the kernel sends no more requests of this kind.
     fn flush(
         &self,
         _request: &Request,
@@ -214,7 +215,7 @@ impl fuser::Filesystem for ReadOnly {
         reply.error(fuser::Errno::ENOSYS);
     }
 
-    /// There is nothing to write back.
+    /// A read-only file has no dirty data.
     fn fsync(
         &self,
         _request: &Request,
@@ -226,7 +227,7 @@ impl fuser::Filesystem for ReadOnly {
         reply.ok();
     }
 
-    /// There is nothing to write back.
+    /// A read-only directory has no dirty data.
     fn fsyncdir(
         &self,
         _request: &Request,
@@ -266,7 +267,7 @@ fn attributes(node: Node) -> FileAttr {
         rdev,
         ..
     } = node.inode;
-    // EROFS keeps one time; the kernel shows it as all three too.
+    // EROFS stores one time per inode; the kernel's driver also shows it as all three times.
     let time = system_time(mtime);
     FileAttr {
         ino: INodeNo(node.id.0),

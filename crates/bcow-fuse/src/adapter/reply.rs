@@ -1,4 +1,4 @@
-//! How requests are answered: with what was asked for, or the error.
+//! Replies to requests: the result or the error.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -17,11 +17,11 @@ use super::{FOREVER, GENERATION, NOBODY, file_type};
 use crate::stats;
 
 thread_local! {
-    /// Where a thread puts together what it replies with.
+    /// The buffer in which a thread assembles its replies.
     static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The answer to a request that failed, which is noted for the statistics.
+/// Converts the error of a failed request and records the failure for the statistics.
 pub(super) fn to_fuser(errno: Errno) -> fuser::Errno {
     stats::note_failure(errno);
     fuser::Errno::from_i32(errno.raw_os_error())
@@ -55,22 +55,23 @@ pub(super) fn attributes(result: Result<FileAttr, Errno>, reply: ReplyAttr) {
     }
 }
 
-/// Answers with what is there now.
+/// Replies with an entry that exists now.
 pub(super) fn entry(result: Result<FileAttr, Errno>, reply: ReplyEntry) {
     found(result.map(Some), reply);
 }
 
-/// Answers a lookup.
+/// Replies to a lookup.
 pub(super) fn found(result: Result<Option<FileAttr>, Errno>, reply: ReplyEntry) {
     match result {
-        // Node 0 says: not there, and you may remember that.
+        // Node 0 tells the kernel that the name does not exist, and that it may cache this.
         Ok(found) => reply.entry(&FOREVER, &found.unwrap_or(NOBODY), GENERATION),
         Err(errno) => reply.error(to_fuser(errno)),
     }
 }
 
-/// Answers an open of something of which nothing is kept. ENOSYS means, where the kernel can do that: open without asking, keep
-/// the page cache, and do not tell about closing.
+/// Replies to an open for which bcow keeps no state. If the kernel negotiated this (`unasked`),
+/// ENOSYS means: open without a request from now on, keep the page cache, and send no request on
+/// close.
 pub(super) fn opened(unasked: bool, flags: FopenFlags, reply: ReplyOpen) {
     match unasked {
         true => reply.error(fuser::Errno::ENOSYS),
@@ -78,8 +79,8 @@ pub(super) fn opened(unasked: bool, flags: FopenFlags, reply: ReplyOpen) {
     }
 }
 
-/// Answers a read. `read` gets room to put bytes together and hands them on: the reply goes out from inside, while the block
-/// that it lends is held.
+/// Replies to a read. `read` gets a scratch buffer and a function that sends the reply. It calls
+/// this function while it still holds the cached block from which the bytes come.
 pub(super) fn read(
     reply: ReplyData,
     read: impl FnOnce(&mut Vec<u8>, &mut dyn FnMut(&[u8])) -> Result<(), Errno>,
@@ -97,7 +98,7 @@ pub(super) fn read(
     }
 }
 
-/// Answers a listing. `list` hands on name by name, for as long as there is room.
+/// Replies to a listing. `list` passes the entries one by one until the reply is full.
 pub(super) fn listing(
     mut reply: ReplyDirectory,
     list: impl FnOnce(&mut dyn FnMut(Entry<'_>) -> ControlFlow<()>) -> Result<(), Errno>,
@@ -116,7 +117,8 @@ pub(super) fn listing(
     }
 }
 
-/// Answers a listing with attributes. `list` hands on each name, its cookie, and what it names.
+/// Replies to a listing with attributes. `list` passes each name with its cookie and its
+/// attributes.
 pub(super) fn listing_plus(
     mut reply: ReplyDirectoryPlus,
     list: impl FnOnce(&mut dyn FnMut(&[u8], u64, &FileAttr) -> ControlFlow<()>) -> Result<(), Errno>,
@@ -144,7 +146,7 @@ fn flow(full: bool) -> ControlFlow<()> {
     }
 }
 
-/// Answers an lseek for data or holes.
+/// Replies to an lseek for data or holes.
 pub(super) fn seek(
     offset: i64,
     whence: i32,
@@ -166,10 +168,11 @@ pub(super) fn seek(
     }
 }
 
-/// Answers as `getxattr` and `listxattr` want it: the size, or the bytes if there is room for them.
+/// Replies to `getxattr` or `listxattr`: with the size if `room` is 0, with the bytes if they fit,
+/// or with ERANGE.
 pub(super) fn sized(result: Result<Vec<u8>, Errno>, room: u32, reply: ReplyXattr) {
     match result {
-        // At most 64 KiB, by the format.
+        // The format limits values to 64 KiB.
         Ok(bytes) if room == 0 => reply.size(bytes.len() as u32),
         Ok(bytes) if bytes.len() <= room as usize => reply.data(&bytes),
         Ok(_) => reply.error(fuser::Errno::ERANGE),

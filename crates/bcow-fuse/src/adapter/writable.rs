@@ -1,7 +1,8 @@
-//! The adapter of an image under an upper.
+//! The adapter of an image with an upper.
 //!
-//! Files are not opened here (FUSE_NO_OPEN_SUPPORT): a request says which node it means, and nothing is kept per open file.
-//! Locks are the kernel's own, and so is the check of permissions (`default_permissions`).
+//! Files need no open request (FUSE_NO_OPEN_SUPPORT): each request names its node, and bcow keeps
+//! no state per open file. The kernel itself handles locks and checks permissions
+//! (`default_permissions`).
 
 use std::ffi::OsStr;
 use std::io;
@@ -28,21 +29,21 @@ use super::{FOREVER, GENERATION, damaged, id, is_stats, negotiate, reply};
 use crate::options::WriteCache;
 use crate::stats::{MountStats, Operation};
 
-/// Largest write in one request. More makes no request cheaper, and costs memory in the kernel.
+/// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
 const WRITE_BYTES: u32 = 1 << 20;
 
-/// Most that one copy_file_range copies: the caller asks again for the rest, and can be interrupted in between. Its answer
-/// has 32 bits.
+/// Most bytes that one copy_file_range request copies. The program calls again for the rest, and
+/// can be interrupted in between. The reply has 32 bits.
 const COPY_BYTES: u64 = 1 << 30;
 
-/// The file system as fuser wants it.
+/// Implements fuser's trait for a [`UnionFs`].
 pub(crate) struct Writable {
     fs: Arc<UnionFs>,
     stats: Arc<MountStats>,
     write_cache: WriteCache,
-    /// Whether the kernel opens files without asking.
+    /// Whether the kernel opens files without a request.
     opens_unasked: bool,
-    /// Whether it leaves taking set-id bits away to us.
+    /// Whether the kernel leaves the clearing of set-id bits to bcow.
     drops_set_id: bool,
 }
 
@@ -60,9 +61,10 @@ impl Writable {
 
 impl fuser::Filesystem for Writable {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // Without FUSE_ASYNC_DIO: the kernel drops the pages that a direct write covers before the write and, if
-        // the write is synchronous, once more after it. With the flag `io_submit` returns before the write is done,
-        // and pages that a reader filled meanwhile stay.
+        // FUSE_ASYNC_DIO is left out. The kernel invalidates the pages that a direct write covers
+        // before the write, and once more after a synchronous write. With the flag, `io_submit`
+        // returns before the write is done, and pages that a reader has filled in the meantime stay
+        // stale.
         let mut wanted = InitFlags::FUSE_POSIX_ACL
             | InitFlags::FUSE_DONT_MASK
             | InitFlags::FUSE_HANDLE_KILLPRIV_V2;
@@ -107,7 +109,7 @@ impl fuser::Filesystem for Writable {
         size: Option<u64>,
         atime: Option<TimeOrNow>,
         mtime: Option<TimeOrNow>,
-        // The host keeps its own.
+        // The host file system sets ctime.
         _ctime: Option<SystemTime>,
         _handle: Option<FileHandle>,
         _crtime: Option<SystemTime>,
@@ -294,7 +296,8 @@ impl fuser::Filesystem for Writable {
         reply::written(written, reply);
     }
 
-    /// What is written is with the host already when a file is closed. ENOSYS spares the kernel asking again.
+    /// Written data is in the host's file system before a file is closed. After ENOSYS the kernel
+    /// sends no more requests of this kind.
     fn flush(
         &self,
         _request: &Request,
@@ -455,7 +458,7 @@ impl fuser::Filesystem for Writable {
             .xattr_names(id(ino))
             .map(|names| match request.uid() {
                 0 => names,
-                // As in other file systems, the privileged alone see them.
+                // As in other file systems, only privileged callers see these names.
                 _ => without_trusted(&names),
             });
         reply::sized(names, size, reply);
@@ -531,8 +534,8 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.stats.time(Operation::Seek, id(ino));
         if self.write_cache == WriteCache::Back {
-            // The kernel does not write back first, and what it still has would look like holes. Without us it takes
-            // the whole file for data.
+            // Data that the kernel has not written back yet would look like a hole. After ENOSYS
+            // the kernel treats the whole file as data.
             return reply.error(fuser::Errno::ENOSYS);
         }
         reply::seek(offset, whence, reply, |offset, seek| {
@@ -561,7 +564,7 @@ impl fuser::Filesystem for Writable {
         let copied = self
             .fs
             .with_room(|fs| fs.copy_range(id(from), offset_from, id(to), offset_to, length));
-        // Not more than was asked for.
+        // No more bytes are copied than were requested.
         reply::written(copied.map(|copied| copied as u32), reply);
     }
 }

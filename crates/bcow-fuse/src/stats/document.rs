@@ -1,4 +1,5 @@
-//! The schema `bcow.stats/1`: what `bcow stats --json` prints. Fields may be added; what is there keeps its meaning.
+//! The schema `bcow.stats/1`, which `bcow stats --json` prints. New versions may add fields;
+//! existing fields keep their meaning.
 
 use std::os::fd::RawFd;
 use std::time::Duration;
@@ -16,217 +17,222 @@ use super::latency::{self, Counts, Operation};
 /// The schema's name.
 pub const SCHEMA: &str = "bcow.stats/1";
 
-/// What a mount knows of itself.
+/// The statistics of a mount.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Document {
     /// [`SCHEMA`].
     pub schema: String,
-    /// What is mounted.
+    /// The image that is mounted.
     pub image: Image,
-    /// Where; empty if that is not known.
+    /// The mountpoint; empty if it is not known.
     #[serde(default)]
     pub mountpoint: String,
-    /// Who serves it.
+    /// The process that serves the mount.
     pub process: Process,
-    /// Decoded blocks of the image.
+    /// The cache of decoded blocks of the image.
     pub cache: Cache,
-    /// What was written; `None` of a read-only mount.
+    /// The upper; `None` for a read-only mount.
     pub upper: Option<Upper>,
-    /// What went wrong since the mount.
+    /// Errors since the mount.
     #[serde(default)]
     pub errors: Errors,
-    /// Requests that there were, by kind.
+    /// Figures of the requests, for each kind that occurred.
     pub operations: Vec<OperationFigures>,
 }
 
 /// An image.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Image {
-    /// Its name.
+    /// The source of the mount in the kernel's list.
     pub name: String,
-    /// What it is recognised by, in hexadecimal digits.
+    /// The identity of the image, in hexadecimal digits.
     pub identity: String,
-    /// Its file, or its place in a layout.
+    /// The image file, or the path of the image in a layout.
     #[serde(default)]
     pub file: String,
 }
 
-/// What went wrong in a mount.
+/// Errors of a mount.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Errors {
-    /// How many errors there were.
+    /// Number of errors.
     pub total: u64,
-    /// How many of each kind, those of which there were none too. The names of kinds are stable; there may be new ones.
+    /// Number of errors of each kind, with zeros. Names of kinds are stable; new versions may add
+    /// kinds.
     pub kinds: Vec<KindCount>,
-    /// The different errors that happened last, the latest first.
+    /// The latest distinct errors, newest first.
     pub recent: Vec<LastError>,
 }
 
-/// How many errors of a kind there were.
+/// Number of errors of one kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KindCount {
     /// The kind.
     pub kind: String,
-    /// How many.
+    /// The number.
     pub count: u64,
 }
 
-/// An error that happened, perhaps more than once.
+/// An error that occurred at least once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LastError {
-    /// When it happened last, in seconds since 1970.
+    /// Time of the last occurrence, in seconds since 1970.
     pub unix_seconds: u64,
-    /// The same, in UTC, as RFC 3339 writes it.
+    /// The same time in UTC, in the format of RFC 3339.
     pub time: String,
-    /// How often it happened.
+    /// Number of occurrences.
     pub count: u64,
     /// Its kind.
     pub kind: String,
-    /// The inode, by its number in the mount; 0 if it is about none.
+    /// The inode number in the mount; 0 if the error has no inode.
     pub inode: u64,
-    /// Paths of the file; none if they are not known.
+    /// Paths of the file; empty if they are not known.
     pub paths: Vec<String>,
-    /// What could not be done, behind "cannot"; empty if the cause says all.
+    /// The action that failed, to follow "cannot"; empty if the cause is a full message.
     pub action: String,
-    /// Where in the file, in bytes.
+    /// Offset in the file, in bytes.
     pub offset: Option<u64>,
-    /// Why.
+    /// The cause.
     pub cause: String,
 }
 
 /// A process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number, in its own PID namespace.
+    /// The process ID, in the PID namespace of the process itself.
     pub pid: u32,
-    /// When it started, in clock ticks since the system did: with the number, this tells it from all others.
+    /// Start time in clock ticks since the system started. Process ID and start time together are
+    /// unique.
     pub start_ticks: u64,
-    /// For how long it has served the mount.
+    /// Time since the mount, in seconds.
     pub uptime_seconds: f64,
 }
 
 /// A cache of decoded blocks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cache {
-    /// Most bytes that it may hold.
+    /// Limit of the cache in bytes.
     pub limit_bytes: u64,
-    /// Bytes that it holds.
+    /// Bytes in the cache now.
     pub held_bytes: u64,
-    /// Blocks that were in it when they were wanted.
+    /// Requested blocks that were in the cache.
     pub hits: u64,
-    /// Blocks that had to be read and decoded.
+    /// Requested blocks that had to be read and decoded.
     pub misses: u64,
 }
 
-/// What was written to a mount, and how it is kept.
+/// The upper of a writable mount.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Upper {
-    /// The directory.
+    /// The directory of the upper.
     pub path: String,
-    /// When copy-ups are made durable: `strict`, `batch=N` or `volatile`.
+    /// When bcow makes copy-ups durable: `strict`, `batch=N` or `volatile`.
     pub sync: String,
-    /// Most bytes that may be stored.
+    /// Limit of the stored bytes.
     pub limit_bytes: Option<u64>,
-    /// Bytes that are stored; without a limit they are not counted.
+    /// Bytes stored; not counted without a limit.
     pub stored_bytes: Option<u64>,
-    /// Most inodes that the upper may have. `None` also of a version that does not tell.
+    /// Limit of the inodes in the upper. Also `None` from versions that do not report it.
     #[serde(default)]
     pub limit_inodes: Option<u64>,
-    /// Inodes that the upper has; without a limit they are not counted.
+    /// Inodes in the upper; not counted without a limit.
     #[serde(default)]
     pub stored_inodes: Option<u64>,
     /// Inodes that the kernel knows.
     pub nodes: u64,
-    /// Files of the image whose metadata alone were copied, since the mount.
+    /// Files of the image that were copied up without data, since the mount.
     pub copied_metadata: u64,
-    /// Files of the image that were copied whole, since the mount.
+    /// Files of the image that were copied up with all data, since the mount.
     pub copied_whole: u64,
     /// Files of the image that were written in part.
     pub sketches: Sketches,
-    /// The descriptor of the process that tells, in the end, whether all that was written is there. For `bcow umount`;
-    /// `None` of a version that does not tell.
+    /// The descriptor of the process on which it finally reports whether the upper holds all
+    /// written data. `bcow umount` uses it. `None` from versions that do not report it.
     #[serde(default)]
     pub outcome_descriptor: Option<i32>,
 }
 
-/// Sketches: files of the image that were written in part.
+/// Sketches: files of the image that were written in part, and whose other blocks are still in the
+/// image.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sketches {
-    /// How many are in use.
+    /// Number of sketches in use.
     pub open: u64,
-    /// Blocks of all these files.
+    /// Number of blocks of the sketches in use.
     pub blocks: u64,
-    /// Blocks of them that the image is no longer needed for.
+    /// Number of these blocks for which the image is no longer needed.
     pub present_blocks: u64,
-    /// Blocks of them that were written in part, and the rest is still to be copied.
+    /// Number of these blocks that were written in part, and whose rest is not copied from the
+    /// image yet.
     pub in_transit_blocks: u64,
-    /// Bytes stored for them.
+    /// Bytes stored for the sketches in use.
     pub stored_bytes: u64,
-    /// Bytes of their lower files that were not copied.
+    /// Bytes of the lower files that were not copied.
     pub saved_bytes: u64,
-    /// Those that became plain files, since the mount.
+    /// Sketches that became plain files, since the mount.
     pub promoted: u64,
-    /// Blocks completed, since the mount.
+    /// Blocks completed from the image, since the mount.
     pub fills: Fills,
     /// Flushes of sketches, since the mount.
     pub flushes: u64,
-    /// Maps of blocks that were written anew, since the mount.
+    /// Block maps that were written, since the mount.
     pub maps_written: u64,
 }
 
-/// Blocks that were completed from the image, by whom.
+/// Number of blocks that were completed from the image, by actor.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Fills {
-    /// By the background, in its own time.
+    /// By the background thread.
     pub background: u64,
-    /// By who wanted to read them.
+    /// By requests that read the block.
     pub readers: u64,
-    /// By who wanted them durable.
+    /// By flushes.
     pub flushes: u64,
-    /// By who wrote, as the background was behind.
+    /// By requests that write, while the background thread is behind.
     pub writers: u64,
 }
 
 impl Fills {
-    /// All of them.
+    /// The sum of all fills.
     pub fn total(&self) -> u64 {
         self.background + self.readers + self.flushes + self.writers
     }
 }
 
-/// How long requests of a kind took, from being read to being answered.
+/// Latency of one kind of request, from reading the request to sending the answer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OperationFigures {
     /// The kind.
     pub operation: String,
-    /// How many there were.
+    /// Number of requests.
     pub count: u64,
-    /// All their times together.
+    /// Sum of all times in ns.
     pub total_ns: u64,
-    /// Half of them took less.
+    /// Median in ns.
     pub p50_ns: u64,
-    /// Nine of ten took less.
+    /// 90th percentile in ns.
     pub p90_ns: u64,
-    /// 99 of 100 took less.
+    /// 99th percentile in ns.
     pub p99_ns: u64,
-    /// 999 of 1000 took less.
+    /// 99.9th percentile in ns.
     pub p999_ns: u64,
-    /// How many took less than so many ns, and not less than half of that. Without those that count none.
+    /// The histogram. Each bucket counts requests from half of its limit up to its limit. Empty
+    /// buckets are left out.
     pub histogram: Vec<Bucket>,
 }
 
-/// A part of a histogram.
+/// One bucket of a histogram.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Bucket {
-    /// Below this; `None` is above all others.
+    /// Upper limit in ns, exclusive; `None` for the last bucket.
     pub below_ns: Option<u64>,
-    /// So many.
+    /// Number of requests.
     pub count: u64,
 }
 
 impl Document {
-    /// What will tell how the use of the upper ended; `None` if this process cannot hear it, or the process that served
-    /// the mount is gone.
+    /// The pipe on which the process reports how it closed the upper. `None` if this process cannot
+    /// open the pipe, or if the process that served the mount is gone.
     pub fn ending(&self) -> Option<Ending> {
         let descriptor = self.upper.as_ref()?.outcome_descriptor?;
         let ending = Ending::open(self.process.pid, descriptor).ok()?;
@@ -244,17 +250,17 @@ impl Process {
         }
     }
 
-    /// Whether it is still there, as far as this process can see.
+    /// Whether the process still runs, as far as this process can see.
     pub fn is_running(&self) -> bool {
         start_ticks(self.pid) == Some(self.start_ticks)
     }
 }
 
-/// When a process started (proc_pid_stat(5), field 22); `None` if there is none, or it has ended and only its parent has not
-/// taken notice.
+/// Start time of a process (proc_pid_stat(5), field 22). `None` if there is no such process, or if
+/// it is a zombie.
 fn start_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The command's name stands in parentheses and may hold anything.
+    // The command name is in parentheses and may contain any character.
     let (_, behind) = stat.rsplit_once(')')?;
     let mut fields = behind.split_whitespace();
     match fields.next()? {
@@ -304,7 +310,7 @@ impl LastError {
 }
 
 impl std::fmt::Display for LastError {
-    /// As the log has it.
+    /// The error in the format of the log.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if !self.paths.is_empty() || self.inode != 0 {
             write!(f, "{}: ", errors::place(self.inode, &self.paths))?;
@@ -371,7 +377,7 @@ impl Upper {
 }
 
 impl OperationFigures {
-    /// `None` if there were none.
+    /// `None` without requests.
     pub(super) fn of(operation: Operation, counts: &Counts) -> Option<Self> {
         let last = latency::BUCKETS - 1;
         let histogram: Vec<_> = (0..latency::BUCKETS)

@@ -1,4 +1,4 @@
-//! How long requests take: a histogram for each kind, filled without locks.
+//! Latencies of requests: a lock-free histogram for each kind of request.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -7,56 +7,56 @@ use std::time::Instant;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Operation {
-    /// A name was looked up.
+    /// Look up a name.
     Lookup,
-    /// Attributes were asked for.
+    /// Get attributes.
     Stat,
-    /// Attributes or the size were changed.
+    /// Set attributes or the size.
     SetAttributes,
-    /// A symbolic link was read.
+    /// Read a symbolic link.
     ReadLink,
-    /// A file was created.
+    /// Create a file.
     Create,
-    /// A file, device, pipe or socket was made.
+    /// Create a file, device, pipe or socket with `mknod`.
     MakeNode,
-    /// A directory was made.
+    /// Create a directory.
     MakeDirectory,
-    /// A symbolic link was made.
+    /// Create a symbolic link.
     Symlink,
-    /// A name was removed.
+    /// Remove a name.
     Unlink,
-    /// A directory was removed.
+    /// Remove a directory.
     RemoveDirectory,
-    /// A name was changed.
+    /// Rename.
     Rename,
-    /// A file got another name.
+    /// Create a hard link.
     Link,
-    /// A file was read.
+    /// Read a file.
     Read,
-    /// A file was written.
+    /// Write a file.
     Write,
-    /// A file or directory was made durable.
+    /// Flush a file or directory.
     Sync,
-    /// Space was allocated or given back.
+    /// Allocate or release space.
     Allocate,
-    /// Data or holes were looked for.
+    /// Find data or a hole.
     Seek,
-    /// A range was copied from file to file.
+    /// Copy a range from file to file.
     CopyRange,
-    /// An extended attribute was read, or their names.
+    /// Get an extended attribute, or the list of their names.
     GetXattr,
-    /// An extended attribute was set or removed.
+    /// Set or remove an extended attribute.
     SetXattr,
-    /// A directory was opened.
+    /// Open a directory.
     OpenDirectory,
-    /// A directory was listed.
+    /// List a directory.
     ReadDirectory,
-    /// The file system's figures were asked for.
+    /// Get the figures of the file system.
     StatFs,
 }
 
 impl Operation {
-    /// All of them, in the order of their numbers.
+    /// All kinds, in the order of their numbers.
     pub const ALL: [Operation; 23] = [
         Operation::Lookup,
         Operation::Stat,
@@ -83,7 +83,7 @@ impl Operation {
         Operation::StatFs,
     ];
 
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Operation::Lookup => "lookup",
@@ -114,7 +114,7 @@ impl Operation {
 }
 
 impl Operation {
-    /// What could not be done if it failed, behind "cannot".
+    /// The action for error messages, to follow "cannot".
     pub fn action(self) -> &'static str {
         match self {
             Operation::Lookup => "look up a name",
@@ -144,8 +144,8 @@ impl Operation {
     }
 }
 
-/// Buckets of a histogram. Bucket `i` counts what took less than `2^i` ns, and not less than half of that; the last
-/// one, what took longer (above 4.6 minutes).
+/// Number of buckets of a histogram. Bucket `i` counts requests that took from `2^(i-1)` ns to less
+/// than `2^i` ns. The last bucket also counts all slower requests (above 4.6 minutes).
 pub const BUCKETS: usize = 40;
 
 /// A histogram for each kind of request.
@@ -158,16 +158,16 @@ struct Histogram {
     total_ns: AtomicU64,
 }
 
-/// What a histogram held at one moment.
+/// The content of a histogram at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counts {
     /// Requests in each bucket.
     pub buckets: [u64; BUCKETS],
-    /// All their times together.
+    /// Sum of all times in ns.
     pub total_ns: u64,
 }
 
-/// A request that is being answered; its time is counted when this is dropped.
+/// A request in progress. Its time is counted when this is dropped.
 #[derive(Debug)]
 #[must_use]
 pub struct Running<'a> {
@@ -185,7 +185,7 @@ impl Default for Latencies {
 }
 
 impl Latencies {
-    /// From now until the result is dropped.
+    /// Measures from now until the result is dropped.
     pub fn time(&self, operation: Operation) -> Running<'_> {
         Running {
             histogram: &self.0[operation as usize],
@@ -193,7 +193,7 @@ impl Latencies {
         }
     }
 
-    /// What was counted so far.
+    /// The counts so far.
     pub fn counts(&self, operation: Operation) -> Counts {
         let histogram = &self.0[operation as usize];
         Counts {
@@ -211,24 +211,24 @@ impl Drop for Running<'_> {
     }
 }
 
-/// The bucket of a time: the number of its binary digits.
+/// The bucket of a time in ns: the number of its binary digits.
 fn bucket(ns: u64) -> usize {
     ((u64::BITS - ns.leading_zeros()) as usize).min(BUCKETS - 1)
 }
 
-/// The time below which everything in a bucket lies.
+/// The upper limit of a bucket in ns, exclusive.
 pub fn upper_ns(bucket: usize) -> u64 {
     1 << bucket
 }
 
 impl Counts {
-    /// How many there were.
+    /// Number of requests.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// The time within which `share` (0 to 1) of the requests were answered, as exactly as the buckets tell: within
-    /// one it is taken to be spread evenly. 0 if there were none.
+    /// The time in ns within which `share` (0 to 1) of the requests were answered. Assumes an even
+    /// distribution within a bucket. 0 without requests.
     pub fn quantile_ns(&self, share: f64) -> u64 {
         let count = self.count();
         let wanted = share * count as f64;

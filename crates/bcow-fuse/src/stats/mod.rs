@@ -1,4 +1,4 @@
-//! What a mount knows of itself: for `bcow stats`, and for Prometheus.
+//! Statistics of a mount, for `bcow stats` and for Prometheus.
 
 pub mod document;
 pub mod latency;
@@ -23,26 +23,28 @@ pub use latency::{Latencies, Operation};
 use document::{Cache, Errors, Image, OperationFigures, Process, Upper};
 use latency::Running;
 
-/// The attribute of a mount's root that holds its [`Document`], as JSON. It is not listed.
+/// The extended attribute of the root directory that contains the [`Document`] as JSON. `listxattr`
+/// does not list it.
 pub const STATS_XATTR: &str = "user.bcow.stats";
 
-/// Largest attribute that the kernel passes on (XATTR_SIZE_MAX).
+/// Largest attribute value that the kernel passes on, in bytes (XATTR_SIZE_MAX).
 pub const MOST_XATTR_BYTES: usize = 64 << 10;
 
-/// What is mounted.
+/// The image that is mounted.
 #[derive(Debug, Clone, Default)]
 pub struct About {
-    /// What the kernel lists as the source of the mount.
+    /// The source of the mount in the kernel's list.
     pub image: OsString,
-    /// The image: its file, or its place in a layout.
+    /// The image file, or the path of the image in a layout.
     pub file: PathBuf,
-    /// What it is recognised by.
+    /// The identity of the image.
     pub identity: [u8; 32],
-    /// Its decoded blocks.
+    /// The cache of decoded blocks.
     pub cache: BlockCache,
 }
 
-/// What a mount counts. The default is of something without a name. Its requests are timed by [`MountStats::time`].
+/// The counters of a mount. The default is for an image without a name. [`MountStats::time`]
+/// measures the requests.
 pub struct MountStats {
     about: About,
     started: Instant,
@@ -51,16 +53,16 @@ pub struct MountStats {
     mounted: OnceLock<Mounted>,
 }
 
-/// What is known once it is mounted.
+/// Known once the image is mounted.
 struct Mounted {
     mountpoint: PathBuf,
     errors: Arc<ErrorLog>,
 }
 
-/// What a writable mount has beyond others.
+/// Only for writable mounts.
 struct Writable {
     union: Arc<UnionFs>,
-    /// Where its end is told.
+    /// The descriptor of the pipe for the outcome.
     outcome: RawFd,
 }
 
@@ -71,7 +73,7 @@ impl Default for MountStats {
 }
 
 impl MountStats {
-    /// Of a mount that starts now.
+    /// The counters of a mount that starts now.
     pub fn new(about: About) -> Self {
         MountStats {
             about,
@@ -82,32 +84,34 @@ impl MountStats {
         }
     }
 
-    /// The mount is writable, and this descriptor tells how that ends.
+    /// Records that the mount is writable, and the descriptor on which the process reports its
+    /// outcome.
     pub(crate) fn set_union(&self, union: Arc<UnionFs>, outcome: RawFd) {
-        // There is one per mount.
+        // Called once per mount.
         let _ = self.union.set(Writable { union, outcome });
     }
 
-    /// It is mounted here, and this is where its errors are counted and logged, which from now on say what they are of.
+    /// Records the mountpoint and the error log. The log from now on names the image and the
+    /// mountpoint in its messages.
     pub(crate) fn set_mounted(&self, mountpoint: &Path, errors: &Arc<ErrorLog>) {
         errors.set_subject(Subject {
             image: self.about.file.display().to_string(),
             mountpoint: mountpoint.display().to_string(),
         });
-        // There is one per mount.
+        // Called once per mount.
         let _ = self.mounted.set(Mounted {
             mountpoint: mountpoint.to_owned(),
             errors: Arc::clone(errors),
         });
     }
 
-    /// Times a request for a node, which this thread answers, until the result is dropped.
+    /// Measures a request for `node` that this thread answers, until the result is dropped.
     pub(crate) fn time(self: &Arc<Self>, operation: Operation, node: NodeId) -> Running<'_> {
         ANSWERING.with_borrow_mut(|answering| match answering {
             Some(answering) if answering.stats.as_ptr() == Arc::as_ptr(self) => {
                 (answering.operation, answering.node) = (operation, node);
             }
-            // A thread serves one mount, so that this is seldom.
+            // Rare: a thread serves only one mount.
             answering => {
                 *answering = Some(Answering {
                     stats: Arc::downgrade(self),
@@ -116,12 +120,12 @@ impl MountStats {
                 });
             }
         });
-        // What an earlier request of this thread reported is not this one's.
+        // Clear the mark that an earlier request of this thread left.
         ErrorLog::take_reported();
         self.latencies.time(operation)
     }
 
-    /// All of it at this moment.
+    /// All statistics at this moment.
     pub fn document(&self) -> Document {
         let mounted = self.mounted.get();
         Document {
@@ -150,7 +154,7 @@ impl MountStats {
         }
     }
 
-    /// As the value of [`STATS_XATTR`].
+    /// The document as the value of [`STATS_XATTR`].
     pub(crate) fn for_xattr(&self) -> Result<Vec<u8>, Errno> {
         let mut document = self.document();
         loop {
@@ -158,14 +162,15 @@ impl MountStats {
             if json.len() <= MOST_XATTR_BYTES {
                 return Ok(json);
             }
-            // Long paths; the last error is what matters most.
+            // Paths can make the document too long. Drop the oldest error first: the last error
+            // matters most.
             if document.errors.recent.pop().is_none() {
                 return Err(Errno::TOOBIG);
             }
         }
     }
 
-    /// In the text format of Prometheus.
+    /// The statistics in the text format of Prometheus.
     pub fn for_prometheus(&self) -> String {
         prometheus::text(&self.document())
     }
@@ -179,12 +184,12 @@ struct Answering {
 }
 
 thread_local! {
-    /// What this thread answers, or answered last.
+    /// The request that this thread answers, or answered last.
     static ANSWERING: RefCell<Option<Answering>> = const { RefCell::new(None) };
 }
 
-/// To be called before the request that this thread is answering is answered with an error: who sees the error and asks for
-/// the statistics finds it there.
+/// Records the failure of the request that this thread answers. Call this before the error is sent,
+/// so that a program that sees the error finds it in the statistics.
 pub(crate) fn note_failure(errno: Errno) {
     ANSWERING.with_borrow(|answering| {
         if let Some(answering) = answering
@@ -197,7 +202,8 @@ pub(crate) fn note_failure(errno: Errno) {
 
 impl MountStats {
     fn failed(&self, operation: Operation, node: NodeId, errno: Errno) {
-        // What failed below, where more is known of the cause, was reported there. An image reports all that it cannot do.
+        // The layer below has reported this error already, with more detail on its cause. An image
+        // reports all its errors itself.
         if ErrorLog::take_reported() {
             return;
         }

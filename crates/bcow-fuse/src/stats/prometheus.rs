@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::document::{Document, Upper};
 
-/// All that a document says, as metrics.
+/// The whole document as metrics.
 pub fn text(document: &Document) -> String {
     let mut out = Metrics::default();
     let Document {
@@ -282,12 +282,12 @@ mod tests {
         }
         let page = text(&stats.document());
         assert!(page.contains(r#"bcow_mount_info{image="a \"b\"\\\n.bcow",identity="0000"#));
-        // A kind that never happened is there too, so that a rate can be made of the first error.
+        // Kinds without an error are present too, so that a rate includes the first error.
         assert!(page.contains("bcow_errors_total{kind=\"image-damage\"} 0\n"));
         assert!(page.contains("bcow_errors_total{kind=\"no-space\"} 0\n"));
         assert!(page.contains(r#"bcow_operation_seconds_count{operation="read"} 3"#));
         assert!(page.contains(r#"bcow_operation_seconds_bucket{operation="read",le="+Inf"} 3"#));
-        // Buckets count what is below them, so they never fall.
+        // Buckets are cumulative, so their counts never decrease.
         let buckets: Vec<f64> = page
             .lines()
             .filter(|line| line.starts_with("bcow_operation_seconds_bucket"))
