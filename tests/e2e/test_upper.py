@@ -389,7 +389,7 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertEqual(read(f"{bundle}/rootfs/etc/unchanged"), b"u" * 5000 + b"changed after all")
         self.assertFalse(os.path.exists(f"{bundle}/rootfs/holes"))
         assert_refused(self, bcow("commit", f"oci:{layout}:stack", "--upper", upper, f"oci:{layout}:stack", check=False),
-                       "take the name of the image below it")
+                       "take the name of the one that it is made of")
 
     def test_an_upper_in_use_is_refused_by_name_of_who_uses_it(self):
         with self.union():
