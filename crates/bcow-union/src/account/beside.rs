@@ -1,7 +1,9 @@
-//! What an inode of the host takes beside its data: extended attributes, the targets of symbolic links, the blocks of directories.
+//! The space that an inode of the host takes beside its data: extended attributes, targets of
+//! symbolic links, blocks of directories.
 //!
-//! Counted as ext4 with inodes of 256 bytes stores it, which is what `du` says there; other hosts store as much or less. A target
-//! and attributes that fit into the inode count nothing. Where a host says that it stores more, that counts.
+//! The count follows ext4 with inodes of 256 bytes, and matches `du` there. Other hosts take more
+//! or less. A target or attributes that fit into the inode count as zero. For directories, symbolic
+//! links and devices, a larger figure from the host counts instead.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -15,22 +17,22 @@ use super::{Found, Room};
 use crate::sketch::BLOCK_BYTES;
 use crate::upper::Attribute;
 
-/// Longest target of a symbolic link that lies in the inode.
+/// The longest target of a symbolic link that ext4 stores in the inode, in bytes.
 const TARGET_INSIDE: u64 = 59;
 
-/// Bytes of attributes that lie in an inode.
+/// The bytes of attributes that ext4 stores in the inode.
 const ATTRIBUTES_INSIDE: u64 = 88;
 
-/// What an attribute takes beside its name and its value.
+/// The bytes that an attribute takes beside its name and value.
 const ENTRY_BYTES: u64 = 16;
 
-/// How many parts the table has, so that changes seldom wait for each other.
+/// The number of shards of the table. Shards keep changes from waiting for each other.
 const SHARDS: usize = 16;
 
-/// Bytes by inode number, of inodes that take some.
+/// The bytes beside the data, by inode number. Inodes with zero bytes have no entry.
 #[derive(Debug)]
 pub struct Beside {
-    /// Held while an inode is looked at, so that the last look is the one that counts. A leaf.
+    /// Held while an inode is examined, so that the last examination determines the figure. A leaf.
     shards: [Mutex<HashMap<u64, u64>>; SHARDS],
     footing: OnceLock<Footing>,
 }
@@ -44,27 +46,29 @@ impl Default for Beside {
     }
 }
 
-/// What is to be known of the host.
+/// Properties of the host.
 #[derive(Debug, Default)]
 pub struct Footing {
-    /// Bytes that directories take when an upper is empty, by inode number: they do not count.
+    /// Bytes that the directories of an empty upper take, by inode number. They do not count.
     pub spared: Vec<(u64, u64)>,
-    /// Whether the smallest attribute takes a block, as inodes have no place for any.
+    /// Whether the inodes have no place for attributes, so that the smallest attribute takes a
+    /// block.
     pub has_small_inodes: bool,
 }
 
 impl Beside {
-    /// To be said once, before anything is looked at.
+    /// Sets the host's properties. To be called once, before any inode is examined.
     pub fn set_footing(&self, footing: Footing) {
         let _ = self.footing.set(footing);
     }
 
-    /// Looks at an inode of the host, open in any way, and counts the difference to what it took before.
+    /// Examines an inode of the host and counts the difference to the last examination. `file` may
+    /// be open with `O_PATH`.
     pub fn settle(&self, file: impl AsFd, room: &mut Room<'_>) -> Result<(), Errno> {
         self.look(file, None, room)
     }
 
-    /// As [`Beside::settle`], of an inode that has `data` bytes of data.
+    /// As [`Beside::settle`], for an inode whose data takes `data` bytes.
     pub fn count(&self, file: impl AsFd, data: u64, room: &mut Room<'_>) -> Result<(), Errno> {
         self.look(file, Some(data), room)
     }
@@ -74,7 +78,8 @@ impl Beside {
         let inode = rustix::fs::fstat(file)?.st_ino;
         let mut shard = self.shard(inode);
         let before = shard.get(&inode).copied().unwrap_or(0);
-        // Again, with the lock: another may have changed it meanwhile.
+        // The second fstat, under the lock: another thread may have changed the inode in the
+        // meantime.
         let stat = rustix::fs::fstat(file)?;
         let host = u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
         let attributes = stored_attributes(file)?;
@@ -82,7 +87,7 @@ impl Beside {
         let mut outside = attributes_take(attributes);
         let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
         if is_file && attributes > 0 && outside == 0 {
-            // A host moves none of them back into the inode when there is room again.
+            // A host does not move attributes back into the inode when there is room again.
             let is_outside = match data {
                 Some(data) => host > data,
                 None => before > 0 && host > data_in(file)?,
@@ -106,7 +111,8 @@ impl Beside {
             0 => shard.remove(&inode),
             _ => shard.insert(inode, now),
         };
-        // Inside the lock, or a look in between would be given back before it is counted.
+        // This happens under the lock. Otherwise a concurrent examination could release bytes that
+        // are not counted yet.
         match now > before {
             true => room.use_bytes(now - before),
             false => room.account().release(before - now),
@@ -114,12 +120,12 @@ impl Beside {
         Ok(())
     }
 
-    /// Bytes that an inode took when it was last looked at.
+    /// The bytes of an inode at its last examination.
     pub(super) fn of(&self, inode: u64) -> u64 {
         self.shard(inode).get(&inode).copied().unwrap_or(0)
     }
 
-    /// The inode is gone: the bytes that it took.
+    /// Removes the entry of a deleted inode and returns its bytes.
     pub(super) fn forget(&self, inode: u64) -> u64 {
         self.shard(inode).remove(&inode).unwrap_or(0)
     }
@@ -141,7 +147,7 @@ impl Beside {
     }
 }
 
-/// Bytes of data of a regular file, open in any way.
+/// The bytes of data of a regular file. `file` may be open with `O_PATH`.
 fn data_in(file: BorrowedFd<'_>) -> Result<u64, Errno> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -150,7 +156,7 @@ fn data_in(file: BorrowedFd<'_>) -> Result<u64, Errno> {
     Ok(found.bytes())
 }
 
-/// Bytes that the target of a symbolic link takes outside the inode.
+/// The bytes that the target of a symbolic link takes outside the inode. `length` is in bytes.
 pub fn target_takes(length: u64) -> u64 {
     match length {
         0..=TARGET_INSIDE => 0,
@@ -158,7 +164,7 @@ pub fn target_takes(length: u64) -> u64 {
     }
 }
 
-/// Bytes that attributes take outside the inode, which are so many by [`attribute_bytes`].
+/// The bytes that attributes take outside the inode. `bytes` is their sum by [`attribute_bytes`].
 pub fn attributes_take(bytes: u64) -> u64 {
     match bytes {
         0..=ATTRIBUTES_INSIDE => 0,
@@ -166,7 +172,7 @@ pub fn attributes_take(bytes: u64) -> u64 {
     }
 }
 
-/// Bytes of one attribute, whose namespace is stored as a number.
+/// The bytes of one attribute. The prefix of the name up to the first dot is stored as a number.
 pub fn attribute_bytes(name: &[u8], value: usize) -> u64 {
     let own = match name.iter().position(|&byte| byte == b'.') {
         Some(dot) => name.len() - dot - 1,
@@ -175,11 +181,11 @@ pub fn attribute_bytes(name: &[u8], value: usize) -> u64 {
     ENTRY_BYTES + (own as u64).next_multiple_of(4) + (value as u64).next_multiple_of(4)
 }
 
-/// Bytes of all attributes of a file.
+/// The bytes of all attributes of a file, by [`attribute_bytes`].
 pub fn stored_attributes(file: impl AsFd) -> Result<u64, Errno> {
     let mut at = Attribute::Open(file.as_fd());
     let names = match at.list() {
-        // Open as a name only.
+        // The descriptor is open with `O_PATH`.
         Err(Errno::BADF) => {
             at = Attribute::Path(file.as_fd());
             at.list()?

@@ -1,4 +1,4 @@
-//! Counts the maps of sketches.
+//! Charges the maps of sketches to the account.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,19 +12,20 @@ use crate::Seek;
 use crate::sketch::BLOCK_BYTES;
 use crate::sketch::host::{HostFile, MapStore};
 
-/// Maps that are kept elsewhere, and counted.
+/// A [`MapStore`] whose maps are charged to the account.
 ///
-/// Of each map one inode and one block are charged when its sketch is made. What it grows by later is counted be it above the limit:
-/// the blocks that it speaks of are written by then, and are at least sixteen times as large.
+/// One inode and one block are charged for each map when its sketch is created. The growth of a map
+/// is added even above the limit: the blocks that the new records list are already written, and
+/// take at least sixteen times as much space.
 pub struct CountedMaps<S> {
     maps: S,
-    /// The directory that the maps are in.
+    /// The directory of the maps.
     directory: OwnedFd,
     account: Arc<Account>,
 }
 
 impl<S: MapStore> CountedMaps<S> {
-    /// Counts `maps`, which are in `directory`.
+    /// Counts the maps of `maps`, in the directory `directory`.
     pub fn new(maps: S, directory: OwnedFd, account: Arc<Account>) -> Self {
         CountedMaps {
             maps,
@@ -59,7 +60,7 @@ impl<S: MapStore> MapStore for CountedMaps<S> {
     }
     fn publish(&self, id: u64) -> io::Result<()> {
         self.maps.publish(id)?;
-        // It may be smaller than the one whose place it took.
+        // The new map may be smaller than the one that it replaced.
         if let Some(map) = self.maps.open(id)? {
             self.account.map_has(id, map.size()?);
         }
@@ -82,7 +83,8 @@ impl<S: MapStore> MapStore for CountedMaps<S> {
 }
 
 impl Account {
-    /// The map of a sketch is there, or will be, with so many bytes, unless it is counted already.
+    /// Counts the map of sketch `id`, which exists or will exist, with `bytes` bytes. Does nothing
+    /// if the map is already counted.
     pub fn map_takes(&self, id: u64, bytes: u64, room: &mut Room<'_>) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         self.lock_maps().entry(id).or_insert_with(|| {
@@ -92,7 +94,7 @@ impl Account {
         });
     }
 
-    /// The map of a sketch has at least so many bytes now.
+    /// Raises the figure of the map of sketch `id` to `bytes` bytes.
     fn map_grows(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.lock_maps().get_mut(&id)
@@ -103,7 +105,7 @@ impl Account {
         }
     }
 
-    /// The map of a sketch has so many bytes.
+    /// Sets the figure of the map of sketch `id` to `bytes` bytes.
     fn map_has(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.lock_maps().get_mut(&id) {
@@ -126,7 +128,7 @@ impl Account {
     }
 }
 
-/// A map, or what will become one.
+/// A map, or a temporary file that will become one.
 struct CountedMap {
     id: u64,
     file: Arc<dyn HostFile>,

@@ -1,8 +1,8 @@
-//! Room for something that is about to be made.
+//! Reservations for new files.
 
 use super::{Account, NoSpace, add, take_up_to};
 
-/// Bytes and inodes that are charged for what is about to be made. What was not used of them is given back when this is dropped.
+/// Bytes and inodes that are reserved for a new file. The drop releases the unused part.
 #[derive(Debug)]
 pub struct Room<'a> {
     account: &'a Account,
@@ -11,7 +11,7 @@ pub struct Room<'a> {
 }
 
 impl Account {
-    /// Charges room for so much, or fails and charges nothing.
+    /// Reserves bytes and inodes. Fails and reserves nothing if a limit leaves no room.
     pub fn reserve(&self, bytes: u64, inodes: u64) -> Result<Room<'_>, NoRoom> {
         let mut room = self.no_room();
         self.charge(bytes).map_err(NoRoom::Bytes)?;
@@ -26,7 +26,7 @@ impl Account {
         Ok(room)
     }
 
-    /// Room for nothing: what is counted against it is counted be it above the limit.
+    /// An empty reservation: use of it is counted even above the limit.
     pub fn no_room(&self) -> Room<'_> {
         Room {
             account: self,
@@ -41,14 +41,15 @@ impl<'a> Room<'a> {
         self.account
     }
 
-    /// So many bytes of it are used from now on. Where there are fewer, the rest is counted all the same.
+    /// Uses `bytes` of the reservation. If the reservation is smaller, the rest is counted all the
+    /// same.
     pub fn use_bytes(&mut self, bytes: u64) {
         let covered = self.bytes.min(bytes);
         self.bytes -= covered;
         self.account.add(bytes - covered);
     }
 
-    /// An inode of it is used from now on.
+    /// Uses an inode of the reservation, or counts one if the reservation has none left.
     pub fn use_inode(&mut self) {
         match self.inodes {
             0 => add(&self.account.inodes, 1),
@@ -64,18 +65,18 @@ impl Drop for Room<'_> {
     }
 }
 
-/// A limit leaves no room.
+/// A limit leaves no room for a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NoRoom {
-    /// For the bytes.
+    /// The limit of bytes.
     #[error(transparent)]
     Bytes(NoSpace),
-    /// For the inodes.
+    /// The limit of inodes.
     #[error("no inode left: {used} of {limit} are used")]
     Inodes {
         /// Inodes in use.
         used: u64,
-        /// Inodes that there may be.
+        /// The largest allowed number of inodes.
         limit: u64,
     },
 }

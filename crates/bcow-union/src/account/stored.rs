@@ -1,4 +1,4 @@
-//! Which blocks of one file of the host count.
+//! The blocks of one file of the host that are charged to the account.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,37 +9,40 @@ use crate::sketch::blocks::BlockSet;
 use crate::sketch::host::HostFile;
 use crate::sketch::{BLOCK_BYTES, SketchError};
 
-/// The blocks of one file of the host that hold something, each charged to the account when it first does.
+/// The blocks of one file of the host that hold data. Each is charged to the account when it first
+/// holds data.
 ///
-/// All writes to the file announce themselves ([`StoredBlocks::reserve`]) before, so that a write for which there is no room
-/// changes nothing; holes that are made are told afterwards. What the file held before the first of it is asked of the host, which
-/// also knows after a crash, but not where space is that was only allocated: of that it says how much. Without a limit nothing of
-/// this happens.
+/// Each write to the file calls [`StoredBlocks::reserve`] first, so that a write without room
+/// changes nothing. A punched hole is reported afterwards. The blocks that the file held before the
+/// first call are read from the host, which also knows them after a crash. The host does not report
+/// where preallocated space lies, only how much space the file takes in total. Without a limit,
+/// none of this happens.
 #[derive(Debug)]
 pub struct StoredBlocks {
     account: Arc<Account>,
     set: Mutex<Option<Known>>,
 }
 
-/// Blocks that are known, and in how many pieces they lie.
+/// The known blocks, and the number of their extents.
 #[derive(Debug, Default)]
 struct Known {
     set: BlockSet,
     pieces: u64,
-    /// Bytes that the host takes beyond these blocks: space that was allocated before the file was looked at, wherever it lies.
+    /// Bytes that the host takes beyond these blocks: space that was preallocated before the file
+    /// was examined.
     allocated: u64,
-    /// Whether there was such space, so that the host has to be asked.
+    /// Whether the file had such space, so that the host must be asked again.
     had_allocated: bool,
 }
 
-/// Pieces of a file that ext4 notes in its inode.
+/// The number of extents that ext4 stores in the inode.
 const PIECES_INSIDE: u64 = 4;
 
-/// Pieces that a block notes, at least, once blocks were split.
+/// The smallest number of extents in a block of ext4's extent tree, after blocks were split.
 const PIECES_PER_BLOCK: u64 = 170;
 
 impl Known {
-    /// Adds blocks; says how many were not in it.
+    /// Adds blocks and returns the number of them that were not in the set.
     fn insert(&mut self, blocks: Range<u64>) -> u64 {
         if blocks.is_empty() {
             return 0;
@@ -50,25 +53,26 @@ impl Known {
         added
     }
 
-    /// Takes blocks out.
+    /// Removes blocks.
     fn remove(&mut self, blocks: Range<u64>) {
         let before = self.pieces_around(&blocks);
         self.set.remove(blocks.clone());
         self.pieces = (self.pieces + self.pieces_around(&blocks)).saturating_sub(before);
     }
 
-    /// Pieces that lie in a range or touch it, of which a change of it leaves the others alone.
+    /// The number of extents that lie in a range or touch it. A change of the range does not affect
+    /// the other extents.
     fn pieces_around(&self, blocks: &Range<u64>) -> u64 {
         let around = blocks.start.saturating_sub(1)..blocks.end.saturating_add(1);
         self.set.runs(around).count() as u64
     }
 
-    /// Bytes of the blocks, of those in which ext4 notes where many pieces lie, and of what was allocated.
+    /// Bytes of the blocks, of the blocks of ext4's extent tree, and of preallocated space.
     fn bytes(&self) -> u64 {
         (self.set.len() + self.tree_blocks()) * BLOCK_BYTES + self.allocated
     }
 
-    /// Asks the host what it takes beyond these blocks, and beyond the attributes.
+    /// Asks the host how much space it takes beyond these blocks and beyond the attributes.
     fn look_at_allocated(
         &mut self,
         file: &dyn HostFile,
@@ -97,44 +101,45 @@ impl Known {
     }
 }
 
-/// What [`StoredBlocks::reserve`] gave.
+/// The result of [`StoredBlocks::reserve`].
 #[derive(Debug)]
 pub struct Reserved {
-    /// Its first byte.
+    /// The first byte of the range.
     start: u64,
-    /// End of the range for which there is room.
+    /// The end of the part of the range for which there is room.
     pub end: u64,
-    /// Blocks that count from now on.
+    /// Blocks that are newly charged.
     new: Vec<Range<u64>>,
 }
 
-/// How much is reserved where there is not room for all.
+/// The amount to reserve if there is no room for all of it.
 #[derive(Debug, Clone, Copy)]
 enum Most {
     ThereIsRoomFor,
     AllOrNothing,
 }
 
-/// What a file has that is there already: its blocks of 4 KiB in which there is data.
+/// The blocks of 4 KiB of an existing file in which there is data.
 #[derive(Debug)]
 pub struct Found(Known);
 
 impl Found {
-    /// Looks for data in a file.
+    /// Finds the blocks with data in a file.
     pub fn look(file: &dyn HostFile) -> Result<Found, SketchError> {
         scan(file).map(Found)
     }
 
-    /// Bytes of the blocks.
+    /// The bytes of the blocks.
     pub fn bytes(&self) -> u64 {
         self.0.bytes()
     }
 
-    /// Counts these blocks, and what the host takes beyond them; what lies beside the data is counted already.
+    /// Adds these blocks and the preallocated space to the account. The space for attributes is
+    /// already in the account.
     pub fn count(mut self, file: &dyn HostFile, account: &Account) -> Result<(), SketchError> {
         self.0.look_at_allocated(file, account)?;
         account.add(self.0.bytes());
-        // Space that was only allocated looks like data once somebody has read it.
+        // A later scan may take preallocated space for data, once a program has read it.
         if self.0.allocated > 0 {
             account.remember(inode_of(file)?, self.0.bytes());
         }
@@ -143,7 +148,7 @@ impl Found {
 }
 
 impl StoredBlocks {
-    /// Of a file whose blocks, if it has some, are in the account already.
+    /// The blocks of a file. The account already includes the file's existing blocks.
     pub fn new(account: Arc<Account>) -> Self {
         StoredBlocks {
             account,
@@ -151,13 +156,14 @@ impl StoredBlocks {
         }
     }
 
-    /// Charges what the bytes `range` take that is not there yet: for all of it, or for so much from its start as there is
-    /// room for, up to the end of a block, but at least one byte.
+    /// Charges the blocks of the bytes `range` that are not charged yet. If there is no room for
+    /// all of them, charges as many from the start as fit: the result then ends at the end of a
+    /// block and has at least one byte. Fails if not even one byte fits.
     pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, SketchError> {
         self.take(file, range, Most::ThereIsRoomFor)
     }
 
-    /// As [`StoredBlocks::reserve`], for all of it or nothing.
+    /// As [`StoredBlocks::reserve`], but charges the whole range or fails.
     pub fn reserve_all(
         &self,
         file: &dyn HostFile,
@@ -184,16 +190,18 @@ impl StoredBlocks {
         let Some(known) = guard.as_mut() else {
             return Ok(reserved);
         };
-        // What was written since may lie where it was allocated.
+        // Writes since the last look may have used preallocated space.
         self.look_again_at(file, known)?;
         let before = known.tree_blocks();
         let blocks = touched(&range);
         let missing = (blocks.end - blocks.start - known.set.count(blocks.clone())) * BLOCK_BYTES;
         let charged = match most {
             Most::ThereIsRoomFor => self.account.charge_up_to(missing, BLOCK_BYTES),
-            // Before anything is in the set, as others rely on what is.
+            // The charge comes before the insertion, because other threads rely on the blocks in
+            // the set.
             Most::AllOrNothing => {
-                // It may be allocated there already, as is found with the next look.
+                // The blocks may lie in preallocated space. The next look at the file corrects
+                // this.
                 let there = missing.min(known.allocated);
                 self.account.charge(missing - there)?;
                 known.allocated -= there;
@@ -215,7 +223,7 @@ impl StoredBlocks {
             }
             at = end;
         }
-        // A block now and then, be it above the limit.
+        // Blocks of the extent tree are added even above the limit. There are few of them.
         self.settle_bytes(before * BLOCK_BYTES, known.tree_blocks() * BLOCK_BYTES);
         reserved.end = (at * BLOCK_BYTES).min(range.end);
         if reserved.end <= range.start {
@@ -228,7 +236,8 @@ impl StoredBlocks {
         Ok(reserved)
     }
 
-    /// To be called when space was allocated of which some may have been there.
+    /// Updates the charge after an allocation of space, because a part of it may have been
+    /// allocated before.
     pub fn look_again(&self, file: &dyn HostFile) -> Result<(), SketchError> {
         match self.lock().as_mut() {
             Some(known) => self.look_again_at(file, known),
@@ -245,12 +254,12 @@ impl StoredBlocks {
         Ok(())
     }
 
-    /// Bytes that the file is charged for, if it was looked at.
+    /// The bytes that the file is charged for; `None` before the file was examined.
     pub fn charged(&self) -> Option<u64> {
         self.lock().as_ref().map(Known::bytes)
     }
 
-    /// Whether any of these bytes lies in a block that counts.
+    /// Whether any of these bytes lies in a charged block.
     pub fn holds(&self, range: Range<u64>) -> bool {
         let known = self.lock();
         known
@@ -258,7 +267,8 @@ impl StoredBlocks {
             .is_some_and(|known| known.set.count(touched(&range)) > 0)
     }
 
-    /// Counts what is written whether there is room or not: what was there before must be readable, and may need repair first.
+    /// Charges the blocks of a write even above the limit. It is for writes that repair existing
+    /// content, which must stay readable.
     pub fn add(&self, file: &dyn HostFile, range: Range<u64>) -> Result<(), SketchError> {
         if self.account.limit().is_none() || range.is_empty() {
             return Ok(());
@@ -277,11 +287,11 @@ impl StoredBlocks {
         self.account.release(before.saturating_sub(now));
     }
 
-    /// Nothing was written of what was reserved, but for the bytes before `end`.
+    /// Releases the blocks of a reservation that were not written: those from `end` on.
     pub fn undo(&self, reserved: Reserved, end: u64) {
         let kept = match end > reserved.start {
             true => end.div_ceil(BLOCK_BYTES),
-            // Nor of the block that it begins in.
+            // Nothing was written, so the first block is released too.
             false => 0,
         };
         for blocks in reserved.new {
@@ -289,7 +299,7 @@ impl StoredBlocks {
         }
     }
 
-    /// Has to be called before a hole is made, with the file as it is then.
+    /// Examines the file. To be called before a hole is punched or the file is truncated.
     pub fn look(&self, file: &dyn HostFile) -> Result<(), SketchError> {
         if self.account.limit().is_some() {
             drop(self.known(file)?);
@@ -297,12 +307,12 @@ impl StoredBlocks {
         Ok(())
     }
 
-    /// A hole was made of the bytes `range`, in blocks that lie in it as a whole.
+    /// Releases the blocks that lie completely in a punched range.
     pub fn punched(&self, range: Range<u64>) {
         self.drop_blocks(range.start.div_ceil(BLOCK_BYTES)..range.end / BLOCK_BYTES);
     }
 
-    /// The file was cut off at `size`, where it was longer.
+    /// Releases the blocks behind the new size of a truncated file.
     pub fn truncated(&self, size: u64) {
         self.drop_blocks(size.div_ceil(BLOCK_BYTES)..u64::MAX);
         if size == 0
@@ -312,22 +322,24 @@ impl StoredBlocks {
         }
     }
 
-    /// The file goes, and all that it holds.
+    /// Releases all blocks of a file that is about to be removed.
     pub fn release_all(&self, file: &dyn HostFile) -> Result<(), SketchError> {
         self.look(file)?;
         self.truncated(0);
         Ok(())
     }
 
-    /// The file lives on, but nobody announces writes here until it is looked at again. Nobody may write to it meanwhile.
+    /// Ends the tracking of a file that continues to exist. The next call examines the file again.
+    /// The caller ensures that no thread writes to the file in between.
     pub fn let_go(&self, file: &dyn HostFile) -> Result<(), SketchError> {
         let mut guard = self.lock();
         if let Some(known) = guard.as_mut() {
-            // Space that was allocated and then written in many pieces takes more than they let expect.
+            // Preallocated space that was written in many extents takes more space than the
+            // preallocation.
             let before = known.bytes();
             known.look_at_allocated(file, &self.account)?;
             self.settle_bytes(before, known.bytes());
-            // What was only allocated will not be found.
+            // A later scan does not find preallocated space.
             self.account.remember(inode_of(file)?, known.bytes());
             *guard = None;
         }
@@ -350,7 +362,8 @@ impl StoredBlocks {
         if set.is_none() {
             let mut found = scan(file)?;
             if let Some(charged) = self.account.recall(inode_of(file)?) {
-                // What was charged for it is what will be given back.
+                // The account must release exactly what it has charged, so the difference is
+                // settled now.
                 found.look_at_allocated(file, &self.account)?;
                 self.settle_bytes(charged, found.bytes());
             }
@@ -366,7 +379,7 @@ impl StoredBlocks {
     }
 }
 
-/// The blocks that the bytes of a range lie in.
+/// The blocks that contain the bytes of a range.
 fn touched(range: &Range<u64>) -> Range<u64> {
     range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES)
 }
@@ -376,7 +389,7 @@ fn inode_of(file: &dyn HostFile) -> Result<u64, SketchError> {
         .map_err(|error| SketchError::host("look at its inode number", &error))
 }
 
-/// The blocks in which a file has data.
+/// The blocks of a file that contain data.
 fn scan(file: &dyn HostFile) -> Result<Known, SketchError> {
     let failed = |error: std::io::Error| SketchError::host("look for holes", &error);
     let mut found = Known::default();
