@@ -1,7 +1,7 @@
-//! Listing directories.
+//! Directory listings.
 //!
-//! A listing is taken whole when it is first read from its start, and stays as it was while names come and go: every name that
-//! is there all the time is seen once, as POSIX asks.
+//! A listing takes all names when it is read from the start, and does not change while names come
+//! and go. So each name that exists during the whole listing appears once, as POSIX requires.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -21,11 +21,11 @@ use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::is_whiteout;
 
-/// Open directories by handle.
+/// Open directories, by handle.
 #[derive(Debug, Default)]
 pub(super) struct Listings {
     next: AtomicU64,
-    /// Held to find, add or remove one.
+    /// Held to find, add or remove a listing.
     open: Mutex<HashMap<u64, Arc<Listing>>>,
 }
 
@@ -35,26 +35,26 @@ struct Listing {
     names: Mutex<Option<Arc<Vec<Name>>>>,
 }
 
-/// A name as it was when the listing was taken.
+/// A name at the time when the listing was taken.
 #[derive(Debug)]
 struct Name {
     name: Box<[u8]>,
     from: From,
 }
 
-/// Where a name comes from.
+/// The source of a name.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum From {
-    /// It is the directory itself or the one above it.
+    /// `.` or `..`, with the node that it names.
     Dot(NodeId),
-    /// From the upper, with the host's type and inode number.
+    /// The upper, with the host's type and inode number.
     Above { kind: FileType, inode: u64 },
-    /// From the image.
+    /// The image.
     Below { nid: Nid, kind: FileType },
 }
 
 impl UnionFs {
-    /// Opens a directory to be listed; gives the handle.
+    /// Opens a directory for listing and gives the handle; `ENOTDIR` for other types.
     pub fn open_directory(&self, id: NodeId) -> Result<u64, Errno> {
         let node = self.node(id)?;
         if !node.is_directory() {
@@ -75,7 +75,7 @@ impl UnionFs {
         Ok(handle)
     }
 
-    /// Ends a listing.
+    /// Closes a handle.
     pub fn close_directory(&self, handle: u64) {
         let closed = self
             .listings
@@ -86,8 +86,8 @@ impl UnionFs {
         drop(closed);
     }
 
-    /// Calls `each` for the entries, `.` and `..` among them, from `cookie` on, where 0 is the start and others come from
-    /// [`Entry::next_cookie`].
+    /// Calls `each` for the entries from `cookie` on, including `.` and `..`, until it breaks.
+    /// Cookie 0 is the start; other cookies come from [`Entry::next_cookie`].
     pub fn read_directory(
         &self,
         handle: u64,
@@ -111,9 +111,9 @@ impl UnionFs {
         Ok(())
     }
 
-    /// As [`UnionFs::read_directory`], with attributes. Counts a reference for each entry but `.` and `..` that `each` takes,
-    /// also for what is damaged, if it is a node already.
-    /// Names that are gone meanwhile are left out.
+    /// As [`UnionFs::read_directory`], with attributes. Counts a reference for each entry that
+    /// `each` takes, except `.` and `..`; also for a damaged one if its node exists already. Names
+    /// that were removed meanwhile are left out.
     pub fn read_directory_plus(
         &self,
         handle: u64,
@@ -131,14 +131,15 @@ impl UnionFs {
                     (Some(node), attributes, kind)
                 }
                 Ok(None) => continue,
-                // One that is damaged must not hide its neighbours: whoever asks for it gets the error.
+                // A damaged entry must not hide the other entries. A lookup of its name gets the
+                // error.
                 Err(_) => {
                     let (id, kind) = self.identify(&directory, None, name);
                     (self.table.get(id), Err(id), kind)
                 }
             };
-            // Counted first: the kernel may use the entry before this returns. Counted for the damaged too: the kernel takes no node
-            // of such an entry, but gives back a reference.
+            // Counted before the call: the kernel may use the entry before this function returns.
+            // Counted for a damaged entry too: the kernel makes no inode of it, but sends a forget.
             let held = node.filter(|_| !is_dot);
             if let Some(node) = &held {
                 self.table.hold(node);
@@ -160,7 +161,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// The directory of a handle, and its names, taken anew if it is read from the start.
+    /// The directory of a handle and its names. A read from the start takes the names again.
     fn names_from(&self, handle: u64, cookie: u64) -> Result<(Arc<Node>, Arc<Vec<Name>>), Errno> {
         let listing = self
             .listings
@@ -203,8 +204,8 @@ impl UnionFs {
         Ok(names)
     }
 
-    /// Inode number and type of a name. What was copied up keeps the number that it has in the image, which its mark in the
-    /// upper's directory `above` says.
+    /// Inode number and type of a name. A copied-up object keeps its inode number of the image,
+    /// which its marks in the upper's directory `above` give.
     fn identify(&self, directory: &Node, above: Option<&File>, name: &Name) -> (NodeId, FileType) {
         match name.from {
             From::Dot(node) => (node, FileType::Directory),
@@ -223,13 +224,13 @@ impl UnionFs {
         }
     }
 
-    /// Calls `each` for every name that the directory shows, but `.` and `..`.
+    /// Calls `each` for every visible name of the directory, except `.` and `..`.
     pub(super) fn each_name(
         &self,
         node: &Node,
         each: &mut dyn FnMut(&[u8], From) -> ControlFlow<()>,
     ) -> Result<(), Errno> {
-        // Names of the image that do not show: whited out, or there again in the upper.
+        // Names that hide the image's: whiteouts, and names that the upper has too.
         let mut covered: HashSet<Box<[u8]>> = HashSet::new();
         if let Some(directory) = self.upper_directory(node)? {
             let own = host::open_directory(directory.as_fd(), b".")?;

@@ -1,4 +1,4 @@
-//! New names: files, directories, links, devices.
+//! Creation of names: files, directories, symbolic links, devices and hard links.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -22,28 +22,32 @@ use crate::upper::{
     ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, SetHow, Temporary, leave_access_time,
 };
 
-/// Set-group-ID.
+/// Set-group-ID bit.
 const SET_GID: u16 = 0o2000;
 
-/// Where a new name goes.
+/// A free place for a new name.
 pub(super) struct Spot {
     /// The directory on the host.
     pub(super) directory: Arc<File>,
-    /// Whether a whiteout has the name.
+    /// Whether a whiteout is at the name.
     pub(super) is_whited_out: bool,
 }
 
-/// Who and what a new inode shall be.
+/// Owner, mode and ACL of a new inode.
 struct Owned {
     uid: u32,
     gid: u32,
     permissions: u16,
-    /// The parent's default ACL, which becomes its own.
+    /// The parent's default ACL, which the new inode inherits.
     acl: Option<Vec<u8>>,
 }
 
 impl UnionFs {
-    /// A new, empty regular file. Counts one reference, here and in the functions below.
+    /// Creates an empty regular file and gives its attributes. This and the functions below count
+    /// one reference to the new node.
+    ///
+    /// Errors include: `EEXIST` if the name exists, `EPERM` for the name of the upper's own directory,
+    /// `ENOSPC` at a limit of the upper.
     pub fn create(
         &self,
         caller: &Caller,
@@ -54,7 +58,8 @@ impl UnionFs {
         self.make(caller, parent, name, permissions, &New::File)
     }
 
-    /// A new device, pipe, socket or empty file. `rdev` is a device number in the kernel's 32-bit form.
+    /// Creates a device, pipe, socket or empty regular file. `mode` has the type and the permission
+    /// bits; `rdev` is a device number in the kernel's 32-bit form.
     pub fn make_node(
         &self,
         caller: &Caller,
@@ -66,7 +71,8 @@ impl UnionFs {
         let permissions = (mode & 0o7777) as u16;
         let new = match host::kind_of(mode) {
             FileType::Regular => New::File,
-            // It would be a whiteout. The kernel's overlayfs refuses it with the same error.
+            // The device 0:0 would be a whiteout. The kernel's overlayfs refuses it with the same
+            // error.
             FileType::CharDevice if rdev == 0 => return Err(Errno::PERM),
             FileType::Directory | FileType::Symlink => return Err(Errno::INVAL),
             kind => New::Special(kind, rdev),
@@ -74,7 +80,7 @@ impl UnionFs {
         self.make(caller, parent, name, permissions, &new)
     }
 
-    /// A new directory.
+    /// Creates a directory.
     pub fn make_directory(
         &self,
         caller: &Caller,
@@ -85,7 +91,7 @@ impl UnionFs {
         self.make(caller, parent, name, permissions, &New::Directory)
     }
 
-    /// A new symbolic link.
+    /// Creates a symbolic link to `target`.
     pub fn make_symlink(
         &self,
         caller: &Caller,
@@ -122,14 +128,14 @@ impl UnionFs {
         self.hold(&node)
     }
 
-    /// Room for something new in a directory.
+    /// Reserves room for a new inode in a directory.
     fn room_for_new(&self, new: &New<'_>, owned: &Owned, spot: &Spot) -> Result<Room<'_>, Errno> {
         let own = match new {
             New::Directory => BLOCK_BYTES,
             New::Symlink(target) => account::target_takes(target.len() as u64),
             New::File | New::Special(..) => 0,
         };
-        // A directory's ACL comes twice.
+        // A directory inherits the ACL twice: as its access ACL and as its default ACL.
         let acl = owned.acl.as_ref().map_or(0, |acl| 2 * acl.len() as u64);
         let is_opaque = spot.is_whited_out && matches!(new, New::Directory);
         let attributes = match acl > 0 || self.keeps_owners() || is_opaque {
@@ -139,7 +145,8 @@ impl UnionFs {
         self.room(NAME_BYTES + own + attributes, 1)
     }
 
-    /// Where `name` can be made in `parent`, whose names are locked and which is in the upper.
+    /// The free place of `name` in `parent`; `EEXIST` if the name exists. The parent is in the
+    /// upper, and the caller holds the lock of its names.
     pub(super) fn free_spot(&self, parent: &Node, name: &[u8]) -> Result<Spot, Errno> {
         if self.is_reserved(parent, name) {
             return Err(Errno::PERM);
@@ -159,7 +166,7 @@ impl UnionFs {
         })
     }
 
-    /// Owner, mode and ACL of what `caller` makes in `parent`.
+    /// Owner, mode and ACL of an inode that `caller` creates in `parent`.
     fn owned_in(
         &self,
         caller: &Caller,
@@ -175,7 +182,7 @@ impl UnionFs {
         };
         let mut permissions = match (new, &acl) {
             (New::Symlink(_), _) => permissions,
-            // The ACL stands in for the umask.
+            // A default ACL replaces the umask.
             (_, Some(_)) => permissions,
             (_, None) => permissions & !(caller.umask as u16 & 0o777),
         };
@@ -205,7 +212,7 @@ impl UnionFs {
         Ok(acl)
     }
 
-    /// Makes it on the host, whole, and opens it.
+    /// Makes the object on the host, complete, and opens it.
     fn make_at(
         &self,
         parent: &Node,
@@ -232,14 +239,15 @@ impl UnionFs {
         };
         self.own(&file, owned, new)?;
         if matches!(new, New::Directory) && self.look_below(parent, name)?.is_some() {
-            // A new directory has nothing of what was here before.
+            // The new directory must not be merged with the image's directory of this name.
             self.set_mark(&file, Mark::Opaque, b"y")?;
         }
         place(temporary, spot, name, matches!(new, New::Directory))?;
         Ok(file)
     }
 
-    /// Whether what the host makes in this place has the right owner at once, so that a crash leaves no other.
+    /// Whether an inode that the host creates in this place has the right owner at once. Then a
+    /// crash cannot leave it with another owner.
     fn owns_from_the_start(&self, spot: &Spot, owned: &Owned) -> Result<bool, Errno> {
         if self.keeps_owners() || owned.uid != rustix::process::geteuid().as_raw() {
             return Ok(false);
@@ -316,7 +324,7 @@ impl UnionFs {
             if (stat.st_uid, stat.st_gid) != (owned.uid, owned.gid) {
                 host::set_owner(file, Some(owned.uid), Some(owned.gid))?;
             }
-            // The owner came first, who takes set-id bits away.
+            // After the owner: a change of owner removes set-id bits.
             if !is_symlink && stat.st_mode & 0o7777 != u32::from(owned.permissions) {
                 host::set_mode(file, owned.permissions)?;
             }
@@ -327,7 +335,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Gives a new inode the ACL of its directory, cut to the mode that it was asked to have.
+    /// Gives a new inode the ACL that it inherits from its directory, limited by the requested
+    /// mode.
     fn inherit_acl(
         &self,
         file: &File,
@@ -364,7 +373,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// The node of something just made.
+    /// The node of a new object.
     fn new_node(
         &self,
         parent: &Arc<Node>,
@@ -418,14 +427,14 @@ impl UnionFs {
             }
             node
         });
-        // An inode whose descriptor we hold cannot have its number given to another, so the node is new.
+        // The open descriptor keeps the host from reusing the inode number, so the id must be new.
         match state {
             None => Ok(node),
             Some(_) => Err(Errno::STALE),
         }
     }
 
-    /// Another name for a file. Counts one reference.
+    /// Adds a hard link to a file. Counts one reference to its node.
     pub fn link(&self, id: NodeId, parent: NodeId, name: &[u8]) -> Result<Attributes, Errno> {
         let node = self.node(id)?;
         let parent = self.node(parent)?;
@@ -470,7 +479,8 @@ impl UnionFs {
         self.hold(&node)
     }
 
-    /// Notes on what is about to be elsewhere than in the image where it was there, if something of it still comes from there.
+    /// Records a node's path in the image in its redirect mark, before the node gets another path.
+    /// Only for nodes that still use a part of the image.
     pub(super) fn redirect(&self, node: &Node) -> Result<(), Errno> {
         let needs = {
             let state = node.read_state();
@@ -486,7 +496,8 @@ impl UnionFs {
         if !needs {
             return Ok(());
         }
-        // Of one that has several names in the image, the name that is known may be one that only the upper has.
+        // If the inode has several names in the image, the node's known name may exist only in the
+        // upper.
         let path = match self.lower_path(node) {
             Ok(path) if self.image.at_path(&path)? == node.lower => Some(path),
             Ok(_) | Err(Errno::NOENT) => None,
@@ -495,7 +506,7 @@ impl UnionFs {
         let file = self.open_upper(node, Access::Path)?;
         let value = match &path {
             Some(path) => crate::upper::Redirect::Path(path.clone()).encode(),
-            // The origin is what we go by; overlayfs shall not go by a name.
+            // This union uses the origin mark. The redirect must keep overlayfs from using a name.
             None => crate::upper::REDIRECT_NOWHERE.to_vec(),
         };
         let name = Mark::Redirect.name(self.upper.namespace());
@@ -503,7 +514,8 @@ impl UnionFs {
         if let (Some(nid), Some(upper)) = (node.lower, &mut node.write_state().upper)
             && !upper.has_origin
         {
-            // What overlayfs made was found by a name, which will lead elsewhere.
+            // overlayfs made this copy, and it was found by its name. That name will lead
+            // elsewhere.
             self.set_origin(&file, nid)?;
             upper.has_origin = true;
         }
@@ -511,7 +523,7 @@ impl UnionFs {
         self.settle_in(&*file, &mut room);
         match marked {
             Ok(()) => {}
-            // A path longer than an attribute: the origin is what we go by.
+            // The path is longer than an attribute can be. This union uses the origin mark.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {}
             Err(errno) => return Err(errno),
         }
@@ -522,12 +534,13 @@ impl UnionFs {
     }
 }
 
-/// The mode to make something with in place: what it shall have, but for the bits that mean something with its owner only.
+/// The mode with which an object is created in place: its permission bits without the set-id and
+/// sticky bits, which are set after the owner.
 fn first_mode(owned: &Owned) -> Mode {
     Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
 }
 
-/// What is made.
+/// The kind of object to make.
 enum New<'a> {
     File,
     Directory,
@@ -546,7 +559,7 @@ impl New<'_> {
     }
 }
 
-/// Gives a temporary its place, over a whiteout if there is one.
+/// Moves a temporary to its place, over a whiteout if there is one.
 pub(super) fn place(
     temporary: Temporary<'_>,
     spot: &Spot,
@@ -557,7 +570,8 @@ pub(super) fn place(
     let placed = match (spot.is_whited_out, is_directory) {
         (false, _) => temporary.place_new(directory, name),
         (true, false) => temporary.place(directory, name),
-        // A directory cannot be renamed over a whiteout. The whiteout comes back and is removed.
+        // rename(2) cannot put a directory over a whiteout. After the exchange the temporary is the
+        // whiteout, which is removed.
         (true, true) => temporary
             .exchange(directory, name, rustix::fs::FileType::CharacterDevice)
             .map(drop),
@@ -565,7 +579,7 @@ pub(super) fn place(
     placed.map_err(|(_, errno)| errno)
 }
 
-/// Whether a name can be given to something.
+/// Checks a name for a new object.
 pub(super) fn check_new_name(name: &[u8]) -> Result<(), Errno> {
     match name {
         b"" => Err(Errno::NOENT),

@@ -1,7 +1,8 @@
 //! Renaming.
 //!
-//! What moves is in the upper by then, and what the image has at the old name must not show through: a whiteout stays there. The
-//! host leaves it in the same step (`RENAME_WHITEOUT`), or it changes places with one that was at the new name.
+//! A node is copied up before it moves. Where the image has the old name, a whiteout must hide it.
+//! The host leaves the whiteout in the same step (`RENAME_WHITEOUT`); or a directory exchanges
+//! places with the whiteout at its new name.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -21,17 +22,18 @@ use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::{Mark, Temporary};
 
-/// A name and its directory, in the upper and with its names locked.
+/// One end of a rename: a name and its directory. The directory is in the upper and the lock of its
+/// names is held.
 struct End<'a> {
     parent: &'a Arc<Node>,
     directory: Arc<File>,
     name: &'a [u8],
-    /// Whether the image has this name here.
+    /// Whether the image has this name in this directory.
     is_below: bool,
 }
 
 impl UnionFs {
-    /// Renames.
+    /// Renames `name` in `parent` to `new_name` in `new_parent`.
     pub fn rename(
         &self,
         parent: NodeId,
@@ -50,7 +52,8 @@ impl UnionFs {
             return Err(Errno::PERM);
         }
         let node = self.find_existing(&parent, name)?;
-        // Without locks, as those above may have to be copied up.
+        // Before the locks, because this may copy up the directories above, which locks their
+        // parents.
         self.prepare(&parent, &node)?;
         self.ensure_directory(&new_parent)?;
         match self.find(&new_parent, new_name)? {
@@ -73,7 +76,7 @@ impl UnionFs {
         }
     }
 
-    /// Brings into the upper what will move.
+    /// Copies up a node that moves, and its directory.
     fn prepare(&self, parent: &Arc<Node>, node: &Arc<Node>) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         self.ensure_directory(parent)?;
@@ -89,13 +92,14 @@ impl UnionFs {
         })
     }
 
-    /// Sees that the name itself is in the upper and that the node says where in the image it was.
+    /// Makes sure that the name itself is in the upper, and that the node records its path in the
+    /// image.
     fn make_movable(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
         if node.read_state().upper.is_none() {
             self.copy_up_locked(end.parent, &end.directory, end.name, node)?;
         }
         if !node.is_directory() {
-            // It may be in the upper by another name, or by the index only.
+            // The node may be in the upper under another name only, or in the index only.
             self.open_upper(node, Access::Path)?;
             self.copy_up_name(end.parent, &end.directory, end.name, node)?;
         }
@@ -141,13 +145,14 @@ impl UnionFs {
             Above::Found(found) if node.is_directory() => Some(self.clear_way(to, found)?),
             _ => None,
         };
-        // Of a name that only the image has, the host does not count that it goes.
+        // The host's link count does not change when a name goes that exists only in the image.
         let recount = match there {
             Some(there) if was_indexed_only => self.begin_recount(there)?,
             _ => None,
         };
         let placed = if matches!(above, Above::Whiteout) && node.is_directory() {
-            // They change places: the whiteout is then where one may be needed anyway.
+            // The directory and the whiteout exchange places: the old name may need a whiteout
+            // anyway.
             rename(from, to, RenameFlags::EXCHANGE)
         } else if from.is_below {
             self.rename_leaving_whiteout(from, to)
@@ -159,7 +164,8 @@ impl UnionFs {
         self.settle_in(&*from.directory, &mut room);
         if let Err(errno) = placed {
             if let Some(cleared) = cleared {
-                // What cannot come back left one behind that looks the same.
+                // If the old directory cannot be moved back, the new one with the same attributes
+                // stays.
                 let kind = rustix::fs::FileType::Directory;
                 let _ = cleared.exchange(to.directory.as_fd(), to.name, kind);
             }
@@ -169,7 +175,7 @@ impl UnionFs {
         if matches!(above, Above::Whiteout) && node.is_directory() && !from.is_below {
             let none = rustix::fs::AtFlags::empty();
             if let Err(errno) = rustix::fs::unlinkat(&*from.directory, from.name, none) {
-                // It hides nothing.
+                // The whiteout that is left hides no name.
                 self.host_failed(from.name, "a whiteout cannot be removed", errno);
             }
         }
@@ -207,7 +213,7 @@ impl UnionFs {
     }
 
     fn copy_up_locked_if_needed(&self, end: &End<'_>, node: &Arc<Node>) -> Result<(), Errno> {
-        // Its state is not held any more when it is copied up.
+        // The guard of the state is dropped here: copy-up acquires the lock exclusively.
         let is_above = node.read_state().upper.is_some();
         match is_above {
             true => Ok(()),
@@ -215,7 +221,8 @@ impl UnionFs {
         }
     }
 
-    /// A directory that has nothing of the image must not be merged with one that the image has at its new name.
+    /// Marks a directory without a part in the image as opaque, if the image has a directory at its
+    /// new name with which it would be merged.
     fn hide_below(&self, node: &Node, to: &End<'_>) -> Result<(), Errno> {
         if !node.is_directory() || node.lower.is_some() || !to.is_below {
             return Ok(());
@@ -228,12 +235,13 @@ impl UnionFs {
         set
     }
 
-    /// An empty directory, `found`, is about to be replaced, which on the host may have whiteouts in it: one that has none, and
-    /// looks the same, takes its place. Gives back the old one, which goes when that is dropped.
+    /// Prepares the replacement of the empty directory `found`. On the host it may contain
+    /// whiteouts, so rename(2) would fail: an empty directory with the same attributes takes its
+    /// place. Gives the old directory, which is removed when the result is dropped.
     fn clear_way(&self, to: &End<'_>, found: &Found) -> Result<Temporary<'_>, Errno> {
         let (temporary, fd) = self.upper.temporary_directory(0o700)?;
         let file = File::from(fd);
-        // What the host does not let us copy is missed only if we are killed before the next step.
+        // An incomplete copy is visible only if the process is killed before the next step.
         let _ = self.make_alike(found, &file);
         self.set_mark(&file, Mark::Opaque, b"y")?;
         temporary
@@ -245,7 +253,7 @@ impl UnionFs {
             .map_err(|(_, errno)| errno)
     }
 
-    /// Gives a directory owner, mode, attributes and times of another.
+    /// Gives a directory the owner, mode, attributes and times of another.
     fn make_alike(&self, found: &Found, file: &File) -> Result<(), Errno> {
         let stat = &found.stat;
         if !self.keeps_owners() {
@@ -258,19 +266,21 @@ impl UnionFs {
     }
 
     fn rename_leaving_whiteout(&self, from: &End<'_>, to: &End<'_>) -> Result<(), Errno> {
-        // Made before anything is changed.
+        // Made first, so that a failure changes nothing.
         let whiteout = self.upper.temporary_whiteout()?;
         match rename(from, to, RenameFlags::WHITEOUT) {
             Ok(()) => {
-                // The host made one of its own, which would take an inode for each name.
+                // Replaces the host's whiteout by a link to the shared one. The host's own takes
+                // one inode per name.
                 let _ = whiteout.place(from.directory.as_fd(), from.name);
                 return Ok(());
             }
-            // A host without it, or without an inode for it.
+            // The host has no `RENAME_WHITEOUT`, or no free inode for it.
             Err(Errno::INVAL | Errno::NOSYS | Errno::NOSPC | Errno::DQUOT) => {}
             other => return other,
         }
-        // For a moment both names are there; never none.
+        // Between the two steps the image's old name is visible beside the new name. No name is
+        // missing.
         rename(from, to, RenameFlags::empty())?;
         whiteout
             .place_new(from.directory.as_fd(), from.name)
@@ -296,7 +306,7 @@ fn rename(from: &End<'_>, to: &End<'_>, flags: RenameFlags) -> Result<(), Errno>
     rustix::fs::renameat_with(&*from.directory, from.name, &*to.directory, to.name, flags)
 }
 
-/// Says where a node is now.
+/// Updates the place of a node that moved.
 fn moved(node: &Arc<Node>, from: &End<'_>, to: &End<'_>) {
     node.name_is_new.store(true, Ordering::Release);
     if node.is_at(from.parent, from.name) || node.kind != FileType::Directory {
@@ -307,7 +317,7 @@ fn moved(node: &Arc<Node>, from: &End<'_>, to: &End<'_>) {
     }
 }
 
-/// Locks the names of two directories, which may be one.
+/// Locks the names of two directories, which may be the same.
 fn lock_both<'n>(
     one: &'n Node,
     other: &'n Node,

@@ -1,8 +1,10 @@
-//! Room that is about to be there.
+//! Waiting for space that is about to be freed.
 //!
-//! A file that lost its last name keeps its space until the kernel forgets it, as somebody may have it open. If nobody has, the
-//! kernel says so together with the answer to unlink(2), but not in order: a write right behind it may be met first. On a
-//! full disk it would fail, though its program has just made room for it. So who finds no room waits for what is about to go.
+//! A file that lost its last name keeps its space until the kernel forgets its node, because a
+//! program may have it open. If no program has, the kernel sends the forget together with the
+//! answer to unlink(2). But requests can overtake it: a write that follows may be handled first. On
+//! a full disk that write would fail, although its program has just freed space. So a request that
+//! finds no space waits for the files that are about to be freed.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,13 +13,15 @@ use rustix::io::Errno;
 
 use super::UnionFs;
 
-/// How long after a file lost its last name it may still be forgotten because nobody had it open. Later than that, somebody has.
+/// A removed file that no program has open is forgotten within this time. After it, the file counts
+/// as open.
 const SOON: Duration = Duration::from_millis(250);
 
-/// How long the host may take to free a file: most of what a request waits.
+/// Upper bound of the time that the host takes to free a file, and so of the wait of a request.
 const FREEING: Duration = Duration::from_secs(5);
 
-/// Files that lost their last name, and what became of them. The lock is a leaf, held for a few instructions.
+/// Counts files that lost their last name, and how far they are freed. The lock is a leaf, held for
+/// a few instructions.
 #[derive(Debug, Default)]
 pub(super) struct Departures {
     counts: Mutex<Counts>,
@@ -27,36 +31,37 @@ pub(super) struct Departures {
 #[derive(Debug, Default)]
 struct Counts {
     removed: u64,
-    /// Those of them that the kernel forgot, and that are being freed therefore.
+    /// Removed files that the kernel forgot: they are freed, or are being freed.
     forgotten: u64,
-    /// Those of them that are.
+    /// Forgotten files whose space is freed.
     freed: u64,
-    /// When the newest was removed.
+    /// Time of the latest removal.
     newest: Option<Instant>,
-    /// Whether a request waits. Only one does: who tells us that a file is forgotten needs a thread too.
+    /// Whether a request waits. Only one may wait: the forget that it waits for needs a thread too.
     is_awaited: bool,
 }
 
-/// How long a request waits, however many files go in the meantime: for those that were removed before it found no room.
+/// Bounds of a request's wait, fixed when it first finds no space. Later removals do not extend the
+/// wait.
 #[derive(Debug)]
 struct Hope {
-    /// Until when these may be forgotten.
+    /// End of the wait for a forget of files that were removed before.
     soon: Instant,
-    /// Until when one that is being freed then is waited for.
+    /// End of the wait for a file that is being freed.
     at_last: Instant,
-    /// Whether that was done.
+    /// Whether the last attempt, after `soon`, was made.
     is_last: bool,
 }
 
 impl Departures {
-    /// A file lost its last name.
+    /// Counts a file that lost its last name.
     pub(super) fn removed(&self) {
         let mut counts = self.lock();
         counts.removed += 1;
         counts.newest = Some(Instant::now());
     }
 
-    /// The kernel forgot one of those: `free` gives back its space.
+    /// Counts a removed file that the kernel forgot; `free` gives back its space.
     pub(super) fn forgotten(&self, free: impl FnOnce()) {
         self.lock().forgotten += 1;
         free();
@@ -68,7 +73,7 @@ impl Departures {
         self.lock().freed
     }
 
-    /// What somebody who finds no room now may wait for.
+    /// The bounds of the wait of a request that finds no space now.
     fn hope(&self) -> Hope {
         let now = Instant::now();
         Hope {
@@ -78,7 +83,7 @@ impl Departures {
         }
     }
 
-    /// Whether more than `before` are freed, now or soon.
+    /// Whether more than `before` files are freed; waits for that within the bounds of `hope`.
     fn more_than(&self, before: u64, hope: &mut Hope) -> bool {
         let mut counts = self.lock();
         let is_late = Instant::now() >= hope.soon;
@@ -112,8 +117,9 @@ impl Departures {
 }
 
 impl UnionFs {
-    /// Does what may need space. If there is none, it waits for files that were just removed, and does it again: to be given only
-    /// what changes nothing when it fails so. (Not an fsync: the host tells once that it had no room for what was written.)
+    /// Makes `attempt`, which may need space. If it finds none (`ENOSPC`, `EDQUOT`), waits for
+    /// files that were just removed, and repeats it. A failed attempt must change nothing. (So not
+    /// an fsync: the host reports only once that it had no space for written data.)
     pub fn with_room<T>(
         &self,
         mut attempt: impl FnMut(&UnionFs) -> Result<T, Errno>,
@@ -147,9 +153,9 @@ mod tests {
         let departures = Departures::default();
         assert!(!more_than(&departures, 0));
         departures.removed();
-        // Somebody has it open.
+        // A program has the file open.
         assert!(!more_than(&departures, 0));
-        // On a busy machine the other thread may come too late, but not again and again.
+        // On a busy machine the other thread may come too late once, but not 100 times.
         assert!((0..100).any(|_| {
             let before = departures.count();
             departures.removed();
@@ -158,11 +164,11 @@ mod tests {
                 more_than(&departures, before)
             })
         }));
-        // The one that is still open was removed too long ago, after a while.
+        // After this time the file that is still open counts as removed too long ago.
         thread::sleep(SOON);
         let before = departures.count();
         assert!(!more_than(&departures, before));
-        // It may be forgotten between the attempt and the question.
+        // The file may be forgotten between the attempt and this call.
         departures.forgotten(|| ());
         assert!(more_than(&departures, before));
         assert!(!more_than(&departures, departures.count()));
@@ -188,7 +194,7 @@ mod tests {
     #[test]
     fn who_finds_no_room_in_the_end_does_not_wait_for_what_others_remove_meanwhile() {
         let departures = Departures::default();
-        // One is open for good.
+        // One file stays open.
         departures.removed();
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -199,7 +205,7 @@ mod tests {
                 }
             });
             let mut hope = departures.hope();
-            // It ends.
+            // The loop must end.
             while departures.more_than(departures.count(), &mut hope) {}
             done.store(true, Ordering::Release);
         });

@@ -1,8 +1,9 @@
-//! Making things durable.
+//! Durability: fsync, syncfs, the batch of whole copies, and the end of use of the upper.
 //!
-//! An fsync of a file promises its bytes, its attributes, and that it is found again: where a file was copied up or created since
-//! its last fsync, the directories above it that changed are synchronised too. (A program that opened a file of the image and
-//! wrote to it does not know that it has a new directory entry to care for.)
+//! After an fsync of a file, its bytes, its attributes and its name are durable. If the file was
+//! copied up or created since its last fsync, the sync includes the changed directories above it.
+//! (A program that wrote to an existing file of the image does not know that the copy-up made a new
+//! directory entry.)
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -21,11 +22,13 @@ use crate::sketch::Durability;
 use crate::upper::beneath::open_regular;
 use crate::upper::{Instance, META, Metacopy, UpperError};
 
-/// Lies beside the tree while an upper is in use that is never synchronised. Its content is the boot it was used in.
+/// Note beside the tree while a volatile mount uses the upper, which it never syncs. Its content is
+/// the boot id of that use.
 const VOLATILE: &str = "volatile";
 
 impl UnionFs {
-    /// Makes a file durable: what was written to it before is on the disk when this returns.
+    /// Makes a file or directory durable, as fsync or fdatasync: all completed writes are on the
+    /// disk when this returns. Does nothing for [`SyncPolicy::Volatile`].
     pub fn sync(&self, id: NodeId, what: SyncWhat) -> Result<(), Errno> {
         let node = self.node(id)?;
         if self.options.sync == SyncPolicy::Volatile {
@@ -43,9 +46,9 @@ impl UnionFs {
         }
         self.finish_batch_of(node)?;
         let syncing = node.lock_name_sync();
-        // Cleared first: whoever changes the name meanwhile sets it again.
+        // Cleared before the sync: a concurrent change of the name sets it again.
         let name_is_new = node.name_is_new.swap(false, Ordering::AcqRel);
-        // Where it is not new, nobody has to wait for another.
+        // If the name is not new, concurrent syncs of the node need not wait for each other.
         let _syncing = name_is_new.then_some(syncing);
         let synced = self
             .sync_content(node, what, name_is_new)
@@ -75,7 +78,8 @@ impl UnionFs {
             bcow_erofs::reader::FileType::Regular => {
                 self.open_upper(node, super::lookup::Access::Data)?
             }
-            // Others have no content, and a descriptor of theirs cannot be synchronised: their directory can.
+            // Other types have no content, and an `O_PATH` descriptor cannot be synced. The sync of
+            // their directory suffices.
             _ => return Ok(()),
         };
         match what {
@@ -84,7 +88,7 @@ impl UnionFs {
         }
     }
 
-    /// Makes a directory's names durable.
+    /// Makes the names of a directory durable.
     pub fn sync_directory(&self, id: NodeId) -> Result<(), Errno> {
         let node = self.node(id)?;
         if self.options.sync == SyncPolicy::Volatile {
@@ -111,7 +115,7 @@ impl UnionFs {
         synced
     }
 
-    /// Makes durable, from the root down to the node, the names that changed since they last were.
+    /// Makes the changed names durable on the path from the node up to the root.
     fn sync_names_above(&self, node: &Node) -> Result<(), Errno> {
         let mut place = node.place();
         let indexed = node
@@ -134,7 +138,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Everything that was done before is durable when this returns.
+    /// Makes all completed requests durable, as syncfs. With [`SyncPolicy::Volatile`] nothing is
+    /// synced.
     pub fn sync_all(&self) -> Result<(), Errno> {
         let batch = self.finish_batch();
         let sketches = self.flush_sketches(self.durability());
@@ -145,7 +150,8 @@ impl UnionFs {
         batch.and(sketches).and(host)
     }
 
-    /// Adds a file that was copied whole to those that are made durable together.
+    /// Adds a file that was copied whole to the batch. A batch of `most` files is synced in the
+    /// background.
     pub(super) fn add_to_batch(&self, node: &Arc<Node>, most: u32) {
         let is_full = {
             let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -157,11 +163,12 @@ impl UnionFs {
         }
     }
 
-    /// Makes all files of the batch durable, with one synchronisation of the host's file system if there are several, and takes
-    /// their marks away.
+    /// Makes all files of the batch durable and clears their metacopy marks. Several files need
+    /// only one `syncfs` of the host's file system.
     pub(super) fn finish_batch(&self) -> Result<(), Errno> {
         let batch = std::mem::take(&mut *self.batch.lock().unwrap_or_else(PoisonError::into_inner));
-        // If that fails, each by itself says which of them it is about, if any.
+        // If `syncfs` fails, each file is synced by itself, so that the error names the affected
+        // file.
         let are_durable = batch.len() > 1 && rustix::fs::syncfs(&self.batch_host).is_ok();
         let mut result = Ok(());
         for node in batch {
@@ -171,7 +178,7 @@ impl UnionFs {
             };
             match finished {
                 Ok(()) => self.table.let_go(node),
-                // It is tried again with the next batch, and the others do not wait for it.
+                // The file stays for the next batch; the other files are not delayed.
                 Err(errno) => {
                     result = result.and(Err(errno));
                     let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
@@ -182,7 +189,8 @@ impl UnionFs {
         result
     }
 
-    /// A file that nobody can find again need not become durable, and shall not keep its space for that.
+    /// Removes a file without a name from the batch: it need not become durable, and its space can
+    /// be freed.
     pub(super) fn leave_batch(&self, node: &Node) {
         let state = node.read_state();
         if state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
@@ -191,7 +199,7 @@ impl UnionFs {
         }
     }
 
-    /// Makes a file durable by itself that waits in the batch.
+    /// Makes one file of the batch durable by itself.
     fn finish_batch_of(&self, node: &Arc<Node>) -> Result<(), Errno> {
         let waits = |node: &Node| {
             node.read_state()
@@ -209,13 +217,14 @@ impl UnionFs {
         self.unmark(node)
     }
 
-    /// Says of a file that its bytes are its own, as they are durable.
+    /// Clears the metacopy mark of a file whose bytes are durable.
     fn unmark(&self, node: &Node) -> Result<(), Errno> {
         let mut state = node.write_state();
         if !state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
             return Ok(());
         }
-        // The host may have dropped what it could not write, and the next sync says nothing of it.
+        // After a write-back error the host may have dropped the data, and a later sync would not
+        // report that.
         if let Some(&errno) = node.sync_failed.get() {
             return Err(errno);
         }
@@ -229,11 +238,12 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Ends the use of the upper: everything is made durable, and nothing is left in it that the next one to open it would remove.
-    /// The process may end without dropping this. To be called once nobody asks any more. Whoever calls it while another
-    /// does, or later, gets the same outcome when there is one.
+    /// Ends the use of the upper: makes everything durable, and removes the temporaries that the
+    /// next open would have to remove. The process may exit afterwards without dropping the union.
+    /// The caller makes sure that no request is in progress. Concurrent and later calls wait and
+    /// get the outcome of the first call.
     pub fn close(&self) -> Result<(), Errno> {
-        // Held while it is being done: a process must not end because it is done already when it is not.
+        // Held until the outcome is known: a second caller must not exit the process before that.
         let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(outcome) = *closed {
             return outcome;
@@ -243,7 +253,7 @@ impl UnionFs {
         self.confirm_sketches();
         self.upper.put_away();
         if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {
-            // Unmounted in order: what the host's kernel has is whole, and goes to the disk in its own time.
+            // A clean unmount: the host's kernel has all data, and writes it to the disk later.
             let _ = remove_volatile(&self.upper);
         }
         *closed = Some(synced);
@@ -251,7 +261,8 @@ impl UnionFs {
     }
 }
 
-/// Refuses an upper that was in use without synchronisation when the machine stopped; notes whether it is now.
+/// Refuses an upper whose volatile use did not end cleanly before a reboot. Writes or removes the
+/// note for this use.
 pub(super) fn refuse_after_volatile(
     upper: &Instance,
     policy: SyncPolicy,
@@ -270,7 +281,7 @@ pub(super) fn refuse_after_volatile(
             let mut text = Vec::new();
             std::io::Read::read_to_end(&mut std::io::Read::take(File::from(fd), 256), &mut text)
                 .map_err(|error| failed("read a note in it")(super::content::errno_of(&error)))?;
-            // In the same boot nothing is lost but the daemon: the host's kernel has it all.
+            // Within the same boot only the daemon died: the host's kernel still has all data.
             if text != boot.as_bytes() {
                 return Err(UpperError::Volatile {
                     path: upper.path().to_owned(),
@@ -295,7 +306,7 @@ pub(super) fn refuse_after_volatile(
         }
         SyncPolicy::Strict | SyncPolicy::Batch(_) if !was_volatile => Ok(()),
         SyncPolicy::Strict | SyncPolicy::Batch(_) => {
-            // What was written before is not durable until it is made so.
+            // Data of the earlier volatile use becomes durable only by this sync.
             rustix::fs::syncfs(upper.root()).map_err(failed("synchronise it"))?;
             remove_volatile(upper)
                 .map(drop)
@@ -313,7 +324,7 @@ fn remove_volatile(upper: &Instance) -> Result<bool, Errno> {
     }
 }
 
-/// Which start of the machine this is.
+/// The kernel's id of the current boot.
 fn boot_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
 }

@@ -16,14 +16,14 @@ use super::types::Changes;
 use crate::node::NodeId;
 use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Names, SetHow};
 
-/// Longest name of an attribute.
+/// Longest name of an attribute, in bytes.
 const NAME_MAX: usize = 255;
 
-/// Longest value.
+/// Longest value of an attribute, in bytes.
 const VALUE_MAX: usize = 64 << 10;
 
 impl UnionFs {
-    /// The value of an extended attribute.
+    /// The value of an extended attribute; `ENODATA` if there is none.
     pub fn xattr(&self, id: NodeId, name: &[u8]) -> Result<Vec<u8>, Errno> {
         self.xattr_of(&*self.node(id)?, name)?.ok_or(Errno::NODATA)
     }
@@ -41,8 +41,8 @@ impl UnionFs {
         Attribute::Path(file.as_fd()).get(&stored)
     }
 
-    /// The names of the extended attributes, each with a zero byte behind it, as `listxattr` has them. All of them: whoever shows
-    /// them to ordinary users leaves out those that begin with `trusted.`.
+    /// The names of all extended attributes, each followed by a zero byte, as in listxattr(2). The
+    /// caller must remove names that begin with `trusted.` for users without `CAP_SYS_ADMIN`.
     pub fn xattr_names(&self, id: NodeId) -> Result<Vec<u8>, Errno> {
         let node = self.node(id)?;
         if node.read_state().upper.is_none() {
@@ -67,7 +67,9 @@ impl UnionFs {
         })
     }
 
-    /// Sets an extended attribute.
+    /// Sets an extended attribute. Errors: `E2BIG` for a value above 64 KiB, `ERANGE` for a name
+    /// that is empty or too long, `EPERM` for `user.` attributes of other types than files and
+    /// directories.
     pub fn set_xattr(
         &self,
         id: NodeId,
@@ -97,7 +99,7 @@ impl UnionFs {
         self.attribute_changed(&node, name, value)
     }
 
-    /// Sets an attribute of a file of the upper, if there is room for it.
+    /// Sets an attribute of a file in the upper, if the limits leave room for it.
     fn set_stored(&self, file: &File, name: &[u8], value: &[u8], how: SetHow) -> Result<(), Errno> {
         let mut room = self.room_for_attribute(file, name, value.len())?;
         let set = Attribute::Path(file.as_fd()).set(name, value, how);
@@ -105,12 +107,12 @@ impl UnionFs {
         set
     }
 
-    /// Sets the attribute of capabilities, whose lock the caller holds.
+    /// Sets the capabilities. The caller holds their lock.
     fn set_capabilities(&self, node: &Arc<Node>, value: &[u8], how: SetHow) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         if node.kind == FileType::Regular {
-            // The host takes capabilities away with each write to its file, so nothing may be left to be written by us, nor by
-            // an opening of its sketch that comes later.
+            // The host removes capabilities at each write to its file. So the sketch must have
+            // nothing left to write, also when it is opened again.
             let state = self.known_content(node)?;
             if let Content::Sketch(sketch) = &state.content {
                 sketch
@@ -123,19 +125,20 @@ impl UnionFs {
         self.attribute_changed(node, CAPABILITIES, value)
     }
 
-    /// Runs a write that leaves a file's capabilities, which the host takes away with each write. What it copies up first takes them
-    /// too.
+    /// Runs a write that preserves the file's capabilities, which the host removes at each write:
+    /// saves them before and sets them again afterwards. A copy-up in between gets them too.
     pub(super) fn keeping_capabilities<T>(
         &self,
         id: NodeId,
         write: impl FnOnce() -> Result<T, Errno>,
     ) -> Result<T, Errno> {
         if self.upper.names().stored_name(CAPABILITIES) != CAPABILITIES {
-            // The host does not know what they are.
+            // The capabilities are stored under another name, which the host does not interpret.
             return write();
         }
         let node = self.node(id)?;
-        // Held during the write: another would find none, and what is removed or set meanwhile would be undone.
+        // Held during the write. Otherwise a concurrent write would find no capabilities, and
+        // setting them again would undo a concurrent change.
         let mut known = node.lock_capabilities();
         let kept = match *known {
             Capabilities::None => None,
@@ -147,7 +150,8 @@ impl UnionFs {
             return write();
         };
         let written = write();
-        // Also where it failed half-way, and where they are still there: a sketch may write to its file later.
+        // Also after a failed write, and if they are still present: a sketch may write to its file
+        // later.
         let put_back = self.set_capabilities(&node, &kept, SetHow::Any);
         written.and_then(|written| put_back.map(|()| written))
     }
@@ -159,7 +163,7 @@ impl UnionFs {
         let _held = (name == CAPABILITIES).then(|| node.lock_capabilities());
         if self.xattr_of(&node, name)?.is_none() {
             return match name {
-                // To remove an ACL is to set none, which may be so already.
+                // Removing an ACL means setting none, which succeeds without one.
                 ACCESS_ACL | DEFAULT_ACL => Ok(()),
                 _ => Err(Errno::NODATA),
             };
@@ -172,8 +176,8 @@ impl UnionFs {
         removed
     }
 
-    /// Whether mode and ACL let somebody write to a file; `is_in` says of a group whether they are in it. What the kernel checks
-    /// when the file is opened.
+    /// Whether mode and ACL permit a user to write to a file, as the kernel checks at open. `is_in`
+    /// tells whether the user is in a group.
     pub fn lets_write(
         &self,
         id: NodeId,
@@ -186,7 +190,7 @@ impl UnionFs {
         if attributes.uid == user {
             return Ok(permissions & 0o200 != 0);
         }
-        // Without rights for the group, which are the mask's, the kernel does not look for an ACL.
+        // Without group bits, which are the ACL's mask, the kernel does not read the ACL.
         if permissions & 0o070 != 0
             && let Some(acl) = self.xattr_of(&node, ACCESS_ACL)?
         {
@@ -204,7 +208,7 @@ impl UnionFs {
         match name {
             CAPABILITIES => node.may_be_privileged.store(true, Ordering::Release),
             DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),
-            // Where the host does not know that it is an ACL, the mode does not follow by itself.
+            // The host does not know this attribute as an ACL, so it does not update the mode.
             ACCESS_ACL if self.keeps_owner(node) => {
                 self.follow_acl(node, value)?;
             }
@@ -213,7 +217,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Gives a file the mode that its new ACL stands for.
+    /// Sets the mode that corresponds to a new ACL.
     fn follow_acl(&self, node: &Node, acl: &[u8]) -> Result<(), Errno> {
         let bits = super::acl::mode_of(acl)?;
         let permissions = self.attributes_of(node)?.permissions & !0o777 | bits;
@@ -225,7 +229,7 @@ impl UnionFs {
         self.change_owner(node, &file, &changes)
     }
 
-    /// Gives an ACL, where the host does not know that it is one, the bits of a new mode.
+    /// Updates the ACL for a new mode, where the host does not know the attribute as an ACL.
     pub(super) fn lead_acl(&self, node: &Node, permissions: u16) -> Result<(), Errno> {
         let Some(acl) = self.xattr_of(node, ACCESS_ACL)? else {
             return Ok(());
@@ -239,7 +243,7 @@ impl UnionFs {
         )
     }
 
-    /// The name that an attribute has on the host.
+    /// The name of an attribute on the host.
     fn stored_name(&self, node: &Node, name: &[u8]) -> Result<Vec<u8>, Errno> {
         check(name)?;
         let names = self.upper.names();
@@ -248,14 +252,14 @@ impl UnionFs {
             false => names.stored_name(name).into_owned(),
         };
         match stored.len() > NAME_MAX {
-            // Escaped it is too long for the host.
+            // The escaped name is too long for the host.
             true => Err(Errno::RANGE),
             false => Ok(stored),
         }
     }
 }
 
-/// Marks of layers inside the image.
+/// Whether it is a mark in the layers inside the image.
 fn is_inner(name: &[u8]) -> bool {
     name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
 }
