@@ -1,4 +1,4 @@
-//! From bytes to entries.
+//! Reads the entries of a tar archive.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,17 @@ use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
 use crate::error::{ConvertError, LimitKind, TarProblem};
 use crate::stream::{CHUNK_BYTES, ChunkStream};
 
-/// Extension headers of one entry, in bytes. Linux allows 64 KiB of extended attributes a file.
+/// Largest size of the extension headers of one entry. Linux allows 64 KiB of extended attributes
+/// per file.
 const MAX_EXTENSION_BYTES: u64 = 1 << 20;
-/// Longest name in a GNU long-name header or PAX path; the root's paths are checked again later.
+/// Longest name in a GNU long-name header or PAX path. The length of paths in the image is checked
+/// later.
 const MAX_NAME_BYTES: u64 = 64 << 10;
 
 /// One entry with all its extensions applied.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Entry {
-    /// Its name as the archive has it.
+    /// The name as the archive has it.
     pub path: Vec<u8>,
     /// Target of a link.
     pub link: Vec<u8>,
@@ -29,13 +31,13 @@ pub(crate) struct Entry {
     pub gid: u32,
     pub mtime: Timestamp,
     pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
-    /// Bytes of data behind the header; 0 unless it is a regular file.
+    /// Bytes of data behind the header; 0 unless the entry is a regular file.
     pub stored: u64,
-    /// Where the data belongs, if the file has holes.
+    /// The data runs of a file with holes.
     pub sparse: Option<SparseMap>,
 }
 
-/// What an entry makes.
+/// The kind of object that an entry creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EntryKind {
     Regular,
@@ -50,22 +52,24 @@ pub(crate) enum EntryKind {
 /// How an archive ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// With its end-of-archive marker, two blocks of zeros; whether anything but zeros follows it.
+    /// With the end-of-archive marker, two blocks of zeros. `followed` is true if a nonzero byte
+    /// follows.
     Marker { followed: bool },
-    /// With the first block of the marker. No entry begins with zeros, so the writer had come to its end.
+    /// With the first block of the marker only. No entry begins with zeros, so the writer had
+    /// written all entries.
     HalfMarker,
-    /// Behind an entry, or at its very beginning: nothing says that the writer had no more to write.
+    /// Behind an entry, or with no entry at all: the archive may be truncated.
     Nothing { offset: u64 },
 }
 
-/// Why an archive cannot be read, and at which entry as far as it is known.
+/// Why an archive cannot be read, and the entry if it is known.
 #[derive(Debug)]
 pub(crate) struct TarError {
     pub entry: Option<Vec<u8>>,
     pub cause: TarCause,
 }
 
-/// What stopped the reader.
+/// The error that stopped the reader.
 #[derive(Debug)]
 pub(crate) enum TarCause {
     Problem(TarProblem),
@@ -89,21 +93,21 @@ impl From<ConvertError> for TarCause {
     }
 }
 
-/// Reads entries one by one; between two of them their data can be read or left alone.
+/// Reads entries one by one. The data of an entry can be read or skipped before the next entry.
 pub(crate) struct TarReader<'s> {
     input: ChunkStream<'s>,
     global: PaxHeader,
-    /// Data of the current entry that was not consumed yet.
+    /// Unread data of the current entry, in bytes.
     data_left: u64,
-    /// Padding behind that data.
+    /// Padding behind that data, in bytes.
     padding: u64,
-    /// Name in the last header read, for errors.
+    /// Name in the last header, for errors.
     context: Option<Vec<u8>>,
     end: Option<End>,
     skip_checksums: bool,
 }
 
-/// Extension headers collected in front of an entry.
+/// Extension headers that precede an entry.
 #[derive(Default)]
 struct Extensions {
     long_name: Option<Vec<u8>>,
@@ -125,13 +129,14 @@ impl<'s> TarReader<'s> {
         }
     }
 
-    /// Accepts headers whatever their checksum says, so that a fuzzer gets past them.
+    /// Disables the check of header checksums, so that a fuzzer gets past them.
     pub(crate) fn without_checksums(mut self) -> Self {
         self.skip_checksums = true;
         self
     }
 
-    /// The next entry; `None` at the end of the archive. What was left of the last entry's data is skipped.
+    /// The next entry; `None` at the end of the archive. Unread data of the previous entry is
+    /// skipped.
     pub(crate) fn next_entry(&mut self) -> Result<Option<Entry>, TarError> {
         self.advance().map_err(|cause| TarError {
             entry: self.context.take(),
@@ -139,7 +144,8 @@ impl<'s> TarReader<'s> {
         })
     }
 
-    /// The next bytes of the current entry's data in two pieces, together `wanted` or all that is left.
+    /// The next bytes of the current entry's data in two pieces: `wanted` bytes, or all that are
+    /// left.
     pub(crate) fn data(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), TarError> {
         let wanted = self.data_left.min(wanted as u64) as usize;
         let offset = self.input.position();
@@ -155,23 +161,23 @@ impl<'s> TarReader<'s> {
         Ok((first, second))
     }
 
-    /// Moves on in the current entry's data.
+    /// Consumes `bytes` bytes of the current entry's data.
     pub(crate) fn consume(&mut self, bytes: usize) {
         self.data_left -= bytes as u64;
         self.input.consume(bytes);
     }
 
-    /// Offset of the current entry's data in the stream, if none was consumed yet.
+    /// Offset of the current entry's data in the stream. Valid only before data is consumed.
     pub(crate) fn position(&self) -> u64 {
         self.input.position()
     }
 
-    /// How the archive ends, after [`TarReader::finish`]; `None` if it was not read to its end.
+    /// How the archive ends; `None` before [`TarReader::finish`].
     pub(crate) fn end(&self) -> Option<End> {
         self.end
     }
 
-    /// Reads what stands behind the archive's end, which belongs to the layer's digest all the same.
+    /// Reads the bytes behind the archive's end, because the layer's digest covers them.
     pub(crate) fn finish(&mut self) -> Result<(), ConvertError> {
         loop {
             let (first, second) = self.input.window(CHUNK_BYTES)?;
@@ -191,7 +197,8 @@ impl<'s> TarReader<'s> {
         if self.input.skip(self.data_left)? > 0 {
             return Err(truncated(at, "an entry's data").into());
         }
-        // Nothing is lost if only padding is missing at the end; readers agree on that.
+        // Missing padding at the very end is accepted: no data is lost, and other readers accept
+        // it.
         self.input.skip(self.padding)?;
         (self.data_left, self.padding) = (0, 0);
         self.context = None;
@@ -209,8 +216,8 @@ impl<'s> TarReader<'s> {
                 if !extensions.is_empty() {
                     return Err(TarProblem::OrphanExtension.into());
                 }
-                // GNU tar stops at a lone zero block with a warning, Go refuses; what follows would be
-                // lost, so we refuse.
+                // At a single zero block GNU tar stops with a warning, and Go returns an error. The
+                // entries behind the block would be lost, so this reader returns an error.
                 self.end = match self.block("the end mark")? {
                     Some(block) if is_zero(&block) => Some(End::Marker { followed: false }),
                     Some(_) => return Err(TarProblem::LoneZeroBlock { offset }.into()),
@@ -229,7 +236,7 @@ impl<'s> TarReader<'s> {
         }
     }
 
-    /// Takes one header; `None` if it was an extension of an entry to come.
+    /// Processes one header; `None` if it is an extension of the next entry.
     fn header(
         &mut self,
         header: &Header,
@@ -237,7 +244,7 @@ impl<'s> TarReader<'s> {
     ) -> Result<Option<Entry>, TarCause> {
         let fields = header.as_ustar();
         let size = unsigned(&fields.size, "size")?;
-        // In an archive older than ustar the letters mean nothing.
+        // Before ustar, these type letters have no meaning.
         let extended = fields.magic == *USTAR_MAGIC || fields.magic == *GNU_MAGIC;
         match (fields.typeflag[0], extended) {
             (b'x' | b'X', true) => {
@@ -266,7 +273,7 @@ impl<'s> TarReader<'s> {
                 set_once(&mut extensions.long_link, name, "GNU long-link")?;
                 return Ok(None);
             }
-            // A volume label is no file.
+            // A volume label does not create a file.
             (b'V', true) => return Ok(None),
             (b'M', true) => return Err(TarProblem::MultiVolume.into()),
             _ => {}
@@ -275,7 +282,7 @@ impl<'s> TarReader<'s> {
             .map(Some)
     }
 
-    /// Reads an extension header's data.
+    /// Reads the data of an extension header.
     fn extension(
         &mut self,
         size: u64,
@@ -325,13 +332,14 @@ impl<'s> TarReader<'s> {
             (None, None) => terminated(&fields.linkname).to_vec(),
         };
         let kind = entry_kind(header, &path)?;
-        // As in Go: entries other than files have no data, whatever their size field says (some old
-        // writers recorded a directory's size there).
+        // As in Go, only regular files have data. Some old writers recorded the size of a directory
+        // in the size field.
         let mut size = pax.size.unwrap_or(size);
         if kind != EntryKind::Regular && header.entry_type() != EntryType::Other(b'D') {
             size = 0;
         }
-        // Offsets are signed everywhere; this also keeps the padded size from wrapping.
+        // File offsets are signed in most systems; the limit also prevents an overflow of the
+        // padded size.
         if size > i64::MAX as u64 - HEADER_SIZE as u64 {
             return Err(TarProblem::OutOfRange {
                 field: "size",
@@ -374,7 +382,7 @@ impl<'s> TarReader<'s> {
         })
     }
 
-    /// Old GNU sparse files: four runs in the header, 21 in each block that follows it.
+    /// Old GNU sparse files: four runs in the header, and 21 in each following block.
     fn gnu_sparse(&mut self, header: &Header) -> Result<SparseMap, TarCause> {
         let gnu = header.as_gnu();
         let mut runs = Vec::new();
@@ -399,7 +407,7 @@ impl<'s> TarReader<'s> {
         Ok(SparseMap::new(size, runs, self.data_left)?)
     }
 
-    /// PAX sparse files, version 1.0: the map is the first part of the data, in whole blocks.
+    /// PAX sparse files, version 1.0: the data begins with the map, in whole blocks.
     fn sparse_map_in_data(&mut self, size: u64) -> Result<SparseMap, TarCause> {
         let mut map = MapReader::default();
         loop {
@@ -459,7 +467,7 @@ fn is_zero(block: &[u8; HEADER_SIZE]) -> bool {
     block.iter().fold(0, |all, byte| all | byte) == 0
 }
 
-/// Up to the first zero byte.
+/// The field up to its first zero byte.
 fn terminated(field: &[u8]) -> &[u8] {
     match field.iter().position(|&b| b == 0) {
         Some(end) => &field[..end],
@@ -467,7 +475,8 @@ fn terminated(field: &[u8]) -> &[u8] {
     }
 }
 
-/// The sum of the header's bytes, the checksum field counted as spaces; old writers summed signed bytes.
+/// Checks the sum of the header's bytes, where the checksum field counts as spaces. Old writers
+/// summed signed bytes.
 fn check_sum(block: &[u8; HEADER_SIZE], offset: u64) -> Result<(), TarProblem> {
     let header: &UstarHeader = Header::from_bytes(block).as_ustar();
     let field: i64 = header.cksum.iter().map(|&b| i64::from(b)).sum();
@@ -479,7 +488,8 @@ fn check_sum(block: &[u8; HEADER_SIZE], offset: u64) -> Result<(), TarProblem> {
     let found_signed = i64::from(signed) - signed_field + spaces;
     match number::field(&header.cksum) {
         Some(expected) if expected == found || expected == found_signed => Ok(()),
-        // Nothing of the kind at the very start: some other sort of file.
+        // The first block has neither a valid checksum nor a tar magic: the file is not a tar
+        // archive.
         _ if offset == 0 && header.magic != *USTAR_MAGIC && header.magic != *GNU_MAGIC => {
             Err(TarProblem::NotTar { offset })
         }
@@ -505,7 +515,7 @@ fn identifier(pax: Option<u64>, field: &[u8], name: &'static str) -> Result<u32,
             .into(),
     };
     match u32::try_from(value) {
-        // To chown(2) that is no owner but "leave it as it is", so no file can have it.
+        // chown(2) takes this id as "do not change", so no file can have it.
         Err(_) | Ok(u32::MAX) => Err(TarProblem::OutOfRange {
             field: name,
             value: value.to_string(),
@@ -514,18 +524,20 @@ fn identifier(pax: Option<u64>, field: &[u8], name: &'static str) -> Result<u32,
     }
 }
 
-/// The name in the header itself, with the prefix that ustar and star have.
+/// The name in the header, with the prefix of ustar and star.
 fn header_name(header: &Header, is_gnu_sparse: bool) -> Vec<u8> {
     let fields = header.as_ustar();
     let name = terminated(&fields.name);
     let prefix = if fields.magic == *USTAR_MAGIC {
-        // star keeps two times in the last 24 bytes of the prefix, and signs with "tar\0".
+        // star stores two times in the last 24 bytes of the prefix, and ends the header with
+        // "tar\0".
         match &header.as_bytes()[508..512] {
             b"tar\0" => terminated(&fields.prefix[..131]),
             _ => terminated(&fields.prefix),
         }
     } else if fields.magic == *GNU_MAGIC && !is_gnu_sparse {
-        // Go before 1.9 wrote prefixes into GNU headers, where times belong; such layers exist.
+        // Go before 1.9 wrote prefixes into GNU headers, where GNU tar stores times; such layers
+        // exist.
         let gnu = header.as_gnu();
         let times = number::field(&gnu.atime).and(number::field(&gnu.ctime));
         match times {
@@ -547,7 +559,7 @@ fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
         let part = |field: &[u8], name, end: i64| {
             let value = number::field(field).ok_or(TarProblem::BadNumber { field: name })?;
             match value {
-                // What a Linux device number holds.
+                // The range of a Linux device number.
                 0.. if value < end => Ok(value as u32),
                 _ => Err(TarProblem::OutOfRange {
                     field: name,
@@ -561,7 +573,7 @@ fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
         ))
     };
     Ok(match fields.typeflag[0] {
-        // Before ustar, a directory was a file whose name ends in a slash.
+        // Before ustar, a directory was an entry whose name ends with a slash.
         b'0' | 0 if path.ends_with(b"/") => EntryKind::Directory,
         b'0' | 0 | b'7' => EntryKind::Regular,
         b'S' if fields.magic == *GNU_MAGIC => EntryKind::Regular,
@@ -583,7 +595,8 @@ fn entry_kind(header: &Header, path: &[u8]) -> Result<EntryKind, TarProblem> {
     })
 }
 
-/// Slots of twelve bytes of offset and twelve of length; a slot that begins with a zero byte ends the list.
+/// Slots with twelve bytes of offset and twelve of length. A slot that begins with a zero byte ends
+/// the list.
 fn collect_runs(slots: &[u8], runs: &mut Vec<(u64, u64)>) -> Result<(), TarProblem> {
     for slot in slots.chunks_exact(24).take_while(|slot| slot[0] != 0) {
         runs.push((

@@ -1,8 +1,9 @@
-//! From entries to bytes.
+//! Writes the entries of a tar archive.
 //!
-//! Headers are ustar's. What they cannot hold goes into PAX records: names over 100 bytes, fractions of seconds and times
-//! before 1970 or after 2242, ids over 2097151, sizes from 8 GiB on, extended attributes (`SCHILY.xattr.*`, as GNU tar and all container
-//! engines have them), holes (GNU's sparse format 1.0). Names and values are bytes as they are, whatever their encoding.
+//! Headers have the ustar form. PAX records hold the values that do not fit: names over 100 bytes,
+//! fractions of seconds, times before 1970 or after 2242, ids over 2097151, sizes from 8 GiB,
+//! extended attributes (`SCHILY.xattr.*`, as in GNU tar and container engines), and holes (GNU
+//! sparse format 1.0). Names and values are written byte for byte, in any encoding.
 
 use std::io::{self, Write};
 
@@ -11,18 +12,18 @@ use tar_core::{HEADER_SIZE, Header};
 
 use super::Run;
 
-/// Greatest number in an octal field of eight bytes.
+/// Largest number in an octal field of eight bytes.
 const MAX_OCTAL_8: u64 = 0o7_777_777;
-/// Greatest number in an octal field of twelve bytes.
+/// Largest number in an octal field of twelve bytes.
 const MAX_OCTAL_12: u64 = 0o77_777_777_777;
 /// Longest name in a header field.
 const NAME_BYTES: usize = 100;
-/// PAX records of one entry, at most: what Go's reader takes, and ours.
+/// Limit on the PAX records of one entry: the limit of Go's reader and of [`crate::tar::reader`].
 pub(crate) const MAX_PAX_BYTES: usize = 1 << 20;
 
-/// What goes before an entry's data.
+/// The header of an entry.
 pub(crate) struct Entry<'e> {
-    /// Without leading slash; directories end with one.
+    /// Path without a leading slash; the path of a directory ends with a slash.
     pub path: &'e [u8],
     pub kind: Kind<'e>,
     pub permissions: u16,
@@ -33,13 +34,14 @@ pub(crate) struct Entry<'e> {
     pub xattrs: &'e [(Vec<u8>, Vec<u8>)],
 }
 
-/// What an entry makes.
+/// The kind of object that an entry creates.
 pub(crate) enum Kind<'e> {
-    /// So many bytes of data follow.
+    /// `size` bytes of data follow.
     Regular {
         size: u64,
     },
-    /// The data of the runs follows. There are at least one hole and at most [`crate::tar::MAX_RUNS`] runs.
+    /// The data of the runs follows. There is at least one hole, and at most
+    /// [`crate::tar::MAX_RUNS`] runs.
     Sparse {
         size: u64,
         runs: &'e [Run],
@@ -59,7 +61,7 @@ pub(crate) enum Kind<'e> {
 /// Why an entry could not be written.
 #[derive(Debug)]
 pub(crate) enum EntryError {
-    /// Its PAX records are longer than readers take.
+    /// The PAX records are longer than readers accept.
     PaxBytes(usize),
     Io(io::Error),
 }
@@ -73,7 +75,7 @@ impl From<io::Error> for EntryError {
 /// Writes entries one by one, each followed by its data.
 pub(crate) struct TarWriter<W> {
     out: W,
-    /// Bytes of data that the last entry still lacks.
+    /// Bytes of data that the current entry still lacks.
     data_left: u64,
     padding: usize,
 }
@@ -87,7 +89,7 @@ impl<W: Write> TarWriter<W> {
         }
     }
 
-    /// Begins an entry.
+    /// Starts an entry.
     pub(crate) fn entry(&mut self, entry: &Entry<'_>) -> Result<(), EntryError> {
         assert_eq!(self.data_left, 0, "the last entry lacks data");
         let map = match &entry.kind {
@@ -119,12 +121,12 @@ impl<W: Write> TarWriter<W> {
         self.header(header(entry, stored))?;
         self.out.write_all(&map)?;
         self.data_left = stored - map.len() as u64;
-        // The map has whole blocks.
+        // The map fills whole blocks, so only the data needs padding.
         self.padding = padding(stored);
         Ok(())
     }
 
-    /// Goes on with the last entry's data.
+    /// Appends data to the current entry.
     pub(crate) fn data(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.data_left = self
             .data_left
@@ -138,7 +140,7 @@ impl<W: Write> TarWriter<W> {
         Ok(())
     }
 
-    /// Writes the end mark, and gives the stream back.
+    /// Writes the end-of-archive marker and returns the stream.
     pub(crate) fn finish(mut self) -> io::Result<W> {
         assert_eq!(self.data_left, 0, "the last entry lacks data");
         self.out.write_all(&[0; 2 * HEADER_SIZE])?;
@@ -149,7 +151,7 @@ impl<W: Write> TarWriter<W> {
         let fields = header.as_ustar_mut();
         fields.cksum.fill(b' ');
         let sum: u64 = header.as_bytes().iter().map(|&b| u64::from(b)).sum();
-        // Six digits, NUL, space, as everybody writes it.
+        // Six digits, NUL, space: the form that all writers use.
         octal(&mut header.as_ustar_mut().cksum[..7], sum);
         self.out.write_all(header.as_bytes())
     }
@@ -164,12 +166,12 @@ fn padding(bytes: u64) -> usize {
     (bytes.next_multiple_of(HEADER_SIZE as u64) - bytes) as usize
 }
 
-/// The header, with zeros where a number does not fit: PAX records say it then.
+/// Makes the header. A number that does not fit is 0 there, and has a PAX record.
 fn header(entry: &Entry<'_>, stored: u64) -> Header {
     let mut header = Header::new_ustar();
     let fields = header.as_ustar_mut();
     match &entry.kind {
-        // What readers without the format make of it gets a name of its own.
+        // A reader without support for sparse files extracts the raw data under this separate name.
         Kind::Sparse { .. } => put(&mut fields.name, &beside(entry.path, b"GNUSparseFile.0")),
         _ => put(&mut fields.name, short(entry.path)),
     }
@@ -201,7 +203,7 @@ fn header(entry: &Entry<'_>, stored: u64) -> Header {
     header
 }
 
-/// The records of an entry, sorted by key, for determinism's sake.
+/// The PAX records of an entry, sorted by key, so that the output is deterministic.
 fn pax_records(entry: &Entry<'_>, stored: u64) -> Vec<u8> {
     let mut records: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
     let mut add = |key: &[u8], value: Vec<u8>| records.push((key.to_vec(), value));
@@ -237,7 +239,7 @@ fn pax_records(entry: &Entry<'_>, stored: u64) -> Vec<u8> {
     }
     for (name, value) in entry.xattrs {
         if name.iter().any(|b| matches!(b, b'=' | 0)) {
-            // A key ends at an equals sign; libarchive's form has such bytes escaped.
+            // A PAX key ends at an equals sign; the form of libarchive escapes such bytes.
             let key = [b"LIBARCHIVE.xattr.", &url_encoded(name)[..]].concat();
             add(&key, base64(value));
         } else {
@@ -252,9 +254,9 @@ fn pax_records(entry: &Entry<'_>, stored: u64) -> Vec<u8> {
     bytes
 }
 
-/// `LENGTH KEY=VALUE\n`, where LENGTH counts itself too.
+/// `LENGTH KEY=VALUE\n`, where LENGTH includes its own digits.
 fn record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
-    // Space, equals sign, newline.
+    // The space, the equals sign and the newline.
     let rest = key.len() + value.len() + 3;
     let digits = |length: usize| length.to_string().len();
     let mut length = rest + digits(rest);
@@ -265,7 +267,8 @@ fn record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     }
 }
 
-/// Seconds since 1970 as PAX has them: the fraction is of the number, so -1.5 is half a second before -1.
+/// Seconds since 1970 in PAX form. The fraction belongs to the signed number: -1.5 is half a second
+/// before -1.
 fn decimal_time(time: Timestamp) -> String {
     const NANO: i128 = 1_000_000_000;
     let all = i128::from(time.seconds) * NANO + i128::from(time.nanoseconds);
@@ -279,12 +282,12 @@ fn decimal_time(time: Timestamp) -> String {
     }
 }
 
-/// The map that stands before the data: how many runs, then offset and length of each, a line for every number; padded to
-/// whole blocks.
+/// The map in front of the data: the number of runs, then the offset and length of each run, one
+/// number per line, padded to whole blocks.
 fn sparse_map(size: u64, runs: &[Run]) -> Vec<u8> {
     use std::fmt::Write;
     let end = runs.last().map_or(0, |run| run.offset + run.length);
-    // GNU tar makes the file as long as its last run ends, so a hole at the end is an empty run.
+    // GNU tar ends the file at its last run, so a hole at the end is an empty run.
     let last = (end < size).then_some(Run {
         offset: size,
         length: 0,
@@ -300,7 +303,8 @@ fn sparse_map(size: u64, runs: &[Run]) -> Vec<u8> {
     bytes
 }
 
-/// As much of a path as fits into a header. Without a slash at its end, which would make a directory of it.
+/// The part of a path that fits into a header, without a slash at its end: a slash marks a
+/// directory.
 fn short(path: &[u8]) -> &[u8] {
     if path.len() <= NAME_BYTES {
         return path;
@@ -308,7 +312,8 @@ fn short(path: &[u8]) -> &[u8] {
     path[..NAME_BYTES].trim_suffix_slashes()
 }
 
-/// The name of what belongs to `path`, in a directory beside it that has no other use.
+/// The name of an auxiliary entry for `path`, in a directory beside `path` that only such entries
+/// use.
 fn beside(path: &[u8], directory: &[u8]) -> Vec<u8> {
     let path = path.trim_suffix_slashes();
     let (parent, name) = match path.iter().rposition(|&b| b == b'/') {
@@ -338,7 +343,7 @@ fn put(field: &mut [u8], bytes: &[u8]) {
     field[..bytes.len()].copy_from_slice(bytes);
 }
 
-/// Digits with leading zeros and a NUL behind; 0 if there are too few of them.
+/// Octal digits with leading zeros, then a NUL; 0 if the number does not fit.
 fn octal(field: &mut [u8], value: u64) {
     let digits = field.len() - 1;
     let fits = value >> (3 * digits) == 0;
@@ -359,7 +364,7 @@ fn url_encoded(name: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Without padding, as libarchive has it.
+/// Base64 without padding, as libarchive writes it.
 fn base64(bytes: &[u8]) -> Vec<u8> {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut out = Vec::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -382,7 +387,7 @@ mod tests {
     use crate::stream::{ChunkStream, MemorySource};
     use crate::tar::{self, EntryKind, TarReader};
 
-    /// What our own reader makes of an archive: its entries, and their data.
+    /// The entries of an archive and their data, as [`TarReader`] reads them.
     fn read_back(archive: &[u8]) -> Vec<(tar::Entry, Vec<u8>)> {
         let stream = ChunkStream::new(Box::new(MemorySource::new(archive, 1000)));
         let mut reader = TarReader::new(stream);
@@ -513,7 +518,7 @@ mod tests {
             which in 0..6,
             data in prop::collection::vec(any::<u8>(), 0..2000),
         ) {
-            // A name that ends with a slash is a directory's.
+            // A slash at the end would make the entry a directory.
             let mut path = path;
             path.push(b'x');
             let number = DeviceNumber { major: device.0, minor: device.1 };
