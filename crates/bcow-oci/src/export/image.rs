@@ -25,25 +25,26 @@ use crate::metadata::insert_some;
 use crate::options::{Platform, Progress};
 use crate::parallel;
 
-/// Bytes that travel between threads at once.
+/// Size of the pieces that are sent between threads, in bytes.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Chunks on their way.
+/// Pieces in flight between two threads.
 const QUEUE: usize = 4;
 
-/// What is exported.
+/// The file systems to export.
 #[derive(Clone)]
 pub enum Layers<'e> {
     /// A whole tree, as one layer.
     Flattened(&'e Filesystem),
-    /// The layers of a stack, lowest first, each in overlayfs's form (see [`bcow_erofs::overlay`]).
+    /// The layers of a stack, lowest first, each in overlayfs form (see [`bcow_erofs::overlay`]).
     Stack(Vec<&'e Filesystem>),
     /// A whole tree, and layers on top of it.
     Base(&'e Filesystem, Vec<&'e Filesystem>),
-    /// The layers of a stack, where for some of them the layout may have the archive that they were made of.
+    /// The layers of a stack. For some of them, the layout may have the original archive.
     Known(Vec<(&'e Filesystem, Option<KnownLayer>)>),
 }
 
-/// The archive that a layer was made of. If the layout has it, it is taken as it is.
+/// The archive that a layer was made of. If the layout has this archive, the export uses it
+/// unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownLayer {
     /// Digest of the blob.
@@ -57,7 +58,7 @@ pub struct KnownLayer {
 }
 
 impl<'e> Layers<'e> {
-    /// All of them, lowest first, with what is known of each.
+    /// All layers, lowest first, each with its known archive.
     fn all(&self) -> Vec<(&'e Filesystem, Option<KnownLayer>)> {
         let unknown = |fs: &'e Filesystem| (fs, None);
         match self {
@@ -71,7 +72,7 @@ impl<'e> Layers<'e> {
         }
     }
 
-    /// What the lowest is.
+    /// The form of the lowest layer.
     fn lowest(&self) -> Form {
         match self {
             Layers::Flattened(_) | Layers::Base(..) => Form::Flattened,
@@ -81,7 +82,8 @@ impl<'e> Layers<'e> {
 }
 
 impl KnownLayer {
-    /// The layers of a stack, lowest first, as its metadata describes them; `None` where it does not say enough.
+    /// The layers of a stack, lowest first, as its metadata describes them; `None` for a layer
+    /// without one of the required fields.
     pub fn of_stack(metadata: &Value) -> Vec<Option<KnownLayer>> {
         let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
         let known = |layer: &Value| {
@@ -97,12 +99,12 @@ impl KnownLayer {
     }
 }
 
-/// Where an image goes.
+/// The destination of an image.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutExport {
-    /// The layout; made where there is nothing or an empty directory. The file of an archive.
+    /// The layout's directory, created if it is missing, or the file of an archive.
     pub directory: PathBuf,
-    /// What it is written as.
+    /// Directory or archive.
     pub form: LayoutForm,
     /// Name of the image in the layout.
     pub reference: Option<String>,
@@ -110,7 +112,7 @@ pub struct LayoutExport {
     pub compression: LayerCompression,
 }
 
-/// What was written.
+/// The result of an export.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct OciReport {
@@ -120,7 +122,7 @@ pub struct OciReport {
     pub layers: Vec<ExportedLayer>,
 }
 
-/// A layer of it.
+/// A layer of the exported image.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct ExportedLayer {
@@ -136,10 +138,11 @@ pub struct ExportedLayer {
     pub entries: u64,
 }
 
-/// Writes an image into an OCI layout. `config` is the image's configuration as it was; digests of layers, and a history
-/// that does not fit them, are replaced.
+/// Writes an image into an OCI layout. `config` is the image's original configuration. The export
+/// replaces its digests of layers, and also its history if that does not match the layers.
 ///
-/// Blobs and index appear when everything is complete, or not at all; what else is in the layout stays.
+/// Blobs and index appear when all of them are complete, or not at all. Other contents of the
+/// layout stay.
 pub fn export_layout(
     layers: &Layers<'_>,
     config: Option<&Value>,
@@ -149,7 +152,7 @@ pub fn export_layout(
 ) -> Result<OciReport, ExportError> {
     let lowest = layers.lowest();
     let (layers, known): (Vec<_>, Vec<_>) = layers.all().into_iter().unzip();
-    // What is wrong with it is known before anything is written.
+    // Check the configuration before anything is written.
     let template = ConfigTemplate::new(config)?;
     let writer = LayoutWriter::open(&destination.directory, destination.form)?;
     let stop = AtomicBool::new(false);
@@ -162,7 +165,7 @@ pub fn export_layout(
         progress,
     };
     let order: Vec<usize> = (0..layers.len()).collect();
-    // Each takes two.
+    // Each layer takes two threads.
     let at_once = (options.threads / 2).max(1);
     let written = parallel::run(&order, at_once, &stop, |index| match &known[index] {
         Some(known) if work.has(known)? => Ok(WrittenLayer::kept(known)),
@@ -218,7 +221,8 @@ pub fn export_layout(
     Ok(report)
 }
 
-/// Writes the archives of `layers` into files without names, uncompressed. Gives them with their digests, lowest first.
+/// Writes the uncompressed archives of `layers` into unnamed files. Returns them with their
+/// digests, lowest first.
 pub(crate) fn archives(
     layers: &Layers<'_>,
     writer: &LayoutWriter,
@@ -247,7 +251,7 @@ pub(crate) fn archives(
     Ok(pairs.collect())
 }
 
-/// The configuration of an image with these layers, made of what it was.
+/// Makes the configuration of an image with these layers from `config`.
 pub(crate) fn config_with(
     config: Option<&Value>,
     diff_ids: &[&Digest],
@@ -261,7 +265,7 @@ pub(crate) fn config_with(
 
 struct Work<'w> {
     writer: &'w LayoutWriter,
-    /// What the lowest layer is; the others are layers.
+    /// Form of the lowest layer; the others have [`Form::Layer`].
     lowest: Form,
     compression: LayerCompression,
     /// Whether compression has a thread of its own.
@@ -271,9 +275,9 @@ struct Work<'w> {
 }
 
 struct WrittenLayer {
-    /// The blob, unless the layout has it.
+    /// The blob; `None` if the layout has it already.
     blob: Option<NewBlob>,
-    /// Its media type, if it was there.
+    /// Media type of the blob that the layout has.
     kept_type: Option<String>,
     report: ExportedLayer,
 }
@@ -295,8 +299,8 @@ impl WrittenLayer {
 }
 
 impl Work<'_> {
-    /// Whether the layout has this layer's archive, in a form that OCI images may have. It is read: what has the name need not
-    /// have the content.
+    /// Whether the layout has this layer's archive, with a media type that OCI images allow. The
+    /// blob is read and hashed, because a blob with the right name can have other content.
     fn has(&self, known: &KnownLayer) -> Result<bool, ExportError> {
         const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
         if !known.media_type.starts_with(FORM) || !self.writer.keeps_others() {
@@ -372,7 +376,7 @@ impl Work<'_> {
         Ok((report, hashed.hasher.finish(), hashed.bytes))
     }
 
-    /// The same, with reading and hashing in one thread and compression in another.
+    /// The same with two threads: one reads and hashes, the other compresses.
     fn piped(
         &self,
         fs: &Filesystem,
@@ -384,10 +388,10 @@ impl Work<'_> {
             let compressor = scope.spawn(move || drain(receiver, out));
             let mut chunks = Chunks(sender);
             let archive = self.archive(fs, below, &mut chunks);
-            // The compressor ends with its input.
+            // Closing the channel ends the compressor.
             drop(chunks);
             match compressor.join() {
-                // Why the other end went away says more than that it did.
+                // The compressor's error is the cause of the closed channel.
                 Ok(Err(error)) => Err(ExportError::Write(error)),
                 Ok(Ok(())) => archive,
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -400,7 +404,7 @@ fn drain(chunks: Receiver<Vec<u8>>, out: &mut (dyn Write + Send)) -> io::Result<
     chunks.iter().try_for_each(|chunk| out.write_all(&chunk))
 }
 
-/// Sends what is written to it to another thread.
+/// Sends the bytes that are written to it to another thread.
 struct Chunks(SyncSender<Vec<u8>>);
 
 impl Write for Chunks {
@@ -416,11 +420,12 @@ impl Write for Chunks {
     }
 }
 
-/// Gathers what is written to it into pieces of one size. What deflate makes of its input depends on how it is cut; it should
-/// depend neither on how the image is stored nor on the number of threads.
+/// Collects the bytes that are written to it into pieces of one size. The output of deflate depends
+/// on the sizes of its input pieces. It must depend neither on how the image is stored nor on the
+/// number of threads.
 struct Pieces<'p> {
     out: &'p mut dyn Write,
-    /// Shorter than [`CHUNK_BYTES`].
+    /// Always shorter than [`CHUNK_BYTES`].
     piece: Vec<u8>,
 }
 
@@ -446,7 +451,7 @@ impl Write for Pieces<'_> {
     }
 }
 
-/// Hashes and counts what passes.
+/// Hashes and counts the bytes that pass.
 struct Hashed<'h> {
     out: Pieces<'h>,
     hasher: Hasher,
@@ -466,7 +471,7 @@ impl Write for Hashed<'_> {
     }
 }
 
-/// An image's configuration that waits for its layers.
+/// An image's configuration, to be completed with the layers.
 struct ConfigTemplate(Map<String, Value>);
 
 impl ConfigTemplate {
@@ -475,7 +480,7 @@ impl ConfigTemplate {
         let config = match config {
             Some(Value::Object(config)) => config.clone(),
             Some(_) => return Err(bad("it is no object")),
-            // Of an archive nobody knows where its programs run; here is as good a guess as any.
+            // An archive does not record its platform; the host's is the default.
             None => {
                 let host = Platform::host();
                 let mut config = Map::new();
@@ -527,7 +532,7 @@ impl ConfigTemplate {
     }
 }
 
-/// How many layers a history speaks of.
+/// Number of layers that a history describes.
 fn layers_in_history(history: &Value) -> Option<usize> {
     let entries = history.as_array()?.iter();
     let layers = entries.filter(|entry| entry.get("empty_layer") != Some(&json!(true)));

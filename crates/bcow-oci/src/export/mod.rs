@@ -1,7 +1,7 @@
-//! Out of BCoW again: trees as tar archives, images as ordinary OCI images.
+//! Export from BCoW: trees as tar archives, and images as ordinary OCI images.
 //!
-//! `tree` walks a file system and tells `tar`, entry by entry, what to write; `image` makes compressed layers of such archives,
-//! and the documents that belong to them. The same tree gives the same bytes.
+//! `tree` walks a file system and passes each entry to `tar`; `image` compresses such archives into
+//! layers and writes the documents of the image. The same tree gives the same bytes.
 
 mod compress;
 mod error;
@@ -21,12 +21,12 @@ pub use compress::LayerCompression;
 pub use error::ExportError;
 pub use image::{ExportedLayer, KnownLayer, Layers, LayoutExport, OciReport, export_layout};
 
-/// How to export.
+/// Options of an export.
 #[derive(Debug, Clone)]
 pub struct ExportOptions {
-    /// Threads for compression. The output does not depend on it.
+    /// Number of threads for compression. The output does not depend on it.
     pub threads: usize,
-    /// The export stops soon after this becomes true.
+    /// A flag that cancels the export soon after it becomes true.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
@@ -39,33 +39,36 @@ impl Default for ExportOptions {
     }
 }
 
-/// What a file system is exported as.
+/// The form of the archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TarForm {
-    /// A tree.
+    /// A tree of files.
     Tree,
-    /// The only layer of an image: as a tree, but a name that makes a whiteout of a file is an error.
+    /// The only layer of an image: a tree, but a file name that image tools take for a whiteout is
+    /// an error.
     Flattened,
-    /// A layer of an image: the file system has one in overlayfs's form (see [`bcow_erofs::overlay`]), and whiteouts and
-    /// opaque directories become what the image specification has for them.
+    /// A layer of an image. The file system has the layer in overlayfs form (see
+    /// [`bcow_erofs::overlay`]); its whiteouts and opaque directories take the form of the image
+    /// specification.
     Layer,
 }
 
-/// What was written.
+/// The result of an export.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TarReport {
     /// Entries of the archive.
     pub entries: u64,
-    /// Bytes of file content, holes not counted.
+    /// Bytes of file content, without holes.
     pub content_bytes: u64,
-    /// Sockets, which tar has no form for.
+    /// Number of sockets, which are left out because tar cannot represent them.
     pub sockets: u64,
 }
 
 /// Writes a file system as a tar archive: sorted by name, parents first, the root as `./`.
 ///
-/// Further names of an inode become hardlinks to the first one, and holes stay holes (GNU's sparse format 1.0). Sockets are
-/// left out, with a warning. Needs memory for the paths of inodes with several names, and for nothing else that grows.
+/// Further names of an inode become hardlinks to its first name, and holes stay holes (GNU sparse
+/// format 1.0). Sockets are left out, with a warning. The export keeps the paths of inodes with
+/// several names in memory; its other memory use does not depend on the size of the tree.
 pub fn export_tar(
     fs: &Filesystem,
     form: TarForm,

@@ -1,4 +1,4 @@
-//! From a file system to the entries of an archive.
+//! Converts a file system into the entries of an archive.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Write;
@@ -15,49 +15,50 @@ use crate::options::Progress;
 use crate::tar::writer::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
 use crate::tar::{MAX_RUNS, Run};
 
-/// Content is read so much at a time.
+/// Bytes of content per read.
 const PIECE: u64 = 1 << 20;
-/// Paths of inodes with several names, at most.
+/// Limit on the bytes of paths of inodes with several names.
 const MAX_LINK_BYTES: usize = 1 << 29;
-/// What whiteouts of layers begin with.
+/// Prefix of whiteouts in layers.
 const WHITEOUT: &[u8] = b".wh.";
-/// What makes a directory of a layer opaque.
+/// Name of the file that makes a directory of a layer opaque.
 const OPAQUE_WHITEOUT: &[u8] = b".wh..wh..opq";
-/// Holes of a file that are worth the sparse format in a layer. The image specification advises against it, as not all
-/// tools have it; but a file that is one great hole should not become as many zeros.
+/// Total size of holes from which a layer uses the sparse format. The image specification advises
+/// against sparse entries, because not all tools support them; but a file that is one large hole
+/// should not become as many zeros.
 const LAYER_HOLE_BYTES: u64 = 64 << 20;
 
-/// What the archive is for.
+/// The purpose of the archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
-    /// A tree for whoever unpacks tar archives.
+    /// A tree of files for any tar program.
     Tree,
     /// The only layer of an image.
     Flattened,
-    /// A layer, which the file system has in overlayfs's form.
+    /// A layer, which the file system has in overlayfs form.
     Layer,
 }
 
-/// What is known of the layers below a layer.
+/// The layers below a layer, as far as they are known.
 #[derive(Clone, Copy)]
 pub(super) enum Below<'e> {
-    /// Nothing, or there are none to speak of.
+    /// Unknown, or there are none.
     Unknown,
-    /// All of them, lowest first, in overlayfs's form.
+    /// All of them, lowest first, in overlayfs form.
     Layers(&'e [&'e Filesystem]),
 }
 
-/// One file system on its way into an archive.
+/// The export of one file system into an archive.
 pub(super) struct TreeExport<'e> {
     fs: &'e Filesystem,
     form: Form,
     below: Below<'e>,
     cancel: Cancel<'e>,
     progress: &'e dyn Progress,
-    /// The first path of each inode of which more names may come.
+    /// The first path of each inode that has more names to come.
     links: HashMap<Nid, FirstName>,
     link_bytes: usize,
-    /// Directories above hardlinks to lower layers, which are in the archive already.
+    /// Directories above hardlinks to lower layers; they are in the archive already.
     early: HashSet<Vec<u8>>,
     report: TarReport,
 }
@@ -71,11 +72,11 @@ struct LowerLink {
 
 struct FirstName {
     path: Vec<u8>,
-    /// Names to come, as the inode says.
+    /// Number of names to come, from the link count of the inode.
     left: u32,
 }
 
-/// What stopped the reading of content.
+/// Why copying content stopped.
 enum Stop {
     Read(ErofsError),
     Write(std::io::Error),
@@ -101,7 +102,7 @@ impl<'e> TreeExport<'e> {
         }
     }
 
-    /// Says what is below the layer.
+    /// Sets the layers below this layer.
     pub(super) fn above(self, layers: &'e [&'e Filesystem]) -> Self {
         TreeExport {
             below: Below::Layers(layers),
@@ -137,8 +138,9 @@ impl<'e> TreeExport<'e> {
         }
     }
 
-    /// Hardlinks to lower layers come first of all. Whoever unpacks goes by the order, and what the layer says of other names
-    /// (a whiteout, another file, an opaque directory) may take away what a link names.
+    /// Writes hardlinks to lower layers before all other entries. A program that unpacks the layer
+    /// processes its entries in order, and an entry for another name (a whiteout, a new file, an
+    /// opaque directory) may remove the target of a link.
     fn lower_links<W: Write>(&mut self, tar: &mut TarWriter<W>) -> Result<(), ExportError> {
         let mut links = Vec::new();
         let mut walk = Walk::new(self.fs);
@@ -156,7 +158,7 @@ impl<'e> TreeExport<'e> {
                 inode,
             });
         }
-        // One that takes the place of a directory above a target comes last.
+        // A link that replaces a directory above another link's target comes last.
         let mut targets: Vec<&[u8]> = links.iter().map(|link| &link.target[..]).collect();
         targets.sort_unstable();
         let is_above_a_target = |link: &LowerLink| {
@@ -168,7 +170,7 @@ impl<'e> TreeExport<'e> {
         };
         let (late, early): (Vec<_>, Vec<_>) =
             links.iter().partition(|link| is_above_a_target(link));
-        // Further names of a file link to the first, which stays.
+        // Further names of a file link to its first name, which remains.
         let mut firsts: HashMap<&[u8], &[u8]> = HashMap::new();
         for link in early.into_iter().chain(late) {
             self.check_name(&link.path)?;
@@ -196,7 +198,8 @@ impl<'e> TreeExport<'e> {
         Ok(value.map_err(|e| read_error(path, e))?.is_some())
     }
 
-    /// The directories above `path` that the layer lists, as far as they are not in the archive.
+    /// Writes the directories above `path` that the layer lists and that are not yet in the
+    /// archive.
     fn parents<W: Write>(
         &mut self,
         path: &[u8],
@@ -223,8 +226,9 @@ impl<'e> TreeExport<'e> {
         Ok(())
     }
 
-    /// Whether a directory of a layer gets an entry. One that only a child needed does not if it is below, where its attributes
-    /// come from; else it is new, and not all who unpack layers would give it the same attributes.
+    /// Whether a directory of a layer gets an entry. A directory that exists only for the sake of a
+    /// child gets none if a lower layer has it and so supplies its attributes. Otherwise the
+    /// directory is new, and programs that unpack layers would give it different attributes.
     fn is_listed(&self, path: &[u8], directory: &Inode) -> Result<bool, ExportError> {
         if !self.is_marked(path, directory, IMPLICIT)? {
             return Ok(true);
@@ -248,7 +252,7 @@ impl<'e> TreeExport<'e> {
         Ok(true)
     }
 
-    /// The attributes that go into the archive.
+    /// The extended attributes that go into the archive.
     fn xattrs(&self, path: &[u8], inode: &Inode) -> Result<XattrList, ExportError> {
         let mut xattrs = self.fs.xattrs(inode).map_err(|e| read_error(path, e))?;
         if self.form == Form::Layer {
@@ -258,7 +262,7 @@ impl<'e> TreeExport<'e> {
         Ok(xattrs)
     }
 
-    /// What overlayfs's form says by other means than an entry.
+    /// Writes the entries that stand for marks of the overlayfs form.
     fn marks<W: Write>(
         &mut self,
         path: &[u8],
@@ -266,12 +270,13 @@ impl<'e> TreeExport<'e> {
         tar: &mut TarWriter<W>,
     ) -> Result<bool, ExportError> {
         if inode.kind == FileType::Directory {
-            // Those that came early come again: an opaque mark above them may have changed their times meanwhile.
+            // A directory that was written early is written again: an opaque mark above it may have
+            // changed its times.
             if self.is_listed(path, inode)? {
                 let xattrs = self.xattrs(path, inode)?;
                 self.entry(path, inode, Kind::Directory, &xattrs, tar)?;
             }
-            // Before what is in the directory.
+            // The opaque mark comes before the contents of the directory.
             if self.is_marked(path, inode, OPAQUE)? {
                 let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
                 self.whiteout(&[path, slash, OPAQUE_WHITEOUT].concat(), tar)?;
@@ -338,7 +343,7 @@ impl<'e> TreeExport<'e> {
         self.entry(path, inode, kind, &xattrs, tar)
     }
 
-    /// A file of this name is a whiteout to whoever reads the archive as a layer.
+    /// Rejects a name that a reader of layers takes for a whiteout.
     fn check_name(&self, path: &[u8]) -> Result<(), ExportError> {
         if !name_of(path).starts_with(WHITEOUT) {
             return Ok(());
@@ -357,7 +362,7 @@ impl<'e> TreeExport<'e> {
         }
     }
 
-    /// Counts bytes of paths that have to be remembered.
+    /// Counts bytes of paths that are kept in memory.
     fn remember(&mut self, bytes: usize) -> Result<(), ExportError> {
         self.link_bytes += bytes;
         match self.link_bytes > MAX_LINK_BYTES {
@@ -368,13 +373,14 @@ impl<'e> TreeExport<'e> {
         }
     }
 
-    /// The inode's first path, if this is a further one.
+    /// The inode's first path, if `path` is a further name of it.
     fn first_name(&mut self, path: &[u8], inode: &Inode) -> Result<Option<Vec<u8>>, ExportError> {
         if inode.kind == FileType::Directory || inode.nlink < 2 {
             return Ok(None);
         }
         if let Some(first) = self.links.get_mut(&inode.nid) {
-            // The last name frees the memory; if the inode has more names than it says, they begin a new file.
+            // The last name frees the memory. If the inode has more names than its link count, a
+            // further name starts a new file.
             first.left -= 1;
             if first.left > 0 {
                 return Ok(Some(first.path.clone()));
@@ -476,7 +482,7 @@ impl<'e> TreeExport<'e> {
     }
 }
 
-/// A run of a file's bytes into the archive.
+/// Copies a run of a file's bytes into the archive.
 fn copy<W: Write>(
     fs: &Filesystem,
     inode: &Inode,
@@ -494,8 +500,8 @@ fn copy<W: Write>(
     written.map_err(Stop::Write)
 }
 
-/// Where a file has data, if it has holes of `worthwhile` bytes together. Where there are more runs than readers take, the
-/// smallest holes count as data.
+/// The data runs of a file, if its holes have `worthwhile` bytes in total. If there are more runs
+/// than readers accept, the smallest holes count as data.
 fn runs(fs: &Filesystem, inode: &Inode, worthwhile: u64) -> Result<Option<Vec<Run>>, ErofsError> {
     let mut smallest = 1;
     loop {
@@ -507,7 +513,7 @@ fn runs(fs: &Filesystem, inode: &Inode, worthwhile: u64) -> Result<Option<Vec<Ru
     }
 }
 
-/// The runs between holes of at least `smallest` bytes; `None` if they are too many.
+/// The runs between holes of at least `smallest` bytes; `None` if there are too many.
 fn runs_between(
     fs: &Filesystem,
     inode: &Inode,
@@ -525,7 +531,7 @@ fn runs_between(
             Some(last) if last.offset + last.length == extent.offset => {
                 last.length += extent.length;
             }
-            // One less, for the empty run that stands for a hole at the end.
+            // One run is reserved for the empty run that records a hole at the end.
             _ if is_full => return Ok(None),
             _ => runs.push(Run {
                 offset: extent.offset,
@@ -536,11 +542,11 @@ fn runs_between(
     Ok(Some(runs))
 }
 
-/// What a layer has at a path.
+/// The object that a layer has at a path.
 struct Place {
-    /// Its type, or that of what stands in its way; `None` if there is nothing.
+    /// Type of the object, or of a non-directory above it; `None` if the layer has no object there.
     kind: Option<FileType>,
-    /// Whether a directory on the way hides the layers below.
+    /// Whether an opaque directory above the path hides the layers below.
     is_below_opaque: bool,
 }
 
