@@ -1,4 +1,4 @@
-//! OCI image layouts: from a name and a platform to one image.
+//! OCI image layouts: selects an image by name and platform.
 
 pub(crate) mod write;
 
@@ -15,15 +15,15 @@ use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::options::Platform;
 
-/// Indexes and manifests.
+/// Largest size of an index or manifest.
 const MAX_MANIFEST_BYTES: u64 = 4 << 20;
-/// Image configurations; their histories can be long.
+/// Largest size of an image configuration, which can have a long history.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
-/// An index in the layout's index in ... Real ones have one or two.
+/// Largest depth of nested indexes. Usual images have one or two levels.
 const MAX_INDEX_DEPTH: usize = 4;
-/// Manifests that are looked at for one image.
+/// Largest number of manifests read to find one image.
 const MAX_MANIFESTS: usize = 1000;
-/// Layers of one image. Container engines stop at about 127.
+/// Largest number of layers of one image. Container engines stop at about 127.
 pub(crate) const MAX_LAYERS: usize = 4096;
 
 const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
@@ -47,13 +47,13 @@ const LAYERS: [&str; 11] = [
     "application/vnd.docker.image.rootfs.foreign.diff.tar",
     "application/vnd.docker.image.rootfs.foreign.diff.tar.gzip",
 ];
-/// An image in BCoW form: what its manifest is.
+/// The artifact type in the manifest of an image in BCoW form.
 pub(crate) const IMAGE: &str = "application/vnd.bcow.image.v1";
 /// A BCoW file of one layer.
 pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
-/// A BCoW file that shows an image's layers as one tree; the last of the manifest's layers.
+/// A BCoW file that merges an image's layers into one tree; the last of the manifest's layers.
 pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
-/// Where names of images stand.
+/// The annotation for the name of an image.
 const NAME: &str = "org.opencontainers.image.ref.name";
 const FULL_NAME: &str = "io.containerd.image.name";
 
@@ -102,27 +102,27 @@ struct LayoutDocument {
     image_layout_version: String,
 }
 
-/// Whether there is an image layout.
+/// Whether the files are an image layout.
 pub(crate) fn is_layout(files: &Files) -> Result<bool, ConvertError> {
     Ok(files.open("oci-layout")?.is_some())
 }
 
-/// Which images are meant where no name says it.
+/// The form of images to select from if no name is given.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
     Any,
     Bcow,
 }
 
-/// What an image in BCoW form consists of.
+/// The manifest of an image in BCoW form.
 pub(crate) struct BcowManifest {
-    /// How messages name it.
+    /// The name in messages.
     pub place: String,
-    /// Digest and length of its stack; none if the image is not in BCoW form.
+    /// Digest and length of the image's stack; `None` if the image is not in BCoW form.
     pub stack: Option<(Digest, u64)>,
 }
 
-/// Finds the image in BCoW form that `reference` means.
+/// Finds the image in BCoW form with the name or digest `reference`.
 pub(crate) fn find_bcow(
     files: &Files,
     reference: Option<&str>,
@@ -148,7 +148,7 @@ pub(crate) fn find_bcow(
     Ok(BcowManifest { place, stack })
 }
 
-/// Finds the image that `reference` and `platform` mean.
+/// Finds the image with the name or digest `reference` for `platform`.
 pub(crate) fn find(
     files: &Files,
     reference: Option<&str>,
@@ -169,8 +169,8 @@ pub(crate) fn find(
     Ok(image)
 }
 
-/// The manifests that the index of the layout in `directory` names, none where there is no layout. What does not fit its
-/// digest is left out.
+/// The manifests in the index of the layout in `directory`; none if there is no layout. A manifest
+/// that does not match its digest is left out.
 pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertError> {
     if !directory.join("index.json").exists() {
         return Ok(Vec::new());
@@ -191,7 +191,7 @@ pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertErro
         .collect())
 }
 
-/// The name, if it has one, and the descriptor of the manifest that `reference` and `platform` mean.
+/// The name, if there is one, and the descriptor of the manifest for `reference` and `platform`.
 fn choose(
     files: &Files,
     reference: Option<&str>,
@@ -205,7 +205,7 @@ fn choose(
     };
     let mut manifests = index.manifests.unwrap_or_default();
     let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
-    // Who asks for a BCoW image and gives no name does not mean the image it was made of.
+    // A request for a BCoW image without a name does not select the ordinary image beside it.
     if form == Form::Bcow && reference.is_none() && manifests.iter().any(is_bcow) {
         manifests.retain(is_bcow);
     }
@@ -265,7 +265,7 @@ impl Descriptor {
             || self.digest == reference.strip_prefix('@').unwrap_or(reference)
     }
 
-    /// Build records and signatures of images, which are no images.
+    /// Whether the manifest is a build record or a signature and not an image.
     fn is_attestation(&self) -> bool {
         self.annotation("vnd.docker.reference.type") == Some("attestation-manifest")
             || self
@@ -291,7 +291,7 @@ impl Descriptor {
     }
 }
 
-/// The descriptors that the reference means: one, or one per platform.
+/// The descriptors that match the reference: one, or one per platform.
 fn choose_named(
     files: &Files,
     manifests: Vec<Descriptor>,
@@ -379,7 +379,7 @@ fn choose_platform(
     let best = manifests
         .iter()
         .filter_map(|d| score(wanted, &d.platform()?).map(|score| (score, d)))
-        // The first of the best: `max_by_key` would take the last.
+        // On equal scores the first one wins; without `rev`, `max_by_key` returns the last one.
         .rev()
         .max_by_key(|&(score, _)| score);
     match best {
@@ -395,12 +395,12 @@ fn choose_platform(
     }
 }
 
-/// Whether an image suits the platform.
+/// Whether an image for the platform `found` runs on the platform `wanted`.
 pub(crate) fn suits(wanted: &Platform, found: &Platform) -> bool {
     score(wanted, found).is_some()
 }
 
-/// How well an image suits; `None` if not at all.
+/// How well the platforms match; `None` if they do not match.
 fn score(wanted: &Platform, found: &Platform) -> Option<u8> {
     if wanted.os != found.os || wanted.architecture != found.architecture {
         return None;
@@ -408,13 +408,13 @@ fn score(wanted: &Platform, found: &Platform) -> Option<u8> {
     match (wanted.variant.as_deref(), found.variant.as_deref()) {
         (Some(wanted), Some(found)) => (wanted == found).then_some(2),
         (None, None) => Some(2),
-        // The only variant there is, and so the same.
+        // arm64 has only this variant, so an omitted variant means the same.
         (None, Some("v8")) | (Some("v8"), None) if wanted.architecture == "arm64" => Some(2),
         (None, Some(_)) | (Some(_), None) => Some(1),
     }
 }
 
-/// A blob that a descriptor names, checked in size and digest.
+/// Reads the blob of a descriptor and checks its size and digest.
 fn document(
     files: &Files,
     what: &str,
@@ -460,7 +460,7 @@ fn media_type(place: String, descriptor: &Descriptor) -> ConvertError {
     }
 }
 
-/// Reads a manifest; gives its digest and how messages name it too.
+/// Reads a manifest; returns its digest and its name in messages too.
 fn read_manifest(
     files: &Files,
     descriptor: &Descriptor,
@@ -475,7 +475,7 @@ fn read_manifest(
     Ok((manifest_digest, place, manifest))
 }
 
-/// Reads manifest and configuration, and finds the layers.
+/// Reads the manifest and the configuration, and finds the layers.
 fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
     let (manifest_digest, place, manifest) = read_manifest(files, descriptor)?;
     if manifest

@@ -1,9 +1,10 @@
-//! Writing into OCI image layouts.
+//! Writes OCI image layouts.
 //!
-//! An archive of a layout is written when everything is complete, from files that never get names. In a directory,
-//! blobs are files without names until everything that refers to them is complete; then they get their names, and the
-//! index, rewritten under a lock, is renamed into place last. So whatever happens, the layout holds the old image or the
-//! new one, and another writer's images stay. A layout that was made for an image that then failed is taken away again.
+//! An archive is written from unnamed files when all blobs are complete. In a directory, blobs are
+//! unnamed files until the whole image is complete. Then the blobs get their names, and the new
+//! index, written under a lock, is renamed into place last. So after a crash at any time, the
+//! layout has the old image or the new one, and the images of other writers stay. If an image
+//! fails, the writer removes a layout that it created for this image.
 
 use std::collections::BTreeMap;
 use std::fs::{DirEntry, File};
@@ -23,42 +24,43 @@ use crate::options::Platform;
 use crate::output::Output;
 use crate::tar::writer::{Entry, EntryError, Kind, TarWriter};
 
-/// Copied into an archive at once.
+/// Bytes per read when a blob is copied into an archive.
 const COPY_BYTES: usize = 1 << 20;
 const INDEX: &str = "application/vnd.oci.image.index.v1+json";
-/// What `oci-layout` says.
+/// The content of the file `oci-layout`.
 const LAYOUT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
 
-/// What a layout is written as.
+/// The form of a layout on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LayoutForm {
-    /// A directory, in which other images stay.
+    /// A directory; its other images stay.
     #[default]
     Directory,
-    /// A tar archive of one, which takes the place of a file of its name.
+    /// A tar archive of a layout; it replaces an existing file.
     Archive,
 }
 
-/// A layout to write into.
+/// Writes into one layout.
 pub(crate) struct LayoutWriter {
     /// The directory, or the archive's file.
     directory: PathBuf,
-    /// The archive, if it is one.
+    /// The output of an archive; `None` for a directory.
     archive: Option<Output>,
-    /// Where blobs are made.
+    /// The directory for new blobs.
     blobs: PathBuf,
-    /// Directories that were made for this image, outermost first; taken away unless it is published.
+    /// Directories that were created for this image, outermost first. They are removed unless the
+    /// image is published.
     made: Vec<PathBuf>,
 }
 
-/// A finished blob that has no name yet.
+/// A complete blob that has no name yet.
 pub(crate) struct NewBlob {
     output: Output,
     pub digest: Digest,
     pub size: u64,
 }
 
-/// How the index names a manifest.
+/// A manifest's entry in the index.
 pub(crate) struct ManifestEntry {
     pub digest: Digest,
     pub size: u64,
@@ -68,7 +70,8 @@ pub(crate) struct ManifestEntry {
 }
 
 impl LayoutWriter {
-    /// Opens the layout in a directory, or makes one where there is nothing or an empty directory; or begins an archive.
+    /// Opens the layout in a directory, creates a layout if the directory is missing or empty, or
+    /// starts an archive.
     pub(crate) fn open(path: &Path, form: LayoutForm) -> Result<LayoutWriter, ConvertError> {
         match form {
             LayoutForm::Directory => LayoutWriter::in_directory(path),
@@ -130,27 +133,27 @@ impl LayoutWriter {
         Ok(())
     }
 
-    /// Whether blobs of other images are in it.
+    /// Whether the layout keeps the blobs of other images.
     pub(crate) fn keeps_others(&self) -> bool {
         self.archive.is_none()
     }
 
-    /// Where the layout is; the file, if it is an archive.
+    /// The layout's directory, or the archive's file.
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Where the blob with this digest is, or would be.
+    /// The path of the blob with this digest, whether or not it exists.
     pub(crate) fn blob_path(&self, digest: &Digest) -> PathBuf {
         self.directory.join(super::blob_path(digest))
     }
 
-    /// Starts a blob. [`LayoutWriter::finish`] comes when it is written.
+    /// Starts a blob; [`LayoutWriter::finish`] completes it.
     pub(crate) fn new_blob(&self) -> Result<Output, ConvertError> {
         Output::unnamed(&self.blobs)
     }
 
-    /// Takes the digest of a written blob and makes its bytes durable.
+    /// Computes the digest of a written blob and makes its bytes durable.
     pub(crate) fn finish(&self, output: Output) -> Result<NewBlob, ConvertError> {
         let file = output.file()?;
         let (digest, size) =
@@ -174,7 +177,7 @@ impl LayoutWriter {
         self.finish(output)
     }
 
-    /// Gives the blobs their names, and the manifest among them its own in the index.
+    /// Gives the blobs their names, and adds the manifest to the index.
     pub(crate) fn publish(
         mut self,
         blobs: Vec<NewBlob>,
@@ -187,7 +190,8 @@ impl LayoutWriter {
             blob.output.name_as(&blob.digest.hex())?;
         }
         sync_directory(&self.blobs)?;
-        // Two writers would each leave out what the other has just put in. The lock goes with the descriptor.
+        // Without the lock, each of two writers would drop the other's entry. Closing the
+        // descriptor releases the lock.
         let lock = File::open(&self.directory)
             .map_err(|source| write_error("open", &self.directory, source))?;
         rustix::fs::flock(&lock, FlockOperation::LockExclusive)
@@ -197,12 +201,12 @@ impl LayoutWriter {
             replace(&layout, LAYOUT.as_bytes())?;
         }
         self.update_index(entry)?;
-        // From here on it is somebody's.
+        // From here on the layout has an image, so its directories stay.
         self.made.clear();
         Ok(())
     }
 
-    /// Writes the archive: always the same bytes for the same blobs.
+    /// Writes the archive. The same blobs give the same bytes.
     fn pack(
         &self,
         archive: Output,
@@ -261,7 +265,8 @@ impl LayoutWriter {
         let Value::Array(manifests) = manifests else {
             return Err(bad("its manifests are no list".to_owned()));
         };
-        // A name means one image: the new one. An image without a name takes the place of its like.
+        // The new image replaces an image of the same name. An image without a name replaces one
+        // without a name and of the same artifact type.
         manifests.retain(|other| {
             let name = other.get("annotations").and_then(|all| all.get(NAME));
             match &entry.reference {
@@ -278,7 +283,7 @@ impl LayoutWriter {
     }
 }
 
-/// Members of an archive, which say nothing of the host.
+/// Writes members of an archive, without attributes of the host.
 struct Members<W: Write>(TarWriter<W>);
 
 impl<W: Write> Members<W> {
@@ -325,14 +330,14 @@ impl<W: Write> Members<W> {
 impl Drop for LayoutWriter {
     fn drop(&mut self) {
         for path in self.made.iter().rev() {
-            // It stays if somebody else has put something into it.
+            // A directory that another writer uses is not empty and stays.
             let _ = std::fs::remove_dir(path);
         }
     }
 }
 
 impl NewBlob {
-    /// The bytes, to be read.
+    /// The file of the blob, for reading.
     pub(crate) fn file(&self) -> Result<File, ConvertError> {
         self.output.file()
     }
@@ -354,7 +359,7 @@ impl ManifestEntry {
     }
 }
 
-/// Whether this is the beginning of a layout: another writer's, who is at work or was killed.
+/// Whether the entry is part of an incomplete layout of a writer that is active or was killed.
 fn is_ours(entry: &DirEntry) -> bool {
     let name = entry.file_name();
     let name = name.as_encoded_bytes();
@@ -387,7 +392,7 @@ pub(crate) fn digest_of(file: &File) -> io::Result<(Digest, u64)> {
     Digest::of_file(file, Algorithm::Sha256)
 }
 
-/// Puts a small file in place of another, at once.
+/// Replaces a small file atomically.
 fn replace(path: &Path, bytes: &[u8]) -> Result<(), ConvertError> {
     let output = Output::create(path)?;
     output
