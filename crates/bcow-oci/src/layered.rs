@@ -1,8 +1,10 @@
-//! The conversion into an OCI image layout: one sealed image per layer, and a stack that merges them.
+//! The conversion into an OCI image layout: one sealed image per layer, and a stack that merges
+//! them.
 //!
-//! A layer's bytes depend on its archive and on the options, and on nothing else. So each is made once (`cache`), several
-//! at a time, and shared by all images that have it. The stack (`stack`) holds the merged file system's metadata, read
-//! from the layers as they are stored, and a window onto each of them. `manifest` says what belongs together.
+//! The bytes of a layer's file depend only on the layer's archive and on the options. So each layer
+//! is converted once (`cache`), several layers in parallel, and all images with this layer share
+//! the file. The stack (`stack`) has the metadata of the merged file system, read from the stored
+//! layers, and a window onto each layer. `manifest` writes the image's manifest.
 
 mod cache;
 mod directory;
@@ -44,13 +46,13 @@ pub use trees::convert_trees;
 
 pub use report::{LayoutOptions, LayoutReport, Made, StackReport, StoredLayerReport};
 
-/// Layers converted at the same time, at most: each takes some tens of megabytes.
+/// Limit on layers that are converted at the same time: each takes tens of megabytes of memory.
 const MAX_AT_ONCE: usize = 16;
 
 /// Converts `source` into an image in an OCI layout.
 ///
-/// Blobs and index appear when everything is complete, or not at all; what else is in the layout stays. Several may
-/// write to one layout, and use one cache, at the same time.
+/// Blobs and index appear when all of them are complete, or not at all. Other contents of the
+/// layout stay. Several processes may write to one layout and use one cache at the same time.
 pub fn convert_to_layout(
     source: &Source,
     layout: &LayoutOptions,
@@ -62,7 +64,7 @@ pub fn convert_to_layout(
             "a plain layer cannot name content of the layers below".to_owned(),
         ));
     }
-    // What is wrong with the options is known before anything is read.
+    // Check the options before anything is read.
     crate::conversion::writer_options(options, 1)?;
     let input = Input::open(source, options)?;
     refuse_to_replace(source, &input, layout)?;
@@ -84,7 +86,7 @@ pub fn convert_to_layout(
     Ok(report)
 }
 
-/// Fails if the image would take its source's name, and so make the source hard to find.
+/// Fails if the image would take its source's name in the layout, which would hide the source.
 fn refuse_to_replace(
     source: &Source,
     input: &Input,
@@ -108,7 +110,7 @@ fn refuse_to_replace(
     }
 }
 
-/// Makes all that the image consists of. Nothing of it has a name yet.
+/// Makes all blobs of the image. They have no names yet.
 fn convert_image(
     image: &Image,
     transport: &str,
@@ -207,13 +209,13 @@ fn convert_image(
     Ok((blobs, entry, report))
 }
 
-/// The layers of an image: the different ones, and which of them comes where.
+/// The distinct layers of an image, and the layer at each position.
 struct Layers {
     layers: Vec<StoredLayer>,
     order: Vec<usize>,
 }
 
-/// What all layers of a conversion are made with.
+/// The context of the conversion of all layers.
 struct Work<'w> {
     image: &'w Image,
     options: &'w ConvertOptions,
@@ -231,7 +233,7 @@ impl Work<'_> {
     fn all(&self, stop: &AtomicBool) -> Result<Layers, ConvertError> {
         let inputs = &self.image.layers;
         let (different, order) = different(inputs);
-        // The longest first, so that no long one is left over at the end.
+        // Start with the longest layers, so that no long layer is the last to run alone.
         let mut begin: Vec<usize> = (0..different.len()).collect();
         let length = |i: usize| different[i].blob.length().unwrap_or(u64::MAX);
         begin.sort_by_key(|&i| std::cmp::Reverse(length(i)));
@@ -241,7 +243,7 @@ impl Work<'_> {
         let threads = self.options.threads.max(1);
         let at_once = threads.min(different.len()).clamp(1, MAX_AT_ONCE);
         let layers = parallel::run(&begin, at_once, stop, |i| {
-            // What is most of the work gets most of the threads.
+            // A layer with more than half of all bytes gets all threads.
             let share = match length(i) > all / 2 {
                 true => threads,
                 false => threads.div_ceil(at_once),
@@ -251,7 +253,7 @@ impl Work<'_> {
         Ok(Layers { layers, order })
     }
 
-    /// Makes the layers from the lowest up, as each may name what those below it have.
+    /// Makes the layers from the lowest up, because each may refer to content of those below it.
     fn all_over_lower(&self) -> Result<Layers, ConvertError> {
         let inputs = &self.image.layers;
         let (mut layers, mut order): (Vec<StoredLayer>, Vec<usize>) = Default::default();
@@ -264,7 +266,7 @@ impl Work<'_> {
             let layer = self.layer(input, options, threads, Some(index.clone()))?;
             below.push(layer.digest.clone());
             if i + 1 < inputs.len() {
-                // No conversion holds it any more, so this copies nothing.
+                // No conversion has a reference left, so `make_mut` does not copy.
                 Arc::make_mut(&mut index)
                     .add(
                         &layer.image,
@@ -280,7 +282,7 @@ impl Work<'_> {
         Ok(Layers { layers, order })
     }
 
-    /// One layer: from the layout, from the cache, or made of its archive.
+    /// Makes one layer: from the layout, from the cache, or from its archive.
     fn layer(
         &self,
         input: &LayerInput,
@@ -322,9 +324,10 @@ impl Work<'_> {
         Ok(layer)
     }
 
-    /// That the source's blob is the layer that it is said to be, where the layer itself was there already. Otherwise an
-    /// image whose manifest and configuration contradict each other would be one error or none, as the cache has it.
-    /// What was found out once is not looked at again.
+    /// Checks that the source's blob has the recorded diffID, for a layer whose BCoW file existed
+    /// already. Without this check, an image whose manifest and configuration contradict each other
+    /// would fail or succeed depending on the cache. A blob that was checked before is not read
+    /// again.
     fn check_source(
         &self,
         input: &LayerInput,
@@ -357,7 +360,7 @@ impl Work<'_> {
         }
     }
 
-    /// Makes a layer of its archive.
+    /// Makes a layer from its archive.
     fn convert(
         &self,
         input: &LayerInput,
@@ -407,7 +410,7 @@ impl Work<'_> {
     }
 }
 
-/// The layers that differ, and for each layer of the image which of them it is.
+/// The distinct layers, and the index into them for each layer of the image.
 fn different(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
     let mut known: HashMap<&DiffId, usize> = HashMap::new();
     let mut different = Vec::new();
@@ -426,13 +429,13 @@ fn different(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
     (different, order)
 }
 
-/// A layer as the stack's metadata has it.
+/// A layer's entry in the stack's metadata.
 fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
     let mut source = Map::new();
     let fields = [
         ("digest", input.digest.as_ref().map(|d| json!(d))),
         ("media_type", input.media_type.as_ref().map(|m| json!(m))),
-        // An archive without a digest is the same however it was compressed.
+        // Without a digest, the compression of the archive is not recorded.
         (
             "stored_bytes",
             input.digest.as_ref().and(input.size).map(|n| json!(n)),
@@ -450,8 +453,8 @@ fn layer_in_stack(layer: &StoredLayer, input: &LayerInput) -> Value {
     })
 }
 
-/// The image's configuration: the source's, byte for byte. A bare archive has none, and gets one that says no more than
-/// it must.
+/// The image's configuration: the source's, byte for byte. A bare archive has none, and gets one
+/// with the required fields only.
 fn config(
     image: &Image,
     layers: &[&StoredLayer],

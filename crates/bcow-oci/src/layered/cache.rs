@@ -1,10 +1,12 @@
-//! Converted layers that are there already: in the layout that is written to, and in a cache.
+//! Converted layers that exist already: in the destination layout, and in a cache.
 //!
-//! A cache is a directory. The layer of some diffID, made with some options by some version, is
-//! `DIFFID-OPTIONS/DIGEST.bcow` in it: OPTIONS is a hash of the latter two, DIGEST that of the file. An entry gets its
-//! name when it is complete, and is copied, hashed and compared with its name whenever it is used. So several may use a
-//! cache at once, anything in it may be deleted at any time, and what has rotted is dropped and made anew. Empty files
-//! `ALGORITHM-HEX.source` beside it say which blobs were found to be the layer.
+//! A cache is a directory. The file `DIFFID-OPTIONS/DIGEST.bcow` in it is the layer with this
+//! diffID, made with certain options by a certain version: OPTIONS is a hash of the options and the
+//! version, DIGEST is the digest of the file. An entry gets its name when it is complete. Each use
+//! copies the entry, hashes the copy and compares the hash with the name. So several processes may
+//! use a cache at once, any file in the cache may be deleted at any time, and a corrupt entry is
+//! removed and made again. Empty files `ALGORITHM-HEX.source` beside an entry record which blobs
+//! were verified to be the layer.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,7 +23,7 @@ use crate::layout::write::{LayoutWriter, digest_of, write_error};
 use crate::options::Progress;
 use crate::output::Output;
 
-/// Files of an entry, at most, that are looked at.
+/// Limit on the files of an entry that are tried.
 const MAX_FILES: usize = 16;
 const ENDING: &str = "bcow";
 
@@ -50,7 +52,7 @@ impl LayerCache {
         ))
     }
 
-    /// A copy of the wanted layer for the layout. What should be it and is not is taken away.
+    /// Copies the wanted layer for the layout. A corrupt entry is removed.
     pub(crate) fn get(
         &self,
         wanted: &Wanted,
@@ -72,7 +74,7 @@ impl LayerCache {
                 Err(problem) => {
                     let dropped = match std::fs::remove_file(&path) {
                         Ok(()) => "it was dropped",
-                        // Somebody else was faster.
+                        // Another process removed the entry first.
                         Err(e) if e.kind() == io::ErrorKind::NotFound => "it was dropped",
                         Err(_) => "it cannot be deleted",
                     };
@@ -86,7 +88,7 @@ impl LayerCache {
         Ok(None)
     }
 
-    /// The inner error says why the entry is of no use.
+    /// The inner error is the reason why the entry is unusable.
     fn copy(
         &self,
         path: &Path,
@@ -98,7 +100,7 @@ impl LayerCache {
         let Some(named) = named else {
             return Ok(Err("its name is no digest".to_owned()));
         };
-        // A pipe or a device in its place would never end.
+        // Reading a pipe or a device in place of the entry might never end.
         match open_regular(path) {
             Ok(Some(_)) => {}
             Ok(None) => return Ok(Err("it is gone".to_owned())),
@@ -138,12 +140,13 @@ impl LayerCache {
         )
     }
 
-    /// Whether the blob of this digest was found to be the layer before.
+    /// Whether the blob with this digest was verified to be the layer before.
     pub(crate) fn knows(&self, wanted: &Wanted, source: Option<&Digest>) -> bool {
         source.is_some_and(|source| self.mark(wanted, source).exists())
     }
 
-    /// Remembers that. If it cannot be, the next one finds it out again.
+    /// Records that the blob was verified. A failure is ignored: the next use verifies the blob
+    /// again.
     pub(crate) fn learn(&self, wanted: &Wanted, source: Option<&Digest>) {
         if let Some(source) = source {
             let _ = File::create(self.mark(wanted, source));
@@ -158,7 +161,7 @@ impl LayerCache {
         ))
     }
 
-    /// Keeps a layer. That this fails is no reason to fail.
+    /// Adds a layer to the cache. A failure gives a warning, not an error.
     pub(crate) fn put(&self, wanted: &Wanted, layer: &StoredLayer, progress: &dyn Progress) {
         if let Err(error) = self.try_put(wanted, layer) {
             let cause = match std::error::Error::source(&error) {
@@ -178,7 +181,7 @@ impl LayerCache {
             .map_err(|source| write_error("create", &directory, source))?;
         let output = Output::unnamed(&directory)?;
         let mut from = blob.file()?;
-        // The descriptor's position is shared with whoever wrote it.
+        // The descriptor shares its position with the writer's.
         io::Seek::rewind(&mut from).map_err(|e| write_error("read back", &directory, e))?;
         io::copy(&mut from, &mut output.file()?)
             .map_err(|source| write_error("write to", &directory, source))?;
@@ -186,15 +189,15 @@ impl LayerCache {
     }
 }
 
-/// The BCoW layers that the images of a layout have.
+/// The BCoW layers of the images in a layout.
 #[derive(Default)]
 pub(crate) struct LayoutLayers {
     by_diff_id: HashMap<String, Vec<LayoutLayer>>,
 }
 
 impl LayoutLayers {
-    /// Looks through the manifests of the layout in `directory`, if there is one. Images that cannot be read are left
-    /// to those who use them.
+    /// Reads the manifests of the layout in `directory`, if there is one. Unreadable images are
+    /// skipped; a command that uses them reports the error.
     pub(crate) fn find(directory: &Path) -> Result<LayoutLayers, ConvertError> {
         let mut by_diff_id: HashMap<String, Vec<LayoutLayer>> = HashMap::new();
         for layer in manifest::layers_in(directory)? {
@@ -206,7 +209,7 @@ impl LayoutLayers {
         Ok(LayoutLayers { by_diff_id })
     }
 
-    /// Whether the blob of this digest was found to be the layer before.
+    /// Whether the blob with this digest was verified to be the layer before.
     pub(crate) fn knows(&self, wanted: &Wanted, source: Option<&Digest>) -> bool {
         let layers = self.by_diff_id.get(&wanted.diff_id.to_string());
         let source = source.map(Digest::to_string);
@@ -214,7 +217,7 @@ impl LayoutLayers {
             && layers.is_some_and(|layers| layers.iter().any(|layer| layer.source == source))
     }
 
-    /// The wanted layer, as it is in the layout.
+    /// Opens the wanted layer in the layout.
     pub(crate) fn get(
         &self,
         wanted: &Wanted,
@@ -240,7 +243,7 @@ impl LayoutLayers {
     }
 }
 
-/// The error says why the blob is not what its manifest says.
+/// The inner error is the reason why the blob does not match its manifest.
 fn open_layer(
     path: &Path,
     layer: &LayoutLayer,

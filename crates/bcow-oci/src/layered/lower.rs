@@ -1,7 +1,8 @@
-//! Content that the layers below have, so that a layer can name it there instead of storing it.
+//! References from a layer to content that lower layers of the image have.
 //!
-//! A layer that does so shows the layers it needs in windows behind its own metadata. Where those are is known only when
-//! the metadata is laid out, so until then their blocks are numbered from [`LOWER_FROM`] on.
+//! A layer with such references has windows onto those lower layers behind its own metadata. The
+//! addresses of the windows are known only after the layout of the metadata; until then, the blocks
+//! of lower layers have numbers from [`LOWER_FROM`] on.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -14,45 +15,46 @@ use bcow_erofs::writer::ContentWindow;
 use crate::content::{BLOCK_BYTES, PIECE_BYTES};
 use crate::conversion::INLINE_MAX;
 
-/// Block numbers from here on name content of the layers below.
+/// First block number for content of lower layers.
 pub(crate) const LOWER_FROM: u32 = 1 << 31;
-/// Windows start at a region.
+/// Windows start at a multiple of this size.
 pub(crate) const REGION_BYTES: u64 = 4 << 20;
 
-/// Pieces of the layers below by their BLAKE3 hash.
+/// The pieces of the lower layers by their BLAKE3 hash.
 #[derive(Clone, Default)]
 pub(crate) struct LowerIndex {
     pieces: HashMap<[u8; 32], LowerPiece>,
     layers: Vec<LowerLayer>,
 }
 
-/// Where a piece is.
+/// Location of a piece.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LowerPiece {
     /// Index of the layer.
     pub layer: u32,
     /// Its first block.
     pub start: u32,
-    /// How many bytes at its end lie beside an inode there, and not in blocks.
+    /// Bytes at the end of the piece that are stored inline, beside an inode, and not in blocks.
     pub tail: u16,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct LowerLayer {
     digest: [u8; 32],
-    /// Size of its address space.
+    /// Size of the layer's address space in bytes.
     size: u64,
-    /// How much of it is its own and not a window.
+    /// Bytes of the address space that are the layer's own content, not a window.
     own: u64,
-    /// Block number of its first byte.
+    /// Block number of the layer's first byte.
     first: u32,
 }
 
 impl LowerIndex {
-    /// Takes in a layer: reads all of its own content, which ends at byte `content_end`; its windows, if it has any,
-    /// start at `own`. Layers are added lowest first; what two have is the lower's.
+    /// Adds a layer: reads all of its own content, which ends at byte `content_end`; its windows,
+    /// if it has any, start at `own`. Layers are added lowest first; of equal pieces the lowest
+    /// layer's is used.
     ///
-    /// Nothing is taken in once there is no block number left.
+    /// A layer is not added if there are no block numbers left for it.
     pub(crate) fn add(
         &mut self,
         image: &Arc<Image>,
@@ -84,7 +86,7 @@ impl LowerIndex {
             index: self,
         };
         let mut pending = vec![fs.root()];
-        // The layer was read as a tree before, so that each directory comes by once.
+        // The layer was read as a tree before, which ensures that each directory occurs once.
         while let Some(nid) = pending.pop() {
             let inode = fs.inode(nid)?;
             match inode.kind {
@@ -105,7 +107,7 @@ impl LowerIndex {
         self.pieces.get(key).copied()
     }
 
-    /// The layers of these indexes.
+    /// The layers with these indexes.
     pub(crate) fn used(&self, layers: &BTreeSet<u32>) -> LowerUsed {
         LowerUsed(layers.iter().map(|&i| self.layers[i as usize]).collect())
     }
@@ -121,7 +123,7 @@ struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Cuts a file as the converter does.
+    /// Splits a file into pieces in the same way as the converter.
     fn file(&mut self, inode: &Inode) -> Result<(), ErofsError> {
         const PIECE: u64 = PIECE_BYTES as u64;
         let mut at = 0;
@@ -149,7 +151,7 @@ impl Pieces<'_> {
         Ok(())
     }
 
-    /// Whether a piece lies in this layer's own content, in one place but for a tail.
+    /// Whether a piece is contiguous in this layer's own content, except for a tail.
     fn is_piece(&self, inode: &Inode, at: u64, offset: u64, in_blocks: u64, tail: u64) -> bool {
         let is_own = offset.is_multiple_of(BLOCK_BYTES) && offset + in_blocks <= self.content_end;
         let has_tail = tail <= INLINE_MAX.into()
@@ -170,7 +172,7 @@ impl Pieces<'_> {
         self.fs.read(inode, at, &mut self.buffer)?;
         let piece = LowerPiece {
             layer: self.layer,
-            // Within the layer's own bytes, whose blocks have numbers.
+            // The piece is within the layer's own bytes, all of which have block numbers.
             start: self.first + (offset / BLOCK_BYTES) as u32,
             tail,
         };
@@ -180,12 +182,12 @@ impl Pieces<'_> {
     }
 }
 
-/// The layers that a layer references, lowest first.
+/// The lower layers that a layer refers to, lowest first.
 #[derive(Default)]
 pub(crate) struct LowerUsed(Vec<LowerLayer>);
 
 impl LowerUsed {
-    /// Where they are shown in an address space whose own content ends at byte `end`.
+    /// Places the windows in an address space whose own content ends at byte `end`.
     pub(crate) fn windows(self, end: u64) -> LowerWindows {
         let mut next = end;
         let place = |layer: LowerLayer| {
@@ -197,15 +199,15 @@ impl LowerUsed {
     }
 }
 
-/// Layers below and the bytes where they are shown.
+/// Lower layers and the addresses of their windows.
 pub(crate) struct LowerWindows(Vec<(LowerLayer, u64)>);
 
 impl LowerWindows {
-    /// For the file system's addresses.
+    /// The windows in blocks, for the addresses of the file system.
     pub(crate) fn content(&self) -> Vec<ContentWindow> {
         let window = |&(layer, start): &(LowerLayer, u64)| ContentWindow {
             from: layer.first,
-            // A byte beyond what blocks can address is refused with the windows' ends.
+            // A window beyond the addressable blocks is refused when its end is checked.
             to: u32::try_from(start / BLOCK_BYTES).unwrap_or(u32::MAX),
             blocks: (layer.own / BLOCK_BYTES) as u32,
         };

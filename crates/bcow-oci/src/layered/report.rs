@@ -1,4 +1,4 @@
-//! What a conversion into a layout is told, and what it tells.
+//! Options and report of a conversion into a layout.
 
 use std::path::PathBuf;
 
@@ -8,23 +8,24 @@ use crate::digest::{DiffId, Digest};
 use crate::layout::write::LayoutForm;
 use crate::options::Platform;
 
-/// Where a layered image goes, and what of it may be there already.
+/// The destination of a layered image, and its options.
 #[derive(Debug, Clone, Default)]
 pub struct LayoutOptions {
-    /// The layout; made where there is nothing or an empty directory. The file of an archive.
+    /// The layout's directory, created if it is missing, or the file of an archive.
     pub directory: PathBuf,
-    /// What it is written as.
+    /// Directory or archive.
     pub form: LayoutForm,
     /// Name of the image in the layout.
     pub reference: Option<String>,
-    /// Where converted layers are kept for other conversions.
+    /// The directory of a cache of converted layers.
     pub cache: Option<PathBuf>,
-    /// Content that a lower layer of the image has is named there, not stored again: less space, but a layer that is of
-    /// use only above those. Not for plain images.
+    /// Refer to content that a lower layer of the image has, and do not store it again. This saves
+    /// space, but the layer is then usable only above those lower layers. Not valid for plain
+    /// images.
     pub dedup_lower: bool,
 }
 
-/// What a conversion into a layout did.
+/// The result of a conversion into a layout.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct LayoutReport {
@@ -34,19 +35,19 @@ pub struct LayoutReport {
     pub source_manifest: Option<Digest>,
     /// Name in the layout.
     pub reference: Option<String>,
-    /// The image's platform, if it says so.
+    /// The image's platform, if recorded.
     pub platform: Option<Platform>,
     /// The layers, lowest first.
     pub layers: Vec<StoredLayerReport>,
     /// The stack.
     pub stack: StackReport,
-    /// Milliseconds that reading the layers' trees, merging them and writing the stack took.
+    /// Milliseconds to read the layers' trees, merge them and write the stack.
     pub merge_milliseconds: u64,
-    /// Whether everything was read back, or checked against its digest.
+    /// Whether all data was read back, or checked against its digest.
     pub verified: bool,
 }
 
-/// One layer of it.
+/// One layer of the new image.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct StoredLayerReport {
@@ -66,28 +67,28 @@ pub struct StoredLayerReport {
     pub entries: u64,
     /// Bytes of file content.
     pub content_bytes: u64,
-    /// Bytes of it that the layer has more than once and stores once.
+    /// Bytes of file content that repeat content of the layer and are stored once.
     pub deduplicated_bytes: u64,
-    /// Bytes of it that a lower layer has.
+    /// Bytes of file content that a lower layer has.
     pub lower_bytes: u64,
-    /// Where it came from.
+    /// The origin of the file.
     pub made: Made,
 }
 
-/// Where a converted layer came from.
+/// The origin of a converted layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Made {
-    /// Converted from the source now.
+    /// Converted from the source.
     Converted,
-    /// From the cache.
+    /// Copied from the cache.
     Cache,
-    /// It was in the layout.
+    /// Found in the layout.
     Layout,
 }
 
-/// The stack.
+/// The stack of the new image.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct StackReport {
@@ -99,6 +100,6 @@ pub struct StackReport {
     pub merkle_root: String,
     /// Inodes of the merged tree.
     pub entries: u64,
-    /// Size of the address space.
+    /// Size of the address space in bytes.
     pub size: u64,
 }

@@ -1,4 +1,4 @@
-//! The stack: the merged file system's metadata, and a window onto each layer.
+//! The stack: the metadata of the merged file system, and a window onto each layer.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -28,7 +28,7 @@ use crate::metadata::Metadata;
 use crate::options::ConvertOptions;
 use crate::parallel;
 
-/// Bytes of a layer that a tail can be named by: EROFS addresses reach to 16 TiB.
+/// The shift of the layer's number in the address of a tail. EROFS addresses have 44 bits (16 TiB).
 pub(crate) const TAIL_SHIFT: u32 = 44;
 
 /// A stack that was written.
@@ -38,14 +38,14 @@ pub(crate) struct Stack {
     entries: u64,
 }
 
-/// A layer in the address space of the stack, in blocks from the start of the windows.
+/// Location of a layer in the address space of the stack, in blocks from the start of the windows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     pub first: u64,
     pub blocks: u64,
 }
 
-/// Merges `layers`, lowest first, and writes the stack. `names` are for messages.
+/// Merges `layers`, lowest first, and writes the stack. `names` are the layers' names in messages.
 pub(crate) fn write(
     layers: &[&StoredLayer],
     names: &[String],
@@ -93,37 +93,38 @@ pub(crate) fn write(
     })
 }
 
-/// An image of which a stack shows the beginning.
+/// An image whose first bytes a window of the stack shows.
 pub(crate) struct Part<'p> {
     pub image: &'p Arc<Image>,
-    /// By which the stack names it.
+    /// The digest by which the stack names the image.
     pub digest: [u8; 32],
-    /// How much of it.
+    /// Number of bytes in the window.
     pub bytes: u64,
 }
 
-/// A merged tree, and the images that have the content of its files.
+/// A merged tree, and the images with the content of its files.
 pub(crate) struct Merged<'m> {
-    /// Its contents are at [`Place`]s, its tails at `TAIL_SHIFT`ed numbers of parts.
+    /// Its contents have addresses relative to [`Place`]s; the address of a tail has the number of
+    /// the part, shifted by [`TAIL_SHIFT`].
     pub tree: &'m Tree,
     pub parts: &'m [Part<'m>],
-    /// Where they are.
+    /// The locations of the parts.
     pub places: &'m [Place],
     pub options: WriterOptions,
-    /// Longest tail beside an inode.
+    /// Longest inline tail, in bytes.
     pub inline_max: u16,
-    /// What is said of the content.
+    /// Statistics of the content, for the metadata.
     pub stats: ContentStats,
-    /// How messages call the file.
+    /// The path in messages.
     pub path: &'m Path,
 }
 
 /// A stack that was written.
 pub(crate) struct WrittenStack {
     pub written: Written,
-    /// Inodes of its tree.
+    /// Inodes of the stack's tree.
     pub entries: u64,
-    /// Where it shows its parts, in their order.
+    /// The windows onto the parts, in their order.
     pub windows: Vec<ContentWindow>,
 }
 
@@ -140,7 +141,7 @@ impl Merged<'_> {
         let failed = |error| image_error(path, error);
         let mut writer_options = self.options;
         writer_options.metadata_first = true;
-        // A plain layer is a device that the kernel can mount.
+        // The kernel mounts each plain layer as a device of the file system.
         let devices = match writer_options.plain && !parts.is_empty() {
             true => parts.len() as u16,
             false => 0,
@@ -188,7 +189,7 @@ impl Merged<'_> {
         }
         let entries = plan.inodes();
         metadata.content(entries, self.stats, start);
-        // With devices beside it, the first one ends with the metadata.
+        // If the layers are devices, the first device ends with the metadata.
         let total = match devices {
             0 => writer.position(),
             _ => metadata_end,
@@ -206,7 +207,7 @@ impl Merged<'_> {
 }
 
 impl Stack {
-    /// Reads the stack back, and walks its file system.
+    /// Reads the stack back and checks its file system.
     pub(crate) fn verify(
         &self,
         layers: &[&StoredLayer],
@@ -242,7 +243,7 @@ impl Stack {
     }
 }
 
-/// Layers that are open.
+/// Open layers by digest.
 pub(crate) struct Known(pub HashMap<[u8; 32], Arc<Image>>);
 
 impl BackingResolver for Known {
@@ -257,7 +258,7 @@ impl BackingResolver for Known {
     }
 }
 
-/// One layer of so many bytes behind the other, each from a region on.
+/// Places layers of these lengths one after the other, each at a region boundary.
 pub(crate) fn places(lengths: impl Iterator<Item = u64>) -> Vec<Place> {
     let mut next: u64 = 0;
     lengths
@@ -270,7 +271,7 @@ pub(crate) fn places(lengths: impl Iterator<Item = u64>) -> Vec<Place> {
         .collect()
 }
 
-/// The layers in the address space, whose windows begin with block `first`.
+/// The windows onto the layers, the first of them at block `first`.
 fn windows(places: &[Place], first: u64) -> Result<Vec<ContentWindow>, WriteError> {
     let too_large = |end: u64| WriteError::TooLarge {
         start: first * BLOCK_BYTES,
@@ -295,7 +296,7 @@ fn windows(places: &[Place], first: u64) -> Result<Vec<ContentWindow>, WriteErro
         .collect()
 }
 
-/// Reads the layers' trees, with addresses counted from the start of the windows.
+/// Reads the layers' trees. Addresses are relative to the start of the windows.
 fn read_trees(
     layers: &[&StoredLayer],
     places: &[Place],
@@ -339,7 +340,8 @@ fn read_trees(
     })
 }
 
-/// The windows of a layer, and which layer of the image each shows. It must be a lower one.
+/// The windows of a layer, each with the index of the layer that it shows, which must be a lower
+/// one.
 fn lower_layers(
     layer: &StoredLayer,
     index: usize,
@@ -365,7 +367,7 @@ fn lower_layers(
         .collect()
 }
 
-/// The tails of all layers, in the layers' own metadata.
+/// Reads the tails of all layers from the layers' metadata.
 struct Tails<'a>(&'a [Part<'a>]);
 
 impl TailSource for Tails<'_> {
