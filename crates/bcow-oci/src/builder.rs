@@ -1,10 +1,14 @@
-//! A layer's tree from its entries, in whatever order they come.
+//! Builds a layer's tree from its entries, in any order.
 //!
-//! What is decided here, because archives leave it open: the last entry of a name wins, except that a
-//! directory on a directory keeps the children; a parent that is a symlink *of this layer* is followed
-//! inside the root, whereas a lower layer's symlink is replaced by a directory (the merge sees to
-//! that), as when overlayfs stacks layers that were unpacked one by one; a whiteout hides lower layers
-//! only, never an entry of its own layer, wherever it stands.
+//! Archives leave several cases open, and this module decides them:
+//!
+//! - The last entry of a name wins, except that a directory entry on a directory keeps the
+//!   children.
+//! - A parent that is a symlink *of this layer* is followed inside the root. A symlink of a lower
+//!   layer is replaced by a directory (in the merge), as when overlayfs stacks layers that were
+//!   unpacked one by one.
+//! - A whiteout hides entries of lower layers only, never an entry of its own layer, at any
+//!   position in the archive.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,7 +18,7 @@ use bcow_erofs::tree::{Attributes, Directory, LayerTree, Node, NodeId, NodeKind,
 use crate::error::{LimitKind, TarProblem};
 use crate::path::components;
 
-/// What all layers of a conversion may use together.
+/// Counts that all layers of a conversion share, and their limits.
 #[derive(Debug)]
 pub(crate) struct Budget {
     pub entries: u64,
@@ -22,7 +26,7 @@ pub(crate) struct Budget {
     pub name_bytes: u64,
 }
 
-/// Memory for names, link targets and distinct attributes.
+/// Limit on the memory for names, link targets and distinct attributes.
 const MAX_NAME_BYTES: u64 = 512 << 20;
 
 /// Why an entry cannot be placed.
@@ -51,17 +55,17 @@ pub(crate) struct Slot {
     pub name: Box<[u8]>,
 }
 
-/// A tree that grows.
+/// A tree that is being built.
 pub(crate) struct LayerBuilder<'b> {
     tree: LayerTree,
     budget: &'b mut Budget,
-    /// Parent and name of each directory but the root.
+    /// Parent and name of each directory except the root.
     parents: HashMap<NodeId, Slot>,
     xattrs: HashSet<Xattrs>,
-    /// Places that have both a whiteout and an entry: a directory there hides what is below it, even if
-    /// a later entry put it there in place of something else.
+    /// Places that have both a whiteout and an entry. A directory there hides the lower layers,
+    /// even if a later entry put the directory in the place of another object.
     whited: HashSet<Slot>,
-    /// Hardlinks whose target was not there yet.
+    /// Hardlinks whose target is not in the tree yet.
     pending: Vec<Pending>,
 }
 
@@ -73,23 +77,23 @@ struct Pending {
     entry: Vec<u8>,
 }
 
-/// An entry's name could not be linked at the end of the layer.
+/// A hardlink could not be resolved at the end of the layer.
 #[derive(Debug)]
 pub(crate) struct LinkError {
     pub entry: Vec<u8>,
     pub problem: TarProblem,
 }
 
-/// Where a path leads in the tree as it is now.
+/// The result of a lookup of a path.
 enum Found {
     Node(NodeId),
     Nothing,
 }
 
-/// Symlinks followed for one path, as in Linux.
+/// Limit on symlinks per path, as in Linux.
 const MAX_HOPS: usize = 40;
-/// Names passed on the way through them. Forty links of two thousand names each would be legal, but a
-/// million entries below them would take hours.
+/// Limit on the names in the symlink targets of one path. Without it, 40 links of 2000 names each
+/// would be valid, and a million entries below them would take hours.
 const MAX_DETOUR: usize = 1024;
 
 impl<'b> LayerBuilder<'b> {
@@ -113,9 +117,9 @@ impl<'b> LayerBuilder<'b> {
         self.parents.get(&dir)
     }
 
-    /// Finds the directory that `names` leads to, making directories where there are none.
+    /// Finds the directory at the path `names`, and creates missing directories.
     pub(crate) fn enter(&mut self, names: &[&[u8]]) -> Result<NodeId> {
-        // The usual case: directories all the way.
+        // The usual case: every name is a directory.
         let mut dir = LayerTree::ROOT;
         for (i, name) in names.iter().enumerate() {
             match self.tree.child(dir, name) {
@@ -150,7 +154,7 @@ impl<'b> LayerBuilder<'b> {
                     detour += push_target(&mut todo, &target, detour)?;
                 }
                 None => dir = self.add_directory(dir, &name, false, true)?,
-                // A new directory, which has nothing from below: not its attributes either.
+                // A new directory: it inherits neither contents nor attributes from lower layers.
                 Some((_, NodeKind::Whiteout)) => {
                     self.remember_whiteout(&Slot {
                         dir,
@@ -169,7 +173,7 @@ impl<'b> LayerBuilder<'b> {
         Ok(dir)
     }
 
-    /// Places a directory, or gives the one that is there these attributes. No `slot`: the root.
+    /// Adds a directory, or sets the attributes of an existing one. `slot` is `None` for the root.
     pub(crate) fn directory(&mut self, slot: Option<&Slot>, attributes: Attributes) -> Result<()> {
         let id = match slot {
             None => LayerTree::ROOT,
@@ -193,7 +197,7 @@ impl<'b> LayerBuilder<'b> {
         Ok(())
     }
 
-    /// Places anything that is no directory.
+    /// Adds any node except a directory.
     pub(crate) fn node(&mut self, slot: &Slot, node: Node) -> Result<NodeId> {
         if let NodeKind::Symlink(target) = &node.kind {
             self.charge_names(target.len())?;
@@ -205,8 +209,8 @@ impl<'b> LayerBuilder<'b> {
         Ok(id)
     }
 
-    /// Gives the file at `target` another name; if there is none yet, the question waits for
-    /// [`LayerBuilder::finish`].
+    /// Adds a name for the file at `target`. If the target does not exist yet,
+    /// [`LayerBuilder::finish`] resolves the link.
     pub(crate) fn hardlink(
         &mut self,
         slot: &Slot,
@@ -255,7 +259,7 @@ impl<'b> LayerBuilder<'b> {
         Ok(None)
     }
 
-    /// Hides a name of the lower layers.
+    /// Adds a whiteout, which hides a name of the lower layers.
     pub(crate) fn whiteout(&mut self, dir: NodeId, name: &[u8]) -> Result<()> {
         match self.tree.child(dir, name) {
             Some(id) => {
@@ -279,7 +283,7 @@ impl<'b> LayerBuilder<'b> {
         Ok(())
     }
 
-    /// To be called before an entry takes a place.
+    /// Records a whiteout that an entry is about to replace.
     fn remember_whiteout(&mut self, slot: &Slot) -> Result<()> {
         if let Some(id) = self.tree.child(slot.dir, &slot.name)
             && matches!(self.tree.node(id).kind, NodeKind::Whiteout)
@@ -290,15 +294,16 @@ impl<'b> LayerBuilder<'b> {
         Ok(())
     }
 
-    /// Hides what the lower layers have in a directory. On anything else it does nothing, which hides
-    /// the lower layers' entry of that name anyway.
+    /// Makes a directory opaque, so that it hides the contents of the same directory in lower
+    /// layers. On other nodes the call has no effect: they hide the lower layers' entry of their
+    /// name anyway.
     pub(crate) fn set_opaque(&mut self, dir: NodeId) {
         if let NodeKind::Directory(directory) = &mut self.tree.node_mut(dir).kind {
             directory.opaque = true;
         }
     }
 
-    /// Attributes, shared with those of earlier entries where they are the same.
+    /// Shares equal attribute sets between entries.
     pub(crate) fn share_xattrs(
         &mut self,
         xattrs: std::collections::BTreeMap<Vec<u8>, Vec<u8>>,
@@ -315,7 +320,8 @@ impl<'b> LayerBuilder<'b> {
         Ok(Some(xattrs))
     }
 
-    /// Links what waited for its target. `linked` hears of each new name of a file of this layer.
+    /// Resolves the pending hardlinks. `linked` is called for each new name of a file of this
+    /// layer.
     pub(crate) fn finish(
         mut self,
         mut linked: impl FnMut(&Self, &Slot, NodeId),
@@ -333,7 +339,7 @@ impl<'b> LayerBuilder<'b> {
             };
             let (chain, end) = self.follow_links(link.id).map_err(|cause| match cause {
                 PlaceError::Problem(problem) => error(problem),
-                // Nothing was added, so no limit was passed.
+                // Nothing is added here, so a limit cannot be exceeded.
                 PlaceError::Limit { .. } => error(TarProblem::TooManyLinks),
             })?;
             let Some(end) = end else {
@@ -347,7 +353,8 @@ impl<'b> LayerBuilder<'b> {
                     target: link.target.clone(),
                 }));
             }
-            // All links on the way lead there too; settled now, they need not be followed again.
+            // All links on the way have the same target; resolve them now, so that they are not
+            // followed again.
             for id in chain {
                 let Some(link) = by_id.get(&id).map(|&i| &pending[i]) else {
                     continue;
@@ -363,9 +370,9 @@ impl<'b> LayerBuilder<'b> {
         Ok(self.tree)
     }
 
-    /// Follows a link to what its target is in this layer, through other links that wait. Gives the
-    /// links on the way, and the end: a file, or the last link if its target is not in this layer;
-    /// `None` if the links lead in a circle.
+    /// Follows a pending link, through other pending links, to its target in this layer. Returns
+    /// the links on the way, and the end: a file, or the last link if its target is not in this
+    /// layer; `None` if the links form a cycle.
     fn follow_links(&self, first: NodeId) -> Result<(Vec<NodeId>, Option<NodeId>)> {
         let mut chain = Vec::new();
         let mut seen = HashSet::new();
@@ -386,7 +393,7 @@ impl<'b> LayerBuilder<'b> {
         Ok((chain, Some(at)))
     }
 
-    /// Follows a path without changing the tree. Symlinks are followed on the way, not at its end.
+    /// Resolves a path without changing the tree. Symlinks are followed except at the last name.
     fn find(&self, names: &[&[u8]]) -> Result<Found> {
         let mut dir = LayerTree::ROOT;
         let (mut hops, mut detour) = (0, 0);
@@ -469,7 +476,8 @@ impl<'b> LayerBuilder<'b> {
         }
     }
 
-    /// Whether the path of `slot` still leads to this node: neither it nor a directory above it was replaced.
+    /// Whether the path of `slot` still refers to this node: neither the node nor a directory above
+    /// it was replaced.
     fn is_named(&self, slot: &Slot, id: NodeId) -> bool {
         let (mut slot, mut id) = (slot, id);
         loop {
@@ -495,7 +503,8 @@ impl<'b> LayerBuilder<'b> {
     }
 }
 
-/// Puts a symlink's target in front of what is still to be walked; says how many names that are.
+/// Prepends the target of a symlink to the names that are still to be resolved; returns the number
+/// of names in symlink targets so far.
 fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8], detour: usize) -> Result<usize> {
     let before = todo.len();
     for name in target.rsplit(|&b| b == b'/') {

@@ -1,8 +1,10 @@
-//! Changes over an image, written as an image of their own: a layer, or the whole that they make.
+//! Writes changes over an image as a new image: a layer that refers to the images below, or a
+//! complete image.
 //!
-//! What is written is a tree whose contents are addresses of a device, at whose byte [`BASE_FROM`] the address space of the
-//! image below begins. Content that lies there is named through a window and not stored, so that of a file of which a block
-//! changed, a block is stored; or it is copied, and the image then stands alone.
+//! The input is a tree whose contents are addresses of a device. From byte [`BASE_FROM`] on, that
+//! device is the address space of the images below. Content there is either referenced through a
+//! window and not stored, so that a changed block of a file costs one stored block; or it is
+//! copied, and the new image does not need the images below.
 
 use std::io;
 use std::path::Path;
@@ -32,20 +34,21 @@ use crate::output::Output;
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
 
-/// Where, in bytes, the address space of the image below begins in a device of changes.
+/// The byte where the address space of the images below begins in a device of changes.
 pub const BASE_FROM: u64 = (LOWER_FROM as u64) * BLOCK_BYTES;
 
 /// An image below.
 pub struct Base<'b> {
-    /// The byte of the address space below where this image begins.
+    /// The byte where this image begins in the address space below.
     pub start: u64,
-    /// Its address space.
+    /// The image's address space.
     pub image: Arc<Image>,
-    /// Gives the SHA-256 digest of its file. Asked only if some of it is named.
+    /// Returns the SHA-256 digest of the image's file. Called only if content of the image is
+    /// referenced.
     pub digest: Box<dyn Fn() -> io::Result<[u8; 32]> + 'b>,
-    /// Its file name, under which it is looked up beside the new image.
+    /// The file name under which the image is looked up in the directory of the new image.
     pub name: Option<String>,
-    /// How many bytes of it are named.
+    /// Number of referenced bytes.
     kept_bytes: u64,
 }
 
@@ -66,7 +69,7 @@ impl<'b> Base<'b> {
         }
     }
 
-    /// Whether `bytes` from byte `at` of the address space below lie in it.
+    /// Whether `bytes` bytes at byte `at` of the address space below lie in this image.
     fn has(&self, at: u64, bytes: u64) -> bool {
         at.checked_sub(self.start)
             .and_then(|at| at.checked_add(bytes))
@@ -74,7 +77,7 @@ impl<'b> Base<'b> {
     }
 }
 
-/// The same, when it is known to be needed.
+/// A [`Base`] whose content is referenced.
 struct Named {
     start: u64,
     image: Arc<Image>,
@@ -82,39 +85,41 @@ struct Named {
     name: Option<String>,
 }
 
-/// What is to be written.
+/// The input of a commit.
 pub struct Commit<'c> {
     /// The tree.
     pub tree: Tree,
-    /// What its contents are addresses of.
+    /// The device that the contents of the tree refer to.
     pub device: &'c dyn BlockDevice,
-    /// The images whose content is named rather than stored; none stores all. They do not overlap.
+    /// The images whose content is referenced and not stored; if empty, all content is stored. The
+    /// images do not overlap.
     pub base: Vec<Base<'c>>,
-    /// What the JSON section says beside what every image's says.
+    /// Fields to add to the JSON section.
     pub described: Map<String, Value>,
 }
 
-/// What was written.
+/// The result of a commit.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct CommitReport {
-    /// Inodes of its tree.
+    /// Inodes of the new image's tree.
     pub entries: u64,
     /// Length of the file in bytes.
     pub file_bytes: u64,
     /// Bytes of file content that were stored, before compression.
     pub content_bytes: u64,
-    /// Bytes of file content that were there already and are stored once.
+    /// Bytes of file content that were stored already.
     pub deduplicated_bytes: u64,
-    /// Bytes of file content that are in the image below.
+    /// Bytes of file content that are in the images below.
     pub base_bytes: u64,
-    /// Size of the image's address space.
+    /// Size of the image's address space in bytes.
     pub size: u64,
-    /// Root of its Merkle tree.
+    /// Root of the image's Merkle tree, in hexadecimal.
     pub merkle_root: String,
 }
 
-/// Writes an image of changes to `destination`, which appears, or is replaced, at once and complete or not at all.
+/// Writes an image of changes to `destination`. The destination is created or replaced atomically,
+/// or stays as it was.
 pub fn commit(
     commit: Commit<'_>,
     destination: &Path,
@@ -218,7 +223,7 @@ fn finish(
 ) -> Result<Written, ConvertError> {
     let failed = |error| image_error(path, error);
     let metadata_start = writer.begin_metadata().map_err(failed)?;
-    // Tails that are kept of the image below are as long as it has them.
+    // Tails that remain in the images below have the length that they have there.
     let inline_max = match base {
         [] => inline_max,
         _ => MAX_INLINE,
@@ -266,7 +271,7 @@ fn finish(
 }
 
 impl Named {
-    /// As the metadata has it.
+    /// The entry of this image in the JSON section.
     fn described(&self) -> Value {
         let header = self.image.header();
         let root = header.merkle.as_ref().map(|tree| tree.root);
@@ -285,7 +290,7 @@ impl Named {
     }
 }
 
-/// Reads the image back, and walks its file system.
+/// Reads the image back and checks its file system.
 fn verify(
     written: &Written,
     output: &Output,
@@ -301,11 +306,11 @@ fn verify(
     crate::verify::file_system(image)
 }
 
-/// Contents on their way into the image.
+/// Stores contents in the image.
 struct Store<'s> {
     content: ContentWriter<ImageSink>,
     device: &'s dyn BlockDevice,
-    /// What may be named.
+    /// The images whose content may be referenced.
     base: Vec<Base<'s>>,
     cancel: Cancel<'s>,
     progress: &'s dyn Progress,
@@ -314,7 +319,7 @@ struct Store<'s> {
 /// A run of a file's blocks on the device.
 #[derive(Debug, Clone, Copy)]
 struct DeviceRun {
-    /// First byte of the file, and how many; the last may be short of a block.
+    /// First byte in the file, and number of bytes. The last run may end within a block.
     offset: u64,
     length: u64,
     /// First byte on the device.
@@ -322,7 +327,7 @@ struct DeviceRun {
 }
 
 impl Store<'_> {
-    /// Stores a file's content, or as much of it as has to be.
+    /// Stores a file's content, or the part of it that cannot be referenced.
     fn take(&mut self, content: &Content) -> Result<Content, ConvertError> {
         if self.cancel.is_set() {
             return Err(ConvertError::Interrupted);
@@ -345,14 +350,14 @@ impl Store<'_> {
         self.mix(content, &runs).map_err(failed)
     }
 
-    /// The image that has the run, if it is one that may be named.
+    /// The image that has the run, if its content may be referenced.
     fn base_of(&self, run: &DeviceRun) -> Option<usize> {
         let at = run.at.checked_sub(BASE_FROM)?;
         let bytes = run.length.next_multiple_of(BLOCK_BYTES);
         self.base.iter().position(|base| base.has(at, bytes))
     }
 
-    /// All of it is stored.
+    /// Stores all of the content.
     fn copy(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, StoreError> {
         let mut pieces: Vec<DeviceRun> = runs.to_vec();
         if let Some(tail) = content.tail {
@@ -379,7 +384,7 @@ impl Store<'_> {
         self.content.sparse(&map, &mut data)
     }
 
-    /// Nothing of it is stored, but for a tail beside the inode.
+    /// References all of the content; only an inline tail is stored.
     fn keep(&mut self, content: &Content) -> Result<Content, StoreError> {
         let mut kept = content.clone();
         if let Some(tail) = content.tail {
@@ -392,7 +397,7 @@ impl Store<'_> {
         Ok(kept)
     }
 
-    /// Some of it is stored: whole chunks.
+    /// Stores some chunks and references the others.
     fn mix(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, StoreError> {
         let Blocks::Chunked { chunk_shift, .. } = content.blocks else {
             return self.copy(content, runs);
@@ -422,7 +427,7 @@ impl Store<'_> {
             let mut data = DeviceData::new(self.device, self.progress, vec![*run]);
             let mut done = 0;
             while done < run.length {
-                // A chunk lies in one place.
+                // A chunk is contiguous.
                 let length = (run.length - done).min(chunk.max(PIECE_BYTES as u64));
                 let start = self.content.run(length, &mut data)?;
                 push(ChunkRun {
@@ -444,7 +449,7 @@ impl Store<'_> {
     }
 }
 
-/// Where a file's blocks are on the device.
+/// The runs of a file's blocks on the device.
 fn runs(content: &Content) -> Vec<DeviceRun> {
     let tail = content.tail.map_or(0, |tail| u64::from(tail.length));
     let in_blocks = content.size - tail;
@@ -480,16 +485,16 @@ fn read_error(error: Error) -> StoreError {
     })
 }
 
-/// The bytes of runs, one behind the other.
+/// The bytes of several runs in sequence.
 struct DeviceData<'d> {
     device: &'d dyn BlockDevice,
     progress: &'d dyn Progress,
     runs: Vec<DeviceRun>,
-    /// The run to be read next, and how much of it was.
+    /// Index of the current run, and the bytes of it that were read.
     next: usize,
     done: u64,
     buffer: Vec<u8>,
-    /// Bytes of the buffer that were taken.
+    /// Bytes of the buffer that were consumed.
     taken: usize,
 }
 

@@ -1,9 +1,10 @@
-//! File content into the address space, each piece once.
+//! Writes file content into the address space, and stores equal pieces once.
 //!
-//! Files up to 1 MiB are one piece, larger ones a piece per MiB. Pieces are known by their BLAKE3 hash.
-//! So a file that is there already costs nothing, and one that is partly there costs the rest. A file
-//! whose pieces lie one behind the other is one run, as if nothing had been looked up. Files so small that
-//! they lie beside their inodes are not looked up: there is nothing to share.
+//! A file up to 1 MiB is one piece; a larger file has one piece per MiB. Pieces are looked up by
+//! their BLAKE3 hash, so a file that is stored already takes no space, and a file that is partly
+//! stored takes space for the rest. A file whose pieces are adjacent becomes one run of blocks.
+//! Files that are stored inline, beside their inodes, are not looked up: they occupy no blocks to
+//! share.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -15,21 +16,21 @@ use crate::layered::lower::{LOWER_FROM, LowerIndex, LowerPiece, LowerUsed};
 use crate::tails::TailStore;
 use crate::tar::SparseMap;
 
-/// EROFS block.
+/// Size of an EROFS block in bytes.
 pub(crate) const BLOCK_BYTES: u64 = 4096;
-/// Largest piece that is looked up as one.
+/// Size of the largest piece that is looked up.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 const PIECE_BLOCKS: u64 = PIECE_BYTES as u64 / BLOCK_BYTES;
-/// Chunks of a chunked file, at most.
+/// Largest number of chunks in a chunked file.
 const MAX_FILE_CHUNKS: u64 = 1 << 20;
-/// The same for a sparse file, where a chunk costs the archive nothing.
+/// The same for a sparse file, whose holes take no space in the archive.
 const MAX_SPARSE_CHUNKS: u64 = 1 << 16;
-/// Chunks of all sparse files. Eight bytes each in the image.
+/// Largest number of chunks of all sparse files. A chunk takes eight bytes in the image.
 const MAX_CHUNKS: u64 = 32 << 20;
 /// Number of blocks that EROFS can address.
 const MAX_BLOCKS: u64 = 1 << 32;
 
-/// Where content goes.
+/// The destination of content.
 pub(crate) trait ContentSink {
     /// Next byte of the address space.
     fn position(&self) -> u64;
@@ -39,20 +40,20 @@ pub(crate) trait ContentSink {
     fn append_zeros(&mut self, count: u64) -> Result<(), ConvertError>;
 }
 
-/// Where content comes from: the data of one file.
+/// The data of one file.
 pub(crate) trait Data {
-    /// The next `wanted` bytes in two pieces. It is an error if there are fewer.
+    /// The next `wanted` bytes in two pieces. Fewer bytes are an error.
     fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError>;
-    /// Moves on.
+    /// Consumes `bytes` bytes.
     fn consume(&mut self, bytes: usize);
 }
 
 /// Why content cannot be stored.
 #[derive(Debug)]
 pub(crate) enum StoreError {
-    /// The address space is full: what there would be, what is possible.
+    /// The address space is full: the required and the allowed size.
     AddressSpace { value: u64, allowed: u64 },
-    /// Sparse files whose few bytes lie so far apart that the blocks around them add up.
+    /// Sparse files with few bytes far apart: the chunks around these bytes exceed the limit.
     Fill { value: u64, allowed: u64 },
     /// Too many chunks.
     Chunks { value: u64, allowed: u64 },
@@ -66,35 +67,36 @@ impl From<ConvertError> for StoreError {
     }
 }
 
-/// What was stored, in bytes of file content.
+/// Statistics in bytes of file content.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct ContentStats {
-    /// All of it.
+    /// All content.
     pub content_bytes: u64,
-    /// Of it, what was there already.
+    /// The part of `content_bytes` that was stored already.
     pub deduplicated_bytes: u64,
-    /// Of it, what a layer below has.
+    /// The part of `content_bytes` that a lower layer has.
     pub lower_bytes: u64,
 }
 
-/// Stores files.
+/// Stores the content of files.
 pub(crate) struct ContentWriter<S> {
     sink: S,
     tails: TailStore,
     inline_max: usize,
     known: HashMap<[u8; 32], Stored>,
     lower: Option<Arc<LowerIndex>>,
-    /// Which layers below are referenced.
+    /// The lower layers that content refers to.
     lower_used: BTreeSet<u32>,
     chunks: u64,
-    /// Bytes of chunks of sparse files, most of which may be zeros that no archive had to hold.
+    /// Bytes of chunks of sparse files. Most of them may be zeros that the archive does not
+    /// contain.
     sparse_bytes: u64,
     max_bytes: u64,
     stats: ContentStats,
     scratch: Vec<u8>,
 }
 
-/// Where a piece is.
+/// Location of a piece.
 #[derive(Debug, Clone, Copy)]
 struct Stored {
     start: u32,
@@ -102,8 +104,8 @@ struct Stored {
 }
 
 impl<S: ContentSink> ContentWriter<S> {
-    /// Tails of up to `inline_max` bytes are kept apart, to be stored beside their inodes. Chunks of sparse
-    /// files may take `max_bytes` together.
+    /// Tails of up to `inline_max` bytes are kept apart, to be stored beside their inodes. The
+    /// chunks of sparse files may take `max_bytes` in total.
     pub(crate) fn new(sink: S, tails: TailStore, inline_max: u16, max_bytes: u64) -> Self {
         ContentWriter {
             sink,
@@ -120,12 +122,12 @@ impl<S: ContentSink> ContentWriter<S> {
         }
     }
 
-    /// What the layers below have is named there and not stored.
+    /// Content that lower layers have is from now on referenced there and not stored.
     pub(crate) fn look_below(&mut self, lower: Arc<LowerIndex>) {
         self.lower = Some(lower);
     }
 
-    /// The layers below that are referenced.
+    /// The lower layers that content refers to.
     pub(crate) fn lower_used(&self) -> LowerUsed {
         match &self.lower {
             Some(lower) => lower.used(&self.lower_used),
@@ -183,7 +185,7 @@ impl<S: ContentSink> ContentWriter<S> {
         })
     }
 
-    /// Stores a file with holes. `data` holds the runs' bytes one behind the other.
+    /// Stores a file with holes. `data` has the bytes of the runs without the holes.
     pub(crate) fn sparse(
         &mut self,
         map: &SparseMap,
@@ -245,7 +247,7 @@ impl<S: ContentSink> ContentWriter<S> {
         })
     }
 
-    /// One chunk that is too large to look up.
+    /// Stores one chunk that is too large for a lookup.
     fn sparse_chunk(
         &mut self,
         chunk: u64,
@@ -269,7 +271,8 @@ impl<S: ContentSink> ContentWriter<S> {
         Ok(start)
     }
 
-    /// Stores a run of a file in one place, padded to whole blocks. Up to [`PIECE_BYTES`] it is looked up.
+    /// Stores a run of a file in one place, padded to whole blocks. A run up to [`PIECE_BYTES`] is
+    /// looked up.
     pub(crate) fn run(&mut self, length: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
         if length > PIECE_BYTES as u64 {
             return self.verbatim(length, data);
@@ -280,13 +283,13 @@ impl<S: ContentSink> ContentWriter<S> {
         Ok(stored.start)
     }
 
-    /// Keeps the end of a file apart, to be stored beside its inode.
+    /// Keeps the tail of a file apart, to be stored beside its inode.
     pub(crate) fn tail(&mut self, bytes: &[u8]) -> Result<Tail, StoreError> {
         self.stats.content_bytes += bytes.len() as u64;
         Ok(self.tails.push(bytes, &[])?)
     }
 
-    /// A file too large for looking up its pieces.
+    /// Stores data without a lookup of its pieces.
     fn verbatim(&mut self, size: u64, data: &mut dyn Data) -> Result<u32, StoreError> {
         let start = self.next_block(size)?;
         let mut left = size;
@@ -304,7 +307,7 @@ impl<S: ContentSink> ContentWriter<S> {
         Ok(start)
     }
 
-    /// Stores one piece, or finds it.
+    /// Stores one piece, or finds it among those that are stored.
     fn piece(&mut self, first: &[u8], second: &[u8], may_tail: bool) -> Result<Stored, StoreError> {
         let length = first.len() + second.len();
         if length == 0 {
@@ -315,7 +318,7 @@ impl<S: ContentSink> ContentWriter<S> {
         }
         self.stats.content_bytes += length as u64;
         if may_tail && length <= self.inline_max {
-            // It will lie beside each inode, known or not.
+            // The tail is stored beside each inode, so a lookup would save nothing.
             let tail = Some(self.tails.push(first, second)?);
             return Ok(Stored { start: 0, tail });
         }
@@ -376,7 +379,7 @@ impl<S: ContentSink> ContentWriter<S> {
         (may_tail || found.tail == 0).then_some(found)
     }
 
-    /// Number of the block that comes next, if `bytes` more still fit.
+    /// Number of the next block, if `bytes` more bytes fit.
     fn next_block(&self, bytes: u64) -> Result<u32, StoreError> {
         let position = self.sink.position();
         debug_assert!(position.is_multiple_of(BLOCK_BYTES));
@@ -396,8 +399,8 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 }
 
-/// Chunk size of a sparse file as a shift from a block: small, so that holes stay holes, but not so
-/// small that the list of chunks outgrows the data.
+/// Chunk size of a sparse file, as a shift from a block: small, so that holes remain holes, but
+/// large enough that the list of chunks is not larger than the data.
 fn sparse_shift(map: &SparseMap) -> u8 {
     let allowed = match map.runs.is_empty() {
         true => 1,
@@ -407,7 +410,7 @@ fn sparse_shift(map: &SparseMap) -> u8 {
     chunk_blocks.next_power_of_two().ilog2().min(31) as u8
 }
 
-/// Chunk runs in the making.
+/// Collects chunk runs and merges adjacent ones.
 #[derive(Default)]
 struct Runs(Vec<ChunkRun>);
 
@@ -439,12 +442,12 @@ impl Runs {
     }
 }
 
-/// Walks a sparse map chunk by chunk.
+/// Iterates over a sparse map chunk by chunk.
 struct Pieces<'m> {
     map: &'m SparseMap,
     chunk_bytes: u64,
     run: usize,
-    /// Bytes of the current run already handed out.
+    /// Bytes of the current run that were returned.
     done: u64,
 }
 
@@ -458,13 +461,13 @@ impl<'m> Pieces<'m> {
         }
     }
 
-    /// Where the next data lies.
+    /// The chunk that contains the next data.
     fn next_chunk(&self) -> Option<u64> {
         let run = self.map.runs.get(self.run)?;
         Some((run.offset + self.done) / self.chunk_bytes)
     }
 
-    /// The next data within `chunk`: offset in the chunk, and how much, a piece at most.
+    /// The next data within `chunk`: its offset in the chunk and its length, at most one piece.
     fn next_part(&mut self, chunk: u64) -> Option<(u64, usize)> {
         let run = self.map.runs.get(self.run)?;
         let at = run.offset + self.done;

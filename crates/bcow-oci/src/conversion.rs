@@ -1,4 +1,5 @@
-//! One image being written: content as it comes, then the file system's metadata, then a look at all of it.
+//! Writes one image: the content as the layers are read, then the file system's metadata, then a
+//! check.
 
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -25,23 +26,26 @@ use crate::tails::TailStore;
 use crate::tar::{End, TarReader};
 use crate::warnings::Warnings;
 
-/// Longest file tail that is kept beside its inode in a compressed image, where the zeros behind a tail
-/// in a block of its own cost next to nothing, but a fatter inode table slows every lookup. Measured on 1.4 GB
-/// of Debian with Python: 0 to 512 give the same file size within 0.1 %, 2000 gives 0.3 % more.
+/// Longest file tail that is stored inline, beside its inode, in a compressed image. In a block of
+/// its own, the zeros behind a tail compress to almost nothing; but a larger inode table slows down
+/// every lookup. Measured on 1.4 GB of Debian with Python: limits from 0 to 512 give the same file
+/// size within 0.1 %, and 2000 gives 0.3 % more.
 pub(crate) const INLINE_MAX: u16 = 256;
-/// The same in a plain image, where such a tail costs a block of 4096 bytes: 5 % of the same image.
+/// The same in a plain image, where a tail that is not inline takes a block of 4096 bytes; inline
+/// tails reduce the same image by 5 %.
 pub(crate) const INLINE_MAX_PLAIN: u16 = 2000;
 
-/// What zstd knows, and bcow promises to.
+/// The levels of zstd that bcow supports.
 const ZSTD_LEVELS: RangeInclusive<i32> = -7..=22;
 
-/// How an image is to be written.
+/// How an image is written.
 pub(crate) struct Target<'t> {
     pub output: &'t Output,
-    /// How messages call it.
+    /// The path in messages.
     pub path: PathBuf,
     pub threads: usize,
-    /// A layer on its own: it will be merged with others, and their tails then go into the stack.
+    /// Longest inline tail, in bytes. A layer of a layout uses [`INLINE_MAX`] even if it is plain,
+    /// because its tails are stored in the stack.
     pub inline_max: u16,
 }
 
@@ -60,7 +64,7 @@ impl<'t> Target<'t> {
     }
 }
 
-/// What was written.
+/// An image that was written.
 pub(crate) struct Finished {
     pub written: Written,
     pub entries: u64,
@@ -73,7 +77,7 @@ pub(crate) struct ReadLayer {
     pub entries: u64,
 }
 
-/// A conversion under way.
+/// A conversion in progress.
 pub(crate) struct Conversion<'c> {
     content: ContentWriter<ImageSink>,
     progress: &'c dyn Progress,
@@ -82,7 +86,7 @@ pub(crate) struct Conversion<'c> {
     warnings: Warnings,
     path: PathBuf,
     inline_max: u16,
-    /// Apparent bytes of files that upper layers hide.
+    /// Apparent size of the files that upper layers hide.
     pub hidden_bytes: u64,
 }
 
@@ -125,12 +129,12 @@ impl<'c> Conversion<'c> {
         })
     }
 
-    /// Content that the layers below have is named there.
+    /// Content that lower layers have is from now on referenced there.
     pub(crate) fn look_below(&mut self, lower: Arc<LowerIndex>) {
         self.content.look_below(lower);
     }
 
-    /// Reads one layer and adds it to those read before, which lie above it.
+    /// Reads one layer and adds it below the layers read before.
     pub(crate) fn layer(
         &mut self,
         input: &LayerInput,
@@ -144,7 +148,7 @@ impl<'c> Conversion<'c> {
             let ingest = LayerIngest {
                 name: &input.name,
                 reading,
-                // A layer of an image may hold anything.
+                // An archive in an image may contain images as files.
                 recognise: !input.is_promised() && !options.as_files,
                 content: &mut self.content,
                 uppers,
@@ -207,7 +211,7 @@ impl<'c> Conversion<'c> {
         ingest.run(path)
     }
 
-    /// Writes the file system's metadata, and what the image says of itself.
+    /// Writes the file system's metadata and the JSON section.
     pub(crate) fn finish(
         self,
         tree: &Tree,
@@ -247,7 +251,7 @@ impl<'c> Conversion<'c> {
     }
 }
 
-/// How blocks are stored; says what of the options cannot be.
+/// The options of the writer; an error if the conversion's options contradict each other.
 pub(crate) fn writer_options(
     options: &ConvertOptions,
     threads: usize,
@@ -293,7 +297,7 @@ pub(crate) fn emit(
     Ok(())
 }
 
-/// The tree cannot be written as EROFS.
+/// An error for a tree that cannot be written as EROFS.
 pub(crate) fn unfit(path: &Path, error: bcow_erofs::writer::WriteError) -> ConvertError {
     ConvertError::Image {
         path: path.to_owned(),
@@ -301,7 +305,7 @@ pub(crate) fn unfit(path: &Path, error: bcow_erofs::writer::WriteError) -> Conve
     }
 }
 
-/// Says which layer does not fit.
+/// An error that names the layer that does not fit.
 pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
     let (place, problem) = match error {
         MergeError::Layer { layer, source } => (names.get(layer).cloned(), source),
@@ -319,10 +323,11 @@ pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
     }
 }
 
-/// Says whether an archive that no digest vouches for is all there, as far as its end tells.
+/// Checks that an archive without a known digest is complete, as far as its end shows.
 ///
-/// One that a program died over ends behind an entry, as often as not: its output goes through a pipe in whole blocks. GNU
-/// tar and Go take such an archive for complete. For the half of a marker GNU tar has a warning; the writer was done.
+/// The output of a program that dies often ends exactly behind an entry, because a pipe carries
+/// whole blocks. GNU tar and Go accept such an archive as complete. An archive with half of the
+/// marker gives a warning, as in GNU tar: its writer had written all entries.
 fn check_end(
     name: &str,
     tar: &TarReader<'_>,
@@ -357,8 +362,8 @@ fn check_end(
     Ok(())
 }
 
-/// Reads a layer to its end. If its archive is broken, its digest may be wrong too, and that is the
-/// better thing to say.
+/// Reads a layer to its end. If the archive is corrupt and its digest does not match, the digest
+/// error is returned, because it is more precise.
 fn whole_layer<R>(
     read: Result<R, ConvertError>,
     tar: &mut TarReader<'_>,
@@ -375,7 +380,7 @@ fn whole_layer<R>(
     }
 }
 
-/// Reads the image back: every block against what was appended, then the file system in it.
+/// Reads the image back: compares every block with the appended data, then checks the file system.
 pub(crate) fn verify(
     written: &Written,
     output: &Output,

@@ -1,11 +1,11 @@
 //! A directory of the host as a source.
 //!
-//! Walked by directory handles, so that nobody who swaps a directory for a symlink meanwhile can lead
-//! the walk elsewhere; symlinks are never followed (but the given path itself may be one). Entries come
-//! in byte order of their names, so that the image does not depend on the host's order. Other file
-//! systems mounted below are not entered: their mount points become empty directories, with a warning
-//! (a root file system in use has /proc and the like there). A file that changes while it is read is an
-//! error: half of one version and half of another is worse than no image.
+//! The walk uses directory handles and never follows symlinks (except the given path itself), so a
+//! process that replaces a directory with a symlink cannot redirect the walk. Entries come in byte
+//! order of their names, so that the image does not depend on the host's order. The walk does not
+//! enter other file systems: their mount points become empty directories, with a warning (the root
+//! file system of a running system has /proc and the like there). A file that changes while it is
+//! read is an error, because the image would have a mixture of two versions.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, CString, OsStr};
@@ -29,7 +29,7 @@ use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
 use crate::warnings::Warnings;
 
-/// What a directory is read with.
+/// The context of a walk.
 pub(crate) struct DirectoryIngest<'i, S> {
     pub content: &'i mut ContentWriter<S>,
     pub budget: &'i mut Budget,
@@ -77,19 +77,19 @@ struct Walk<'w, S> {
     warnings: &'w mut Warnings,
     reading: &'w Reading<'w>,
     device: u64,
-    /// Files with several names, by inode number.
+    /// Paths of files with several names, by inode number.
     links: HashMap<u64, Vec<u8>>,
 }
 
-/// A directory in the middle of being read.
+/// A directory that is being read.
 struct Level {
     fd: OwnedFd,
     path: PathBuf,
-    /// Its path in the image.
+    /// The directory's path in the image.
     inner: Vec<u8>,
-    /// Its place in the tree.
+    /// The directory's node in the tree.
     id: NodeId,
-    /// Names to come, last first.
+    /// Names still to be read, last first.
     names: Vec<CString>,
 }
 
@@ -118,7 +118,7 @@ impl<S: ContentSink> Walk<'_, S> {
         Ok(())
     }
 
-    /// Takes one entry; gives back a directory to go into.
+    /// Reads one entry; returns a directory to enter.
     fn entry(&mut self, level: &Level, name: &CStr) -> Result<Option<Level>, ConvertError> {
         let path = level.path.join(OsStr::from_bytes(name.to_bytes()));
         let text = path.display().to_string();
@@ -268,8 +268,8 @@ impl<S: ContentSink> Walk<'_, S> {
         Ok(content)
     }
 
-    /// The extended attributes of `name` in `dir`. By way of /proc, for the system calls that take a
-    /// handle refuse those of symlinks and devices.
+    /// The extended attributes of `name` in `dir`, read through /proc: the system calls that take a
+    /// descriptor fail for symlinks and devices.
     fn xattrs(
         &mut self,
         dir: &OwnedFd,
@@ -317,7 +317,7 @@ impl<S: ContentSink> Walk<'_, S> {
     }
 }
 
-/// What must stay the same while a file is read.
+/// The attributes that must not change while a file is read.
 fn state(stat: &Stat) -> impl PartialEq + use<> {
     (
         (stat.st_dev, stat.st_ino, stat.st_mode),
@@ -338,7 +338,7 @@ fn attributes(stat: &Stat) -> Attributes {
     }
 }
 
-/// What was listed a moment ago and is not there now, or is something else, has changed.
+/// An entry that was listed and is now missing or of another type has changed.
 fn vanished(action: &'static str, what: &str, error: Errno) -> ConvertError {
     match error {
         Errno::NOENT | Errno::LOOP | Errno::NOTDIR | Errno::NODATA => ConvertError::Changed {
@@ -363,7 +363,8 @@ fn sorted_names(fd: &OwnedFd, path: &Path) -> Result<Vec<CString>, ConvertError>
     Ok(names)
 }
 
-/// Where the file has data; `None` if it cannot be said, or not in few words.
+/// The data runs of the file; `None` if the file system does not report them, or if there are too
+/// many.
 fn data_runs(fd: &impl AsFd, size: u64, text: &str) -> Result<Option<SparseMap>, ConvertError> {
     let mut runs = Vec::new();
     let mut at = 0;
@@ -389,7 +390,7 @@ fn data_runs(fd: &impl AsFd, size: u64, text: &str) -> Result<Option<SparseMap>,
     Ok(SparseMap::new(size, runs, stored).ok())
 }
 
-/// The data runs of a file, one behind the other.
+/// The data runs of a file, in sequence.
 struct FileData<'f> {
     file: File,
     text: &'f str,

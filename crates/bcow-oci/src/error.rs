@@ -1,4 +1,4 @@
-//! What can go wrong in a conversion, kept apart by what a caller would do about it.
+//! Errors of a conversion, one variant for each reaction of a caller.
 
 use std::fmt;
 use std::io;
@@ -7,30 +7,30 @@ use std::path::PathBuf;
 use crate::digest::Digest;
 use crate::options::Platform;
 
-/// What sort of failure it is; the command picks its exit code by it.
+/// The class of an error; the command derives its exit code from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The input is broken: it contradicts itself, its digests, or the formats it claims to be in.
+    /// The input is corrupt: it contradicts itself, its digests, or its format.
     Invalid,
-    /// The input is well-formed as far as one can see, but uses something bcow does not know.
+    /// The input seems valid, but uses a feature that bcow does not support.
     Unsupported,
     /// The host failed to read or write.
     Io,
-    /// The input exceeds a limit that guards memory, time or space.
+    /// The input exceeds a limit on memory, time or space.
     Limit,
-    /// The caller asked for something that makes no sense.
+    /// The request is invalid or contradictory.
     Usage,
-    /// The caller asked to stop.
+    /// The caller cancelled the operation.
     Interrupted,
 }
 
-/// Where in the input something is wrong. Displays as `layer 2 of 5 (sha256:0123456789ab), entry "a/b"`.
+/// A place in the input. Displays as `layer 2 of 5 (sha256:0123456789ab), entry "a/b"`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Place {
     /// The layer, or the file or blob if the input has no layers.
     pub layer: String,
-    /// The entry's name as the input has it.
+    /// The name of the entry as the input has it.
     pub entry: Option<Vec<u8>>,
 }
 
@@ -43,7 +43,7 @@ impl Place {
         }
     }
 
-    /// One entry of it.
+    /// One entry of the layer.
     pub(crate) fn entry(name: impl Into<String>, entry: &[u8]) -> Self {
         Place {
             layer: name.into(),
@@ -62,8 +62,8 @@ impl fmt::Display for Place {
     }
 }
 
-/// A name from the input in double quotes: escaped, so that it cannot drive a terminal, and cut to
-/// a length that leaves the message readable.
+/// A name from the input in double quotes, with escapes, so that the name cannot send control
+/// sequences to a terminal, and cut to a readable length.
 pub(crate) fn quoted(name: &[u8]) -> String {
     const SHOWN: usize = 120;
     let shown = &name[..name.len().min(SHOWN)];
@@ -92,7 +92,7 @@ pub(crate) fn quoted(name: &[u8]) -> String {
     text
 }
 
-/// Which guard a hostile or very large input ran into.
+/// The limit that an input exceeds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LimitKind {
@@ -100,7 +100,8 @@ pub enum LimitKind {
     Entries,
     /// Decompressed size over compressed size of one layer.
     Ratio,
-    /// Uncompressed bytes over all layers; the holes of sparse files count, as who reads the files gets them.
+    /// Uncompressed bytes over all layers. Holes of sparse files count, because a reader of the
+    /// files gets their zeros.
     Bytes,
     /// Memory for names, link targets and extended attributes.
     NameBytes,
@@ -108,7 +109,7 @@ pub enum LimitKind {
     PathBytes,
     /// Extension headers (PAX, GNU) of one tar entry, in bytes.
     ExtensionBytes,
-    /// Bytes of the blocks around the scattered data of sparse files.
+    /// Bytes of the chunks of sparse files, the zeros around their data included.
     SparseFill,
     /// Data runs of one sparse file.
     SparseRuns,
@@ -153,48 +154,48 @@ impl LimitKind {
     }
 }
 
-/// What holds container images and was given as a root file system.
+/// A form of container images that was given as a root file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImageForm {
-    /// What `docker save` and `podman save` write.
+    /// The archive of `docker save` and `podman save`.
     DockerArchive,
     /// An OCI image layout, in a directory or an archive.
     OciLayout,
-    /// What `skopeo copy ... dir:` writes.
+    /// The directory of `skopeo copy ... dir:`.
     SkopeoDirectory,
 }
 
-/// Failure of a conversion. Nothing is left behind at the destination.
+/// A conversion failed. It leaves no file at the destination.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    /// The source is not written as bcow expects.
+    /// The source has a wrong syntax.
     #[error("{text:?} is no source: {problem}")]
     SourceSyntax {
-        /// What was given.
+        /// The source that was given.
         text: String,
-        /// Why it is none.
+        /// What is wrong with the source.
         problem: &'static str,
     },
-    /// The source is a path alone, which could be anything.
+    /// The source is a path without a transport, so its form is ambiguous.
     #[error("{text:?} is no source: missing transport")]
     MissingTransport {
-        /// What was given.
+        /// The source that was given.
         text: String,
     },
-    /// The platform is not written as OS/ARCH[/VARIANT].
+    /// The platform does not have the form OS/ARCH[/VARIANT].
     #[error("{text:?} is no platform")]
     PlatformSyntax {
-        /// What was given.
+        /// The platform that was given.
         text: String,
     },
     /// The destination cannot become an image file.
     #[error("cannot write the image to {}: {problem}", path.display())]
     Destination {
-        /// What was given.
+        /// The destination that was given.
         path: PathBuf,
-        /// Why it cannot.
+        /// The reason.
         problem: &'static str,
     },
     /// Options that contradict each other or are out of range.
@@ -220,7 +221,7 @@ pub enum ConvertError {
         /// The host's error.
         source: io::Error,
     },
-    /// The layout or archive lacks something or has something in the wrong form.
+    /// The layout or archive lacks a part, or a part has a wrong form.
     #[error("{place}: {problem}")]
     Layout {
         /// The file within the layout or archive.
@@ -228,45 +229,45 @@ pub enum ConvertError {
         /// What is wrong.
         problem: String,
     },
-    /// No image of that name.
+    /// The layout or archive has no image of this name.
     #[error("{place} has no image {reference:?}")]
     NoSuchReference {
         /// The layout or archive.
         place: String,
-        /// What was asked for.
+        /// The name that was asked for.
         reference: String,
-        /// What there is.
+        /// The names that there are.
         available: Vec<String>,
     },
-    /// No name given and several images, or one name for several images.
+    /// No name was given and there are several images, or several images match the name.
     #[error("{place} has several images{}", match reference { Some(r) => format!(" that match {r:?}"), None => String::new() })]
     AmbiguousReference {
         /// The layout or archive.
         place: String,
-        /// What was asked for, if anything.
+        /// The name that was asked for, if one was given.
         reference: Option<String>,
-        /// What there is.
+        /// The names that there are.
         available: Vec<String>,
     },
-    /// The image is not made for the platform.
+    /// There is no image for the platform.
     #[error("{place} has no image for platform {wanted}")]
     NoSuchPlatform {
         /// The layout or archive.
         place: String,
-        /// What was asked for, or the host's.
+        /// The platform that was asked for, or the host's.
         wanted: Box<Platform>,
-        /// What there is.
+        /// The platforms that there are.
         available: Vec<String>,
     },
-    /// A media type bcow does not know.
+    /// bcow does not support the media type.
     #[error("{place}: media type {media_type:?} is not supported")]
     MediaType {
         /// The blob.
         place: String,
-        /// Its media type.
+        /// The media type of the blob.
         media_type: String,
     },
-    /// The files are not those of a root file system: they hold an image.
+    /// The files are not a root file system: they are a container image.
     #[error("{place}: it holds {}, and is no root file system itself", match form {
         ImageForm::DockerArchive => "a container image, as `docker save` writes it",
         ImageForm::OciLayout => "container images, as an OCI image layout",
@@ -275,18 +276,18 @@ pub enum ConvertError {
     HoldsImage {
         /// The archive or directory.
         place: String,
-        /// What it is instead.
+        /// The form of the image.
         form: ImageForm,
-        /// How it is a source, if it is one.
+        /// The source argument that converts the image, if bcow supports its form.
         source_text: Option<String>,
     },
-    /// What is to be converted was converted before.
+    /// The source is a BCoW image already.
     #[error("{place} is a BCoW image already")]
     AlreadyConverted {
         /// The manifest.
         place: String,
     },
-    /// The new image would have the name of the one it is made of, in the same layout.
+    /// The new image would take the name of its source, in the same layout.
     #[error("the image would take the name {reference:?} in {} from the one it is made of", path.display())]
     ReplacesSource {
         /// The layout.
@@ -294,84 +295,84 @@ pub enum ConvertError {
         /// The name.
         reference: String,
     },
-    /// Compression of a kind bcow does not know.
+    /// bcow does not support the compression.
     #[error("{place}: {compression} compression is not supported")]
     Compression {
         /// The layer or file.
         place: String,
-        /// Its name.
+        /// The name of the compression.
         compression: &'static str,
     },
-    /// A string that should be a digest is none.
+    /// A string that must be a digest is invalid.
     #[error("{place}: {text:?} is no digest: {problem}")]
     DigestSyntax {
-        /// Where it stands.
+        /// The document that has the string.
         place: String,
         /// The string.
         text: String,
-        /// What is wrong with it.
+        /// What is wrong with the string.
         problem: &'static str,
     },
-    /// A blob that is referred to is not there.
+    /// A blob that a document refers to is missing.
     #[error("{place}: blob {digest} is missing")]
     MissingBlob {
-        /// What refers to it.
+        /// The document that refers to the blob.
         place: String,
-        /// Its digest.
+        /// The digest of the blob.
         digest: Digest,
-        /// The descriptor says where it could be had from (a foreign layer).
+        /// Whether the descriptor gives addresses to download the blob from (a foreign layer).
         foreign: bool,
     },
-    /// Bytes that do not hash to what refers to them says.
+    /// The bytes do not have the digest that the document records.
     #[error("{place}: {what} is {found}, expected {expected}")]
     DigestMismatch {
         /// The blob.
         place: String,
         /// "digest" or "diffID".
         what: &'static str,
-        /// What the manifest or config says.
+        /// The digest in the manifest or configuration.
         expected: Digest,
-        /// What the bytes hash to.
+        /// The digest of the bytes.
         found: Digest,
     },
-    /// A blob of another size than its descriptor says.
+    /// The size of the blob differs from that in its descriptor.
     #[error("{place}: the manifest says {expected} bytes, there are {found}")]
     SizeMismatch {
         /// The blob.
         place: String,
-        /// What the descriptor says.
+        /// The size in the descriptor.
         expected: u64,
-        /// What there is.
+        /// The size of the blob.
         found: u64,
     },
-    /// A compressed stream that does not decompress.
+    /// A compressed stream does not decompress.
     #[error("{place}: corrupt {format} stream: {problem}")]
     Decompress {
         /// The layer or file.
         place: String,
         /// "gzip" or "zstd".
         format: &'static str,
-        /// What the decoder says.
+        /// The decoder's message.
         problem: String,
     },
-    /// A tar archive that is no valid tar archive.
+    /// The tar archive is invalid.
     #[error("{place}: {problem}")]
     Tar {
-        /// Layer and entry.
+        /// The layer and the entry.
         place: Place,
         /// What is wrong.
         problem: TarProblem,
     },
-    /// The input is larger, deeper or more than allowed.
+    /// The input exceeds a limit.
     #[error("{place}: too many {}: {}at most {allowed} are allowed", kind.text(), match value { Some(v) => format!("{v}, "), None => String::new() })]
     Limit {
-        /// Layer and entry.
+        /// The layer and the entry.
         place: Place,
-        /// Which limit.
+        /// The limit.
         kind: LimitKind,
-        /// What the input has (at least), if that is known.
+        /// The value in the input, or a lower bound of it, if known.
         value: Option<u64>,
-        /// What is allowed.
+        /// The largest allowed value.
         allowed: u64,
     },
     /// A layer does not fit onto the layers below it.
@@ -379,7 +380,7 @@ pub enum ConvertError {
     Tree {
         /// The layer, or the merged tree.
         place: String,
-        /// What does not fit, with the path.
+        /// The conflict, with its path.
         problem: bcow_erofs::tree::TreeError,
     },
     /// A file changed while it was read.
@@ -388,19 +389,20 @@ pub enum ConvertError {
         /// The file.
         what: String,
     },
-    /// Writing the image failed for another reason than the host's I/O.
+    /// The image could not be written, for a reason other than the host's I/O.
     #[error("cannot write {}", path.display())]
     Image {
         /// The destination.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The written image does not read back as what was put in. Our bug, or the host's disk or memory.
+    /// The written image reads back with different content: a bug of bcow, or a fault of the host's
+    /// disk or memory.
     #[error("the written image does not read back as it was written")]
     Verify(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The caller asked to stop.
+    /// The caller cancelled the operation.
     #[error("interrupted")]
     Interrupted,
 }
@@ -476,7 +478,7 @@ pub enum TarProblem {
 }
 
 impl ConvertError {
-    /// What sort of failure it is.
+    /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         use ConvertError as E;
         match self {
@@ -510,7 +512,7 @@ impl ConvertError {
         }
     }
 
-    /// What the user could do about it, if there is something.
+    /// A hint for the user, if there is one.
     pub fn hint(&self) -> Option<String> {
         use ConvertError as E;
         let hint = match self {

@@ -1,4 +1,4 @@
-//! One layer: from its tar archive to its tree, the content going its own way.
+//! Reads one layer from its tar archive into a tree, and stores the content of its files.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -19,18 +19,18 @@ use crate::warnings::Warnings;
 /// Longest symlink target, as in Linux.
 const MAX_TARGET_BYTES: usize = 4095;
 
-/// What one layer is read with.
+/// The input and context of one layer.
 pub(crate) struct LayerIngest<'i, S> {
-    /// How errors name the layer.
+    /// The layer's name in messages.
     pub name: &'i str,
     pub reading: &'i Reading<'i>,
-    /// Whether an archive that holds images is refused.
+    /// Whether to refuse an archive that contains container images.
     pub recognise: bool,
     pub content: &'i mut ContentWriter<S>,
     pub uppers: &'i mut Uppers,
     pub budget: &'i mut Budget,
     pub warnings: &'i mut Warnings,
-    /// Apparent bytes of hidden files so far.
+    /// Apparent size of the hidden files so far.
     pub hidden_bytes: &'i mut u64,
 }
 
@@ -38,14 +38,14 @@ pub(crate) struct LayerIngest<'i, S> {
 pub(crate) struct Ingested {
     pub tree: LayerTree,
     pub entries: u64,
-    /// Files that were dropped as hidden, but turned out to have another name that can be seen.
+    /// Files that were dropped as hidden, but have another name that is visible.
     pub rescue: Rescue,
 }
 
-/// Entries of a layer whose content is wanted after all, by their number in the archive.
+/// Dropped entries of a layer whose content is needed, by their number in the archive.
 ///
-/// This takes a second reading of the layer. The case is rare: an upper layer deletes one of several
-/// hardlinks, and that one came first in the archive.
+/// They require a second reading of the layer. The case is rare: an upper layer deletes one of
+/// several hardlinks, and that hardlink comes first in the archive.
 #[derive(Debug, Default)]
 pub(crate) struct Rescue(BTreeMap<u64, NodeId>);
 
@@ -84,7 +84,8 @@ impl<S: ContentSink> LayerIngest<'_, S> {
     }
 }
 
-/// Stores the content of the entries in `rescue`, from a second reading of the layer; says how much it was.
+/// Stores the content of the entries in `rescue`, from a second reading of the layer; returns its
+/// size.
 pub(crate) fn rescue<S: ContentSink>(
     rescue: &Rescue,
     name: &str,
@@ -136,7 +137,7 @@ impl Layer<'_> {
             }));
         }
         let names = components(&path).map_err(|p| error(p.into()))?;
-        // What aufs kept for itself; the opaque mark has the same prefix.
+        // Internal files of aufs; the opaque mark has the same prefix.
         let internal = |name: &&[u8]| name.starts_with(b".wh..wh.");
         let Some((&last, parents)) = names.split_last() else {
             if entry.kind != EntryKind::Directory {
@@ -167,7 +168,7 @@ impl Layer<'_> {
         let attributes = self.attributes(&path, &mut entry)?;
         let device = |major, minor| DeviceNumber { major, minor };
         let kind = match entry.kind {
-            // Its attributes are those of the file it names.
+            // A hardlink has the attributes of its target.
             EntryKind::Hardlink => {
                 let linked = self.builder.hardlink(&slot, &entry.link, &path);
                 if let Some(id) = linked.map_err(error)? {
@@ -198,7 +199,7 @@ impl Layer<'_> {
         Ok(())
     }
 
-    /// Refuses an archive that a file in its root says holds images.
+    /// Refuses an archive if a file in its root shows that it contains container images.
     fn refuse_image(
         &self,
         name: &[u8],
@@ -264,7 +265,7 @@ impl Layer<'_> {
         Ok(())
     }
 
-    /// A file of this layer gets another name; if that one can be seen, its content is wanted.
+    /// Handles a new name of a file of this layer: if the name is visible, the content is needed.
     fn see(&mut self, slot: &Slot, id: NodeId) {
         if let Some(&number) = self.dropped.get(&id)
             && !self.uppers.hide(&self.builder, slot)
@@ -325,8 +326,9 @@ impl Layer<'_> {
 
 /// Whether an extended attribute goes into the image.
 ///
-/// Overlayfs's own and bcow's would change what a later mount of the layer shows; container engines that pass them on
-/// have been attacked that way. EROFS has no place for names outside the kernel's namespaces.
+/// The attributes of overlayfs and bcow are dropped: they would change the contents of a later
+/// mount, and container engines that kept them had vulnerabilities. EROFS supports only the
+/// kernel's namespaces.
 pub(crate) fn keep_xattr(name: &[u8], warnings: &mut Warnings) -> bool {
     const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
     const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
@@ -360,7 +362,7 @@ fn store<S: ContentSink>(
     stored.map_err(|e| store_error(Place::entry(layer, path), e))
 }
 
-/// Says where the content could not be stored.
+/// Adds the layer and the entry to an error of the content writer.
 pub(crate) fn store_error(place: Place, error: StoreError) -> ConvertError {
     let (kind, value, allowed) = match error {
         StoreError::Fill { value, allowed } => (LimitKind::SparseFill, value, allowed),
@@ -392,7 +394,7 @@ impl Data for EntryData<'_, '_> {
     }
 }
 
-/// Says in which layer and entry the archive is broken.
+/// Adds the layer and the entry to an error of the tar reader.
 pub(crate) fn tar_error(layer: &str, error: TarError) -> ConvertError {
     use crate::tar::reader::TarCause;
     let place = Place {
@@ -415,7 +417,7 @@ pub(crate) fn tar_error(layer: &str, error: TarError) -> ConvertError {
     }
 }
 
-/// Says which entry cannot be placed.
+/// Adds the entry to an error of the builder.
 pub(crate) fn place_error(layer: &str, entry: &[u8], error: PlaceError) -> ConvertError {
     let place = Place::entry(layer, entry);
     match error {

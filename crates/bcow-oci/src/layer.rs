@@ -1,5 +1,5 @@
-//! Reading one layer: its own thread reads, hashes, decompresses and hashes again, and hands chunks of
-//! tar to the parser.
+//! Reads one layer. A thread of its own reads the blob, hashes it, decompresses it, hashes the
+//! result, and sends chunks of the tar archive to the parser.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, BufRead, Read};
@@ -14,44 +14,46 @@ use crate::error::{ConvertError, LimitKind, Place};
 use crate::options::{Limits, Progress};
 use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
 
-/// Chunks on their way. Enough to bridge a large file's hashing, little enough for flat memory.
+/// Chunks in flight between the thread and the parser: enough to hash a large file without a stall,
+/// few enough to bound memory.
 const QUEUE: usize = 6;
-/// Compressed bytes read at a time.
+/// Compressed bytes per read.
 const INPUT_BYTES: usize = 256 << 10;
-/// zstd windows up to 128 MiB, as `zstd -d` accepts without being asked.
+/// zstd windows up to 128 MiB, the default limit of `zstd -d`.
 const MAX_WINDOW_LOG: u32 = 27;
-/// Padding that a tar archive may lack at its end, in blocks of 512 bytes: GNU tar fills up to 20, `tar -b 128` to 128.
+/// Padding that may be missing at the end of a tar archive, in blocks of 512 bytes: GNU tar pads to
+/// a multiple of 20, `tar -b 128` to a multiple of 128.
 const MAX_PADDING_BLOCKS: usize = 128;
-/// Below this many bytes a layer may be compressed by any ratio.
+/// The ratio limit applies beyond this many decompressed bytes.
 const RATIO_FREE_BYTES: u64 = 4 << 30;
 
-/// A layer as a source offers it.
+/// A layer of a source.
 #[derive(Debug, Clone)]
 pub(crate) struct LayerInput {
-    /// How messages name it.
+    /// The name in messages.
     pub name: String,
     pub blob: Blob,
-    /// Digest and size of the blob, to be checked.
+    /// Digest and size of the blob, to check it against.
     pub digest: Option<Digest>,
     pub size: Option<u64>,
-    /// Digest of the tar archive in it, to be checked.
+    /// Digest of the uncompressed tar archive, to check it against.
     pub diff_id: Option<DiffId>,
     pub media_type: Option<String>,
 }
 
-/// What all layers are read with.
+/// The options and counters that all layers share.
 pub(crate) struct Reading<'r> {
     pub limits: &'r Limits,
     pub progress: &'r dyn Progress,
     pub cancel: Cancel<'r>,
-    /// Whether the digest of the decompressed bytes is wanted of layers that do not promise one.
+    /// Whether to compute the diffID of a layer that has none recorded.
     pub find_diff_id: bool,
-    /// Uncompressed bytes of all layers, holes counted.
+    /// Uncompressed bytes of all layers so far, holes included.
     pub bytes: &'r AtomicU64,
 }
 
 impl<'r> Reading<'r> {
-    /// Counts bytes of the input, decompressed, or those of holes, which an archive does not have to hold.
+    /// Counts decompressed bytes of the input, or bytes of holes, which an archive does not store.
     pub(crate) fn count(
         &self,
         bytes: u64,
@@ -70,7 +72,7 @@ impl<'r> Reading<'r> {
         }
     }
 
-    /// For a second look at what was counted already: nothing of it is counted again.
+    /// For a second reading of a layer: its bytes are counted in `bytes`, not in the totals.
     pub(crate) fn again(&self, bytes: &'r AtomicU64) -> Reading<'r> {
         Reading {
             limits: self.limits,
@@ -83,24 +85,24 @@ impl<'r> Reading<'r> {
 }
 
 impl LayerInput {
-    /// Whether a digest says that the layer is whole, so that its archive need not say it.
+    /// Whether a digest covers the whole layer, so that its archive needs no end-of-archive marker.
     pub(crate) fn is_promised(&self) -> bool {
         self.digest.is_some() || self.diff_id.is_some()
     }
 }
 
-/// What was read.
+/// Byte counts and digest of a layer that was read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct LayerBytes {
-    /// As stored.
+    /// Stored (compressed) bytes.
     pub stored: u64,
-    /// Decompressed.
+    /// Decompressed bytes.
     pub tar: u64,
-    /// Digest of the decompressed bytes, if there was reason to find it.
+    /// Digest of the decompressed bytes, if it was computed.
     pub diff_id: Option<DiffId>,
 }
 
-/// Reads the layer through `parse`, to its last byte, and checks size and digests.
+/// Reads the layer through `parse` to its last byte, and checks its size and digests.
 pub(crate) fn read_layer<R>(
     input: &LayerInput,
     reading: &Reading<'_>,
@@ -124,7 +126,7 @@ pub(crate) fn read_layer<R>(
             let message = match produce(input, reading, &mut output) {
                 Ok(bytes) => Message::End(bytes),
                 Err(Stop::Failed(error)) => Message::Failed(*error),
-                // Nobody listens any more.
+                // The receiver is gone.
                 Err(Stop::Dropped) => return,
             };
             let _ = output.chunks.send(message);
@@ -145,7 +147,7 @@ enum Message {
     Failed(ConvertError),
 }
 
-/// The parser's end of the queue.
+/// The parser's end of the channel.
 struct FromThread {
     received: Receiver<Message>,
     used: Sender<Vec<u8>>,
@@ -170,10 +172,10 @@ impl ChunkSource for FromThread {
     }
 }
 
-/// Why the reading thread stops before the end.
+/// The reason why the reading thread stops before the end.
 enum Stop {
     Failed(Box<ConvertError>),
-    /// The parser has given up, for a reason of its own.
+    /// The parser has stopped because of an error of its own.
     Dropped,
 }
 
@@ -183,18 +185,18 @@ impl From<ConvertError> for Stop {
     }
 }
 
-/// What a compressed stream is, by its first bytes.
+/// The format of a stream, from its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Plain,
     Gzip,
     Zstd,
-    /// Known, but not supported.
+    /// A known format that bcow does not support.
     Other(&'static str),
 }
 
 impl Format {
-    /// What a layer's media type says.
+    /// The format that a layer's media type names.
     fn of_media_type(media_type: &str) -> Format {
         match media_type {
             t if t.ends_with("+gzip") || t.ends_with(".gzip") => Format::Gzip,
@@ -243,8 +245,8 @@ fn produce(
     if matches!(&decoded, Err(error) if !matches!(error, ConvertError::Decompress { .. })) {
         return decoded.map(|()| LayerBytes::default()).map_err(Stop::from);
     }
-    // To the last byte: padding behind the compressed data belongs to the digest too. And if the data
-    // does not decompress, a wrong digest says more than the decoder does.
+    // Read to the last byte: the digest also covers the padding behind the compressed data. If the
+    // data does not decompress, a digest error is more precise than the decoder's error.
     io::copy(&mut raw, &mut io::sink()).map_err(|e| {
         shared
             .failed
@@ -274,12 +276,13 @@ fn produce(
     })
 }
 
-/// The diffID of what was decompressed.
+/// Checks the diffID of the decompressed bytes.
 ///
-/// What writes zstd:chunked in containers/storage before 1.52 (skopeo 1.9 of Debian 12 has it) ends the layer with the
-/// two blocks of its end-of-archive marker and leaves out the padding that follows them, 10 KiB with GNU tar, while the
-/// diffID goes on to count it. podman takes such layers. Zeros that make the digest right are the ones that are missing:
-/// nothing else can be, and an archive means the same with them and without.
+/// The writer of zstd:chunked in containers/storage before 1.52 (used by skopeo 1.9 of Debian 12)
+/// ends the layer after the two blocks of the end-of-archive marker and omits the padding behind
+/// them, up to 10 KiB with GNU tar. The diffID covers that padding. podman accepts such layers. If
+/// adding zeros makes the digest match, then zeros are the bytes that are missing, and the archive
+/// has the same meaning without them.
 fn check_diff_id(
     output: &Output<'_>,
     hasher: Hasher,
@@ -327,8 +330,8 @@ fn decode(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> 
     let name = output.name;
     let start = raw.peek(8).map_err(|e| read_error("read", name, e))?;
     let format = Format::of(start);
-    // Some engines go by the media type and some by the bytes. A layer that is one thing to the ones and
-    // another to the others is refused.
+    // Some engines use the media type and others the first bytes. bcow refuses a layer where the
+    // two differ, because engines read it differently.
     if let Some(media_type) = output.media_type {
         let expected = Format::of_media_type(media_type);
         if expected != format && !matches!(format, Format::Other(_)) {
@@ -366,7 +369,7 @@ fn gunzip(raw: &mut RawReader<'_>, output: &mut Output<'_>) -> Result<(), Stop> 
         match next.first() {
             None => return Ok(()),
             Some(0x1f) => {}
-            // Zeros are padding, as gzip has it; anything else was meant to be something.
+            // Trailing zeros are padding, as in gzip; other trailing bytes are an error.
             Some(0) => return trailing_zeros(raw, output.name),
             Some(_) => return Err(trailing_garbage(output.name)),
         }
@@ -407,11 +410,11 @@ struct RawReader<'r> {
     shared: Rc<Shared>,
 }
 
-/// What is wanted of the reader while a decoder has it.
+/// State of the raw reader that is needed while a decoder owns the reader.
 #[derive(Default)]
 struct Shared {
     count: Cell<u64>,
-    /// A failure to read, which a decoder would wrap beyond recognition.
+    /// A read error, kept here because a decoder would wrap it in an error of its own.
     failed: RefCell<Option<ConvertError>>,
 }
 
@@ -453,7 +456,8 @@ impl<'r> RawReader<'r> {
         Ok(read)
     }
 
-    /// The first bytes, up to `bytes` of them. Only before anything was consumed.
+    /// The first bytes of the stream, up to `bytes` of them. Valid only before any byte is
+    /// consumed.
     fn peek(&mut self, bytes: usize) -> io::Result<&[u8]> {
         while self.end < bytes {
             let mut rest = [0; 8];
@@ -530,7 +534,7 @@ impl<'r> Output<'r> {
         }
     }
 
-    /// Takes all that the decoder gives.
+    /// Reads the decoder to its end.
     fn fill(&mut self, format: &'static str, decoder: &mut impl Decoder) -> Result<(), Stop> {
         loop {
             let read = match decoder.read(&mut self.chunk[self.filled..]) {
@@ -548,7 +552,7 @@ impl<'r> Output<'r> {
         }
     }
 
-    /// Sends the chunk off.
+    /// Sends the chunk to the parser.
     fn flush(&mut self) -> Result<(), Stop> {
         if self.filled == 0 {
             return Ok(());
@@ -644,7 +648,7 @@ mod tests {
         assert_eq!(Format::of(b"\xfd7zXZ\0"), Format::Other("xz"));
     }
 
-    /// Decompressed and compressed bytes so far, and whether that passes.
+    /// Whether this many decompressed and compressed bytes pass the ratio limit.
     fn passes(tar: u64, stored: u64) -> bool {
         let limits = Limits {
             max_ratio: 2000,

@@ -1,15 +1,21 @@
-//! Sources of container images, and their conversion into one flattened BCoW image.
+//! Conversion of container images into BCoW images, and their export.
 //!
-//! The way of an image through this crate: [`convert()`] opens the [`Source`] (`layout`, `docker`, `archive`
-//! find an image's layers; `directory` walks a directory of the host). For each layer, uppermost first, a
-//! thread reads, hashes and decompresses (`layer`, `blob`) and hands chunks on (`stream`); `tar` makes
-//! entries of them, `ingest` and `builder` a tree, and `content` puts the files' bytes into the image, each
-//! piece once, unless `hidden` says that an upper layer hides them. `convert` then has the trees merged,
-//! writes the file system's metadata and the JSON section, reads everything back (`verify`), and `output`
-//! gives the file its name.
+//! The path of an image through a conversion: [`convert()`] opens the [`Source`] (`layout`,
+//! `docker` and `archive` find an image's layers; `directory` walks a directory of the host). For
+//! each layer, uppermost first, a thread reads, hashes and decompresses the blob (`layer`, `blob`)
+//! and sends chunks to the parser (`stream`). `tar` reads entries from the chunks, `ingest` and
+//! `builder` build the layer's tree, and `content` stores the files' content in the image, equal
+//! pieces once, unless `hidden` finds that an upper layer hides a file. Then `convert` merges the
+//! trees, writes the file system's metadata and the JSON section, and reads the image back
+//! (`verify`); `output` gives the file its name.
 //!
-//! Everything read is hostile until proven otherwise: every limit is in [`Limits`] or a constant beside
-//! what it guards, and running into one is [`ConvertError::Limit`].
+//! `layered` converts an image layer by layer into an OCI layout. `store` opens BCoW images and
+//! finds the files below them, `join` shows several images as one, `commit` writes changes as a new
+//! image, `recode` rewrites an image with other options, and `export` writes tar archives and
+//! ordinary OCI images.
+//!
+//! All input is treated as hostile. Each limit is in [`Limits`] or a constant at the code that it
+//! protects; an input that exceeds a limit fails with [`ConvertError::Limit`].
 //!
 //! ```no_run
 //! use bcow_oci::{ConvertOptions, Source, convert};

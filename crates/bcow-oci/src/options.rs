@@ -1,4 +1,4 @@
-//! What a caller says about a conversion, and what it hears back.
+//! The options, progress callbacks and report of a conversion.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,33 +12,35 @@ use crate::error::ConvertError;
 
 pub use bcow::Compression;
 
-/// How to convert. [`ConvertOptions::default`] is what the command does without options.
+/// Options of a conversion. [`ConvertOptions::default`] is the command without options.
 #[derive(Debug, Clone)]
 pub struct ConvertOptions {
-    /// Which image of a multi-platform index; `None` is the host's. If given, a single image for
-    /// another platform is refused too.
+    /// Selects the image of a multi-platform index; `None` selects the host's platform. If a
+    /// platform is given, a single image for another platform is refused too.
     pub platform: Option<Platform>,
-    /// How blocks are stored. Ignored with `plain`.
+    /// Compression of blocks. Ignored with `plain`.
     pub compression: Compression,
-    /// Uncompressed and identity-mapped, so that the kernel can mount the file itself.
+    /// Store the image uncompressed and identity-mapped, so that the kernel can mount the file
+    /// itself.
     pub plain: bool,
-    /// Block size in bytes, a power of two from 4096 to 4 MiB; `None` picks by content.
+    /// Block size in bytes, a power of two from 4096 to 4 MiB; `None` selects the size by content.
     pub block_bytes: Option<u32>,
-    /// Threads for compression. The output does not depend on it.
+    /// Number of threads for compression. The output does not depend on it.
     pub threads: usize,
     /// Read the image back before it gets its name.
     pub verify: bool,
-    /// Take a tar archive that no digest vouches for without its end-of-archive marker.
+    /// Accept a tar archive that has neither a known digest nor an end-of-archive marker.
     pub allow_truncated: bool,
-    /// Take the files of an archive or directory that holds images for those of a root file system.
+    /// Convert an archive or directory that contains container images as a plain tree of files.
     pub as_files: bool,
-    /// Guards against hostile input.
+    /// Limits against hostile input.
     pub limits: Limits,
-    /// Recorded as the time of creation, seconds since 1970; if `None`, none is recorded.
+    /// Time of creation to record, in seconds since 1970; `None` records no time.
     pub source_date_epoch: Option<i64>,
-    /// Recorded as the version of the tool that made the image.
+    /// Version of the tool to record.
     pub tool_version: String,
-    /// The conversion stops soon after this becomes true, and cleans up.
+    /// A flag that cancels the conversion soon after it becomes true. The conversion then cleans
+    /// up.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
@@ -61,14 +63,14 @@ impl Default for ConvertOptions {
     }
 }
 
-/// Guards against hostile input. An input that exceeds one ends in [`ConvertError::Limit`].
+/// Limits against hostile input. An input that exceeds one fails with [`ConvertError::Limit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Files, directories and other nodes over all layers.
     pub max_entries: u64,
-    /// Decompressed over compressed bytes of a layer, applied past the first 4 GiB decompressed.
+    /// Decompressed over compressed bytes of a layer, checked beyond the first 4 GiB decompressed.
     pub max_ratio: u64,
-    /// Uncompressed bytes over all layers, the holes of sparse files counted.
+    /// Uncompressed bytes over all layers, holes of sparse files included.
     pub max_bytes: u64,
 }
 
@@ -82,7 +84,7 @@ impl Default for Limits {
     }
 }
 
-/// An operating system and processor, in OCI's words.
+/// An operating system and a processor architecture, in the terms of the OCI image specification.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Platform {
     /// `linux`, ...
@@ -95,7 +97,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// The platform this program runs on.
+    /// The platform of this program.
     pub fn host() -> Platform {
         let (architecture, variant) = match std::env::consts::ARCH {
             "x86_64" => ("amd64", None),
@@ -148,13 +150,13 @@ impl fmt::Display for Platform {
     }
 }
 
-/// Told how a conversion goes on. Every method does nothing unless implemented; `()` is silent.
+/// Callbacks of a conversion. Each method does nothing unless implemented; `()` is silent.
 pub trait Progress: Send + Sync {
-    /// How many bytes there are to read in this phase, if that is known.
+    /// The number of bytes to read in this phase, if known.
     fn total(&self, bytes: Option<u64>) {
         let _ = bytes;
     }
-    /// That many more bytes have been read.
+    /// `bytes` more bytes have been read.
     fn advance(&self, bytes: u64) {
         let _ = bytes;
     }
@@ -162,7 +164,7 @@ pub trait Progress: Send + Sync {
     fn phase(&self, name: &str) {
         let _ = name;
     }
-    /// Something the user should know that is no failure.
+    /// A warning for the user; the conversion continues.
     fn warning(&self, message: &str) {
         let _ = message;
     }
@@ -170,27 +172,27 @@ pub trait Progress: Send + Sync {
 
 impl Progress for () {}
 
-/// What a conversion did.
+/// The result of a conversion.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct Report {
     /// Digest of the image's manifest, if the source has one.
     pub manifest: Option<Digest>,
-    /// The image's platform, if it says so.
+    /// The image's platform, if recorded.
     pub platform: Option<Platform>,
     /// The layers, lowest first.
     pub layers: Vec<LayerReport>,
     /// Inodes in the image.
     pub entries: u64,
-    /// Bytes of file content that were kept, before deduplication, holes not counted.
+    /// Bytes of file content of the image, before deduplication, without holes.
     pub content_bytes: u64,
-    /// Bytes of it that were there already and are stored once.
+    /// Bytes of `content_bytes` that were found in the image already and are stored once.
     pub deduplicated_bytes: u64,
     /// Bytes of file content that upper layers hide; they are not stored.
     pub hidden_bytes: u64,
-    /// Size of the image's address space.
+    /// Size of the image's address space in bytes.
     pub size: u64,
-    /// Size of the file.
+    /// Length of the file in bytes.
     pub file_bytes: u64,
     /// Root of the Merkle tree over the file, in hexadecimal.
     pub merkle_root: String,
@@ -202,16 +204,16 @@ pub struct Report {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct LayerReport {
-    /// Digest of the bytes as they were stored, if the source has one.
+    /// Digest of the stored (compressed) bytes, if the source has one.
     pub digest: Option<Digest>,
     /// Digest of the uncompressed bytes, if the source has one.
     pub diff_id: Option<DiffId>,
-    /// Media type, if the source says one.
+    /// Media type, if the source has one.
     pub media_type: Option<String>,
-    /// Bytes as stored.
+    /// Length of the stored bytes.
     pub stored_bytes: u64,
-    /// Bytes uncompressed.
+    /// Length of the uncompressed bytes.
     pub bytes: u64,
-    /// Entries.
+    /// Number of entries.
     pub entries: u64,
 }

@@ -1,11 +1,11 @@
-//! The destination: all of it or nothing.
+//! The destination file, which appears complete or not at all.
 //!
-//! The image is written to a file without a name beside the destination, which vanishes by itself
-//! whatever happens to the process; when all is done it gets a name and is moved into place. Where the
-//! file system has no nameless files, a hidden `.NAME.*.tmp` takes its place.
+//! The image is written to an unnamed file in the directory of the destination; the kernel removes
+//! this file if the process dies. A complete image gets a name and is moved into place. On a file
+//! system without unnamed files, a hidden `.NAME.*.tmp` is used.
 //!
-//! As with `qemu-img convert`, an image that is there already is replaced; unlike with it, at once and
-//! only by a complete one.
+//! Like `qemu-img convert`, bcow replaces an existing image; unlike it, atomically and only with a
+//! complete image.
 
 use std::fs::File;
 use std::io;
@@ -16,18 +16,18 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use crate::error::ConvertError;
 
-/// A file that will appear at its destination.
+/// A file that is not yet at its destination.
 pub(crate) struct Output {
-    /// Where to: symlinks followed.
+    /// The destination, with symlinks resolved.
     path: PathBuf,
     directory: PathBuf,
     file: File,
-    /// The name it has so far, if any; removed on drop.
+    /// The temporary name, if the file has one; removed on drop.
     name: Option<PathBuf>,
 }
 
 impl Output {
-    /// Starts a file for `destination`.
+    /// Creates a file for `destination`.
     pub(crate) fn create(destination: &Path) -> Result<Output, ConvertError> {
         let refuse = |problem| ConvertError::Destination {
             path: destination.to_owned(),
@@ -43,7 +43,7 @@ impl Output {
             Ok(metadata) if !metadata.is_file() => {
                 return Err(refuse("it is neither a regular file nor a new name"));
             }
-            // A symlink stays, and what it points to is replaced.
+            // A symlink stays; its target is replaced.
             Ok(_) => std::fs::canonicalize(destination).map_err(failed)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => destination.to_owned(),
             Err(error) => return Err(failed(error)),
@@ -65,7 +65,7 @@ impl Output {
         })
     }
 
-    /// Starts a file in `directory` that gets its name from [`Output::name_as`].
+    /// Creates a file in `directory`; [`Output::name_as`] gives it a name.
     pub(crate) fn unnamed(directory: &Path) -> Result<Output, ConvertError> {
         let (file, name) =
             temporary(directory, directory).map_err(|source| ConvertError::Write {
@@ -81,26 +81,26 @@ impl Output {
         })
     }
 
-    /// Makes the file visible in its directory, in place of one that has the name. The caller has synced it, and
-    /// syncs the directory.
+    /// Gives the file a name in its directory, and replaces an existing file of that name. The
+    /// caller flushes the file before the call, and the directory after it.
     pub(crate) fn name_as(mut self, name: &str) -> Result<(), ConvertError> {
         self.path = self.directory.join(name);
         self.rename()
     }
 
-    /// Where temporary data of the conversion can go: there is room for the image, or there is not.
+    /// The directory for temporary data. Such data needs the same file system as the image.
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The file, to be written.
+    /// The file, for writing.
     pub(crate) fn file(&self) -> Result<File, ConvertError> {
         self.file
             .try_clone()
             .map_err(|source| self.failed("create", source))
     }
 
-    /// Makes the image durable, and then visible at its destination.
+    /// Makes the image durable, then moves it to its destination.
     pub(crate) fn publish(mut self) -> Result<(), ConvertError> {
         self.file
             .sync_all()
@@ -114,7 +114,8 @@ impl Output {
     fn rename(&mut self) -> Result<(), ConvertError> {
         let name = match self.name.clone() {
             Some(name) => name,
-            // Straight to the name if it is free: whoever is killed between two names leaves one.
+            // Link the file directly to a free name: this leaves no temporary name if the process
+            // is killed.
             None => match self.link(&self.path) {
                 Ok(()) => return Ok(()),
                 Err(rustix::io::Errno::EXIST) => {
@@ -152,13 +153,13 @@ impl Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if let Some(name) = &self.name {
-            // Already on the way out with an error that says more.
+            // The error that caused the drop is more precise than an error here.
             let _ = std::fs::remove_file(name);
         }
     }
 }
 
-/// A new file in `directory`, and its name if it had to have one.
+/// A new file in `directory`, and its name if the file system requires one.
 fn temporary(path: &Path, directory: &Path) -> io::Result<(File, Option<PathBuf>)> {
     match nameless(directory) {
         Ok(file) => Ok((file, None)),
@@ -179,7 +180,7 @@ fn nameless(directory: &Path) -> io::Result<File> {
         flags,
         Mode::from_raw_mode(0o666),
     )?);
-    // Without /proc it could never get a name.
+    // Without /proc, the file can never get a name.
     match std::fs::symlink_metadata(link_path(&file)) {
         Ok(_) => Ok(file),
         Err(_) => Err(rustix::io::Errno::OPNOTSUPP.into()),
@@ -201,7 +202,7 @@ fn temporary_name(path: &Path, directory: &Path) -> PathBuf {
     use std::sync::atomic::{AtomicU32, Ordering};
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let mut name = std::ffi::OsString::from(".");
-    // Cut, so that the longer name is still one.
+    // Shortened, so that the longer temporary name stays within the limit of the file system.
     let base = path.file_name().unwrap_or_default().as_encoded_bytes();
     let base = String::from_utf8_lossy(&base[..base.len().min(120)]).into_owned();
     name.push(base);

@@ -1,4 +1,4 @@
-//! Where images come from, as the user writes it.
+//! The source argument of a conversion.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,11 +6,12 @@ use std::str::FromStr;
 
 use crate::error::{ConvertError, ImageForm};
 
-/// Where an image comes from.
+/// A source of an image.
 ///
-/// Written `oci:DIR[:REF]`, `oci-archive:FILE[:REF]`, `docker-archive:FILE[:REF]`, `tar:FILE`, `tar:-`
-/// or `dir:PATH`; a plain path that ends in `.tar`, `.tar.gz`, `.tgz`, `.tar.zst` or `.tzst` is `tar:`.
-/// As in skopeo, the first colon behind the transport ends DIR or FILE.
+/// The syntax is `oci:DIR[:REF]`, `oci-archive:FILE[:REF]`, `docker-archive:FILE[:REF]`,
+/// `tar:FILE`, `tar:-` or `dir:PATH`; a plain path that ends in `.tar`, `.tar.gz`, `.tgz`,
+/// `.tar.zst` or `.tzst` means `tar:`. As in skopeo, the first colon behind the transport ends DIR
+/// or FILE.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// An OCI image layout in a directory.
@@ -27,7 +28,7 @@ pub enum Source {
         /// Name or digest of the image.
         reference: Option<String>,
     },
-    /// What `docker save` and `podman save` write.
+    /// An archive of `docker save` or `podman save`.
     DockerArchive {
         /// The archive.
         file: PathBuf,
@@ -40,7 +41,7 @@ pub enum Source {
     Directory(PathBuf),
 }
 
-/// Where a tar archive comes from.
+/// A tar archive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TarInput {
     /// A file.
@@ -50,7 +51,7 @@ pub enum TarInput {
 }
 
 impl Source {
-    /// What stands before the first colon.
+    /// The text in front of the first colon.
     pub fn transport(&self) -> &'static str {
         match self {
             Source::Oci { .. } => "oci",
@@ -73,7 +74,7 @@ impl FromStr for Source {
         const ARCHIVES: [&str; 5] = [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst"];
         let plain_tar = ARCHIVES.iter().any(|end| text.ends_with(end));
         let (transport, rest) = match text.split_once(':') {
-            // "./a:b.tar" and "dir/a:b.tar" are paths, not transports.
+            // "./a:b.tar" and "dir/a:b.tar" are paths without a transport.
             Some((transport, rest)) if !transport.contains('/') => (transport, rest),
             _ if plain_tar => return Ok(Source::Tar(TarInput::File(text.into()))),
             _ => {
@@ -114,7 +115,7 @@ impl FromStr for Source {
 }
 
 impl Source {
-    /// Adds to an error what only the source knows: by what name it would have worked.
+    /// Adds the source argument that would work to a [`ConvertError::HoldsImage`].
     pub(crate) fn explain(&self, mut error: ConvertError) -> ConvertError {
         if let ConvertError::HoldsImage {
             form, source_text, ..

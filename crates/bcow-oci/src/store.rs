@@ -1,11 +1,13 @@
-//! Opens images in BCoW form, and finds the layers below them.
+//! Opens images in BCoW form, and finds the files below them.
 //!
-//! An image names what lies below it by digest. The files are looked up by digest: in the layout that the image stands in,
-//! then in the stores that the user names. Where the image has a file name for a digest too, the file is also looked up under
-//! that name: beside the image, then in the directories that the user names. No path ever comes out of a file.
+//! An image names the files below it by digest. The finder looks a digest up in the layout that
+//! contains the image, then in the stores that the user names. Where the image also has a file name
+//! for a digest, the finder looks for that name: in the directory of the image, in the directories
+//! that the user names, then in the stores. No file contains a path.
 //!
-//! That a file found under a digest or a name is the right one is checked by what the image says of it: the length and the
-//! hash tree's root in its header. A file of which the image says nothing is hashed as a whole.
+//! The finder checks each file that it finds against the image's metadata: the length of the file
+//! and the root of its hash tree, both from the file's header. If the metadata does not describe
+//! the file, the finder hashes the whole file.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
@@ -27,28 +29,30 @@ use crate::error::ConvertError;
 use crate::layout;
 use crate::name::ImageName;
 
-/// Files below a file, one below the other (spec section 8).
+/// Largest number of files below a file, one below the other (spec section 8).
 const MAX_DEPTH: u32 = 64;
 
 /// An open image.
 pub struct Opened {
     /// The address space.
     pub image: Arc<Image>,
-    /// The file that holds it.
+    /// The path of the image's file.
     pub path: PathBuf,
-    /// What a stack says of its layers, lowest first; empty for other images.
+    /// The layers of a stack, lowest first; empty for an image that is not a stack.
     pub layers: Vec<StackLayer>,
-    /// Every file below it that was found, each once: layers in their order, then what only layers need.
+    /// Every file below the image that was found, each once: first the layers in their order, then
+    /// the files that only layers need.
     pub below: Vec<BelowFile>,
-    /// What is wrong with the files below it, in the order they were asked for. What needs them will fail.
+    /// The problems of the files below the image, in the order of the lookups. A read of a block
+    /// that such a file has to supply fails.
     pub problems: Vec<Arc<LayerProblem>>,
 }
 
 /// A layer of a stack.
 pub struct StackLayer {
-    /// What the stack says of it.
+    /// What the stack's metadata records about the layer.
     pub facts: LayerFacts,
-    /// The file, if it was found and is the right one.
+    /// The file, if it was found and matches `facts`.
     pub file: Option<LayerFile>,
 }
 
@@ -57,38 +61,39 @@ pub struct StackLayer {
 pub struct LayerFacts {
     /// Digest of the file.
     pub digest: Digest,
-    /// `file_bytes` of its header.
+    /// `file_bytes` of the file's header.
     pub file_bytes: u64,
-    /// `merkle_root` of its header.
+    /// `merkle_root` of the file's header.
     pub merkle_root: [u8; 32],
 }
 
-/// What an image says of a file below it that it names by digest (spec section 13, `backings`).
+/// What an image's metadata records about a file below it that the image names by digest (spec
+/// section 13, `backings`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BackingFacts {
-    /// What identifies it.
+    /// What identifies the file.
     pub facts: LayerFacts,
-    /// The file name it had.
+    /// The file name that the file had when the image was written.
     pub name: Option<String>,
 }
 
-/// Where files below an image may be, as the user allows it.
+/// Where the user allows bcow to look for files below an image.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Places<'p> {
     /// OCI layouts, and directories of files named by their digests.
     pub stores: &'p [PathBuf],
-    /// Directories for file names, beside that of the image and the stores.
+    /// Directories to search by file name, besides those of the image and the stores.
     pub named: &'p [PathBuf],
-    /// Files that the user named and that may be the ones, whatever their names.
+    /// Files that the user named. Each is a candidate for any digest, whatever its name.
     pub given: &'p [PathBuf],
 }
 
 /// A file that was found by its digest or its name.
 #[derive(Clone)]
 pub struct LayerFile {
-    /// Where it was found.
+    /// The path of the file.
     pub path: PathBuf,
-    /// Its address space.
+    /// The address space of the file.
     pub image: Arc<Image>,
 }
 
@@ -96,41 +101,42 @@ pub struct LayerFile {
 pub struct BelowFile {
     /// A short name: `layer 2 of 5` or `backing sha256:0123456789ab`.
     pub label: String,
-    /// How messages name it: `layer 2 of 5 (sha256:...)` or `backing sha256:...`.
+    /// The name in messages: `layer 2 of 5 (sha256:...)`, `backing "NAME" (sha256:...)` or `backing
+    /// sha256:...`.
     pub name: String,
-    /// Its digest.
+    /// The digest of the file.
     pub digest: Digest,
-    /// Where it was found.
+    /// The path of the file.
     pub path: PathBuf,
 }
 
-/// Failure to open an image.
+/// An image could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The name is not written as bcow expects.
+    /// The image name has a wrong syntax.
     #[error("{text:?} names no image: {problem}")]
     NameSyntax {
-        /// What was given.
+        /// The name that was given.
         text: String,
-        /// Why it is none.
+        /// What is wrong with the name.
         problem: &'static str,
     },
-    /// The layout is not as it should be.
+    /// The layout is missing, unreadable or invalid.
     #[error(transparent)]
     Layout(#[from] ConvertError),
-    /// An image of the layout that is not in BCoW form.
+    /// The image of the layout is not in BCoW form.
     #[error("{place} is an ordinary OCI image")]
     OrdinaryImage {
         /// The manifest.
         place: String,
     },
-    /// There is no such blob in the layout.
+    /// The layout does not have this blob.
     #[error("{} has no blob {digest}", directory.display())]
     NoSuchBlob {
         /// The layout.
         directory: PathBuf,
-        /// What was asked for.
+        /// The digest that was asked for.
         digest: Digest,
     },
     /// The file does not open as an image.
@@ -138,59 +144,60 @@ pub enum StoreError {
     Open {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: bcow::Error,
     },
     /// Files below the image are missing or wrong.
     #[error("{first}{}", match others { 0 => String::new(), 1 => ", and 1 more is missing or wrong".into(), n => format!(", and {n} more are missing or wrong") })]
     Layers {
-        /// The first of them.
+        /// The first of the problems.
         first: Arc<LayerProblem>,
-        /// How many more there are.
+        /// How many more problems there are.
         others: usize,
     },
 }
 
-/// What is wrong with a file below an image. `name` is `layer 2 of 5 (sha256:...)` or `backing sha256:...`.
+/// The problem of a file below an image. `name` is the file's name in messages; see
+/// [`BelowFile::name`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayerProblem {
-    /// It is in none of the places to look.
+    /// No place has the file.
     #[error("{name} is not there{}", looked_in(places))]
     Missing {
-        /// What it is.
+        /// The name of the file.
         name: String,
-        /// Where it was looked for.
+        /// The directories that were searched.
         places: Vec<PathBuf>,
     },
-    /// It is there, but does not open.
+    /// The file is there, but does not open.
     #[error("cannot open {name} in {}: {source}", path.display())]
     Open {
-        /// What it is.
+        /// The name of the file.
         name: String,
-        /// Where it was found.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// There is a file in its place that is another one.
+    /// A file is there, but it is a different file.
     #[error("{} is not {name}: its {what} is {found}, not {expected}", path.display())]
     Wrong {
-        /// What it should be.
+        /// The name of the expected file.
         name: String,
-        /// Where it was found.
+        /// The path of the file that is there.
         path: PathBuf,
-        /// In what it differs.
+        /// The property that differs.
         what: &'static str,
-        /// What it is there.
+        /// The value in the file that is there.
         found: String,
-        /// What it should be.
+        /// The expected value.
         expected: String,
     },
-    /// The files below it are too many, one below the other, or one of them is below itself.
+    /// More than 64 files lie one below the other, or a file is below itself.
     #[error("more than {MAX_DEPTH} files, one below the other, end in {name}")]
     TooDeep {
-        /// What it is.
+        /// The name of the file.
         name: String,
     },
 }
@@ -204,7 +211,7 @@ fn looked_in(places: &[PathBuf]) -> String {
 }
 
 impl LayerProblem {
-    /// Stable code, for a checker's findings.
+    /// A stable code, for the findings of `bcow check`.
     pub fn code(&self) -> &'static str {
         match self {
             LayerProblem::Missing { .. } => "backing-missing",
@@ -213,7 +220,7 @@ impl LayerProblem {
         }
     }
 
-    /// What it is that is missing or wrong.
+    /// The name of the file that is missing or wrong.
     pub fn name(&self) -> &str {
         match self {
             LayerProblem::Missing { name, .. }
@@ -223,7 +230,7 @@ impl LayerProblem {
         }
     }
 
-    /// What the user could do about it.
+    /// A hint for the user.
     pub fn hint(&self) -> &'static str {
         match self {
             LayerProblem::Missing { .. } => {
@@ -248,7 +255,7 @@ impl LayerProblem {
 }
 
 impl StoreError {
-    /// What the user could do about it, if there is something.
+    /// A hint for the user, if there is one.
     pub fn hint(&self) -> Option<String> {
         match self {
             StoreError::NameSyntax { .. } => {
@@ -265,7 +272,7 @@ impl StoreError {
 }
 
 impl Opened {
-    /// Refuses an image of which something is missing or wrong.
+    /// Returns [`StoreError::Layers`] if a file below the image is missing or wrong.
     pub fn require_all(&self) -> Result<(), StoreError> {
         match &self.problems[..] {
             [] => Ok(()),
@@ -276,16 +283,17 @@ impl Opened {
         }
     }
 
-    /// Whether it is the stack of layers.
+    /// Whether the image is a stack of layers.
     pub fn is_stack(&self) -> bool {
         !self.layers.is_empty()
     }
 }
 
-/// Opens the image that `name` means. Files below it are looked up in the layout it stands in, then in `places`.
+/// Opens the image `name`. Files below the image are looked up in the layout that contains the
+/// image, then in `places`.
 ///
-/// Layers that are missing or wrong are no error here; they stand in [`Opened::problems`]. With [`Verify::Merkle`] the
-/// digest of a layout's blob is checked too, so that every byte read is what the manifest says.
+/// A layer that is missing or wrong is not an error of this function: [`Opened::problems`] lists
+/// it. With [`Verify::Merkle`] the function also checks the digest of a layout's blob.
 pub fn open(
     name: &ImageName,
     places: Places<'_>,
@@ -300,7 +308,7 @@ pub fn open(
         source,
     };
     let finder = Finder::new(found.layout.as_deref(), places, options.clone());
-    // What the image says of the files below it has to be known before they are opened.
+    // The metadata describes the files below, so it is read before they are opened.
     let facts = Image::open_with_backings(found.file.clone(), options, &NoLayers)
         .and_then(|image| match image.metadata() {
             Ok(metadata) => {
@@ -308,7 +316,8 @@ pub fn open(
                 finder.learn_names(&backing_facts(&metadata), &directory);
                 Ok(stack_facts(&metadata))
             }
-            // Who reads no metadata does not need it; what it would have said of layers is then hashed.
+            // An unreadable metadata section is not an error here: the files below are then hashed
+            // whole.
             Err(error) if error.code().is_some() => Ok(Vec::new()),
             Err(error) => Err(error),
         })
@@ -337,20 +346,20 @@ pub fn open(
     })
 }
 
-/// A file that a name means.
+/// The file of an image name.
 #[derive(Debug)]
 pub struct Located {
-    /// Where it is.
+    /// The path of the file.
     pub path: PathBuf,
-    /// The file.
+    /// The open file.
     pub file: Arc<File>,
-    /// The digest it goes by.
+    /// The digest that the name or the manifest gives the file.
     pub digest: Option<Digest>,
-    /// The layout it stands in.
+    /// The layout that contains the file.
     pub layout: Option<PathBuf>,
 }
 
-/// Finds the file that `name` means; it may still turn out to be no image.
+/// Finds the file of `name`. The file is opened, but not checked to be an image.
 pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
     let (directory, digest, size) = match name {
         ImageName::File(path) => {
@@ -427,7 +436,7 @@ pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
     })
 }
 
-/// The layout whose blob the file at `path` is, if it is one.
+/// The layout that has the file at `path` as a blob, if there is one.
 fn layout_around(path: &Path) -> Option<PathBuf> {
     let folder = path.canonicalize().ok()?.parent()?.to_owned();
     let blobs = folder.parent().filter(|_| folder.ends_with("sha256"))?;
@@ -454,8 +463,8 @@ fn check_digest(found: &Located, digest: &Digest) -> Result<(), StoreError> {
     }
 }
 
-/// What a stack's metadata says of its layers. Nothing for an image that holds its content itself, and nothing for
-/// layers of which it does not say enough.
+/// The layers in a stack's metadata; empty for an image that is not a stack. A layer without one of
+/// the required fields is left out.
 fn stack_facts(metadata: &serde_json::Value) -> Vec<LayerFacts> {
     let layers = metadata["layers"].as_array().map_or(&[][..], Vec::as_slice);
     layers.iter().filter_map(facts_of).collect()
@@ -470,8 +479,8 @@ fn facts_of(object: &serde_json::Value) -> Option<LayerFacts> {
     })
 }
 
-/// What an image's metadata says of the files below it that it names by digest. Nothing of files of which it does not say
-/// enough; a name that is no plain file name is no name.
+/// The files below an image that its metadata names by digest. A file without one of the required
+/// fields is left out; a name that is not a plain file name counts as no name.
 pub fn backing_facts(metadata: &serde_json::Value) -> Vec<BackingFacts> {
     let backings = metadata["backings"].as_array();
     backings
@@ -487,7 +496,7 @@ pub fn backing_facts(metadata: &serde_json::Value) -> Vec<BackingFacts> {
         .collect()
 }
 
-/// Gives no layer, for a first look.
+/// Resolves no backing, to read an image's metadata before the files below it are opened.
 struct NoLayers;
 
 impl BackingResolver for NoLayers {
@@ -496,7 +505,7 @@ impl BackingResolver for NoLayers {
     }
 }
 
-/// Directories that have files by their digests.
+/// A lookup of files by digest in the places that the user allows.
 pub struct Stores(Finder);
 
 impl Stores {
@@ -505,7 +514,7 @@ impl Stores {
         Stores(Finder::new(None, places, options))
     }
 
-    /// What is wrong with files that were asked for, in that order.
+    /// The problems of the files that were looked up, in the order of the lookups.
     pub fn problems(&self) -> Vec<Arc<LayerProblem>> {
         self.0.problems.borrow().clone()
     }
@@ -527,37 +536,41 @@ impl Digests for Stores {
     }
 }
 
-/// Everything that was looked for below one image.
+/// The lookups of the files below one image, and their results.
 struct Finder {
-    /// For digests, and behind the directories of `Facts::names` for names.
+    /// Searched by digest, and by name after the directories of `Facts::names` and `named`.
     stores: Vec<PathBuf>,
-    /// For names only.
+    /// Searched by name only.
     named: Vec<PathBuf>,
-    /// For whatever they are.
+    /// Candidates for every digest.
     given: Vec<PathBuf>,
     options: OpenOptions,
-    /// What is known of files that were not looked for yet. What the uppermost file says of one holds.
+    /// What images record about the files below them. The first record of a digest, which comes
+    /// from the uppermost file, stays.
     facts: RefCell<HashMap<Digest, Facts>>,
     known: RefCell<HashMap<Digest, Known>>,
     problems: RefCell<Vec<Arc<LayerProblem>>>,
 }
 
-/// What is known of a file.
+/// What images record about one file.
 #[derive(Default)]
 struct Facts {
     /// `layer 2 of 5`.
     label: Option<String>,
     facts: Option<LayerFacts>,
-    /// File names that it may have, each with the directory of the file that says so.
+    /// The names that the file may have, each with the directory of the image that records the
+    /// name.
     names: Vec<(PathBuf, String)>,
 }
 
 enum Known {
-    /// It is being opened; whoever asks for it meanwhile is below itself.
+    /// The file is being opened. A lookup of the same digest meanwhile means that the file is below
+    /// itself.
     Opening,
-    /// Open, with so many files one below the other, itself included.
+    /// The file is open. The number is the length of the longest chain of files from this one down,
+    /// this one included.
     Open(LayerFile, u32),
-    /// It cannot be had, and the problems say why.
+    /// The file cannot be opened; `problems` has the reason.
     Failed,
 }
 
@@ -587,7 +600,7 @@ impl Finder {
         }
     }
 
-    /// `directory` is that of the file that says so.
+    /// `directory` is that of the image whose metadata has `backings`.
     fn learn_names(&self, backings: &[BackingFacts], directory: &Path) {
         let mut all = self.facts.borrow_mut();
         for backing in backings {
@@ -599,9 +612,10 @@ impl Finder {
         }
     }
 
-    /// What the image, which stands in `directory`, says of the files below it.
+    /// Records what the metadata of the image, whose file is in `directory`, says of the files
+    /// below it.
     fn learn_from(&self, image: &Image, directory: &Path) {
-        // Without metadata the files below it are hashed as a whole.
+        // If the metadata is unreadable, the files below are hashed whole.
         if image.backings().next().is_some()
             && let Ok(metadata) = image.metadata()
         {
@@ -610,7 +624,7 @@ impl Finder {
         }
     }
 
-    /// How messages name what has this digest.
+    /// The name in messages of the file with this digest.
     fn name(&self, digest: &Digest) -> String {
         let all = self.facts.borrow();
         let Some(known) = all.get(digest) else {
@@ -654,8 +668,9 @@ impl Finder {
             .collect()
     }
 
-    /// The file of this digest with an address space of `size` bytes, `depth` files below the image; and how many files
-    /// one below the other it is.
+    /// The file of this digest, which must have an address space of `size` bytes, and the length of
+    /// the longest chain of files from this one down. `depth` is the number of files below the
+    /// image at which the lookup takes place.
     fn find(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
         let too_deep = match self.known.borrow().get(digest) {
             Some(Known::Open(file, height)) => return Some((file.clone(), *height)),
@@ -672,7 +687,7 @@ impl Finder {
         None
     }
 
-    /// Another entry may give another size for what is known already.
+    /// A known file may be named by a second entry with a different size.
     fn require_size(&self, digest: &Digest, file: &LayerFile, size: u64) -> Option<()> {
         if file.image.size() == size {
             return Some(());
@@ -691,7 +706,7 @@ impl Finder {
         self.problems.borrow_mut().push(Arc::new(problem));
     }
 
-    /// Opens the first file that has the name of the digest and is the right one.
+    /// Opens the first candidate that is the right file.
     fn open_first(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
         let know = |known| self.known.borrow_mut().insert(digest.clone(), known);
         know(Known::Opening);
@@ -703,7 +718,7 @@ impl Finder {
                     know(Known::Open(file.clone(), height));
                     return Some((file, height));
                 }
-                // It was named for something else.
+                // The user named this file for a different purpose.
                 Err(_) if matches!(candidate, Candidate::Given(_)) => {}
                 Err(problem) => {
                     first_problem.get_or_insert(problem);
@@ -718,7 +733,7 @@ impl Finder {
         None
     }
 
-    /// The directories in which a file of this digest is looked for, each once.
+    /// The directories that are searched for a file of this digest, each once.
     fn places(&self, digest: &Digest) -> Vec<PathBuf> {
         let mut places = self.stores.clone();
         for (directory, _) in self.named_places(digest) {
@@ -729,7 +744,7 @@ impl Finder {
         places
     }
 
-    /// The directories in which names of a file of this digest are looked for, with the names.
+    /// The directories that are searched by name for a file of this digest, each with the name.
     fn named_places(&self, digest: &Digest) -> Vec<(PathBuf, String)> {
         let all = self.facts.borrow();
         let names = all.get(digest).map_or(&[][..], |known| &known.names);
@@ -744,7 +759,8 @@ impl Finder {
             .collect()
     }
 
-    /// Where a file of this digest may be: under its hexadecimal digits, or under a name that a file above has for it.
+    /// The candidates for a digest: by hexadecimal digits, by the names that images record, and the
+    /// files that the user named.
     fn candidates(&self, digest: &Digest) -> Vec<Candidate> {
         let hex = digest.hex();
         let algorithm = digest.algorithm().name();
@@ -763,7 +779,7 @@ impl Finder {
             .collect()
     }
 
-    /// Opens a candidate; `None` if there is no such file.
+    /// Opens a candidate; `None` if the file does not exist.
     fn open_candidate(
         &self,
         candidate: &Candidate,
@@ -780,7 +796,8 @@ impl Finder {
         let Some(file) = candidate.open().map_err(failed)? else {
             return Ok(None);
         };
-        // What it says of files below it counts only when it is known to be the right one.
+        // The files below the candidate are opened only after the candidate is known to be the
+        // right file.
         let alone = Image::open_with_backings(file.clone(), &self.options, &NoLayers)
             .map_err(|error| failed(error.into()))?;
         let wrong = |what, found: String, expected: String| LayerProblem::Wrong {
@@ -852,11 +869,12 @@ impl Finder {
 
 /// A file that may be the right one.
 enum Candidate {
-    /// Under a path made of names that the user gave and of hexadecimal digits.
+    /// A path made of a directory of the user's choice and of the digest.
     Path(PathBuf),
-    /// Under a name in a directory. Symbolic links are not followed: the name comes out of a file.
+    /// A name in a directory. Symbolic links are not followed, because the name comes from an image
+    /// file.
     Named(PathBuf, String),
-    /// One that the user named, perhaps for something else.
+    /// A file that the user named, perhaps for a different purpose.
     Given(PathBuf),
 }
 
@@ -868,13 +886,13 @@ impl Candidate {
         }
     }
 
-    /// Opens it; `None` if there is no such file.
+    /// Opens the file; `None` if it does not exist.
     fn open(&self) -> Result<Option<Arc<File>>, Box<dyn std::error::Error + Send + Sync>> {
         match self {
             Candidate::Path(path) | Candidate::Given(path) => match open_regular(path) {
                 Ok(Some(blob)) => Ok(blob.file()),
                 Ok(None) => Ok(None),
-                // The path is told beside it.
+                // The caller's error has the path.
                 Err(ConvertError::Read { source, .. }) => Err(source.into()),
                 Err(error) => Err(error.into()),
             },
@@ -888,12 +906,12 @@ impl Candidate {
     }
 }
 
-/// Gives a file's backings.
+/// Resolves the backings of one file.
 struct Below<'f> {
     finder: &'f Finder,
-    /// Files above those that are given.
+    /// Number of files above the backings.
     depth: u32,
-    /// Files one below the other, as far as they were given.
+    /// Longest chain of files among the backings resolved so far.
     height: Cell<u32>,
 }
 
@@ -909,7 +927,7 @@ impl<'f> Below<'f> {
 
 impl BackingResolver for Below<'_> {
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
-        // Images name no files; what does is not looked up here.
+        // Backings with a file name are not looked up here.
         let BackingName::Digest(digest) = backing.name else {
             return Ok(None);
         };
