@@ -63,7 +63,7 @@ pub fn when_free<T>(
 
 /// Whether somebody holds the upper who lets go of it soon: a process that ends its mount, or may be about to.
 fn ends_soon(error: &UpperError, waited: Duration) -> bool {
-    let UpperError::InUse { holder, .. } = error else {
+    let Some((_, holder)) = error.in_use() else {
         return false;
     };
     match holder {
@@ -140,11 +140,11 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         failure = failure.caused_by_text(cause.to_string());
         source = cause.source();
     }
-    if let UpperError::InUse { path, .. } = error {
+    if let Some((path, _)) = error.in_use() {
         failure = name_holders(failure, path);
     }
     match error {
-        UpperError::InUse { .. } => failure.hint("unmount it first, or wait"),
+        _ if error.in_use().is_some() => failure.hint("unmount it first, or wait"),
         UpperError::AnotherImage { .. } => {
             failure.hint("name the image that it was begun on; what is in it makes no sense with others")
         }

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import struct
+import tempfile
 
 import syscalls
 from promises import promise
@@ -76,6 +77,35 @@ class Refusals(UnionCase):
         self.refused(self.upper, "upper", r"(?i)image", image=image)
         self.mount.mount()
         self.assertEqual(self.read("kept"), b"kept")
+
+    @promise("bcow refuses an upper that is inside the upper of an active mount, or that contains such an upper.")
+    def test_an_upper_inside_another_and_around_it(self):
+        self.mount.mount()
+        os.mkdir(os.path.join(self.where, "sub"))
+        directory = os.path.dirname(self.upper)
+        bound = os.path.join(directory, "bound")
+        os.mkdir(bound)
+        # Not in any of the uppers.
+        other = tempfile.mkdtemp(dir=os.path.dirname(directory))
+        self.addCleanup(os.rmdir, other)
+        inside = os.path.join(self.upper, "sub")
+        # The path to it does not lead through the upper.
+        run("mount", "--bind", inside, bound)
+        self.addCleanup(run, "umount", bound)
+        around = os.path.join(directory, "around")
+        os.mkdir(around)
+        run("mount", "--bind", directory, around)
+        self.addCleanup(run, "umount", around)
+        for upper in (inside, os.path.join(self.upper, ".bcow", "new"), os.path.join(bound, "new"), directory, around):
+            with self.subTest(upper):
+                result = bcow("mount", self.lower.image, other, "--upper", upper, check=False)
+                assert_refused(self, result, upper, self.upper, str(self.mount.process.pid), self.where)
+                self.assertFalse(is_mounted(other))
+        for path in (bound, directory):
+            self.assertFalse(os.path.exists(os.path.join(path, ".bcow")))
+        self.assertEqual(os.listdir(inside), [])
+        self.mount.unmount()
+        self.mount.check()
 
     @promise("After a machine crash, bcow refuses the upper.")
     def test_a_volatile_upper_after_the_machine_stopped(self):

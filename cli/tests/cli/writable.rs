@@ -300,6 +300,7 @@ fn writable_mount_that_cannot_be_says_why() {
         &["mount", "--upper=text", "image.bcow", "mnt"],
         &["mount", "--upper=missing/upper", "image.bcow", "mnt"],
         &["mount", "--upper=used", "another.bcow", "mnt"],
+        &["mount", "--upper=used/inside", "another.bcow", "mnt"],
     ]
     .into_iter()
     .map(|args| sandbox.shown(args))

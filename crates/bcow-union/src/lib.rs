@@ -12,6 +12,7 @@ pub mod errors;
 pub mod fs;
 pub mod image;
 pub mod log;
+pub mod mountinfo;
 pub mod node;
 pub mod options;
 pub mod sketch;

@@ -241,6 +241,56 @@ fn one_writer_or_many_readers() {
 }
 
 #[test]
+fn an_upper_inside_one_in_use_or_around_it_is_refused_by_both_names() {
+    let dir = TempDir::new().unwrap();
+    let used = dir.path().join("used");
+    let inside = used.join("a/b");
+    fs::create_dir_all(&inside).unwrap();
+    let holder = format!("it is being written by {NOTE}");
+    let instance = begin(&used);
+    let link = dir.path().join("link");
+    symlink(used.join("a"), &link).unwrap();
+    let places = [
+        used.join("new"),
+        used.join("a"),
+        inside.clone(),
+        used.join(".bcow/work"),
+        link.join("b"),
+        link.join("new"),
+    ];
+    for path in &places {
+        assert_eq!(
+            refusal(path).to_string(),
+            format!(
+                "{}: it is inside the upper {}: {holder}",
+                path.display(),
+                used.display()
+            )
+        );
+        assert!(!path.join(".bcow").exists(), "{}", path.display());
+    }
+    assert!(!used.join("new").exists());
+    assert_eq!(
+        refusal(dir.path()).to_string(),
+        format!(
+            "{}: the upper {} is inside it: {holder}",
+            dir.path().display(),
+            used.display()
+        )
+    );
+    assert!(!dir.path().join(".bcow").exists());
+    // Beside it, whatever the name begins with.
+    drop(begin(&dir.path().join("used-too")));
+    drop(instance);
+    // Nobody uses it now.
+    let instance = begin(&inside);
+    let refused = refusal(&used);
+    assert!(matches!(refused, UpperError::Around { .. }), "{refused}");
+    drop(instance);
+    drop(begin(&used));
+}
+
+#[test]
 fn the_work_directory_is_emptied_whatever_is_in_it() {
     let dir = TempDir::new().unwrap();
     drop(begin(dir.path()));

@@ -169,6 +169,10 @@ fn failure(error: &UpperError) -> CommandError {
         }
         UpperError::AnotherImage { .. } => failure
             .hint("an upper holds changes to one image: give that image, or another directory"),
+        UpperError::Inside { outer: path, .. } | UpperError::Around { inner: path, .. } => {
+            name_holders(failure, path)
+                .hint("choose a directory outside it, or unmount that one first with `bcow umount`")
+        }
         UpperError::InUse { path, .. } => name_holders(failure, path)
             .hint("unmount the other one first with `bcow umount`, or give each its own upper"),
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {

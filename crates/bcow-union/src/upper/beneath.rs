@@ -85,7 +85,7 @@ pub(crate) fn is_regular(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
 }
 
-fn must_be_regular(stat: &Stat) -> Result<(), Errno> {
+pub(super) fn must_be_regular(stat: &Stat) -> Result<(), Errno> {
     match is_regular(stat) {
         true => Ok(()),
         false => Err(Errno::INVAL),

@@ -1,6 +1,6 @@
 //! Why an upper cannot be used.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use bcow::lock::LockError;
 use rustix::io::Errno;
@@ -106,6 +106,26 @@ pub enum UpperError {
         /// Who.
         holder: LockError,
     },
+    /// Another mount uses a directory that it is in.
+    #[error("{}: it is inside the upper {}: {holder}", path.display(), outer.display())]
+    Inside {
+        /// The upper.
+        path: PathBuf,
+        /// The other one, around it.
+        outer: PathBuf,
+        /// Who uses that.
+        holder: LockError,
+    },
+    /// Another mount uses a directory in it.
+    #[error("{}: the upper {} is inside it: {holder}", path.display(), inner.display())]
+    Around {
+        /// The upper.
+        path: PathBuf,
+        /// The other one, in it.
+        inner: PathBuf,
+        /// Who uses that.
+        holder: LockError,
+    },
     /// The machine stopped while it was in use without ever being synchronised.
     #[error("{}: it was mounted with --sync volatile when the machine stopped, so what is in it may be anything", path.display())]
     Volatile {
@@ -133,6 +153,24 @@ pub enum UpperError {
 }
 
 impl UpperError {
+    /// The upper that somebody uses, which may be another one, and who that is.
+    pub fn in_use(&self) -> Option<(&Path, &LockError)> {
+        match self {
+            UpperError::InUse { path, holder }
+            | UpperError::Inside {
+                outer: path,
+                holder,
+                ..
+            }
+            | UpperError::Around {
+                inner: path,
+                holder,
+                ..
+            } => Some((path, holder)),
+            _ => None,
+        }
+    }
+
     /// What the host said, if it was the host.
     pub fn errno(&self) -> Option<Errno> {
         match self {

@@ -10,6 +10,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::beneath::open_regular;
+use super::overlap::refuse_overlap;
 use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
 use super::{
@@ -68,6 +69,7 @@ impl Instance {
     /// A directory that is missing is created if its parent exists, for its owner only; one that is no upper becomes one.
     /// Its lock is held as long as this lives; `note` tells those who are refused who holds it.
     pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Instance, UpperError> {
+        refuse_overlap(path)?;
         let (root, is_created) = match open_root(path) {
             Err(UpperError::Missing { .. }) => {
                 create_root(path)?;
@@ -574,10 +576,13 @@ fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, Upper
     let file = open_lock(meta, OFlags::RDWR | OFlags::CREATE)
         .and_then(|file| file.ok_or(Errno::NOENT))
         .map_err(io)?;
-    FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
+    let lock = FileLock::exclusive(&file, note).map_err(|holder| UpperError::InUse {
         path: path.to_owned(),
         holder,
-    })
+    })?;
+    // Of two that begin at the same time, the later one finds the other's lock.
+    refuse_overlap(path)?;
+    Ok(lock)
 }
 
 /// Whether overlayfs, mounted with `userxattr`, has marked a root.

@@ -16,6 +16,7 @@ mod error;
 mod instance;
 mod marks;
 mod names;
+mod overlap;
 mod owner;
 mod probe;
 mod reader;
