@@ -1,9 +1,9 @@
-//! Opens a disk together with the files below it, by a policy of the user's.
+//! Opens a disk together with the files below it, under a policy of the user.
 //!
-//! A disk names its backing by file name or by digest. A name is looked up in the directory of the file that says it and in
-//! directories that the user gave, and nowhere else; it has no directories in it, and symbolic links are not followed. What
-//! it leads to has to be a BCoW file with the recorded size and identity. Digests are looked up by whoever knows stores
-//! ([`Digests`]).
+//! A disk names its backing by file name or by digest. A file name is looked up only in the
+//! directory of the file that contains it and in the directories of the user. The name has no
+//! directory part, and symbolic links are not followed. The file that is found must be a BCoW file
+//! with the recorded size and identity. Digests are resolved by an implementation of [`Digests`].
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -20,22 +20,23 @@ use crate::lock::{FileLock, LockError};
 use crate::storage::FileIdentity;
 use crate::{BackingResolver, BlockDevice, Error, Image, NoBackings, OpenOptions, Storage};
 
-/// Files below a file, one below the other (spec section 8).
+/// Most files below a file, counted along one path (spec section 8).
 pub const MAX_DEPTH: u32 = 64;
 
-/// Finds backings that are named by digest.
+/// Resolves backings that are named by digest.
 pub trait Digests {
-    /// The file of this digest and size, `depth` files below the first; and how many files, one below the other, it is.
-    /// `None` if it cannot be had; the caller says why elsewhere.
+    /// Returns the file with this digest and size, which is `depth` files below the first, and the
+    /// number of files on the longest path from it downwards, itself included. `None` if the file
+    /// is not available; the implementation reports the cause elsewhere.
     fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)>;
-    /// Takes note of what an image that stands in `directory` says of files below it, before they are looked for. The image
-    /// is known to be the right one.
+    /// Called with an image in `directory` before the files below it are resolved, so that the
+    /// implementation can use its metadata. The content of the image is already verified.
     fn learn(&self, image: &Image, directory: &Path) {
         let _ = (image, directory);
     }
 }
 
-/// Finds nothing.
+/// Resolves no digest.
 pub struct NoDigests;
 
 impl Digests for NoDigests {
@@ -44,20 +45,20 @@ impl Digests for NoDigests {
     }
 }
 
-/// Whether a file that may change is locked against writers while it is read.
+/// Whether a file that may change is locked against writers during reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
-    /// It is, and somebody who writes it already is an error.
+    /// The file is locked; a present writer is an error.
     Lock,
-    /// It is not. What is read may be torn.
+    /// The file is not locked; reads may return torn data.
     Force,
 }
 
-/// Where the files below a disk may be.
+/// Where and how the files below a disk are opened.
 pub struct Policy<'a> {
-    /// Directories for names, beside that of the file that says them.
+    /// Directories for file names, besides the directory of the file that contains the name.
     pub directories: &'a [PathBuf],
-    /// Finds digests.
+    /// Resolves digests.
     pub digests: &'a dyn Digests,
     /// Whether files are locked.
     pub share: Share,
@@ -65,88 +66,88 @@ pub struct Policy<'a> {
     pub options: OpenOptions,
 }
 
-/// A file below a disk that was found.
+/// A file below a disk.
 #[derive(Clone)]
 pub struct ChainFile {
-    /// How the file above names it.
+    /// The name of the file in the file above.
     pub name: String,
-    /// Where it is, if it was named by a file name.
+    /// Path of the file, if it was named by a file name.
     pub path: Option<PathBuf>,
-    /// Its address space.
+    /// The open file.
     pub image: Arc<Image>,
 }
 
-/// What is wrong with a file below a disk.
+/// A problem with a file below a disk.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChainProblem {
-    /// It is in none of the places to look.
+    /// None of the directories has the file.
     #[error("backing {name} is not in {}", listed(directories))]
     Missing {
-        /// Its name.
+        /// Name of the backing.
         name: String,
-        /// Where it was looked for.
+        /// The directories that were searched.
         directories: Vec<PathBuf>,
     },
-    /// There is something else in its place.
+    /// The name leads to something other than a regular file.
     #[error("backing {name}: {} is {what}", path.display())]
     NoFile {
-        /// Its name.
+        /// Name of the backing.
         name: String,
-        /// What was found.
+        /// The path that was found.
         path: PathBuf,
         /// "a directory", "a symbolic link", "no regular file".
         what: &'static str,
     },
-    /// It does not open.
+    /// The file cannot be opened.
     #[error("backing {name}: cannot open {}: {source}", path.display())]
     Open {
-        /// Its name.
+        /// Name of the backing.
         name: String,
-        /// Where it was found.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: Error,
     },
-    /// Somebody is writing to it.
+    /// A writer has locked the file.
     #[error("backing {name}: cannot read {}: {source}", path.display())]
     InUse {
-        /// Its name.
+        /// Name of the backing.
         name: String,
-        /// Where it was found.
+        /// Path of the file.
         path: PathBuf,
-        /// By whom.
+        /// The failure of the lock, which names the writer.
         source: LockError,
     },
-    /// Its address space has another size.
+    /// The address space of the file has another size.
     #[error("backing {name}: {} has {found} bytes, not {expected} as when it was made the backing", path.display())]
     Size {
-        /// Its name.
+        /// Name of the backing.
         name: String,
-        /// Where it was found.
+        /// Path of the file.
         path: PathBuf,
-        /// Bytes it has.
+        /// Size of the address space in bytes.
         found: u64,
-        /// Bytes it had.
+        /// Size that the file above records, in bytes.
         expected: u64,
     },
-    /// It is not what it was.
+    /// The identity of the file is not the recorded one.
     #[error("backing {name}: {} has changed since it was made the backing", path.display())]
     Changed {
-        /// Its name.
+        /// Name of the backing.
         name: String,
-        /// Where it was found.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// The files below it are too many, one below the other, or one of them is below itself.
+    /// More than [`MAX_DEPTH`] files are below each other, or a file is below itself.
     #[error(
         "backing {name}: more than {MAX_DEPTH} files, one below the other, or a file below itself"
     )]
     TooDeep {
-        /// Its name.
+        /// Name of the backing.
         name: String,
     },
-    /// It is named by a digest, and nothing of this digest could be had.
+    /// The backing is named by a digest that is not available.
     #[error("backing {name} is in no store")]
     NoDigest {
         /// The digest.
@@ -155,7 +156,7 @@ pub enum ChainProblem {
 }
 
 impl ChainProblem {
-    /// How the file above calls it.
+    /// The name of the backing in the file above.
     pub fn name(&self) -> &str {
         match self {
             ChainProblem::Missing { name, .. }
@@ -169,7 +170,7 @@ impl ChainProblem {
         }
     }
 
-    /// What the user could do about it, if there is something.
+    /// Advice to the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             ChainProblem::Missing { .. } => Some(
@@ -196,7 +197,7 @@ impl ChainProblem {
         }
     }
 
-    /// Stable code, for a checker's findings.
+    /// Stable code for the findings of a check.
     pub fn code(&self) -> &'static str {
         match self {
             ChainProblem::Missing { .. } | ChainProblem::NoDigest { .. } => "backing-missing",
@@ -217,7 +218,7 @@ fn listed(directories: &[PathBuf]) -> String {
     }
 }
 
-/// Opens the files below a disk, and keeps account of them. It is the resolver for the disk itself.
+/// Opens the files below a disk and records them. It is the resolver for the disk itself.
 pub struct Opener<'a> {
     policy: Policy<'a>,
     /// Directory of the disk.
@@ -234,16 +235,17 @@ struct Found {
 
 #[derive(Clone)]
 enum Known {
-    /// It is being opened; whoever asks for it meanwhile is below itself.
+    /// The file is being opened. A request for it now means that it is below itself.
     Opening,
-    /// Open, with so many files one below the other, itself included.
+    /// The file is open; with the number of files on the longest path from it downwards, itself
+    /// included.
     Open(Arc<Image>, u32),
-    /// It cannot be had, and the problems say why.
+    /// The file is not available; the problem is recorded.
     Failed,
 }
 
 impl<'a> Opener<'a> {
-    /// For a disk at `path`.
+    /// Makes an opener for the disk at `path`.
     pub fn new(path: &Path, policy: Policy<'a>) -> Self {
         Opener {
             policy,
@@ -252,17 +254,18 @@ impl<'a> Opener<'a> {
         }
     }
 
-    /// The files that were found, each once, the nearest first.
+    /// The files that were found, each once, nearest first.
     pub fn files(&self) -> Vec<ChainFile> {
         self.found.borrow().files.clone()
     }
 
-    /// What is wrong with files that were asked for, in that order.
+    /// The problems of the requested files, in the order of the requests.
     pub fn problems(&self) -> Vec<Arc<ChainProblem>> {
         self.found.borrow().problems.clone()
     }
 
-    /// The device that `backing` names, as the disk itself would open it, if nothing is wrong with it or below it.
+    /// Opens the device that `backing` names, as an opening of the disk does. Fails with a problem
+    /// of the file or of a file below it.
     pub fn open(&self, backing: &BackingEntry) -> Result<Arc<dyn BlockDevice>, Arc<ChainProblem>> {
         let found = self.level().resolve(backing).ok().flatten();
         match (self.found.borrow().problems.first(), found) {
@@ -290,14 +293,14 @@ impl BackingResolver for Opener<'_> {
     }
 }
 
-/// Finds the backings of one file of the chain.
+/// Resolves the backings of one file of the chain.
 struct Level<'o> {
     opener: &'o Opener<'o>,
-    /// Of the file.
+    /// Directory of that file.
     directory: &'o Path,
-    /// Files above those that are found, themselves included.
+    /// Depth of the backings that are resolved: 1 for the files directly below the disk.
     depth: u32,
-    /// Files one below the other, as far as they were found.
+    /// Length of the longest path of files found so far.
     height: Cell<u32>,
 }
 
@@ -317,7 +320,7 @@ impl BackingResolver for Level<'_> {
 }
 
 impl Level<'_> {
-    /// The backing; or what is wrong with it, if that is not told yet.
+    /// Returns the backing, or its problem; `None` as the problem if it is already recorded.
     fn find(&self, backing: &BackingEntry) -> Result<Arc<Image>, Option<ChainProblem>> {
         let name = backing.name.to_string();
         let too_deep = || Some(ChainProblem::TooDeep { name: name.clone() });
@@ -420,7 +423,7 @@ impl Level<'_> {
         let Some(identity) = Storage::identity(&file) else {
             return Err(failed(Error::Unsupported("a file without a number".into())));
         };
-        // Taken out first: what is opened below borrows it again.
+        // In a separate statement, because the opening of files below borrows `found` again.
         let known = self.opener.found.borrow().known.get(&identity).cloned();
         match known {
             Some(Known::Open(image, height)) => return Ok((image, height)),
@@ -457,7 +460,7 @@ impl Level<'_> {
             depth: self.depth + 1,
             height: Cell::new(0),
         };
-        // Listed before those below it.
+        // A file is listed before the files below it.
         let position = self.opener.found.borrow().files.len();
         let file = Arc::new(file);
         let policy = &self.opener.policy;
@@ -489,16 +492,17 @@ impl Level<'_> {
     }
 }
 
-/// Why a file does not open for reading.
+/// The reason why a file cannot be opened for reading.
 #[derive(Debug)]
 pub enum OpenProblem {
-    /// Somebody writes to it.
+    /// A writer has locked the file.
     InUse(LockError),
-    /// It is not as it should be, or cannot be read.
+    /// The file is damaged or cannot be read.
     Failed(Error),
 }
 
-/// Lets `digests` know what an image says of the files below it. What does not open is for others to say.
+/// Passes an image to `digests` before the files below it are resolved. An error is ignored here,
+/// because the opening of the image reports it.
 fn learn(file: &Arc<File>, options: &OpenOptions, digests: &dyn Digests, directory: &Path) {
     let names_some = crate::checked::read_header(&**file)
         .is_ok_and(|header| header.purpose == Use::Image && header.backing_count > 0);
@@ -507,7 +511,8 @@ fn learn(file: &Arc<File>, options: &OpenOptions, digests: &dyn Digests, directo
     }
 }
 
-/// Opens a file for reading, locked against writers for as long as `file` is open if it may change.
+/// Opens a file for reading. With [`Share::Lock`] a writable file is locked against writers for as
+/// long as `file` is open.
 pub fn open_shared(
     file: &Arc<File>,
     share: Share,
@@ -523,19 +528,19 @@ pub fn open_shared(
     Image::open_with_backings(file.clone(), options, resolver).map_err(OpenProblem::Failed)
 }
 
-/// What a name that came out of a file leads to.
+/// The object that a file name leads to.
 pub enum Named {
     /// A regular file, open for reading.
     File(File),
-    /// Something else: "a directory", "a symbolic link", "no regular file".
+    /// Another object: "a directory", "a symbolic link", "no regular file".
     Other(&'static str),
 }
 
-/// Opens what has a name, which is a single one, in a directory. A symbolic link is not followed.
+/// Opens `name`, a single path component, in a directory. Does not follow a symbolic link.
 pub fn open_named(directory: &Path, name: &str) -> Result<Named, Errno> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(directory, flags | OFlags::DIRECTORY, Mode::empty())?;
-    // O_NONBLOCK, lest opening a pipe waits for somebody who writes to it.
+    // Without O_NONBLOCK, the opening of a FIFO would wait for a writer.
     let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = match rustix::fs::openat(&directory, name, flags, Mode::empty()) {
         Err(Errno::LOOP) => return Ok(Named::Other("a symbolic link")),
@@ -549,7 +554,7 @@ pub fn open_named(directory: &Path, name: &str) -> Result<Named, Errno> {
     })
 }
 
-/// The directory that a file stands in, links followed.
+/// The directory of a file, with symbolic links resolved.
 pub fn directory_of(path: &Path) -> PathBuf {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     match path.parent() {

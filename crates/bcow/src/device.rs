@@ -1,22 +1,24 @@
-//! The seam between a block address space and whoever uses it: a file system's reader, a mount, a server.
+//! The interface between a block address space and its user: a file system reader, a mount, a
+//! server.
 
 use crate::Error;
 use crate::storage::FileIdentity;
 
 /// A readable block address space: a BCoW image, a plain file, bytes in memory.
 ///
-/// Implementations are thread-safe and take no global lock on the read path.
+/// Implementations are thread-safe and acquire no global lock on the read path.
 pub trait BlockDevice: Send + Sync {
     /// Size of the address space in bytes.
     fn size(&self) -> u64;
 
     /// Fills `buf` with the bytes at `offset`.
     ///
-    /// A range that ends beyond [`BlockDevice::size`] is [`Error::OutOfRange`]; nothing is read short.
+    /// A range that ends beyond [`BlockDevice::size`] is [`Error::OutOfRange`]; there are no short
+    /// reads.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error>;
 
-    /// Calls `sink` with the bytes of `offset..offset + length`, in order, in as many pieces as the
-    /// device finds convenient. Devices that hold decoded blocks in memory lend them without a copy.
+    /// Calls `sink` with the bytes of `offset..offset + length`, in order, in one or more pieces. A
+    /// device with decoded blocks in memory passes references to them, without a copy.
     fn read_with(
         &self,
         offset: u64,
@@ -34,10 +36,11 @@ pub trait BlockDevice: Send + Sync {
         Ok(())
     }
 
-    /// What is known of the bytes from `offset` on without reading them, and how far it holds: at least 1 byte, at
-    /// most `length`. Neighbouring pieces may say the same.
+    /// Returns what is known about the bytes from `offset` on without a read, and the length for
+    /// which it holds: at least 1 byte, at most `length`. Two neighbouring pieces may have the same
+    /// status.
     ///
-    /// A device that knows nothing of itself says that all of it is data.
+    /// The default implementation reports data everywhere.
     fn status(&self, offset: u64, length: u64) -> Result<Status, Error> {
         let range = checked_range(offset, length.max(1), self.size())?;
         Ok(Status {
@@ -47,26 +50,27 @@ pub trait BlockDevice: Send + Sync {
         })
     }
 
-    /// The BCoW file whose address space this is, if that is known: devices that say the same have the same bytes
-    /// at the same places.
+    /// The BCoW file with this address space, if known. Devices with the same identity have the
+    /// same bytes at the same places.
     fn identity(&self) -> Option<FileIdentity> {
         None
     }
 }
 
-/// What is known of a piece of an address space without reading it.
+/// What is known about a piece of an address space without a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
-    /// Bytes it holds for.
+    /// Length of the piece in bytes.
     pub length: u64,
-    /// What is there.
+    /// Kind of content.
     pub content: Content,
-    /// Which file of the chain says so: 1 for this one, 2 for its backing, and so on; 0 if none does (a hole).
+    /// The file of the chain that determines the content: 1 for this file, 2 for its backing, and
+    /// so on; 0 if no file does (a hole).
     pub depth: u32,
 }
 
 impl Status {
-    /// The same, seen from a file above.
+    /// The same status, seen from the file above.
     pub(crate) fn one_deeper(self) -> Self {
         Status {
             depth: match self.depth {
@@ -78,45 +82,47 @@ impl Status {
     }
 }
 
-/// What stands at a piece of an address space.
+/// Kind of content of a piece of an address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
-    /// Stored bytes, which may be anything.
+    /// Stored data.
     Data,
-    /// Zeros, and said so; takes no space.
+    /// Zeros by an explicit entry; they take no space.
     Zero,
-    /// Nothing was ever there; reads as zeros.
+    /// Never written; reads as zeros.
     Hole,
 }
 
-/// An address space that can be changed.
+/// A writable address space.
 ///
-/// As with a disk: a write, once it has returned, is seen by every later read; it is durable when a [`flush`]
-/// that began after it returned has succeeded. Calls from several threads run side by side; overlapping writes that do so
-/// leave one or the other in each block of 4096 bytes.
+/// The rules are those of a disk. A write that has returned is visible to all later reads. It is
+/// durable when a [`flush`] that began after it returned has succeeded. Calls from several threads
+/// run concurrently; concurrent writes that overlap leave one or the other in each block of 4096
+/// bytes.
 ///
 /// [`flush`]: WritableDevice::flush
 pub trait WritableDevice: BlockDevice {
-    /// Writes all of `bytes` at `offset`. After an error each byte of the range is as it was or as it should be.
+    /// Writes all of `bytes` at `offset`. After an error, each byte of the range has its old or its
+    /// new value.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> Result<(), Error>;
 
     /// Makes a range read as zeros.
     fn write_zeroes(&self, offset: u64, length: u64, space: Space) -> Result<(), Error>;
 
-    /// Says that nobody needs the content of a range any more. What is given back reads as zeros; what is too
-    /// small to be given back keeps its content.
+    /// Discards the content of a range. Released space reads as zeros; a part that is too small to
+    /// be released keeps its content.
     fn discard(&self, offset: u64, length: u64) -> Result<(), Error>;
 
-    /// Returns when every write that returned before is durable.
+    /// Makes all writes durable that returned before the call.
     fn flush(&self) -> Result<(), Error>;
 }
 
-/// What becomes of the space under zeros.
+/// What happens to the space of a zeroed range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Space {
-    /// Give it back where possible.
+    /// Release it where possible.
     Free,
-    /// Take it, so that later writes there do not fail for want of it.
+    /// Keep it allocated, so that later writes to the range do not fail for lack of space.
     Keep,
 }
 
@@ -170,7 +176,7 @@ impl BlockDevice for Vec<u8> {
     }
 }
 
-/// `offset..offset + length` if it lies within `size`, else [`Error::OutOfRange`].
+/// Returns `offset..offset + length` if it lies within `size`, else [`Error::OutOfRange`].
 pub(crate) fn checked_range(
     offset: u64,
     length: u64,

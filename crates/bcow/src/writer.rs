@@ -1,10 +1,11 @@
-//! Makes a file in one pass, from a stream of content: a sealed image, or a disk.
+//! Writes a file in one pass from a stream of content: a sealed image, or a disk.
 //!
-//! `append` fills blocks; full blocks go to the encoders (other threads, or this one), which check for zeros, compress
-//! and checksum; a sink puts them into the file in the order they came. So the bytes do not depend on the number of
-//! threads. At the end come tables, metadata and the Merkle tree, and last the header.
+//! `append` fills blocks. Encoders (other threads, or the calling thread) detect zeros, compress
+//! and checksum full blocks. A sink writes the results in the order of the blocks, so the bytes of
+//! the file do not depend on the number of threads. Tables, metadata and the Merkle tree follow,
+//! and the header is written last.
 //!
-//! Behind the content, windows may show what backings have. They store nothing but their root entries.
+//! Windows may follow the content: they show ranges of backings, and store only root entries.
 
 mod disk;
 mod encode;
@@ -31,47 +32,51 @@ use windows::Windows;
 pub use disk::{DiskForm, Keep, append_disk};
 pub use verify::verify_written;
 
-/// Blocks of file content where nobody chose: large, for they compress better, and cold reads take neighbours along.
+/// log2 of the default block size for the content of files: large blocks compress better, and a
+/// cold read fetches neighbouring data.
 const AUTO_CONTENT_SHIFT: u8 = 18;
-/// Blocks of file system metadata where nobody chose: small, for a lookup touches little.
+/// log2 of the default block size for file system metadata: small, because a lookup touches little.
 const AUTO_METADATA_SHIFT: u8 = 14;
-/// Blocks of a plain file, which decide only how much a read must check.
+/// log2 of the default block size of a plain file. It only determines how much a read must verify.
 const AUTO_PLAIN_SHIFT: u8 = 16;
-/// Regions of two-level files.
+/// log2 of the region size of two-level files.
 const REGION_SHIFT: u8 = 22;
-/// A file with at most this many blocks of one size needs no sub-block tables.
+/// A file with at most this many blocks of one size has no sub-block tables.
 const SINGLE_LEVEL_BLOCKS: u64 = 1024;
-/// Chunks of the Merkle tree: 0.2 % of the file, and not much to hash for a small read.
+/// log2 of the chunk size of the Merkle tree. The tree takes 0.2 % of the file, and a small read
+/// hashes little.
 const MERKLE_CHUNK_SHIFT: u8 = 14;
 
-/// How blocks are stored.
+/// Compression of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compression {
-    /// As they are.
+    /// None.
     None,
-    /// As zstd frames where that is shorter.
+    /// A block becomes a zstd frame where that is shorter.
     Zstd {
-        /// Level, -7 to 22.
+        /// Compression level, -7 to 22.
         level: i32,
     },
 }
 
-/// How to write an image.
+/// Options for writing an image.
 #[derive(Debug, Clone)]
 pub struct WriterOptions {
-    /// How blocks are stored. A plain image takes [`Compression::None`] whatever stands here.
+    /// Compression of blocks. A plain image always uses [`Compression::None`].
     pub compression: Compression,
-    /// Every block at its own address, so that the file is at the same time the file system image in it.
+    /// Stores every block at its own address, so that the file is also a raw image of its content.
     pub plain: bool,
-    /// Block size in bytes, a power of two from 4 KiB to 4 MiB, for all of the image; `None` chooses.
+    /// Block size in bytes for the whole image, a power of two from 4 KiB to 4 MiB; `None` selects
+    /// the defaults.
     pub block_bytes: Option<u32>,
-    /// Threads that encode; with 1 the caller's thread does all.
+    /// Number of encoder threads; with 1 the calling thread does all the work.
     pub threads: usize,
     /// Whether the address space will hold an EROFS file system (a feature bit).
     pub erofs: bool,
-    /// There is no files' content: what is appended is file system metadata from the first byte on.
+    /// The image has no content of files: appended data is file system metadata from the first
+    /// byte.
     pub metadata_first: bool,
-    /// The file is a disk of this form, not an image.
+    /// Makes a disk of this form instead of an image.
     pub disk: Option<DiskForm>,
 }
 
@@ -89,25 +94,25 @@ impl Default for WriterOptions {
     }
 }
 
-/// Writes a file in one pass. See the module's text.
+/// Writes a file in one pass. See the documentation of the module.
 pub struct ImageWriter {
     storage: Arc<dyn Storage>,
     options: WriterOptions,
     pipeline: Pipeline,
-    /// The block being filled; its first byte is at `block_start`.
+    /// The block being filled, which starts at `block_start`.
     block: Vec<u8>,
     block_start: u64,
     block_shift: BlockShift,
-    /// The block of byte 0, kept until `finish` brings its first bytes.
+    /// The block at byte 0, kept until `finish` adds its first bytes.
     first: Option<Vec<u8>>,
-    /// Regions, until `finish` finds that smaller ones do.
+    /// log2 of the region size, which `finish` may reduce.
     region_shift: u8,
     layout: Layout,
     metadata_start: Option<u64>,
     windows: Windows,
 }
 
-/// What was written.
+/// A finished file.
 pub struct Written {
     storage: Arc<dyn Storage>,
     layout: Layout,
@@ -141,7 +146,7 @@ impl Written {
 }
 
 impl ImageWriter {
-    /// Starts an image in an empty file, which the caller renames when all is done.
+    /// Starts an image in an empty file. The caller gives the file its final name after `finish`.
     pub fn create(file: File, options: WriterOptions) -> Result<Self, Error> {
         Self::on_storage(Arc::new(file), options)
     }
@@ -197,13 +202,13 @@ impl ImageWriter {
         };
         writer.layout.begin(0, block_shift);
         if writer.options.disk.is_none() {
-            // The first sector belongs to header slots and superblock.
+            // The first sector belongs to the header slots and the superblock.
             writer.append_zeros(SECTOR_BYTES)?;
         }
         Ok(writer)
     }
 
-    /// The byte of the address space that the next appended byte gets. 4096 at first in an image, 0 in a disk.
+    /// The address of the next appended byte: initially 4096 in an image, 0 in a disk.
     pub fn position(&self) -> u64 {
         match self.windows.end() {
             Some(end) => end,
@@ -211,7 +216,7 @@ impl ImageWriter {
         }
     }
 
-    /// Appends content. Nothing but windows can stand behind a window.
+    /// Appends content. After a window, only windows can follow.
     pub fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         self.windows.refuse_content()?;
         let length = self.block_shift.bytes() as usize;
@@ -226,7 +231,7 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Appends zeros; whole blocks of them cost nothing.
+    /// Appends zeros; whole blocks of zeros store nothing.
     pub fn append_zeros(&mut self, mut count: u64) -> Result<(), Error> {
         if count > 0 {
             self.windows.refuse_content()?;
@@ -251,14 +256,14 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Fills up to the next multiple of `align`, a power of two, with zeros.
+    /// Appends zeros up to the next multiple of `align`, a power of two.
     pub fn align(&mut self, align: u64) -> Result<(), Error> {
         let position = self.position();
         self.append_zeros(position.next_multiple_of(align) - position)
     }
 
-    /// Ends the files' content; what is appended from now on is file system metadata, in blocks of its own size.
-    /// Returns where it starts: a multiple of 4096 bytes.
+    /// Ends the content of files. Data appended from now on is file system metadata, with its own
+    /// block size. Returns the start of the metadata, a multiple of 4096 bytes.
     pub fn begin_metadata(&mut self) -> Result<u64, Error> {
         self.windows.refuse_content()?;
         if self.options.metadata_first {
@@ -281,13 +286,15 @@ impl ImageWriter {
         Ok(start)
     }
 
-    /// Names a backing, and returns its index. An image names backings by digest only; `finish` refuses others.
+    /// Adds a backing and returns its index. An image names backings by digest only; `finish`
+    /// refuses other names.
     pub fn add_backing(&mut self, backing: BackingEntry) -> u32 {
         self.windows.add_backing(backing)
     }
 
-    /// Shows `bytes` bytes from byte `address` of a backing's address space, both multiples of 4096, from the next region
-    /// on. To be called when all content and metadata is appended. Returns the byte where the window starts.
+    /// Adds a window at the next region: it shows `bytes` bytes of a backing from byte `address` of
+    /// its address space on. Both are multiples of 4096. All content and metadata must be appended
+    /// before. Returns the address of the window.
     pub fn append_window(&mut self, backing: u32, address: u64, bytes: u64) -> Result<u64, Error> {
         let start = self
             .windows
@@ -299,7 +306,7 @@ impl ImageWriter {
         Ok(start)
     }
 
-    /// Whether the block being filled is the one that `finish` puts a superblock into.
+    /// Whether the block being filled is the one that receives the superblock.
     fn is_first_block(&self) -> bool {
         self.block_start == 0 && self.options.disk.is_none()
     }
@@ -318,8 +325,9 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Ends the image: writes what is left of the content, tables, `metadata` (spec section 13), Merkle tree and header.
-    /// `superblock` becomes the address space's bytes from 1024 on, at most 3072 bytes of it. Nothing is synced.
+    /// Finishes the image: writes the rest of the content, the tables, `metadata` (spec section
+    /// 13), the Merkle tree and the header. `superblock`, at most 3072 bytes, becomes the address
+    /// space from byte 1024 on. Nothing is synced.
     pub fn finish(
         mut self,
         superblock: &[u8],
@@ -358,7 +366,7 @@ impl ImageWriter {
         let mut out = Appender {
             storage: &*self.storage,
             align,
-            // What windows show is stored nowhere here, so a plain file need not be as long as its address space.
+            // A window stores no data here, so a plain file may be shorter than its address space.
             at: if self.options.plain && self.windows.is_empty() {
                 size
             } else {
@@ -438,7 +446,7 @@ impl ImageWriter {
         })
     }
 
-    /// Hashes all that was written so far, and puts the tree behind it.
+    /// Hashes everything written so far, and appends the tree.
     fn write_merkle(&self, header: &mut Header, out: &mut Appender<'_>) -> Result<(), Error> {
         header.merkle = Some(MerkleTree {
             chunk_shift: MERKLE_CHUNK_SHIFT,
@@ -460,8 +468,8 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Both slots: if either is damaged, the other serves. In a sealed file the newer one is slot B; those of a writable
-    /// one are equal at rest.
+    /// Writes both header slots: if one is damaged, a reader uses the other. In a sealed file, slot
+    /// B is newer; in a writable file, both are equal at rest.
     fn write_slots(&self, header: &mut Header) -> Result<(), Error> {
         let mut slots = Vec::with_capacity(HEADER_AREA_BYTES);
         let generations = match header.state {
@@ -520,15 +528,15 @@ impl ImageWriter {
     }
 }
 
-/// A shift that is one of this module's constants or was checked before.
+/// For a shift that is a constant of this module or was checked before.
 fn shift_of(shift: u8) -> BlockShift {
     BlockShift::new(shift).unwrap_or(BlockShift::MIN)
 }
 
-/// Writes one thing behind the other.
+/// Appends sections to the file.
 struct Appender<'a> {
     storage: &'a dyn Storage,
-    /// Where things may begin.
+    /// Alignment of sections in bytes.
     align: u64,
     at: u64,
 }
@@ -547,7 +555,7 @@ impl Appender<'_> {
         self.bytes(&vec![0; zeros as usize])
     }
 
-    /// Keeps whole sectors free, of which nobody has written any.
+    /// Reserves whole sectors without writing them.
     fn room(&mut self, bytes: u64) -> Result<(u64, u64), Error> {
         let offset = self.at.next_multiple_of(SECTOR_BYTES);
         self.at = offset + bytes;
