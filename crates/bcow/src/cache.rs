@@ -1,6 +1,6 @@
-//! What is kept of decoded content, within one budget for as many files as share it.
+//! Caches of decoded content, with one budget for all files that share them.
 //!
-//! A stack of a thousand layers is a thousand files; each with a budget of its own would take a thousand budgets.
+//! A stack of a thousand layers is a thousand files; separate budgets would multiply.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,16 +12,15 @@ use crate::codec::Encoding;
 use crate::sync::Arc;
 
 const DEFAULT_BYTES: u64 = 64 << 20;
-/// Decoded sub-block tables are kept within an eighth of the block cache's budget.
+/// The budget of decoded sub-block tables is this fraction of the block budget.
 const TABLE_SHARE: u64 = 8;
-/// Checked pieces of Merkle trees, within a sixteenth;
+/// The budget of verified pieces of Merkle trees is this fraction of the block budget.
 const PIECE_SHARE: u64 = 16;
-/// but not less than this, as without them each read would hash its way up to the root.
+/// Least budget for these pieces in bytes. Without them each read would hash up to the root.
 const LEAST_PIECE_BYTES: u64 = 1 << 20;
 
 /// A budget for decoded blocks. Clones share it; so do all files opened with it, each under keys of its own.
-///
-/// Sharded inside: no lock is held while another block is read or decoded.
+/// Truncates or extends (with zeros) to `bytes` bytes.
 #[derive(Clone)]
 pub struct BlockCache(Arc<Caches>);
 
@@ -41,7 +40,7 @@ pub struct CacheFigures {
     pub limit_bytes: u64,
     /// Bytes held now.
     pub held_bytes: u64,
-    /// Blocks that were there when somebody asked for them.
+    /// Identifies a file of the host by device and inode, independent of its name.
     pub hits: u64,
     /// Blocks that had to be read and decoded.
     pub misses: u64,

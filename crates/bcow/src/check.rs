@@ -1,6 +1,7 @@
-//! Examines a file: structure, checksums, Merkle tree, and with `data` every block.
+//! Checks a file: structure, checksums, Merkle tree, and with `data` every block.
 //!
-//! The order is that of spec section 12. What a damaged part makes unreadable is not examined further; all else is.
+//! The order is that of spec section 12. Parts that are unreadable because of damage are skipped;
+//! all others are checked.
 
 use std::sync::Arc;
 
@@ -21,74 +22,75 @@ mod space;
 
 pub use repair::repair;
 
-/// At most this many findings are kept; a file of garbage would have millions.
+/// Most findings that a report keeps; a file of random bytes would have millions.
 const MOST_FINDINGS: usize = 1000;
 
-/// How much to examine.
+/// Options of a check.
 #[derive(Debug, Clone)]
 pub struct CheckOptions {
     /// Read and decode every block, and hash every chunk of the file.
     pub data: bool,
-    /// Threads that do so.
+    /// Number of threads for this.
     pub threads: usize,
 }
 
-/// How bad a finding is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Severity {
     /// Content is lost or cannot be trusted.
     Error,
-    /// Nothing is lost, but something is not as a writer should leave it.
+    /// No content is lost, but a writer should not leave the file in this state.
     Warning,
 }
 
-/// Something wrong, and where.
+/// A problem of the file, and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// Stable code: spec section 12.
+    /// Stable code (spec section 12).
     pub code: &'static str,
-    /// How bad.
+    /// Severity.
     pub severity: Severity,
-    /// Where: "header", "root table", "region 17", "byte 4096 of the address space".
+    /// Place: "header", "root table", "region 17", "byte 4096 of the address space".
     pub place: String,
-    /// What.
+    /// Description.
     pub message: String,
 }
 
-/// What was examined and found.
+/// The result of a check.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// In the order of the file's structure.
+    /// Findings in the order of the structure of the file.
     pub findings: Vec<Finding>,
-    /// Findings beyond those kept.
+    /// Number of findings that were dropped.
     pub omitted: u64,
-    /// Sub-block tables examined.
+    /// Number of sub-block tables checked.
     pub tables: u64,
-    /// Stored blocks seen.
+    /// Number of stored blocks seen.
     pub blocks: u64,
     /// Stored bytes read and decoded (0 without `data`).
     pub bytes_read: u64,
-    /// What only a writable file has.
+    /// Further results of a writable file.
     pub writable: Option<Writable>,
 }
 
-/// What a writable file has beside its blocks.
+/// Results that only a writable file has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Writable {
-    /// Records of the log that count.
+    /// Number of valid records in the log.
     pub records: u64,
-    /// Whether the log ends with a record whose blocks are not there, as a power cut may leave it.
+    /// Whether the last record of the log is incomplete because its blocks are missing, as after a
+    /// power cut.
     pub dropped_record: bool,
-    /// Blocks without checksum, which are changed in place.
+    /// Number of blocks without a checksum, which are changed in place.
     pub open_blocks: u64,
-    /// Bytes of the file that nothing uses.
+    /// Free bytes of the file.
     pub free_bytes: u64,
-    /// Bytes of the file that nothing uses and no writer will use again.
+    /// Bytes of the file that are neither used nor free, so that no writer reuses them.
     pub leaked_bytes: u64,
 }
 
 impl Report {
-    /// Whether nothing of severity [`Severity::Error`] was found.
+    /// Whether there is no finding of severity [`Severity::Error`].
     pub fn is_sound(&self) -> bool {
         self.findings
             .iter()
@@ -103,7 +105,7 @@ impl Report {
         }
     }
 
-    /// Notes what is wrong with the file; gives back what is wrong with the host.
+    /// Adds a finding for an error of the file; returns an error of the host.
     fn note(&mut self, place: impl Into<String>, error: Error) -> Result<(), Error> {
         match error.code() {
             Some(code) => {
@@ -120,7 +122,8 @@ impl Report {
     }
 }
 
-/// Examines the file in `storage`. An error means the host failed; what is wrong with the file is in the report.
+/// Checks the file in `storage`. Problems of the file are in the report; an error means that the
+/// host failed.
 pub fn check(storage: Arc<dyn Storage>, options: &CheckOptions) -> Result<Report, Error> {
     match read_header(&*storage) {
         Ok(header) => check_as(storage, &header, options),
@@ -132,7 +135,7 @@ pub fn check(storage: Arc<dyn Storage>, options: &CheckOptions) -> Result<Report
     }
 }
 
-/// Examines the file as if this were its header.
+/// Checks the file with this header.
 fn check_as(
     storage: Arc<dyn Storage>,
     header: &Header,
@@ -170,7 +173,7 @@ fn check_as(
     Ok(report)
 }
 
-/// A sealed file has two good slots; one is enough to read it, but then the next accident counts.
+/// A sealed file has two valid slots. One is enough to read it, but the next damage could lose it.
 fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> Result<(), Error> {
     let mut area = [0; bcow_format::HEADER_AREA_BYTES];
     storage
@@ -216,13 +219,13 @@ fn check_free_list(
     })
 }
 
-/// The record log, as it was read.
+/// The record log.
 struct Log {
     replayed: Replayed,
     overlay: Overlay,
 }
 
-/// `None` if the log is not right: then nobody can say where anything is.
+/// Returns `None` if the log is damaged: the places of blocks are unknown then.
 fn check_log(
     file: &CheckedFile,
     header: &Header,
@@ -233,7 +236,7 @@ fn check_log(
         let replayed = log::replay(&*file.storage, header)?;
         let shift = |region, stored: &_| match read_table(file, header, region, stored) {
             Ok(table) => Ok(Some(table.block_shift)),
-            // Its region is damaged, and will be found to be.
+            // The region of the mapping is damaged; the check of the region reports it.
             Err(error) if error.code().is_some() => Ok(None),
             Err(error) => Err(error),
         };

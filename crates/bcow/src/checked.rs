@@ -1,4 +1,4 @@
-//! The parts of a BCoW file, each read and validated on its own, past any cache.
+//! Reads and validates single parts of a BCoW file, without a cache.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use crate::codec::{Encoding, decode_block};
 use crate::merkle::Verifier;
 use crate::storage::Storage;
 
-/// The storage, with the Merkle tree in between if it is wanted.
+/// The storage of a file; reads are verified by the Merkle tree if that was requested.
 pub(crate) struct CheckedFile {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) verifier: Option<Verifier>,
 }
 
-/// One entry's piece of the address space.
+/// A range of the address space with one entry.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Piece {
     pub(crate) start: u64,
@@ -38,7 +38,8 @@ impl CheckedFile {
         }
     }
 
-    /// The bytes of a section. The header was checked against the file's length, so the length is honest.
+    /// Reads a section. The header was checked against the length of the file, so the length of the
+    /// section is valid.
     pub(crate) fn read_section(&self, section: &Section) -> Result<Vec<u8>, Error> {
         let mut bytes = vec![0; section.bytes as usize];
         self.read_at(section.offset, &mut bytes)?;
@@ -46,7 +47,7 @@ impl CheckedFile {
     }
 }
 
-/// The validated header of a file that is as long as it says.
+/// Reads and validates the header of a file, and checks that the file has the length it states.
 pub(crate) fn read_header(storage: &dyn Storage) -> Result<Header, Error> {
     let length = storage
         .len()
@@ -68,13 +69,14 @@ pub(crate) fn read_table(
     region: u64,
     stored: &Stored,
 ) -> Result<SubBlockTable, Error> {
-    // The entry was checked to lie inside the file, so this allocates no more than the file's own bytes.
+    // The entry was checked to lie inside the file, so this allocates no more than the size of the
+    // file.
     let mut bytes = vec![0; stored.bytes as usize];
     file.read_at(stored.at.0, &mut bytes)?;
     Ok(decode_table(&bytes, stored, region, header)?)
 }
 
-/// Reads and decodes the stored block of a piece, past any cache.
+/// Reads and decodes the stored block of a piece.
 pub(crate) fn read_block(
     file: &CheckedFile,
     piece: &Piece,

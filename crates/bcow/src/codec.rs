@@ -1,4 +1,4 @@
-//! Stored bytes to blocks: checksum, then zstd (spec sections 5 and 11).
+//! Decodes stored bytes to blocks: checksum, then zstd (spec sections 5 and 11).
 
 use std::cell::RefCell;
 
@@ -12,14 +12,14 @@ thread_local! {
     static DECOMPRESSOR: RefCell<Option<Decompressor<'static>>> = const { RefCell::new(None) };
 }
 
-/// How a block is stored.
+/// Encoding of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Encoding {
     Raw,
     Zstd,
 }
 
-/// The block whose stored bytes are `bytes`. `length` is the block's length.
+/// Decodes the block whose stored bytes are `bytes`. `length` is the length of the block.
 pub(crate) fn decode_block(
     mut bytes: Vec<u8>,
     stored: &Stored,
@@ -27,7 +27,7 @@ pub(crate) fn decode_block(
     length: u32,
 ) -> Result<Vec<u8>, BlockProblem> {
     if stored.at.0 == 0 {
-        // The first block of a plain file: the header slots lie in its first bytes.
+        // The first block of a plain file has the header slots in its first bytes.
         let slots = bytes.len().min(HEADER_AREA_BYTES);
         bytes[..slots].fill(0);
     }
@@ -49,7 +49,7 @@ fn decompress(frame: &[u8], length: usize) -> Result<Vec<u8>, BlockProblem> {
     if !frame.starts_with(&0xFD2F_B528u32.to_le_bytes()) {
         return Err(wrong("no zstd frame"));
     }
-    // The library would go on to a second frame; the format has exactly one.
+    // The library would continue with a second frame; the format has exactly one.
     match zstd_safe::find_frame_compressed_size(frame) {
         Ok(bytes) if bytes == frame.len() => {}
         Ok(_) => return Err(wrong("bytes follow the frame")),

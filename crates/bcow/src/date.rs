@@ -1,7 +1,7 @@
-//! Times as RFC 3339 has them.
+//! Times in the form of RFC 3339.
 
-/// Seconds since 1970 as a UTC date and time, `2024-02-29T12:34:56Z`; `None` outside the years 0 to 9999, which RFC 3339
-/// cannot write.
+/// Formats seconds since 1970 as a UTC date and time, `2024-02-29T12:34:56Z`; `None` outside the
+/// years 0 to 9999, which RFC 3339 cannot express.
 pub fn rfc3339(seconds: i64) -> Option<String> {
     const YEAR_0: i64 = -62_167_219_200;
     const YEAR_10000: i64 = 253_402_300_800;
@@ -10,7 +10,7 @@ pub fn rfc3339(seconds: i64) -> Option<String> {
     }
     let days = seconds.div_euclid(86_400);
     let of_day = seconds.rem_euclid(86_400);
-    // Days to a civil date, by eras of 400 years that begin on the first of March.
+    // Converts days to a civil date, in eras of 400 years that begin on the first of March.
     let shifted = days + 719_468;
     let era = shifted.div_euclid(146_097);
     let day_of_era = shifted.rem_euclid(146_097);

@@ -1,35 +1,35 @@
-//! What can go wrong with a BCoW file, kept apart by what a caller would do about it.
+//! Errors of BCoW files, in variants by what a caller can do about them.
 
 use std::io;
 
-/// Failure to open, read, write or check a BCoW file.
+/// An error while a BCoW file is opened, read, written or checked.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The host failed to read or write.
     #[error("cannot {action} at byte {offset}: {source}")]
     Io {
-        /// What was being done: "read", "write", "sync".
+        /// The failed operation: "read", "write", "sync".
         action: &'static str,
         /// Byte offset in the file.
         offset: u64,
-        /// The host's error.
+        /// The error of the host.
         source: io::Error,
     },
-    /// The file is not what the specification allows.
+    /// The file violates the specification.
     #[error(transparent)]
     Format(#[from] bcow_format::FormatError),
-    /// A stored block does not hold what its table entry promises.
+    /// A stored block does not match its table entry.
     #[error("block at byte {logical} of the address space (stored at byte {stored}): {problem}")]
     BadBlock {
         /// First byte of the block in the address space.
         logical: u64,
         /// First byte of the stored block in the file.
         stored: u64,
-        /// What is wrong with it.
+        /// The mismatch.
         problem: BlockProblem,
     },
-    /// A part of the file does not hash to what the Merkle tree promises.
+    /// A part of the file does not match the Merkle tree.
     #[error("bytes {start}..{end} of the file do not match the Merkle tree")]
     Merkle {
         /// First byte of the chunk.
@@ -37,61 +37,62 @@ pub enum Error {
         /// End of the chunk.
         end: u64,
     },
-    /// The content needs a backing that was not given.
+    /// The content needs a backing that is not available.
     #[error("backing {name} is needed at byte {logical} of the address space and is not available")]
     MissingBacking {
-        /// How the file names its backing (`sha256:...`).
+        /// Name of the backing in the file: a file name or a digest (`sha256:...`).
         name: String,
-        /// Where it was needed.
+        /// Address at which the backing was needed.
         logical: u64,
     },
-    /// A backing is not the one that the file names.
+    /// A backing differs from the one that the file names.
     #[error("backing {name} has an address space of {found} bytes, the file says {expected}")]
     WrongBacking {
-        /// How the file names its backing.
+        /// Name of the backing in the file.
         name: String,
-        /// Bytes the file says.
+        /// Size in bytes that the file records.
         expected: u64,
-        /// Bytes it has.
+        /// Size in bytes of the backing.
         found: u64,
     },
-    /// Something is wrong in a backing, or with reading it.
+    /// An error in a backing, or in a read of it.
     #[error("backing {name}: {source}")]
     InBacking {
-        /// How the file names its backing.
+        /// Name of the backing in the file.
         name: String,
-        /// What, in the backing's own places.
+        /// The error, with addresses of the backing.
         source: Box<Error>,
     },
     /// A read beyond the end of the address space.
     #[error("bytes {offset}+{length} lie beyond the end of the address space ({size} bytes)")]
     OutOfRange {
-        /// First byte asked for.
+        /// First byte of the read.
         offset: u64,
-        /// Bytes asked for.
+        /// Length of the read in bytes.
         length: u64,
         /// Size of the address space.
         size: u64,
     },
-    /// A barrier failed before: what the host kept of the writes before it is unknown, so that nothing more is written.
+    /// An earlier barrier failed, or a write that cannot be undone. The state of earlier writes on
+    /// the host is unknown, so the file is not written any more.
     #[error("no more is written to this file: {cause}")]
     WriteRefused {
-        /// The failure.
+        /// The text of that failure.
         cause: String,
     },
-    /// A bug of this program: what it knows of the open file contradicts itself. Nothing was
-    /// written for it.
+    /// A bug of this program: its state of the open file contradicts itself. Nothing was written
+    /// because of it.
     #[error("{0}: this is a bug in bcow")]
     Inconsistent(String),
-    /// The caller asked a writer for something the format cannot hold.
+    /// The caller requested something that the format or this version does not support.
     #[error("{0}")]
     Unsupported(String),
 }
 
-/// What is wrong with a stored block.
+/// The mismatch between a stored block and its table entry.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BlockProblem {
-    /// The stored bytes have another checksum than the table entry says.
+    /// The stored bytes have another checksum than the table entry.
     #[error("checksum is {found:#010x}, the table says {expected:#010x}")]
     Checksum {
         /// CRC32C from the table entry.
@@ -99,13 +100,13 @@ pub enum BlockProblem {
         /// CRC32C of the bytes.
         found: u32,
     },
-    /// The bytes are no valid zstd frame of the block's size.
+    /// The bytes are not a valid zstd frame of the size of the block.
     #[error("does not decompress: {0}")]
     Decompress(String),
 }
 
 impl Error {
-    /// The stable code of what is wrong with the file (spec section 12), if it is the file that is wrong.
+    /// The stable code of the problem (spec section 12); `None` if the file itself is not at fault.
     pub fn code(&self) -> Option<&'static str> {
         match self {
             Error::Format(error) => Some(error.code()),
@@ -125,7 +126,7 @@ impl Error {
         }
     }
 
-    /// The error itself, out of however many backings it happened in.
+    /// The error without the backings around it.
     pub fn innermost(&self) -> &Error {
         match self {
             Error::InBacking { source, .. } => source.innermost(),
@@ -133,7 +134,7 @@ impl Error {
         }
     }
 
-    /// Says which backing this happened in.
+    /// Adds the name of the backing in which the error occurred.
     pub(crate) fn in_backing(self, name: &bcow_format::BackingName) -> Self {
         Error::InBacking {
             name: name.to_string(),

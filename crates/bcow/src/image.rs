@@ -1,7 +1,8 @@
 //! An open BCoW file, for reading.
 //!
-//! `read` → which entry covers the place (root table, then a cached sub-block table) → which block → the block cache,
-//! or `storage` → checksum → zstd. No lock is taken but the caches' own, which are sharded, and never across I/O of
+//! A read finds the entry that covers the address (root table, then a cached sub-block table), and
+//! then the block: in the block cache, or in `storage`, with a check of the checksum and a zstd
+//! decoder. The only locks are those of the caches; they are sharded, and not held across I/O of
 //! another block.
 
 use std::fs::File;
@@ -27,12 +28,12 @@ use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, Status};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
-/// How to open a file for reading.
+/// Options for opening a file for reading.
 #[derive(Debug, Clone)]
 pub struct OpenOptions {
-    /// Where decoded blocks are kept. Files opened with clones of these options share the budget.
+    /// Cache for decoded blocks. Files opened with clones of these options share its budget.
     pub cache: BlockCache,
-    /// What is checked on every read.
+    /// Verification of reads.
     pub verify: Verify,
 }
 
@@ -45,23 +46,23 @@ impl Default for OpenOptions {
     }
 }
 
-/// What is checked on every read.
+/// Verification of reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verify {
-    /// The CRC32C of every table and block: finds accidents.
+    /// Verifies the CRC32C of every table and block; detects accidental changes.
     Checksums,
-    /// The Merkle tree too: finds changes made on purpose, if the root hash is known to be right. A file without
-    /// a tree is refused.
+    /// Verifies the Merkle tree too; detects deliberate changes, if the root hash is known to be
+    /// right. A file without a tree is rejected.
     Merkle,
 }
 
-/// Finds the backings that a file names. Nothing is opened that this does not give.
+/// Resolves the backings of a file. Only backings that it returns are opened.
 pub trait BackingResolver {
-    /// The backing, or `None` if it cannot be had: then only what needs it fails.
+    /// Returns the backing. With `None`, only reads that need the backing fail.
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error>;
 }
 
-/// Gives no backing.
+/// Resolves no backing.
 pub struct NoBackings;
 
 impl BackingResolver for NoBackings {
@@ -75,7 +76,7 @@ pub struct Image {
     file: CheckedFile,
     header: Header,
     root: Root,
-    /// What the record log says over the tables.
+    /// The mappings of the record log, which take precedence over the tables.
     logged: Overlay,
     last_sequence: u64,
     backings: Vec<(BackingEntry, Option<Arc<dyn BlockDevice>>)>,
@@ -84,13 +85,13 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens a file that stands on its own.
+    /// Opens a file without backings.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<Arc<Image>, Error> {
         let file = File::open(path).map_err(|source| Error::io("open", 0, source))?;
         Image::open_storage(Arc::new(file), options)
     }
 
-    /// Opens a file that stands on its own, whatever it is stored on.
+    /// Opens a file without backings, on any storage.
     pub fn open_storage(
         storage: Arc<dyn Storage>,
         options: &OpenOptions,
@@ -98,7 +99,7 @@ impl Image {
         Image::open_with_backings(storage, options, &NoBackings)
     }
 
-    /// Opens a file, with whatever backings `resolver` gives.
+    /// Opens a file with the backings that `resolver` returns.
     pub fn open_with_backings(
         storage: Arc<dyn Storage>,
         options: &OpenOptions,
@@ -160,22 +161,23 @@ impl Image {
         Ok(())
     }
 
-    /// What the file is recognised by, as a backing by name (spec section 8). It changes with the content.
+    /// Identity of the file, when another file names it as a backing (spec section 8). It changes
+    /// with the content.
     pub fn identity_hash(&self) -> [u8; 32] {
         identity(&self.header, self.last_sequence)
     }
 
-    /// The file's header.
+    /// The header of the file.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// The backings it names.
+    /// The backings that the file names.
     pub fn backings(&self) -> impl Iterator<Item = &BackingEntry> {
         self.backings.iter().map(|(entry, _)| entry)
     }
 
-    /// What a backing shows, if it could be had. `index` is that of the backing table.
+    /// The backing with this index of the backing table, if it is available.
     pub fn backing(&self, index: u32) -> Option<&Arc<dyn BlockDevice>> {
         self.backings.get(index as usize)?.1.as_ref()
     }
@@ -185,14 +187,14 @@ impl Image {
         read_metadata(&self.file, &self.header)
     }
 
-    /// Where the byte `offset` of the address space is stored, and how far that holds: one entry's piece.
+    /// Returns the entry at byte `offset` of the address space, and the range for which it holds.
     pub fn map(&self, offset: u64) -> Result<Extent, Error> {
         checked_range(offset, 1, self.header.size)?;
         let piece = self.piece(offset)?;
         Ok(self.extent(&piece))
     }
 
-    /// All extents, in the order of the address space. Ends after an error.
+    /// All extents, in the order of the address space. The iterator ends after an error.
     pub fn extents(&self) -> impl Iterator<Item = Result<Extent, Error>> + '_ {
         let mut next = 0;
         std::iter::from_fn(move || {
@@ -217,7 +219,7 @@ impl Image {
                     bytes: piece.length,
                 }
             }
-            // A piece never holds a table; should it, it holds no data.
+            // A piece never holds a table entry; as a hole, it would show no data.
             Entry::Absent | Entry::Table(_) => Mapping::Hole,
             Entry::Zero => Mapping::Zero,
             Entry::Raw(stored) => Mapping::Raw { stored },
@@ -240,7 +242,7 @@ impl Image {
         }
     }
 
-    /// The root table, without what the log says.
+    /// The root table, without the mappings of the log.
     pub(crate) fn root(&self) -> &Root {
         &self.root
     }
@@ -258,7 +260,7 @@ impl Image {
         self.logged.regions()
     }
 
-    /// The block size of a region that the log changes; `None` if it is not cut.
+    /// The block size of a region that the log changes; `None` if the region is one block.
     pub(crate) fn logged_block_shift(&self, region: u64) -> Option<BlockShift> {
         self.logged.region(region)?.block_shift()
     }
@@ -327,9 +329,10 @@ impl Image {
             .block(key, || read_block(&self.file, piece, &stored, encoding))
     }
 
-    /// Reads raw blocks that `buf` has room for as a whole, as far as they lie one behind the other in the file, from `first` on,
-    /// where `at` must be: straight to where they are wanted, since the host keeps them in memory as they are. Gives the
-    /// number of bytes, 0 if the first is no such block.
+    /// Reads raw blocks from `first` on, as long as they are contiguous in the file and fit into
+    /// `buf` as a whole. `at` must be the start of `first`. The bytes go directly into `buf`, past
+    /// the block cache, because the page cache of the host has them in the same form. Returns the
+    /// number of bytes; 0 if `first` is not such a block.
     fn read_raw(&self, first: &Piece, at: u64, buf: &mut [u8]) -> Result<usize, Error> {
         let mut run: Vec<(Piece, Stored)> = Vec::new();
         let (mut bytes, mut piece) = (0, *first);
@@ -337,7 +340,8 @@ impl Image {
             let end = run.last().map(|(_, stored)| stored.end());
             let follows = |stored: &Stored| end.is_none_or(|end| stored.at.0 == end);
             match piece.entry {
-                // The first block of a plain file is not there as it is: the header slots lie in it.
+                // The first block of a plain file is not stored as it is: it contains the header
+                // slots.
                 Entry::Raw(stored)
                     if piece.start == at + bytes
                         && bytes + piece.length <= buf.len() as u64
@@ -378,7 +382,7 @@ impl Image {
         Ok(bytes as usize)
     }
 
-    /// Bytes of the file as they are, past the cache: whoever changes them in place does not tell it.
+    /// Reads bytes of the file past the block cache: a writer may change them in place.
     fn read_stored(&self, at: u64, length: u64, sink: &mut dyn FnMut(&[u8])) -> Result<(), Error> {
         let mut buf = vec![0; length.min(1 << 18) as usize];
         let mut done = 0;
@@ -515,8 +519,8 @@ impl BlockDevice for Image {
     }
 }
 
-/// What the file with this header is recognised by, as a backing by name (spec section 8). `last_sequence` is that of the last
-/// record that counts in its log, 0 if there is none.
+/// Identity of the file with this header, when another file names it as a backing (spec section 8).
+/// `last_sequence` is the sequence number of the last valid record in its log, 0 if there is none.
 pub fn identity(header: &Header, last_sequence: u64) -> [u8; 32] {
     if let Some(tree) = &header.merkle {
         return tree.root;
@@ -528,7 +532,8 @@ pub fn identity(header: &Header, last_sequence: u64) -> [u8; 32] {
 }
 
 impl Image {
-    /// The status of what is shown of a backing: `bytes` from `offset` on, the rest zeros; `length` of it from `skip` on.
+    /// Status of a window or backing that shows `bytes` bytes from `offset` on, followed by zeros;
+    /// for `length` bytes from byte `skip` of it on.
     fn backing_status(
         &self,
         index: u32,

@@ -1,4 +1,4 @@
-//! The Merkle tree of a sealed file (spec section 9): built once, checked piece by piece.
+//! The Merkle tree of a sealed file (spec section 9): built in one pass, verified in pieces.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -11,7 +11,7 @@ use crate::{BlockCache, Error, threads};
 
 const LEAF: u8 = 0;
 const NODE: u8 = 1;
-/// What one thread reads at a time while it hashes the whole file.
+/// Bytes that one thread reads at a time while it hashes the whole file.
 const BATCH_BYTES: u64 = 4 << 20;
 
 type Hash = [u8; HASH_BYTES as usize];
@@ -23,8 +23,8 @@ fn hash(prefix: u8, bytes: &[u8]) -> Hash {
     hasher.finalize().into()
 }
 
-/// Hashes the first `shape.covered_bytes` of `storage`, with `canonical` in place of the header slots.
-/// Returns all levels as they are stored; the last 32 bytes are the root.
+/// Hashes the first `shape.covered_bytes` of `storage`, with `canonical` in place of the header
+/// slots. Returns all levels as they are stored; the last 32 bytes are the root.
 pub(crate) fn build(
     storage: &dyn Storage,
     shape: &MerkleShape,
@@ -72,18 +72,18 @@ fn hash_chunks(
     Ok(hashed.concat())
 }
 
-/// Checks pieces of a file against its header's root hash.
+/// Verifies pieces of a file against the root hash of its header.
 pub(crate) struct Verifier {
     tree: MerkleTree,
     shape: MerkleShape,
     canonical: [u8; HEADER_AREA_BYTES],
     file: FileId,
-    /// Keeps the checked pieces of the tree.
+    /// Cache for verified pieces of the tree.
     cache: BlockCache,
 }
 
 impl Verifier {
-    /// `None` if the file has no tree.
+    /// Returns `None` if the file has no tree.
     pub(crate) fn new(header: &Header, file: FileId, cache: &BlockCache) -> Option<Self> {
         let tree = header.merkle.clone()?;
         Some(Verifier {
@@ -95,7 +95,7 @@ impl Verifier {
         })
     }
 
-    /// Fills `buf` with the bytes at `offset` of the file, every chunk they lie in checked.
+    /// Fills `buf` with the bytes at `offset` of the file, and verifies every chunk of the range.
     pub(crate) fn read_at(
         &self,
         storage: &dyn Storage,
@@ -140,7 +140,8 @@ impl Verifier {
         Ok(())
     }
 
-    /// The hash that the tree gives for piece `index` of what lies below `level`, itself checked up to the root.
+    /// The hash that the tree has for piece `index` of the level below `level`, verified up to the
+    /// root.
     fn expected(&self, storage: &dyn Storage, level: usize, index: u64) -> Result<Hash, Error> {
         let (level_offset, level_bytes) = self.shape.levels[level];
         let place = index * HASH_BYTES;
@@ -175,8 +176,8 @@ impl Verifier {
         Ok(hash)
     }
 
-    /// Checks the whole tree against its root, and with `chunks` every chunk of the file against the tree.
-    /// Returns the first few mismatches, in file order.
+    /// Verifies the whole tree against its root, and with `chunks` every chunk of the file against
+    /// the tree. Returns the first few mismatches, in file order.
     pub(crate) fn check_all(
         &self,
         storage: &dyn Storage,
@@ -217,7 +218,7 @@ impl Verifier {
             Ok(found)
         })?;
         mismatches.extend(found.into_iter().flatten().take(MOST));
-        // One bad piece of the tree fails all the chunks below it; say it once.
+        // One bad piece of the tree fails all chunks below it; report it once.
         mismatches.dedup_by_key(|error| match error {
             Error::Merkle { start, .. } => *start,
             _ => u64::MAX,

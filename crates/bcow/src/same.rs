@@ -1,14 +1,16 @@
-//! Telling that two images have the same bytes somewhere, without reading them.
+//! Detects ranges of two images that have the same bytes, without reading them.
 
 use bcow_format::Stored;
 
 use crate::storage::FileIdentity;
 use crate::{BlockDevice, Image, Mapping};
 
-/// How many bytes, of up to `length`, are the same from `a_offset` on in `a` and from `b_offset` on in `b`, as far as
-/// the images' tables tell: both are zeros, or lie in one place of one file. 0 if nothing is known; reading tells then.
+/// Returns how many bytes, up to `length`, are known to be the same from `a_offset` on in `a` and
+/// from `b_offset` on in `b`. The tables decide: both are zeros, or both are stored at one place of
+/// one file. 0 means that the caller has to read and compare.
 ///
-/// Digests are not taken at their word: a backing counts as the same only where both images found it in the same file.
+/// Equal digests are not trusted: backings count as the same only if both images opened the same
+/// file.
 pub fn known_same(a: &Image, a_offset: u64, b: &Image, b_offset: u64, length: u64) -> u64 {
     if a_offset == b_offset && same_file(a.identity(), b.identity()) {
         return length;
@@ -22,14 +24,14 @@ pub fn known_same(a: &Image, a_offset: u64, b: &Image, b_offset: u64, length: u6
     }
 }
 
-/// Bytes of one image that lie together.
+/// Bytes of an image that are stored together.
 struct Run {
     length: u64,
     is_zero: bool,
-    /// The image, or the backing that shows here, and the first byte in its address space.
+    /// The image, or the backing that shows here, with the first byte in its address space.
     file: Option<FileIdentity>,
     offset: u64,
-    /// The stored block, if it is the image's own, and the first byte in what it decodes to.
+    /// The stored block, if the image stores it, with the first byte in the decoded block.
     block: Option<(Encoded, u64)>,
 }
 
@@ -73,7 +75,7 @@ impl Run {
             } => {
                 let device = image.backing(index)?;
                 let offset = offset + skip;
-                // What the backing has not got reads as zeros, which the next run can be about.
+                // The part beyond the end of the backing reads as zeros; the next run covers it.
                 let there = device.size().checked_sub(offset)?;
                 Run {
                     length: own.length.min(bytes - skip).min(there),
@@ -137,7 +139,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let a = image(directory.path(), "a", &[1, 0, 0, 0]);
         let b = image(directory.path(), "b", &[2, 2, 0, 0]);
-        // To the end of the one's block.
+        // Up to the end of the block of the first image.
         let found = known_same(&a, (3 << 20) - 100, &b, (3 << 20) + 100, 5000);
         assert_eq!(found, 100);
         assert_eq!(known_same(&a, 3 << 20, &b, 2 << 20, 5000), 0);

@@ -1,10 +1,11 @@
-//! Work over an index range by a few threads, with results in order.
+//! Runs work over an index range on a few threads, with results in order.
 
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, thread};
 
-/// `work(0)`, ..., `work(count - 1)`, computed by up to `threads` threads, in index order. After an error no further
-/// index is begun; of several errors the one with the lowest index is returned.
+/// Returns `work(0)`, ..., `work(count - 1)` in index order, computed by up to `threads` threads.
+/// After an error no further index is started; of several errors the one with the lowest index is
+/// returned.
 pub(crate) fn map_indexed<T: Send, E: Send>(
     count: u64,
     threads: usize,
@@ -16,7 +17,8 @@ pub(crate) fn map_indexed<T: Send, E: Send>(
     }
     let next = AtomicU64::new(0);
     let failed = AtomicBool::new(false);
-    // Holds finished results until all are there; taken once per index, last, with no other lock held.
+    // Collects finished results. It is locked once per index, after the work, with no other lock
+    // held.
     let done = Mutex::new(Vec::new());
     thread::scope(|scope| {
         for _ in 0..threads {

@@ -1,4 +1,4 @@
-//! The regions of a file: their tables and blocks, as the records leave them.
+//! Checks the regions of a file: their tables and blocks, with the records applied.
 
 use bcow_format::{Entry, Header, Stored, SubBlockTable};
 
@@ -9,7 +9,7 @@ use crate::overlay::{LoggedRegion, Overlay};
 use crate::root::Root;
 use crate::{Error, threads};
 
-/// What is examined.
+/// The file under check.
 pub(super) struct Subject<'a> {
     pub(super) file: &'a CheckedFile,
     pub(super) header: &'a Header,
@@ -17,20 +17,20 @@ pub(super) struct Subject<'a> {
     pub(super) logged: &'a Overlay,
 }
 
-/// What the regions use of the file.
+/// The places in the file that the regions use.
 #[derive(Default)]
 pub(super) struct Used {
-    /// Named by tables alone.
+    /// Named by tables only.
     pub(super) settled: Vec<Stored>,
     /// Named by records.
     pub(super) logged: Vec<Stored>,
-    /// Named by tables, until a record named something else.
+    /// Named by tables, but replaced by records.
     pub(super) replaced: Vec<Stored>,
-    /// Whether some of it could not be read, so that there may be more.
+    /// Whether a part was unreadable, so that there may be further places.
     pub(super) incomplete: bool,
 }
 
-/// What examining one region found.
+/// The result for one region.
 #[derive(Default)]
 struct RegionReport {
     errors: Vec<(String, Error)>,
@@ -41,7 +41,7 @@ struct RegionReport {
     bytes_read: u64,
 }
 
-/// Examines all regions.
+/// Checks all regions.
 pub(super) fn check(
     subject: &Subject<'_>,
     options: &CheckOptions,
@@ -97,7 +97,8 @@ fn check_region(subject: &Subject<'_>, region: u64, data: bool) -> Result<Region
     Ok(report)
 }
 
-/// The region's stored table. One that a record replaced as a whole only tells what was used before.
+/// Reads the stored table of the region. If a record replaced the whole region, the table only
+/// shows which places were used before.
 fn check_table(
     subject: &Subject<'_>,
     region: u64,
@@ -125,7 +126,8 @@ fn check_table(
     }
 }
 
-/// The piece of the region that covers byte `at`, by its place in the region; and whether a record brought it.
+/// The piece that covers byte `at` of the region, with offsets in the region, and whether a record
+/// set it.
 fn piece_at(
     root: Entry,
     table: Option<&SubBlockTable>,
@@ -165,7 +167,7 @@ fn table_piece(table: &SubBlockTable, at: u64, length: u64) -> Piece {
     }
 }
 
-/// Examines a piece, given by its place in a region that begins at `region_start`.
+/// Checks a piece, given by its offset in a region that begins at `region_start`.
 fn check_block(
     subject: &Subject<'_>,
     region: u64,
@@ -197,7 +199,7 @@ fn check_block(
     report.bytes_read += u64::from(stored.bytes);
     let read = match encoding {
         Some(encoding) => read_block(subject.file, &piece, &stored, encoding).map(|_| ()),
-        // There is nothing to compare its bytes with; that they can be read is something.
+        // Without a checksum, the check only shows that the bytes are readable.
         None => {
             let mut bytes = vec![0; stored.bytes as usize];
             subject.file.read_at(stored.at.0, &mut bytes)
@@ -214,7 +216,7 @@ fn check_block(
     }
 }
 
-/// Notes what the tables name, and records replaced.
+/// Adds the places that the tables name and that records replaced.
 fn replaced_entries(
     root: Entry,
     table: Option<&SubBlockTable>,
@@ -234,7 +236,7 @@ fn replaced_entries(
                 }
             }
         }
-        // The table itself was noted when it was read.
+        // The place of the table was added when it was read.
         None if matches!(root, Entry::Table(_)) => {}
         None => used.replaced.extend(root.stored()),
     }

@@ -1,4 +1,4 @@
-//! Repairs what can be repaired without guessing: nothing here ever changes what the file shows.
+//! Repairs that need no guess. A repair never changes the visible content.
 
 use std::sync::Arc;
 
@@ -11,14 +11,15 @@ use crate::checked::read_header;
 use crate::storage::Storage;
 use crate::{BackingResolver, BlockDevice, Disk, Error, OpenOptions};
 
-/// Repairs the file in `storage`, which is open for writing and locked, and says what was done.
+/// Repairs the file in `storage`, which is open for writing and locked. Returns a description of
+/// each change.
 ///
-/// - A damaged header slot is written again from the good one.
-/// - Of a writable file the records go into the tables, the free list is made anew if it is damaged or lost space, and
-///   both slots get the newest header.
+/// - A damaged header slot is rewritten from the valid one.
+/// - In a writable file, the records are folded into the tables, the free list is rebuilt if it is
+///   damaged or has lost space, and both slots get the newest header.
 ///
-/// What needs more than that, above all where two places of the file contradict each other, is left as it is, to be found by
-/// [`check`]. Whatever interrupts it leaves the file as good as it was.
+/// Other damage stays as it is and is reported by [`check`], above all contradictions between two
+/// parts of the file. An interruption leaves the file no worse than before.
 pub fn repair(storage: Arc<dyn Storage>) -> Result<Vec<String>, Error> {
     let mut done = Vec::new();
     let header = match read_header(&*storage) {
@@ -56,7 +57,7 @@ fn repair_slots(
     let generation = match header.state {
         // The records belong to this generation.
         State::Writable => header.generation,
-        // As it was when the file was made (spec section 14), so that its digest is again what it was.
+        // The generation at creation (spec section 14), so that the file gets its original digest.
         State::Sealed if bad == 0 => header.generation.saturating_sub(1).max(1),
         State::Sealed => header.generation.saturating_add(1),
     };
@@ -92,7 +93,8 @@ fn repair_writable(
     };
     let mut report = check(storage.clone(), &quick)?;
     if !report.is_sound() {
-        // Is it the free list alone? Without it, nothing is known to be free, and all else is as it was.
+        // If only the free list is damaged, the file is valid without it: then no space is known to
+        // be free, and nothing else changes.
         let without = Header {
             free: Section::default(),
             ..header
@@ -101,7 +103,8 @@ fn repair_writable(
         if !report.is_sound() {
             return Ok(());
         }
-        // Of the same generation: the records stay its own. Until both are written, either is right.
+        // The same generation, so that the records stay valid. Until both slots are written, either
+        // header is right.
         write_slot(&**storage, 0, &without)?;
         write_slot(&**storage, 1, &without)?;
         done.push("the free list was damaged and is made anew".into());
@@ -127,7 +130,7 @@ fn repair_writable(
     Ok(())
 }
 
-/// Stands for backings that nobody will read.
+/// A placeholder for backings that the repair does not read.
 struct Unread;
 
 struct UnreadDevice(u64);

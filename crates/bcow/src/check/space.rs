@@ -1,4 +1,4 @@
-//! The ranges of a file: that none overlap, and what of a writable file nothing uses.
+//! Checks that the ranges of a file do not overlap, and finds unused space of a writable file.
 
 use bcow_format::{FreeRange, Header, SECTOR_BYTES, Section, State, Stored, incompatible};
 
@@ -8,7 +8,7 @@ use crate::log::Replayed;
 
 type Range = (u64, u64);
 
-/// Examines what the file's sections, regions, log and free list use.
+/// Checks the space that the sections, regions, log and free list of the file use.
 pub(super) fn check(
     header: &Header,
     replayed: &Replayed,
@@ -32,8 +32,8 @@ pub(super) fn check(
     if used.incomplete {
         return;
     }
-    // What no table, record or list ever named, up to where the header's file ends. Behind it a writer knows what is
-    // free: all that no record names.
+    // Finds space before the end of the file in the header that no table, record or list names.
+    // Behind that end, a writer treats all space as free that no record names.
     let mut named = settled;
     named.extend(&free);
     named.extend(used.replaced.iter().map(range));
@@ -62,7 +62,8 @@ fn range(stored: &Stored) -> Range {
     (stored.at.0, stored.end())
 }
 
-/// The sections that the header names, as ranges of the file; the header's own sector first, unless a plain block lies there.
+/// The sections that the header names, as ranges of the file. The first is the sector of the
+/// header, unless it is a block of a plain file.
 fn sections(header: &Header) -> Vec<Range> {
     let mut ranges = Vec::new();
     if !header.features.has_incompatible(incompatible::PLAIN) {
@@ -89,7 +90,8 @@ fn sections(header: &Header) -> Vec<Range> {
     ranges
 }
 
-/// In a sealed file content that is stored once may be named twice; anything else must not overlap (spec section 5).
+/// In a sealed file, several entries may name the same stored block; any other overlap is an error
+/// (spec section 5).
 fn check_overlaps(mut ranges: Vec<Range>, may_share: bool, report: &mut Report) {
     ranges.sort_unstable();
     if may_share {
@@ -108,7 +110,8 @@ fn check_overlaps(mut ranges: Vec<Range>, may_share: bool, report: &mut Report) 
     }
 }
 
-/// The free list is the header's: what tables name must not be in it. What records name may be.
+/// The free list belongs to the header: it must not contain places that tables name, but may
+/// contain places that records name.
 fn check_free(settled: &mut [Range], free: &[Range], report: &mut Report) {
     settled.sort_unstable();
     let mut free = free.iter().peekable();
@@ -127,7 +130,7 @@ fn check_free(settled: &mut [Range], free: &[Range], report: &mut Report) {
     }
 }
 
-/// The whole sectors below `end` that no range touches, in bytes.
+/// Bytes of whole sectors below `end` that no range touches.
 fn unnamed_bytes(mut named: Vec<Range>, end: u64) -> u64 {
     named.sort_unstable();
     let whole = |from: u64, to: u64| {

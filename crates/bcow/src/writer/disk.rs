@@ -1,4 +1,4 @@
-//! What a disk has that an image has not: absent ranges, a backing below them, blocks as small as its changes.
+//! Features of disks that images do not have: absent ranges, a backing, a block size per region.
 
 use bcow_format::{
     BackingEntry, BlockShift, MAX_ADDRESS, MAX_LOG_BYTES, MAX_ROOT_ENTRIES, SECTOR_BYTES,
@@ -7,33 +7,34 @@ use bcow_format::{
 use super::{ImageWriter, REGION_SHIFT, WriterOptions};
 use crate::{BlockDevice, Content, Error};
 
-/// Largest region, 2^30 bytes.
+/// log2 of the largest region size, 2^30 bytes.
 const MAX_REGION_SHIFT: u8 = 30;
-/// Blocks of a disk where nobody chose. Smaller than an image's: guests read 4 KiB here and there, and each such read decodes a block.
+/// log2 of the default block size of a disk. It is smaller than that of an image: guests read 4 KiB
+/// at scattered addresses, and each such read decodes a block.
 const AUTO_DISK_SHIFT: u8 = 16;
-/// Read at once.
+/// Bytes per read of the source.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// What makes a file a disk rather than an image.
+/// Properties of a disk that an image does not have.
 #[derive(Debug, Clone, Default)]
 pub struct DiskForm {
     /// Size of the address space in bytes, a multiple of 4096.
     pub size: u64,
-    /// What absent ranges show; holes, if there is none.
+    /// The backing that absent ranges show; without one they are holes.
     pub backing: Option<BackingEntry>,
-    /// log2 of the region size, 12 to 30; `None` chooses.
+    /// log2 of the region size, 12 to 30; `None` selects the default.
     pub region_shift: Option<u8>,
-    /// Room for a record log in bytes, a multiple of 4096: the file may be written from then on, and has no Merkle tree.
-    /// With 0 the file is sealed.
+    /// Size of the record log in bytes, a multiple of 4096. With a log the file is writable and has
+    /// no Merkle tree; with 0 it is sealed.
     pub log_bytes: u64,
 }
 
-/// What of a disk is stored in the file that is made of it.
+/// Which content of a disk a new file stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keep {
-    /// All that the chain shows.
+    /// All content of the chain.
     All,
-    /// What the file has itself; the rest stays absent.
+    /// The content of the file itself; the rest stays absent.
     Own,
 }
 
@@ -42,7 +43,7 @@ impl DiskForm {
         self.log_bytes > 0
     }
 
-    /// The region size to write with, as log2.
+    /// Checks the options. Returns log2 of the region size.
     pub(super) fn check(&self, options: &WriterOptions) -> Result<u8, Error> {
         let unsupported = |what: String| Err(Error::Unsupported(what));
         if options.plain || options.erofs || options.metadata_first {
@@ -76,8 +77,8 @@ impl DiskForm {
 }
 
 impl ImageWriter {
-    /// Leaves `count` bytes of a disk absent. What does not fill a block is appended as zeros, so with a backing the range
-    /// has to be of whole blocks, but for the end of the disk.
+    /// Leaves `count` bytes of a disk absent. A part of a block is appended as zeros; so with a
+    /// backing, the range must consist of whole blocks, except at the end of the disk.
     pub fn append_absent(&mut self, mut count: u64) -> Result<(), Error> {
         let Some(form) = &self.options.disk else {
             return self.append_zeros(count);
@@ -111,12 +112,12 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Bytes of a region.
+    /// Size of a region in bytes.
     fn region_bytes(&self) -> u64 {
         1 << self.region_shift
     }
 
-    /// The size of blocks from here on, where a region begins.
+    /// Sets the block size from here on, at the start of a region.
     fn begin_blocks(&mut self, shift: u8) {
         let shift = BlockShift::new(shift).unwrap_or(BlockShift::MIN);
         if shift != self.block_shift {
@@ -128,7 +129,7 @@ impl ImageWriter {
     }
 }
 
-/// A piece of a region.
+/// A range of a region with one kind of content.
 struct Run {
     offset: u64,
     length: u64,
@@ -142,10 +143,11 @@ enum What {
     Absent,
 }
 
-/// Appends a whole device to a disk that is being written, and calls `step` with the bytes that each step did.
+/// Appends a whole device to a disk that is being written. Calls `step` with the number of bytes of
+/// each step.
 ///
-/// With [`Keep::Own`] blocks become as small as is needed to store no more than the device's own file has. The writer's block
-/// size is the largest then.
+/// With [`Keep::Own`], a region gets blocks as small as necessary to store no more than the file of
+/// the device does. The block size of the writer is then the largest one.
 pub fn append_disk<E: From<Error>>(
     writer: &mut ImageWriter,
     device: &dyn BlockDevice,
@@ -191,7 +193,7 @@ pub fn append_disk<E: From<Error>>(
     Ok(())
 }
 
-/// What stands in `start..end`, with neighbours of one kind joined.
+/// The runs of content in `start..end`; neighbours of one kind are merged.
 fn runs(device: &dyn BlockDevice, start: u64, end: u64, keep: Keep) -> Result<Vec<Run>, Error> {
     let mut runs: Vec<Run> = Vec::new();
     let mut at = start;
@@ -217,12 +219,12 @@ fn runs(device: &dyn BlockDevice, start: u64, end: u64, keep: Keep) -> Result<Ve
     Ok(runs)
 }
 
-/// The largest blocks, up to `largest`, of which none is partly absent.
+/// log2 of the largest block size, up to `largest`, with which no block is partly absent.
 fn block_shift(runs: &[Run], largest: u8, end: u64) -> u8 {
     let edges = runs.iter().filter(|run| run.what == What::Absent);
     let bits = edges.fold(1u64 << largest, |bits, run| {
         let run_end = run.offset + run.length;
-        // The end of the disk is the end of a block of any size.
+        // The end of the disk ends a block of any size.
         bits | run.offset | if run_end == end { 0 } else { run_end }
     });
     (bits.trailing_zeros() as u8).clamp(BlockShift::MIN.get(), largest)
@@ -331,7 +333,7 @@ mod tests {
         let base = sample();
         let size = base.len() as u64;
         let resolver = Below(Arc::new(base.clone()));
-        // The layer below: absent but for a sector, a MiB of zeros, and the end.
+        // The layer below: absent except a sector, a MiB of zeros, and the end.
         let storage = Arc::new(MemoryStorage::default());
         let form = DiskForm {
             size,
@@ -391,7 +393,7 @@ mod tests {
         let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
         assert!(content(&*image) == bytes);
         drop(image);
-        // It is written on, small and large, over compressed blocks.
+        // Later writes, small and large, go over compressed blocks.
         let disk = Disk::open(storage.clone(), &OpenOptions::default(), &NoBackings).unwrap();
         let mut expected = bytes;
         for (at, length) in [(0, 512), ((9 << 20) + 5000, 100), (17 << 20, 3 << 20)] {

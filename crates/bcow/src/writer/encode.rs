@@ -1,4 +1,4 @@
-//! One block to its stored form.
+//! Encodes a block into its stored form.
 
 use bcow_format::crc32c;
 use zstd::bulk::Compressor;
@@ -6,21 +6,21 @@ use zstd::bulk::Compressor;
 use super::Compression;
 use crate::Error;
 
-/// A block as it will be stored.
+/// An encoded block.
 pub(super) struct Encoded {
     pub(super) form: Form,
-    /// CRC32C of the block before encoding, to compare with when it is read back.
+    /// CRC32C of the block before encoding, for the verification of the written file.
     pub(super) logical_crc: u32,
 }
 
-/// What of a block is stored.
+/// The stored form of a block.
 pub(super) enum Form {
     Zero,
     Raw(Vec<u8>),
     Zstd { frame: Vec<u8>, crc: u32 },
 }
 
-/// Encodes blocks; each thread has its own.
+/// An encoder; each thread has its own.
 pub(super) struct Encoder(Option<Compressor<'static>>);
 
 impl Encoder {
@@ -52,23 +52,24 @@ impl Encoder {
         Encoded { form, logical_crc }
     }
 
-    /// A frame, where it saves enough to be worth decompressing: a thirty-second part.
+    /// Returns a zstd frame if it saves at least a thirty-second of the block; less is not worth
+    /// the decompression.
     fn compress(&mut self, block: &[u8]) -> Option<Vec<u8>> {
         let compressor = self.0.as_mut()?;
         let worthwhile = block.len() - block.len() / 32;
         let mut frame = Vec::with_capacity(zstd_safe::compress_bound(block.len()));
-        // A failure (no memory) costs compression, not the block.
+        // After an error (out of memory) the block is stored uncompressed.
         compressor.compress_to_buffer(block, &mut frame).ok()?;
         if frame.len() > worthwhile {
             return None;
         }
-        // It waits in a queue, possibly beside many others.
+        // Many frames may wait in the queue of the sink.
         frame.shrink_to_fit();
         Some(frame)
     }
 }
 
-/// Whether all bytes are zero. Most blocks say no at once.
+/// Whether all bytes are zero. For most blocks the first bytes decide.
 fn is_zero(bytes: &[u8]) -> bool {
     bytes
         .chunks(256)

@@ -1,16 +1,16 @@
-//! Which block is stored where, and the tables that say so.
+//! The places of stored blocks, and the tables that name them.
 
 use bcow_format::{BlockShift, Entry, Stored, SubBlockTable, encode_table};
 
 use super::Appender;
 use crate::Error;
 
-/// What became of one block, or of a run of them.
+/// The stored form of one block, or of a run of blocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Record {
-    /// So many blocks of zeros.
+    /// A number of zero blocks.
     Zeros(u64),
-    /// So many blocks that are the backing's, or holes.
+    /// A number of absent blocks: they show the backing, or are holes.
     Absent(u64),
     Block {
         stored: Stored,
@@ -28,7 +28,7 @@ pub(super) struct Layout {
     records: Vec<Record>,
 }
 
-/// One block of the layout.
+/// One block of the layout, or a run of blocks without data.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Placed {
     pub(super) logical: u64,
@@ -37,10 +37,10 @@ pub(super) struct Placed {
 }
 
 impl Layout {
-    /// From byte `start` on, blocks have this size.
+    /// Sets the block size from byte `start` on.
     pub(super) fn begin(&mut self, start: u64, shift: BlockShift) {
         match self.stretches.last_mut() {
-            // Nothing was there yet.
+            // The last stretch is still empty.
             Some(last) if last.0 == start => last.1 = shift,
             _ => self.stretches.push((start, shift)),
         }
@@ -50,7 +50,7 @@ impl Layout {
         self.records = records;
     }
 
-    /// The block size, if it is the same everywhere.
+    /// The block size, if all stretches have the same.
     pub(super) fn uniform_shift(&self) -> Option<BlockShift> {
         match self.stretches.as_slice() {
             [(_, shift)] => Some(*shift),
@@ -64,12 +64,12 @@ impl Layout {
             .any(|record| matches!(record, Record::Block { zstd: true, .. }))
     }
 
-    /// Asserts that stretches start where blocks do.
+    /// Asserts that stretches start at block boundaries.
     pub(super) fn check(&self) {
         debug_assert!(self.placed().is_sorted_by_key(|placed| placed.logical));
     }
 
-    /// Runs of zero blocks and single blocks, with their places.
+    /// All blocks and runs, with their addresses.
     pub(super) fn placed(&self) -> impl Iterator<Item = Placed> + '_ {
         let mut stretches = self.stretches.iter().peekable();
         let mut shift = BlockShift::MIN;
@@ -103,8 +103,8 @@ impl Layout {
             .sum()
     }
 
-    /// Writes the sub-block tables and returns the root entries. `fill` stands where nothing was appended, and needs no
-    /// table where it fills a region.
+    /// Writes the sub-block tables and returns the root entries. `fill` is the entry of blocks that
+    /// were not appended; a region of `fill` only has no table.
     pub(super) fn write_tables(
         &self,
         size: u64,
@@ -114,7 +114,7 @@ impl Layout {
     ) -> Result<Vec<Entry>, Error> {
         let regions = size.div_ceil(1 << region_shift);
         let mut root = vec![fill; regions as usize];
-        // Entries of the region being gathered. Regions that are filled with one thing never get here.
+        // Entries of the current region. A region with one entry for all of it is never put here.
         let mut open: Option<(u64, SubBlockTable)> = None;
         for placed in self.placed() {
             let (entry, blocks) = match placed.record {
@@ -135,7 +135,7 @@ impl Layout {
                 let start = region << region_shift;
                 let length = (size - start).min(1 << region_shift);
                 let here = end.min(start + length);
-                // What is stored fills a region only as its one block.
+                // A stored block fills a region only if it is the only block of the region.
                 let is_one = entry.stored().is_none() || placed.shift.get() == region_shift;
                 if is_one && at == start && here == start + length {
                     root[region as usize] = entry;

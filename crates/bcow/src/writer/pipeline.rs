@@ -1,12 +1,12 @@
-//! From full blocks to stored ones: encoders in parallel, one sink in order.
+//! The pipeline from full blocks to stored blocks: parallel encoders, one sink in order.
 //!
 //! ```text
 //! caller --jobs--> encoder threads --+
 //!    \---order: one receiver a block-+--> sink thread --> storage
 //! ```
 //!
-//! The sink takes the blocks' results in the order the caller gave the blocks, so what reaches the file does not depend on
-//! which encoder was first. Both queues are bounded, so memory is too.
+//! The sink takes the results in the order of the blocks, so the content of the file does not
+//! depend on the speed of the encoders. Both queues are bounded, and so is the memory.
 
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -20,30 +20,30 @@ use super::layout::{Layout, Record};
 use crate::Error;
 use crate::storage::Storage;
 
-/// Stored bytes are gathered up to this many before they are written.
+/// Size in bytes of the buffer in which stored bytes are collected before a write.
 const WRITE_BYTES: usize = 1 << 20;
-/// Blocks that wait for an encoder, or for the sink, per encoder.
+/// Limit of queued blocks per encoder thread, for each of the two queues.
 const QUEUED_PER_THREAD: usize = 3;
 
-/// Where stored blocks lie.
+/// Placement of stored blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Placement {
-    /// One behind the other.
+    /// Contiguous.
     Packed,
     /// Each at its own address.
     Plain,
-    /// One behind the other, each from a sector on (spec section 10, "Places").
+    /// In order, each at the start of a sector (spec section 10, "Places").
     Sectors,
 }
 
-/// See the module's text.
+/// See the documentation of the module.
 pub(super) struct Pipeline {
     compression: Compression,
     stage: Stage,
 }
 
 enum Stage {
-    /// All in the caller's thread.
+    /// All work in the calling thread.
     Inline { encoder: Encoder, sink: Sink },
     Threads {
         jobs: SyncSender<Job>,
@@ -51,7 +51,7 @@ enum Stage {
         encoders: Vec<JoinHandle<()>>,
         sink: JoinHandle<Result<Sink, Error>>,
     },
-    /// The sink failed and its error was taken, or all is finished.
+    /// The sink failed and its error was returned, or all work is finished.
     Failed,
 }
 
@@ -86,7 +86,7 @@ impl Pipeline {
         let threads = threads.min(256);
         let (jobs, queue) = sync_channel::<Job>(threads * QUEUED_PER_THREAD);
         let (order, results) = sync_channel(threads * QUEUED_PER_THREAD);
-        // Held by the one idle encoder that waits for the next job; nothing else is locked meanwhile.
+        // Held by the one idle encoder that waits for the next job; it holds no other lock.
         let queue = Arc::new(Mutex::new(queue));
         let mut encoders = Vec::new();
         for _ in 0..threads {
@@ -94,7 +94,7 @@ impl Pipeline {
             let queue = queue.clone();
             encoders.push(std::thread::spawn(move || {
                 while let Some(job) = next_job(&queue) {
-                    // Nobody waits for the result once the sink has failed.
+                    // The result has no receiver if the sink has failed.
                     let _ = job.done.send(encoder.encode(job.block));
                 }
             }));
@@ -109,7 +109,7 @@ impl Pipeline {
         Ok(Pipeline { compression, stage })
     }
 
-    /// A full block at byte `logical` of the address space.
+    /// Adds a full block at byte `logical` of the address space.
     pub(super) fn block(&mut self, logical: u64, block: Vec<u8>) -> Result<(), Error> {
         let sent = match &mut self.stage {
             Stage::Inline { encoder, sink } => {
@@ -125,17 +125,17 @@ impl Pipeline {
         if sent { Ok(()) } else { Err(self.failure()) }
     }
 
-    /// `blocks` blocks of zeros.
+    /// Adds `blocks` blocks of zeros.
     pub(super) fn zeros(&mut self, blocks: u64) -> Result<(), Error> {
         self.say(Ordered::Zeros(blocks))
     }
 
-    /// `blocks` blocks that are not stored here.
+    /// Adds `blocks` absent blocks.
     pub(super) fn absent(&mut self, blocks: u64) -> Result<(), Error> {
         self.say(Ordered::Absent(blocks))
     }
 
-    /// A block that comes later, by [`Pipeline::finish`].
+    /// Adds a block that is passed later, to [`Pipeline::finish`].
     pub(super) fn skip(&mut self) -> Result<(), Error> {
         self.say(Ordered::Skip)
     }
@@ -152,8 +152,8 @@ impl Pipeline {
         if sent { Ok(()) } else { Err(self.failure()) }
     }
 
-    /// Stores the first block if it was skipped, waits for all, and gives `layout` what was stored where.
-    /// Returns the first free byte behind the stored blocks.
+    /// Stores the first block if it was skipped, waits for all blocks, and records their places in
+    /// `layout`. Returns the first free byte after the stored blocks.
     pub(super) fn finish(
         &mut self,
         first: Option<Vec<u8>>,
@@ -186,7 +186,7 @@ impl Pipeline {
         Ok(sink.end)
     }
 
-    /// Why the sink does not listen any more.
+    /// The error of a sink that stopped.
     fn failure(&mut self) -> Error {
         match std::mem::replace(&mut self.stage, Stage::Failed) {
             Stage::Threads {
@@ -228,11 +228,11 @@ fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
     Ok(sink)
 }
 
-/// Puts stored blocks into the file.
+/// Writes stored blocks to the file.
 struct Sink {
     storage: Arc<dyn Storage>,
     placement: Placement,
-    /// Stored bytes not yet written; they belong at `buffer_at`.
+    /// Stored bytes that are not written yet; they belong at `buffer_at`.
     buffer: Vec<u8>,
     buffer_at: u64,
     /// First free byte of the file.
@@ -267,7 +267,7 @@ impl Sink {
         Ok(())
     }
 
-    /// The block of byte 0, whose place among the records was kept by [`Ordered::Skip`].
+    /// Stores the block at byte 0, whose position was reserved by [`Ordered::Skip`].
     fn accept_first(&mut self, encoded: Encoded) -> Result<(), Error> {
         let record = if self.placement == Placement::Plain {
             self.store_first_plain(encoded)?
@@ -323,7 +323,8 @@ impl Sink {
         })
     }
 
-    /// The first block of a plain file lies under the header slots, which are written last; its check takes them as zero.
+    /// Stores the first block of a plain file. The header slots in it are written last; its
+    /// checksum counts them as zeros.
     fn store_first_plain(&mut self, encoded: Encoded) -> Result<Record, Error> {
         self.flush()?;
         let Form::Raw(bytes) = encoded.form else {

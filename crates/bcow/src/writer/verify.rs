@@ -1,4 +1,4 @@
-//! Reads back what was written and compares it with what was appended.
+//! Reads a written file back and compares it with the appended content.
 
 use std::sync::Arc;
 
@@ -10,11 +10,12 @@ use crate::checked::{CheckedFile, read_block};
 use crate::codec::Encoding;
 use crate::{BlockProblem, Error, Image, OpenOptions, threads};
 
-/// Blocks that one thread takes at a time.
+/// Number of blocks that one thread takes at a time.
 const BATCH: usize = 64;
 
-/// Opens the written file anew, decodes every block, and compares it with the content that was appended (by CRC32C, taken
-/// before encoding). The Merkle tree needs no second look: it was made of the very bytes in the file.
+/// Opens the written file again, decodes every block, and compares it with the appended content by
+/// the CRC32C from before the encoding. The Merkle tree is not verified again, because it was
+/// computed from the bytes of the file.
 pub fn verify_written(written: &Written, thread_count: usize) -> Result<(), Error> {
     let image = Image::open_storage(written.storage.clone(), &OpenOptions::default())?;
     if *image.header() != written.header {
@@ -46,7 +47,8 @@ pub fn verify_written(written: &Written, thread_count: usize) -> Result<(), Erro
     Ok(())
 }
 
-/// The tables lead to the very place the block was stored at, and the block there is the one that was appended.
+/// Checks that the tables lead to the place of the block, and that the block there is the appended
+/// one.
 fn verify_block(image: &Image, file: &CheckedFile, placed: &Placed) -> Result<(), Error> {
     let piece = image.piece(placed.logical)?;
     let wrong = |problem: String| Error::BadBlock {

@@ -1,4 +1,4 @@
-//! Windows onto backings, behind the content.
+//! Windows onto backings, after the content.
 
 use bcow_format::{
     BackingEntry, BackingName, Entry, MAX_ADDRESS, MAX_BACKINGS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
@@ -10,14 +10,14 @@ use crate::Error;
 
 const REGION_BYTES: u64 = 1 << REGION_SHIFT;
 
-/// The backings of an image being written, and what is shown of them.
+/// The backings of an image being written, and the windows onto them.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
     backings: Vec<BackingEntry>,
     windows: Vec<Window>,
 }
 
-/// A run of root entries that show one piece of a backing.
+/// A run of root entries that show one range of a backing.
 #[derive(Debug, Clone, Copy)]
 struct Window {
     start: u64,
@@ -48,7 +48,7 @@ impl Windows {
         (self.backings.len() - 1) as u32
     }
 
-    /// Where a window would start when `position` bytes are taken, if it may be made.
+    /// Checks a window and returns its start, if `position` bytes are already used.
     pub(super) fn check(
         &self,
         position: u64,
@@ -93,7 +93,7 @@ impl Windows {
             })
     }
 
-    /// A window that [`Windows::check`] let pass.
+    /// Adds a window that [`Windows::check`] accepted.
     pub(super) fn push(&mut self, start: u64, backing: u32, address: u64, bytes: u64) {
         self.windows.push(Window {
             start,
@@ -103,14 +103,14 @@ impl Windows {
         });
     }
 
-    /// Sets the windows' root entries.
+    /// Sets the root entries of the windows.
     pub(super) fn fill(&self, root: &mut [Entry]) {
         for (region, entry) in self.entries() {
             root[region as usize] = entry;
         }
     }
 
-    /// Each region that is a window, and its entry.
+    /// Each region that is part of a window, with its entry.
     pub(super) fn entries(&self) -> impl Iterator<Item = (u64, Entry)> + '_ {
         self.windows.iter().flat_map(|window| {
             let Window {
@@ -135,7 +135,8 @@ impl Windows {
         self.backings.len() as u32
     }
 
-    /// The backing table's bytes, if the format allows it in a file of this use.
+    /// The encoded backing table. Fails if the format does not allow the backings in a file for
+    /// this purpose.
     pub(super) fn backing_table(&self, purpose: Use) -> Result<Vec<u8>, Error> {
         if self.backings.len() > MAX_BACKINGS as usize {
             return Err(Error::Unsupported(format!(
