@@ -1,5 +1,5 @@
-//! POSIX ACLs in the form that extended attributes have them (`linux/posix_acl_xattr.h`): a version, then entries of a tag,
-//! permissions and an id, little-endian.
+//! POSIX ACLs in the binary form of extended attributes (`linux/posix_acl_xattr.h`): a version,
+//! then entries of tag, permissions and id, all little-endian.
 
 use rustix::io::Errno;
 
@@ -16,9 +16,11 @@ const OTHER: u16 = 0x20;
 
 const WRITE: u16 = 0o2;
 
-/// What a new inode gets from its directory's default ACL: an access ACL, if its mode does not say it all, and its mode.
+/// What a new inode inherits from its directory's default ACL: its mode, and an access ACL if the
+/// mode does not express the whole ACL.
 ///
-/// As `posix_acl_create` in the kernel does it: the entries for owner, mask (or group) and others are cut to the mode asked for.
+/// As `posix_acl_create` in the kernel: the entries of owner, mask (or group) and others are
+/// limited to the requested mode. `EIO` for a malformed ACL, here and in the functions below.
 pub(super) fn inherited(default: &[u8], permissions: u16) -> Result<(Option<Vec<u8>>, u16), Errno> {
     let entries = checked(default)?;
     let mut acl = default.to_vec();
@@ -40,13 +42,13 @@ pub(super) fn inherited(default: &[u8], permissions: u16) -> Result<(Option<Vec<
     Ok((is_more_than_a_mode.then_some(acl), mode))
 }
 
-/// The permission bits that an access ACL stands for.
+/// The permission bits that correspond to an access ACL.
 pub(super) fn mode_of(acl: &[u8]) -> Result<u16, Errno> {
     let everything = inherited(acl, 0o777)?;
     Ok(everything.1)
 }
 
-/// The access ACL after the mode was set.
+/// An access ACL, updated for a new mode.
 pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> {
     let entries = checked(acl)?;
     let tags: Vec<u16> = entries.chunks_exact(ENTRY_BYTES).map(tag).collect();
@@ -61,8 +63,8 @@ pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> 
     Ok(changed)
 }
 
-/// Whether an access ACL lets somebody write who is not the owner, as `posix_acl_permission` in the kernel does it: `group` is the
-/// file's, `is_in` says of a group whether they are in it.
+/// Whether an access ACL permits a user who is not the owner to write, as `posix_acl_permission` in
+/// the kernel. `group` is the file's group; `is_in` tells whether the user is in a group.
 pub(super) fn lets_write(
     acl: &[u8],
     user: u32,
@@ -82,7 +84,8 @@ pub(super) fn lets_write(
     {
         return Ok(mask && allows(theirs));
     }
-    // Of several groups that they are in, one suffices; being in any, they are none of the others.
+    // One group entry with write permission suffices. A user in any listed group is not among the
+    // others.
     let mut is_in_one = false;
     for entry in &entries {
         let is_theirs = match tag(entry) {
@@ -112,7 +115,7 @@ fn checked(acl: &[u8]) -> Result<&[u8], Errno> {
     }
 }
 
-/// Which bits of the mode an entry is.
+/// The position in the mode of an entry's bits; `None` for entries that the mode does not contain.
 fn shift_of(tag: u16, has_mask: bool) -> Option<u32> {
     match tag {
         USER_OBJ => Some(6),

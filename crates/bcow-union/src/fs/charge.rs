@@ -1,7 +1,8 @@
-//! What a change stores, charged before it is made.
+//! Space that a change needs, charged before the change.
 //!
-//! A change first takes room for the most that it may store beside the bytes of files, which fails if a limit leaves none, and then
-//! counts what the host stores: of each inode and directory that it touched, once it did. What was not used is given back.
+//! A change first reserves room for the most that it may store beside the bytes of files. That
+//! fails if a limit leaves too little. After the change, the stored size of each inode and
+//! directory that it touched is counted, and the rest of the room is given back.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -14,14 +15,15 @@ use super::nodes::Node;
 use crate::account::{self, Room, StoredBlocks};
 use crate::sketch::BLOCK_BYTES;
 
-/// What a directory may grow by for one more name. (A tree of them may split more than one block, which is counted then.)
+/// Bytes by which a directory may grow for one more name. (An indexed directory may split more than
+/// one block. The count after the change includes that.)
 pub(super) const NAME_BYTES: u64 = BLOCK_BYTES;
 
-/// Bytes of all the marks that a copy has, and of an owner that is kept.
+/// Upper bound of the bytes of a copy's marks together with a kept owner.
 pub(super) const MARKS_BYTES: u64 = 400;
 
 impl UnionFs {
-    /// Room for bytes beside the data of files, and for inodes.
+    /// Reserves room for bytes beside the data of files, and for inodes; `ENOSPC` at a limit.
     pub(super) fn room(&self, bytes: u64, inodes: u64) -> Result<Room<'_>, Errno> {
         match self.account.is_limited() {
             true => self
@@ -32,7 +34,7 @@ impl UnionFs {
         }
     }
 
-    /// Room for a copy of an inode of the image, beside its data.
+    /// Reserves room for a copy of an inode of the image, beside its data.
     pub(super) fn room_for_copy(&self, inode: &Inode, names: u64) -> Result<Room<'_>, Errno> {
         if !self.account.is_limited() {
             return Ok(self.account.no_room());
@@ -52,8 +54,8 @@ impl UnionFs {
         self.room(names * NAME_BYTES + own + attributes, 1)
     }
 
-    /// Room for a name that hides one of the image. Such a name seldom makes its directory larger, and removing has to be possible
-    /// when the limit is reached: so it is only refused above the limit.
+    /// Room for a whiteout. A whiteout seldom makes its directory larger, and a removal must be
+    /// possible at the limit: so it is refused (`ENOSPC`) only above the limit.
     pub(super) fn room_to_hide(&self) -> Result<Room<'_>, Errno> {
         match self.account.is_above() {
             true => Err(Errno::NOSPC),
@@ -61,7 +63,7 @@ impl UnionFs {
         }
     }
 
-    /// Room for an attribute that a file will have, in the place of one of this name if there is one.
+    /// Reserves room for an attribute of a file, which may replace one of the same name.
     pub(super) fn room_for_attribute(
         &self,
         file: &File,
@@ -77,7 +79,8 @@ impl UnionFs {
         self.room(more, 0)
     }
 
-    /// Counts an inode that was just made, open in any way, in its place.
+    /// Counts a new inode and what it stores beside its data, against its room. `file` may be open
+    /// with `O_PATH`.
     pub(super) fn made(&self, file: &File, room: &mut Room<'_>) {
         if self.account.is_limited() {
             room.use_inode();
@@ -85,12 +88,12 @@ impl UnionFs {
         }
     }
 
-    /// Counts what an inode takes now beside its data.
+    /// Counts again the bytes that an inode takes beside its data.
     pub(super) fn settle(&self, file: impl AsFd) {
         self.settle_in(file, &mut self.account.no_room());
     }
 
-    /// As [`UnionFs::settle`], against room that was taken for it.
+    /// As [`UnionFs::settle`], against reserved room.
     pub(super) fn settle_in(&self, file: impl AsFd, room: &mut Room<'_>) {
         if !self.account.is_limited() {
             return;
@@ -99,7 +102,7 @@ impl UnionFs {
         self.say_if_not_counted(counted);
     }
 
-    /// Counts anew what a node takes, if it is open: the host takes capabilities away by itself.
+    /// Counts a node again, if it is open: the host may have removed its capabilities.
     pub(super) fn settle_again(&self, node: &Node) {
         let file = match &node.read_state().upper {
             Some(upper) => upper.file.clone(),
@@ -110,7 +113,7 @@ impl UnionFs {
         }
     }
 
-    /// As [`UnionFs::settle`], of what a node is in the upper.
+    /// As [`UnionFs::settle`], for a node's object in the upper.
     pub(super) fn settle_node(&self, node: &Node, file: &File) {
         let mut room = self.account.no_room();
         match node.stored.get().and_then(StoredBlocks::charged) {
@@ -124,12 +127,13 @@ impl UnionFs {
 
     fn say_if_not_counted(&self, counted: Result<(), Errno>) {
         if let Err(errno) = counted {
-            // It counts as before, until it is looked at again.
+            // The old count stays until the next one.
             self.host_failed(b"", "cannot count what it stores", errno);
         }
     }
 
-    /// The last name of what a node is in the upper went, or it never had one: what it takes is given back with the node.
+    /// Called when a node's object in the upper has no name any more, or never had one: the drop of
+    /// the node gives back its charge.
     pub(super) fn departs(&self, node: &Node) {
         if self.account.is_limited() {
             node.departs_from(&self.account);

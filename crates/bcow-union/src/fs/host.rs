@@ -1,4 +1,4 @@
-//! Small steps on the host's file system, without following symlinks anywhere.
+//! Small operations on the host's file system. None of them follows a symlink of the upper.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd};
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::types::SetTime;
 use crate::upper::{OverrideKind, leave_access_time};
 
-/// What `name` is in `directory`, open with `O_PATH`; `None` if there is no such name.
+/// Opens `name` in `directory` with `O_PATH`; `None` if there is no such name.
 pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File>, Errno> {
     match rustix::fs::openat(
         directory,
@@ -25,7 +25,7 @@ pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File
     }
 }
 
-/// A directory of `directory`, for everything one does with directories.
+/// Opens a directory in `directory`, for listing, changes and syncs.
 pub(super) fn open_directory(directory: impl AsFd, name: &[u8]) -> Result<File, Errno> {
     let opened = rustix::fs::openat(
         directory,
@@ -37,7 +37,7 @@ pub(super) fn open_directory(directory: impl AsFd, name: &[u8]) -> Result<File, 
     Ok(File::from(opened))
 }
 
-/// What `name` is in `directory`.
+/// Attributes of `name` in `directory`; `None` if there is no such name.
 pub(super) fn stat_at(directory: impl AsFd, name: &[u8]) -> Result<Option<Stat>, Errno> {
     match rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => Ok(Some(stat)),
@@ -46,23 +46,24 @@ pub(super) fn stat_at(directory: impl AsFd, name: &[u8]) -> Result<Option<Stat>,
     }
 }
 
-/// A path that leads to an open file, whatever became of its names. It needs /proc.
+/// A path to an open file, also to one without a name. Needs /proc.
 pub(super) fn proc_path(file: &File) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
-/// The same file, opened anew. Reading it later does not change its time of access, where that can be had.
+/// Opens a file again. Later reads do not change its access time if the process may use
+/// `O_NOATIME`.
 pub(super) fn reopen(file: &File, flags: OFlags) -> Result<File, Errno> {
     let open = |flags| rustix::fs::open(proc_path(file), flags | OFlags::CLOEXEC, Mode::empty());
     match open(flags | OFlags::NOATIME) {
-        // Somebody else's file.
+        // Another user's file: `O_NOATIME` is not permitted.
         Err(Errno::PERM) => open(flags),
         other => other,
     }
     .map(File::from)
 }
 
-/// Gives an open file, also one opened with `O_PATH`, another name.
+/// Gives an open file another name, also one opened with `O_PATH`.
 pub(super) fn link(file: &File, directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
     rustix::fs::linkat(
         CWD,
@@ -73,7 +74,7 @@ pub(super) fn link(file: &File, directory: impl AsFd, name: &[u8]) -> Result<(),
     )
 }
 
-/// Sets permission bits of anything but a symlink.
+/// Sets permission bits. Not for symlinks.
 pub(super) fn set_mode(file: &File, permissions: u16) -> Result<(), Errno> {
     rustix::fs::chmod(
         proc_path(file),
@@ -81,7 +82,7 @@ pub(super) fn set_mode(file: &File, permissions: u16) -> Result<(), Errno> {
     )
 }
 
-/// Sets the owner; of a symlink, its own.
+/// Sets the owner. Does not follow a symlink.
 pub(super) fn set_owner(file: &File, uid: Option<u32>, gid: Option<u32>) -> Result<(), Errno> {
     rustix::fs::chownat(
         file,
@@ -92,7 +93,7 @@ pub(super) fn set_owner(file: &File, uid: Option<u32>, gid: Option<u32>) -> Resu
     )
 }
 
-/// Sets times; of a symlink, its own.
+/// Sets times. Does not follow a symlink.
 pub(super) fn set_times(
     file: &File,
     atime: Option<SetTime>,
@@ -122,7 +123,7 @@ fn timespec(time: Option<SetTime>) -> Timespec {
     }
 }
 
-/// Last access and last change of the content.
+/// Times of last access and of last change of the content.
 pub(super) fn times(stat: &Stat) -> (Timestamp, Timestamp) {
     (
         timestamp(stat.st_atime, stat.st_atime_nsec),
@@ -137,7 +138,7 @@ pub(super) fn timestamp(seconds: i64, nanoseconds: u64) -> Timestamp {
     }
 }
 
-/// The type in `st_mode`.
+/// The file type in `st_mode`.
 pub(super) fn kind_of(mode: u32) -> FileType {
     match rustix::fs::FileType::from_raw_mode(mode) {
         rustix::fs::FileType::Directory => FileType::Directory,
@@ -146,12 +147,12 @@ pub(super) fn kind_of(mode: u32) -> FileType {
         rustix::fs::FileType::BlockDevice => FileType::BlockDevice,
         rustix::fs::FileType::Fifo => FileType::Fifo,
         rustix::fs::FileType::Socket => FileType::Socket,
-        // There are no others.
+        // Linux has no other types.
         _ => FileType::Regular,
     }
 }
 
-/// The number of a device that an attribute keeps.
+/// The device number in the attribute that keeps the type; `None` for other types.
 pub(super) fn device_kept(kind: OverrideKind) -> Option<DeviceNumber> {
     match kind {
         OverrideKind::Block { major, minor } | OverrideKind::Char { major, minor } => {
@@ -161,7 +162,7 @@ pub(super) fn device_kept(kind: OverrideKind) -> Option<DeviceNumber> {
     }
 }
 
-/// How an attribute keeps a type, and of devices the number.
+/// The form in which the attribute keeps a type and a device number.
 pub(super) fn kind_to_keep(kind: FileType, device: Option<DeviceNumber>) -> OverrideKind {
     let DeviceNumber { major, minor } = device.unwrap_or(DeviceNumber { major: 0, minor: 0 });
     match kind {

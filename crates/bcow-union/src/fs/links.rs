@@ -1,13 +1,20 @@
-//! How many names a file has whose names are partly in the image only.
+//! The number of names of a file that has several names in the image.
 //!
-//! A mark on the host's file says it, in one of two forms of overlayfs's: relative to the host's own count ([`NlinkDelta::Upper`]),
-//! which stays right while names come and go in the upper; or relative to the image's ([`NlinkDelta::Lower`]), which is right
-//! whatever the host's count is. Where the host's count changes and the number of names does not, or the other way round, the
-//! second form is there meanwhile, so that a crash leaves a count that is right, or one too high where a name was about to
-//! go. It is never too low: a file that is said to have no name is given up.
+//! Names that exist only in the image are not in the host's link count. So a mark on the host's
+//! file records the number, in one of overlayfs's two forms:
 //!
-//! The node's state is locked from the first mark to the second. A mark of the second form that somebody finds with that lock held
-//! is what a crash, or a failure, left.
+//! - [`NlinkDelta::Upper`] is relative to the host's link count. It stays right while names are
+//!   added and removed in the upper.
+//! - [`NlinkDelta::Lower`] is relative to the image's link count. It is right for any link count of
+//!   the host.
+//!
+//! Some steps change the host's count but not the number of names, or the reverse. During such a
+//! step the mark has the second form. After a crash the number is then right, or one too high if a
+//! name was being removed. It is never too low: a file with the number 0 would be discarded.
+//!
+//! The lock of the node's state is held from the first change of the mark to the second. A thread
+//! that holds that lock and finds a mark of the second form knows that a crash or a failure left
+//! it.
 
 use std::fs::File;
 use std::sync::{Arc, RwLockWriteGuard};
@@ -20,16 +27,16 @@ use super::lookup::Access;
 use super::nodes::{Node, State};
 use crate::upper::{Mark, NlinkDelta};
 
-/// A change of links, or names, that is under way: nobody else sees the node.
+/// A change of links or names in progress. It holds the lock of the node's state.
 pub(super) struct Recount<'n> {
     _state: RwLockWriteGuard<'n, State>,
     file: Arc<File>,
-    /// How many names there were before.
+    /// Number of names before the change.
     names: i64,
 }
 
 impl UnionFs {
-    /// How many names an indexed file has, which was the image's inode `lower`.
+    /// Number of names of an indexed file that was copied up from the image's inode `lower`.
     pub(super) fn count_names(&self, lower: Option<Nid>, file: &File) -> Result<i64, Errno> {
         let links = || links_of(file);
         match (self.read_marks(file)?.nlink, lower) {
@@ -41,12 +48,12 @@ impl UnionFs {
         }
     }
 
-    /// Says how many names a file has, relative to the host's count.
+    /// Records the number of names relative to the host's link count.
     pub(super) fn set_names_upper(&self, file: &File, names: i64) -> Result<(), Errno> {
         self.set_nlink(file, names - links_of(file)?, NlinkDelta::Upper)
     }
 
-    /// Says how many names a file has, relative to the image's count.
+    /// Records the number of names relative to the image's link count.
     pub(super) fn set_names_lower(&self, lower: Nid, file: &File, names: i64) -> Result<(), Errno> {
         let below = i64::from(self.image.inode(lower)?.nlink);
         self.set_nlink(file, names - below, NlinkDelta::Lower)
@@ -57,8 +64,8 @@ impl UnionFs {
         self.set_mark(file, Mark::Nlink, of(delta).encode().as_bytes())
     }
 
-    /// Sees that the host's count may change together with the number of names: says the number relative to it if a crash or
-    /// a failure left the other form.
+    /// Brings the mark back to the first form if a crash or a failure left the second. After that,
+    /// the host's count and the number of names can change together.
     pub(super) fn settle_names(&self, node: &Node) -> Result<(), Errno> {
         if !is_indexed(&node.read_state()) {
             return Ok(());
@@ -66,7 +73,7 @@ impl UnionFs {
         self.settle_names_locked(node, &mut node.write_state())
     }
 
-    /// As [`UnionFs::settle_names`], with the node's state locked.
+    /// As [`UnionFs::settle_names`]; the caller holds the lock of the node's state.
     pub(super) fn settle_names_locked(&self, node: &Node, state: &mut State) -> Result<(), Errno> {
         if !is_indexed(state) {
             return Ok(());
@@ -83,8 +90,8 @@ impl UnionFs {
         }
     }
 
-    /// To be called before the host's count changes without the number of names, or the other way round; `None` if the host alone
-    /// counts the names of this node.
+    /// Begins a step that changes the host's count but not the number of names, or the reverse.
+    /// `None` if the host's count is the node's number of names.
     pub(super) fn begin_recount<'n>(&self, node: &'n Node) -> Result<Option<Recount<'n>>, Errno> {
         let mut state = node.write_state();
         let Some(lower) = node.lower.filter(|_| is_indexed(&state)) else {
@@ -100,11 +107,12 @@ impl UnionFs {
         }))
     }
 
-    /// To be called when it is done, or failed: the file has `lost` names fewer.
+    /// Ends the step, done or failed: the file has `lost` names fewer than before.
     pub(super) fn end_recount(&self, recount: Option<Recount<'_>>, lost: i64) {
         let Some(recount) = recount else { return };
         if let Err(errno) = self.set_names_upper(&recount.file, recount.names - lost) {
-            // What is there says at most so many too much, and whoever changes it next says it anew.
+            // The present mark is too high by `lost` at most. The next change of the number writes
+            // it again.
             self.host_failed(b"", "cannot note a number of names", errno);
         }
         self.settle(&*recount.file);

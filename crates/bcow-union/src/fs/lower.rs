@@ -1,4 +1,4 @@
-//! A file of the image, as a sketch sees what lies below it.
+//! The image's file below a sketch.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::Seek;
 use crate::image::Image;
 use crate::sketch;
 
-/// A file of the image, as a sketch sees what lies below it.
+/// A file of the image as the lower file of a sketch.
 pub(super) struct ImageFile {
     image: Arc<Image>,
     inode: Inode,

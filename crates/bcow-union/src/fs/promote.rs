@@ -1,4 +1,4 @@
-//! From sketch to plain file.
+//! Promotion: a complete sketch becomes a plain file.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -16,18 +16,18 @@ use crate::options::SyncPolicy;
 use crate::sketch::{BLOCK_BYTES, Durability, Sketch, SketchKind};
 use crate::upper::{Attribute, Mark, SetHow};
 
-/// What became of a sketch.
+/// Result of a promotion.
 pub(super) enum Promoted {
-    /// It still needs the image, or cannot be promoted now.
+    /// The sketch still needs the image, or cannot be promoted now.
     No,
-    /// Its host file is the plain file.
+    /// The host file of the sketch is now the plain file.
     InPlace,
-    /// This file took its place; its inode number on the host.
+    /// This file replaced the sketch; with its inode number on the host.
     Replaced(File, u64),
 }
 
 impl UnionFs {
-    /// Makes a plain file of a sketch that is complete. The node's state is locked.
+    /// Makes a plain file of a complete sketch. The caller holds the lock of the node's state.
     pub(super) fn promote(
         &self,
         node: &Node,
@@ -51,7 +51,7 @@ impl UnionFs {
         }
     }
 
-    /// Writes a packed sketch out to a plain file that takes its place.
+    /// Promotes a packed sketch: a new plain file replaces it.
     fn promote_packed(
         &self,
         node: &Node,
@@ -67,23 +67,25 @@ impl UnionFs {
         let Some(old) = &upper.file else {
             return Ok(Promoted::No);
         };
-        // Whoever took it from the state may be about to change its attributes, or to give it a name: that would be lost.
+        // Another thread has the file in hand. It may be about to change its attributes or to add a
+        // name, and that change would be lost.
         if Arc::strong_count(old) > 1 {
             return Ok(Promoted::No);
         }
         let stat = rustix::fs::fstat(&**old)?;
         if stat.st_nlink != 1 || upper.indexed {
-            // All its names would have to change at once.
+            // All names would have to change in one step.
             return Ok(Promoted::No);
         }
-        // The names of its directory are locked before a node's state; here without waiting.
+        // The lock of the directory's names comes before that of a node's state. Out of order it is
+        // only tried.
         let Some(_names) = parent.try_lock_names() else {
             return Ok(Promoted::No);
         };
         if !node.is_at(&parent, &name) {
             return Ok(Promoted::No);
         }
-        // Both are there for a moment.
+        // Both files exist for a moment.
         let room = match self.account.limit() {
             Some(_) => sketch.size().next_multiple_of(BLOCK_BYTES),
             None => 0,
@@ -96,7 +98,7 @@ impl UnionFs {
         promoted
     }
 
-    /// Makes the plain file of a packed sketch and puts it in the place of the old one, `name` of `parent`.
+    /// Writes the plain file of a packed sketch, and replaces the old file, `name` in `parent`.
     fn write_out(
         &self,
         node: &Node,
@@ -111,7 +113,7 @@ impl UnionFs {
             .copy_out(&file)
             .map_err(|error| self.sketch_failed(node, &error))?;
         let (atime, mtime) = host::times(stat);
-        // The owner first, who takes capabilities away.
+        // The owner first: a change of owner removes capabilities.
         host::set_owner(&file, Some(stat.st_uid), Some(stat.st_gid))?;
         host::set_mode(&file, (stat.st_mode & 0o7777) as u16)?;
         self.copy_stored_attributes(old, &file)?;
@@ -131,7 +133,7 @@ impl UnionFs {
             .store(true, std::sync::atomic::Ordering::Release);
         let host_inode = rustix::fs::fstat(&file)?.st_ino;
         if self.account.is_limited() {
-            // The one takes the other's place, which has no other name.
+            // The old file had only this name, so its inode is gone.
             self.made(&file, &mut self.account.no_room());
             self.account.inode_gone(stat.st_ino);
         }
@@ -143,7 +145,7 @@ impl UnionFs {
         Ok(Promoted::Replaced(file, host_inode))
     }
 
-    /// Copies all attributes as they are stored, but those that say that a file is a sketch.
+    /// Copies all attributes in their stored form, except the marks of a sketch.
     pub(super) fn copy_stored_attributes(&self, from: &File, to: &File) -> Result<(), Errno> {
         let (from, to) = (Attribute::Path(from.as_fd()), Attribute::Path(to.as_fd()));
         let namespace = self.upper.namespace();
@@ -161,7 +163,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// What a flush that nobody asked for is to promise.
+    /// Durability of flushes that no program requested.
     pub(super) fn durability(&self) -> Durability {
         match self.options.sync {
             SyncPolicy::Volatile => Durability::Volatile,

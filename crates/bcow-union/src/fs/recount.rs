@@ -1,4 +1,4 @@
-//! Counts what an upper stores already, when it is opened.
+//! Counts the content of an upper when it is opened.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -14,13 +14,13 @@ use crate::sketch::{BLOCK_BYTES, SketchError};
 use crate::upper::beneath::open_beneath;
 use crate::upper::{Attribute, Instance, META, Mark, SetHow, SketchKind, SketchMark, is_whiteout};
 
-/// Counts what an upper stores already. Each inode counts once; whiteouts, which share theirs, by their names only. What lies in
-/// every upper, also in an empty one, does not count.
+/// Counts the bytes and inodes that an upper stores. Each inode counts once. Whiteouts are links to
+/// shared inodes and count only as names. The parts of an empty upper do not count.
 pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(), Errno> {
     let inode = |directory: BorrowedFd<'_>| Ok::<_, Errno>(rustix::fs::fstat(directory)?.st_ino);
     account.beside.set_footing(Footing {
         spared: vec![
-            // Its attributes are the image's root's.
+            // Two blocks: the root also has the attributes of the image's root.
             (inode(upper.root())?, 2 * BLOCK_BYTES),
             (inode(upper.index())?, BLOCK_BYTES),
             (inode(upper.maps())?, BLOCK_BYTES),
@@ -40,7 +40,7 @@ pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(
 struct Count<'a> {
     account: &'a Arc<Account>,
     sketch_mark: &'static [u8],
-    /// Inodes with several names that were counted.
+    /// Counted inodes that have several names.
     seen: HashSet<u64>,
 }
 
@@ -69,7 +69,7 @@ impl Count<'_> {
         Ok(())
     }
 
-    /// Files that may have lost all their names but the one in the index.
+    /// Counts files whose only name may be in the index.
     fn index(&mut self, upper: &Instance) -> Result<(), Errno> {
         self.beside(upper.index(), 0)?;
         for entry in Dir::read_from(upper.index())? {
@@ -98,7 +98,8 @@ impl Count<'_> {
         Ok(())
     }
 
-    /// Counts what a name names; says whether that is a directory, which is counted when it is opened.
+    /// Counts the inode of a name. Gives whether it is a directory, whose bytes are counted when it
+    /// is opened.
     fn entry(&mut self, directory: impl AsFd, name: &[u8]) -> Result<bool, Errno> {
         let directory = directory.as_fd();
         let Some(stat) = host::stat_at(directory, name)? else {
@@ -147,10 +148,10 @@ impl Count<'_> {
         found.count(file, self.account)
     }
 
-    /// The map of a sketch is counted from the start, though it comes with the first flush.
+    /// Counts the map of a sparse sketch, also if the first flush has not created it yet.
     fn map_to_come(&self, file: &File) -> Result<(), Errno> {
         let value = Attribute::Open(file.as_fd()).get(self.sketch_mark)?;
-        // A mark that makes no sense has no map either.
+        // A sketch with an invalid mark has no map.
         if let Some(Ok(mark)) = value.map(|value| SketchMark::decode(&value))
             && mark.kind == SketchKind::Sparse
         {
@@ -166,7 +167,7 @@ impl Count<'_> {
     }
 }
 
-/// Whether the host's inodes have no place for any attribute.
+/// Whether the host's inodes are too small for any attribute, so that the first one takes a block.
 fn has_small_inodes(upper: &Instance) -> Result<bool, Errno> {
     let (temporary, file) = upper.temporary_file(0o600)?;
     let name = upper.names().stored_name(b"user.x");

@@ -1,4 +1,4 @@
-//! Names that go.
+//! Removal of names.
 
 use std::fs::File;
 use std::ops::ControlFlow;
@@ -17,17 +17,18 @@ use super::{UnionFs, host};
 use crate::node::NodeId;
 
 impl UnionFs {
-    /// Takes away the name of anything but a directory.
+    /// Removes a name of anything except a directory; `EISDIR` for those.
     pub fn unlink(&self, parent: NodeId, name: &[u8]) -> Result<(), Errno> {
         let parent = self.node(parent)?;
         let node = self.find_existing(&parent, name)?;
         if node.is_directory() {
             return Err(Errno::ISDIR);
         }
-        // Of several names in the image, the others shall see that one is gone.
+        // If the inode has several names in the image, the link count of the others must drop.
         if self.has_names_below(&node)? {
             match self.ensure_upper(&node) {
-                // Without room for that, the name goes all the same, as in overlayfs; they go on showing the number of before.
+                // Without space for the copy-up the name is removed anyway, as in overlayfs. The
+                // other names still show the old link count.
                 Err(Errno::NOSPC | Errno::DQUOT) => {}
                 other => other?,
             }
@@ -43,7 +44,7 @@ impl UnionFs {
         match (is_above, is_below) {
             (None, true) => {
                 let mut room = self.room_to_hide()?;
-                // The host counts on as if nothing had happened.
+                // The host's link count does not change.
                 let recount = self.begin_recount(&node)?;
                 let hidden = self.upper.white_out(directory.as_fd(), name, None);
                 self.end_recount(recount, i64::from(hidden.is_ok()));
@@ -62,7 +63,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Takes away an empty directory.
+    /// Removes an empty directory; `ENOTEMPTY` if it shows a name.
     pub fn remove_directory(&self, parent: NodeId, name: &[u8]) -> Result<(), Errno> {
         match name {
             b"." => return Err(Errno::INVAL),
@@ -98,7 +99,7 @@ impl UnionFs {
                 Some(rustix::fs::FileType::Directory),
             )?,
             (true, false) => {
-                // Whiteouts may be in it. They go with it when the temporary is dropped.
+                // It may contain whiteouts. The drop of the temporary removes it with them.
                 let removed = self.upper.take_out(
                     directory.as_fd(),
                     name,
@@ -113,7 +114,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Sees that the parent is in the upper and that the name may change.
+    /// Makes sure that the parent is in the upper; `EPERM` for the name of the upper's own
+    /// directory.
     fn ready_for_change(&self, parent: &Arc<Node>, name: &[u8]) -> Result<(), Errno> {
         if self.is_reserved(parent, name) {
             return Err(Errno::PERM);
@@ -121,7 +123,7 @@ impl UnionFs {
         self.ensure_directory(parent).map(drop)
     }
 
-    /// Whether the directory, whose names are locked, shows no name.
+    /// Whether the directory shows no name. The caller holds the lock of its names.
     pub(super) fn is_empty(&self, node: &Node) -> Result<bool, Errno> {
         let mut names = 0_usize;
         self.each_name(node, &mut |_, _| {
@@ -131,7 +133,7 @@ impl UnionFs {
         Ok(names == 0)
     }
 
-    /// Whether a node has several names in the image, of which is noted when they go.
+    /// Whether a node has several names in the image, so that the removal of one must be recorded.
     pub(super) fn has_names_below(&self, node: &Node) -> Result<bool, Errno> {
         if !self.can_be_marked(node.kind) || self.names_below(node)? <= 1 {
             return Ok(false);
@@ -149,8 +151,8 @@ impl UnionFs {
         }
     }
 
-    /// To be called before a name is taken away: holds open what it names, for those who still use it, and sees that its names
-    /// are counted.
+    /// Called before a name is removed: opens the object, because a program may still use it, and
+    /// brings its count of names to the usual form.
     pub(super) fn part(&self, node: &Node) -> Result<Parting, Errno> {
         if node.read_state().upper.is_none() {
             return Ok(Parting { file: None });
@@ -160,15 +162,16 @@ impl UnionFs {
             .map(|file| Parting { file: Some(file) })
     }
 
-    /// To be called after `name` of `parent` was taken away from a node. What fails now does not bring it back: it is logged,
-    /// and something nobody needs stays behind.
+    /// Called after `name` in `parent` was removed from a node. Failures are logged and leave
+    /// garbage in the upper; the name stays removed.
     pub(super) fn parted(&self, parent: &Node, name: &[u8], node: &Node, parting: Parting) {
         if node.is_at(parent, name) {
             node.set_place(Place::Nowhere);
         }
         let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
             self.departs(node);
-            // Those that are only in the image have one name: of several, it would have been copied up, if it can be marked.
+            // A node that exists only in the image has one name. With several it would have been
+            // copied up, if it can have marks.
             if self.names_below(node).is_ok_and(|names| names <= 1) {
                 self.is_removed_now(node);
             }
@@ -185,7 +188,7 @@ impl UnionFs {
         }
     }
 
-    /// Looks whether a name was a node's last.
+    /// Handles the loss of a name: finds out whether it was the node's last.
     fn lost_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let indexed = node
             .read_state()
@@ -210,7 +213,8 @@ impl UnionFs {
         }
     }
 
-    /// What lies beside a file that will not be found again goes too. Its bytes stay as long as somebody uses it.
+    /// Removes the map of a file that lost its last name. Its bytes stay while a program has it
+    /// open.
     fn lost_last_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let state = node.read_state();
         let is_sketch = match (&state.content, &state.upper) {
@@ -219,7 +223,8 @@ impl UnionFs {
             _ => false,
         };
         if is_sketch && let Some(mark) = self.read_marks(file)?.sketch {
-            // Somebody may still read it: it has to be open before its map goes. One that is damaged goes as it is.
+            // A program may still read the sketch, so it is opened before its map is removed. A
+            // damaged sketch is removed without that.
             drop(state);
             let _ = self.known_content(node).map(drop);
             self.open_sketches.remove(mark.id);
@@ -227,14 +232,16 @@ impl UnionFs {
                 .remove(&mark)
                 .map_err(|error| self.sketch_failed(node, &error))?;
         } else if !is_sketch && self.account.limit().is_some() {
-            // Its space is given back once it is forgotten, by what is known of it and open then.
+            // Opened now: when the kernel forgets the node, the space is given back by the open
+            // file and its known content.
             drop(state);
             self.known_content(node).map(drop)?;
         }
         Ok(())
     }
 
-    /// What the kernel forgot: if it lost its last name before, its space is free now, and else what it has beyond its bytes.
+    /// Called when the kernel forgot a node. Releases the charge for its data if it has no name;
+    /// otherwise ends the tracking of its stored blocks.
     pub(super) fn forgotten(&self, node: &Node) {
         if node.kind != FileType::Regular || !self.account.is_limited() {
             return;
@@ -252,7 +259,7 @@ impl UnionFs {
                 let Some(stored) = node.stored.get() else {
                     return;
                 };
-                // Somebody may just have found it again, and must not write meanwhile.
+                // A lookup may just have found the node again. It must not write meanwhile.
                 let mut state = node.write_state();
                 match self.open_upper_locked(node, &mut state, Access::Data) {
                     Ok(file) => stored.let_go(&*file),
@@ -266,7 +273,7 @@ impl UnionFs {
     }
 }
 
-/// What is held open while its name goes.
+/// An object of the upper, held open while its name is removed.
 pub(super) struct Parting {
     file: Option<Arc<File>>,
 }

@@ -1,4 +1,4 @@
-//! Figures: what `statfs` says, what the upper stores, what `bcow stats` shows.
+//! Statistics: the answers for `statfs` and `bcow stats`, and the stored blocks of a plain file.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,42 +12,42 @@ use crate::account::StoredBlocks;
 use crate::options::SyncPolicy;
 use crate::sketch::{SketchStatus, Statistics};
 
-/// The unit in which space is counted.
+/// Unit of space, in bytes.
 const BLOCK_BYTES: u64 = 4096;
 
-/// What a union did and holds.
+/// Counters and state of a union.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Where the upper is.
+    /// Path of the upper.
     pub upper: String,
-    /// How the user called the image.
+    /// The user's name for the image.
     pub image: String,
     /// When copy-ups are made durable.
     pub sync: SyncPolicy,
     /// Inodes that the kernel holds.
     pub nodes: u64,
-    /// Most bytes that may be stored.
+    /// Limit of stored bytes.
     pub limit_bytes: Option<u64>,
-    /// Bytes that are stored and counted: with a limit all, without one those of sketches.
+    /// Counted bytes: with a limit all stored bytes, without one those of sketches.
     pub counted_bytes: u64,
-    /// Most inodes that there may be.
+    /// Limit of inodes.
     pub limit_inodes: Option<u64>,
-    /// Inodes that there are; without a limit they are not counted.
+    /// Counted inodes; 0 without a limit, as they are not counted then.
     pub counted_inodes: u64,
-    /// Files copied up without their bytes.
+    /// Files that were copied up without their bytes.
     pub copied_metadata: u64,
-    /// Files copied whole.
+    /// Files that were copied whole.
     pub copied_whole: u64,
-    /// Sketches that are open, and what they hold together.
+    /// Number of open sketches.
     pub open_sketches: u64,
-    /// Their blocks.
+    /// Blocks of the open sketches together.
     pub blocks: SketchStatus,
-    /// Counters of all sketches since the start.
+    /// Counters of all sketches since the mount.
     pub sketches: Statistics,
 }
 
 impl UnionFs {
-    /// Figures of the whole file system: the host's, or those of the limit.
+    /// Figures of the whole file system: the host's, reduced to the limits if there are any.
     pub fn statistics(&self) -> Result<Figures, Errno> {
         let host = rustix::fs::fstatvfs(self.upper.root())?;
         let unit = host.f_frsize.max(1);
@@ -68,7 +68,7 @@ impl UnionFs {
         }
         if let (Some(limit), Some(left)) = (self.account.inode_limit(), self.account.inodes_left())
         {
-            // A host that counts no inodes, as btrfs, says that there are none.
+            // A host without an inode count, as btrfs, reports 0.
             figures.inodes_free = match figures.inodes {
                 0 => left,
                 _ => figures.inodes_free.min(left),
@@ -78,13 +78,13 @@ impl UnionFs {
         Ok(figures)
     }
 
-    /// What this union did and holds.
+    /// Gives the counters and the state of this union.
     pub fn report(&self) -> Report {
         let mut open = 0;
         let mut blocks = SketchStatus::default();
         for (sketch, _) in self.open_sketches.all() {
             open += 1;
-            // One that is damaged has nothing to tell.
+            // A damaged sketch has no status.
             if let Ok(status) = sketch.status() {
                 blocks.blocks += status.blocks;
                 blocks.present += status.present;
@@ -109,7 +109,7 @@ impl UnionFs {
         }
     }
 
-    /// What a plain file stores.
+    /// The stored blocks of a plain file.
     pub(super) fn stored<'n>(&self, node: &'n Node) -> &'n StoredBlocks {
         node.stored
             .get_or_init(|| StoredBlocks::new(Arc::clone(&self.account)))
