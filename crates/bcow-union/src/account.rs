@@ -1,4 +1,4 @@
-//! What an upper stores, and how much it may.
+//! The space that an upper uses, and its limits.
 
 mod beside;
 mod maps;
@@ -16,49 +16,49 @@ pub use maps::CountedMaps;
 pub use room::{NoRoom, Room};
 pub use stored::{Found, Reserved, StoredBlocks};
 
-/// Most bytes and inodes that an upper may store.
+/// Limits of an upper; `None` is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Limits {
-    /// Bytes.
+    /// Upper bound of the stored bytes.
     pub bytes: Option<u64>,
-    /// Inodes.
+    /// Upper bound of the inodes.
     pub inodes: Option<u64>,
 }
 
-/// The bytes and inodes that an upper stores, and how many there may be. Bytes are counted in whole blocks of 4 KiB: those in which
-/// files have data, and those that lie beside the data ([`Beside`]).
+/// Counts the bytes and inodes that an upper stores, against its limits. Bytes are counted in whole
+/// blocks of 4 KiB: blocks with data of files, and blocks beside the data ([`Beside`]).
 ///
-/// Space is charged before it is used: what does not fit is refused before anything changes. A charge never takes the sum above the
-/// limit, whichever threads charge at the same time.
+/// Space is charged before it is used. A change that does not fit is refused before it has any
+/// effect. A charge never takes the sum above the limit, also with concurrent threads.
 #[derive(Debug, Default)]
 pub struct Account {
     limit: Option<u64>,
     inode_limit: Option<u64>,
     used: AtomicU64,
     inodes: AtomicU64,
-    /// What inodes take beside their data.
+    /// Bytes that inodes take beside their data.
     pub(crate) beside: Beside,
-    /// Bytes of the maps of sketches, by the number of the sketch. A leaf.
+    /// Bytes of the maps of sketches, by the sketch's id. A leaf lock.
     maps: Mutex<HashMap<u64, u64>>,
-    /// What files are charged with that are not looked after, by inode number: those of which looking again may give another
-    /// figure. A leaf, held for a lookup.
+    /// Charged bytes of files that are not tracked now, by inode number: only files for which a new
+    /// scan can give another number. A leaf lock, held for a lookup.
     charged: Mutex<HashMap<u64, u64>>,
 }
 
-/// The limit leaves no room.
+/// A charge does not fit below the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("no space left: {used} of {limit} bytes are used, {wanted} more are needed")]
 pub struct NoSpace {
-    /// Bytes that were asked for.
+    /// Bytes that the charge needs.
     pub wanted: u64,
-    /// Bytes in use.
+    /// Bytes that are in use.
     pub used: u64,
-    /// Bytes there may be.
+    /// The limit in bytes.
     pub limit: u64,
 }
 
 impl Account {
-    /// Of an upper that may store `limit` bytes; without a limit it only counts.
+    /// The account of an upper that may store `limit` bytes. Without a limit it only counts.
     pub fn new(limit: Option<u64>) -> Self {
         Self::with_limits(Limits {
             bytes: limit,
@@ -66,7 +66,7 @@ impl Account {
         })
     }
 
-    /// Of an upper with these limits.
+    /// The account of an upper with these limits.
     pub fn with_limits(limits: Limits) -> Self {
         Account {
             limit: limits.bytes,
@@ -75,47 +75,47 @@ impl Account {
         }
     }
 
-    /// Whether there is a limit, so that what the upper stores is counted.
+    /// Whether there is a limit. Only then all that the upper stores is counted.
     pub fn is_limited(&self) -> bool {
         self.limit.is_some() || self.inode_limit.is_some()
     }
 
-    /// Inodes that there may be.
+    /// The limit of inodes.
     pub fn inode_limit(&self) -> Option<u64> {
         self.inode_limit
     }
 
-    /// Inodes that there are.
+    /// Number of counted inodes.
     pub fn inodes(&self) -> u64 {
         self.inodes.load(Ordering::Relaxed)
     }
 
-    /// Inodes that may still be made.
+    /// Inodes that can still be created; `None` without a limit.
     pub fn inodes_left(&self) -> Option<u64> {
         Some(self.inode_limit?.saturating_sub(self.inodes()))
     }
 
-    /// Whether more is stored than the limit permits.
+    /// Whether the counted bytes exceed the limit.
     pub fn is_above(&self) -> bool {
         self.limit.is_some_and(|limit| self.used() > limit)
     }
 
-    /// Bytes that may be stored.
+    /// The limit in bytes.
     pub fn limit(&self) -> Option<u64> {
         self.limit
     }
 
-    /// Bytes that are stored, as far as they were charged or added.
+    /// Bytes that were charged or added and not released.
     pub fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Bytes that may still be stored.
+    /// Bytes that can still be charged; `None` without a limit.
     pub fn left(&self) -> Option<u64> {
         Some(self.limit?.saturating_sub(self.used()))
     }
 
-    /// Takes `bytes`, or fails and takes nothing.
+    /// Charges `bytes`, or fails and charges nothing.
     pub fn charge(&self, bytes: u64) -> Result<(), NoSpace> {
         match self.charge_up_to(bytes, bytes) {
             0 if bytes > 0 => Err(self.no_space(bytes)),
@@ -123,43 +123,45 @@ impl Account {
         }
     }
 
-    /// Takes as many whole `unit`s as there is room for, up to `bytes`, and says how many bytes that was.
+    /// Charges up to `bytes`: all of them, or as many whole units of `unit` bytes as fit. Gives the
+    /// bytes charged.
     pub fn charge_up_to(&self, bytes: u64, unit: u64) -> u64 {
         take_up_to(&self.used, self.limit, bytes, unit)
     }
 
-    /// Counts what is there already, be it above the limit.
+    /// Counts bytes that are stored already, also above the limit.
     pub fn add(&self, bytes: u64) {
         add(&self.used, bytes);
     }
 
-    /// Gives back what was charged or added.
+    /// Releases bytes that were charged or added.
     pub fn release(&self, bytes: u64) {
         subtract(&self.used, bytes);
     }
 
-    /// Counts an inode that is there already, be it above the limit.
+    /// Counts an inode that exists already, also above the limit.
     pub fn add_inode(&self) {
         add(&self.inodes, 1);
     }
 
-    /// Gives back inodes.
+    /// Releases inodes.
     pub fn release_inodes(&self, count: u64) {
         subtract(&self.inodes, count);
     }
 
-    /// An inode of the host is gone, with all that lay beside its data.
+    /// Releases a freed inode of the host, with the bytes that it took beside its data.
     pub fn inode_gone(&self, inode: u64) {
         self.release(self.beside.forget(inode));
         self.release_inodes(1);
     }
 
-    /// So many bytes are charged for the file with this inode number, whatever is found in it later.
+    /// Remembers the bytes that are charged for the file with this inode number. A later scan of
+    /// the file can give another number.
     pub fn remember(&self, inode: u64, bytes: u64) {
         self.lock_charged().insert(inode, bytes);
     }
 
-    /// The bytes that are charged for the file with this inode number, if that was remembered since it was last asked.
+    /// Takes the remembered bytes of the file with this inode number; `None` if there are none.
     pub fn recall(&self, inode: u64) -> Option<u64> {
         self.lock_charged().remove(&inode)
     }
@@ -168,7 +170,7 @@ impl Account {
         self.charged.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The error that says that `wanted` bytes do not fit.
+    /// The error for `wanted` bytes that do not fit.
     pub fn no_space(&self, wanted: u64) -> NoSpace {
         NoSpace {
             wanted,
@@ -178,7 +180,7 @@ impl Account {
     }
 }
 
-/// Adds to `used` as many whole `unit`s as the limit leaves, up to `wanted`; gives how much that was.
+/// Adds `wanted` to `used`, or as many whole `unit`s as the limit leaves. Gives the amount added.
 fn take_up_to(used: &AtomicU64, limit: Option<u64>, wanted: u64, unit: u64) -> u64 {
     let mut now = used.load(Ordering::Relaxed);
     loop {
@@ -188,7 +190,7 @@ fn take_up_to(used: &AtomicU64, limit: Option<u64>, wanted: u64, unit: u64) -> u
             false => room - room % unit.max(1),
         };
         let after = now.saturating_add(taken);
-        // Nothing else is published by it, so no order is needed.
+        // Relaxed order suffices: the counter publishes no other memory.
         match used.compare_exchange_weak(now, after, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => return taken,
             Err(other) => now = other,

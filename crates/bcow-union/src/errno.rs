@@ -1,4 +1,4 @@
-//! Which errno a program sees for what went wrong below, and which kind of error is counted. The one place that decides it.
+//! The conversion of errors of the image to errnos and to kinds of errors. No other file does it.
 
 use bcow_erofs::reader::ErofsError;
 use rustix::io::Errno;
@@ -7,8 +7,8 @@ use crate::errors::ErrorKind;
 
 /// The errno for a failed read of the image.
 ///
-/// Damage is always EIO: the file exists, and what was asked for is allowed. An error of the host keeps
-/// its own number where a program could make something of it.
+/// Damage is always `EIO`: the file exists and the operation is permitted. An error of the host
+/// keeps its own errno where a program can react to it.
 pub fn errno(error: &ErofsError) -> Errno {
     match error {
         ErofsError::Device(error) => device_errno(error),
@@ -19,13 +19,14 @@ pub fn errno(error: &ErofsError) -> Errno {
         | ErofsError::Inode { .. }
         | ErofsError::Directory { .. }
         | ErofsError::Xattr { .. } => Errno::IO,
-        // Sound, as far as we can see, but beyond this reader. The kernel's EROFS says the same.
+        // Valid as far as this reader can tell, but not supported. The kernel's EROFS gives the
+        // same errno.
         ErofsError::UnsupportedFeature { .. }
         | ErofsError::UnsupportedValue { .. }
         | ErofsError::UnsupportedInode { .. } => Errno::OPNOTSUPP,
         ErofsError::WrongKind { .. } => Errno::INVAL,
         ErofsError::TooManyLinks => Errno::LOOP,
-        // Both enums may grow (they are non-exhaustive): what is new is damage until somebody says otherwise.
+        // Both enums are non-exhaustive: a new variant is damage until this match names it.
         _ => Errno::IO,
     }
 }
@@ -33,7 +34,7 @@ pub fn errno(error: &ErofsError) -> Errno {
 fn device_errno(error: &bcow::Error) -> Errno {
     match error.innermost() {
         bcow::Error::Io { source, .. } => match Errno::from_io_error(source) {
-            // These say something about the host's state, not about the file.
+            // These errors describe the state of the host, not the file.
             Some(errno @ (Errno::NOMEM | Errno::STALE | Errno::TIMEDOUT)) => errno,
             _ => Errno::IO,
         },
@@ -41,7 +42,7 @@ fn device_errno(error: &bcow::Error) -> Errno {
         | bcow::Error::BadBlock { .. }
         | bcow::Error::Merkle { .. }
         | bcow::Error::MissingBacking { .. }
-        // The file system points to where the image has no bytes.
+        // The file system refers to blocks beyond the end of the image.
         | bcow::Error::OutOfRange { .. }
         => Errno::IO,
         bcow::Error::Unsupported(_) => Errno::OPNOTSUPP,
@@ -49,7 +50,7 @@ fn device_errno(error: &bcow::Error) -> Errno {
     }
 }
 
-/// What kind of error a failed read of the image is.
+/// The kind of a failed read of the image.
 pub fn kind(error: &ErofsError) -> ErrorKind {
     match error {
         ErofsError::Device(error) => match error.innermost() {

@@ -1,4 +1,4 @@
-//! What went wrong in a mount: counted by kind, kept for those who ask, and logged once per place.
+//! Errors of a mount: counted by kind, kept for `bcow stats`, and logged once per place.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,44 +9,45 @@ use rustix::io::Errno;
 
 use crate::log::{self, Severity};
 
-/// Most places whose errors are remembered.
+/// Upper bound of the places (inode and action) whose errors are remembered as logged.
 const PLACES: usize = 1024;
-/// When so many places were logged, this is the shortest time between two further lines.
+/// Shortest time between two further lines after [`PLACES`] places were logged.
 const INTERVAL: Duration = Duration::from_secs(10);
-/// The shortest time between two lines about a lack of room or of the process's resources: such errors come and go.
+/// Shortest time between two lines about a shortage of space or of the process's resources, because
+/// such errors come and go.
 const SHORTAGE_INTERVAL: Duration = Duration::from_secs(600);
-/// How many different errors are kept.
+/// Number of different errors that are kept.
 const KEPT: usize = 8;
-/// Most paths of a file that are named; a file with more names has this many of them named.
+/// Upper bound of the paths that an error names for a file with several names.
 pub const NAMED_PATHS: usize = 4;
 
 thread_local! {
-    /// Whether this thread reported an error since it was last asked.
+    /// Whether this thread reported an error since the last [`ErrorLog::take_reported`].
     static HAS_REPORTED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// What kind of error it is. Their names are stable: metrics and statistics have them.
+/// Kind of an error. The names are stable: metrics and statistics contain them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(usize)]
 pub enum ErrorKind {
-    /// Bytes of the image are not what its checksums say, or make no sense.
+    /// Bytes of the image do not match its checksums, or are malformed.
     ImageDamage,
     /// The host failed to read the image's file.
     ImageIo,
-    /// The image asks for something that this version does not have.
+    /// The image needs a feature that this version does not support.
     ImageUnsupported,
-    /// Something in the upper is not as it was left.
+    /// A file or a mark in the upper is damaged.
     UpperDamage,
     /// The host failed to read or write the upper.
     UpperIo,
-    /// There was no room: the host's file system is full, or the upper's limit is reached.
+    /// No space: the host's file system is full, or a limit of the upper is reached.
     NoSpace,
-    /// The process had too little memory or too few descriptors.
+    /// The process has too little memory or too few descriptors.
     Resources,
 }
 
 impl ErrorKind {
-    /// All of them, in the order of their numbers.
+    /// All kinds, in the order of their numbers.
     pub const ALL: [ErrorKind; 7] = [
         ErrorKind::ImageDamage,
         ErrorKind::ImageIo,
@@ -57,7 +58,7 @@ impl ErrorKind {
         ErrorKind::Resources,
     ];
 
-    /// Its name.
+    /// The stable name.
     pub fn name(self) -> &'static str {
         match self {
             ErrorKind::ImageDamage => "image-damage",
@@ -70,13 +71,13 @@ impl ErrorKind {
         }
     }
 
-    /// The kind of an error that a writable mount answers and that has not been reported, as the host gave it; `None` of
-    /// those that are answers to a program's mistake.
+    /// The kind of an unreported errno of the host that fails a request of a writable mount. `None`
+    /// for an errno that reports a mistake of the program, such as `ENOENT`.
     pub fn of_errno(errno: Errno) -> Option<ErrorKind> {
         match errno {
             Errno::NOSPC | Errno::DQUOT => Some(ErrorKind::NoSpace),
             Errno::NOMEM | Errno::MFILE | Errno::NFILE => Some(ErrorKind::Resources),
-            // A file system that met an error is often made read-only.
+            // A host's file system often becomes read-only after an error.
             Errno::IO | Errno::ROFS | Errno::NODEV | Errno::NOTCONN | Errno::TIMEDOUT => {
                 Some(ErrorKind::UpperIo)
             }
@@ -84,99 +85,101 @@ impl ErrorKind {
         }
     }
 
-    /// Whether it is about the whole mount rather than about one file.
+    /// Whether the error concerns the whole mount, and not one file.
     fn is_shortage(self) -> bool {
         matches!(self, ErrorKind::NoSpace | ErrorKind::Resources)
     }
 }
 
-/// What a mount is, for those who read its log.
+/// Identification of a mount in its log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Subject {
-    /// The image: its file, or its place in a layout.
+    /// The image: its file, or its path in an OCI layout.
     pub image: String,
-    /// Where it is mounted.
+    /// The mountpoint.
     pub mountpoint: String,
 }
 
-/// Something that failed.
+/// A failed operation.
 #[derive(Debug, Clone, Copy)]
 pub struct Failure<'a> {
     /// The kind.
     pub kind: ErrorKind,
-    /// The inode, by its number in the mount.
+    /// Inode number in the mount.
     pub inode: u64,
-    /// What could not be done, behind "cannot".
+    /// The failed action, as it follows the word "cannot".
     pub action: &'static str,
-    /// Where in the file, in bytes, if it is about a place in its content.
+    /// Offset in the file in bytes, for an error at a place in its content.
     pub offset: Option<u64>,
-    /// Why.
+    /// The cause.
     pub cause: &'a dyn std::error::Error,
 }
 
-/// An error that happened, perhaps more than once.
+/// An error that was met once or more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedError {
-    /// When it happened last, in seconds since 1970.
+    /// Time of the last occurrence, in seconds since 1970 (UTC).
     pub unix_seconds: u64,
-    /// How often it happened.
+    /// Number of occurrences.
     pub count: u64,
     /// The kind.
     pub kind: ErrorKind,
-    /// The inode, by its number in the mount.
+    /// Inode number in the mount.
     pub inode: u64,
-    /// Paths of the file in the mount; at most [`NAMED_PATHS`], and none if they are not known.
+    /// Paths of the file in the mount: at most [`NAMED_PATHS`], none if they are unknown.
     pub paths: Vec<String>,
-    /// What could not be done, behind "cannot".
+    /// The failed action, as it follows the word "cannot"; empty for a problem with a text of its
+    /// own.
     pub action: &'static str,
-    /// Where in the file it happened last, in bytes.
+    /// Offset in the file of the last occurrence, in bytes.
     pub offset: Option<u64>,
-    /// Why.
+    /// The cause, as text.
     pub cause: String,
 }
 
-/// The errors of one mount. Not a hot path: requests that succeed do not come here.
+/// The errors of one mount. Successful requests do not use it.
 #[derive(Debug, Default)]
 pub struct ErrorLog {
     subject: OnceLock<Subject>,
     counts: [AtomicU64; ErrorKind::ALL.len()],
-    /// Held to look at it and to change it; nothing else is locked inside, and nothing is written to a log.
+    /// A leaf lock: while it is held, no other lock is acquired and nothing is logged.
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// What was logged.
+    /// Places (inode and action) that were logged.
     places: HashSet<(u64, &'static str)>,
     last_line: Option<Instant>,
     last_shortage: [Option<Instant>; ErrorKind::ALL.len()],
-    /// The errors that happened last, each once, the latest at the end.
+    /// The different errors that occurred last; the latest is at the end.
     recent: VecDeque<RecordedError>,
 }
 
 impl ErrorLog {
-    /// Says what the errors are of. The first call counts.
+    /// Sets the mount that log lines name. Only the first call has an effect.
     pub fn set_subject(&self, subject: Subject) {
         let _ = self.subject.set(subject);
     }
 
-    /// How many errors of a kind there were.
+    /// Number of errors of a kind.
     pub fn count(&self, kind: ErrorKind) -> u64 {
         self.counts[kind as usize].load(Ordering::Relaxed)
     }
 
-    /// The different errors that happened last, the latest first.
+    /// The different errors that occurred last, the latest first.
     pub fn recent(&self) -> Vec<RecordedError> {
         self.state().recent.iter().rev().cloned().collect()
     }
 
-    /// Whether this thread reported an error since it was last asked that.
+    /// Whether this thread reported an error since the last call.
     pub fn take_reported() -> bool {
         HAS_REPORTED.take()
     }
 
-    /// Counts an error and keeps it, and logs it unless the same was logged for the same inode. `paths` says where the inode is
-    /// in the mount; it is asked only for what is not kept already.
+    /// Counts and keeps an error. Logs it, unless the same action failed for the same inode before.
+    /// `paths` gives the paths of the inode in the mount; it is called only if the error is logged
+    /// or not kept yet.
     pub fn report(&self, failure: &Failure<'_>, paths: impl FnOnce() -> Vec<String>) {
         HAS_REPORTED.set(true);
         self.counts[failure.kind as usize].fetch_add(1, Ordering::Relaxed);
@@ -191,7 +194,7 @@ impl ErrorLog {
         if known && !is_news {
             return;
         }
-        // Without the lock, since this may read the image.
+        // Outside the lock, since this may read the image.
         let paths = paths();
         if is_news {
             let severity = match failure.kind.is_shortage() {
@@ -202,14 +205,15 @@ impl ErrorLog {
         }
         if !known {
             let mut state = self.state();
-            // Another thread may have met the same meanwhile.
+            // Another thread may have kept the same error meanwhile.
             if !state.update(failure, &cause) {
                 state.remember(failure, paths, cause);
             }
         }
     }
 
-    /// Counts and logs a problem that is no failure of a request and has a text of its own, which names the place.
+    /// Counts, keeps and logs a problem that fails no request, with a text of its own. `path` names
+    /// the place.
     pub fn note(&self, kind: ErrorKind, severity: Severity, path: Option<String>, problem: &str) {
         HAS_REPORTED.set(true);
         self.counts[kind as usize].fetch_add(1, Ordering::Relaxed);
@@ -228,7 +232,7 @@ impl ErrorLog {
             .remember(&failure, path.into_iter().collect(), problem.to_owned());
     }
 
-    /// What a line about this mount starts with.
+    /// The start of each log line of this mount.
     pub fn prefix(&self) -> String {
         match self.subject.get() {
             Some(Subject { image, mountpoint }) => format!("{image} at {mountpoint}: "),
@@ -252,7 +256,7 @@ impl ErrorLog {
 }
 
 impl State {
-    /// Counts an error that is kept already; `false` if it is not.
+    /// Counts an error that is kept already; `false` if it is not kept.
     fn update(&mut self, failure: &Failure<'_>, cause: &str) -> bool {
         let same = |kept: &RecordedError| {
             kept.kind == failure.kind
@@ -319,7 +323,7 @@ impl State {
     }
 }
 
-/// How an inode is named: by its paths, or by its number if none is known.
+/// Names an inode: by its paths, or by its number if no path is known.
 pub fn place(inode: u64, paths: &[String]) -> String {
     match paths {
         [] => format!("inode {inode}"),
@@ -327,7 +331,7 @@ pub fn place(inode: u64, paths: &[String]) -> String {
     }
 }
 
-/// A path in the mount for people: characters that would move a cursor are escaped.
+/// A path for display: control characters, which could move a cursor, are escaped.
 pub fn shown(path: &[u8]) -> String {
     let mut shown = String::new();
     for char in String::from_utf8_lossy(path).chars() {
@@ -339,7 +343,7 @@ pub fn shown(path: &[u8]) -> String {
     shown
 }
 
-/// A problem in words.
+/// A problem as text.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Problem(String);
@@ -355,7 +359,8 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     let mut cause = error.source();
     while let Some(error) = cause {
         let next = without_number(error.to_string());
-        // Transparent errors repeat their cause's text, and some tell it themselves.
+        // The text of a transparent error is that of its cause, and some errors include their
+        // cause.
         if !text.ends_with(&next) {
             text.push_str(": ");
             text.push_str(&next);
@@ -365,7 +370,7 @@ fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// "No such file or directory" says it; its number helps no reader.
+/// Removes the number of an OS error. The text before it says the same.
 fn without_number(mut text: String) -> String {
     if let Some((before, number)) = text.rsplit_once(" (os error ")
         && number.ends_with(')')

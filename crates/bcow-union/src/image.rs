@@ -1,4 +1,5 @@
-//! A mounted image: what its inodes are, with errors that were logged and are errnos. Both kinds of mount read it through this.
+//! A mounted image: its inodes, with errors logged and converted to errnos. Read-only and writable
+//! mounts read the image through it.
 
 use std::ops::ControlFlow;
 use std::sync::{Arc, OnceLock};
@@ -14,23 +15,24 @@ use crate::errno::{errno, kind};
 use crate::errors::{ErrorLog, Failure, NAMED_PATHS, shown};
 use crate::node::{NodeId, NodeIds};
 
-/// Chunks up to which the allocated size of a sparse file is counted exactly. A stat shall stay cheap.
+/// Upper bound of the extents that a stat counts to get the allocated size of a sparse file. Beyond
+/// it the file counts as fully allocated, so that a stat stays cheap.
 pub const COUNTED_EXTENTS: usize = 1 << 16;
 
-/// Names that are looked at to find a damaged inode's path.
+/// Upper bound of the names that are read to find the paths of inodes with errors.
 const MOST_NAMES: usize = 1 << 19;
 
-/// An image, whose errors have been logged when they come out here as errnos.
+/// A mounted image. It logs each error before it returns the errno.
 pub struct Image {
     fs: Arc<Filesystem>,
     ids: NodeIds,
     errors: Arc<ErrorLog>,
-    /// Made when the first error asks for a path.
+    /// Built for the first error that needs a path.
     names: OnceLock<PathIndex>,
 }
 
 impl Image {
-    /// The image with this file system.
+    /// The image with the file system `fs`.
     pub fn new(fs: Arc<Filesystem>) -> Self {
         Image {
             ids: NodeIds::new(fs.root()),
@@ -40,12 +42,13 @@ impl Image {
         }
     }
 
-    /// Where its errors are counted and logged.
+    /// The log that counts errors of the image.
     pub fn errors(&self) -> &Arc<ErrorLog> {
         &self.errors
     }
 
-    /// Paths of an inode in the image, for people; none if they are not known. The first call reads all directories.
+    /// Paths of an inode in the image, for display; empty if none is known. The first call reads
+    /// all directories.
     pub fn shown_paths(&self, nid: Nid) -> Vec<String> {
         let names = self
             .names
@@ -54,22 +57,22 @@ impl Image {
         paths.iter().map(|path| shown(path)).collect()
     }
 
-    /// Its root directory.
+    /// The root directory.
     pub fn root(&self) -> Nid {
         self.fs.root()
     }
 
-    /// Its volume id.
+    /// The UUID in the superblock.
     pub fn uuid(&self) -> [u8; 16] {
         self.fs.superblock().uuid
     }
 
-    /// What the kernel calls an inode.
+    /// The node id of an inode.
     pub fn node(&self, nid: Nid) -> NodeId {
         self.ids.node(nid)
     }
 
-    /// The inode that the kernel calls so.
+    /// The inode of a node id.
     pub fn nid(&self, node: NodeId) -> Nid {
         self.ids.nid(node)
     }
@@ -79,14 +82,14 @@ impl Image {
         self.fs.superblock()
     }
 
-    /// An inode.
+    /// Reads an inode.
     pub fn inode(&self, nid: Nid) -> Result<Inode, Errno> {
         self.fs
             .inode(nid)
             .map_err(|error| self.failure(nid, "read the inode", &error))
     }
 
-    /// What `name` names in a directory.
+    /// Looks up `name` in a directory; `None` if there is no such name.
     pub fn lookup(&self, directory: Nid, name: &[u8]) -> Result<Option<Nid>, Errno> {
         let inode = self.inode(directory)?;
         let found = self
@@ -96,7 +99,8 @@ impl Image {
         Ok(found.map(|entry| entry.nid))
     }
 
-    /// Calls `each` for the entries of a directory from `cookie` on, `.` and `..` among them, where 0 is the start.
+    /// Calls `each` for the entries of a directory from `cookie` on, including `.` and `..`. Cookie
+    /// 0 is the start.
     pub fn read_dir(
         &self,
         directory: &Inode,
@@ -108,35 +112,35 @@ impl Image {
             .map_err(|error| self.failure(directory.nid, "list", &error))
     }
 
-    /// What an absolute path names, following no symlinks.
+    /// Resolves an absolute path without following symlinks; `None` if there is no such file.
     pub fn at_path(&self, path: &[u8]) -> Result<Option<Nid>, Errno> {
         self.fs
             .resolve_with(path, Symlinks::Keep)
             .map_err(|error| self.failure(self.root(), "find what a redirect names", &error))
     }
 
-    /// Where a symbolic link points.
+    /// Target of a symbolic link.
     pub fn read_link(&self, inode: &Inode) -> Result<Vec<u8>, Errno> {
         self.fs
             .read_link(inode)
             .map_err(|error| self.failure(inode.nid, "read the link", &error))
     }
 
-    /// The value of an extended attribute.
+    /// The value of an extended attribute; `None` if there is none.
     pub fn xattr(&self, inode: &Inode, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
         self.fs
             .xattr(inode, name)
             .map_err(|error| self.failure(inode.nid, "read an extended attribute", &error))
     }
 
-    /// All extended attributes.
+    /// All extended attributes, with their values.
     pub fn xattrs(&self, inode: &Inode) -> Result<XattrList, Errno> {
         self.fs
             .xattrs(inode)
             .map_err(|error| self.failure(inode.nid, "list the extended attributes", &error))
     }
 
-    /// Lends `length` bytes from `offset` on in pieces; the range lies inside the file.
+    /// Lends `length` bytes at `offset` in pieces to `sink`. The range lies inside the file.
     pub fn read_with(
         &self,
         inode: &Inode,
@@ -154,8 +158,9 @@ impl Image {
             .map_err(|error| self.failure_at(inode.nid, "read", Some(offset + read), &error))
     }
 
-    /// Hands `length` bytes at `offset`, or as many as there are, in one piece to `reply`. Bytes that lie in one piece in the
-    /// block cache are lent from there; others are put together in `scratch`, which is empty.
+    /// Passes up to `length` bytes at `offset`, fewer at the end of the file, as one slice to
+    /// `reply`. A range that is contiguous in the block cache is lent from there; other ranges are
+    /// assembled in `scratch`, which must be empty.
     pub fn lend<R>(
         &self,
         inode: &Inode,
@@ -181,19 +186,19 @@ impl Image {
         match (result, reply) {
             (Some(result), _) => Ok(result),
             (None, Some(reply)) => Ok(reply(scratch)),
-            // The reply was taken, so there is a result.
+            // Not reachable: if `reply` was taken, there is a result.
             (None, None) => Err(Errno::IO),
         }
     }
 
-    /// Fills `buf`; the range lies inside the file.
+    /// Reads bytes at `offset` until `buf` is full. The range lies inside the file.
     pub fn read(&self, inode: &Inode, offset: u64, buf: &mut [u8]) -> Result<(), Errno> {
         let mut filled = 0;
         self.read_with(inode, offset, buf.len() as u64, &mut |piece| {
             buf[filled..filled + piece.len()].copy_from_slice(piece);
             filled += piece.len();
         })?;
-        // Fewer only behind the end, where the caller does not ask.
+        // Short only for a range beyond the end, for which callers do not ask.
         if filled == buf.len() {
             Ok(())
         } else {
@@ -201,7 +206,8 @@ impl Image {
         }
     }
 
-    /// The next data or hole at or behind `offset`, which lies inside the file.
+    /// Offset of the next data or hole at or after `offset`, which lies inside the file. The end of
+    /// the file counts as a hole; `None` if no data follows.
     pub fn seek(&self, inode: &Inode, offset: u64, seek: Seek) -> Result<Option<u64>, Errno> {
         for extent in self.fs.extents(inode, offset) {
             let extent = extent.map_err(|error| self.failure(inode.nid, "map", &error))?;
@@ -216,7 +222,7 @@ impl Image {
         })
     }
 
-    /// Allocated size in units of 512 bytes. Holes do not count.
+    /// Allocated size of a file in units of 512 bytes, without holes.
     pub fn sectors(&self, inode: &Inode) -> Result<u64, Errno> {
         let block_bytes = u64::from(self.fs.superblock().block_bytes);
         let whole = inode.size.div_ceil(block_bytes).saturating_mul(block_bytes) / 512;

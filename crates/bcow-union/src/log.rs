@@ -1,5 +1,5 @@
-//! Where a mount says what went wrong: standard error in the foreground, the system log in the background, and a file if
-//! one is named.
+//! Log output of a mount: standard error in the foreground, the system log in the background, and
+//! also a file if one is named.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -8,30 +8,31 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::SystemTime;
 
-/// Sockets that take syslog datagrams: the traditional one, and the journal's own.
+/// Sockets for syslog datagrams: the traditional one, and the journal's.
 const SYSLOG_SOCKETS: [&str; 2] = ["/dev/log", "/run/systemd/journal/dev-log"];
 
 /// Facility "daemon" (RFC 5424, section 6.2.1), shifted into place.
 const FACILITY: u8 = 3 << 3;
 
-/// How bad it is; the numbers are syslog's.
+/// Severity of a message; the numbers are syslog's (RFC 5424, section 6.2.1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Severity {
-    /// Something failed.
+    /// An operation failed.
     Error = 3,
-    /// Something is not as it should be.
+    /// A problem that is not an error of one file, such as a shortage of space.
     Warning = 4,
 }
 
 static SYSLOG: OnceLock<UnixDatagram> = OnceLock::new();
 
-/// From now on this process logs to the system log. Without one, it stays with standard error.
+/// Sends the messages of this process to the system log from now on. If there is none, standard
+/// error is still used.
 pub fn use_syslog() {
     let Ok(socket) = UnixDatagram::unbound() else {
         return;
     };
-    // A daemon that cannot log shall rather not log than stand still.
+    // Non-blocking: a full log must not block the daemon. The message is lost instead.
     let usable = socket.set_nonblocking(true).is_ok()
         && SYSLOG_SOCKETS
             .iter()
@@ -43,16 +44,18 @@ pub fn use_syslog() {
 
 static LOG_FILE: OnceLock<PathBuf> = OnceLock::new();
 
-/// From now on this process also appends its lines to the file at `path`, which is made if it is missing. The first call counts.
+/// Appends the messages of this process also to the file at `path` from now on, and creates the
+/// file if it is missing. Only the first call has an effect. Fails if the file cannot be opened.
 pub fn use_file(path: &Path) -> io::Result<()> {
-    // It will change its directory.
+    // The process changes its working directory later.
     let path = std::path::absolute(path)?;
     open_log_file(&path)?;
     let _ = LOG_FILE.set(path);
     Ok(())
 }
 
-/// Opened for each line, which are few: a log that was rotated away is begun anew without a signal.
+/// Opens the log file. It is opened for each of the few lines: after a rotation the next line
+/// creates a new file, without a signal.
 fn open_log_file(path: &Path) -> io::Result<File> {
     File::options().append(true).create(true).open(path)
 }
@@ -71,11 +74,12 @@ fn to_file(path: &Path, severity: Severity, message: &str) {
         },
         message.replace('\n', " ")
     );
-    // In one piece, lest lines of several processes mix. A log on a full disk must not stop a mount.
+    // One write, so that lines of several processes do not mix. Errors are ignored: a log on a full
+    // disk must not stop a mount.
     let _ = open_log_file(path).and_then(|mut file| file.write_all(line.as_bytes()));
 }
 
-/// Writes one line.
+/// Logs a message as one line.
 pub fn log(severity: Severity, message: &str) {
     if let Some(path) = LOG_FILE.get() {
         to_file(path, severity, message);
@@ -91,7 +95,7 @@ pub fn log(severity: Severity, message: &str) {
     }
 }
 
-/// The form that `syslog(3)` sends, without the time, which the receiver adds.
+/// The datagram format of `syslog(3)`, without the time, which the receiver adds.
 fn datagram(severity: Severity, message: &str) -> String {
     format!(
         "<{}>bcow[{}]: {}",

@@ -1,11 +1,13 @@
-//! Names for inodes towards the kernel.
+//! Node ids: the numbers of inodes in the FUSE protocol.
 
 use bcow_erofs::reader::Nid;
 
-/// What the kernel calls an inode: FUSE's node id, and at the same time `st_ino`.
+/// Id of an inode in the FUSE protocol, which is also its `st_ino`.
 ///
-/// It is the EROFS nid, as in a kernel mount of the same image, so it is the same in every mount of an
-/// image and needs no table. Only FUSE's two special numbers are moved aside: 1 is the root, 0 is nobody.
+/// For an inode of the image it is the EROFS nid, as in a kernel mount of the image. So it is the
+/// same in every mount of the image and needs no table. FUSE reserves two numbers: 0 (no node) and
+/// 1 (the root). [`NodeIds`] maps the image's root to 1, and other inodes with these nids to ids of
+/// their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NodeId(pub u64);
 
@@ -14,17 +16,18 @@ impl NodeId {
     pub const ROOT: NodeId = NodeId(1);
 }
 
-/// The correspondence of node ids and nids for one image; one to one.
+/// The one-to-one mapping between node ids and nids of one image.
 #[derive(Debug, Clone, Copy)]
 pub struct NodeIds {
     root: Nid,
 }
 
-/// Stands in for a 0 or 1 that is taken. No nid is that big: nids count units of 32 bytes.
+/// Added to the nids 0 and 1, whose numbers FUSE reserves. No nid is this large: a nid counts units
+/// of 32 bytes.
 const ASIDE: u64 = 1 << 62;
 
 impl NodeIds {
-    /// For the image with this root.
+    /// The mapping for the image with this root.
     pub fn new(root: Nid) -> Self {
         NodeIds { root }
     }

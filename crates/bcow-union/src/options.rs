@@ -1,55 +1,60 @@
-//! How a writable mount behaves.
+//! Options of a writable mount.
 
 use crate::account::Limits;
 
-/// When small files that were copied up whole are made durable. Until then a crash leaves them as they are in the image, so no
-/// write waits for it. An explicit fsync is always honoured, but for [`SyncPolicy::Volatile`].
+/// When small files that were copied up whole become durable. Until then a crash restores the
+/// image's content, so the write does not wait for the disk. An fsync by a program is honoured at
+/// once, except with [`SyncPolicy::Volatile`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SyncPolicy {
-    /// Each at once.
+    /// Each copy is made durable in the background right after its first write.
     #[default]
     Strict,
-    /// After so many, or some seconds, all of them together.
+    /// In batches: once this many copies wait, and at least every 5 seconds, all become durable
+    /// together.
     Batch(u32),
-    /// Never, not even when a program asks: for uppers that nobody needs after a crash.
+    /// Never, also if a program calls fsync: for uppers that are not needed after a crash.
     Volatile,
 }
 
-/// How sketches are kept.
+/// The storage of sketches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SketchChoice {
-    /// Sparse where the host's file system has holes, packed elsewhere.
+    /// Sparse if the host's file system has holes; packed otherwise.
     #[default]
     Auto,
-    /// Blocks at their own offset of a host file with holes.
+    /// Each block at its own offset in a host file with holes.
     Sparse,
-    /// Blocks in the order they were written, in a BCoW file.
+    /// Blocks in the order of their first write, in a BCoW file.
     Packed,
 }
 
-/// Bytes that an upper with a size limit may store for each inode that it may have, where no other limit is given: mke2fs's ratio.
+/// Bytes of a size limit per inode, for an upper without an inode limit: the default ratio of
+/// mke2fs.
 pub const BYTES_PER_INODE: u64 = 16 << 10;
 
-/// Inodes that an upper with a small size limit may have all the same, as a program's small changes are many files.
+/// Smallest inode limit that follows from a size limit: also a small upper may store many small
+/// files.
 pub const FEWEST_INODES: u64 = 4096;
 
-/// Files up to this size are copied whole by their first write.
+/// Default of [`UnionOptions::small_bytes`].
 pub const SMALL_BYTES: u64 = 64 << 10;
 
 /// The options of a union.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnionOptions {
-    /// How sketches are kept.
+    /// The storage of sketches.
     pub sketch: SketchChoice,
-    /// When copy-ups are made durable.
+    /// When whole copies become durable.
     pub sync: SyncPolicy,
-    /// Most bytes that the upper may store.
+    /// Upper bound of the bytes that the upper may store; `None` is no limit.
     pub size_limit: Option<u64>,
-    /// Most inodes that the upper may have. `None`, and a size limit: as many as a file system of that size would have.
+    /// Upper bound of the inodes that the upper may have. `None` with a size limit: one per
+    /// [`BYTES_PER_INODE`], at least [`FEWEST_INODES`]. `None` without a size limit: no limit.
     pub inode_limit: Option<u64>,
-    /// Files up to so many bytes are copied whole.
+    /// Files up to this size in bytes are copied whole at their first write.
     pub small_bytes: u64,
-    /// Threads that complete blocks in the background.
+    /// Number of threads that complete blocks of sketches in the background.
     pub fillers: usize,
 }
 
@@ -67,7 +72,7 @@ impl Default for UnionOptions {
 }
 
 impl UnionOptions {
-    /// The limits of what the upper may store.
+    /// The limits of the upper.
     pub fn limits(&self) -> Limits {
         let usual = |bytes: u64| (bytes / BYTES_PER_INODE).max(FEWEST_INODES);
         Limits {

@@ -46,8 +46,8 @@ impl UnionFs {
     /// Creates an empty regular file and gives its attributes. This and the functions below count
     /// one reference to the new node.
     ///
-    /// Errors include: `EEXIST` if the name exists, `EPERM` for the name of the upper's own directory,
-    /// `ENOSPC` at a limit of the upper.
+    /// Errors include: `EEXIST` if the name exists, `EPERM` for the name of the upper's own
+    /// directory, `ENOSPC` at a limit of the upper.
     pub fn create(
         &self,
         caller: &Caller,

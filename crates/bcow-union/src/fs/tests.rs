@@ -1,5 +1,5 @@
-//! What happens in the background, and between requests: driven from inside, as no request asks for it.
-//! Needs root (trusted attributes) and mkfs.erofs.
+//! Tests of the background thread and of steps between requests. They call these steps directly,
+//! because no request starts them. They need root (for `trusted.` attributes) and mkfs.erofs.
 
 use std::fs;
 use std::ops::Range;
@@ -28,7 +28,7 @@ use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
 
 const BLOCK: u64 = 4096;
 const BIG: usize = 300_000;
-/// Files in the directory `many`, of two blocks each.
+/// Number of files in the directory `many`, each of two blocks.
 const MANY: usize = 40;
 
 const ROOT: Caller = Caller {
@@ -38,7 +38,7 @@ const ROOT: Caller = Caller {
     umask: 0o022,
 };
 
-/// Waits for what other threads do; a minute without it is a failure.
+/// Waits until a condition holds that another thread brings about. Fails after one minute.
 fn wait_until(mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
@@ -50,7 +50,7 @@ fn wait_until(mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// An image of which a part cannot be read while it is `broken`.
+/// An image with a part that cannot be read while `broken` is set.
 struct Lower {
     bytes: Vec<u8>,
     big: Range<u64>,
@@ -153,13 +153,13 @@ impl Fixture {
         self.union = Some(UnionFs::open(lower, &self.upper(), "a test", &self.options).unwrap());
     }
 
-    /// As an unmount and a mount do.
+    /// Closes the union and opens it again, as an unmount and a mount do.
     fn reopen(&mut self) {
         self.union.take().unwrap().close().unwrap();
         self.open();
     }
 
-    /// As when the daemon is killed.
+    /// Opens the union again without a close, as after a kill of the daemon.
     fn killed(&mut self) {
         drop(self.union.take());
         self.open();
@@ -241,7 +241,7 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         let mut expected = noise(BIG);
         expected[100_000..100_005].copy_from_slice(b"hello");
         assert!(fixture.content("big") == expected, "{kind:?}");
-        // Nothing keeps it any longer.
+        // The kernel forgets the node: the sketch is not used any more.
         fixture.fs().forget(big, 1);
         fixture.fs().regularly();
         assert_eq!(fixture.fs().open_sketches.all().count(), 0, "{kind:?}");
@@ -286,7 +286,7 @@ fn sketch_that_was_emptied_is_closed() {
         },
     );
     assert_eq!(fixture.fs().open_sketches.all().count(), 0);
-    // The thread that fills blocks may have the sketch for a moment longer.
+    // The filler thread may hold the sketch for a moment longer.
     wait_until(|| fixture.fs().sketches.statistics().open == 0);
 }
 
@@ -301,7 +301,7 @@ fn what_was_written_to_a_copy_that_a_crash_undid_does_not_come_back() {
         return;
     };
     fixture.write(fixture.get("a").node, 0, &[7; 5000]);
-    // Its bytes and its attributes.
+    // Data and attributes.
     assert_eq!(fixture.counted(), 3 * BLOCK);
     fixture.killed();
     assert_eq!(fixture.content("a"), b"small file\n");
@@ -310,7 +310,7 @@ fn what_was_written_to_a_copy_that_a_crash_undid_does_not_come_back() {
     assert_eq!(fixture.counted(), 2 * BLOCK);
     fixture.reopen();
     assert_eq!(fixture.content("a"), b"Small file\n");
-    // The mark that it had is gone, and the block with it.
+    // The mark is gone, and with it its block.
     assert_eq!(fixture.counted(), BLOCK);
 }
 
@@ -366,7 +366,7 @@ fn root_of_an_adopted_upper_has_the_owner_and_mode_of_the_directory() {
         fixture.set(NodeId::ROOT, changes);
         fixture.reopen();
     }
-    // The host's stays as it is.
+    // The mode of the host's directory does not change.
     let host = fs::metadata(&upper).unwrap();
     assert_eq!(host.permissions().mode() & 0o7777, 0o1711);
 }
@@ -417,7 +417,7 @@ fn space_of_a_removed_sketch_is_given_back_once() {
     assert_eq!(fixture.read(big), vec![2; BIG]);
     assert_eq!(fixture.counted(), (10 + 74 + 1) * BLOCK);
     union.forget(big, 1);
-    // The background may have the node in hand.
+    // The background thread may still hold the node.
     wait_until(|| fixture.counted() == 10 * BLOCK);
     assert_eq!(fixture.counted(), 10 * BLOCK);
 }
@@ -450,7 +450,7 @@ fn packed_sketch_that_is_about_to_be_changed_is_not_replaced() {
     let node = fixture.node("big");
     fixture.write(node.id, 0, &vec![3; BIG]);
     let is_sketch = || node.read_state().upper.as_ref().unwrap().is_sketch;
-    // As a chmod has it, which holds no lock then.
+    // A chmod holds the file like this, without a lock.
     let file = union.open_upper(&node, Access::Path).unwrap();
     union.promote_if_complete(&node);
     super::host::set_mode(&file, 0o604).unwrap();
@@ -471,7 +471,7 @@ fn packed_sketch_with_an_index_entry_is_not_replaced() {
     fixture.fs().unlink(NodeId::ROOT, b"h1").unwrap();
     assert_eq!(fixture.content("h2"), bytes);
     fixture.fs().regularly();
-    // Its only name on the host is that in the index.
+    // Its only name on the host is the index entry.
     assert!(!fixture.upper().join("h2").exists());
     fixture.reopen();
     assert_eq!(fixture.content("h2"), bytes);
@@ -545,7 +545,7 @@ fn descriptor_that_is_in_use_is_not_given_back() {
     let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
     let node = union.node(new.node).unwrap();
     let has_file = || node.read_state().upper.as_ref().unwrap().file.is_some();
-    // As who takes away its name holds it.
+    // A thread that removes the name holds the file like this.
     let file = union.open_upper(&node, Access::Path).unwrap();
     union.descriptors_limit.store(0, Ordering::Relaxed);
     union.spare_descriptors();
@@ -632,7 +632,7 @@ fn fsync_tells_of_bytes_that_the_background_could_not_make_durable() {
         let mut state = node.write_state();
         state.upper.as_mut().unwrap().file.replace(file).unwrap()
     };
-    // Nothing that can be synchronised.
+    // A pipe: it cannot be synced.
     let (_reader, writer) = std::io::pipe().unwrap();
     let file = replace(Arc::new(fs::File::from(OwnedFd::from(writer))));
     assert!(fixture.fs().finish_batch().is_err());
@@ -640,7 +640,7 @@ fn fsync_tells_of_bytes_that_the_background_could_not_make_durable() {
     for _ in 0..2 {
         assert!(fixture.fs().sync(node.id, SyncWhat::Data).is_err());
     }
-    // It is there as long as it can be read, and after that the image's is.
+    // The copy is visible as long as the mount lives. After a kill the image's content is visible.
     assert_eq!(fixture.content("a"), b"Small file\n");
     drop(node);
     fixture.killed();
@@ -655,7 +655,7 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
     let union = fixture.fs();
     let new = union.create(&ROOT, NodeId::ROOT, b"new", 0o644).unwrap();
     let node = union.node(new.node).unwrap();
-    // One has begun.
+    // A first sync has begun.
     let first = node.lock_name_sync();
     node.name_is_new.store(false, Ordering::Release);
     let changed = union.root.names_changed.unsynced();
@@ -666,7 +666,8 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
         drop(first);
         second.join().unwrap().unwrap();
     });
-    // As long as it has not ended, others in the directory sync that too; and what comes later is not of its concern.
+    // Until it ends, a sync of another file in the directory syncs the directory too. It does not
+    // cover later changes.
     assert!(changed.is_some());
     assert_eq!(union.root.names_changed.unsynced(), changed);
     union.create(&ROOT, NodeId::ROOT, b"newer", 0o644).unwrap();
@@ -686,7 +687,7 @@ fn nothing_but_a_regular_file_is_opened_for_its_content() {
         let name = if device.is_some() { "a" } else { "b" };
         let node = union.find_existing(&union.root, name.as_bytes()).unwrap();
         union.ensure_upper(&node).unwrap();
-        // As if something else had taken the file's place while its descriptor was given back.
+        // As if another object had taken the file's place while its descriptor was closed.
         let kind = match device {
             Some(_) => rustix::fs::FileType::CharacterDevice,
             None => rustix::fs::FileType::Fifo,
