@@ -12,15 +12,17 @@ use crate::codec::Encoding;
 use crate::sync::Arc;
 
 const DEFAULT_BYTES: u64 = 64 << 20;
-/// The budget of decoded sub-block tables is this fraction of the block budget.
+/// The budget of decoded sub-block tables is the block budget divided by this.
 const TABLE_SHARE: u64 = 8;
-/// The budget of verified pieces of Merkle trees is this fraction of the block budget.
+/// The budget of verified pieces of Merkle trees is the block budget divided by this.
 const PIECE_SHARE: u64 = 16;
 /// Least budget for these pieces in bytes. Without them each read would hash up to the root.
 const LEAST_PIECE_BYTES: u64 = 1 << 20;
 
-/// A budget for decoded blocks. Clones share it; so do all files opened with it, each under keys of its own.
-/// Truncates or extends (with zeros) to `bytes` bytes.
+/// A cache with a budget for decoded blocks. Clones share it, and so do all files opened with it;
+/// the keys of each file are separate.
+///
+/// The cache is sharded. No shard lock is held while a block is read or decoded.
 #[derive(Clone)]
 pub struct BlockCache(Arc<Caches>);
 
@@ -33,20 +35,20 @@ struct Caches {
     pieces: Cache<PieceKey, Arc<Vec<u8>>, BlockWeight>,
 }
 
-/// What a [`BlockCache`] holds of decoded blocks, and how often it had the one that was asked for.
+/// Counters and state of a [`BlockCache`], for decoded blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheFigures {
     /// The budget in bytes.
     pub limit_bytes: u64,
-    /// Bytes held now.
+    /// Bytes in the cache.
     pub held_bytes: u64,
-    /// Identifies a file of the host by device and inode, independent of its name.
+    /// Lookups that found the block.
     pub hits: u64,
-    /// Blocks that had to be read and decoded.
+    /// Blocks that were read and decoded.
     pub misses: u64,
 }
 
-/// Tells files that share a cache apart.
+/// Identifies a file in a shared cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct FileId(u64);
 
@@ -57,7 +59,8 @@ impl FileId {
     }
 }
 
-/// All that decides a block's content. Entries that share a stored range share the decoded block.
+/// Everything that determines the content of a block. Entries with the same stored range share the
+/// decoded block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct BlockKey {
     pub(crate) file: FileId,
@@ -73,7 +76,7 @@ pub(crate) struct TableKey {
     pub(crate) region: u64,
 }
 
-/// A chunk-sized piece of a file's Merkle tree.
+/// A chunk-sized piece of the Merkle tree of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PieceKey {
     pub(crate) file: FileId,
@@ -82,8 +85,9 @@ pub(crate) struct PieceKey {
 }
 
 impl BlockCache {
-    /// A budget of `bytes` of decoded blocks. Beside it stand an eighth for sub-block tables, and a sixteenth (but 1 MiB at
-    /// least) for Merkle trees where they are asked for.
+    /// A cache with a budget of `bytes` for decoded blocks. In addition it uses up to an eighth of
+    /// that for sub-block tables and, for files that are verified by a Merkle tree, up to a
+    /// sixteenth (at least 1 MiB).
     pub fn new(bytes: u64) -> Self {
         BlockCache(Arc::new(Caches {
             bytes,
@@ -107,9 +111,9 @@ impl BlockCache {
         })
     }
 
-    /// How it does.
+    /// Returns the counters and the state.
     pub fn figures(&self) -> CacheFigures {
-        // In this order, so that no more were missed than asked for.
+        // In this order, so that misses never exceed lookups.
         let misses = self.0.missed.load(Ordering::Relaxed);
         CacheFigures {
             limit_bytes: self.0.bytes,
@@ -140,7 +144,7 @@ impl BlockCache {
     }
 }
 
-/// 64 MiB, shared with nobody yet.
+/// 64 MiB, not shared.
 impl Default for BlockCache {
     fn default() -> Self {
         BlockCache::new(DEFAULT_BYTES)
@@ -173,7 +177,8 @@ impl<K> Weighter<K, Arc<Vec<u8>>> for BlockWeight {
     }
 }
 
-/// A sharded cache of `bytes`. Few shards, so that a shard holds several of the largest blocks.
+/// A sharded cache of `bytes`. There are few shards, so that a shard can hold several of the
+/// largest blocks.
 fn cache<K, V, W>(bytes: u64, weighter: W) -> Cache<K, V, W>
 where
     K: Eq + std::hash::Hash + Clone,
@@ -189,7 +194,7 @@ where
         Ok(options) => {
             Cache::with_options(options, weighter, Default::default(), Default::default())
         }
-        // The builder fails only where a field is missing, and then the plain constructor serves.
+        // The builder fails only if a field is missing; this constructor is the fallback.
         Err(_) => Cache::with_weighter(16, bytes.max(1), weighter),
     }
 }

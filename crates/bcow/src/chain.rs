@@ -30,7 +30,8 @@ pub trait Digests {
     /// is not available; the implementation reports the cause elsewhere.
     fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)>;
     /// Called with an image in `directory` before the files below it are resolved, so that the
-    /// implementation can use its metadata. The content of the image is already verified.
+    /// implementation can use its metadata. The size and identity of the image are compared with
+    /// the recorded ones only later.
     fn learn(&self, image: &Image, directory: &Path) {
         let _ = (image, directory);
     }

@@ -1,7 +1,8 @@
-//! A BCoW file and its chain: storage, open, map, read, write, check, cache.
+//! BCoW files and their chains: storage, open, map, read, write, check, cache.
 //!
-//! [`Storage`] (bytes somewhere) lies below; [`BlockDevice`] (an address space) is what others see. [`Image`] reads a
-//! file, [`ImageWriter`] makes a sealed one in one pass, [`check`](mod@check) examines one.
+//! [`Storage`] is the interface to the bytes of a file; [`BlockDevice`] is the interface to its
+//! address space. [`Image`] reads a file, [`ImageWriter`] writes a sealed one in one pass,
+//! [`check`](mod@check) checks one.
 //!
 //! ```
 //! use std::sync::Arc;

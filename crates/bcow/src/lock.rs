@@ -1,45 +1,48 @@
-//! One writer at a time, and no writer while somebody reads.
+//! File locks: one writer at a time, and no writer while a reader has the file open.
 //!
-//! Whoever writes a file holds an exclusive lock on it, whoever reads one that may change (also as a backing) a shared one.
-//! The locks are flock(2)'s: they belong to the open file and end with it, however the process ends. Sealed files never
-//! change, and are not locked.
+//! A writer holds an exclusive lock on its file; a reader of a file that may change holds a shared
+//! lock, also when the file is a backing. The locks are those of flock(2): they belong to the open
+//! file description and end with it, however the process ends. Sealed files never change and are
+//! not locked.
 //!
-//! A writer leaves a note of who it is in the file (spec section 3), for the one who is refused.
+//! A writer writes a note into the file (spec section 3) that names it to a process that is
+//! refused.
 
 use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Where the note stands, and how long it is at most.
+/// Offset of the note in the file, in bytes. The note has at most `NOTE_BYTES` bytes.
 const NOTE_AT: u64 = 1024;
 const NOTE_BYTES: usize = 256;
 
-/// An exclusive lock. Its note goes with it; the lock itself lasts as long as the file is open.
+/// An exclusive lock. Dropping this erases the note; the lock lasts as long as the file is open.
 #[derive(Debug)]
 pub struct FileLock {
     file: File,
 }
 
-/// Why a file was not locked.
+/// The reason why a file was not locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Somebody writes to it.
+    /// A writer has locked the file; the text is its note.
     #[error("it is being written by {0}")]
     Writer(String),
-    /// Somebody reads it, or writes to it and says not who.
+    /// A reader has locked the file, or a writer without a note.
     #[error("it is in use by another program")]
     InUse,
-    /// The host cannot lock it.
+    /// The host cannot lock the file.
     #[error("it cannot be locked: {0}")]
     Io(#[source] io::Error),
 }
 
 impl FileLock {
-    /// For a writer, which `note` describes: what it does, and which process it is. `file` is open for writing.
+    /// Locks `file`, which is open for writing, for a writer. `note` names the process and its
+    /// purpose.
     pub fn exclusive(file: &File, note: &str) -> Result<FileLock, LockError> {
         match file.try_lock() {
             Ok(()) => {}
-            // Readers have it: a note that is there is of a writer that was killed.
+            // Only readers hold the lock, so a note in the file is that of a killed writer.
             Err(TryLockError::WouldBlock) if file.try_lock_shared().is_ok() => {
                 file.unlock().map_err(LockError::Io)?;
                 return Err(LockError::InUse);
@@ -56,12 +59,12 @@ impl FileLock {
             end -= 1;
         }
         bytes[..end].copy_from_slice(&note.as_bytes()[..end]);
-        // A full disk must not keep anybody from writing zeros over what is there.
+        // An error, for example of a full disk, must not prevent the lock.
         let _ = lock.file.write_all_at(&bytes, NOTE_AT);
         Ok(lock)
     }
 
-    /// For a reader of a file that may change. Lasts as long as the file is open.
+    /// Locks a file that may change for a reader. The lock lasts as long as the file is open.
     pub fn shared(file: &File) -> Result<(), LockError> {
         match file.try_lock_shared() {
             Ok(()) => Ok(()),
@@ -73,12 +76,12 @@ impl FileLock {
 
 impl Drop for FileLock {
     fn drop(&mut self) {
-        // Should it stay, it is believed only while somebody holds the lock.
+        // If this fails, the stale note is ignored unless the file is locked.
         let _ = self.file.write_all_at(&[0; NOTE_BYTES], NOTE_AT);
     }
 }
 
-/// Who is in the way.
+/// The error for a lock that another process holds.
 fn refused(file: &File) -> LockError {
     let mut bytes = [0; NOTE_BYTES];
     if file.read_exact_at(&mut bytes, NOTE_AT).is_err() {
@@ -86,7 +89,7 @@ fn refused(file: &File) -> LockError {
     }
     let end = bytes.iter().position(|&byte| byte == 0);
     let note = String::from_utf8_lossy(&bytes[..end.unwrap_or(NOTE_BYTES)]);
-    // The file may come from anywhere, and this is for a terminal.
+    // The file is untrusted, and the note goes to a terminal.
     let note: String = note
         .chars()
         .map(|c| if c.is_control() { '?' } else { c })
@@ -120,7 +123,7 @@ mod tests {
         FileLock::shared(&three).unwrap();
         let refusal = FileLock::exclusive(&three, "x").unwrap_err();
         assert!(matches!(refusal, LockError::InUse), "{refusal}");
-        // The note of a writer that was killed is not that of those who read now.
+        // The note of a killed writer does not name the present readers.
         two.write_all_at(b"a test, process 7", NOTE_AT).unwrap();
         let refusal = FileLock::exclusive(&three, "x").unwrap_err();
         assert!(matches!(refusal, LockError::InUse), "{refusal}");

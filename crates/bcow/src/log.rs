@@ -1,4 +1,4 @@
-//! The record log of a writable file, read from its start (spec section 10).
+//! Replays the record log of a writable file (spec section 10).
 
 use bcow_format::{
     Crc32c, Entry, FormatError, Header, RECORD_HEADER_BYTES, Record, RecordPrefix, Stored,
@@ -8,32 +8,33 @@ use bcow_format::{
 use crate::Error;
 use crate::storage::Storage;
 
-/// How much of the log is read at a time; a longer record is read whole.
+/// Size in bytes of a read of the log; a longer record is read as a whole.
 const READ_BYTES: u64 = 1 << 18;
 
-/// What the log of a file says. Needs no more memory than some multiple of the log's own bytes.
+/// The content of a log. Its memory is bounded by a multiple of the size of the log.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Replayed {
-    /// The records that count, in order.
+    /// The valid records, in order.
     pub(crate) records: Vec<Record>,
-    /// The sequence that the next record has.
+    /// Sequence number of the next record.
     pub(crate) next_sequence: u64,
-    /// Where the next record goes: byte offset in the log.
+    /// Offset in the log of the next record, in bytes.
     pub(crate) tail: u64,
-    /// Length of the file with all that header and records name.
+    /// Length of the file with everything that the header and the records name.
     pub(crate) file_bytes: u64,
-    /// Whether a record that was written completely does not count, as its blocks are not there.
+    /// Whether a completely written record is invalid because its blocks are missing.
     pub(crate) dropped: bool,
 }
 
 impl Replayed {
-    /// The sequence of the last record that counts; 0 if there is none.
+    /// Sequence number of the last valid record; 0 if there is none.
     pub(crate) fn last_sequence(&self) -> u64 {
         self.next_sequence - 1
     }
 }
 
-/// Reads the log that `header` names. Everything of the records is checked but how their mappings fit the tables.
+/// Reads the log that `header` names. Checks the records completely, except whether their mappings
+/// fit the tables.
 pub(crate) fn replay(storage: &dyn Storage, header: &Header) -> Result<Replayed, Error> {
     let length = storage
         .len()
@@ -74,18 +75,18 @@ pub(crate) fn replay(storage: &dyn Storage, header: &Header) -> Result<Replayed,
     Ok(replayed)
 }
 
-/// The log's bytes, through a buffer.
+/// The bytes of the log, through a buffer.
 struct Log<'a> {
     storage: &'a dyn Storage,
     start: u64,
     bytes: u64,
     buffer: Vec<u8>,
-    /// Place in the log of the buffer's first byte.
+    /// Offset in the log of the first byte of the buffer.
     at: u64,
 }
 
 impl Log<'_> {
-    /// `bytes` of the log from `at` on, which lie inside it.
+    /// Returns `bytes` bytes of the log from `at` on; the range lies inside the log.
     fn get(&mut self, at: u64, bytes: u64) -> Result<&[u8], Error> {
         let held = self.at..self.at + self.buffer.len() as u64;
         if at < held.start || at + bytes > held.end {
@@ -102,7 +103,7 @@ impl Log<'_> {
     }
 }
 
-/// The record behind those that were found; `None` if the log ends there.
+/// The next record; `None` at the end of the log.
 fn next_record(
     log: &mut Log<'_>,
     header: &Header,
@@ -123,7 +124,8 @@ fn next_record(
     Ok(Record::decode(bytes, header, before.file_bytes)?)
 }
 
-/// Whether the blocks of the log's last record are there. The record is durable together with them, not after them.
+/// Whether the blocks of the last record are present. The record and its blocks become durable
+/// together, in any order.
 fn is_complete(storage: &dyn Storage, record: &Record, length: u64) -> Result<bool, Error> {
     let mut buffer = vec![0; READ_BYTES as usize];
     for mapping in &record.mappings {
@@ -155,7 +157,7 @@ fn matches_checksum(
     Ok(crc32c_matches(stored.crc, crc.finish()))
 }
 
-/// A file that ends before what a record that counts names was cut short.
+/// Fails if the file ends before a place that a valid record names.
 fn check_length(records: &[Record], found: u64) -> Result<(), FormatError> {
     let ends = records
         .iter()
@@ -205,7 +207,7 @@ mod tests {
         vec![block as u8 + 1; 4096]
     }
 
-    /// A record that maps one block, the n-th of the file to the n-th of the address space.
+    /// A record with one mapping: block n of the file becomes block n of the address space.
     fn record(sequence: u64) -> Record {
         let block = sequence - 1;
         let stored = Stored {
@@ -275,7 +277,7 @@ mod tests {
         let storage = file(3);
         storage.set_len(BLOCKS + 3 * 4096 - 1).unwrap();
         assert_eq!(last(&storage).0, 2);
-        // What the second names, nobody looks at here.
+        // Replay does not check the blocks of an earlier record; here, those of the second.
         storage.write_at(BLOCKS, &[0xAA]).unwrap();
         assert_eq!(last(&storage).0, 2);
     }

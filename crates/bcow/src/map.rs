@@ -1,47 +1,47 @@
-//! Where content is: what `bcow map` shows.
+//! Mappings of the address space, as `bcow map` prints them.
 
 use bcow_format::Stored;
 
-/// A piece of the address space that one entry describes.
+/// A range of the address space with one entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// First byte in the address space.
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
-    /// Where it is.
+    /// Where the content is.
     pub mapping: Mapping,
 }
 
-/// Where a piece of the address space is.
+/// Where the content of a range is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mapping {
-    /// Stored as it is.
+    /// Stored without compression.
     Raw {
-        /// Where, how long, and its checksum.
+        /// Place, length and checksum.
         stored: Stored,
     },
     /// Stored as a zstd frame.
     Compressed {
-        /// Where, how long, and its checksum.
+        /// Place, length and checksum.
         stored: Stored,
     },
-    /// Stored as it is, and changed in place by the file's writer.
+    /// Stored without compression; writers change it in place.
     Open {
-        /// Where and how long; it has no checksum.
+        /// Place and length; there is no checksum.
         stored: Stored,
     },
-    /// Zeros, and said so.
+    /// Zeros by an explicit entry.
     Zero,
-    /// Nothing was ever there; reads as zeros.
+    /// Never written; reads as zeros.
     Hole,
-    /// A backing's bytes.
+    /// The content of a backing.
     Backing {
         /// Index in the backing table.
         index: u32,
-        /// First byte in the backing's address space.
+        /// First byte in the address space of the backing.
         offset: u64,
-        /// Bytes shown; what is left of the extent reads as zeros.
+        /// Bytes that the backing shows; the rest of the extent reads as zeros.
         bytes: u64,
     },
 }

@@ -1,6 +1,7 @@
-//! What the record log maps, over what the tables map (spec section 10, "A mapping").
+//! The mappings of the record log, as an overlay over the tables (spec section 10, "A mapping").
 //!
-//! Kept piece by piece: a mapping of 24 bytes may give a region a table of millions of entries, and costs one piece here.
+//! The overlay stores pieces, not tables: one mapping of 24 bytes may give a region a table of
+//! millions of entries, but adds one piece here.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 
@@ -13,19 +14,21 @@ use crate::root::Root;
 #[derive(Debug, Default)]
 pub(crate) struct Overlay(BTreeMap<u64, LoggedRegion>);
 
-/// One region as the records leave it.
+/// One region after all records.
 #[derive(Debug, Clone)]
 pub(crate) struct LoggedRegion {
-    /// What stands where there is no piece; with `blocks`, the table or the entry that it was made from.
+    /// The root entry, which applies where no piece does. With `blocks` set, it is the entry of the
+    /// stored table, or the entry of the whole region before a record cut it.
     pub(crate) base: Entry,
-    /// Set if the region has a table, of its own or made by a record.
+    /// Set if the region has a table: stored, or made by a record.
     blocks: Option<Blocks>,
 }
 
 #[derive(Debug, Clone)]
 struct Blocks {
     shift: BlockShift,
-    /// By first byte in the region: disjoint, whole blocks. What is stored has one block, zero and absent any number.
+    /// Pieces by first byte in the region: disjoint, of whole blocks. A stored piece is one block;
+    /// a zero or absent piece may be several.
     pieces: BTreeMap<u64, (u64, Entry)>,
 }
 
@@ -36,13 +39,13 @@ pub(crate) struct LoggedPiece {
     pub(crate) start: u64,
     /// Length in bytes.
     pub(crate) length: u64,
-    /// What stands there; `None` if it is for the region's stored table to say.
+    /// The entry of the piece; `None` if the stored table of the region has it.
     pub(crate) entry: Option<Entry>,
 }
 
 impl Overlay {
-    /// Applies `records` over `root`. `table_shift` gives the block size of a stored table, by region; `None` if it cannot
-    /// be had and the region is to be left as it is.
+    /// Applies `records` over `root`. `table_shift` returns the block size of the stored table of a
+    /// region; `None` if the table is not readable and its region is to be skipped.
     pub(crate) fn new(
         records: &[Record],
         header: &Header,
@@ -60,7 +63,7 @@ impl Overlay {
                     btree_map::Entry::Vacant(free) => {
                         let base = root[region as usize];
                         let shift = match &base {
-                            // A table that this mapping replaces may be damaged, for all that matters.
+                            // A damaged table is ignored if this mapping replaces it.
                             Entry::Table(stored) if !whole => {
                                 if left.contains(&region) {
                                     continue;
@@ -92,7 +95,7 @@ impl Overlay {
         self.0.keys().copied()
     }
 
-    /// What the log maps to places in the file and nothing after it replaces.
+    /// The stored places of all mappings that no later mapping replaces.
     pub(crate) fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
         self.0.values().flat_map(LoggedRegion::stored)
     }
@@ -104,7 +107,7 @@ impl Overlay {
 }
 
 impl LoggedRegion {
-    /// A region as the tables have it: its root entry, and the block size if that is a table.
+    /// A region before any record: its root entry, and the block size if that is a table.
     pub(crate) fn new(base: Entry, table_shift: Option<BlockShift>) -> Self {
         LoggedRegion {
             base,
@@ -115,7 +118,7 @@ impl LoggedRegion {
         }
     }
 
-    /// Applies one mapping of this region; a problem leaves it as it was.
+    /// Applies one mapping of this region. On an error the region is unchanged.
     pub(crate) fn apply(&mut self, mapping: &LogMapping, header: &Header) -> Result<(), String> {
         let LogMapping { at, shift, entry } = *mapping;
         if shift == header.region_shift {
@@ -152,15 +155,15 @@ impl LoggedRegion {
         Ok(())
     }
 
-    /// The region's block size; `None` if it is one block, or absent or zero as a whole.
+    /// The block size of the region; `None` if it is one block, or absent or zero as a whole.
     pub(crate) fn block_shift(&self) -> Option<BlockShift> {
         self.blocks.as_ref().map(|blocks| blocks.shift)
     }
 
     fn stored(&self) -> impl Iterator<Item = Stored> + '_ {
         let base = match self.base {
-            // A table is as old as the header, and so is what it names; any other stored base came with a record, or
-            // stays as it is.
+            // A table and the blocks that it names are as old as the header. Any other stored base
+            // came from a record, or is unchanged.
             Entry::Table(_) => None,
             entry => entry.stored(),
         };
@@ -169,7 +172,7 @@ impl LoggedRegion {
             .chain(pieces.filter_map(|(_, entry)| entry.stored()))
     }
 
-    /// The block that covers byte `offset` of the region, `length` bytes long.
+    /// The block that covers byte `offset` of the region, which is `length` bytes long.
     pub(crate) fn piece(&self, offset: u64, length: u64) -> LoggedPiece {
         let Some(blocks) = &self.blocks else {
             return LoggedPiece {
@@ -196,7 +199,7 @@ impl LoggedRegion {
 
 impl Blocks {
     fn replace(&mut self, start: u64, end: u64, entry: Entry) {
-        // What lies across an edge keeps its part outside.
+        // A piece across an edge keeps its part outside.
         if let Some((&first, &(last, before))) = self.pieces.range(..start).next_back()
             && last > start
         {
@@ -259,7 +262,7 @@ mod tests {
         }
     }
 
-    /// The entry of each of the region's blocks of 4 KiB.
+    /// The entry of each block of 4 KiB of the region.
     fn entries(region: &LoggedRegion) -> Vec<Option<Entry>> {
         (0..16)
             .map(|block| region.piece(block << 12, 1 << 16).entry)

@@ -1,7 +1,7 @@
-//! A root table in memory: what is absent takes none.
+//! A root table in memory; absent pieces take no memory.
 //!
-//! A disk of 1 TB has 262,144 regions, and its table 4 MiB, when nothing was ever written to it. Reading that in small pieces and
-//! keeping only those that say something is most of what opening such a disk costs.
+//! A new disk of 1 TB has 262,144 regions and a root table of 4 MiB. Most of the cost of its
+//! opening is to read that table, so it is read in small pieces, and absent ones are dropped.
 
 use std::ops::Index;
 
@@ -13,9 +13,9 @@ use bcow_format::{
 use crate::Error;
 use crate::checked::CheckedFile;
 
-/// Entries that are kept, or not, together.
+/// Number of entries in a piece.
 const PIECE: usize = 256;
-/// Pieces that are read at once.
+/// Number of pieces per read.
 const READ_PIECES: usize = 64;
 
 static ABSENT: Entry = Entry::Absent;
@@ -25,12 +25,12 @@ static ABSENT_PIECE: [u8; PIECE * ENTRY_BYTES] = [0; PIECE * ENTRY_BYTES];
 #[derive(Debug, Clone)]
 pub(crate) struct Root {
     len: usize,
-    /// `None` where all of a piece is absent. The last piece has room for more than there is.
+    /// `None` if all entries of a piece are absent. The last piece may have spare entries.
     pieces: Vec<Option<Box<[Entry]>>>,
 }
 
 impl Root {
-    /// Absent everywhere.
+    /// A table of absent entries.
     pub(crate) fn absent(len: usize) -> Self {
         Root {
             len,
@@ -52,7 +52,7 @@ impl Root {
             file.read_at(header.root.offset + (first * ENTRY_BYTES) as u64, bytes)?;
             crc.update(bytes);
             for (index, raw) in (first / PIECE..).zip(bytes.chunks(PIECE * ENTRY_BYTES)) {
-                // Of several errors the checksum is told, as it says that the others may be none.
+                // A checksum error takes precedence, because it may be the cause of the others.
                 if wrong.is_some() || *raw == ABSENT_PIECE[..raw.len()] {
                     continue;
                 }
@@ -99,7 +99,7 @@ impl Root {
 
     /// Drops regions at the end, or adds absent ones.
     pub(crate) fn resize(&mut self, len: usize) {
-        // What is dropped must not come back.
+        // Dropped entries must not reappear after growth.
         for region in len..self.len.min(len.next_multiple_of(PIECE)) {
             self.set(region, Entry::Absent);
         }
@@ -116,7 +116,7 @@ impl Root {
             .filter(|(_, entry)| *entry != Entry::Absent)
     }
 
-    /// The bytes of the table.
+    /// The encoded table.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.len * ENTRY_BYTES);
         for piece in &self.pieces {
@@ -142,7 +142,8 @@ impl Index<usize> for Root {
     }
 }
 
-/// Every window lies inside its backing (spec section 8); that the index exists was checked with the entry.
+/// Checks that every window lies inside its backing (spec section 8). The index of the backing was
+/// checked with the entry.
 pub(crate) fn check_windows(root: &Root, backings: &[BackingEntry]) -> Result<(), FormatError> {
     for (region, entry) in root.iter() {
         if let Entry::Window {

@@ -1,4 +1,4 @@
-//! Bytes somewhere: the seam below the format.
+//! The interface to the bytes of a file.
 
 use std::fs::File;
 use std::io;
@@ -8,40 +8,43 @@ use std::sync::RwLock;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-/// A flat run of bytes that can be read and written at any place, by several threads at once.
+/// Bytes with random access for reads and writes, from several threads at once.
 pub trait Storage: Send + Sync {
     /// Length in bytes.
     fn len(&self) -> io::Result<u64>;
-    /// Whether it has no bytes.
+    /// Whether the length is 0.
     fn is_empty(&self) -> io::Result<bool> {
         Ok(self.len()? == 0)
     }
     /// Fills `buf` with the bytes at `offset`; [`io::ErrorKind::UnexpectedEof`] beyond the end.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
-    /// Writes all of `bytes` at `offset`, growing the storage as needed.
+    /// Writes all of `bytes` at `offset`; extends the storage if necessary.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-    /// Cuts or grows (with zeros) to `bytes`.
+    /// Truncates or extends (with zeros) to `bytes` bytes.
     fn set_len(&self, bytes: u64) -> io::Result<()>;
-    /// Returns when all that was written is durable, with as much of the length as is needed to find it.
+    /// Makes all earlier writes durable, and the length as far as reads of them need it.
     fn sync(&self) -> io::Result<()>;
-    /// Says that nobody needs these bytes any more: the space may be given back, and they read as zeros or as they
-    /// were. The length stays. A storage that cannot give space back does nothing.
+    /// Releases the space of a range whose content is no longer needed. The range then reads as
+    /// zeros or as before. The length does not change. A storage that cannot release space does
+    /// nothing.
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
         let _ = (offset, bytes);
         Ok(())
     }
-    /// Calls `work`, which nobody asked for and which changes nothing of what is stored, but writes: a storage that has a time of its
-    /// last change may want to keep that. No lock of the caller's is held.
+    /// Calls `work`, which writes in the background, without a request of the user, and does not
+    /// change the visible content. A storage with a modification time may preserve it. The caller
+    /// holds no lock.
     fn unasked(&self, work: &mut dyn FnMut()) {
         work();
     }
-    /// Which file of the host it is, if it is one: storages that say the same have the same bytes.
+    /// The host file behind the storage, if there is one. Storages with the same identity have the
+    /// same bytes.
     fn identity(&self) -> Option<FileIdentity> {
         None
     }
 }
 
-/// A file of the host, whatever its name.
+/// Identifies a file of the host by device and inode, independent of its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FileIdentity {
     device: u64,
@@ -62,7 +65,7 @@ impl Storage for File {
         File::set_len(self, bytes)
     }
     fn sync(&self) -> io::Result<()> {
-        // Without the times of the last change, which nobody reads and which cost a write of the inode.
+        // fdatasync: modification times are not needed, and would cost a write of the inode.
         self.sync_data()
     }
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
@@ -97,7 +100,7 @@ impl MemoryStorage {
     }
 
     fn bytes(&self) -> std::sync::RwLockReadGuard<'_, Vec<u8>> {
-        // A panic while the lock was held left bytes, not broken invariants.
+        // A panic of a lock holder leaves valid bytes, so poisoning is ignored.
         self.0
             .read()
             .unwrap_or_else(|poisoned| poisoned.into_inner())

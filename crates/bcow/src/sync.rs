@@ -1,14 +1,14 @@
-//! Locks, conditions, atomics and threads, which the feature `shuttle` exchanges for those of a
-//! model checker.
+//! Locks, condition variables, atomics and threads. The feature `shuttle` replaces them with those
+//! of a model checker.
 //!
-//! A program has the standard library's. With the feature, which is for tests only, they are
-//! [shuttle]'s: one thread runs at a time, and at each operation on one of these a scheduler
-//! chooses which thread runs next. A test so looks at thousands of interleavings, and repeats the
-//! one that failed. Outside such a test nothing here works then.
+//! Without the feature they are those of the standard library. With the feature, which is for tests
+//! only, they are those of [shuttle]: one thread runs at a time, and at each operation a scheduler
+//! selects the next thread. A test thus explores thousands of interleavings, and can repeat the one
+//! that failed. With the feature, nothing here works outside such a test.
 //!
-//! Modules whose interleavings are explored take these names from here, never from `std`. What is
-//! only counted (a figure for statistics) and what never blocks (`OnceLock` that is set and looked
-//! at) may stay `std`'s.
+//! Modules with explored interleavings use these names, never those of `std`. Counters for
+//! statistics, and types that never block (a `OnceLock` that is only set and read), may be those of
+//! `std`.
 //!
 //! [shuttle]: https://docs.rs/shuttle
 
@@ -26,7 +26,7 @@ pub use shuttle::sync::{
 #[cfg(feature = "shuttle")]
 pub use shuttle::thread;
 
-/// A small number that no other thread of the program has.
+/// A small number that identifies the thread in the process.
 #[cfg(not(feature = "shuttle"))]
 pub fn thread_number() -> usize {
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,12 +37,12 @@ pub fn thread_number() -> usize {
     NUMBER.with(|number| *number)
 }
 
-/// The number of this thread in the execution that is explored.
+/// The number of the thread in the explored execution.
 #[cfg(feature = "shuttle")]
 pub fn thread_number() -> usize {
     shuttle::current::me().into()
 }
 
-/// Whether the numbers that only spare work are so small that a few operations meet: space is used
-/// again at once, regions are forgotten at once.
+/// Whether tuning limits are tiny, so that a few operations reach them: space is reused at once,
+/// regions are evicted at once.
 pub const SMALL: bool = cfg!(feature = "shuttle");
