@@ -1,24 +1,28 @@
-//! Opens what lies below a directory, however deep, following nothing, and no file but regular ones.
+//! Opens files below a directory, at any depth, without following symbolic links. Regular files
+//! only are opened for I/O.
 //!
-//! An upper may come from anywhere. A device in it is the host's, whatever its mount says of devices; a pipe keeps who opens it
-//! waiting.
+//! An upper may come from an untrusted source. A device node in it would be the host's device,
+//! whatever the union's mount options say. An open of a pipe would block.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
-/// Longest piece of a path that is resolved at once: below Linux's limit of 4096 bytes with the NUL.
+/// The longest part of a path that is resolved at once, in bytes: below Linux's limit of 4096 with
+/// the NUL.
 const PIECE_BYTES: usize = 3800;
 
-/// What keeps an opening from following a link, from waiting, and from getting a terminal.
+/// Flags so that an open does not follow a link, does not block, and does not acquire a controlling
+/// terminal.
 const CAREFUL: OFlags = OFlags::NOFOLLOW
     .union(OFlags::NONBLOCK)
     .union(OFlags::NOCTTY)
     .union(OFlags::CLOEXEC);
 
-/// Opens `path`, components with slashes between, below `root`; the empty path is `root` itself. A symbolic link anywhere on
-/// the way is `ELOOP`, also as the last component unless `flags` have `O_PATH`.
+/// Opens `path` below `root`. Its components are separated by slashes; the empty path is `root`
+/// itself. A symbolic link on the way fails with `ELOOP`. So does one as the last component, unless
+/// `flags` have `O_PATH`.
 pub(crate) fn open_beneath(
     root: BorrowedFd<'_>,
     path: &[u8],
@@ -48,8 +52,9 @@ pub(crate) fn open_beneath(
     }
 }
 
-/// Opens the regular file `name` of `dir`; it is made, for its owner only, if `flags` have `O_CREAT`. Whatever else has the name is
-/// `EINVAL`, and is not opened: some devices do something when they are.
+/// Opens the regular file `name` of `dir`. With `O_CREAT` in `flags`, creates it with mode 0600.
+/// Fails with `EINVAL` for other types of object, without an open: the open of some devices has
+/// side effects.
 pub(crate) fn open_regular(
     dir: BorrowedFd<'_>,
     name: &str,
@@ -65,7 +70,8 @@ pub(crate) fn open_regular(
     Ok(file)
 }
 
-/// Whether [`open_regular`] failed because what has the name is no regular file: found so before, or put there in the same moment.
+/// Whether [`open_regular`] failed because the name is not a regular file, or because another
+/// object took the name between the check and the open.
 pub(crate) fn is_no_regular_file(errno: Errno) -> bool {
     matches!(
         errno,
@@ -73,7 +79,8 @@ pub(crate) fn is_no_regular_file(errno: Errno) -> bool {
     )
 }
 
-/// Opens the regular file at `path` below `root` for reading, which the caller has found to be one; `EINVAL` if it is not now.
+/// Opens the regular file at `path` below `root` for reading. The caller has checked its type.
+/// Fails with `EINVAL` if the file is not a regular file any more.
 pub(crate) fn open_regular_beneath(root: BorrowedFd<'_>, path: &[u8]) -> Result<OwnedFd, Errno> {
     let file = open_beneath(root, path, OFlags::RDONLY | CAREFUL)?;
     must_be_regular(&rustix::fs::fstat(&file)?)?;
@@ -98,9 +105,9 @@ fn open_piece(dir: BorrowedFd<'_>, path: &[u8], flags: OFlags) -> Result<OwnedFd
     }
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     match rustix::fs::openat2(dir, path, flags, Mode::empty(), resolve) {
-        // Kernels before 5.6, and filters of system calls that do not know it.
+        // Kernels before 5.6 do not have openat2(2), and some seccomp filters reject it.
         Err(Errno::NOSYS | Errno::PERM) => open_by_component(dir, path, flags),
-        // Somebody renamed something meanwhile.
+        // A concurrent rename made the resolution fail.
         Err(Errno::AGAIN) => open_by_component(dir, path, flags),
         other => other,
     }

@@ -1,37 +1,39 @@
-//! Content of a file of the union, put together from the host's file and the image's.
+//! The content of a file of the union, composed of pieces of the host's file and of the image's
+//! file.
 
 use bcow_erofs::reader::{ErofsError, ExtentSource, Filesystem, Inode};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content};
 
 use super::splice::{BLOCK_BYTES, LOWER_FROM, Segments};
 
-/// Chunks of a file in pieces, at most: eight bytes each in memory. Of 4 KiB they make 16 GiB.
+/// The largest number of chunks of a file in pieces. Each takes eight bytes of memory. With chunks
+/// of 4 KiB, this is 16 GiB of file size.
 const MAX_CHUNKS: u64 = 4 << 20;
 
-/// Whose a piece of a file is.
+/// The source of a piece of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
-    /// The host file's, at the same offset.
+    /// The host file, at the same offset.
     Host,
-    /// The lower file's, at the same offset.
+    /// The lower file, at the same offset.
     Lower,
-    /// Nobody's: zeros.
+    /// Zeros.
     Hole,
 }
 
-/// A run of a file's bytes that ends where the next one begins.
+/// A run of a file's bytes. The next piece begins where it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// One past its last byte.
+    /// The end of the run: the offset after its last byte.
     pub(super) end: u64,
-    /// Whose it is.
+    /// The source of the run.
     pub(super) source: Source,
 }
 
-/// How the host's file holds its bytes.
+/// How the host's file stores the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holder {
-    /// At their offsets.
+    /// At their own offsets.
     Plain,
     /// In a BCoW file.
     Packed,
@@ -42,7 +44,8 @@ pub(super) enum Holder {
 pub(super) struct Body {
     /// Size in bytes.
     pub(super) size: u64,
-    /// Path of the host's file below the upper, and its inode number; none if all is the image's.
+    /// The path of the host's file below the upper, and its inode number; `None` if all content is
+    /// the image's.
     pub(super) host: Option<(Vec<u8>, u64, Holder)>,
     /// The lower file, if there is one.
     pub(super) lower: Option<Inode>,
@@ -51,7 +54,7 @@ pub(super) struct Body {
 }
 
 impl Body {
-    /// One of the image's files as it is.
+    /// An unchanged file of the image.
     pub(super) fn of_lower(inode: Inode) -> Body {
         Body {
             size: inode.size,
@@ -64,7 +67,7 @@ impl Body {
         }
     }
 
-    /// The piece that holds byte `offset`, and where the piece ends.
+    /// The piece that holds byte `offset`.
     pub(super) fn piece(&self, offset: u64) -> Piece {
         let index = self.pieces.partition_point(|piece| piece.end <= offset);
         match self.pieces.get(index) {
@@ -76,8 +79,9 @@ impl Body {
         }
     }
 
-    /// Where the content lies in the spliced device. What is the image's stays there, in as far as whole chunks of it lie in
-    /// whole blocks; the rest gets addresses in `segments`, which read this body.
+    /// The place of the content in the spliced device. The image's bytes keep their place there if
+    /// whole chunks lie in whole blocks of the image. The rest gets addresses in `segments`, which
+    /// read this body.
     pub(super) fn content(
         &self,
         index: u32,
@@ -116,12 +120,12 @@ impl Body {
     }
 }
 
-/// Content cannot be given addresses.
+/// Why content cannot get addresses.
 #[derive(Debug)]
 pub(super) enum BodyError {
     /// The image is damaged.
     Lower(ErofsError),
-    /// There are no addresses left.
+    /// No addresses are left.
     Full,
 }
 
@@ -145,13 +149,13 @@ fn lower_piece(
     Ok(())
 }
 
-/// The runs of a file in the making. Pieces come in order.
+/// Collects the runs of a file. Pieces are added in order.
 struct Chunks<'s> {
     body: u32,
     size: u64,
     shift: u8,
     runs: Vec<ChunkRun>,
-    /// First chunk and end of a run of own chunks that has no addresses yet.
+    /// The first chunk and the end of a run of own chunks that has no addresses yet.
     open: Option<(u64, u64)>,
     segments: &'s mut Segments,
 }
@@ -161,7 +165,7 @@ impl Chunks<'_> {
         BLOCK_BYTES << self.shift
     }
 
-    /// Bytes that are read through the body.
+    /// Adds bytes that are read through the body.
     fn own(&mut self, start: u64, end: u64) -> Result<(), BodyError> {
         let first = start / self.chunk_bytes();
         let last = end.div_ceil(self.chunk_bytes());
@@ -175,7 +179,7 @@ impl Chunks<'_> {
         Ok(())
     }
 
-    /// Bytes that lie at byte `device` of the image.
+    /// Adds bytes that lie at byte `device` of the image.
     fn below(&mut self, start: u64, end: u64, device: u64) -> Result<(), BodyError> {
         let chunk = self.chunk_bytes();
         let first = start.div_ceil(chunk);
@@ -190,7 +194,7 @@ impl Chunks<'_> {
         if start < first * chunk {
             self.own(start, first * chunk)?;
         }
-        // What an earlier piece made of the first chunk stays.
+        // The chunks that an earlier piece has taken stay as they are.
         let taken = self.open.map_or(0, |(_, open_end)| open_end);
         let (first, at) = match taken > first {
             true => (taken, at + (taken - first) * chunk),

@@ -1,4 +1,4 @@
-//! Why an upper cannot be used.
+//! Errors of an upper.
 
 use std::path::{Path, PathBuf};
 
@@ -7,126 +7,126 @@ use rustix::io::Errno;
 
 use super::{Namespace, Ownership};
 
-/// Why an upper cannot be used. Messages name the directory.
+/// Why an upper cannot be used. The messages name the directory.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum UpperError {
-    /// The directory is missing, and so is the one it would be in.
+    /// The directory and its parent are missing.
     #[error("{}: there is no such directory, and none to create it in", path.display())]
     NoParent {
         /// The upper.
         path: PathBuf,
     },
-    /// It is missing, and this use does not create one.
+    /// The directory is missing, and this operation does not create it.
     #[error("{}: there is no such directory", path.display())]
     Missing {
         /// The upper.
         path: PathBuf,
     },
-    /// Something else has the name.
+    /// The name exists, but is not a directory.
     #[error("{}: it is not a directory", path.display())]
     NotADirectory {
-        /// What is no directory.
+        /// The path that is not a directory.
         path: PathBuf,
     },
-    /// It cannot be written to.
+    /// The file system is read-only.
     #[error("{}: its file system is read-only", path.display())]
     ReadOnly {
         /// The upper.
         path: PathBuf,
     },
-    /// Marks cannot be kept.
+    /// The file system does not support extended attributes, so marks cannot be stored.
     #[error("{}: its file system keeps no extended attributes", path.display())]
     NoAttributes {
         /// The upper.
         path: PathBuf,
     },
-    /// Names of the lower tree could not be removed.
+    /// Whiteouts cannot be created, so names of the lower tree could not be removed.
     #[error("{}: its file system, or this user, cannot create whiteouts (character device 0:0)", path.display())]
     NoWhiteouts {
         /// The upper.
         path: PathBuf,
-        /// What the host said.
+        /// The host's errno.
         #[source]
         source: Errno,
     },
-    /// [`META`](super::META) or what is in it lies on another file system.
+    /// [`META`](super::META) or a directory in it is on another file system.
     #[error("{}: it is on another file system than the upper", path.display())]
     AnotherFileSystem {
-        /// The directory that is.
+        /// The directory on the other file system.
         path: PathBuf,
     },
-    /// It was begun on another image.
+    /// The upper belongs to another image.
     #[error("{}: it belongs to the image {} ({}), not to {} ({})", path.display(), .belongs.1, hex_start(.belongs.0), .image.1, hex_start(.image.0))]
     AnotherImage {
         /// The upper.
         path: PathBuf,
-        /// Identity and name of the image it belongs to.
+        /// The identity and the name of the image that the upper belongs to.
         belongs: Box<([u8; 32], String)>,
-        /// Identity and name of the image it shall be used with.
+        /// The identity and the name of the image of this operation.
         image: Box<([u8; 32], String)>,
     },
-    /// It was made by a version that does things differently.
+    /// The upper has a schema that this version does not know.
     #[error("{}: its form is {schema:?}, which this version does not know", path.display())]
     UnknownSchema {
-        /// The file that says so.
+        /// The file with the schema.
         path: PathBuf,
-        /// What it says.
+        /// The schema.
         schema: String,
     },
-    /// What says whose it is makes no sense.
+    /// The record of the upper is damaged.
     #[error("{}: it is damaged: {problem}", path.display())]
     Record {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The damage.
         problem: String,
     },
-    /// Its marks are in a namespace that this user cannot use.
+    /// The upper's marks are in a namespace that this user cannot use.
     #[error("{}: its marks are in {}, which this user may not use", path.display(), namespace_name(*.namespace))]
     NamespaceDenied {
         /// The upper.
         path: PathBuf,
-        /// Where its marks are.
+        /// The namespace of its marks.
         namespace: Namespace,
     },
-    /// Its files have owners that this user cannot give to files.
+    /// The upper's files have their owners on the host, and this user cannot set owners.
     #[error("{}: its files have their owners on the host, which this user cannot set", path.display())]
     OwnershipDenied {
         /// The upper.
         path: PathBuf,
-        /// Where its owners are.
+        /// The place of its owners.
         ownership: Ownership,
     },
-    /// Somebody else uses it.
+    /// Another process uses the upper.
     #[error("{}: {holder}", path.display())]
     InUse {
         /// The upper.
         path: PathBuf,
-        /// Who.
+        /// The holder of the lock.
         holder: LockError,
     },
-    /// Another mount uses a directory that it is in.
+    /// The upper lies in an upper that another mount uses.
     #[error("{}: it is inside the upper {}: {holder}", path.display(), outer.display())]
     Inside {
         /// The upper.
         path: PathBuf,
-        /// The other one, around it.
+        /// The upper that contains this one.
         outer: PathBuf,
-        /// Who uses that.
+        /// The holder of that upper's lock.
         holder: LockError,
     },
-    /// Another mount uses a directory in it.
+    /// The upper contains an upper that another mount uses.
     #[error("{}: the upper {} is inside it: {holder}", path.display(), inner.display())]
     Around {
         /// The upper.
         path: PathBuf,
-        /// The other one, in it.
+        /// The upper inside this one.
         inner: PathBuf,
-        /// Who uses that.
+        /// The holder of that upper's lock.
         holder: LockError,
     },
-    /// The machine stopped while it was in use without ever being synchronised.
+    /// The machine stopped while the upper was mounted with `--sync volatile`.
     #[error("{}: it was mounted with --sync volatile when the machine stopped, so what is in it may be anything", path.display())]
     Volatile {
         /// The upper.
@@ -135,25 +135,26 @@ pub enum UpperError {
     /// No thread could be started.
     #[error("cannot start a thread")]
     Thread {
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
     /// The host failed.
     #[error("{}: cannot {action}", path.display())]
     Io {
-        /// What it was done to.
+        /// The path of the operation.
         path: PathBuf,
-        /// What could not be done.
+        /// The action that failed.
         action: &'static str,
-        /// Why.
+        /// The host's errno.
         #[source]
         source: Errno,
     },
 }
 
 impl UpperError {
-    /// The upper that somebody uses, which may be another one, and who that is.
+    /// The upper that is in use (this one, or one around or inside it), and the holder of its lock;
+    /// `None` for other errors.
     pub fn in_use(&self) -> Option<(&Path, &LockError)> {
         match self {
             UpperError::InUse { path, holder }
@@ -171,7 +172,7 @@ impl UpperError {
         }
     }
 
-    /// What the host said, if it was the host.
+    /// The host's errno, if the host failed.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             UpperError::Io { source, .. } | UpperError::NoWhiteouts { source, .. } => Some(*source),
@@ -181,7 +182,7 @@ impl UpperError {
     }
 }
 
-/// The first digits of an identity, enough to tell images apart.
+/// The first 12 hexadecimal digits of an identity.
 fn hex_start(identity: [u8; 32]) -> String {
     identity[..6]
         .iter()

@@ -1,4 +1,4 @@
-//! Opens an upper for those who read it while nobody writes.
+//! Opens an upper for reading while no process writes to it.
 
 use std::fs::File;
 use std::io::Read;
@@ -16,9 +16,11 @@ use super::probe::sees_trusted;
 use super::work;
 use super::{Instance, META, Names, Namespace, Ownership, Record, UpperError};
 
-/// An upper that nobody changes while this lives, or the content of [`Changes`](super::Changes) read with it.
+/// An upper that no process writes to while this lives, or while the content of
+/// [`Changes`](super::Changes) that were read with it lives.
 ///
-/// Also one that overlayfs left, which has no [`META`]: nobody can be kept from changing that.
+/// An upper that overlayfs left has no [`META`] and so no lock. Writers to such an upper cannot be
+/// kept away.
 #[derive(Debug)]
 pub struct UpperReader {
     path: PathBuf,
@@ -30,7 +32,7 @@ pub struct UpperReader {
 }
 
 impl UpperReader {
-    /// Opens the upper at `path` for reading, if nobody writes to it.
+    /// Opens the upper at `path` for reading. Fails if a writer holds its lock.
     pub fn open(path: &Path) -> Result<UpperReader, UpperError> {
         let root = open_root(path)?;
         let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
@@ -48,7 +50,8 @@ impl UpperReader {
         let sees_trusted = sees_trusted(root.as_fd())
             .map_err(|errno| failed(path, "find out which attributes can be read", errno))?;
         let names = match &record {
-            // What is not seen would be taken for missing: copies of metadata for files of zeros.
+            // Marks that this user cannot see would count as missing. A metadata copy would then
+            // read as a file of zeros.
             Some(record) if record.namespace == Namespace::Trusted && !sees_trusted => {
                 return Err(UpperError::NamespaceDenied {
                     path: path.to_owned(),
@@ -59,7 +62,7 @@ impl UpperReader {
                 namespace: record.namespace,
                 ownership: record.ownership,
             },
-            // As a mount would begin it.
+            // The names that a mount would choose for a new upper.
             None => {
                 let is_users = marked_by_user(root.as_fd()) || !sees_trusted;
                 match is_users {
@@ -84,7 +87,7 @@ impl UpperReader {
         })
     }
 
-    /// For whoever may change the upper, and reads it meanwhile: nobody else can.
+    /// A reader for the process that holds the writer's lock. No other process can write.
     pub fn of(instance: &Instance) -> Result<UpperReader, UpperError> {
         let path = instance.path();
         let root = work::open_directory(instance.root(), b".")
@@ -101,7 +104,7 @@ impl UpperReader {
         })
     }
 
-    /// Where it is.
+    /// The path of the upper.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -111,22 +114,23 @@ impl UpperReader {
         self.root.as_fd()
     }
 
-    /// How attributes are named.
+    /// The names of attributes.
     pub fn names(&self) -> Names {
         self.names
     }
 
-    /// What its `instance.json` says, if there is one.
+    /// The content of its `instance.json`, if there is one.
     pub fn record(&self) -> Option<&Record> {
         self.record.as_ref()
     }
 
-    /// The lock, for those who go on reading without this; `None` if nobody can be kept from writing.
+    /// The shared lock, for readers that outlive this; `None` if the upper has no lock.
     pub(super) fn lock(&self) -> Option<Arc<File>> {
         self.lock.clone()
     }
 
-    /// Whether the machine stopped while it was in use without ever being synchronised: what is in it may be anything.
+    /// Whether the machine stopped while the upper was mounted with `--sync volatile`. The content
+    /// may then be damaged in any way.
     pub fn is_lost(&self) -> Result<bool, UpperError> {
         let failed = |errno| failed(&self.path, "look for a note in it", errno);
         let Some(meta) = &self.meta else {
@@ -145,7 +149,7 @@ impl UpperReader {
         Ok(boot != now)
     }
 
-    /// The directory `name` of [`META`], if there is one.
+    /// The directory `name` of [`META`], if it exists.
     pub fn meta_directory(&self, name: &str) -> Result<Option<OwnedFd>, UpperError> {
         let Some(meta) = &self.meta else {
             return Ok(None);
@@ -158,7 +162,7 @@ impl UpperReader {
     }
 }
 
-/// A reader's lock; `None` if the upper has no lock, which its first writer makes.
+/// Takes the reader's lock; `None` if the upper has no lock file yet. Its first writer creates one.
 fn lock_shared(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<File>, UpperError> {
     let io = |errno| failed(path, "open its lock .bcow/lock", errno);
     let Some(file) = open_lock(meta, OFlags::RDONLY).map_err(io)? else {

@@ -1,4 +1,4 @@
-//! `instance.json`: whose an upper is, and how it keeps things.
+//! `instance.json`: the image that an upper belongs to, and how the upper stores marks and owners.
 
 use std::io::Read;
 use std::os::fd::BorrowedFd;
@@ -11,33 +11,34 @@ use serde::{Deserialize, Serialize};
 use super::beneath::open_regular;
 use super::{META, Namespace, Ownership, UpperError};
 
-/// The form this version writes and reads.
+/// The schema that this version writes and reads.
 pub const SCHEMA: &str = "bcow.instance/1";
-/// Name of the file in [`META`], and of the one that takes its place.
+/// The name of the file in [`META`], and of the temporary file that replaces it.
 const FILE: &str = "instance.json";
 const NEW_FILE: &str = "instance.json.new";
-/// Longest record that is read, in bytes.
+/// The longest record that is read, in bytes.
 const MOST_BYTES: u64 = 64 << 10;
 
-/// What `instance.json` says.
+/// The content of `instance.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// [`SCHEMA`].
+    /// The schema: [`SCHEMA`].
     pub schema: String,
-    /// Identity of the image, 64 hexadecimal digits.
+    /// The identity of the image, as 64 hexadecimal digits.
     pub image: String,
-    /// What the image was called when the upper was begun.
+    /// The name of the image when the upper was created.
     pub image_name: String,
-    /// Where marks are kept.
+    /// The namespace of the marks.
     pub namespace: Namespace,
-    /// Where owners are kept.
+    /// The place of owners.
     pub ownership: Ownership,
-    /// Which program began it.
+    /// The program that created the upper.
     pub created_by: String,
 }
 
 impl Record {
-    /// The identity as bytes; `None` if it is no identity, which [`Record::read`] has excluded.
+    /// The identity as bytes; `None` if the text is not a valid identity. [`Record::read`] rejects
+    /// such a text.
     pub fn identity(&self) -> Option<[u8; 32]> {
         let digits = self.image.as_bytes();
         if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {
@@ -51,7 +52,7 @@ impl Record {
         Some(identity)
     }
 
-    /// The record in the directory `meta` of the upper at `path`; `None` if there is none.
+    /// Reads the record in the directory `meta` of the upper at `path`; `None` if there is none.
     pub(super) fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Record>, UpperError> {
         let path = path.join(META).join(FILE);
         let io = |source| UpperError::Io {
@@ -77,7 +78,7 @@ impl Record {
         if text.len() as u64 > MOST_BYTES {
             return Err(damaged(format!("it is longer than {MOST_BYTES} bytes")));
         }
-        // The schema first: whatever else a newer form has in it.
+        // The schema is checked first, because a newer schema may have other fields.
         let value: serde_json::Value =
             serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
         match value.get("schema").and_then(|schema| schema.as_str()) {
@@ -98,7 +99,7 @@ impl Record {
         Ok(Some(record))
     }
 
-    /// Writes the record, whole or not at all, and makes it durable.
+    /// Writes the record atomically and makes it durable.
     pub(super) fn write(&self, meta: BorrowedFd<'_>, path: &Path) -> Result<(), UpperError> {
         let io = |source| UpperError::Io {
             path: path.join(META).join(FILE),
@@ -107,7 +108,8 @@ impl Record {
         };
         let mut text = serde_json::to_vec(self).map_err(|_| io(Errno::INVAL))?;
         text.push(b'\n');
-        // What is left of an attempt, or whatever somebody put there; opening a pipe would wait for its other end.
+        // A temporary file of an earlier attempt, or a foreign object. It is removed before the
+        // open, because the open of a pipe would block.
         match rustix::fs::unlinkat(meta, NEW_FILE, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(errno) => return Err(io(errno)),

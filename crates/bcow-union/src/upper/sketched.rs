@@ -1,4 +1,4 @@
-//! What of a sketch is stored, and what is the image's.
+//! Reads which bytes of a sketch are stored in the upper and which are the image's.
 
 use std::fs::File;
 use std::io::Read;
@@ -19,12 +19,12 @@ use crate::sketch::blocks::BlockSet;
 use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
 use crate::sketch::{BLOCK_BYTES, Damage};
 
-/// Read at once.
+/// Bytes of one read.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// The host's file of a sketch.
 pub(super) struct HostFile<'a> {
-    /// Path below the upper.
+    /// The path below the upper.
     pub(super) path: &'a [u8],
     /// Inode number.
     pub(super) inode: u64,
@@ -32,7 +32,7 @@ pub(super) struct HostFile<'a> {
     pub(super) size: u64,
 }
 
-/// The content of a sketch.
+/// The content of a sketch as pieces.
 pub(super) fn body(
     upper: &UpperReader,
     mark: &SketchMark,
@@ -57,7 +57,8 @@ pub(super) fn body(
     })
 }
 
-/// Checks what is stored of a sketch, with `data` also the checksums of its content; says what is wrong.
+/// Checks the stored data of a sketch. With `data`, also verifies the checksums of its content. The
+/// error says what is wrong.
 pub(super) fn check(
     upper: &UpperReader,
     mark: &SketchMark,
@@ -73,14 +74,14 @@ pub(super) fn check(
             .map(drop)
             .map_err(|problem| problem.to_string());
     }
-    // How many blocks the lower file has is what the map says.
+    // The lower file is not known, so its number of blocks comes from the map.
     if mark.kind == SketchKind::Sparse && mark.map_exists {
         read_map(upper, mark, None).map_err(|problem| problem.to_string())?;
     }
     Ok(())
 }
 
-/// Whether the host's file, of `size` bytes, has all that the sketch shows, at its place.
+/// Whether the host's file of `size` bytes holds all content of the sketch at its own offsets.
 pub(super) fn is_complete(
     upper: &UpperReader,
     mark: &SketchMark,
@@ -168,12 +169,12 @@ fn packed(mark: &SketchMark, file: OwnedFd) -> Result<Vec<Piece>, Problem> {
     Ok(pieces.all)
 }
 
-/// Opens the file of a packed sketch, to read what it stores itself.
+/// Opens the BCoW file of a packed sketch without its backing, to read the blocks that it stores.
 pub(super) fn open_packed(file: File) -> Result<Arc<Image>, bcow::Error> {
     Image::open_with_backings(Arc::new(file), &OpenOptions::default(), &NoBackings)
 }
 
-/// Checks the file of a packed sketch on its own.
+/// Checks the BCoW file of a packed sketch without its backing.
 fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<(), String> {
     let file = open_regular_beneath(upper.root(), host.path).map_err(|errno| errno.to_string())?;
     let options = CheckOptions { data, threads: 1 };
@@ -189,10 +190,10 @@ fn check_packed(upper: &UpperReader, host: &HostFile<'_>, data: bool) -> Result<
     }
 }
 
-/// Pieces in the making, in order.
+/// Collects pieces, in order.
 struct Pieces {
     all: Vec<Piece>,
-    /// What shows of the lower file.
+    /// The visible bytes of the lower file.
     limit: u64,
 }
 
@@ -215,7 +216,7 @@ impl Pieces {
         }
     }
 
-    /// Bytes of the host's file, of which `runs` are data.
+    /// Adds bytes of the host's file. `runs` are its data and holes.
     fn stored(&mut self, start: u64, end: u64, runs: &[Piece]) {
         let mut at = start;
         let first = runs.partition_point(|run| run.end <= start);
@@ -229,7 +230,7 @@ impl Pieces {
     }
 }
 
-/// Reads all the data of the host's file at `path`, of `size` bytes.
+/// Reads all data of the host's file at `path`, of `size` bytes.
 pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<(), Errno> {
     let file = open_regular_beneath(upper.root(), path)?;
     let mut buffer = vec![0; PIECE_BYTES];
@@ -238,7 +239,7 @@ pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<()
         while at < run.end && run.source == Source::Host {
             let wanted = buffer.len().min((run.end - at) as usize);
             match rustix::io::pread(&file, &mut buffer[..wanted], at) {
-                // It ends before its size.
+                // The file ends before its size.
                 Ok(0) => return Err(Errno::IO),
                 Ok(read) => at += read as u64,
                 Err(Errno::INTR) => {}
@@ -250,7 +251,7 @@ pub(super) fn read_all(upper: &UpperReader, path: &[u8], size: u64) -> Result<()
     Ok(())
 }
 
-/// Where a host file has data, and where holes, up to `size`.
+/// The runs of data and holes of a host file, up to `size`.
 pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> {
     let mut runs = Vec::new();
     let mut at = 0;
@@ -258,7 +259,7 @@ pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> 
         let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
             Ok(data) => data.min(size),
             Err(Errno::NXIO) => size,
-            // A host without holes.
+            // A host without support for holes.
             Err(Errno::INVAL) if at == 0 => 0,
             Err(errno) => return Err(errno),
         };
@@ -285,7 +286,8 @@ pub(super) fn data_runs(file: &OwnedFd, size: u64) -> Result<Vec<Piece>, Errno> 
     Ok(runs)
 }
 
-/// Reads the map of a sketch over a lower file of `blocks` blocks; of as many as the map says if that is not known.
+/// Reads the map of a sketch over a lower file of `blocks` blocks. `None`: takes the number of
+/// blocks from the map.
 fn read_map(
     upper: &UpperReader,
     mark: &SketchMark,
@@ -337,7 +339,8 @@ fn read_map(
     }
 }
 
-/// Fills a sector; gives how many bytes there were.
+/// Fills a sector and returns the number of bytes read. It is less than a sector only at the end of
+/// the file.
 fn read_sector(file: &mut impl Read, sector: &mut [u8; SECTOR_BYTES]) -> std::io::Result<usize> {
     let mut filled = 0;
     while filled < SECTOR_BYTES {

@@ -1,4 +1,5 @@
-//! A device that shows the image, the upper's files and a file system of them all, without a copy of anything.
+//! A device that combines the image, the upper's files and a file system of both, without a copy of
+//! their content.
 //!
 //! ```text
 //! 0          superblock, metadata (in memory)
@@ -6,7 +7,7 @@
 //! 8 TiB      the image's address space
 //! ```
 //!
-//! So whatever reads an image (an export, a comparison) reads a union.
+//! So each operation that reads an image (an export, a comparison) can read a union.
 
 use std::fs::File;
 use std::io;
@@ -23,40 +24,41 @@ use super::beneath::open_regular_beneath;
 use super::body::{Body, Holder, Source};
 use super::sketched::open_packed;
 
-/// Block of a file system.
+/// The block size of the file system, in bytes.
 pub(super) const BLOCK_BYTES: u64 = 4096;
-/// Where the upper's content begins.
+/// The address at which the upper's content begins.
 const OWN_FROM: u64 = 1 << 40;
-/// Where the image's address space begins.
+/// The address at which the image's address space begins.
 pub const LOWER_FROM: u64 = 8 << 40;
-/// Where the superblock begins, and where the metadata does.
+/// The addresses of the superblock and of the metadata.
 const SUPERBLOCK_AT: u64 = 1024;
 const METADATA_AT: u64 = BLOCK_BYTES;
-/// Host files that stay open.
+/// The number of host files that stay open.
 const OPEN_FILES: usize = 16;
 
-/// Addresses of the upper's content.
+/// The addresses of the upper's content.
 #[derive(Debug, Default)]
 pub(super) struct Segments {
     all: Vec<Segment>,
-    /// Blocks that have addresses.
+    /// The number of blocks that have addresses.
     blocks: u64,
 }
 
-/// A run of addresses and the content there.
+/// A run of addresses, and the content at it.
 #[derive(Debug, Clone, Copy)]
 struct Segment {
-    /// First block, from [`OWN_FROM`] on.
+    /// The first block, relative to [`OWN_FROM`].
     first: u64,
-    /// Bytes.
+    /// The length in bytes.
     length: u64,
-    /// Which body, and where in it.
+    /// The index of the body, and the offset in it.
     body: u32,
     offset: u64,
 }
 
 impl Segments {
-    /// Gives `length` bytes at `offset` of a body an address: a block number. `None` if there is none left.
+    /// Allocates an address, as a block number, for `length` bytes at `offset` of a body. `None` if
+    /// no address is left.
     pub(super) fn add(&mut self, body: u32, offset: u64, length: u64) -> Option<u32> {
         let first = self.blocks;
         let end = first.checked_add(length.div_ceil(BLOCK_BYTES))?;
@@ -80,14 +82,15 @@ pub struct Store {
     pub(super) device: Arc<dyn BlockDevice>,
     /// The upper's root.
     pub(super) root: OwnedFd,
-    /// Keeps writers away: content is read until this is dropped.
+    /// The shared lock. It keeps writers away until this is dropped, because content is read until
+    /// then.
     pub(super) _lock: Option<Arc<File>>,
     pub(super) bodies: Vec<Body>,
     pub(super) segments: Segments,
     pub(super) open: Mutex<Vec<(u32, Arc<dyn BytesAt>)>>,
 }
 
-/// A host file's bytes.
+/// The content of a host file.
 pub(super) trait BytesAt: Send + Sync {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error>;
 }
@@ -120,7 +123,7 @@ fn io_error(offset: u64, source: io::Error) -> Error {
 }
 
 impl Store {
-    /// The file system that `tree` is, on a device of its own over this content.
+    /// Writes the metadata of `tree` and opens the file system on a new device over this content.
     pub fn filesystem(self: &Arc<Self>, tree: &Tree) -> Result<Spliced, SpliceError> {
         let options = WriteOptions {
             metadata_start: METADATA_AT,
@@ -148,7 +151,8 @@ impl Store {
         })
     }
 
-    /// The content at an address of the upper's, and how far it goes on; `None` if there is none.
+    /// The segment of the upper's content at an address, and the offset in the segment; `None` if
+    /// there is none.
     fn segment(&self, offset: u64) -> Option<(Segment, u64)> {
         let block = offset.checked_sub(OWN_FROM)? / BLOCK_BYTES;
         let after = self.segments.all.partition_point(|s| s.first <= block);
@@ -201,7 +205,7 @@ impl Store {
         Ok(())
     }
 
-    /// A body's host file, opened again unless it is one of the last ones.
+    /// The host file of a body. The last [`OPEN_FILES`] files stay open.
     fn host(&self, index: u32) -> Result<Arc<dyn BytesAt>, Error> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(at) = open.iter().position(|(known, _)| *known == index) {
@@ -245,7 +249,7 @@ fn lower_error(error: ErofsError) -> Error {
     }
 }
 
-/// Ends of files that lie beside inodes of the image.
+/// The tails of the image's files, which lie beside their inodes.
 struct Tails<'s>(&'s Store);
 
 impl TailSource for Tails<'_> {
@@ -257,30 +261,31 @@ impl TailSource for Tails<'_> {
     }
 }
 
-/// Why a union cannot be shown as a file system.
+/// Why a union cannot become a file system.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpliceError {
-    /// It is larger than EROFS can address.
+    /// The union is larger than EROFS can address.
     #[error(transparent)]
     Write(#[from] WriteError),
-    /// What was written cannot be read.
+    /// The generated file system cannot be read.
     #[error(transparent)]
     Read(#[from] ErofsError),
-    /// The end of a file of the image cannot be read.
+    /// The tail of a file of the image cannot be read.
     #[error("cannot read the end of a file of the image")]
     Tail(#[source] io::Error),
 }
 
 /// A file system over a union's content.
 pub struct Spliced {
-    /// It.
+    /// The file system.
     pub filesystem: Filesystem,
-    /// What it is on.
+    /// The device of the file system.
     pub device: Arc<dyn BlockDevice>,
 }
 
-/// Where a byte of a [`Spliced`] device is in the image; `None` if it is not the image's.
+/// The offset in the image of a byte of a [`Spliced`] device; `None` if the byte is not the
+/// image's.
 pub fn lower_offset(offset: u64) -> Option<u64> {
     offset.checked_sub(LOWER_FROM)
 }
@@ -293,7 +298,8 @@ struct Splice {
 }
 
 impl Splice {
-    /// Reads memory: `bytes` begin at `start`; around them are zeros.
+    /// Copies the overlap of `bytes`, which begin at `start`, with the range of `buf`. The rest of
+    /// `buf` does not change.
     fn memory(start: u64, bytes: &[u8], offset: u64, buf: &mut [u8]) {
         let end = start + bytes.len() as u64;
         let from = offset.clamp(start, end);

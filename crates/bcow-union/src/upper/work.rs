@@ -1,4 +1,5 @@
-//! The work directory: where things are made before they take their place in the tree with one rename.
+//! The work directory: objects are created there and moved to their place in the tree with one
+//! rename.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,13 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 
-/// Names of temporaries, each used once between two times that the directory is emptied.
+/// Names of temporaries. Each name is unique until the directory is emptied.
 #[derive(Debug, Default)]
 pub(super) struct TemporaryNames {
     next: AtomicU64,
 }
 
-/// Something in the work directory, removed when this is dropped unless it was placed.
+/// An object in the work directory. The drop removes it unless it was placed.
 #[derive(Debug)]
 pub struct Temporary<'a> {
     work: BorrowedFd<'a>,
@@ -26,7 +27,7 @@ impl<'a> Temporary<'a> {
         format!("{:x}", names.next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Takes care of what has this name in the work directory now.
+    /// Takes ownership of the object with this name in the work directory.
     pub(super) fn adopt(work: BorrowedFd<'a>, name: String, kind: FileType) -> Temporary<'a> {
         Temporary {
             work,
@@ -36,23 +37,23 @@ impl<'a> Temporary<'a> {
         }
     }
 
-    /// The work directory and its name in there.
+    /// The work directory, and the name of the object in it.
     pub fn at(&self) -> (BorrowedFd<'a>, &str) {
         (self.work, &self.name)
     }
 
-    /// Moves it to `name` in `dir`, over whatever has the name.
+    /// Moves the object to `name` in `dir`, and replaces an object with that name.
     pub fn place(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), (Self, Errno)> {
         self.rename(dir, name, RenameFlags::empty())
     }
 
-    /// Moves it to `name` in `dir`, unless something has the name (`EEXIST`).
+    /// Moves the object to `name` in `dir`. Fails with `EEXIST` if the name exists.
     pub fn place_new(self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), (Self, Errno)> {
         self.rename(dir, name, RenameFlags::NOREPLACE)
     }
 
-    /// Exchanges it with `name` in `dir`. What comes back is what had the name, to be dropped or looked at; if it is a
-    /// directory, only empty ones and those of whiteouts can be removed by dropping.
+    /// Exchanges the object with `name` in `dir`. Returns the object that had the name, to be
+    /// examined or dropped. The drop removes a directory with everything in it.
     pub fn exchange(
         mut self,
         dir: BorrowedFd<'_>,
@@ -86,7 +87,8 @@ impl<'a> Temporary<'a> {
 
 impl Drop for Temporary<'_> {
     fn drop(&mut self) {
-        // Whatever cannot be removed is so at the next start, when the directory is emptied.
+        // An object that cannot be removed is removed at the next start, when the directory is
+        // emptied.
         if self.placed {
             return;
         }
@@ -97,12 +99,13 @@ impl Drop for Temporary<'_> {
     }
 }
 
-/// Whether what `stat` describes is a whiteout.
+/// Whether `stat` describes a whiteout: a character device 0:0.
 pub fn is_whiteout(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice && stat.st_rdev == 0
 }
 
-/// Reading an open file or directory does not change its time of access from now on, where that can be had: of one's own files.
+/// Sets `O_NOATIME`, so that reads of an open file or directory do not change its time of access.
+/// Does nothing if the user does not own the file.
 pub(crate) fn leave_access_time(file: impl AsFd) {
     let _ = rustix::fs::fcntl_getfl(&file)
         .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME));
@@ -113,9 +116,10 @@ pub fn make_durable(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     rustix::fs::fsync(dir)
 }
 
-/// Removes everything from a directory, following nothing.
+/// Removes everything from a directory. Symbolic links are not followed.
 ///
-/// What is in directories below is moved up first, so that neither depth nor length of a path matters.
+/// Directories below are moved up before they are emptied, so that neither the depth nor the length
+/// of a path matters.
 pub(super) fn empty(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     loop {
         let names = list(dir)?;
@@ -125,7 +129,7 @@ pub(super) fn empty(dir: BorrowedFd<'_>) -> Result<(), Errno> {
         for name in names {
             match rustix::fs::unlinkat(dir, &name[..], AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
-                // POSIX has EPERM for directories, Linux EISDIR.
+                // unlink(2) of a directory fails with EPERM in POSIX, and with EISDIR on Linux.
                 Err(Errno::ISDIR | Errno::PERM) => remove_tree(dir, &name)?,
                 Err(errno) => return Err(errno),
             }
@@ -133,9 +137,9 @@ pub(super) fn empty(dir: BorrowedFd<'_>) -> Result<(), Errno> {
     }
 }
 
-/// Removes the directory `name` of `dir` and all that is in it.
+/// Removes the directory `name` of `dir` with everything in it.
 fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
-    // Directories found on the way: they wait in `dir`, under names of their own.
+    // Pending directories. They lie in `dir` under temporary names.
     let mut waiting = vec![name.to_vec()];
     let mut moved = 0u64;
     while let Some(name) = waiting.pop() {
@@ -164,7 +168,7 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
                         break;
                     }
                     Err(Errno::EXIST) => {}
-                    // A directory's own permission is needed to give it another parent.
+                    // A rename to another parent needs write permission on the directory itself.
                     Err(Errno::ACCESS) => {
                         let mode = Mode::from_raw_mode(0o700);
                         rustix::fs::chmodat(&inside, &entry[..], mode, AtFlags::empty())?;
@@ -181,7 +185,7 @@ fn remove_tree(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Opens a directory whose entries shall go, and lets its owner at them.
+/// Opens a directory to remove its entries, and gives its owner the permissions for that.
 fn open_to_empty(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
     match open_directory(dir, name) {
         Err(Errno::ACCESS) => {
@@ -192,7 +196,7 @@ fn open_to_empty(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// Opens the directory `name` of `dir`, following nothing.
+/// Opens the directory `name` of `dir`. Symbolic links are not followed.
 pub(super) fn open_directory(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     rustix::fs::openat(dir, name, flags, Mode::empty())

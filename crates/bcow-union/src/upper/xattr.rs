@@ -1,39 +1,40 @@
-//! Extended attributes of one file of the host, however it is at hand.
+//! Extended attributes of one file of the host, given by descriptor, `O_PATH` descriptor, or name.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
-/// Longest value and longest list of names that Linux has, in bytes.
+/// The longest value and the longest list of names on Linux, in bytes.
 const MOST_BYTES: usize = 64 << 10;
-/// What most values and lists fit into.
+/// The first buffer size, in bytes. Most values and lists fit.
 const FEW_BYTES: usize = 256;
 
-/// A file whose attributes are wanted. Symbolic links are not followed.
+/// A reference to a file for access to its attributes. Symbolic links are not followed.
 #[derive(Debug, Clone, Copy)]
 pub enum Attribute<'a> {
     /// An open file or directory.
     Open(BorrowedFd<'a>),
-    /// Whatever a descriptor made with `O_PATH` refers to.
+    /// The file that an `O_PATH` descriptor refers to.
     Path(BorrowedFd<'a>),
-    /// What has this name, one component, in an open directory.
+    /// The object with this name (one component) in an open directory.
     Named(BorrowedFd<'a>, &'a [u8]),
 }
 
-/// What to do when an attribute is there already, or is not.
+/// The behaviour if the attribute does or does not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SetHow {
-    /// Set it.
+    /// Create or replace the attribute.
     Any,
-    /// Refuse to replace one (`EEXIST`).
+    /// Fail with `EEXIST` if it exists.
     Create,
-    /// Refuse to make one (`ENODATA`).
+    /// Fail with `ENODATA` if it does not exist.
     Replace,
 }
 
 impl Attribute<'_> {
-    /// The value of `name`; `None` if there is no such attribute, or the file system has none at all.
+    /// The value of `name`; `None` if there is no such attribute, or if the file system does not
+    /// support attributes.
     pub fn get(&self, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
         let path = self.path()?;
         let read = |buf: &mut Vec<u8>| {
@@ -51,7 +52,7 @@ impl Attribute<'_> {
         }
     }
 
-    /// All names, each with a NUL behind it; nothing if the file system has no attributes.
+    /// All names, each followed by a NUL. Empty if the file system does not support attributes.
     pub fn list(&self) -> Result<Vec<u8>, Errno> {
         let path = self.path()?;
         let read = |buf: &mut Vec<u8>| {
@@ -83,7 +84,7 @@ impl Attribute<'_> {
         }
     }
 
-    /// Removes `name`; `ENODATA` if there is none.
+    /// Removes `name`. Fails with `ENODATA` if it does not exist.
     pub fn remove(&self, name: &[u8]) -> Result<(), Errno> {
         let path = self.path()?;
         match self {
@@ -93,7 +94,7 @@ impl Attribute<'_> {
         }
     }
 
-    /// Removes `name` if it is there; whether it was.
+    /// Removes `name` if it exists. Returns whether it existed.
     pub fn clear(&self, name: &[u8]) -> Result<bool, Errno> {
         match self.remove(name) {
             Ok(()) => Ok(true),
@@ -102,8 +103,8 @@ impl Attribute<'_> {
         }
     }
 
-    /// The path that leads to the file and to no other. That of a descriptor is a link of procfs which leads to the open
-    /// file itself, also when this is a symbolic link, so it is the one that has to be followed.
+    /// The path of exactly this file. The path of a descriptor is a link in procfs, which leads to
+    /// the open file itself, even if that is a symbolic link. So this link must be followed.
     fn path(&self) -> Result<Vec<u8>, Errno> {
         Ok(match self {
             Attribute::Open(_) => Vec::new(),
@@ -120,7 +121,7 @@ impl Attribute<'_> {
     }
 }
 
-/// Reads into a buffer that is made larger when it was too small.
+/// Reads into a buffer, and retries with a larger one if the buffer was too small.
 fn growing(read: impl Fn(&mut Vec<u8>) -> Result<usize, Errno>) -> Result<Vec<u8>, Errno> {
     let mut buf = Vec::with_capacity(FEW_BYTES);
     loop {

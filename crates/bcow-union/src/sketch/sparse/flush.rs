@@ -152,7 +152,7 @@ impl Sparse {
             self.fence.sync(|| self.content().sync_all())?;
         }
         if let Err(error) = map.remove() {
-            // `bcow upper check` reports the leaked map.
+            // A later fsck of the upper reports and removes the leaked map.
             self.shared.log("a map that nobody needs", &error);
         }
         if let Err(error) = self.stored.let_go(self.content()) {

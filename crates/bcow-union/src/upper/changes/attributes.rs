@@ -92,7 +92,8 @@ impl Reader<'_> {
         Ok(self.share(all))
     }
 
-    /// The attributes of the root of an instance, whose access ACL is not the one that the host's directory has.
+    /// The attributes of the root of an instance. The container's access ACL of the root is not the
+    /// one of the host's directory.
     pub(super) fn with_acl_of_root(
         &mut self,
         shown: Option<Xattrs>,
@@ -137,8 +138,8 @@ impl Reader<'_> {
     }
 }
 
-/// Whether an attribute can be in an image. Those of overlayfs and of bcow would mean something there that they do not mean
-/// to the container.
+/// Whether an attribute can be in an image. Attributes of overlayfs and of bcow are excluded,
+/// because they would act as marks there.
 fn fits_an_image(name: &[u8]) -> bool {
     const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
     const ACLS: [&[u8]; 2] = [ACCESS_ACL, b"system.posix_acl_default"];

@@ -1,4 +1,4 @@
-//! Files: what they are, and whose their bytes are.
+//! Files of the layer: their types, and the sources of their bytes.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -14,7 +14,7 @@ use crate::upper::sketched::{self, HostFile};
 use crate::upper::{Attribute, META, Marks, Metacopy, is_whiteout};
 
 impl Reader<'_> {
-    /// The node of anything but a directory.
+    /// The node of an object that is not a directory.
     pub(super) fn file(
         &mut self,
         above: &Above<'_>,
@@ -48,7 +48,7 @@ impl Reader<'_> {
         Ok(node)
     }
 
-    /// Puts what the image has into a directory that says all that is in it.
+    /// Adds an entry of the image to a directory that lists all its entries.
     pub(super) fn below(
         &mut self,
         dir: &Pending,
@@ -77,7 +77,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// The node of a file of the image, as it is or as it was changed under another name.
+    /// The node of a file of the image: unchanged, or as it was changed under another name.
     pub(super) fn node_below(&mut self, nid: Nid) -> Result<NodeId, Problem> {
         if self.index.contains_key(&nid.0) {
             return self.indexed(nid);
@@ -137,7 +137,7 @@ impl Reader<'_> {
             return Err(Problem::Index { nid: nid.0 });
         }
         self.examined.insert(nid);
-        // It may have been found by a name that the upper has.
+        // The file may have been found by one of its names in the tree.
         if let Some(node) = known(self) {
             return Ok(node);
         }
@@ -170,7 +170,7 @@ impl Reader<'_> {
         Ok(content)
     }
 
-    /// Where the bytes of a regular file are.
+    /// The content of a regular file, as pieces.
     pub(super) fn body(
         &self,
         above: &Above<'_>,
@@ -202,7 +202,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The file of the image that a copy of metadata, or a sketch, has bytes of.
+    /// The file of the image that a metadata copy or a sketch continues.
     pub(super) fn lower_of(
         &self,
         above: &Above<'_>,

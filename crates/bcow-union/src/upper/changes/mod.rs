@@ -1,7 +1,8 @@
-//! What an upper changes of an image, read while nobody writes to it.
+//! The changes of an upper to an image, read while no process writes to the upper.
 //!
-//! The result is a layer over the image ([`Changes::layer`]): directories that exist in both list what differs in them, names
-//! that are gone are whiteouts. A directory that was renamed is in it whole, as an opaque one under its new name.
+//! The result is a layer over the image ([`Changes::layer`]). A directory that exists in both lists
+//! only the entries that differ. Removed names are whiteouts. A renamed directory is in the layer
+//! completely, as an opaque directory with its new name.
 
 mod attributes;
 mod files;
@@ -27,30 +28,31 @@ use super::{
     work,
 };
 
-/// Where the upper's files are that the image has several names for.
+/// The directory of the files for which the image has several names.
 const INDEX: &[u8] = b".bcow/index";
 
-/// What an upper changes.
+/// The changes of an upper.
 pub struct Changes {
-    /// As a layer over the image. Contents are addresses of [`Changes::store`].
+    /// The layer over the image. Contents are addresses of [`Changes::store`].
     pub layer: LayerTree,
-    /// What the image has at the paths of the layer, with everything below directories that are gone or hidden: what a
-    /// comparison has to look at. Empty unless it was asked for.
+    /// The image's objects at the paths of the layer, with everything below removed or hidden
+    /// directories. A comparison needs them. Empty unless [`Scope::Touched`] was requested.
     pub touched: LayerTree,
     /// The content.
     pub store: Arc<Store>,
-    /// Of inodes of the image with several names that changed: the node of each, by inode.
+    /// The nodes of changed inodes that have several names in the image, by the image's inode
+    /// number.
     pub index: BTreeMap<u64, NodeId>,
-    /// Attributes that no image can have, by name, and how often they were left out.
+    /// Attributes that no image can have, by name, with the number of times they were left out.
     pub dropped_xattrs: BTreeMap<Vec<u8>, u64>,
 }
 
-/// What to read.
+/// The extent of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// The layer.
+    /// The layer only.
     Layer,
-    /// Also what the image has at its paths.
+    /// Also the image's objects at the paths of the layer.
     Touched,
 }
 
@@ -58,14 +60,14 @@ pub enum Scope {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {}", show(path))]
 pub struct ChangesError {
-    /// Path in the tree, without a slash at its start.
+    /// The path in the tree, without a leading slash.
     pub path: Vec<u8>,
-    /// Why.
+    /// The cause.
     #[source]
     pub problem: Problem,
 }
 
-/// Why something of an upper cannot be read.
+/// Why an object of an upper cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
@@ -78,28 +80,28 @@ pub enum Problem {
     /// The image cannot be read.
     #[error("the image: {0}")]
     Image(#[source] ErofsError),
-    /// What it continues is not in the image.
+    /// The object of the image that this one continues does not exist.
     #[error("the image has no {what} that it could continue")]
     NoLower {
-        /// What is missing.
+        /// The type of the missing object.
         what: &'static str,
     },
-    /// An entry of the index is something else.
+    /// An entry of the index is not the file of its inode number.
     #[error("{META}/index/{nid:016x} is not the file that this inode of the image became")]
     Index {
-        /// The inode.
+        /// The image's inode number.
         nid: u64,
     },
     /// A sketch's map is missing or damaged.
     #[error("{0}")]
     Sketch(String),
-    /// The files together are larger than an image can be.
+    /// The files in total are larger than an image can address.
     #[error("the files of the upper are larger than an image can address (7 TiB)")]
     TooLarge,
-    /// There are more files than an image can have.
+    /// The upper has more files than the caller allows.
     #[error("the upper has more than {allowed} files")]
     TooMany {
-        /// How many there may be.
+        /// The largest allowed number of files.
         allowed: u64,
     },
 }
@@ -142,8 +144,9 @@ fn show(path: &[u8]) -> String {
 }
 
 impl Changes {
-    /// Reads what `upper` changes of the image whose file system `lower` is, on `device`. Needs memory for every file of the
-    /// upper; no content is read.
+    /// Reads the changes of `upper` to the image with the file system `lower` on `device`.
+    /// `max_inodes` limits the number of nodes. Memory use is proportional to the number of files
+    /// of the upper. No content is read.
     pub fn read(
         upper: &UpperReader,
         lower: Arc<Filesystem>,
@@ -210,7 +213,7 @@ impl Changes {
     }
 }
 
-/// The upper's files that are entries of the index: host inode numbers by the image's inodes.
+/// The files of the index: host inode numbers by the image's inode numbers.
 fn index_of(upper: &UpperReader) -> Result<HashMap<u64, u64>, Problem> {
     let mut known = HashMap::new();
     let dir = upper
@@ -228,7 +231,7 @@ fn index_of(upper: &UpperReader) -> Result<HashMap<u64, u64>, Problem> {
     Ok(known)
 }
 
-/// The number that an entry of the index, or a map, is named by: 16 hexadecimal digits.
+/// The number in the name of an entry of the index or of a map: 16 hexadecimal digits.
 pub(super) fn parse_id(name: &[u8]) -> Option<u64> {
     let digits = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
     if name.len() != 16 || !name.iter().all(digits) {
@@ -237,16 +240,16 @@ pub(super) fn parse_id(name: &[u8]) -> Option<u64> {
     u64::from_str_radix(std::str::from_utf8(name).ok()?, 16).ok()
 }
 
-/// A directory to be read.
+/// A pending directory.
 struct Pending {
     node: NodeId,
-    /// Path in the union.
+    /// The path in the union.
     path: Vec<u8>,
-    /// Whether it is in the upper, where it has the same path.
+    /// Whether the directory is in the upper. If so, it has the same path there.
     is_above: bool,
     /// The directory of the image that it continues.
     lower: Option<Inode>,
-    /// Whether the layer has to say all that is in it.
+    /// Whether the layer must list all its entries.
     is_whole: bool,
 }
 
@@ -256,14 +259,14 @@ struct Reader<'r> {
     lower: &'r Filesystem,
     max_inodes: u64,
     tree: LayerTree,
-    /// Directories that say all that is in them.
+    /// Directories that list all their entries.
     whole: HashSet<NodeId>,
     /// Files of the upper with several names, by host inode number.
     hosts: HashMap<u64, NodeId>,
     /// Files of the image with several names.
     lowers: HashMap<Nid, NodeId>,
     index: HashMap<u64, u64>,
-    /// Of these inodes of the image the entry of the index was found to be a copy.
+    /// Inodes of the image whose entry of the index was verified.
     examined: HashSet<Nid>,
     xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
     bodies: Vec<Body>,
@@ -272,7 +275,7 @@ struct Reader<'r> {
     pending: Vec<Pending>,
 }
 
-/// Something of the upper.
+/// An object of the upper.
 struct Above<'a> {
     dir: BorrowedFd<'a>,
     name: &'a [u8],
@@ -282,7 +285,7 @@ struct Above<'a> {
     kind: Kind,
 }
 
-/// What a file is to the container.
+/// The type of a file as the container sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Directory,
@@ -314,7 +317,7 @@ impl Reader<'_> {
         while let Some(next) = self.pending.pop() {
             self.directory(next)?;
         }
-        // What changed under one of its names changed under all.
+        // A change through one name of an inode applies to all its names.
         let found = match self.index.is_empty() {
             true => Vec::new(),
             false => self.names_of(&|nid| self.index.contains_key(&nid.0))?,
@@ -325,7 +328,7 @@ impl Reader<'_> {
         self.links_below()
     }
 
-    /// The root continues the image's root, whatever it is marked as.
+    /// The root continues the image's root, whatever its marks say.
     fn root(&mut self) -> Result<(), Problem> {
         let fd = self.upper.root();
         let stat = rustix::fs::fstat(fd)?;
@@ -333,7 +336,7 @@ impl Reader<'_> {
         let below = self.lower.inode(self.lower.root())?;
         let mut attributes =
             self.attributes(&stat, &marks, Attribute::Open(fd), Kind::Directory)?;
-        // An instance's root is more private on the host than in the container.
+        // The mode of an instance's root on the host is more restrictive than in the container.
         if self.upper.record().is_some() {
             match &marks.owner {
                 Some(owner) => {
@@ -397,7 +400,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Takes one name of the upper.
+    /// Reads one name of the upper.
     fn entry(
         &mut self,
         dir: &Pending,
@@ -476,7 +479,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// The directory of the image that one of the upper continues.
+    /// The directory of the image that a directory of the upper continues.
     fn continued_directory(
         &self,
         above: &Above<'_>,
@@ -499,7 +502,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The inode that the origin names, if it is one of this image and of this type.
+    /// The inode that the origin names, if it belongs to this image and has this type.
     fn origin(&self, marks: &Marks, kind: FileType) -> Result<Option<Inode>, Problem> {
         let Some(origin) = &marks.origin else {
             return Ok(None);
@@ -511,7 +514,8 @@ impl Reader<'_> {
         Ok((inode.kind == kind).then_some(inode))
     }
 
-    /// What a redirect leads to; `None` without one.
+    /// The target of the redirect; `None` without a redirect, `Some(None)` if the target does not
+    /// exist.
     fn redirected(
         &self,
         marks: &Marks,
@@ -541,7 +545,7 @@ impl Reader<'_> {
     }
 }
 
-/// Says where in the tree there is a problem.
+/// Adds the path to a problem.
 fn at(path: &[u8]) -> impl Fn(Problem) -> ChangesError + use<> {
     let path = path.to_vec();
     move |problem| ChangesError {
@@ -550,7 +554,7 @@ fn at(path: &[u8]) -> impl Fn(Problem) -> ChangesError + use<> {
     }
 }
 
-/// The same of the image.
+/// Adds the path to an error of the image.
 fn below(path: &[u8]) -> impl Fn(ErofsError) -> ChangesError + use<> {
     let at = at(path);
     move |error| at(error.into())

@@ -1,4 +1,4 @@
-//! Files with several names, and what of the image a comparison has to look at.
+//! Files with several names, and the part of the image that a comparison needs.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,8 @@ use bcow_erofs::tree::{LayerTree, NodeKind};
 use super::{ChangesError, Pending, Problem, Reader, at, below, join};
 
 impl Reader<'_> {
-    /// Files of the image in directories that were renamed, which have other names that stay: they are links to those.
+    /// Replaces files of the image in renamed directories by links to their other names, if such a
+    /// name stays visible.
     pub(super) fn links_below(&mut self) -> Result<(), ChangesError> {
         if self.lowers.is_empty() {
             return Ok(());
@@ -23,7 +24,8 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Whether the tree says nothing of a path of the image, so that what the image has there is seen.
+    /// Whether the tree does not change this path of the image, so that the image's file is visible
+    /// at the path.
     pub(super) fn shows_through(&self, path: &[u8]) -> bool {
         let mut at = LayerTree::ROOT;
         for name in path.split(|&byte| byte == b'/') {
@@ -39,7 +41,7 @@ impl Reader<'_> {
         false
     }
 
-    /// Makes a tree of what the image has where `layer` says something.
+    /// Builds a tree of the image's objects at the paths of `layer`.
     pub(super) fn touched(&mut self, layer: &LayerTree) -> Result<(), ChangesError> {
         self.whole.clear();
         self.index.clear();
@@ -91,7 +93,7 @@ impl Reader<'_> {
         while let Some(next) = self.pending.pop() {
             self.directory(next)?;
         }
-        // Whether names are one inode can be told only with all of them.
+        // To know whether two names are the same inode, a comparison needs all names of the inode.
         if self.lowers.is_empty() {
             return Ok(());
         }
@@ -102,7 +104,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// All names in the image of some inodes with several names.
+    /// All names in the image of the wanted inodes that have several names.
     pub(super) fn names_of(
         &self,
         wanted: &dyn Fn(Nid) -> bool,
@@ -117,7 +119,7 @@ impl Reader<'_> {
         Ok(found)
     }
 
-    /// Adds a name that the image has, unless the tree says something of it.
+    /// Adds a name of the image, unless the tree changes this path.
     pub(super) fn other_name(&mut self, path: &[u8], nid: Nid) -> Result<(), Problem> {
         if !self.shows_through(path) {
             return Ok(());
