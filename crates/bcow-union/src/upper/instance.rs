@@ -18,27 +18,28 @@ use super::{
     UpperError,
 };
 
-/// The image that an upper is used with.
+/// The image of an upper.
 #[derive(Debug, Clone, Copy)]
 pub struct ImageName<'a> {
-    /// What identifies it.
+    /// Its identity.
     pub identity: [u8; 32],
-    /// What to call it in messages.
+    /// Its name in messages.
     pub name: &'a str,
 }
 
-/// How an upper came to be.
+/// The origin of an upper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Begun {
-    /// Now, in a directory that was empty or missing.
+    /// Created by this open, in a directory that was empty or missing.
     New,
-    /// Now, in a directory that had files in it: overlayfs's, or anybody's.
+    /// Created by this open, in a directory that had files in it, from overlayfs or any other
+    /// source.
     Adopted,
-    /// Earlier.
+    /// Created earlier.
     Before,
 }
 
-/// An upper that this process, and no other, may change.
+/// An upper that is open for writing. Only this process may change it.
 #[derive(Debug)]
 pub struct Instance {
     path: PathBuf,
@@ -50,24 +51,27 @@ pub struct Instance {
     record: Record,
     begun: Begun,
     temporaries: TemporaryNames,
-    /// Held for a link.
+    /// Held during one link(2).
     whiteouts: Mutex<Whiteouts>,
     _lock: FileLock,
 }
 
-/// Names in the work directory of whiteouts that others are links of.
+/// Names in the work directory of whiteouts that are the source of links.
 #[derive(Debug, Default)]
 struct Whiteouts {
     current: Option<String>,
-    /// For the time when the current one has as many names as the host permits, and the host no inode left.
+    /// Used when the current one has the largest number of links that the host allows, and the host
+    /// has no free inode.
     spare: Option<String>,
 }
 
 impl Instance {
-    /// Opens the upper at `path` to be changed, as one of `image`'s, and empties its work directory.
+    /// Opens the upper at `path` for writing, with the image `image`, and empties its work
+    /// directory.
     ///
-    /// A directory that is missing is created if its parent exists, for its owner only; one that is no upper becomes one.
-    /// Its lock is held as long as this lives; `note` tells those who are refused who holds it.
+    /// A missing directory is created with mode 0700 if its parent exists. A directory that is not
+    /// an upper becomes one. The lock is held while this lives. `note` is stored with the lock;
+    /// other processes that find the upper locked show it.
     pub fn open(path: &Path, image: ImageName<'_>, note: &str) -> Result<Instance, UpperError> {
         refuse_overlap(path)?;
         let (root, is_created) = match open_root(path) {
@@ -77,7 +81,7 @@ impl Instance {
             }
             other => (other?, false),
         };
-        // Ours alone may be what an interrupted first opening left.
+        // An empty [`META`] directory can be left by an interrupted first open.
         let is_empty = work::list(root.as_fd())
             .map_err(|errno| failed(path, "list it", errno))?
             .iter()
@@ -119,7 +123,8 @@ impl Instance {
                     created_by: concat!("bcow ", env!("CARGO_PKG_VERSION")).into(),
                 };
                 if is_empty {
-                    // Nobody set it for the container, whose root would show it.
+                    // The ACL was inherited from the parent directory, not set for the container.
+                    // The container's root would show it.
                     remove_acl(opening.root.as_fd(), DEFAULT_ACL)
                         .map_err(|errno| failed(path, "remove the ACL that it inherited", errno))?;
                 }
@@ -136,7 +141,7 @@ impl Instance {
         opening.finish(record, begun, found)
     }
 
-    /// Opens an upper that exists, whatever image it belongs to, to be repaired.
+    /// Opens an existing upper of any image, for repair.
     pub fn open_existing(path: &Path, note: &str) -> Result<Instance, UpperError> {
         let root = open_root(path)?;
         let missing = || UpperError::Record {
@@ -154,7 +159,7 @@ impl Instance {
         opening.finish(record, Begun::Before, found)
     }
 
-    /// Where it is.
+    /// The path of the upper.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -169,7 +174,7 @@ impl Instance {
         self.maps.as_fd()
     }
 
-    /// The directory of lower files with several names.
+    /// The directory of the index: files for which the image has several names.
     pub fn index(&self) -> BorrowedFd<'_> {
         self.index.as_fd()
     }
@@ -179,38 +184,39 @@ impl Instance {
         self.work.as_fd()
     }
 
-    /// How attributes are named.
+    /// The names of attributes.
     pub fn names(&self) -> Names {
         self.names
     }
 
-    /// Where marks are kept.
+    /// The namespace of the marks.
     pub fn namespace(&self) -> Namespace {
         self.names.namespace
     }
 
-    /// Where owners are kept.
+    /// The place of owners.
     pub fn ownership(&self) -> Ownership {
         self.names.ownership
     }
 
-    /// What its `instance.json` says.
+    /// The content of its `instance.json`.
     pub fn record(&self) -> &Record {
         &self.record
     }
 
-    /// How it came to be. The root of a new one has nothing of the image's root yet.
+    /// The origin of the upper. The root of a new upper does not have the attributes of the image's
+    /// root yet.
     pub fn begun(&self) -> Begun {
         self.begun
     }
 
-    /// A name in the work directory that nothing has.
+    /// An unused name in the work directory.
     pub fn temporary_name(&self) -> String {
         Temporary::name(&self.temporaries)
     }
 
-    /// A new regular file in the work directory, open for reading and writing. The process's umask applies to `mode`, here
-    /// and below.
+    /// Creates a regular file in the work directory, open for reading and writing. Here and in the
+    /// methods below, the process's umask applies to `mode`.
     pub fn temporary_file(&self, mode: u32) -> Result<(Temporary<'_>, File), Errno> {
         let name = self.temporary_name();
         let flags =
@@ -221,7 +227,7 @@ impl Instance {
         Ok((temporary, file.into()))
     }
 
-    /// A new directory in the work directory.
+    /// Creates a directory in the work directory.
     pub fn temporary_directory(&self, mode: u32) -> Result<(Temporary<'_>, OwnedFd), Errno> {
         let name = self.temporary_name();
         rustix::fs::mkdirat(&self.work, &*name, Mode::from_raw_mode(mode | 0o700))?;
@@ -232,7 +238,8 @@ impl Instance {
         Ok((temporary, dir))
     }
 
-    /// A new device, pipe or socket in the work directory; `device` is in the form of `makedev`.
+    /// Creates a device, pipe or socket in the work directory. `device` has the format of
+    /// `makedev`.
     pub fn temporary_node(
         &self,
         kind: FileType,
@@ -245,14 +252,14 @@ impl Instance {
         Ok(Temporary::adopt(self.work(), name, kind))
     }
 
-    /// A new symbolic link in the work directory.
+    /// Creates a symbolic link in the work directory.
     pub fn temporary_symlink(&self, target: &[u8]) -> Result<Temporary<'_>, Errno> {
         let name = self.temporary_name();
         rustix::fs::symlinkat(target, &self.work, &*name)?;
         Ok(Temporary::adopt(self.work(), name, FileType::Symlink))
     }
 
-    /// A new name of a whiteout in the work directory.
+    /// Creates a whiteout in the work directory.
     pub fn temporary_whiteout(&self) -> Result<Temporary<'_>, Errno> {
         let name = self.temporary_name();
         self.link_whiteout(self.work(), name.as_bytes())?;
@@ -260,8 +267,8 @@ impl Instance {
         Ok(Temporary::adopt(self.work(), name, kind))
     }
 
-    /// Makes a whiteout of `name` in `dir`, in one step. `present` is the type of what has the name now; a directory must
-    /// be free of anything but whiteouts, which the caller has checked.
+    /// Creates a whiteout at `name` in `dir`, atomically. `present` is the type of the object that
+    /// has the name now. A directory may contain only whiteouts; the caller checks this.
     pub fn white_out(
         &self,
         dir: BorrowedFd<'_>,
@@ -282,8 +289,8 @@ impl Instance {
         }
     }
 
-    /// Makes whiteouts to be kept, so that names can be hidden later when the host has no inode for one. What cannot be made now is
-    /// made when it is needed.
+    /// Creates spare whiteouts, so that names can be hidden later even if the host has no free
+    /// inode. A failure is ignored: the whiteout is then created when it is needed.
     pub fn keep_whiteouts(&self) {
         let kept = &mut *self.lock_whiteouts();
         for slot in [&mut kept.current, &mut kept.spare] {
@@ -293,10 +300,10 @@ impl Instance {
         }
     }
 
-    /// Gives a whiteout that is kept for this one more name: one inode serves thousands of them, as in overlayfs.
+    /// Links a kept whiteout to `name`. One inode serves thousands of whiteouts, as in overlayfs.
     fn link_whiteout(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
         let mut kept = self.lock_whiteouts();
-        // The one that is kept, the spare one, and one that is made now.
+        // The current whiteout, the spare one, and a new one.
         let mut attempts = 3;
         loop {
             let whiteout = match kept.current.take().or_else(|| kept.spare.take()) {
@@ -306,7 +313,8 @@ impl Instance {
             let linked = rustix::fs::linkat(self.work(), &*whiteout, dir, name, AtFlags::empty());
             attempts -= 1;
             match linked {
-                // It has as many names as the host permits, or somebody removed it.
+                // The whiteout has the largest number of links that the host allows, or another
+                // process removed it.
                 Err(Errno::MLINK | Errno::NOENT) if attempts > 0 => {
                     let _ = rustix::fs::unlinkat(self.work(), &*whiteout, AtFlags::empty());
                     continue;
@@ -317,7 +325,7 @@ impl Instance {
                 kept.spare = self.make_whiteout().ok();
             }
             return match linked {
-                // A host without links of devices.
+                // The host does not support links of device nodes.
                 Err(Errno::PERM | Errno::NOTSUP) => {
                     let kind = FileType::CharacterDevice;
                     rustix::fs::mknodat(dir, name, kind, Mode::empty(), 0)
@@ -327,7 +335,7 @@ impl Instance {
         }
     }
 
-    /// A whiteout of its own in the work directory: its name there.
+    /// Creates a whiteout inode in the work directory and returns its name there.
     fn make_whiteout(&self) -> Result<String, Errno> {
         let name = self.temporary_name();
         let kind = FileType::CharacterDevice;
@@ -335,7 +343,7 @@ impl Instance {
         Ok(name)
     }
 
-    /// Removes from the work directory what is kept there for the next change.
+    /// Removes the kept whiteouts from the work directory.
     pub fn put_away(&self) {
         let mut kept = self.lock_whiteouts();
         for whiteout in [kept.current.take(), kept.spare.take()]
@@ -352,7 +360,8 @@ impl Instance {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Moves what has the name `name` in `dir` to the work directory, where it is removed when the result is dropped.
+    /// Moves the object at `name` in `dir` to the work directory. The drop of the result removes
+    /// it.
     pub fn take_out(
         &self,
         dir: BorrowedFd<'_>,
@@ -371,7 +380,7 @@ impl Drop for Instance {
     }
 }
 
-/// An upper whose lock is held and whose directories are there.
+/// An upper whose lock is held and whose directories exist.
 struct Opening {
     path: PathBuf,
     root: OwnedFd,
@@ -408,7 +417,7 @@ impl Opening {
         })
     }
 
-    /// Empties the work directory and finds out what the host permits.
+    /// Empties the work directory and probes what the host permits.
     fn probe(&self) -> Result<Names, UpperError> {
         let path = &self.path;
         work::empty(self.work.as_fd())
@@ -423,9 +432,9 @@ impl Opening {
         })
     }
 
-    /// Takes away what was made for an upper that cannot be one.
+    /// Removes the files of an upper that could not be created.
     fn abandon(&self, is_created: bool) {
-        // What cannot be removed harms nobody.
+        // Files that cannot be removed are harmless.
         let _ = rustix::fs::unlinkat(&self.meta, "lock", AtFlags::empty());
         for name in ["maps", "index", "work"] {
             let _ = rustix::fs::unlinkat(&self.meta, name, AtFlags::REMOVEDIR);
@@ -470,7 +479,7 @@ impl Opening {
     }
 }
 
-/// Opens the upper's root, which may be named by a link: it is the user who names it.
+/// Opens the upper's root. Its path may be a symbolic link, because the user chose it.
 pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
@@ -494,7 +503,7 @@ fn create_root(path: &Path) -> Result<(), UpperError> {
     }
 }
 
-/// Opens a directory of ours, which is `name` in `dir`; creates it if it is missing.
+/// Opens the internal directory `name` in `dir`. Creates it if it is missing.
 fn open_or_create(dir: BorrowedFd<'_>, upper: &Path, name: &str) -> Result<OwnedFd, UpperError> {
     let path = match name {
         META => upper.to_owned(),
@@ -507,7 +516,7 @@ fn open_or_create(dir: BorrowedFd<'_>, upper: &Path, name: &str) -> Result<Owned
     work::open_directory(dir, name.as_bytes()).map_err(|errno| meta_failed(&path, name, errno))
 }
 
-/// What it means that a directory of ours could not be opened.
+/// The error for an internal directory that cannot be opened.
 pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError {
     let path = parent.join(name);
     match errno {
@@ -516,12 +525,14 @@ pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError
     }
 }
 
-/// Takes the ACLs away that a directory of ours inherited from one above: what is made in it would get them, and be the
-/// container's with them. Overlayfs does the same with its work directory.
+/// Removes the ACLs that an internal directory inherited from its parent. Otherwise new files in it
+/// would inherit them and carry them into the container's tree. Overlayfs does the same with its
+/// work directory.
 fn remove_acls(dir: BorrowedFd<'_>, upper: &Path) -> Result<(), UpperError> {
     let removed = remove_acl(dir, DEFAULT_ACL).and_then(|()| {
         if Attribute::Open(dir).get(ACCESS_ACL)?.is_some() {
-            // Without it, the group would be let in that the mask was for.
+            // Without the ACL, the group bits of the mode, which were the ACL's mask, would grant
+            // access to the group.
             rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
             remove_acl(dir, ACCESS_ACL)?;
         }
@@ -536,7 +547,8 @@ fn remove_acls(dir: BorrowedFd<'_>, upper: &Path) -> Result<(), UpperError> {
     })
 }
 
-/// Removes an ACL that is there. Whom the directory does not belong to may not even try.
+/// Removes an ACL if it exists. Users other than the directory's owner may not even try to remove
+/// one.
 fn remove_acl(dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
     let at = Attribute::Open(dir);
     match at.get(name)? {
@@ -570,7 +582,7 @@ pub(super) fn open_lock(meta: BorrowedFd<'_>, flags: OFlags) -> Result<Option<Fi
     }
 }
 
-/// The writer's lock.
+/// Takes the writer's lock.
 fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, UpperError> {
     let io = |errno| failed(path, "open its lock .bcow/lock", errno);
     let file = open_lock(meta, OFlags::RDWR | OFlags::CREATE)
@@ -585,7 +597,7 @@ fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, Upper
     Ok(lock)
 }
 
-/// Whether overlayfs, mounted with `userxattr`, has marked a root.
+/// Whether overlayfs, mounted with `userxattr`, has set marks on a root.
 pub(super) fn marked_by_user(root: BorrowedFd<'_>) -> bool {
     let list = Attribute::Open(root).list().unwrap_or_default();
     let has = |prefix: &[u8]| {

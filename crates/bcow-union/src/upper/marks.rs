@@ -1,31 +1,34 @@
-//! The attributes that say what a file of an upper stands for.
+//! The extended attributes (marks) that say what a file of an upper represents.
 //!
-//! Names and values are overlayfs's (`fs/overlayfs/overlayfs.h`) as far as overlayfs has them; docs/upper.md has them all.
+//! Names and values are those of overlayfs (`fs/overlayfs/overlayfs.h`) where overlayfs has them.
+//! docs/upper.md lists all of them.
 
 use bcow_format::{crc32c, crc32c_matches};
 use rustix::io::Errno;
 
 use super::{Attribute, Namespace, OVERRIDE, Override, SetHow};
 
-/// An attribute of ours or of overlayfs's.
+/// An attribute of bcow or of overlayfs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mark {
-    /// The directory hides what the lower one has in it.
+    /// The directory hides the entries of the lower directory.
     Opaque,
-    /// Which lower directory, or which lower file's data, this continues: see [`Redirect`].
+    /// The path of the lower directory, or of the lower file with the data, that this one
+    /// continues: see [`Redirect`].
     Redirect,
-    /// Which lower inode this was copied from: see [`Origin`].
+    /// The lower inode that this one was copied from: see [`Origin`].
     Origin,
-    /// The data, or some of it, is the lower file's: see [`Metacopy`].
+    /// The data, or a part of it, is the lower file's: see [`Metacopy`].
     Metacopy,
-    /// How many names there are beyond those on the host: see [`NlinkDelta`].
+    /// The difference between the number of names in the union and the number of links: see
+    /// [`NlinkDelta`].
     Nlink,
     /// The file is a sketch: see [`SketchMark`].
     Sketch,
 }
 
 impl Mark {
-    /// All of them.
+    /// All marks.
     pub const ALL: [Mark; 6] = [
         Mark::Opaque,
         Mark::Redirect,
@@ -35,7 +38,7 @@ impl Mark {
         Mark::Sketch,
     ];
 
-    /// Full name of the attribute.
+    /// The full name of the attribute.
     pub fn name(self, namespace: Namespace) -> &'static [u8] {
         let names: [&[u8]; 2] = match self {
             Mark::Opaque => [b"trusted.overlay.opaque", b"user.overlay.opaque"],
@@ -51,27 +54,27 @@ impl Mark {
         }
     }
 
-    /// Sets it on a file.
+    /// Sets the mark on a file.
     pub fn set(self, at: Attribute<'_>, namespace: Namespace, value: &[u8]) -> Result<(), Errno> {
         at.set(self.name(namespace), value, SetHow::Any)
     }
 
-    /// Removes it from a file; whether it was there.
+    /// Removes the mark from a file. Returns whether it existed.
     pub fn clear(self, at: Attribute<'_>, namespace: Namespace) -> Result<bool, Errno> {
         at.clear(self.name(namespace))
     }
 }
 
-/// Value of [`Mark::Opaque`].
+/// The value of [`Mark::Opaque`].
 pub const OPAQUE: &[u8] = b"y";
 
-/// A mark that says nothing sensible.
+/// A mark with an invalid value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("its attribute {name} is damaged: {value}")]
 pub struct MarkError {
-    /// The attribute, without its namespace where it may be in either.
+    /// The attribute's name, without its namespace if it can be in either.
     pub name: &'static str,
-    /// The value, made printable and cut short.
+    /// The value, escaped and truncated to 64 bytes.
     pub value: String,
 }
 
@@ -100,29 +103,31 @@ pub enum ReadMarksError {
     Mark(#[from] MarkError),
 }
 
-/// Everything that the marks of one file say.
+/// The values of all marks of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Marks {
-    /// The directory hides what the lower one has in it.
+    /// The directory hides the entries of the lower directory.
     pub opaque: bool,
-    /// What it continues, if this is not what has its name below.
+    /// The lower object that this one continues, if it is not the one with the same name.
     pub redirect: Option<Redirect>,
-    /// The lower inode it was copied from. Origins that overlayfs wrote name inodes of host file systems, and are none.
+    /// The lower inode that this one was copied from. `None` for origins that overlayfs wrote: they
+    /// name inodes of host file systems.
     pub origin: Option<Origin>,
-    /// Whether data is the lower file's.
+    /// Whether the data is the lower file's.
     pub metacopy: Metacopy,
-    /// Names beyond those on the host.
+    /// The difference between the number of names in the union and the number of links.
     pub nlink: Option<NlinkDelta>,
-    /// What kind of sketch it is.
+    /// The fields of the sketch mark.
     pub sketch: Option<SketchMark>,
-    /// Who owns it. Counts only where the host's word does not.
+    /// The owner. Used only with [`Ownership::Override`](super::Ownership::Override).
     pub owner: Option<Override>,
-    /// Why that cannot be told although there is such an attribute. Where owners are the host's it is nobody's business.
+    /// The damage of the owner's attribute. Ignored where owners are the host file's.
     pub owner_damage: Option<MarkError>,
 }
 
 impl Marks {
-    /// Reads the marks of a file: one call if it has no attributes, one more for each mark.
+    /// Reads the marks of a file. One system call lists the attributes, and one more reads each
+    /// mark.
     pub fn read(at: Attribute<'_>, namespace: Namespace) -> Result<Marks, ReadMarksError> {
         let mut marks = Marks::default();
         let list = at.list()?;
@@ -151,7 +156,7 @@ impl Marks {
         Ok(marks)
     }
 
-    /// Takes over what `value` says.
+    /// Stores the decoded value of a mark.
     pub fn take(&mut self, mark: Mark, value: &[u8]) -> Result<(), MarkError> {
         match mark {
             Mark::Opaque => self.opaque = value == OPAQUE,
@@ -166,17 +171,17 @@ impl Marks {
     }
 }
 
-/// Where the lower part of a renamed directory or metadata copy is.
+/// The place of the lower part of a renamed directory or of a metadata copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Redirect {
-    /// This path in the lower tree, components with a slash between, none before.
+    /// A path in the lower tree: components separated by slashes, without a leading slash.
     Path(Vec<u8>),
-    /// The name, in the lower directory that the parent continues.
+    /// A name in the lower directory that the parent continues.
     Sibling(Vec<u8>),
 }
 
 impl Redirect {
-    /// The attribute's value: a path begins with a slash, a name has none.
+    /// The attribute's value. A path begins with a slash; a name contains none.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Redirect::Path(path) => [b"/", &path[..]].concat(),
@@ -184,7 +189,7 @@ impl Redirect {
         }
     }
 
-    /// Reads a value. Components are names that an entry can have.
+    /// Decodes a value. Each component must be a valid name of a directory entry.
     pub fn decode(value: &[u8]) -> Result<Redirect, MarkError> {
         let is_name = |name: &[u8]| {
             !matches!(name, b"" | b"." | b"..") && name.len() <= 255 && !name.contains(&0)
@@ -202,22 +207,23 @@ impl Redirect {
     }
 }
 
-/// The lower inode that something was copied from, in the form of overlayfs's `struct ovl_fb`.
+/// The lower inode that an object was copied from, in the form of overlayfs's `struct ovl_fb`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Origin {
-    /// The image's file system: its superblock's uuid.
+    /// The UUID in the superblock of the image's file system.
     pub uuid: [u8; 16],
-    /// The inode.
+    /// The inode number in the image.
     pub nid: u64,
 }
 
-/// Bytes of `struct ovl_fb` before the file handle, and of ours behind it.
+/// The bytes of `struct ovl_fb` before the file handle, and the bytes with bcow's file handle.
 const ORIGIN_HEAD: usize = 21;
 const ORIGIN_BYTES: usize = ORIGIN_HEAD + 8;
 /// `OVL_FH_VERSION`, `OVL_FH_MAGIC`.
 const ORIGIN_VERSION: u8 = 0;
 const ORIGIN_MAGIC: u8 = 0xfb;
-/// The type of our file handles. No file system of Linux's has it, so overlayfs finds nothing by it and goes on.
+/// The type of bcow's file handles. No file system of Linux uses it, so overlayfs finds no inode by
+/// it and ignores the origin.
 const ORIGIN_TYPE: u8 = 0xbc;
 
 impl Origin {
@@ -227,14 +233,15 @@ impl Origin {
         bytes[0] = ORIGIN_VERSION;
         bytes[1] = ORIGIN_MAGIC;
         bytes[2] = ORIGIN_BYTES as u8;
-        // Byte 3, the flags, says with zero that it is no directory index and in no particular byte order; ours is little.
+        // Byte 3 holds the flags. Zero means: not a directory index, and no particular byte order.
+        // bcow's handle is little-endian.
         bytes[4] = ORIGIN_TYPE;
         bytes[5..ORIGIN_HEAD].copy_from_slice(&self.uuid);
         bytes[ORIGIN_HEAD..].copy_from_slice(&self.nid.to_le_bytes());
         bytes
     }
 
-    /// Reads a value; `None` if it is an origin that overlayfs wrote, which also may be empty.
+    /// Decodes a value; `None` for an origin that overlayfs wrote, which can be empty.
     pub fn decode(value: &[u8]) -> Result<Option<Origin>, MarkError> {
         let bad = || MarkError::new("overlay.origin", value);
         if value.is_empty() {
@@ -257,28 +264,29 @@ impl Origin {
     }
 }
 
-/// Whose the data of an upper file is.
+/// The source of the data of an upper file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Metacopy {
-    /// The upper file's own.
+    /// The upper file.
     #[default]
     None,
-    /// The lower file's: only metadata was copied.
+    /// The lower file: only metadata was copied.
     Whole,
-    /// Some of it the lower file's: a sketch. overlayfs does not know this form, and refuses the file rather than showing
-    /// holes.
+    /// Both: the file is a sketch. overlayfs does not know this value and rejects the file, so it
+    /// never shows its holes as data.
     Sketch,
 }
 
-/// [`Metacopy::Sketch`]: shorter than overlayfs's header, which it takes for damage (`ovl_check_metacopy_xattr`, since 6.6).
+/// The value of [`Metacopy::Sketch`]. It is shorter than overlayfs's header, so overlayfs considers
+/// it damaged (`ovl_check_metacopy_xattr`, since Linux 6.6).
 const SKETCH_METACOPY: [u8; 1] = [0xbc];
 
-/// The redirect of a sketch: a path that no image has. Overlayfs finds no data there and answers EIO, in every version, rather
-/// than show the lower file. To us it says nothing.
+/// The redirect of a sketch: a path that no image has. Every version of overlayfs finds no data
+/// there and returns EIO instead of the lower file's content. bcow ignores it.
 pub const REDIRECT_NOWHERE: &[u8] = b"/.bcow/sketch";
 
 impl Metacopy {
-    /// The attribute's value; `None` if there shall be no attribute.
+    /// The attribute's value; `None` if the file has no such attribute.
     pub fn encode(self) -> Option<&'static [u8]> {
         match self {
             Metacopy::None => None,
@@ -287,7 +295,7 @@ impl Metacopy {
         }
     }
 
-    /// Reads a value. Digests that overlayfs put there (`verity=on`) are passed over.
+    /// Decodes a value. Digests that overlayfs stored there (`verity=on`) are ignored.
     pub fn decode(value: &[u8]) -> Result<Metacopy, MarkError> {
         match value {
             [] => Ok(Metacopy::Whole),
@@ -300,12 +308,14 @@ impl Metacopy {
     }
 }
 
-/// How many names a file has in the union, told by how many its host file, or its lower file, has.
+/// The number of names of a file in the union, relative to the number of links of its host file or
+/// its lower file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NlinkDelta {
-    /// So many more than the upper's host file.
+    /// The difference to the links of the upper's host file.
     Upper(i32),
-    /// So many more than the lower file: while the number of the host file's links, or of the names, changes without the other.
+    /// The difference to the links of the lower file. Used while the number of the host file's
+    /// links, or of the names, changes alone.
     Lower(i32),
 }
 
@@ -318,7 +328,7 @@ impl NlinkDelta {
         }
     }
 
-    /// Reads a value.
+    /// Decodes a value.
     pub fn decode(value: &[u8]) -> Result<NlinkDelta, MarkError> {
         let bad = || MarkError::new("overlay.nlink", value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
@@ -334,37 +344,38 @@ impl NlinkDelta {
     }
 }
 
-/// How a sketch keeps its blocks.
+/// How a sketch stores its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SketchKind {
     /// At their own offsets in the host file, which has holes elsewhere.
     Sparse,
-    /// In the order they were written: the host file is a BCoW file.
+    /// In the order of the writes: the host file is a BCoW file.
     Packed,
 }
 
-/// What a sketch is, in an attribute of its host file.
+/// The attribute of a sketch's host file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SketchMark {
-    /// Its number in this upper: the name of its map.
+    /// The sketch's number in this upper. It is also the name of its map.
     pub id: u64,
-    /// How its blocks are kept.
+    /// How its blocks are stored.
     pub kind: SketchKind,
     /// log2 of the block size in bytes, 9..=30.
     pub block_shift: u8,
-    /// Whether a map must exist. Without one, no block is stored.
+    /// Whether a map must exist. Without a map, no block is stored.
     pub map_exists: bool,
-    /// Bytes of the lower file, from its start, that show through where no block is stored.
+    /// The bytes of the lower file, from its start, that are visible where no block is stored.
     pub lower_limit: u64,
-    /// Size of the file in bytes if it is packed; if it is sparse, 0, and the host file's size counts.
+    /// The size of the file in bytes if it is packed. 0 if it is sparse: the host file's size is
+    /// used.
     pub size: u64,
 }
 
-/// Bytes of an encoded [`SketchMark`].
+/// The length of an encoded [`SketchMark`], in bytes.
 pub const SKETCH_MARK_BYTES: usize = 40;
 const SKETCH_VERSION: u8 = 1;
 const MAP_EXISTS: u8 = 1;
-/// Where the checksum stands.
+/// The offset of the checksum.
 const SKETCH_CRC: usize = SKETCH_MARK_BYTES - 4;
 
 impl SketchMark {
@@ -386,7 +397,7 @@ impl SketchMark {
         bytes
     }
 
-    /// Reads a value: length, checksum, version, and each field within its limits.
+    /// Decodes a value. Checks its length, checksum and version, and the limits of each field.
     pub fn decode(value: &[u8]) -> Result<SketchMark, MarkError> {
         let bad = || MarkError::new("bcow.sketch", value);
         let bytes: &[u8; SKETCH_MARK_BYTES] = value.try_into().map_err(|_| bad())?;

@@ -1,12 +1,14 @@
-//! The upper of a writable mount, as it lies on the host.
+//! The upper of a writable mount: its files on the host.
 //!
-//! The tree is overlayfs's (`Documentation/filesystems/overlayfs.rst`): whiteouts, opaque directories, redirects, origins,
-//! metadata copies. What overlayfs does not know lies beside it in [`META`]; docs/upper.md has the layout.
+//! The tree has overlayfs's format (`Documentation/filesystems/overlayfs.rst`): whiteouts, opaque
+//! directories, redirects, origins, metadata copies. Data that overlayfs does not know is in
+//! [`META`]. docs/upper.md has the layout.
 //!
-//! [`Instance`] opens the directory for its one writer, [`UpperReader`] for those who only read. [`Marks`] are the
-//! attributes that say what a file of the upper stands for, [`Names`] keep the container's attributes apart from them,
-//! [`Override`] keeps owners where the host cannot. Everything goes through descriptors and names below them; no link that
-//! a container made is ever followed.
+//! [`Instance`] opens the directory for its one writer, [`UpperReader`] for readers. [`Marks`] are
+//! the attributes that say what a file of the upper represents. [`Names`] separates the container's
+//! attributes from them. [`Override`] stores owners where the host cannot. All files are opened
+//! through descriptors, by names relative to them. bcow never follows a symbolic link that a
+//! container created.
 
 pub(crate) mod beneath;
 mod body;
@@ -43,5 +45,5 @@ pub(crate) use work::leave_access_time;
 pub use work::{Temporary, is_whiteout, make_durable};
 pub use xattr::{Attribute, SetHow};
 
-/// The directory in the upper's root where everything lies that is no part of the tree.
+/// The directory in the upper's root for everything that is not part of the tree.
 pub const META: &str = ".bcow";

@@ -1,14 +1,15 @@
-//! Names of the container's own attributes in an upper.
+//! The stored names of the container's own attributes.
 //!
-//! The container may have attributes whose names mean something here. They are stored under escaped names, as overlayfs
-//! escapes its own: `trusted.overlay.x` lies as `trusted.overlay.overlay.x`. In a user's upper only `user.*` can be
-//! stored, so other names have a prefix there.
+//! Some names of the container's attributes would be marks in the upper. They are stored under
+//! escaped names, as overlayfs escapes its own: `trusted.overlay.x` is stored as
+//! `trusted.overlay.overlay.x`. An upper of an unprivileged user can store only `user.*`, so other
+//! names get a prefix there.
 
 use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
 
-/// Where marks are kept.
+/// The namespace of the marks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Namespace {
@@ -18,40 +19,42 @@ pub enum Namespace {
     User,
 }
 
-/// Where owners, modes and types are kept.
+/// The place of owners, modes and types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Ownership {
-    /// They are the host file's.
+    /// On the host file itself.
     Native,
-    /// In [`OVERRIDE`](super::OVERRIDE): the host lets this user give files to nobody else.
+    /// In the attribute [`OVERRIDE`](super::OVERRIDE), because the host does not let this user
+    /// change a file's owner.
     Override,
 }
 
-/// What stands before the name of an attribute that a user's upper cannot have.
+/// The prefix of names that an unprivileged user's upper cannot store.
 const FOREIGN: &[u8] = b"user.bcow.x.";
 
-/// The ACL that says who may do what.
+/// The access ACL of a file.
 pub(crate) const ACCESS_ACL: &[u8] = b"system.posix_acl_access";
 
-/// The one that what is made in a directory gets.
+/// The default ACL of a directory, which new files in it inherit.
 pub(crate) const DEFAULT_ACL: &[u8] = b"system.posix_acl_default";
 
-/// Where the first of the root is kept. Under its own name the host would let those into the upper's directory whom it lets into the
-/// container's root, and give the directory its mode.
+/// The stored name of the root's access ACL. If it had its own name, the host would apply it to the
+/// upper's directory: it would grant access to the users of the container's root, and change the
+/// directory's mode.
 const ROOT_ACCESS_ACL: &[u8] = b"trusted.bcow.x.system.posix_acl_access";
 
 /// How an upper names attributes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Names {
-    /// Where marks are kept.
+    /// The namespace of the marks.
     pub namespace: Namespace,
-    /// Where owners are kept.
+    /// The place of owners.
     pub ownership: Ownership,
 }
 
 impl Names {
-    /// Under which name the container's attribute `name` is stored.
+    /// The stored name of the container's attribute `name`.
     pub fn stored_name<'a>(&self, name: &'a [u8]) -> Cow<'a, [u8]> {
         if self.namespace == Namespace::User && !name.starts_with(b"user.") {
             return [FOREIGN, name].concat().into();
@@ -66,8 +69,8 @@ impl Names {
         name.into()
     }
 
-    /// Under which name the container sees the stored attribute `name`; `None` if it does not: a mark, or something that
-    /// the host put there.
+    /// The name that the container sees for the stored attribute `name`; `None` if the attribute is
+    /// hidden: a mark, or an attribute of the host.
     pub fn shown_name<'a>(&self, name: &'a [u8]) -> Option<Cow<'a, [u8]>> {
         if self.namespace == Namespace::User {
             if let Some(foreign) = name.strip_prefix(FOREIGN) {
@@ -95,7 +98,7 @@ impl Names {
         }
     }
 
-    /// As [`Names::shown_name`], for the root: an ACL of the host's directory is the host's.
+    /// As [`Names::shown_name`], for the root. The access ACL of the host's directory is hidden.
     pub fn shown_name_at_root<'a>(&self, name: &'a [u8]) -> Option<Cow<'a, [u8]>> {
         match (self.namespace, name) {
             (Namespace::Trusted, ROOT_ACCESS_ACL) => Some(ACCESS_ACL.into()),
@@ -104,8 +107,8 @@ impl Names {
         }
     }
 
-    /// The names that the container sees of a list of stored ones, in the same form: each with a NUL behind it. `shown_name`
-    /// is [`Names::shown_name`] or its like.
+    /// Converts a list of stored names to the names that the container sees. In both lists a NUL
+    /// follows each name. `shown_name` is [`Names::shown_name`] or [`Names::shown_name_at_root`].
     pub fn shown_list(
         &self,
         list: &[u8],
@@ -124,18 +127,20 @@ impl Names {
         shown
     }
 
-    /// The prefixes, each with a dot at its end, below which nothing is the container's unless it is escaped.
+    /// The reserved prefixes, each with a dot at its end. A container's attribute with such a
+    /// prefix is stored escaped.
     fn reserved(&self) -> impl Iterator<Item = &'static [u8]> {
         let (marks, ours): (&[u8], &[u8]) = match self.namespace {
             Namespace::Trusted => (b"trusted.overlay.", b"trusted.bcow."),
             Namespace::User => (b"user.overlay.", b"user.bcow."),
         };
-        // The root keeps its owner there, also where others keep theirs on the host.
+        // The root stores its owner in this attribute, even where other files have theirs on the
+        // host.
         [marks, ours, b"user.containers."].into_iter()
     }
 }
 
-/// `overlay.` of `trusted.overlay.`.
+/// The part after the namespace: `overlay.` of `trusted.overlay.`.
 fn last_part(prefix: &[u8]) -> &[u8] {
     let namespace = prefix.iter().position(|&byte| byte == b'.');
     &prefix[namespace.map_or(0, |dot| dot + 1)..]

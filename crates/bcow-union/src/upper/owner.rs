@@ -1,18 +1,19 @@
-//! Owner, mode and type of a file where the host cannot keep them: `user.containers.override_stat`, as containers-storage
-//! and fuse-overlayfs write and read it.
+//! Owner, mode and type of a file if the host cannot store them: the attribute
+//! `user.containers.override_stat`, in the format of containers-storage and fuse-overlayfs.
 //!
-//! `UID:GID:MODE:TYPE`, the mode octal, the type one of `file`, `dir`, `symlink`, `pipe`, `socket`, `block-MAJOR-MINOR`,
-//! `char-MAJOR-MINOR`. Symbolic links cannot have the attribute.
+//! The value is `UID:GID:MODE:TYPE`. The mode is octal. The type is `file`, `dir`, `symlink`,
+//! `pipe`, `socket`, `block-MAJOR-MINOR`, or `char-MAJOR-MINOR`. Symbolic links cannot have the
+//! attribute.
 
 use rustix::fs::{FileType, Stat};
 
 use super::MarkError;
 
-/// Name of the attribute.
+/// The name of the attribute.
 pub const OVERRIDE: &[u8] = NAME.as_bytes();
 const NAME: &str = "user.containers.override_stat";
 
-/// What a file is to the container, whatever it is on the host.
+/// The owner, mode and type that the container sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Override {
     /// Owner.
@@ -21,11 +22,12 @@ pub struct Override {
     pub gid: u32,
     /// Permission bits with set-id and sticky bits (`0o7777`).
     pub permissions: u16,
-    /// Type; `None` if the attribute leaves it to the host file, as older writers do.
+    /// Type; `None` if the attribute has none, as from older writers. The host file's type is used
+    /// then.
     pub kind: Option<OverrideKind>,
 }
 
-/// The type of a file to the container.
+/// The type of a file as the container sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OverrideKind {
     /// A regular file.
@@ -55,7 +57,7 @@ pub enum OverrideKind {
 }
 
 impl OverrideKind {
-    /// Of which type that is, devices without their number.
+    /// The file type, without a device number.
     pub(crate) fn file_type(self) -> bcow_erofs::reader::FileType {
         use bcow_erofs::reader::FileType;
         match self {
@@ -69,8 +71,8 @@ impl OverrideKind {
         }
     }
 
-    /// Whether a file of the host's can be this to the container: what the host cannot have, or not for this user, is an
-    /// empty regular file.
+    /// Whether a host file of type `host` can represent this type. A type that the host, or this
+    /// user, cannot create is represented by an empty regular file.
     fn suits(self, host: FileType) -> bool {
         host == match self {
             OverrideKind::Directory => FileType::Directory,
@@ -85,8 +87,8 @@ impl OverrideKind {
 }
 
 impl Override {
-    /// What a file of the host's with this attribute is to the container; `None` if it is the host's type. An error if the
-    /// host's file cannot be that.
+    /// The type that the container sees for a host file with this attribute; `None` if it is the
+    /// host file's type. Fails if the host file cannot represent the type.
     pub(crate) fn kind_over(&self, stat: &Stat) -> Result<Option<OverrideKind>, MarkError> {
         match self.kind {
             Some(kind) if !kind.suits(FileType::from_raw_mode(stat.st_mode)) => {
@@ -118,11 +120,11 @@ impl Override {
         format!("{uid}:{gid}:{mode:04o}:{kind}")
     }
 
-    /// Reads a value. Type bits in the mode and a missing type are accepted.
+    /// Decodes a value. Type bits in the mode and a missing type are accepted.
     pub fn decode(value: &[u8]) -> Result<Override, MarkError> {
         let bad = || MarkError::new(NAME, value);
         let text = std::str::from_utf8(value).map_err(|_| bad())?;
-        // Some writers count the NUL.
+        // Some writers include a trailing NUL.
         let mut parts = text.trim_end_matches('\0').splitn(4, ':');
         let mut next = || parts.next().ok_or_else(bad);
         let (uid, gid, mode) = (next()?, next()?, next()?);
@@ -164,8 +166,9 @@ impl Override {
     }
 }
 
-/// The mode of a host file that carries an [`Override`]: its user can read and write it, and enter it if it is a directory.
-/// Set-id bits would give away the user, not the container's owner, and stay off.
+/// The mode of a host file that has an [`Override`]: its owner on the host can always read and
+/// write it, and search it if it is a directory. Set-id bits are cleared, because they would apply
+/// to the user on the host, not to the container's owner.
 pub fn host_mode(permissions: u16, is_directory: bool) -> u32 {
     let least = if is_directory { 0o700 } else { 0o600 };
     u32::from(permissions) & 0o777 | least

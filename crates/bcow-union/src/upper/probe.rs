@@ -1,4 +1,4 @@
-//! What the host lets this user do in an upper, and see of it.
+//! Probes what the host lets this user do in an upper.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -8,27 +8,29 @@ use rustix::thread::{CapabilitySet, capabilities};
 
 use super::{Attribute, Names, Namespace, Ownership, SetHow};
 
-/// Name of the file that things are tried on, in the work directory.
+/// The name of the test file in the work directory.
 const PROBE: &str = "probe";
-/// Name of an attribute that no file has.
+/// The name of an attribute that no file has.
 const TRUSTED: &[u8] = b"trusted.bcow.probe";
-/// Inode number of the machine's own user namespace (`PROC_USER_INIT_INO` of Linux).
+/// The inode number of the initial user namespace (`PROC_USER_INIT_INO` in Linux).
 const FIRST_USER_NAMESPACE: u64 = 0xefff_fffd;
-/// The user that a container's `nobody` is. Whoever can give files to it has a range of users that suffices.
+/// The user id of `nobody` in a container. A user that can chown files to it has a sufficient range
+/// of user ids.
 const NOBODY: u32 = 65534;
 
-/// What the host refused.
+/// The operation that the host refused.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Refused {
-    /// Attributes.
+    /// Extended attributes.
     Attributes,
     /// Whiteouts.
     Whiteouts(Errno),
-    /// Something else.
+    /// Another operation.
     Io(Errno),
 }
 
-/// Finds out how marks and owners can be kept in files of the directory `work`; whether whiteouts can be made at all.
+/// Determines how marks and owners can be stored in files of the directory `work`, and whether
+/// whiteouts can be created.
 pub(super) fn probe(work: BorrowedFd<'_>) -> Result<Names, Refused> {
     remove(work).map_err(Refused::Io)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
@@ -45,7 +47,7 @@ pub(super) fn probe(work: BorrowedFd<'_>) -> Result<Names, Refused> {
     Ok(names)
 }
 
-/// Whether the host lets this user keep things as `names` say.
+/// Whether the host lets this user store marks and owners as `names` require.
 pub(super) fn permits(found: Names, names: Names) -> (bool, bool) {
     let namespace = names.namespace == Namespace::User || found.namespace == Namespace::Trusted;
     let ownership = names.ownership == Ownership::Override || found.ownership == Ownership::Native;
@@ -67,19 +69,19 @@ fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
     }
 }
 
-/// Whether attributes of `trusted.*` are shown to this user, if the file has any. To others they are not there, without an
-/// error; only who would change one is told. Nothing is changed.
+/// Whether this user sees attributes of `trusted.*`. For other users the kernel hides them without
+/// an error, and reports EPERM only on a change. Nothing is changed.
 pub(super) fn sees_trusted(file: BorrowedFd<'_>) -> Result<bool, Errno> {
     match Attribute::Open(file).remove(TRUSTED) {
         Ok(()) | Err(Errno::NODATA) => Ok(true),
         Err(Errno::NOTSUP) => Ok(false),
-        // It may also be the file, or its file system, that cannot be changed.
+        // The cause can also be that the file or its file system is read-only.
         Err(Errno::PERM | Errno::ACCESS | Errno::ROFS) => administers(),
         Err(errno) => Err(errno),
     }
 }
 
-/// Whether this thread may administer the machine, and not only a user namespace of its own.
+/// Whether this thread has CAP_SYS_ADMIN in the initial user namespace.
 fn administers() -> Result<bool, Errno> {
     let capable = capabilities(None)?
         .effective
@@ -87,7 +89,7 @@ fn administers() -> Result<bool, Errno> {
     Ok(capable
         && match rustix::fs::stat("/proc/self/ns/user") {
             Ok(stat) => stat.st_ino == FIRST_USER_NAMESPACE,
-            // A kernel without them.
+            // A kernel without user namespaces.
             Err(Errno::NOENT) => true,
             Err(errno) => return Err(errno),
         })

@@ -1,4 +1,4 @@
-//! What lies beside the tree, and how many names files have.
+//! Checks the directories in [`META`] and the numbers of names of files.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,24 +37,25 @@ impl Checker<'_> {
                 let message = format!("it is the same file as that of inode {other}");
                 self.report.error("upper-index", &path, message);
             }
-            // With the image, its names are counted, which is more than it says itself.
+            // If the image is given, its names are counted instead, which is more exact than the
+            // mark.
             let is_leak = self.image.is_none()
                 && match marks.nlink {
                     Some(NlinkDelta::Upper(extra)) => stat.st_nlink as i64 + i64::from(extra) <= 0,
                     Some(NlinkDelta::Lower(_)) | None => false,
                 };
             if is_leak {
-                // The map of a sketch that it may be is one that nothing needs then.
+                // If the entry is a sketch, its map is a leak too.
                 self.nothing_names(name, None);
             } else if marks.sketch.is_some() && is_regular(&stat) {
-                // It may have no name in the tree.
+                // The sketch may have no name in the tree.
                 self.sketch(&path, &stat, &marks, None);
             }
         }
         Ok(())
     }
 
-    /// Why an entry of the index is not the file that the image's inode `nid` became, if it is not.
+    /// Why an entry of the index is not the file for the image's inode `nid`; `None` if it is.
     fn misfit(&self, nid: u64, stat: &Stat, marks: &Marks) -> Option<String> {
         let kind = file_type(stat);
         if is_whiteout(stat) || kind == rustix::fs::FileType::Directory {
@@ -95,7 +96,7 @@ impl Checker<'_> {
                     self.report.warning("upper-unknown-file", &path, message);
                 }
                 Some(id) if self.sketches.contains_key(&id) => {}
-                // If marks are damaged, it may be of one of those.
+                // If marks are damaged, the map may belong to one of those files.
                 Some(_) if !self.report.is_sound() => {
                     let message = "no sketch has this map, as far as marks can be read";
                     self.report.warning("upper-map-leak", &path, message);
@@ -117,7 +118,8 @@ impl Checker<'_> {
         let mut count = 0;
         for name in work::list(dir.as_fd())? {
             let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
-            // A mount keeps whiteouts there for the next change, and a new one makes others.
+            // A mount keeps whiteouts there for later changes. They are not a leak, because a new
+            // mount creates its own.
             count += usize::from(!is_whiteout(&stat));
         }
         if count > 0 {
@@ -129,7 +131,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Puts the union together, and counts the names of what has several.
+    /// Composes the union and counts the names of files with several names.
     pub(super) fn links(&mut self, image: &CheckedImage) {
         if !self.report.is_sound() {
             return;
@@ -165,7 +167,8 @@ impl Checker<'_> {
             let Ok((links, said)) = self.links_of(&name) else {
                 continue;
             };
-            // A temporary is another link of it until the next writer comes.
+            // A temporary is an additional link of the file until the next writer empties the
+            // directory.
             let held = temporaries.get(&host_inode).copied().unwrap_or(0);
             if names == 0 {
                 let is_alone = links - held == 1;
@@ -176,7 +179,7 @@ impl Checker<'_> {
                 Some(NlinkDelta::Lower(extra)) => {
                     let below = image.filesystem.inode(Nid(nid));
                     let says = below.map_or(0, |inode| i64::from(inode.nlink)) + i64::from(extra);
-                    // A crash left it while a name was about to go.
+                    // A crash during the removal of a name leaves this value.
                     (says, says == names || says == names + 1)
                 }
                 Some(NlinkDelta::Upper(extra)) => {
@@ -197,8 +200,9 @@ impl Checker<'_> {
         }
     }
 
-    /// An entry of the index that has no name goes; with the map of the sketch that it may be, if it is the only link of this
-    /// file of the host's.
+    /// Reports an entry of the index without a name, and queues its removal. If the entry is a
+    /// sketch and `host_inode` is given (the entry is the file's only link), its map is removed
+    /// too.
     fn nothing_names(&mut self, name: Vec<u8>, host_inode: Option<u64>) {
         let path = [META.as_bytes(), b"/index/", &name].concat();
         let message = "nothing names it any more";
@@ -210,7 +214,7 @@ impl Checker<'_> {
         {
             let map = format!("{id:016x}").into_bytes();
             let dir = meta(self.upper, "maps").ok().flatten();
-            // Packed ones have none.
+            // Packed sketches have no map.
             let exists = |dir| rustix::fs::statat(dir, &map[..], AtFlags::SYMLINK_NOFOLLOW).is_ok();
             if dir.is_some_and(exists) {
                 self.report.repairs.push(Repair::Map(map));
@@ -218,7 +222,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Links of an entry of the index on the host, and what its mark says.
+    /// The number of links of an entry of the index on the host, and the value of its mark.
     fn links_of(&self, name: &[u8]) -> Result<(i64, Option<NlinkDelta>), Errno> {
         let dir = meta(self.upper, "index")?.ok_or(Errno::NOENT)?;
         let stat = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
@@ -228,7 +232,7 @@ impl Checker<'_> {
         Ok((stat.st_nlink as i64, said))
     }
 
-    /// How many temporaries are links of a file, by host inode.
+    /// The number of temporaries that are links of a file, by host inode number.
     fn temporaries(&self) -> Result<HashMap<u64, i64>, Errno> {
         let mut held = HashMap::new();
         if let Some(dir) = meta(self.upper, "work")? {
@@ -241,7 +245,7 @@ impl Checker<'_> {
     }
 }
 
-/// How many names each file of a layer has.
+/// The number of names of each file in a layer.
 fn names(layer: &LayerTree) -> HashMap<NodeId, i64> {
     let mut counts: HashMap<NodeId, i64> = HashMap::new();
     let mut seen = HashSet::from([LayerTree::ROOT]);

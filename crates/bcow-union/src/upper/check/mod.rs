@@ -1,7 +1,8 @@
-//! Examines an upper while nobody writes to it: every mark, every map, what is named by a mark and what nothing names.
+//! Checks an upper while no process writes to it: each mark, each map, each object that a mark
+//! names, and each object without a reference.
 //!
-//! Codes of findings are stable; docs/upper.md has them. Leaks and wrong link counts can be repaired, marks cannot: nobody
-//! but them says what a file is.
+//! The codes of findings are stable; docs/upper.md lists them. Leaks and wrong link counts can be
+//! repaired. Damaged marks cannot, because their information exists nowhere else.
 
 mod beside;
 
@@ -23,86 +24,86 @@ use super::{
     Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, sketched, work,
 };
 
-/// At most this many errors are kept, and this many warnings.
+/// The largest number of errors that are kept, and the largest number of warnings.
 const MOST_FINDINGS: u64 = 1000;
 
-/// So many files an upper may change for their names to be counted: as many as a comparison or a commit takes. A few marks can
-/// make as many of an image as they like.
+/// The largest number of nodes for which link counts are verified: the same limit as for a
+/// comparison or a commit. A few marks can make an upper refer to any number of files of an image.
 const MOST_FILES: u64 = 4_000_000;
 
-/// Something wrong, and where.
+/// A problem and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// Stable code.
+    /// The stable code.
     pub code: &'static str,
-    /// How bad.
+    /// The severity.
     pub severity: Severity,
-    /// Path below the upper; `.` for the root.
+    /// The path below the upper; `.` for the root.
     pub path: Vec<u8>,
-    /// What.
+    /// The description.
     pub message: String,
 }
 
-/// What was examined and found.
+/// The result of a check.
 #[derive(Debug, Default)]
 pub struct Report {
-    /// Directory by directory; then what lies beside the tree.
+    /// The findings: directory by directory, then those beside the tree.
     pub findings: Vec<Finding>,
-    /// Errors found, kept or not.
+    /// The number of errors, including those not kept.
     pub errors: u64,
-    /// Warnings found, kept or not.
+    /// The number of warnings, including those not kept.
     pub warnings: u64,
-    /// Directories of the tree.
+    /// The number of directories in the tree.
     pub directories: u64,
-    /// Other names of the tree.
+    /// The number of names of other objects in the tree.
     pub files: u64,
-    /// Whiteouts.
+    /// The number of whiteouts.
     pub whiteouts: u64,
-    /// Copies of metadata, all of whose bytes are the image's.
+    /// The number of metadata copies: files of which all bytes are the image's.
     pub metadata_copies: u64,
-    /// Sketches.
+    /// The number of sketches.
     pub sketches: u64,
-    /// What a repair would do.
+    /// The repairs that are possible.
     repairs: Vec<Repair>,
 }
 
-/// Something that can be repaired without guessing.
+/// A repair that needs no guess.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Repair {
-    /// Nothing names this map.
+    /// Remove this map, which no sketch uses.
     Map(Vec<u8>),
-    /// Nothing names this entry of the index.
+    /// Remove this entry of the index, which has no name in the tree.
     Index(Vec<u8>),
-    /// Temporaries.
+    /// Empty the work directory.
     Work,
-    /// So many names beyond those on the host.
+    /// Set the [`NlinkDelta::Upper`] of this entry of the index.
     Nlink(Vec<u8>, i32),
 }
 
 impl Report {
-    /// One that has this finding alone.
+    /// A report with this finding only.
     pub fn of(finding: Finding) -> Report {
         let mut report = Report::default();
         report.take(finding);
         report
     }
 
-    /// Whether there is no finding of severity [`Severity::Error`].
+    /// Whether no finding has the severity [`Severity::Error`].
     pub fn is_sound(&self) -> bool {
         self.errors == 0
     }
 
-    /// Findings beyond those kept.
+    /// The number of findings that were not kept.
     pub fn omitted(&self) -> u64 {
         self.errors + self.warnings - self.findings.len() as u64
     }
 
-    /// Whether [`repair`] would do something.
+    /// Whether [`repair`] would change anything.
     pub fn is_repairable(&self) -> bool {
         !self.repairs.is_empty()
     }
 
-    /// Whether one of the findings has this code.
+    /// Whether a finding has this code.
     pub fn finds(&self, code: &str) -> bool {
         self.findings.iter().any(|finding| finding.code == code)
     }
@@ -140,22 +141,22 @@ impl Report {
     }
 }
 
-/// The image an upper belongs to.
+/// The image of an upper.
 #[derive(Clone)]
 pub struct CheckedImage {
     /// Its file system.
     pub filesystem: Arc<Filesystem>,
-    /// What that is on.
+    /// The device of the file system.
     pub device: Arc<dyn BlockDevice>,
 }
 
-/// Examines the upper that `upper` reads; what it says of the image only if that is given. Fails only if the host does so
-/// where nothing can be said without it.
+/// Checks the upper of `upper`. References to the image are checked only if `image` is given. Fails
+/// only if the host fails in a way that makes a check impossible; other problems are findings.
 pub fn check(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
     examine(upper, image, false)
 }
 
-/// As [`check`]; also reads all that is stored, and compares what has checksums with them.
+/// As [`check`]; also reads all stored data and verifies checksums where they exist.
 pub fn check_data(upper: &UpperReader, image: Option<&CheckedImage>) -> Result<Report, UpperError> {
     examine(upper, image, true)
 }
@@ -196,8 +197,8 @@ fn examine(
     Ok(checker.report)
 }
 
-/// Repairs what `report` found, as far as it can be repaired; says what was done. The caller has checked again before, with
-/// `instance` open, or nobody could have written meanwhile.
+/// Performs the repairs of `report` and returns descriptions of them. The report must be current:
+/// the caller has made it while `instance` was open, or while no other process could write.
 pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, UpperError> {
     let mut done = Vec::new();
     let host = |errno| UpperError::Io {
@@ -216,7 +217,7 @@ pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, Upper
                 remove(instance.index(), name).map_err(host)?;
                 format!("removed {META}/index/{}, which nothing names", shown(name))
             }
-            // Opening it has done so.
+            // The open of the instance has emptied the directory.
             Repair::Work => format!("emptied {META}/work"),
             Repair::Nlink(name, delta) => {
                 let value = NlinkDelta::Upper(*delta).encode();
@@ -245,21 +246,22 @@ struct Checker<'c> {
     upper: &'c UpperReader,
     names: Names,
     image: Option<&'c Filesystem>,
-    /// Whether content is read.
+    /// Whether data is read.
     data: bool,
-    /// Host inodes of files with several names that were read.
+    /// Host inode numbers of files with several names whose data was read.
     read: HashSet<u64>,
     report: Report,
-    /// Sketches by number: host inode and path.
+    /// Sketches by number: host inode number and path.
     sketches: HashMap<u64, (u64, Vec<u8>)>,
-    /// Entries of the index by host inode: the image's inode.
+    /// Entries of the index: the image's inode numbers by host inode number.
     indexed: HashMap<u64, u64>,
-    /// Directories to go into, with what they continue in the image as far as it is known.
+    /// Pending directories, with the directory of the image that each continues, if it is known.
     pending: Vec<(Vec<u8>, Option<Inode>)>,
 }
 
 impl Checker<'_> {
-    /// Checks the directory `name` of [`META`] with `check`, if it is one, or missing.
+    /// Calls `check` for the directory `name` of [`META`]. Reports an object with that name that is
+    /// not a directory or cannot be opened.
     fn beside(
         &mut self,
         name: &str,
@@ -286,7 +288,7 @@ impl Checker<'_> {
         let stat = rustix::fs::fstat(root)?;
         let below = self.image.and_then(|image| image.inode(image.root()).ok());
         self.entry(b"", &stat, &marks, None, below);
-        // Whatever it is marked as.
+        // The root continues the image's root, whatever its marks say.
         self.pending.push((Vec::new(), below));
         while let Some((path, lower)) = self.pending.pop() {
             self.directory(&path, lower)?;
@@ -322,7 +324,7 @@ impl Checker<'_> {
                 self.report.error("upper-host", &full, message);
             }
         }
-        // The last is taken first.
+        // The last element is processed first.
         self.pending[first..].reverse();
         Ok(())
     }
@@ -358,7 +360,7 @@ impl Checker<'_> {
         image.inode(entry.nid).ok()
     }
 
-    /// The marks of a file; each that is damaged is a finding.
+    /// Reads the marks of a file. Each damaged mark is a finding.
     fn marks(&mut self, at: Attribute<'_>, path: &[u8]) -> Result<Marks, Errno> {
         let mut marks = Marks::default();
         let list = at.list()?;
@@ -383,7 +385,7 @@ impl Checker<'_> {
         Ok(marks)
     }
 
-    /// Checks what the marks of something say; gives back the inode of the image that it continues.
+    /// Checks the marks of an object. Returns the inode of the image that it continues.
     fn entry(
         &mut self,
         path: &[u8],
@@ -455,7 +457,7 @@ impl Checker<'_> {
         lower
     }
 
-    /// What of the image something continues, by its marks and its name.
+    /// The inode of the image that an object continues, by its marks and its name.
     fn lower(
         &mut self,
         path: &[u8],
@@ -503,7 +505,7 @@ impl Checker<'_> {
                     let shown = String::from_utf8_lossy(&redirect.encode()).into_owned();
                     let message = format!("the image has no {shown:?} that it could continue");
                     match found {
-                        // Only overlayfs goes by the redirect then.
+                        // With a valid origin, only overlayfs uses the redirect.
                         Some(_) => self.report.warning("upper-redirect", path, message),
                         None => self.report.error("upper-redirect", path, message),
                     }
@@ -517,13 +519,14 @@ impl Checker<'_> {
         found.or(redirected.filter(|inode| self.is_of_type(inode.kind, kind, marks)))
     }
 
-    /// Whether the attribute that keeps owners has a type that this file of the host's cannot be to the container.
+    /// Whether the owner's attribute has a type that this host file cannot represent.
     fn has_unsuited_owner(&self, stat: &Stat, marks: &Marks) -> bool {
         let owner = marks.owner.filter(|_| self.keeps_owners());
         owner.is_some_and(|owner| owner.kind_over(stat).is_err())
     }
 
-    /// Whether a type of the image is that of a host file. Where owners are kept in an attribute, so are types.
+    /// Whether a type of the image matches the type of a host file. Where owners are in an
+    /// attribute, the type is there too.
     fn is_of_type(&self, kind: FileType, host: rustix::fs::FileType, marks: &Marks) -> bool {
         let owner = marks.owner.filter(|_| self.keeps_owners());
         match owner.and_then(|owner| owner.kind) {
@@ -536,7 +539,7 @@ impl Checker<'_> {
         self.names.ownership == Ownership::Override
     }
 
-    /// Reads all that the host stores of a file; that it can.
+    /// Reads all stored data of a file, to find read errors.
     fn read(&mut self, path: &[u8], stat: &Stat) {
         if stat.st_nlink > 1 && !self.read.insert(stat.st_ino) {
             return;
@@ -548,8 +551,9 @@ impl Checker<'_> {
         }
     }
 
-    /// Whether it is a sketch that is not all in the host's file. One that is may lack the mark of a copy: it is about to become
-    /// a plain file, and its marks are taken away one after the other.
+    /// Whether the file is a sketch that the host's file does not hold completely. A complete
+    /// sketch may lack the metacopy mark: during its promotion to a plain file, the marks are
+    /// removed one after the other.
     fn shows_holes(&self, marks: &Marks, stat: &Stat) -> bool {
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         marks
@@ -565,7 +569,7 @@ impl Checker<'_> {
                 let message = format!("it has the number of the sketch {other:?}");
                 self.report.error("upper-sketch-number", path, message);
             }
-            // Another name of the same file.
+            // This is another name of the same file.
             return;
         }
         self.sketches.insert(mark.id, (stat.st_ino, path.to_vec()));
