@@ -1,10 +1,11 @@
-//! Tar archives. Reading: every dialect that image layers come in, from bytes that may be hostile.
+//! Tar archives. The reader supports every dialect of image layers, from bytes that may be hostile.
 //!
-//! Header layouts are tar-core's. Its parser is not used: it has no sign for times, applies a PAX
-//! size after it has taken off a sparse map, and ends silently at a malformed PAX record.
+//! Header layouts come from tar-core. Its parser is not used: it does not support signed times,
+//! applies a PAX size after it has removed a sparse map, and ends without an error at a malformed
+//! PAX record.
 //!
-//! Where dialects leave room, this reads as Go's `archive/tar` does (which every container engine
-//! reads layers with), and is stricter where Go lets two readings stand.
+//! Where dialects differ, the reader follows Go's `archive/tar`, which container engines use for
+//! layers. Where Go permits two readings, this reader is stricter.
 
 pub(crate) mod number;
 pub(crate) mod pax;

@@ -4,7 +4,8 @@
 
 use bcow_erofs::tree::Timestamp;
 
-/// A numeric header field: octal digits among spaces and zero bytes, or GNU's base-256. Empty is 0.
+/// A numeric header field: octal digits among spaces and zero bytes, or GNU's base-256. An empty
+/// field is 0.
 pub(crate) fn field(bytes: &[u8]) -> Option<i64> {
     match bytes.first() {
         Some(first) if first & 0x80 != 0 => base_256(bytes),
@@ -20,8 +21,7 @@ fn octal(bytes: &[u8]) -> Option<i64> {
     };
     let digits = &bytes[start..];
     let end = digits.iter().position(blank).unwrap_or(digits.len());
-    // What stands behind the number must be padding; a field with two numbers in it is a trap for
-    // parsers that read the other one.
+    // Only padding may follow the number. Readers disagree on a field with two numbers.
     if digits[end..].iter().any(|b| !blank(b)) {
         return None;
     }
@@ -37,7 +37,7 @@ fn octal(bytes: &[u8]) -> Option<i64> {
 /// Big-endian two's complement; the top bit is the marker, the next one the sign.
 fn base_256(bytes: &[u8]) -> Option<i64> {
     let negative = bytes[0] & 0x40 != 0;
-    // Of a negative number the marker bit simply continues the sign; of others it is taken off.
+    // For a negative number the marker bit continues the sign; otherwise it is cleared.
     let marker = if negative { 0 } else { 0x80 };
     let mut value: i64 = if negative { -1 } else { 0 };
     for (i, &byte) in bytes.iter().enumerate() {
@@ -58,7 +58,7 @@ pub(crate) fn decimal(bytes: &[u8]) -> Option<u64> {
     })
 }
 
-/// A time of a PAX record: `[-]SECONDS[.FRACTION]`. Digits below nanoseconds are cut off.
+/// A time of a PAX record: `[-]SECONDS[.FRACTION]`. Digits below nanoseconds are dropped.
 pub(crate) fn time(bytes: &[u8]) -> Option<Timestamp> {
     let (negative, digits) = match bytes {
         [b'-', rest @ ..] => (true, rest),

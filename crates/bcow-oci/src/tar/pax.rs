@@ -1,7 +1,7 @@
 //! PAX extended headers.
 //!
-//! Read strictly: tar-core's iterator stops without a word at a record whose length does not parse,
-//! and what one reader skips and another one honours is how archives are made to mean two things.
+//! The parser is strict: tar-core's iterator ends without an error at a record whose length is
+//! malformed. If one reader skips a record that another one applies, the archive has two meanings.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::number;
 use super::sparse::SparseRecords;
 use crate::error::TarProblem;
 
-/// What PAX records say about an entry.
+/// The values of PAX records for an entry.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PaxHeader {
     pub path: Option<Vec<u8>>,
@@ -25,7 +25,7 @@ pub(crate) struct PaxHeader {
 }
 
 impl PaxHeader {
-    /// Reads the records of one header block on top of `defaults`, which a global header gave.
+    /// Applies the records of one header block to `defaults`, the values of a global header.
     pub(crate) fn parse(records: &[u8], defaults: &PaxHeader) -> Result<PaxHeader, TarProblem> {
         let mut header = defaults.clone();
         for record in Records(records) {
@@ -35,8 +35,8 @@ impl PaxHeader {
         Ok(header)
     }
 
-    /// Reads a global header: defaults for all entries that follow. Only what can be meant for many
-    /// entries, and costs little to apply to each of them, is allowed.
+    /// Parses a global header: defaults for all following entries. Only records that make sense for
+    /// many entries, and that are cheap to apply to each, are allowed.
     pub(crate) fn parse_global(
         records: &[u8],
         before: &PaxHeader,
@@ -56,8 +56,8 @@ impl PaxHeader {
     }
 
     fn apply(&mut self, key: &[u8], value: &[u8]) -> Result<(), TarProblem> {
-        // POSIX: an empty value takes back what a global header said. An extended attribute may
-        // well be empty.
+        // POSIX: an empty value removes the value of a global header. An extended attribute,
+        // however, may be empty.
         match key {
             b"path" => self.path = name(value)?,
             b"linkpath" => self.linkpath = name(value)?,
@@ -81,7 +81,7 @@ impl PaxHeader {
         Ok(())
     }
 
-    /// Later records win; bsdtar writes each attribute twice, in both vendors' forms.
+    /// Later records win; bsdtar writes each attribute twice, in the forms of both vendors.
     fn set_xattr(&mut self, name: &[u8], value: &[u8]) -> Result<(), TarProblem> {
         let problem = match () {
             () if name.is_empty() => "the name is empty",
@@ -128,7 +128,7 @@ fn optional<T>(
     }
 }
 
-/// `LENGTH KEY=VALUE\n`, where LENGTH counts the whole record.
+/// `LENGTH KEY=VALUE\n`, where LENGTH is the length of the whole record.
 struct Records<'d>(&'d [u8]);
 
 impl<'d> Iterator for Records<'d> {
@@ -194,7 +194,7 @@ fn url_decoded(text: &[u8]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Base64 with or without padding, as libarchive writes it (without).
+/// Base64 with or without padding; libarchive writes none.
 fn base64(text: &[u8]) -> Option<Vec<u8>> {
     let padding = text.iter().rev().take_while(|&&b| b == b'=').count();
     let digits = &text[..text.len() - padding];

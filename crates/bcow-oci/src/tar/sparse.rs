@@ -3,19 +3,19 @@
 use super::number;
 use crate::error::TarProblem;
 
-/// The most data runs of one file. 16 bytes of memory each.
+/// Largest number of data runs of one file; a run takes 16 bytes of memory.
 pub(crate) const MAX_RUNS: usize = 1 << 18;
 
-/// A file with holes: its size, and where it has data.
+/// The size of a file with holes, and its data runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SparseMap {
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub size: u64,
-    /// Data runs in file order; none empty, none overlap.
+    /// Data runs in file order. Runs are not empty and do not overlap.
     pub runs: Vec<Run>,
 }
 
-/// Data at an offset of the file.
+/// A run of data at an offset of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub offset: u64,
@@ -23,7 +23,7 @@ pub(crate) struct Run {
 }
 
 impl SparseMap {
-    /// Checks runs as an archive gives them; `stored` is the number of bytes in the archive.
+    /// Checks the runs from an archive; `stored` is the number of data bytes in the archive.
     pub(crate) fn new(
         size: u64,
         runs: impl IntoIterator<Item = (u64, u64)>,
@@ -63,7 +63,7 @@ impl SparseMap {
     }
 }
 
-/// What `GNU.sparse.*` records say, before it is known which version they are.
+/// The values of `GNU.sparse.*` records, whose version is not yet known.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct SparseRecords {
     pub major: Option<u64>,
@@ -71,23 +71,23 @@ pub(crate) struct SparseRecords {
     pub name: Option<Vec<u8>>,
     size: Option<u64>,
     count: Option<u64>,
-    /// Offsets and lengths by turns, as versions 0.0 and 0.1 list them.
+    /// Alternating offsets and lengths, as in versions 0.0 and 0.1.
     numbers: Vec<u64>,
 }
 
-/// How the map of a PAX sparse file is stored.
+/// Where the map of a PAX sparse file is.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PaxSparse {
     /// Not sparse.
     No,
-    /// Versions 0.0 and 0.1: in the records.
+    /// Versions 0.0 and 0.1: the map is in the records.
     InRecords { size: u64, runs: Vec<(u64, u64)> },
-    /// Version 1.0: in front of the data.
+    /// Version 1.0: the map is in front of the data.
     InData { size: u64 },
 }
 
 impl SparseRecords {
-    /// Takes the record `GNU.sparse.KEY`.
+    /// Applies the record `GNU.sparse.KEY`.
     pub(crate) fn apply(&mut self, key: &[u8], value: &[u8]) -> Result<(), TarProblem> {
         let bad = |problem| TarProblem::BadSparse { problem };
         let number = || number::decimal(value).ok_or_else(|| bad("a record is no number"));
@@ -128,7 +128,7 @@ impl SparseRecords {
         Ok(())
     }
 
-    /// What the records mean together.
+    /// Determines the version and the map from all records.
     pub(crate) fn resolve(&self) -> Result<PaxSparse, TarProblem> {
         let bad = |problem| TarProblem::BadSparse { problem };
         let size = || self.size.ok_or_else(|| bad("the file's size is missing"));
@@ -155,7 +155,8 @@ impl SparseRecords {
     }
 }
 
-/// Reads the map of version 1.0 piece by piece: lines of decimal numbers, first how many runs there are.
+/// Reads the map of version 1.0 block by block. It has one decimal number per line; the first one
+/// is the number of runs.
 #[derive(Debug, Default)]
 pub(crate) struct MapReader {
     line: Vec<u8>,
@@ -164,13 +165,14 @@ pub(crate) struct MapReader {
 }
 
 impl MapReader {
-    /// Takes one block of the data; whether the map ends in it (its rest is padding).
+    /// Reads one block of the data; returns true if the map ends in it (the rest of the block is
+    /// padding).
     pub(crate) fn block(&mut self, block: &[u8]) -> Result<bool, TarProblem> {
         let bad = |problem| TarProblem::BadSparse { problem };
         for &byte in block {
             if byte != b'\n' {
                 self.line.push(byte);
-                // 20 digits hold every 64-bit number.
+                // Every 64-bit number fits into 20 digits.
                 if self.line.len() > 20 {
                     return Err(bad("the map holds no numbers"));
                 }
