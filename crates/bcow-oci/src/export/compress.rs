@@ -1,23 +1,23 @@
-//! Compression of layers: the same bytes every time, whatever the number of threads.
+//! Compression of layers. The output does not depend on the number of threads.
 
 use std::io::{self, Write};
 use std::str::FromStr;
 
 use flate2::write::GzEncoder;
 
-/// How a layer's archive is compressed.
+/// The compression of a layer's archive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerCompression {
-    /// Not at all.
+    /// No compression.
     None,
-    /// gzip, which everything reads; level 0 to 9.
+    /// gzip, which all engines support; level 0 to 9.
     Gzip {
-        /// 6 is usual.
+        /// The usual level is 6.
         level: u32,
     },
     /// zstd; level 1 to 22.
     Zstd {
-        /// 3 is usual.
+        /// The usual level is 3.
         level: i32,
     },
 }
@@ -39,7 +39,7 @@ impl Default for LayerCompression {
     }
 }
 
-/// `gzip[:LEVEL]`, `zstd[:LEVEL]` or `none`.
+/// Parses `gzip[:LEVEL]`, `zstd[:LEVEL]` or `none`.
 impl FromStr for LayerCompression {
     type Err = &'static str;
 
@@ -63,7 +63,7 @@ impl FromStr for LayerCompression {
     }
 }
 
-/// Compresses what is written to it.
+/// Compresses the bytes that are written to it.
 pub(super) enum Encoder<W: Write> {
     None(W),
     Gzip(GzEncoder<W>),
@@ -74,7 +74,7 @@ impl<W: Write> Encoder<W> {
     pub(super) fn new(out: W, compression: LayerCompression) -> io::Result<Self> {
         Ok(match compression {
             LayerCompression::None => Encoder::None(out),
-            // Without a name and a time; the operating system is "unknown".
+            // No name and no time; the operating system is "unknown" (255).
             LayerCompression::Gzip { level } => Encoder::Gzip(
                 flate2::GzBuilder::new()
                     .operating_system(255)
@@ -88,7 +88,7 @@ impl<W: Write> Encoder<W> {
         })
     }
 
-    /// Writes what is left, and gives the stream back.
+    /// Writes the remaining bytes and returns the stream.
     pub(super) fn finish(self) -> io::Result<W> {
         match self {
             Encoder::None(out) => Ok(out),

@@ -1,4 +1,4 @@
-//! What can go wrong in an export.
+//! Errors of an export.
 
 use std::io;
 
@@ -6,46 +6,46 @@ use bcow_erofs::reader::ErofsError;
 
 use crate::error::{ConvertError, quoted};
 
-/// Failure of an export.
+/// An export failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExportError {
     /// The file system cannot be read.
     #[error("cannot read {}", quoted(path))]
     Read {
-        /// Where, from the root on, with a slash before it.
+        /// Absolute path in the file system.
         path: Vec<u8>,
-        /// Why.
+        /// The cause.
         #[source]
         source: ErofsError,
     },
     /// The archive cannot be written.
     #[error("cannot write the archive")]
     Write(#[source] io::Error),
-    /// Something that the form has no place for.
+    /// The form of the archive cannot represent a file.
     #[error("{}: {problem}", quoted(path))]
     Unrepresentable {
-        /// Where, from the root on, with a slash before it.
+        /// Absolute path in the file system.
         path: Vec<u8>,
-        /// What does not fit.
+        /// The property that cannot be represented.
         problem: String,
     },
-    /// More names of inodes with several names than memory is meant for.
+    /// The paths of inodes with several names exceed the limit on memory.
     #[error("the paths of hardlinked files take more than {allowed} bytes")]
     Hardlinks {
-        /// How many they may take.
+        /// The limit in bytes.
         allowed: usize,
     },
-    /// The image's configuration cannot become that of another image.
+    /// The image's configuration cannot be adapted to the new image.
     #[error("the image's configuration is not as it should be: {problem}")]
     Config {
-        /// What is wrong with it.
+        /// What is wrong with the configuration.
         problem: &'static str,
     },
     /// The layout cannot be written.
     #[error(transparent)]
     Layout(#[from] ConvertError),
-    /// The caller asked to stop.
+    /// The caller cancelled the operation.
     #[error("interrupted")]
     Interrupted,
 }
