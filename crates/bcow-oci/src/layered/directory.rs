@@ -1,8 +1,9 @@
-//! A directory of the host as an image of one layer.
+//! Converts a directory of the host into an image of one layer.
 //!
-//! A layer is named by the digest of its archive, and a directory has none. So one is made of it, as `bcow export --to tar`
-//! would for an image of one layer: the directory is read into a scratch image, and the archive of that goes through a pipe into the conversion. The
-//! layer is the same as if the image had been exported and came back.
+//! A layer is identified by the digest of its archive, but a directory has no archive. So the
+//! directory is read into a scratch image. An archive of this image, the same as `bcow export --to
+//! tar` would write for an image of one layer, goes through a pipe into the conversion. The layer
+//! is the same as after an export and a conversion of that image.
 
 use std::io;
 use std::path::Path;
@@ -49,13 +50,13 @@ pub(crate) fn as_image<R>(
                 progress,
             )
         });
-        // The image has the reading end; both are gone when the conversion ends, however it does.
+        // The image owns the reading end of the pipe; both are dropped when the conversion ends.
         let converted = convert(single_layer(Blob::pipe(name.clone(), reader)));
         let exported = export
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         match (converted, exported) {
-            // The conversion was the first to fail.
+            // The conversion failed first; the write error of the export is a consequence.
             (Err(error), Err(ExportError::Write(_)) | Ok(_)) => Err(error),
             (_, Err(ExportError::Interrupted)) => Err(ConvertError::Interrupted),
             (_, Err(ExportError::Layout(error))) => Err(error),

@@ -1,4 +1,4 @@
-//! The manifest of a layered image: OCI image specification 1.1, with media types of our own.
+//! The manifest of a layered image: OCI image specification 1.1, with media types of bcow.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,21 +18,21 @@ use crate::options::ConvertOptions;
 
 pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 
-/// The digest of a layer's archive, uncompressed.
+/// The digest of a layer's uncompressed archive.
 const DIFF_ID: &str = "io.bcow.layer.diff-id";
-/// The options it was made with, as JSON.
+/// The options that the layer was made with, as JSON.
 const OPTIONS: &str = "io.bcow.layer.options";
-/// The version that made it.
+/// The version of bcow that made the layer.
 const TOOL: &str = "io.bcow.tool";
-/// Digest, media type and size of the blob it was made of.
+/// Digest, media type and size of the blob that the layer was made of.
 const SOURCE_DIGEST: &str = "io.bcow.source.digest";
 const SOURCE_MEDIA_TYPE: &str = "io.bcow.source.media-type";
 const SOURCE_SIZE: &str = "io.bcow.source.size";
-/// The manifest that an image was made of.
+/// The manifest that the image was made of.
 const SOURCE_MANIFEST: &str = "io.bcow.source.manifest";
 const CREATED: &str = "org.opencontainers.image.created";
 
-/// What a manifest says.
+/// The input of a manifest.
 pub(crate) struct Manifest<'m> {
     pub config: &'m NewBlob,
     /// Lowest first.
@@ -93,7 +93,7 @@ impl Manifest<'_> {
     }
 }
 
-/// How the index names a manifest of ours.
+/// The manifest's entry in the index.
 pub(crate) fn entry(
     manifest: &NewBlob,
     image: &Image,
@@ -123,14 +123,14 @@ pub(crate) struct LayoutLayer {
     pub digest: Digest,
     pub size: u64,
     pub diff_id: String,
-    /// Digest of the blob it was made of.
+    /// Digest of the blob that the layer was made of.
     pub source: Option<String>,
     options: serde_json::Value,
     tool: String,
 }
 
 impl LayoutLayer {
-    /// Whether its manifest says that it was made with these options by this version.
+    /// Whether, by its manifest, the layer was made with these options by this version.
     pub(crate) fn is_made_as(&self, wanted: &Wanted) -> bool {
         self.tool == wanted.tool && self.options == wanted.options
     }
@@ -139,7 +139,8 @@ impl LayoutLayer {
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Document {
-    // In the manifest, not in the index: not all tools that copy images keep what the index says of them.
+    // The type is in the manifest and not only in the index, because some tools that copy images
+    // drop fields of the index.
     #[serde(default)]
     artifact_type: String,
     #[serde(default)]
@@ -150,7 +151,7 @@ struct Document {
 pub(crate) fn layers_in(directory: &Path) -> Result<Vec<LayoutLayer>, ConvertError> {
     let mut found = Vec::new();
     for bytes in layout::manifests_in(directory)? {
-        // A manifest that is none is nothing to us here.
+        // Documents that are not manifests are skipped.
         let Ok(document) = serde_json::from_slice::<Document>(&bytes) else {
             continue;
         };

@@ -1,4 +1,4 @@
-//! A converted layer as it is stored, and what it says of itself.
+//! A converted layer in its stored form, and its metadata.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,13 +14,14 @@ use crate::error::ConvertError;
 use crate::layer::LayerInput;
 use crate::layout::write::{LayoutWriter, NewBlob};
 
-/// What a layer has to be.
+/// The properties that a layer must have.
 #[derive(Debug, Clone)]
 pub(crate) struct Wanted {
     pub diff_id: DiffId,
     pub options: Value,
     pub tool: String,
-    /// How it is opened: with the cache that all layers of the image share.
+    /// The options to open the layer with; they contain the cache that all layers of the image
+    /// share.
     pub open: OpenOptions,
 }
 
@@ -31,31 +32,31 @@ pub(crate) struct StoredLayer {
     pub file_bytes: u64,
     pub merkle_root: [u8; 32],
     pub info: LayerInfo,
-    /// What it was made with.
+    /// The options that the layer was made with.
     pub options: Value,
-    /// How much of the address space is its own; windows onto lower layers lie behind.
+    /// Bytes of the address space that are the layer's own; windows onto lower layers follow.
     pub own_bytes: u64,
-    /// Those windows.
+    /// The windows onto lower layers.
     pub windows: Vec<LowerWindow>,
     pub made: Made,
     /// The file, if it has no name yet.
     pub new: Option<NewBlob>,
-    /// How messages call it.
+    /// The name in messages.
     name: String,
 }
 
-/// A piece of a lower layer in a layer's address space.
+/// A window onto a lower layer in a layer's address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LowerWindow {
     pub start: u64,
     pub bytes: u64,
-    /// Which backing.
+    /// Index of the backing.
     pub backing: u32,
-    /// Where in it.
+    /// Address in the backing.
     pub address: u64,
 }
 
-/// What a layer's metadata says.
+/// The fields of a layer's metadata.
 #[derive(Debug, Clone)]
 pub(crate) struct LayerInfo {
     pub diff_id: DiffId,
@@ -92,7 +93,7 @@ struct ContentDocument {
 }
 
 impl StoredLayer {
-    /// A layer that was just made.
+    /// A layer that was just converted.
     pub(crate) fn new(
         blob: NewBlob,
         wanted: &Wanted,
@@ -115,7 +116,8 @@ impl StoredLayer {
         Ok(layer)
     }
 
-    /// Opens a layer whose digest the caller vouches for. The error says in what it is not the wanted one.
+    /// Opens a layer whose digest the caller has verified or trusts. The inner error names the
+    /// property in which the layer differs from the wanted one.
     pub(crate) fn open(
         file: File,
         digest: Digest,
@@ -174,19 +176,19 @@ impl StoredLayer {
         })
     }
 
-    /// The file system in it.
+    /// The layer's file system.
     pub(crate) fn filesystem(&self) -> Result<Filesystem, ConvertError> {
         Filesystem::open(self.image.clone()).map_err(|error| self.damaged(&error))
     }
 
-    /// The digest as backing tables have it.
+    /// The digest in the form of backing tables.
     pub(crate) fn sha256(&self) -> Result<[u8; 32], ConvertError> {
         self.digest
             .sha256()
             .ok_or_else(|| self.damaged(&"its digest is no SHA-256"))
     }
 
-    /// Says what is wrong with this layer.
+    /// An error for damage in this layer.
     pub(crate) fn damaged(&self, problem: &dyn std::fmt::Display) -> ConvertError {
         ConvertError::Layout {
             place: self.name.clone(),
@@ -211,7 +213,7 @@ impl StoredLayer {
     }
 }
 
-/// The windows of an image, each as long as it can be.
+/// The windows of an image. Adjacent windows are merged.
 fn windows(image: &Image) -> Result<Vec<LowerWindow>, bcow::Error> {
     let mut windows: Vec<LowerWindow> = Vec::new();
     if image.backings().next().is_none() {

@@ -1,4 +1,5 @@
-//! Trees of images in BCoW form as layers of a new one: each is made an archive, which is converted as any other.
+//! Converts trees of images in BCoW form into layers of a new image, through an archive of each
+//! tree.
 
 use std::sync::Arc;
 
@@ -15,10 +16,12 @@ use crate::layer::LayerInput;
 use crate::layout::write::LayoutWriter;
 use crate::options::{ConvertOptions, Progress};
 
-/// Converts the trees into an image in an OCI layout, each into a layer. `config` is the image's configuration as it was;
-/// the digests of layers in it, and a history that does not fit them, are replaced.
+/// Converts the trees into an image in an OCI layout, one layer per tree. `config` is the image's
+/// original configuration. The conversion replaces its digests of layers, and also its history if
+/// that does not match the layers.
 ///
-/// Blobs and index appear when everything is complete, or not at all, as with [`super::convert_to_layout`].
+/// Blobs and index appear when all of them are complete, or not at all, as in
+/// [`super::convert_to_layout`].
 pub fn convert_trees(
     trees: &Layers<'_>,
     config: Option<&Value>,
