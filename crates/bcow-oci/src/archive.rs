@@ -1,4 +1,5 @@
-//! Where the files of an image layout are: a directory, or a tar archive whose members are read in place.
+//! The files of an image layout: in a directory, or in a tar archive whose members are read in
+//! place.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,9 +13,9 @@ use crate::path::components;
 use crate::stream::{ChunkSource, ChunkStream};
 use crate::tar::{EntryKind, TarReader};
 
-/// Members of an archive. An image has a few per layer.
+/// Limit on the members of an archive. An image has a few members per layer.
 const MAX_MEMBERS: u64 = 100_000;
-/// Headers are far apart, so little is read at each.
+/// A small chunk, because headers are far apart.
 const HEADER_CHUNK_BYTES: usize = 4096;
 
 /// The files of a layout or archive by their path in it.
@@ -37,7 +38,7 @@ impl Files {
         }
     }
 
-    /// How messages name the whole.
+    /// The name of the layout in messages.
     pub(crate) fn name(&self) -> String {
         match self {
             Files::Directory(path) => path.display().to_string(),
@@ -45,7 +46,8 @@ impl Files {
         }
     }
 
-    /// The file at `path`, which is relative and of plain names; `None` if there is none.
+    /// The file at `path`, which is relative and has plain names only; `None` if the file does not
+    /// exist.
     pub(crate) fn open(&self, path: &str) -> Result<Option<Blob>, ConvertError> {
         match self {
             Files::Directory(directory) => open_regular(&directory.join(path)),
@@ -53,7 +55,8 @@ impl Files {
         }
     }
 
-    /// A file that must be there, as a document of at most `limit` bytes.
+    /// Reads the file at `path` as a document of at most `limit` bytes; `None` if the file does not
+    /// exist.
     pub(crate) fn document(&self, path: &str, limit: u64) -> Result<Option<Vec<u8>>, ConvertError> {
         match self.open(path)? {
             Some(blob) => blob.document(limit, None).map(Some),
@@ -74,7 +77,7 @@ enum Member {
         offset: u64,
         length: u64,
     },
-    /// Old `docker save` stores a layer that occurs twice once, with a link to it.
+    /// An old `docker save` stores a layer that occurs twice once, and a link to it.
     Link(Vec<u8>),
 }
 
@@ -90,7 +93,8 @@ impl Archive {
             .map_err(|e| read_error("read", &name, e))?;
         match Format::of(&start[..read]) {
             Format::Plain => {}
-            // Its members could not be read in place, and there is no telling how large it gets.
+            // The members of a compressed archive cannot be read in place, and its decompressed
+            // size is unknown.
             format => {
                 return Err(ConvertError::Compression {
                     place: name,
@@ -150,7 +154,7 @@ impl Archive {
     fn open(&self, path: &str) -> Option<Blob> {
         let names = components(path.as_bytes()).ok()?;
         let mut key = names.join(&b'/');
-        // A link to a link is more than any writer makes.
+        // No known writer makes a link to a link.
         for _ in 0..4 {
             match self.members.get(&key)? {
                 Member::File { offset, length } => {
@@ -164,7 +168,7 @@ impl Archive {
     }
 }
 
-/// Reads headers and passes over what lies between them.
+/// Reads headers and skips the data between them.
 struct InPlace<'b> {
     name: &'b str,
     reader: BlobReader<'b>,

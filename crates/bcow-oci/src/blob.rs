@@ -1,4 +1,4 @@
-//! Bytes of the input: a file, a part of a file, or standard input.
+//! Input bytes: a file, a range of a file, or standard input.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -13,10 +13,10 @@ use crate::cancel::Cancel;
 use crate::digest::Digest;
 use crate::error::{ConvertError, LimitKind, Place};
 
-/// Somewhere to read bytes from. Files are read by offset, so that clones do not disturb each other.
+/// A source of bytes. Files are read by offset, so that clones do not disturb each other.
 #[derive(Debug, Clone)]
 pub(crate) struct Blob {
-    /// How messages name it.
+    /// The name in messages.
     pub name: String,
     bytes: Bytes,
 }
@@ -28,12 +28,12 @@ enum Bytes {
         offset: u64,
         length: u64,
     },
-    /// A pipe, or anything else that can only be read in order.
+    /// A pipe, or another file that can only be read in order.
     Stream(Arc<File>),
 }
 
 impl Blob {
-    /// A part of a file.
+    /// A range of a file.
     pub(crate) fn range(name: String, file: Arc<File>, offset: u64, length: u64) -> Blob {
         Blob {
             name,
@@ -45,7 +45,7 @@ impl Blob {
         }
     }
 
-    /// A part of this one, which is a file.
+    /// A range of this blob; `None` if the blob is a stream.
     pub(crate) fn part(&self, name: String, start: u64, length: u64) -> Option<Blob> {
         match &self.bytes {
             Bytes::Range { file, offset, .. } => {
@@ -68,7 +68,7 @@ impl Blob {
         })
     }
 
-    /// What comes out of a pipe.
+    /// The output of a pipe.
     pub(crate) fn pipe(name: String, reader: io::PipeReader) -> Blob {
         Blob {
             name,
@@ -76,7 +76,7 @@ impl Blob {
         }
     }
 
-    /// A file, or a pipe with a name.
+    /// A file, or a named pipe.
     pub(crate) fn open(path: &Path) -> Result<Blob, ConvertError> {
         let name = path.display().to_string();
         let file = File::open(path).map_err(|e| read_error("open", &name, e))?;
@@ -96,7 +96,7 @@ impl Blob {
         Ok(Blob { name, bytes })
     }
 
-    /// Length in bytes, if that is known beforehand.
+    /// Length in bytes, if it is known before reading.
     pub(crate) fn length(&self) -> Option<u64> {
         match self.bytes {
             Bytes::Range { length, .. } => Some(length),
@@ -104,7 +104,7 @@ impl Blob {
         }
     }
 
-    /// The file, if it is all of one.
+    /// The file, if the blob is a whole file.
     pub(crate) fn file(&self) -> Option<Arc<File>> {
         match &self.bytes {
             Bytes::Range {
@@ -114,7 +114,7 @@ impl Blob {
         }
     }
 
-    /// Reads a document of at most `limit` bytes and checks it against a digest.
+    /// Reads a document of at most `limit` bytes and checks its digest, if one is given.
     pub(crate) fn document(
         &self,
         limit: u64,
@@ -170,7 +170,7 @@ impl<'b> BlobReader<'b> {
         }
     }
 
-    /// Passes over up to `bytes` bytes; says how many. A stream passes over none.
+    /// Skips up to `bytes` bytes; returns the number of skipped bytes, which is 0 for a stream.
     pub(crate) fn skip(&mut self, bytes: u64) -> u64 {
         match self.blob.bytes {
             Bytes::Range { length, .. } => {
@@ -186,7 +186,7 @@ impl<'b> BlobReader<'b> {
 impl Read for BlobReader<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         if self.cancel.is_set() {
-            // Not `Interrupted`: that one would be tried again.
+            // Not `ErrorKind::Interrupted`: readers retry after that error.
             return Err(io::Error::other(Cancelled));
         }
         let read = match &self.blob.bytes {
@@ -201,7 +201,7 @@ impl Read for BlobReader<'_> {
                 }
                 let read = file.read_at(&mut buf[..wanted], offset + self.at)?;
                 if read == 0 {
-                    // The file was there in its full length when it was opened.
+                    // The file had its full length when it was opened.
                     return Err(io::Error::other(Shrunk));
                 }
                 read
@@ -213,7 +213,7 @@ impl Read for BlobReader<'_> {
     }
 }
 
-/// The caller asked to stop.
+/// The caller cancelled the operation.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
 struct Cancelled;
@@ -223,7 +223,7 @@ struct Cancelled;
 #[error("the file became shorter")]
 struct Shrunk;
 
-/// Says what could not be read.
+/// An error that names what could not be read.
 pub(crate) fn read_error(
     action: &'static str,
     what: &str,
@@ -243,7 +243,7 @@ pub(crate) fn read_error(
     }
 }
 
-/// Opens a regular file, `None` if there is none. Never waits for a FIFO's other end.
+/// Opens a regular file; `None` if it does not exist. The function never blocks on a FIFO.
 pub(crate) fn open_regular(path: &Path) -> Result<Option<Blob>, ConvertError> {
     let name = path.display().to_string();
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;

@@ -1,9 +1,9 @@
-//! Whether a conversion shall stop.
+//! Cancellation of a conversion.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The flags that stop a conversion: the caller's, and one of its own where several layers are read at once and one
-/// has failed.
+/// The flags that cancel a conversion: the caller's, and one of the conversion, which is set when
+/// one of several parallel layers fails.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Cancel<'c> {
     caller: Option<&'c AtomicBool>,
@@ -11,12 +11,12 @@ pub(crate) struct Cancel<'c> {
 }
 
 impl<'c> Cancel<'c> {
-    /// Stops when the caller says so.
+    /// Cancels when the caller's flag is set.
     pub(crate) fn new(caller: Option<&'c AtomicBool>) -> Self {
         Cancel { caller, own: None }
     }
 
-    /// Stops also when `own` is set.
+    /// Cancels also when `own` is set.
     pub(crate) fn or(self, own: &'c AtomicBool) -> Self {
         Cancel {
             own: Some(own),

@@ -1,4 +1,5 @@
-//! The conversion into one flattened image: layers from the top, content as it comes, then the merged tree.
+//! The conversion into one flattened image: the layers from the uppermost down, then the merged
+//! tree.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
@@ -23,8 +24,8 @@ use crate::{docker, layout};
 
 /// Converts `source` into one flattened image at `destination`.
 ///
-/// The destination appears, or is replaced, at once and complete, or not at all. A destination that is a
-/// symlink stays one; what it points to is replaced. See [`ConvertError`] for what can go wrong.
+/// The destination is created or replaced atomically, or stays as it was. If the destination is a
+/// symlink, its target is replaced. [`ConvertError`] lists the errors.
 pub fn convert(
     source: &Source,
     destination: &Path,
@@ -95,7 +96,7 @@ pub fn convert(
     Ok(report)
 }
 
-/// Reads all layers, uppermost first; gives them back lowest first.
+/// Reads all layers, uppermost first; returns them lowest first.
 fn read_layers(
     conversion: &mut Conversion<'_>,
     image: &Image,
@@ -125,7 +126,7 @@ pub(crate) fn hex(hash: &[u8; 32]) -> String {
     hash.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// What there is to convert.
+/// The input of a conversion.
 pub(crate) enum Input {
     Image(Box<Image>),
     Directory(PathBuf),
@@ -170,7 +171,7 @@ impl Input {
         Ok(Input::Image(image.into()))
     }
 
-    /// The image, if it is not a directory.
+    /// The image; `None` for a directory.
     fn image(&self) -> Option<&Image> {
         match self {
             Input::Image(image) => Some(image),
@@ -178,7 +179,7 @@ impl Input {
         }
     }
 
-    /// How many bytes there are to read, if that is known.
+    /// The number of bytes to read, if known.
     pub(crate) fn bytes(&self) -> Option<u64> {
         match self {
             Input::Image(image) => {
@@ -190,7 +191,7 @@ impl Input {
     }
 }
 
-/// Logs what was found.
+/// Logs the image that was found.
 fn tell_image(source: &Source, image: &Image) {
     let manifest = image.manifest.as_ref().map_or_else(
         || "no manifest".to_owned(),
@@ -209,12 +210,12 @@ fn tell_image(source: &Source, image: &Image) {
     }
 }
 
-/// Something that may not be known.
+/// The text of an optional value.
 fn told(value: Option<impl std::fmt::Display>) -> String {
     value.map_or_else(|| "unknown".to_owned(), |value| value.to_string())
 }
 
-/// A root file system in one tar archive. Nothing promises its digest, so none is computed.
+/// A root file system in one tar archive. No digest is recorded for it, so none is computed.
 pub(crate) fn single_layer(blob: Blob) -> Image {
     Image {
         manifest: None,

@@ -1,4 +1,4 @@
-//! Content digests: parsed before they are used for anything, and computed while bytes stream by.
+//! Content digests: validated when they are parsed, and computed as bytes are read.
 
 use std::fmt;
 use std::fs::File;
@@ -18,7 +18,7 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// As it stands before the colon.
+    /// The text in front of the colon.
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Sha256 => "sha256",
@@ -47,17 +47,17 @@ impl Digest {
         self.algorithm
     }
 
-    /// The part behind the colon, in lower case.
+    /// The hexadecimal digits behind the colon, in lower case.
     pub fn hex(&self) -> String {
         self.bytes.iter().map(|b| format!("{b:02x}")).collect()
     }
 
-    /// Enough to recognise it in a message: algorithm and 12 digits.
+    /// A short form for messages: the algorithm and 12 digits.
     pub fn short(&self) -> String {
         format!("{}:{}", self.algorithm.name(), &self.hex()[..12])
     }
 
-    /// The digest that SHA-256 gave.
+    /// The digest with these SHA-256 bytes.
     pub fn from_sha256(bytes: [u8; 32]) -> Digest {
         Digest {
             algorithm: Algorithm::Sha256,
@@ -65,7 +65,7 @@ impl Digest {
         }
     }
 
-    /// Its bytes, if it is a SHA-256.
+    /// The digest's bytes, if it is a SHA-256.
     pub fn sha256(&self) -> Option<[u8; 32]> {
         match self.algorithm {
             Algorithm::Sha256 => self.bytes[..].try_into().ok(),
@@ -73,7 +73,8 @@ impl Digest {
         }
     }
 
-    /// The digest and the length of all of a file, which is read by offset, so that others who read it are not disturbed.
+    /// The digest and the length of a whole file. The file is read by offset, which leaves the
+    /// descriptor's position unchanged.
     pub fn of_file(file: &File, algorithm: Algorithm) -> io::Result<(Digest, u64)> {
         let mut hasher = Hasher::new(algorithm);
         let mut buffer = vec![0; 1 << 20];
@@ -110,7 +111,7 @@ impl FromStr for Digest {
             "sha512" => Algorithm::Sha512,
             _ => return Err("the algorithm is neither sha256 nor sha512"),
         };
-        // The length check comes before anything is done with the text: it may be megabytes of it.
+        // The length is checked first, because the text may have megabytes.
         if hex.len() != 2 * algorithm.bytes() {
             return Err("it has the wrong length");
         }
@@ -149,7 +150,7 @@ impl serde::Serialize for Digest {
     }
 }
 
-/// The digest of a layer's *uncompressed* bytes; the name of a layer wherever it comes from.
+/// The digest of a layer's *uncompressed* bytes, which identifies the layer across sources.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DiffId(pub Digest);
 
@@ -165,7 +166,7 @@ impl serde::Serialize for DiffId {
     }
 }
 
-/// A digest in the making.
+/// A digest that is being computed.
 #[derive(Clone)]
 pub(crate) enum Hasher {
     Sha256(Sha256),

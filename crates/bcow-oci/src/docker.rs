@@ -1,6 +1,6 @@
-//! What `docker save` and `podman save` write: an archive with a `manifest.json`.
+//! Archives of `docker save` and `podman save`, which have a `manifest.json`.
 //!
-//! Newer ones are OCI layouts at the same time; `manifest.json` is preferred, for it has the names that
+//! Newer archives are OCI layouts too. bcow prefers `manifest.json`, because it has the names that
 //! were given to `save`.
 
 use serde::Deserialize;
@@ -23,7 +23,7 @@ struct Saved {
     layers: Option<Vec<String>>,
 }
 
-/// Finds the image that `reference` means: `NAME[:TAG]`, or `@N` for the Nth, from 0.
+/// Finds the image `reference`: `NAME[:TAG]`, or `@N` for the Nth image, from 0.
 pub(crate) fn find(
     archive: Archive,
     reference: Option<&str>,
@@ -154,7 +154,8 @@ fn choose<'s>(
     }
 }
 
-/// Whether a name in the archive is what the user means: the tag `latest` and the registry may be left out.
+/// Whether a name in the archive matches the user's: the user may omit the tag `latest` and the
+/// registry.
 fn is_named(name: &str, reference: &str) -> bool {
     let has_tag = reference
         .rsplit('/')
@@ -170,7 +171,7 @@ fn is_named(name: &str, reference: &str) -> bool {
             .is_some_and(|rest| rest.ends_with('/'))
 }
 
-/// The digest that a member's name promises: `blobs/sha256/HEX`, or an older archive's `HEX.json`.
+/// The digest in a member's name: `blobs/sha256/HEX`, or `HEX.json` in older archives.
 fn digest_in_name(path: &str) -> Option<Digest> {
     let hex = match path.strip_prefix("blobs/sha256/") {
         Some(hex) => hex,

@@ -1,4 +1,4 @@
-//! Tar ingestion as a fuzzer sees it: bytes in, no disk, no threads.
+//! Tar ingestion for a fuzzer: bytes in memory, no disk, no threads.
 
 use std::io::Read;
 use std::path::Path;
@@ -20,16 +20,17 @@ use crate::tails::TailStore;
 use crate::tar::TarReader;
 use crate::warnings::Warnings;
 
-/// Decompressed bytes that are looked at.
+/// Limit on decompressed bytes.
 const MAX_BYTES: u64 = 4 << 20;
 
-/// Reads `bytes`, plain or compressed, as the tar archives of two layers, merges them and lays the tree
-/// out. Header checksums are not looked at. The length says how finely the stream is cut; the last byte
-/// says after how many blocks the first layer ends, and is 0 in whole archives, which then are one layer
-/// on top of nothing. Errors are as good as success; only a panic or a hang is a finding.
+/// Reads `bytes`, plain or compressed, as the tar archives of two layers, merges them and lays out
+/// the tree. Header checksums are not checked. The length of `bytes` selects the chunk size of the
+/// stream. The last byte selects the number of blocks after which the first layer ends; in complete
+/// archives it is 0, which gives one layer over an empty one. Errors are expected; only a panic or
+/// a hang is a finding.
 pub fn fuzz_ingest(bytes: &[u8]) {
     let mut tar = Vec::new();
-    // What was decompressed before the damage is read all the same.
+    // The bytes that were decompressed before the damage are read.
     let _ = match Format::of(bytes) {
         Format::Gzip => flate2::read::MultiGzDecoder::new(bytes)
             .take(MAX_BYTES)
@@ -46,7 +47,7 @@ pub fn fuzz_ingest(bytes: &[u8]) {
         0 => tar.len(),
         boundary => boundary.min(tar.len()),
     });
-    // A real image ends long before these limits.
+    // A real image stays far below these limits.
     let mut budget = Budget {
         entries: 0,
         max_entries: 10_000,
@@ -120,7 +121,7 @@ fn ingest(
     Ok(())
 }
 
-/// Content that is only counted.
+/// Counts content and discards it.
 struct Nowhere {
     position: u64,
 }

@@ -1,6 +1,6 @@
-//! Which entries of a layer the layers above it hide.
+//! Finds the entries of a layer that upper layers hide.
 //!
-//! Layers are read uppermost first, so that content nobody can see is never stored.
+//! Layers are read uppermost first, so that hidden content is never stored.
 
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -9,27 +9,28 @@ use bcow_erofs::tree::{LayerTree, NodeId, NodeKind};
 
 use crate::builder::{LayerBuilder, Slot};
 
-/// The finished layers above the one being read.
+/// The complete layers above the current one.
 #[derive(Default)]
 pub(crate) struct Uppers {
     layers: Vec<LayerTree>,
-    /// Last names of what upper layers link to in the layers below. A file of such a name is kept even
-    /// if it is hidden: exactly which file is meant is known only when all layers are.
+    /// Last names of the targets of links from upper layers to lower ones. A file with such a name
+    /// is kept even if it is hidden, because the target of a link is known only after all layers
+    /// are read.
     linked: HashSet<Box<[u8]>>,
-    /// What the upper layers have at a directory of the current layer.
+    /// The upper layers' view of a directory of the current layer.
     cache: HashMap<NodeId, Rc<View>>,
 }
 
-/// A directory as the upper layers see it.
+/// The upper layers' view of a directory.
 struct View {
-    /// Nothing of the current layer is visible in it.
+    /// Whether the upper layers hide all of the current layer's entries in the directory.
     hidden: bool,
     /// The same directory in the upper layers that have it.
     same: Vec<(usize, NodeId)>,
 }
 
 impl Uppers {
-    /// Takes the next finished layer.
+    /// Adds the next complete layer.
     pub(crate) fn push(&mut self, layer: LayerTree) {
         for id in reachable(&layer) {
             if let NodeKind::LowerLink(target) = &layer.node(id).kind {
@@ -46,7 +47,7 @@ impl Uppers {
         self.layers
     }
 
-    /// Whether the content of a file at this place can be dropped.
+    /// Whether the upper layers hide the file at this place, so that its content can be dropped.
     pub(crate) fn hide(&mut self, layer: &LayerBuilder<'_>, slot: &Slot) -> bool {
         if self.layers.is_empty() || self.linked.contains(&slot.name) {
             return false;
@@ -60,8 +61,8 @@ impl Uppers {
     }
 
     fn view(&mut self, layer: &LayerBuilder<'_>, dir: NodeId) -> Rc<View> {
-        // Down from the nearest directory that is known; a loop, because paths are as deep as an
-        // archive likes.
+        // Start at the nearest directory whose view is known. This is a loop and not a recursion,
+        // because an archive decides the depth of its paths.
         let mut missing = Vec::new();
         let mut at = dir;
         let mut view = loop {
@@ -110,7 +111,7 @@ impl Uppers {
                     view.hidden |= is_opaque(layer, id);
                     view.same.push((i, id));
                 }
-                // A file, link or whiteout in place of the directory.
+                // A file, link or whiteout replaces the directory.
                 _ => view.hidden = true,
             }
         }
@@ -122,7 +123,7 @@ fn is_opaque(layer: &LayerTree, id: NodeId) -> bool {
     matches!(&layer.node(id).kind, NodeKind::Directory(d) if d.opaque)
 }
 
-/// Every node that has a name, each as often as it has names.
+/// Every node with a name, once for each of its names.
 pub(crate) fn reachable(layer: &LayerTree) -> impl Iterator<Item = NodeId> {
     let mut todo = vec![LayerTree::ROOT];
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! An image as every source but `dir:` gives it: a configuration and layers.
+//! The image of a source other than `dir:`: a configuration and layers.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -8,14 +8,14 @@ use crate::error::ConvertError;
 use crate::layer::LayerInput;
 use crate::options::Platform;
 
-/// An image, its layers not yet read.
+/// An image whose layers are not yet read.
 #[derive(Debug)]
 pub(crate) struct Image {
     pub manifest: Option<Digest>,
-    /// Its name in the source, if it has one there.
+    /// The image's name in the source, if it has one.
     pub reference: Option<String>,
     pub platform: Option<Platform>,
-    /// The OCI configuration as it was.
+    /// The original OCI configuration.
     pub config: Option<ImageConfig>,
     /// Lowest first.
     pub layers: Vec<LayerInput>,
@@ -24,7 +24,7 @@ pub(crate) struct Image {
 /// An image configuration.
 #[derive(Debug)]
 pub(crate) struct ImageConfig {
-    /// As it was, byte for byte.
+    /// The original bytes.
     pub bytes: Vec<u8>,
     pub document: Value,
     pub platform: Option<Platform>,
@@ -84,7 +84,7 @@ impl ImageConfig {
         })
     }
 
-    /// There must be as many layers as diffIDs.
+    /// The number of layers must equal the number of diffIDs.
     pub(crate) fn check_layers(&self, place: &str, layers: usize) -> Result<(), ConvertError> {
         match self.diff_ids.len() {
             count if count == layers => Ok(()),
@@ -96,7 +96,7 @@ impl ImageConfig {
     }
 }
 
-/// How messages name a layer.
+/// The name of a layer in messages.
 pub(crate) fn layer_name(index: usize, count: usize, digest: Option<&Digest>) -> String {
     match digest {
         Some(digest) => format!("layer {} of {count} ({})", index + 1, digest.short()),

@@ -1,7 +1,8 @@
-//! An image with layers on top of it, shown as one image without a file of its own.
+//! Shows an image and layers above it as one image without a file of its own.
 //!
-//! It is a stack, as a conversion into a layout makes it: the merged tree's metadata, which lies in memory, and a window onto
-//! each of the images. A window shows the whole address space of its image, also what that shows of others.
+//! The result is a stack, as in a conversion into a layout: the metadata of the merged tree, which
+//! is in memory, and a window onto each image. A window shows the whole address space of its image,
+//! including that image's own windows.
 
 use std::fs::File;
 use std::path::Path;
@@ -29,22 +30,22 @@ use crate::options::Limits;
 pub struct JoinPart {
     /// Its address space.
     pub image: Arc<Image>,
-    /// How messages call it.
+    /// The name in messages.
     pub name: String,
-    /// What its file system holds.
+    /// The form of the image's file system.
     pub form: TreeForm,
 }
 
-/// Images that are shown as one.
+/// Several images, shown as one.
 pub struct Joined {
     /// The address space.
     pub image: Arc<Image>,
-    /// The byte of it where each part begins, in the order of the parts.
+    /// The byte of the address space where each part begins, in the order of the parts.
     pub starts: Vec<u64>,
 }
 
-/// What images that are shown as one are recognised by: the identities of the images, lowest first. It depends on nothing
-/// else, so that a later version of this program finds the same.
+/// The identity of several images that are shown as one: a hash of their identities, lowest first.
+/// It depends on these only, so that later versions of bcow compute the same value.
 pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update(b"bcow image with layers\0");
@@ -54,7 +55,7 @@ pub fn joined_identity(parts: &[[u8; 32]]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// Shows `parts`, lowest first, as one image, whose metadata says what `described` says.
+/// Shows `parts`, lowest first, as one image with the fields `described` in its metadata.
 pub fn join(
     parts: &[JoinPart],
     described: Map<String, Value>,
@@ -79,7 +80,7 @@ pub fn join(
         .iter()
         .map(|part| Part {
             image: &part.image,
-            // Found again here and nowhere else, so any name does that is not another's.
+            // This digest is resolved by `join` only; it must be unique among the parts.
             digest: part.image.identity_hash(),
             bytes: part.image.size(),
         })

@@ -1,5 +1,5 @@
-//! The JSON sections of the images made here (spec section 13). Nothing in them depends on the host, the time, or
-//! paths.
+//! The JSON sections of converted images (spec section 13). They do not depend on the host, the
+//! time or paths.
 
 use serde_json::{Map, Value, json};
 
@@ -7,11 +7,11 @@ use crate::content::ContentStats;
 use crate::image::Image;
 use crate::options::{Compression, ConvertOptions, LayerReport};
 
-/// A section in the making.
+/// A section that is being built.
 pub(crate) struct Metadata(Map<String, Value>);
 
 impl Metadata {
-    /// Of an image that stands for a whole source: flattened, or a stack.
+    /// The section of an image that represents a whole source: flattened, or a stack.
     pub(crate) fn of_source(
         image: Option<&Image>,
         transport: &str,
@@ -47,7 +47,8 @@ impl Metadata {
         Metadata(all)
     }
 
-    /// Of a layer on its own. Whatever the source was, the same archive and options give the same text.
+    /// The section of a layer on its own. The same archive and options give the same text for any
+    /// source.
     pub(crate) fn of_layer(options: Value, tool: &str, layer: Value) -> Self {
         Metadata(Map::from_iter([
             ("tool".to_owned(), json!(tool)),
@@ -56,7 +57,7 @@ impl Metadata {
         ]))
     }
 
-    /// Of whatever `described` says beside that.
+    /// A section with the fields `described`.
     pub(crate) fn new(tool: &str, options: Value, described: Map<String, Value>) -> Self {
         let mut all = Map::from_iter([
             ("tool".to_owned(), json!(tool)),
@@ -66,12 +67,12 @@ impl Metadata {
         Metadata(all)
     }
 
-    /// Adds what the files are known by that the image names by digest.
+    /// Adds the identities of the files that the image names by digest.
     pub(crate) fn backings(&mut self, backings: Vec<Value>) {
         self.0.insert("backings".into(), Value::Array(backings));
     }
 
-    /// Adds what was stored.
+    /// Adds the statistics of the content.
     pub(crate) fn content(&mut self, entries: u64, stats: ContentStats, metadata_start: u64) {
         let mut content = json!({
             "entries": entries,
@@ -94,12 +95,12 @@ impl Metadata {
     }
 }
 
-/// Who writes.
+/// The name and version of the tool.
 pub(crate) fn tool(options: &ConvertOptions) -> String {
     format!("bcow {}", options.tool_version)
 }
 
-/// The options that decide an image's bytes.
+/// The options that determine an image's bytes.
 pub(crate) fn options_json(options: &ConvertOptions) -> Value {
     let compress = match (options.plain, options.compression) {
         (true, _) | (_, Compression::None) => json!("none"),
@@ -112,14 +113,14 @@ pub(crate) fn options_json(options: &ConvertOptions) -> Value {
     json!({"compress": compress, "plain": options.plain, "block_size": block_size})
 }
 
-/// A source's layer in a flattened image.
+/// A source layer's entry in the metadata of a flattened image.
 pub(crate) fn flattened_layer(layer: &LayerReport) -> Value {
     let mut all = Map::new();
     let fields = [
         ("digest", layer.digest.as_ref().map(|d| json!(d))),
         ("diff_id", layer.diff_id.as_ref().map(|d| json!(d))),
         ("media_type", layer.media_type.as_ref().map(|m| json!(m))),
-        // An archive without a digest is the same however it was compressed.
+        // Without a digest, the compression of the archive is not recorded.
         (
             "stored_bytes",
             layer.digest.as_ref().map(|_| json!(layer.stored_bytes)),

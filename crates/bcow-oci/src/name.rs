@@ -1,4 +1,4 @@
-//! How users name an image in BCoW form.
+//! The image argument for an image in BCoW form.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -9,8 +9,8 @@ use crate::store::StoreError;
 
 /// An image in BCoW form: `FILE`, `bcow:FILE`, `oci:DIR[:REF]` or `oci:DIR@sha256:HEX`.
 ///
-/// As in [`crate::Source`], the first colon behind the transport ends DIR. A file whose name begins with `oci:` or `bcow:` is
-/// `./oci:...`.
+/// As in [`crate::Source`], the first colon behind the transport ends DIR. A file whose name begins
+/// with `oci:` or `bcow:` needs the form `./oci:...`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageName {
     /// A BCoW file.
@@ -32,11 +32,11 @@ pub enum ImageName {
 }
 
 const TRANSPORT: &[u8] = b"oci:";
-/// Before a file, where it might be taken for something else.
+/// The transport of a file whose name looks like another transport.
 const FILE: &[u8] = b"bcow:";
 
 impl ImageName {
-    /// Reads a name. Whatever has no transport is a file.
+    /// Parses an image name. A name without a transport is a file.
     pub fn parse(text: &OsStr) -> Result<ImageName, StoreError> {
         let bad = |problem| StoreError::NameSyntax {
             text: text.to_string_lossy().into_owned(),
@@ -60,7 +60,7 @@ impl ImageName {
             });
         };
         let utf8 = |bytes| std::str::from_utf8(bytes).map_err(|_| bad("its end is not UTF-8"));
-        // `DIR@sha256:HEX`: the first colon stands in the digest.
+        // `DIR@sha256:HEX`: the first colon is in the digest.
         if let Some(at) = rest[..colon].iter().rposition(|&b| b == b'@')
             && rest[at + 1..colon] == *b"sha256"
         {
@@ -78,7 +78,7 @@ impl ImageName {
         }
     }
 
-    /// The same name with the path made absolute, for those who read it elsewhere (`/proc/mounts`).
+    /// The same name with an absolute path, for readers in other directories (`/proc/mounts`).
     pub fn absolute(&self) -> OsString {
         let absolute = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let (directory, end) = match self {

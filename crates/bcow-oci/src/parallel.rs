@@ -1,4 +1,4 @@
-//! Several pieces of work at once.
+//! Runs several pieces of work in parallel.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::error::ConvertError;
 use crate::export::ExportError;
 
-/// An error that may be nothing but the answer to being told to stop.
+/// An error type with a value for cancelled work.
 pub(crate) trait Stoppable {
-    /// That answer.
+    /// The error of cancelled work.
     fn interrupted() -> Self;
-    /// Whether this is it.
+    /// Whether this is the error of cancelled work.
     fn is_interrupted(&self) -> bool;
 }
 
@@ -32,9 +32,10 @@ impl Stoppable for ExportError {
     }
 }
 
-/// `work(i)` for each `i` of `order` by up to `threads` threads, begun in that order; the results stand by index. After
-/// an error `stop` is set and nothing more begun; of several errors the one of the lowest index is returned that is not
-/// just the work's answer to `stop`.
+/// Runs `work(i)` for each `i` of `order` on up to `threads` threads, started in that order; the
+/// results are in the order of the indices. After an error, `stop` is set and no further work
+/// starts. Of several errors, the function returns the one with the lowest index that is not merely
+/// a reaction to `stop`.
 pub(crate) fn run<T: Send, E: Stoppable + Send>(
     order: &[usize],
     threads: usize,
@@ -42,7 +43,7 @@ pub(crate) fn run<T: Send, E: Stoppable + Send>(
     work: impl Fn(usize) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, E> {
     let next = AtomicUsize::new(0);
-    // Taken once per piece of work, when it is done, and with no other lock held.
+    // Locked once per piece of work, when it is done, and with no other lock held.
     let done: Mutex<Vec<(usize, Result<T, E>)>> = Mutex::default();
     let worker = || {
         while !stop.load(Ordering::Relaxed) {

@@ -2,15 +2,15 @@
 
 use crate::error::TarProblem;
 
-/// Longest path, as in Linux. Also bounds the depth of the tree.
+/// Longest path, as in Linux. The limit also bounds the depth of the tree.
 pub(crate) const MAX_PATH_BYTES: usize = 4096;
 
-/// What the name of a whiteout begins with.
+/// The prefix of the name of a whiteout.
 pub(crate) const WHITEOUT: &[u8] = b".wh.";
 
-/// The names of a path from an archive: a leading slash, empty names and `.` are dropped, `..` takes
-/// back a name. Empty for the root itself. The last name may be a whiteout's, longer by its prefix than
-/// names on disk.
+/// The names of a path from an archive: a leading slash, empty names and `.` are dropped, and `..`
+/// removes the previous name. The result is empty for the root. The last name may be a whiteout's,
+/// which is longer than other names by its prefix.
 pub(crate) fn components(path: &[u8]) -> Result<Vec<&[u8]>, TarProblem> {
     if path.is_empty() {
         return Err(TarProblem::EmptyName);

@@ -1,8 +1,10 @@
-//! An image in BCoW form as another one: other blocks, another compression, plain, or without the files below it.
+//! Rewrites an image in BCoW form: with another block size or compression, plain, or without files
+//! below it.
 //!
-//! What one file holds whole keeps its address space, so that its blocks are only stored in another way: converted there
-//! and back, it is the same file. What shows other files (a stack, what a commit made over an image) is written anew from
-//! its tree: as it stands, the content of those files that nothing shows would come along.
+//! An image that holds all its content keeps its address space; only the storage of its blocks
+//! changes. A conversion to another form and back gives the same file. An image that refers to
+//! other files (a stack, or a commit over an image) is written anew from its tree: its address
+//! space also shows content of those files that no file in the tree uses.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,13 +26,13 @@ use crate::metadata::{options_json, tool};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
 
-/// Read at once.
+/// Bytes per read.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Bytes of the first block that belong to a file's header slots, and behind them the superblock.
+/// The first bytes of the first block belong to the header slots of a file; the superblock follows.
 const SUPERBLOCK_FROM: u64 = 1024;
 
-/// Writes `image`, whose file system holds what `form` says, to `destination`, which appears, or is replaced, at once and
-/// complete or not at all. `name` is how messages call it.
+/// Rewrites `image`, whose file system has the form `form`, to `destination`. The destination is
+/// created or replaced atomically, or stays as it was. `name` is the image's name in messages.
 pub fn recode(
     image: &Arc<Image>,
     form: TreeForm,
@@ -69,7 +71,7 @@ struct Recoding<'r> {
     destination: &'r Path,
     options: &'r ConvertOptions,
     progress: &'r dyn Progress,
-    /// What the image says of itself.
+    /// The image's JSON section.
     metadata: Map<String, Value>,
 }
 
@@ -80,7 +82,7 @@ impl Recoding<'_> {
         let output = Output::create(self.destination)?;
         let metadata_start = self.metadata_start();
         let mut options = writer_options(self.options, self.options.threads.max(1))?;
-        // Blocks change their size where a region begins, if they do.
+        // A change of the block size happens at the start of a region.
         let change_at = match options.block_bytes {
             None if !options.plain => metadata_start - metadata_start % REGION_BYTES,
             _ => metadata_start,
@@ -119,7 +121,8 @@ impl Recoding<'_> {
         Ok(report)
     }
 
-    /// The byte where the file system's metadata begins; the end, if the image does not say.
+    /// The byte where the file system's metadata begins, or the end if the image does not record
+    /// it.
     fn metadata_start(&self) -> u64 {
         let size = self.image.size();
         self.metadata
@@ -155,7 +158,7 @@ impl Recoding<'_> {
             .map_err(Stop::Write)
     }
 
-    /// Appends what the image has up to byte `end`.
+    /// Copies the image's blocks up to byte `end`.
     fn range(&self, writer: &mut ImageWriter, end: u64) -> Result<(), Stop> {
         let cancel = self.cancel();
         let mut buffer = Vec::new();
@@ -225,10 +228,10 @@ impl Recoding<'_> {
         })
     }
 
-    /// What the new image says of itself: where it came from at first, and how it is stored now.
+    /// The JSON section of the new image: its original source, and the new storage options.
     fn described(&self) -> Map<String, Value> {
         let mut all = self.metadata.clone();
-        // Those are of the files below it, which it does not need.
+        // These fields describe the files below the image, which the new image does not need.
         all.shift_remove("backings");
         all.shift_remove("commit");
         if let Some(Value::Array(layers)) = all.get_mut("layers") {
@@ -280,14 +283,15 @@ impl Recoding<'_> {
     }
 }
 
-/// Why copying stopped.
+/// The reason why copying stopped.
 enum Stop {
     Read(bcow::Error),
     Write(bcow::Error),
     Interrupted,
 }
 
-/// A stack's layer as an image has it that holds all content itself (spec section 13).
+/// Converts a stack's layer entry into that of an image that holds all its content (spec section
+/// 13).
 fn flatten_layer(layer: &mut Value) {
     let Some(Value::Object(source)) = layer.get("source") else {
         return;

@@ -1,7 +1,8 @@
-//! Containers of images that were given as a root file system.
+//! Detects container images that were given as a root file system.
 //!
-//! `tar:` and `dir:` take files as they are, so an archive of `docker save` or an OCI layout would become a root file system
-//! of blobs. What makes them one is looked at, not only its name: a file called `manifest.json` alone proves nothing.
+//! `tar:` and `dir:` convert files as they are, so an archive of `docker save` or an OCI layout
+//! would become a root file system of blobs. The check reads the content of the marker files,
+//! because a file with the name `manifest.json` can be anything.
 
 use std::path::Path;
 
@@ -10,10 +11,10 @@ use serde_json::Value;
 use crate::blob::open_regular;
 use crate::error::{ConvertError, ImageForm};
 
-/// Longest file that is looked at.
+/// Limit on the size of a file that is read.
 pub(crate) const MAX_BYTES: u64 = 1 << 20;
 
-/// What a file in the root says about the archive or directory that it is in.
+/// The form of image that a file in the root of an archive or directory indicates.
 pub(crate) fn recognise(name: &[u8], content: &[u8]) -> Option<ImageForm> {
     match name {
         b"manifest.json" if is_docker_manifest(content) => Some(ImageForm::DockerArchive),
@@ -25,12 +26,12 @@ pub(crate) fn recognise(name: &[u8], content: &[u8]) -> Option<ImageForm> {
     }
 }
 
-/// Whether [`recognise`] has something to say about files of this name.
+/// Whether [`recognise`] reads files of this name.
 pub(crate) fn is_telling(name: &[u8]) -> bool {
     matches!(name, b"manifest.json" | b"oci-layout" | b"version")
 }
 
-/// What a directory of the host is, if it is no root file system.
+/// The form of image in a directory of the host; `None` for a root file system.
 pub(crate) fn recognise_directory(path: &Path) -> Result<Option<ImageForm>, ConvertError> {
     for name in ["manifest.json", "oci-layout", "version"] {
         let Ok(Some(blob)) = open_regular(&path.join(name)) else {

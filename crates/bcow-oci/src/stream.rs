@@ -1,29 +1,31 @@
-//! Uncompressed bytes in large chunks, handed out without copying.
+//! Uncompressed bytes in large chunks, passed on without copying.
 
 use std::collections::VecDeque;
 
 use crate::error::ConvertError;
 
-/// Size of the chunks that travel from the reading thread to the parser. A multiple of tar's 512, so
-/// that tar headers do not straddle chunks.
+/// Size of the chunks from the reading thread to the parser: a multiple of tar's 512, so that no
+/// tar header crosses a chunk boundary.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
-/// Where chunks come from. Chunks may have any size but zero; full ones ([`CHUNK_BYTES`]) are fastest.
+/// A source of chunks. Chunks may have any size except zero; full ones ([`CHUNK_BYTES`]) are
+/// fastest.
 pub(crate) trait ChunkSource {
-    /// The next chunk, or `None` at the end. `used` is a buffer with stale bytes that the source may use again.
+    /// The next chunk, or `None` at the end. The source may reuse the buffer `used`, which has
+    /// stale bytes.
     fn next_chunk(&mut self, used: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, ConvertError>;
 
-    /// Passes over up to `bytes` bytes without reading them; says how many.
+    /// Skips up to `bytes` bytes without reading them; returns the number of skipped bytes.
     fn skip(&mut self, bytes: u64) -> u64 {
         let _ = bytes;
         0
     }
 }
 
-/// A window that slides over the chunks.
+/// A sliding window over the chunks.
 pub(crate) struct ChunkStream<'s> {
     source: Box<dyn ChunkSource + 's>,
-    /// At most two, none empty. The window begins in the first.
+    /// At most two chunks, none empty. The window begins in the first.
     chunks: VecDeque<Vec<u8>>,
     /// Start of the window in the first chunk.
     at: usize,
@@ -49,8 +51,8 @@ impl<'s> ChunkStream<'s> {
         self.position
     }
 
-    /// The next `bytes` bytes in two pieces, the second often empty; fewer only at the end of the
-    /// stream. Nothing is consumed.
+    /// The next `bytes` bytes in two pieces, the second often empty; fewer bytes only at the end of
+    /// the stream. The call consumes no bytes.
     pub(crate) fn window(&mut self, bytes: usize) -> Result<(&[u8], &[u8]), ConvertError> {
         while self.available() < bytes && !self.ended {
             self.fetch()?;
@@ -64,7 +66,7 @@ impl<'s> ChunkStream<'s> {
         Ok((first, &second[..second.len().min(bytes - first.len())]))
     }
 
-    /// Moves on by `bytes`, which an earlier [`ChunkStream::window`] has shown.
+    /// Consumes `bytes` bytes that an earlier [`ChunkStream::window`] returned.
     pub(crate) fn consume(&mut self, mut bytes: usize) {
         self.position += bytes as u64;
         while bytes > 0 {
@@ -79,7 +81,7 @@ impl<'s> ChunkStream<'s> {
         }
     }
 
-    /// Moves on by `bytes`; says how many were missing at the end of the stream.
+    /// Skips `bytes` bytes; returns the number of bytes missing at the end of the stream.
     pub(crate) fn skip(&mut self, mut bytes: u64) -> Result<u64, ConvertError> {
         while bytes > 0 {
             if self.available() == 0 {
@@ -114,14 +116,14 @@ impl<'s> ChunkStream<'s> {
         match self.source.next_chunk(self.spare.pop())? {
             None => self.ended = true,
             Some(chunk) if self.chunks.len() < 2 => self.chunks.push_back(chunk),
-            // Only sources with small chunks come here.
+            // Only a source with small chunks reaches this arm.
             Some(chunk) => self.chunks[1].extend_from_slice(&chunk),
         }
         Ok(())
     }
 }
 
-/// Bytes in memory as a source, in chunks of a given size.
+/// Bytes in memory as a source of chunks of a given size.
 pub(crate) struct MemorySource<'b> {
     bytes: &'b [u8],
     chunk_bytes: usize,

@@ -1,4 +1,4 @@
-//! Where the ends of files wait until their inodes are written.
+//! Stores file tails until their inodes are written.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -10,23 +10,23 @@ use bcow_erofs::tree::{Tail, TailSource};
 
 use crate::error::ConvertError;
 
-/// Bytes kept in memory before they go to a file.
+/// Bytes kept in memory before they are written to a file.
 const MEMORY_BYTES: usize = 8 << 20;
-/// Bytes read back from the file at a time: tails are wanted in about the order they came.
+/// Bytes per read from the file: tails are read in about the order in which they were stored.
 const READ_BYTES: usize = 256 << 10;
 
-/// Tails in memory, and beyond 8 MiB in a file that has no name.
+/// Tails in memory, and beyond 8 MiB in an unnamed file.
 pub(crate) struct TailStore {
     directory: PathBuf,
     file: Option<File>,
-    /// Bytes in the file; memory holds what follows.
+    /// Bytes in the file; memory has the bytes that follow.
     spilled: u64,
     memory: Vec<u8>,
     read_back: Mutex<(u64, Vec<u8>)>,
 }
 
 impl TailStore {
-    /// `directory` is where the file would be.
+    /// `directory` is the directory of the file.
     pub(crate) fn new(directory: &Path) -> Self {
         TailStore {
             directory: directory.to_owned(),
@@ -37,10 +37,10 @@ impl TailStore {
         }
     }
 
-    /// Keeps a tail, given in two pieces.
+    /// Stores a tail, given in two pieces.
     pub(crate) fn push(&mut self, first: &[u8], second: &[u8]) -> Result<Tail, ConvertError> {
         let length = first.len() + second.len();
-        // Whole tails are spilled, so that none is half in the file.
+        // Whole tails are spilled, so that no tail is partly in the file.
         if self.memory.len() + length > MEMORY_BYTES {
             self.spill().map_err(|source| ConvertError::Write {
                 action: "write a temporary file in",

@@ -8,7 +8,7 @@ use bcow_erofs::reader::Filesystem;
 
 use crate::error::ConvertError;
 
-/// What the check found.
+/// A finding of the check.
 #[derive(Debug, thiserror::Error)]
 #[error("{place}: {message} ({code})")]
 struct Damage {
@@ -17,7 +17,7 @@ struct Damage {
     message: String,
 }
 
-/// Walks the file system in `device`; the data in it was compared block by block before.
+/// Checks the file system in `device`. Its data was compared block by block before.
 pub(crate) fn file_system(device: Arc<dyn BlockDevice>) -> Result<(), ConvertError> {
     let fs = Filesystem::open(device).map_err(|e| ConvertError::Verify(Box::new(e)))?;
     let findings = check(&fs, &CheckOptions { read_data: false });

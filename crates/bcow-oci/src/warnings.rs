@@ -1,14 +1,14 @@
-//! What the user should know, said once and not once per file.
+//! Warnings for the user, one for each kind and not one for each file.
 
 use std::collections::BTreeMap;
 
 use crate::error::quoted;
 use crate::options::Progress;
 
-/// Distinct names that are told apart; a hostile input has as many as it likes.
+/// Limit on distinct names; a hostile input has any number of them.
 const MAX_NAMES: usize = 16;
 
-/// Warnings collected on the way.
+/// Warnings collected during the conversion.
 #[derive(Debug, Default)]
 pub(crate) struct Warnings {
     dropped_xattrs: BTreeMap<Vec<u8>, u64>,
@@ -17,7 +17,7 @@ pub(crate) struct Warnings {
 }
 
 impl Warnings {
-    /// An extended attribute was left out.
+    /// Records an extended attribute that was left out.
     pub(crate) fn dropped_xattr(&mut self, name: &[u8]) {
         if let Some(count) = self.dropped_xattrs.get_mut(name) {
             *count += 1;
@@ -28,12 +28,12 @@ impl Warnings {
         }
     }
 
-    /// Something was left out, for this reason.
+    /// Records an entry that was left out for the reason `why`.
     pub(crate) fn skipped(&mut self, why: &'static str) {
         *self.skipped.entry(why).or_default() += 1;
     }
 
-    /// Says it all.
+    /// Reports all warnings.
     pub(crate) fn report(&self, progress: &dyn Progress) {
         for (name, count) in &self.dropped_xattrs {
             progress.warning(&format!(
