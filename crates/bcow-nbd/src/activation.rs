@@ -1,4 +1,5 @@
-//! Sockets passed by a service manager (sd_listen_fds(3)), and telling it that all is well (sd_notify(3)).
+//! Sockets that a service manager passes (sd_listen_fds(3)), and status messages to it
+//! (sd_notify(3)).
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -14,12 +15,13 @@ use rustix::net::{SocketType, getsockname};
 use crate::error::Error;
 use crate::listen::Listener;
 
-/// The first descriptor that is passed.
+/// Number of the first passed descriptor.
 const FIRST: RawFd = 3;
-/// More than that is no service but a mistake.
+/// Limit of the passed sockets. A larger number is a mistake.
 const MOST: RawFd = 1024;
 
-/// The listening sockets that were passed to this process; none if it was not started that way. They can be taken once.
+/// The listening sockets that the service manager passed to this process; empty if there are none.
+/// The process can take them once.
 pub fn passed_listeners() -> Result<Vec<Listener>, Error> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let pid = std::env::var("LISTEN_PID").ok();
@@ -37,12 +39,12 @@ pub fn passed_listeners() -> Result<Vec<Listener>, Error> {
     Ok(listeners)
 }
 
-/// How many sockets the variables promise to the process `me`.
+/// Number of sockets that the variables announce for process `me`.
 fn count_for(me: u32, pid: Option<&str>, count: Option<&str>) -> Result<Option<RawFd>, Error> {
     let (Some(pid), Some(count)) = (pid, count) else {
         return Ok(None);
     };
-    // Meant for the process that started us, perhaps.
+    // The variables may be for the parent process.
     if pid.parse() != Ok(me) {
         return Ok(None);
     }
@@ -54,17 +56,18 @@ fn count_for(me: u32, pid: Option<&str>, count: Option<&str>) -> Result<Option<R
 }
 
 fn take(number: RawFd) -> Result<OwnedFd, Error> {
-    // To look whether it is open at all; what is made a `File` or a socket must be.
+    // Check that the descriptor is open: `OwnedFd` requires it.
     if !std::path::Path::new(&format!("/proc/self/fd/{number}")).exists() {
         return Err(Error::Activation(format!(
             "descriptor {number} is not open"
         )));
     }
-    // SAFETY: the descriptor is open (seen above). LISTEN_PID names this process, so the service manager passed it
-    // for us to own; nothing in this program opens descriptors by number, and `passed_listeners` runs this once.
+    // SAFETY: The descriptor is open (checked above). LISTEN_PID is this process, so the service
+    // manager passed ownership to it. No other code opens descriptors by number, and
+    // `passed_listeners` runs this once.
     #[allow(unsafe_code)]
     let fd = unsafe { OwnedFd::from_raw_fd(number) };
-    // Not for processes that we start.
+    // Child processes must not inherit it.
     let _ = fcntl_setfd(&fd, FdFlags::CLOEXEC);
     Ok(fd)
 }
@@ -80,7 +83,7 @@ fn listener(fd: OwnedFd, number: RawFd) -> Result<Listener, Error> {
     Ok(Listener::passed(fd, address))
 }
 
-/// Tells the service manager `state`, such as "READY=1", if there is one that wants to know.
+/// Sends `state`, such as "READY=1", to the service manager if NOTIFY_SOCKET names its socket.
 pub fn notify(state: &str) -> io::Result<()> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
         return Ok(());

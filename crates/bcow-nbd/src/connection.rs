@@ -1,9 +1,11 @@
 //! The transmission phase of one connection.
 //!
-//! Whoever has the [`Turn`] receives a request. If its kind was quick lately, the same thread carries it out on the
-//! spot, keeping the turn: no other thread is woken, content goes from the receive buffer to the device and from the
-//! device to the send buffer, and replies to requests that came together leave together. If its kind was slow (a disk that
-//! has to be waited for), the turn goes to another worker first, so that the requests behind it are not held up.
+//! The worker that holds the [`Turn`] receives a request. If requests of its kind were fast
+//! recently, the worker executes it immediately and keeps the turn. No other thread wakes up, data
+//! goes from the receive buffer to the device and from the device to the send buffer without a
+//! copy, and replies to requests that arrived together are sent together. If requests of its kind
+//! were slow (they wait for a disk), the worker first passes the turn to another worker, so that
+//! the next requests need not wait.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,22 +25,23 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::thread;
 use crate::turn::{Next, Turn};
 
-/// A payload up to this size is lent from the receive buffer.
+/// Largest payload in bytes that is used directly from the receive buffer.
 const LENT_BYTES: usize = 128 << 10;
-/// What a worker may keep without asking for memory.
+/// Bytes that a worker may keep without a reservation from the server's memory.
 const SMALL_BYTES: usize = 64 << 10;
-/// Large requests are carried out in pieces of this size, if there is memory for it.
+/// Large requests execute in pieces of this size, if there is memory for it.
 const LARGE_BYTES: usize = 1 << 20;
-/// Replies that wait for each other are sent when there are so many,
+/// Number of waiting replies at which they are sent.
 const BATCH: usize = 8;
-/// or so many bytes of them.
+/// Bytes of waiting replies at which they are sent.
 const BATCH_BYTES: usize = 64 << 10;
-/// Requests slower than this are worth another thread. Waking one costs 5 to 10 us.
+/// Kinds of requests that are slower than this pass the turn to another worker. To wake a worker
+/// costs 5 to 10 us.
 const SLOW_NS: u64 = 40_000;
-/// How long a large simple read waits for memory.
+/// How long a large read with a simple reply waits for memory.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// What client and server agreed on.
+/// The result of the handshake.
 #[derive(Clone)]
 pub(crate) struct Agreed {
     pub(crate) export: Arc<Export>,
@@ -57,7 +60,8 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Serves until the client leaves, the connection fails or the server stops. All replies are sent then.
+    /// Serves until the client disconnects, the connection fails or the server stops. Sends all
+    /// replies before it returns.
     pub(crate) fn serve(
         shared: Arc<Shared>,
         socket: Arc<Socket>,
@@ -86,7 +90,7 @@ impl Connection {
             );
             replies.clear();
             if let Err(error) = sent {
-                // Half a reply may be out; nothing can be said behind it.
+                // Half a reply may have been sent, so no further reply can follow.
                 self.socket.cut();
                 return Err(error.into());
             }
@@ -101,12 +105,12 @@ impl Connection {
             .stack_size(crate::server::STACK_BYTES)
             .spawn(move || {
                 if let Some(receiver) = connection.turn.take() {
-                    // Who began the session tells how it ended.
+                    // The thread that started the session reports how it ended.
                     let _ = Worker::new(&connection).work(receiver);
                 }
             });
         if started.is_err() {
-            // Then there are fewer: this one comes back for the turn.
+            // Continue with fewer workers: this worker takes the turn again.
             self.turn.not_added();
         }
     }
@@ -117,11 +121,11 @@ struct Worker<'a> {
     connection: &'a Arc<Connection>,
     replies: Replies,
     payload: Vec<u8>,
-    /// Bytes of the server's memory that this worker holds.
+    /// Bytes of the server's memory that this worker has reserved.
     held: u64,
 }
 
-/// What became of the turn.
+/// Whether the worker still has the turn.
 enum Turned {
     Kept(Box<Receiver>),
     Given,
@@ -137,7 +141,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Begins with the turn.
+    /// Runs the worker, which starts with the turn.
     fn work(mut self, mut receiver: Box<Receiver>) -> Result<(), SessionEnd> {
         loop {
             match self.step(receiver) {
@@ -160,13 +164,13 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Receives a request and carries it out. `None` when there will be no more.
+    /// Receives and executes one request. Returns `None` after the last request.
     fn step(&mut self, mut receiver: Box<Receiver>) -> Result<Option<Turned>, SessionEnd> {
         let connection = self.connection;
         let socket = &*connection.socket;
         let header_bytes = connection.agreed.framing.request_bytes();
         if !self.is_complete(&receiver) {
-            // Nobody waits for replies while this thread waits for requests.
+            // Send the waiting replies before this thread blocks for the next request.
             connection.send(&mut self.replies)?;
         }
         if !receiver.wait(socket)? {
@@ -204,7 +208,7 @@ impl<'a> Worker<'a> {
             }
             return Ok(Some(Turned::Kept(receiver)));
         }
-        // What waits to be sent shall not wait for a slow request.
+        // Waiting replies must not wait for a slow request.
         connection.send(&mut self.replies)?;
         if !lent && !self.payload_fits(payload_bytes) {
             receiver.consume(header_bytes);
@@ -251,7 +255,7 @@ impl<'a> Worker<'a> {
         let sent = done.and_then(|()| connection.send(&mut self.replies));
         match (turned, sent) {
             (Turned::Kept(_), Err(error)) => Err(error),
-            // Whoever has the turn now finds that the connection is gone.
+            // The worker that has the turn now will find that the connection is gone.
             (turned, _) => {
                 self.release_what_is_rarely_needed();
                 Ok(Some(turned))
@@ -259,7 +263,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Whether the next request is there with all it brings.
+    /// Whether the next request has arrived with its whole payload.
     fn is_complete(&self, receiver: &Receiver) -> bool {
         let framing = self.connection.agreed.framing;
         let available = receiver.available();
@@ -272,7 +276,7 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Whether the request makes sense here.
+    /// Rejects an invalid request, and every request while the server is stopping.
     fn admit(&self, request: &Request) -> Result<(), Failure> {
         if self.connection.shared.is_stopping() {
             return Err(Failure::new(Errno::Shutdown, "the server is ending"));
@@ -285,7 +289,7 @@ impl<'a> Worker<'a> {
             && matches!(request.command, Command::Read | Command::Write)
         {
             let end = Instant::now() + rate.delay(request.length);
-            // In short naps, so that a stopping server does not wait for them.
+            // Sleep in short steps, so that a stopping server need not wait.
             while !self.connection.shared.is_stopping() {
                 let left = end.saturating_duration_since(Instant::now());
                 if left.is_zero() {
@@ -312,7 +316,7 @@ impl<'a> Worker<'a> {
             let bytes = request.length;
             match connection.shared.memory.take(bytes, MEMORY_PATIENCE) {
                 true => {
-                    // Whatever fails, the memory is given back.
+                    // Release the memory also after an error.
                     let sent = connection.send(&mut self.replies);
                     let done = sent.and_then(|()| {
                         let replies = &mut self.replies;
@@ -338,20 +342,21 @@ impl<'a> Worker<'a> {
         done
     }
 
-    /// A simple reply has its error in front, and an unfragmented one is one chunk: all must be read before.
+    /// Whether the whole content must be read before the reply: a simple reply starts with its
+    /// error number, and an unfragmented reply has only one chunk.
     fn needs_whole_buffer(&self, request: &Request, piece: usize) -> bool {
         let whole = self.replies.framing() == Framing::Simple || request.has(command_flag::DF);
         whole && request.command == Command::Read && request.length > piece as u64
     }
 
-    /// Whether a payload of this size can be received whole.
+    /// Whether the worker can receive a payload of this size as a whole.
     fn payload_fits(&mut self, bytes: usize) -> bool {
         bytes <= self.piece_bytes()
     }
 
-    /// How large pieces of a large request may be.
+    /// Size of the pieces of a large request, in bytes.
     fn piece_bytes(&mut self) -> usize {
-        // One for what is received, one for what is sent.
+        // One piece to receive and one to send.
         const BOTH: u64 = 2 * LARGE_BYTES as u64;
         if self.held == 0 && self.connection.shared.memory.take(BOTH, Duration::ZERO) {
             self.held = BOTH;
@@ -375,7 +380,7 @@ impl Drop for Worker<'_> {
     }
 }
 
-/// Bytes of content that follow a request's header.
+/// Bytes of payload that follow the header of a request.
 fn payload_bytes(framing: Framing, request: &Request) -> Result<usize, SessionEnd> {
     let announced = framing == Framing::Extended && request.has(command_flag::PAYLOAD_LEN);
     if request.command != Command::Write && !announced {
@@ -387,7 +392,7 @@ fn payload_bytes(framing: Framing, request: &Request) -> Result<usize, SessionEn
     Ok(request.length as usize)
 }
 
-/// Kinds of requests that take about equally long.
+/// Kinds of requests with about equal latency.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Read,
@@ -413,7 +418,7 @@ impl Kind {
     }
 }
 
-/// How long each kind of request took lately: a moving average in ns. Lost updates do no harm.
+/// Recent latency of each kind of request: a moving average in ns. A lost update does no harm.
 #[derive(Default)]
 struct Costs([AtomicU64; 6]);
 
@@ -427,7 +432,8 @@ impl Costs {
     }
 
     fn note(&self, kind: Kind, took: Duration) {
-        // One very slow request shall not count for thousands of quick ones behind it.
+        // Limit the weight of one very slow request, so that thousands of fast ones after it are
+        // not treated as slow.
         let took = took.as_nanos().min(1 << 20) as u64;
         let cost = &self.0[kind as usize];
         let before = cost.load(Ordering::Relaxed);

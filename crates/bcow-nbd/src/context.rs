@@ -1,15 +1,15 @@
-//! Metadata contexts: what a client can ask to be told of ranges.
+//! Metadata contexts: the properties of ranges that clients can query.
 
 use bcow::{Content, Status};
 
 use crate::proto::allocation;
 
-/// A metadata context that this server knows.
+/// A metadata context that the server supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Context {
-    /// Where data are, where zeros.
+    /// Where data is and where zeros are.
     Allocation,
-    /// Which file of a chain says so.
+    /// Which file of the chain determines the content.
     Depth,
 }
 
@@ -23,7 +23,7 @@ impl Context {
         }
     }
 
-    /// By which replies call it.
+    /// The ID of the context in replies.
     pub(crate) fn id(self) -> u32 {
         match self {
             Context::Allocation => 1,
@@ -31,11 +31,11 @@ impl Context {
         }
     }
 
-    /// What an extent's flags are.
+    /// The flags of an extent.
     pub(crate) fn flags(self, status: &Status) -> u32 {
         match (self, status.content) {
             (Context::Allocation, Content::Data) => 0,
-            // Zeros take no space either, whether somebody wrote them or not.
+            // Zeros take no space either, whether they were written or not.
             (Context::Allocation, Content::Zero | Content::Hole) => {
                 allocation::HOLE | allocation::ZERO
             }
@@ -43,7 +43,8 @@ impl Context {
         }
     }
 
-    /// Those that a query of LIST_META_CONTEXT means: a whole name, or a namespace with nothing behind the colon.
+    /// The contexts that match a query of LIST_META_CONTEXT: a full name, or a namespace followed
+    /// only by the colon.
     pub(crate) fn listed_by(query: &[u8]) -> impl Iterator<Item = Context> + '_ {
         Context::ALL.into_iter().filter(move |context| {
             let name = context.name().as_bytes();

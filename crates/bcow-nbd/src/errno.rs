@@ -1,4 +1,4 @@
-//! The only place where errors become the protocol's numbers.
+//! The conversion of errors to the error numbers of the protocol. No other module does this.
 
 use bcow::Error;
 
@@ -8,7 +8,7 @@ use crate::proto::{Command, Errno};
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) errno: Errno,
-    /// For the client's log.
+    /// The message for the client.
     pub(crate) message: String,
 }
 
@@ -20,9 +20,9 @@ impl Failure {
         }
     }
 
-    /// A device's error in answer to `command`.
+    /// Converts an error of the device for a reply to `command`.
     pub(crate) fn of_device(command: Command, error: &Error) -> Self {
-        // Without the names of backings: they are nobody's business at the other end.
+        // Do not disclose the names of backing files to the client.
         let inner = error.innermost();
         let message = match inner {
             Error::MissingBacking { .. } | Error::WrongBacking { .. } => {
@@ -43,7 +43,7 @@ fn errno(command: Command, error: &Error) -> Errno {
     }
 }
 
-/// What a range beyond the end is.
+/// The error number for a range beyond the end of the device.
 pub(crate) fn out_of_range(command: Command) -> Errno {
     match command {
         Command::Write | Command::WriteZeroes => Errno::NoSpace,

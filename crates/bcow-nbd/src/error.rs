@@ -1,43 +1,44 @@
-//! What can go wrong with serving, apart from requests that fail: those are answered.
+//! Errors of the server. Errors of single requests are not among them: clients get those as
+//! replies.
 
 use std::io;
 
-/// Failure to begin or to go on serving.
+/// An error with which a server fails to start or stops.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is nothing to serve.
+    /// The list of exports is empty.
     #[error("there is no export")]
     NoExport,
-    /// Two exports have one name.
+    /// Two exports have the same name.
     #[error("two exports have the name {0:?}")]
     SameName(String),
-    /// The name of an export, or its description, is longer than the protocol allows.
+    /// The name or the description of an export is longer than the protocol allows.
     #[error("the name or the description of export {0:?} is longer than 4096 bytes")]
     NameTooLong(String),
-    /// The host refused something that serving needs.
+    /// The host refused an operation.
     #[error("cannot {action}: {source}")]
     Host {
-        /// What was being done: "listen on /run/x".
+        /// The operation that failed, such as "listen on /run/x".
         action: String,
         /// The host's error.
         source: io::Error,
     },
-    /// Somebody else serves at this socket.
+    /// Another server listens on this socket.
     #[error("cannot listen on {0}: a server is there already")]
     InUse(String),
-    /// A file at the place of the socket is no socket.
+    /// The path of the socket is an existing file of another type.
     #[error("cannot listen on {0}: there is a file that is no socket")]
     NoSocket(String),
-    /// What the environment says of passed sockets makes no sense.
+    /// The environment variables for passed sockets are invalid.
     #[error("sockets passed by the service manager: {0}")]
     Activation(String),
-    /// A certificate or key cannot be used.
+    /// A certificate or a key is not usable.
     #[error("{path}: {problem}")]
     Tls {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// What is wrong with the file.
         problem: String,
     },
 }
@@ -51,25 +52,26 @@ impl Error {
     }
 }
 
-/// Why a session ended otherwise than by the client's wish. For the log: there is nobody to answer any more.
+/// Why a session ended, if the client did not end it. Only for the log: the session can send no
+/// more replies.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionEnd {
     /// The connection failed.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// The client said something that cannot be answered.
+    /// The client violated the protocol in a way that has no error reply.
     #[error("{0}")]
     Protocol(&'static str),
-    /// TLS could not be begun.
+    /// The TLS handshake failed.
     #[error("TLS failed: {0}")]
     Tls(String),
-    /// The client kept the server waiting in the middle of something.
+    /// The client paused for too long in the middle of a message.
     #[error("it took too long in the middle of a message")]
     TimedOut,
 }
 
 impl SessionEnd {
-    /// Whether the server ended it, rather than the client or what lies between.
+    /// Whether the server ended the session, rather than the client or the network.
     pub(crate) fn is_refusal(&self) -> bool {
         match self {
             SessionEnd::Io(_) => false,

@@ -1,4 +1,4 @@
-//! What requests do to the device.
+//! Execution of requests on the device.
 
 use bcow::{BlockDevice, Content, Space, WritableDevice};
 
@@ -9,16 +9,18 @@ use crate::error::SessionEnd;
 use crate::proto::{Command, Errno, Framing, MAX_PAYLOAD_BYTES, Request, command_flag};
 use crate::reply::{Last, Replies, StatusExtent};
 
-/// Most extents of one context in one reply; the client asks again for the rest.
+/// Limit of the extents of one context in one reply. The client sends another request for the rest.
 const MOST_EXTENTS: usize = 4096;
-/// Most pieces that one reply to BLOCK_STATUS looks at: alike ones are told as one.
+/// Limit of the pieces that one BLOCK_STATUS examines. Adjacent equal pieces are reported as one
+/// extent.
 const MOST_PIECES: usize = 1 << 16;
-/// Reads this small are not worth asking whether they are zeros.
+/// Shortest range of zeros in bytes for which a read sends a hole instead of content.
 const HOLE_WORTH_BYTES: u64 = 64 << 10;
-/// CACHE reads no more than this ahead.
+/// Limit of the bytes that CACHE reads ahead.
 const MOST_CACHED_BYTES: u64 = 64 << 20;
 
-/// Whether the request makes sense: known, with flags that belong to it, allowed, and inside the device.
+/// Checks a request: the command is known, its flags belong to it, the export permits it, and the
+/// range is inside the device.
 pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
     let invalid = |message: &str| Err(Failure::new(Errno::Invalid, message));
     let structured = agreed.framing >= Framing::Structured;
@@ -32,7 +34,7 @@ pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
         }
         _ => 0,
     };
-    // FUA is allowed with every command, and has a meaning only where something is written.
+    // FUA is valid with every command, but has an effect only on commands that write.
     if request.flags & !(allowed | command_flag::FUA) != 0 {
         return invalid("a flag is not known, or does not belong to the command");
     }
@@ -67,8 +69,9 @@ pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Carries out a request that [`check`] admitted. Replies of reads larger than `piece` bytes are sent on the way; all
-/// others wait in `replies`. Errors of the device are replies; an error here is the end of the session.
+/// Executes a request that [`check`] accepted. Sends replies to reads larger than `piece` bytes in
+/// several parts; leaves all other replies in `replies`. An error of the device becomes a reply; an
+/// `Err` ends the session.
 pub(crate) fn run(
     connection: &Connection,
     request: &Request,
@@ -109,7 +112,7 @@ fn reply(
     }
 }
 
-/// Logs a device's error and puts it into the protocol's words.
+/// Reports an error of the device and converts it to an error of the protocol.
 fn failure(connection: &Connection, request: &Request, error: &bcow::Error) -> Failure {
     connection
         .shared
@@ -129,7 +132,7 @@ fn change(
         Command::WriteZeroes => {
             let keep = request.has(command_flag::NO_HOLE);
             if keep && request.has(command_flag::FAST_ZERO) {
-                // Zeros that take space are written like anything else.
+                // Zeros with allocated space are written like data.
                 return Err(bcow::Error::Unsupported(
                     "zeros that take space are not faster than a write".into(),
                 ));
@@ -155,7 +158,8 @@ fn cache(device: &dyn BlockDevice, request: &Request) -> Result<(), bcow::Error>
     device.read_with(request.offset, length, &mut |_| {})
 }
 
-/// A write whose payload is larger than what there is memory for. After an error the rest is received and dropped.
+/// Executes a write whose payload is larger than the available memory. After an error, receives and
+/// discards the rest of the payload.
 pub(crate) fn write_in_pieces(
     connection: &Connection,
     request: &Request,
@@ -222,7 +226,7 @@ fn read(
             false => Last::No,
         };
         if is_hole {
-            // A read has at most 32 MiB.
+            // Reads are limited to 32 MiB, so the length fits.
             replies.hole(cookie, offset, here, n as u32, last);
         } else {
             let filled = replies.data(cookie, offset, here, n as usize, last, |buf| {
@@ -245,18 +249,18 @@ fn read(
 }
 
 enum Zeros {
-    /// So many bytes of zeros.
+    /// This many bytes are zeros.
     These(u64),
-    /// So many bytes that may be anything.
+    /// This many bytes may have any value.
     Not(u64),
 }
 
-/// Runs of zeros from `offset` on that are long enough to be told as such.
+/// Finds the first run at `offset`: zeros that are long enough to send as a hole, or other bytes.
 fn zeros(device: &dyn BlockDevice, offset: u64, length: u64) -> Zeros {
     let run = |from: u64, zero: bool| {
         let mut end = from;
         while end < offset + length {
-            // What cannot be told is read, and then the error shows.
+            // If the status fails, treat the range as data: the read then returns the error.
             match device.status(end, offset + length - end) {
                 Ok(status) if (status.content != Content::Data) == zero => {
                     end += status.length.max(1);
@@ -315,7 +319,7 @@ fn extents(
         }
         let status = match device.status(request.offset + at, request.length - at) {
             Ok(status) => status,
-            // What was found before it is an answer too; the client asks again from there.
+            // Return the extents before the error. The client sends another request from there on.
             Err(error) if extents.is_empty() => return Err(error),
             Err(_) => break,
         };

@@ -1,4 +1,4 @@
-//! What is served: block devices under names.
+//! Exports: block devices with names.
 
 use std::sync::Arc;
 
@@ -7,17 +7,17 @@ use bcow::{BlockDevice, WritableDevice};
 use crate::error::Error;
 use crate::proto::{Framing, MAX_STRING_BYTES, transmission_flag as flag};
 
-/// A device that clients may only read, or write too.
+/// A read-only or a writable device.
 #[derive(Clone)]
 pub enum Device {
-    /// Only read.
+    /// Clients may only read.
     ReadOnly(Arc<dyn BlockDevice>),
-    /// Read and written.
+    /// Clients may read and write.
     Writable(Arc<dyn WritableDevice>),
 }
 
 impl Device {
-    /// For reading.
+    /// The device for reads.
     pub fn reader(&self) -> &dyn BlockDevice {
         match self {
             Device::ReadOnly(device) => &**device,
@@ -25,7 +25,7 @@ impl Device {
         }
     }
 
-    /// For writing, if that is allowed.
+    /// The device for writes; `None` if it is read-only.
     pub fn writer(&self) -> Option<&dyn WritableDevice> {
         match self {
             Device::ReadOnly(_) => None,
@@ -34,22 +34,22 @@ impl Device {
     }
 }
 
-/// A device under a name.
+/// A device with a name.
 #[derive(Clone)]
 pub struct Export {
-    /// By which clients ask for it; at most 4096 bytes.
+    /// The name by which clients select the export; at most 4096 bytes.
     pub name: String,
-    /// For people, in lists; may be empty, at most 4096 bytes.
+    /// A description for users; may be empty, at most 4096 bytes.
     pub description: String,
-    /// What is served.
+    /// The device.
     pub device: Device,
 }
 
 impl Export {
-    /// What the export can do (see [`crate::proto::transmission_flag`]).
+    /// The properties of the export (see [`crate::proto::transmission_flag`]).
     pub fn transmission_flags(&self, framing: Framing) -> u16 {
         let mut flags = flag::HAS_FLAGS | flag::SEND_FLUSH | flag::SEND_FUA | flag::SEND_CACHE;
-        // Both kinds of device promise that a flush covers what any thread wrote before.
+        // For both kinds of device, a flush covers all earlier writes of all threads.
         flags |= flag::CAN_MULTI_CONN;
         flags |= match self.device {
             Device::ReadOnly(_) => flag::READ_ONLY,
@@ -62,12 +62,13 @@ impl Export {
     }
 }
 
-/// Everything that one server serves.
+/// All exports of a server.
 #[derive(Clone)]
 pub struct Exports(Vec<Arc<Export>>);
 
 impl Exports {
-    /// Fails if there is none, if two have one name, or if a name or description is too long.
+    /// Fails if the list is empty, if two exports have the same name, or if a name or description
+    /// is too long.
     pub fn new(exports: Vec<Export>) -> Result<Self, Error> {
         if exports.is_empty() {
             return Err(Error::NoExport);
@@ -86,7 +87,7 @@ impl Exports {
         Ok(Exports(exports.into_iter().map(Arc::new).collect()))
     }
 
-    /// The export of this name. An only export also has the name "".
+    /// Finds an export by name. If there is only one export, the empty name finds it too.
     pub fn find(&self, name: &[u8]) -> Option<&Arc<Export>> {
         let named = self.0.iter().find(|export| export.name.as_bytes() == name);
         match (named, &self.0[..]) {
@@ -95,7 +96,7 @@ impl Exports {
         }
     }
 
-    /// All of them, in order.
+    /// All exports, in order.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Export>> {
         self.0.iter()
     }

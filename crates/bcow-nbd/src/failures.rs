@@ -1,5 +1,5 @@
-//! Requests that failed at the device, and clients that were refused, for the server's log. A client that tries again and again does
-//! not fill it.
+//! Reports of requests that failed at the device, and of refused clients, for the server's log.
+//! Their number is limited, so that a client that retries cannot fill the log.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use bcow::Error;
 use crate::proto::{Command, Request};
 use crate::sync::Mutex;
 
-/// So many failures are told one by one; then each time their number has doubled.
+/// This many failures are reported one by one; after that, each time their number has doubled.
 const TOLD: u64 = 16;
 
 /// A request that failed at the device.
@@ -19,15 +19,15 @@ const TOLD: u64 = 16;
 pub struct FailedRequest<'a> {
     /// The name of the export.
     pub export: &'a str,
-    /// What was asked for.
+    /// The command of the request.
     pub command: Command,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Why.
+    /// The cause.
     pub error: &'a Error,
-    /// How many failed so far; not all are reported.
+    /// Number of failures so far, those that were not reported included.
     pub count: u64,
 }
 
@@ -52,12 +52,12 @@ impl fmt::Display for FailedRequest<'_> {
     }
 }
 
-/// Says where reports of failed requests go: to the log, if nothing else is said.
+/// The receiver of reports of failed requests. The default is the log.
 #[derive(Clone)]
 pub struct FailureReport(Arc<dyn Fn(&FailedRequest<'_>) + Send + Sync>);
 
 impl FailureReport {
-    /// To `report`, which is called by the threads that carry requests out.
+    /// Sends reports to `report`. The threads that execute the requests call it.
     pub fn new(report: impl Fn(&FailedRequest<'_>) + Send + Sync + 'static) -> Self {
         FailureReport(Arc::new(report))
     }
@@ -105,12 +105,13 @@ impl FailureLog {
     }
 }
 
-/// So many refused clients have a line each
+/// Limit of log lines for refused clients in [`REFUSAL_WINDOW`].
 const REFUSALS: u32 = 16;
-/// in this time.
+/// The period of the limit [`REFUSALS`].
 const REFUSAL_WINDOW: Duration = Duration::from_secs(60);
 
-/// Clients that were refused, and why: the only one that knows it is the server's owner, if the client does not say.
+/// Logs refused clients with the reason. The client may not show the reason to its user, so the
+/// server's log must.
 #[derive(Default)]
 pub(crate) struct RefusalLog(Mutex<Window>);
 
@@ -122,7 +123,7 @@ struct Window {
 }
 
 impl RefusalLog {
-    /// `from` is where client `id` comes from.
+    /// Reports the client `id` with address `from`.
     pub(crate) fn report(&self, id: u64, from: &str, why: &dyn fmt::Display) {
         let told = {
             let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -139,7 +140,8 @@ impl RefusalLog {
 }
 
 impl Window {
-    /// Whether the next one has a line: then, how many had none before it, of which nothing was said yet.
+    /// Whether the next refusal gets a log line. `Some` then holds the number of refusals that got
+    /// no line since the last report of such a number.
     fn tell(&mut self, now: Instant) -> Option<u64> {
         let began = *self.began.get_or_insert(now);
         if now.saturating_duration_since(began) >= REFUSAL_WINDOW {

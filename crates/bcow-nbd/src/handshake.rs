@@ -1,4 +1,4 @@
-//! The handshake: from the greeting until client and server agree on an export.
+//! The handshake: from the greeting until client and server have agreed on an export.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,27 +18,28 @@ use crate::server::Shared;
 use crate::socket::{Patience, Socket};
 use crate::tls::{self, Tls};
 
-/// An option's data are no longer than this: a name and some dozens of queries.
+/// Largest accepted data of an option: a name and some dozens of queries.
 const MOST_OPTION_BYTES: usize = 64 << 10;
-/// Longer data are received and dropped up to this length, so that the option can be answered.
+/// Largest data that the server receives and discards, so that it can reply to the option with an
+/// error.
 const MOST_SKIPPED_BYTES: u32 = 1 << 20;
-/// Blocks of this size suit the device best.
+/// Preferred block size of the device, in bytes.
 const PREFERRED_BYTES: u32 = 4096;
-/// The longest text that goes with an error.
+/// Longest message of an error reply, in bytes.
 const MESSAGE_BYTES: usize = 1024;
 
-/// How a handshake ended, if the connection is still good.
+/// Result of a handshake after which the connection is intact.
 pub(crate) enum Outcome {
-    /// Transmission begins.
+    /// The transmission phase starts.
     Agreed(Agreed),
-    /// The client has what it came for.
+    /// The client ended the session.
     Left,
 }
 
-/// Why every option is refused.
+/// Why the server refuses every option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// There are as many clients as the server takes.
+    /// The limit of clients is reached.
     TooManyClients,
 }
 
@@ -49,26 +50,26 @@ pub(crate) struct Handshake<'a> {
     pub(crate) receiver: &'a mut Receiver,
     pub(crate) deadline: Option<Instant>,
     pub(crate) refusal: Option<Refusal>,
-    /// Whether the client was refused for want of TLS.
+    /// Whether the server refused an option because the client did not use TLS.
     pub(crate) wants_tls: bool,
 }
 
-/// What was agreed on so far; TLS sets it back.
+/// The state of the negotiation. STARTTLS resets it.
 #[derive(Default)]
 struct Negotiated {
     framing: Framing,
-    /// Contexts, and the export they were chosen for.
+    /// The selected contexts, and the export for which the client selected them.
     contexts: Option<(Arc<Export>, Contexts)>,
 }
 
-/// What came of one option.
+/// Result of one option.
 enum Step {
     Next,
     Done(Outcome),
 }
 
 impl Handshake<'_> {
-    /// Talks to the client until it has chosen an export or leaves.
+    /// Serves options until the client has selected an export or ends the session.
     pub(crate) fn run(&mut self) -> Result<Outcome, SessionEnd> {
         let mut greeting = Vec::with_capacity(18);
         greeting.extend(INIT_MAGIC.to_be_bytes());
@@ -126,7 +127,7 @@ impl Handshake<'_> {
         no_zeroes: bool,
     ) -> Result<Step, SessionEnd> {
         if option == option::ABORT {
-            // The client may be gone already, and that is no failure.
+            // The client may have disconnected without waiting for the reply. That is not an error.
             let _ = self.reply(option, option_reply::ACK, &[]);
             return Ok(Step::Done(Outcome::Left));
         }
@@ -168,7 +169,7 @@ impl Handshake<'_> {
         Ok(Step::Next)
     }
 
-    /// Why nothing is answered now, if that is so.
+    /// The error with which the server refuses the option in its present state, if it does.
     fn refused(&self, option: u32) -> Option<(u32, &'static str)> {
         if self.shared.is_stopping() {
             return Some((option_reply::ERR_SHUTDOWN, "the server is ending"));
@@ -196,8 +197,8 @@ impl Handshake<'_> {
             let message = "TLS has begun already, or the option has data where it has none";
             return self.refuse(option, option_reply::ERR_INVALID, message);
         }
-        // What follows without waiting for the answer would be taken for said by the client under TLS, whoever
-        // put it there (CVE-2021-3716).
+        // An attacker may have inserted plaintext after STARTTLS, which the server would treat as
+        // sent by the client under TLS (CVE-2021-3716).
         if !self.receiver.available().is_empty() {
             return Err(SessionEnd::Protocol("something follows the wish for TLS"));
         }
@@ -215,7 +216,7 @@ impl Handshake<'_> {
         negotiated: &mut Negotiated,
         no_zeroes: bool,
     ) -> Result<Step, SessionEnd> {
-        // This option has no way to refuse.
+        // EXPORT_NAME has no error reply.
         let Some(export) = self.shared.exports.find(name).cloned() else {
             return Err(SessionEnd::Protocol("there is no export of that name"));
         };
@@ -292,7 +293,7 @@ impl Handshake<'_> {
     ) -> Result<(), SessionEnd> {
         let choose = option == option::SET_META_CONTEXT;
         if choose {
-            // Whatever comes of it, what was chosen before is void.
+            // Any attempt to select discards the earlier selection, even if it fails.
             negotiated.contexts = None;
         }
         if choose && negotiated.framing == Framing::Simple {
@@ -309,7 +310,7 @@ impl Handshake<'_> {
         let mut contexts = Contexts::default();
         for query in &queries {
             for context in Context::listed_by(query) {
-                // To choose, a context must be named whole.
+                // A selection needs the full name of a context.
                 if !choose || context.name().as_bytes() == *query {
                     contexts.insert(context);
                 }
@@ -357,7 +358,7 @@ impl Handshake<'_> {
         bytes.extend(OPTION_REPLY_MAGIC.to_be_bytes());
         bytes.extend(option.to_be_bytes());
         bytes.extend(kind.to_be_bytes());
-        // Data are names, texts and numbers, all of them short.
+        // Data are names, texts and numbers, which are all short.
         bytes.extend((data.len() as u32).to_be_bytes());
         bytes.extend(data);
         self.send(&bytes)
@@ -383,7 +384,7 @@ impl Handshake<'_> {
 }
 
 fn agree(export: Arc<Export>, negotiated: &mut Negotiated) -> Outcome {
-    // Contexts chosen for another export do not count.
+    // Ignore contexts that were selected for another export.
     let contexts = match negotiated.contexts.take() {
         Some((chosen, contexts)) if Arc::ptr_eq(&chosen, &export) => contexts,
         _ => Contexts::default(),
@@ -395,7 +396,7 @@ fn agree(export: Arc<Export>, negotiated: &mut Negotiated) -> Outcome {
     })
 }
 
-/// Data of INFO and GO: a name, and which information is wanted.
+/// Decodes the data of INFO and GO: a name and the types of information.
 fn parse_info(mut data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
     let name = take_string(&mut data)?;
     let count = take_u16(&mut data)?;
@@ -406,7 +407,7 @@ fn parse_info(mut data: &[u8]) -> Option<(&[u8], Vec<u16>)> {
     data.is_empty().then_some((name, wanted))
 }
 
-/// Data of LIST_META_CONTEXT and SET_META_CONTEXT: a name, and queries.
+/// Decodes the data of LIST_META_CONTEXT and SET_META_CONTEXT: a name and the queries.
 fn parse_queries(mut data: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
     let name = take_string(&mut data)?;
     let count = take_u32(&mut data)?;

@@ -1,11 +1,11 @@
-//! What clients may take of the host: memory and speed.
+//! Limits of the memory and bandwidth that clients use.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::sync::{Condvar, Mutex, wait_timeout};
 
-/// Memory for large requests, one budget for a whole server.
+/// Memory for large requests: one budget for the whole server, in bytes.
 pub(crate) struct Memory {
     left: Mutex<u64>,
     freed: Condvar,
@@ -19,7 +19,8 @@ impl Memory {
         }
     }
 
-    /// Takes `bytes`, waiting for them up to `patience`; `false` if they could not be had.
+    /// Reserves `bytes`. Waits up to `patience` for other requests to release memory; `false` if
+    /// that is not enough.
     pub(crate) fn take(&self, bytes: u64, patience: Duration) -> bool {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let end = Instant::now() + patience;
@@ -39,20 +40,20 @@ impl Memory {
         }
     }
 
-    /// Gives back what was taken.
+    /// Releases reserved bytes.
     pub(crate) fn give(&self, bytes: u64) {
         *self.left.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
         self.freed.notify_all();
     }
 }
 
-/// What was not used stays for so long.
+/// How much unused time a client may catch up on at once.
 const BURST: Duration = Duration::from_secs(1);
 
-/// Holds a client to so many bytes a second, with a second's worth at once.
+/// Limits a client to a number of bytes per second, with a burst of one second.
 pub(crate) struct Rate {
     bytes_per_second: u64,
-    /// When all that was asked for so far will have been due.
+    /// The time at which all requested bytes are due at the limited rate.
     due: Mutex<Instant>,
 }
 
@@ -65,7 +66,7 @@ impl Rate {
         }
     }
 
-    /// How long to wait before `bytes` more.
+    /// How long to wait before the next `bytes`.
     pub(crate) fn delay(&self, bytes: u64) -> Duration {
         self.delay_at(Instant::now(), bytes)
     }
@@ -74,7 +75,7 @@ impl Rate {
         let mut due = self.due.lock().unwrap_or_else(PoisonError::into_inner);
         let delay = due.saturating_duration_since(now);
         let cost = bytes as f64 / self.bytes_per_second as f64;
-        // A year is for ever.
+        // Limit the cost to about a year, so that the time does not overflow.
         let from = now.checked_sub(BURST).map_or(*due, |least| least.max(*due));
         *due = from + Duration::from_secs_f64(cost.min(3e7));
         delay
@@ -100,7 +101,7 @@ mod tests {
         let start = *rate.due.lock().unwrap() + BURST;
         let later = |ms: u64| start + Duration::from_millis(ms);
         assert_eq!(rate.delay_at(later(0), 1000), Duration::ZERO);
-        // The first second's worth came on credit.
+        // The burst allowed the first second's bytes at once.
         assert_eq!(rate.delay_at(later(0), 500), Duration::ZERO);
         assert_eq!(rate.delay_at(later(0), 1), Duration::from_millis(500));
         assert_eq!(rate.delay_at(later(501), 1), Duration::ZERO);

@@ -1,4 +1,4 @@
-//! Where clients come from: Unix sockets with a name, TCP.
+//! Listening sockets: Unix sockets and TCP.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -19,10 +19,10 @@ use rustix::net::{
 
 use crate::error::Error;
 
-/// Connections that may wait to be accepted; the host may allow fewer.
+/// Limit of connections that wait to be accepted. The host may have a lower limit.
 const BACKLOG: i32 = 1024;
 
-/// A socket that clients can connect to. A Unix socket's name vanishes with it.
+/// A listening socket. Dropping a Unix socket removes its name.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
@@ -30,18 +30,18 @@ pub struct Listener {
     place: Place,
 }
 
-/// Where a listener can be found.
+/// The address of a listener.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
     /// A Unix socket with this name.
     Unix(PathBuf),
     /// A TCP address.
     Tcp(SocketAddr),
-    /// Somewhere that has no name for clients.
+    /// A socket without an address that clients could use.
     Unnamed,
 }
 
-/// The name of a Unix socket, while it is ours.
+/// The name of a Unix socket that this process bound.
 #[derive(Debug)]
 struct Name {
     path: PathBuf,
@@ -50,7 +50,8 @@ struct Name {
 }
 
 impl Listener {
-    /// A Unix socket that only this user can connect to. The socket of a server that is gone is replaced.
+    /// Listens on a Unix socket to which only this user can connect. Replaces the socket of a
+    /// server that no longer runs.
     pub fn unix(path: &Path) -> Result<Self, Error> {
         let failed =
             |source: io::Error| Error::host(format!("listen on {}", path.display()), source);
@@ -74,7 +75,7 @@ impl Listener {
         })
     }
 
-    /// TCP; port 0 lets the host choose one.
+    /// Listens on a TCP address. With port 0, the host selects a port.
     pub fn tcp(address: SocketAddr) -> Result<Self, Error> {
         let failed = |source| Error::host(format!("listen on {address}"), source);
         let listener = TcpListener::bind(address).map_err(failed)?;
@@ -86,7 +87,7 @@ impl Listener {
         })
     }
 
-    /// A socket that somebody else made and will remove.
+    /// Uses a socket that another process created and will remove.
     pub(crate) fn passed(fd: OwnedFd, address: SocketAddrAny) -> Self {
         let unix = |address: SocketAddrUnix| {
             let path = address.path_bytes()?;
@@ -106,15 +107,16 @@ impl Listener {
         }
     }
 
-    /// Where clients find it.
+    /// The address of the listener.
     pub fn place(&self) -> &Place {
         &self.place
     }
 
-    /// Sets up an accepted connection.
+    /// Sets options on an accepted connection.
     pub(crate) fn prepare(&self, socket: &OwnedFd) {
         if let Place::Tcp(_) = self.place {
-            // Without these a connection is slower, or its end is noticed later; it works all the same.
+            // Errors are ignored: without these options, the connection is slower, or its loss is
+            // detected later.
             let _ = rustix::net::sockopt::set_tcp_nodelay(socket, true);
             let _ = rustix::net::sockopt::set_socket_keepalive(socket, true);
         }
@@ -130,7 +132,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Some(name) = &self.name {
-            // Another server may have put its own socket there by now.
+            // Another server may have replaced the socket since.
             let ours = fs::symlink_metadata(&name.path).is_ok_and(|metadata| {
                 (metadata.dev(), metadata.ino()) == (name.device, name.inode)
             });
@@ -145,14 +147,14 @@ fn bind_unix(path: &Path) -> Result<OwnedFd, Errno> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // The name gets the socket's mode: so there is no moment in which others could connect.
+    // `bind` gives the name the mode of the socket, so other users can never connect.
     fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     bind(&socket, &address)?;
     listen(&socket, BACKLOG)?;
     Ok(socket)
 }
 
-/// Removes the name of a socket that nobody listens on.
+/// Removes a socket on which no server listens.
 fn remove_if_dead(path: &Path) -> Result<(), Error> {
     let shown = || path.display().to_string();
     let failed = |source| Error::host(format!("listen on {}", path.display()), source);
@@ -167,7 +169,7 @@ fn remove_if_dead(path: &Path) -> Result<(), Error> {
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             fs::remove_file(path).map_err(failed)
         }
-        // It answers, or it cannot be told that it does not.
+        // A server answers, or this cannot be determined.
         _ => Err(Error::InUse(shown())),
     }
 }

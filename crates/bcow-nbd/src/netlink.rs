@@ -1,6 +1,6 @@
-//! The kernel's nbd driver, told over generic netlink what its devices shall be (linux/nbd-netlink.h).
+//! Configures the devices of the kernel's nbd driver over generic netlink (linux/nbd-netlink.h).
 //!
-//! The driver gets connected sockets, past the handshake, and the export's size and flags.
+//! The driver gets sockets that are past the handshake, and the size and flags of the export.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -18,13 +18,13 @@ const NLMSG_ERROR: u16 = 2;
 const REQUEST_WITH_ACK: u16 = 1 | 4;
 const HEADER_BYTES: usize = 16 + 4;
 
-/// The family that knows the numbers of the others.
+/// The generic netlink controller, which returns the numbers of the other families.
 const CONTROL: u16 = 0x10;
 const CONTROL_GET_FAMILY: u8 = 3;
 const CONTROL_FAMILY_ID: u16 = 1;
 const CONTROL_FAMILY_NAME: u16 = 2;
 
-/// Flag of an attribute that consists of attributes.
+/// Type flag of a nested attribute.
 const NESTED: u16 = 1 << 15;
 
 mod command {
@@ -48,7 +48,7 @@ mod attribute {
 /// Client flag: disconnect when the last program closes the device.
 const DISCONNECT_ON_CLOSE: u64 = 1 << 1;
 
-/// What a device shall be.
+/// The configuration of a device to attach.
 #[derive(Debug)]
 pub struct Connect<'a> {
     /// Number of the device: 3 for /dev/nbd3.
@@ -59,18 +59,19 @@ pub struct Connect<'a> {
     pub block_bytes: u64,
     /// See [`crate::proto::transmission_flag`].
     pub flags: u16,
-    /// Connections past the handshake; the kernel keeps its own hold on them.
+    /// Connections past the handshake. The kernel takes its own references to them.
     pub sockets: &'a [BorrowedFd<'a>],
-    /// How long a request may take before its connection counts as dead; `None` for ever.
+    /// How long a request may take before the kernel treats its connection as dead; `None` for no
+    /// limit.
     pub timeout: Option<Duration>,
-    /// How long to wait for a new connection when all are dead; `None` for not at all.
+    /// How long the kernel waits for a new connection when all are dead; `None` for no wait.
     pub dead_timeout: Option<Duration>,
-    /// Whether the device is disconnected when the last program closes it.
+    /// Whether the kernel disconnects the device when the last program closes it.
     pub until_closed: bool,
 }
 
 impl Connect<'_> {
-    /// The message's attributes.
+    /// Encodes the attributes of the message.
     fn attributes(&self) -> Vec<u8> {
         let mut out = Vec::new();
         put(&mut out, attribute::INDEX, &self.index.to_ne_bytes());
@@ -94,7 +95,7 @@ impl Connect<'_> {
         let mut items = Vec::new();
         for socket in self.sockets {
             let mut item = Vec::new();
-            // Descriptors are not negative.
+            // Descriptors are never negative.
             let number = socket.as_raw_fd() as u32;
             put(&mut item, attribute::SOCK_FD, &number.to_ne_bytes());
             put(&mut items, attribute::SOCK_ITEM | NESTED, &item);
@@ -104,36 +105,36 @@ impl Connect<'_> {
     }
 }
 
-/// A connection to the driver.
+/// A netlink connection to the driver.
 pub struct Driver {
     socket: OwnedFd,
     family: u16,
     sequence: u32,
 }
 
-/// Why the driver did not do what it was told.
+/// Why the driver refused a command.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
-    /// The driver is not there.
+    /// The driver is not loaded.
     #[error("the kernel's nbd driver is not loaded")]
     NotLoaded,
-    /// The device is attached already, or goes away just now.
+    /// The device is already attached, or is being detached.
     #[error("/dev/nbd{0} is in use")]
     Busy(u32),
     /// The device is not attached.
     #[error("/dev/nbd{0} is not attached")]
     NotAttached(u32),
-    /// Only root may.
+    /// Only root may configure devices.
     #[error("the kernel lets only root attach and detach devices")]
     NotPermitted,
-    /// Something else.
+    /// Any other error.
     #[error(transparent)]
     Other(#[from] Error),
 }
 
 impl Driver {
-    /// Finds the driver.
+    /// Connects to the driver.
     pub fn open() -> Result<Self, DriverError> {
         Driver::of_family(b"nbd\0")
     }
@@ -166,7 +167,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Attaches a device. It can be used from then on.
+    /// Attaches a device. Programs can use the device when this returns.
     pub fn connect(&mut self, device: &Connect<'_>) -> Result<(), DriverError> {
         match self.ask(command::CONNECT, &device.attributes()) {
             Ok(_) => Ok(()),
@@ -179,7 +180,7 @@ impl Driver {
         }
     }
 
-    /// Detaches a device: what it was asked for before is finished first.
+    /// Detaches a device. The kernel completes the requests in flight first.
     pub fn disconnect(&mut self, index: u32) -> Result<(), DriverError> {
         let mut attributes = Vec::new();
         put(&mut attributes, attribute::INDEX, &index.to_ne_bytes());
@@ -196,7 +197,8 @@ impl Driver {
         }
     }
 
-    /// Sends a command and waits until it is acknowledged. Gives the attributes of what came before that.
+    /// Sends a command and waits for its acknowledgement. Returns the attributes of the reply that
+    /// came before it.
     fn ask(&mut self, command: u8, attributes: &[u8]) -> Result<Vec<u8>, Answer> {
         self.sequence += 1;
         let bytes = message(self.family, self.sequence, command, attributes);
@@ -222,7 +224,7 @@ impl Driver {
                         None => Err(Answer::Failed(Errno::BADMSG)),
                     };
                 }
-                // Behind the command and its version.
+                // Skip the command, its version and a reserved field.
                 told = body.get(4..).unwrap_or_default().to_vec();
             }
         }
@@ -254,9 +256,9 @@ fn message(family: u16, sequence: u32, command: u8, attributes: &[u8]) -> Vec<u8
     out.extend(family.to_ne_bytes());
     out.extend(REQUEST_WITH_ACK.to_ne_bytes());
     out.extend(sequence.to_ne_bytes());
-    // The kernel fills in who we are.
+    // The port number; the kernel fills it in.
     out.extend(0u32.to_ne_bytes());
-    // The command, and the first version of its family.
+    // The command, the first version of its family, and a reserved field.
     out.extend([command, 1, 0, 0]);
     out.extend(attributes);
     out
@@ -275,14 +277,14 @@ fn take_message<'a>(bytes: &mut &'a [u8]) -> Option<(Header, &'a [u8])> {
 
 /// Appends an attribute.
 fn put(out: &mut Vec<u8>, kind: u16, value: &[u8]) {
-    // Some sockets and numbers: far less than 64 KiB.
+    // Cannot overflow: values are far smaller than 64 KiB.
     out.extend(((4 + value.len()) as u16).to_ne_bytes());
     out.extend(kind.to_ne_bytes());
     out.extend(value);
     out.resize(out.len().next_multiple_of(4), 0);
 }
 
-/// The attributes in a message, without flags in their types.
+/// Decodes the attributes of a message. Removes the flags from their types.
 fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = u16::from_ne_bytes(*bytes.first_chunk()?) as usize;
@@ -356,7 +358,7 @@ mod tests {
 
     #[test]
     fn without_a_driver_the_error_says_so() {
-        // The kernel's own is always there, and one of this name never is.
+        // Every kernel has the family `nlctrl`, and none has the other one.
         let found = Driver::of_family(b"nlctrl\0").map(|driver| driver.family);
         assert!(matches!(found, Ok(CONTROL)), "{found:?}");
         let found = Driver::of_family(b"bcow-no-driver\0").map(drop);

@@ -1,65 +1,65 @@
-//! Bytes and meaning of the NBD protocol, as its document ("doc/proto.md" of the NBD project) has them: numbers,
-//! requests, replies. Big-endian throughout. No I/O.
+//! The encoding of the NBD protocol as in "doc/proto.md" of the NBD project: constants, requests
+//! and replies. All numbers are big-endian. This module does no I/O.
 
-/// First eight bytes a server says: "NBDMAGIC".
+/// First eight bytes of the server's greeting: "NBDMAGIC".
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// What each option begins with: "IHAVEOPT".
+/// Start of each option: "IHAVEOPT".
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// What each reply to an option begins with.
+/// Start of each reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// What a request begins with.
+/// Start of a request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// What a request with extended headers begins with.
+/// Start of a request with an extended header.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// What a simple reply begins with.
+/// Start of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// What a chunk of a structured reply begins with.
+/// Start of a chunk of a structured reply.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// What a chunk of a reply with extended headers begins with.
+/// Start of a chunk of a reply with an extended header.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
-/// Names of exports and queries are no longer than this.
+/// Longest name of an export, and longest query, in bytes.
 pub const MAX_STRING_BYTES: usize = 4096;
-/// Most bytes of content that one request carries in either direction.
+/// Largest payload of a request or a reply, in bytes.
 pub const MAX_PAYLOAD_BYTES: u32 = 32 << 20;
 
-/// Flags of the server's greeting.
+/// Handshake flags of the server.
 pub mod handshake_flag {
-    /// The server speaks fixed newstyle.
+    /// The server uses the fixed newstyle handshake.
     pub const FIXED_NEWSTYLE: u16 = 1;
-    /// The server can leave out the 124 zeros after EXPORT_NAME.
+    /// The server can omit the 124 zero bytes after EXPORT_NAME.
     pub const NO_ZEROES: u16 = 2;
 }
 
-/// Flags of the client's answer to the greeting.
+/// Flags of the client's reply to the greeting.
 pub mod client_flag {
-    /// The client speaks fixed newstyle.
+    /// The client uses the fixed newstyle handshake.
     pub const FIXED_NEWSTYLE: u32 = 1;
-    /// The client does not want the 124 zeros.
+    /// The client does not want the 124 zero bytes.
     pub const NO_ZEROES: u32 = 2;
 }
 
 /// Options of the handshake.
 pub mod option {
-    /// Take this export, or be disconnected.
+    /// Select an export; the server disconnects on an error.
     pub const EXPORT_NAME: u32 = 1;
     /// End the session.
     pub const ABORT: u32 = 2;
     /// List the exports.
     pub const LIST: u32 = 3;
-    /// Begin TLS.
+    /// Start TLS.
     pub const STARTTLS: u32 = 5;
-    /// Tell about an export.
+    /// Get information about an export.
     pub const INFO: u32 = 6;
-    /// Take this export.
+    /// Select an export.
     pub const GO: u32 = 7;
-    /// Reply in chunks.
+    /// Use structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
     /// List metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
-    /// Choose metadata contexts.
+    /// Select metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
-    /// Requests and replies with 64-bit lengths.
+    /// Use requests and replies with 64-bit lengths.
     pub const EXTENDED_HEADERS: u32 = 11;
 }
 
@@ -67,7 +67,7 @@ pub mod option {
 pub mod option_reply {
     const ERROR: u32 = 1 << 31;
 
-    /// Done.
+    /// Success, or the end of a list.
     pub const ACK: u32 = 1;
     /// One export of a list.
     pub const SERVER: u32 = 2;
@@ -75,19 +75,19 @@ pub mod option_reply {
     pub const INFO: u32 = 3;
     /// One metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// The server does not know the option.
+    /// The server does not support the option.
     pub const ERR_UNSUP: u32 = ERROR | 1;
-    /// The server's owner does not want it.
+    /// The server's configuration forbids the option.
     pub const ERR_POLICY: u32 = ERROR | 2;
-    /// The option makes no sense, here or at all.
+    /// The option or its data is invalid.
     pub const ERR_INVALID: u32 = ERROR | 3;
-    /// The client must begin TLS first.
+    /// The client must start TLS first.
     pub const ERR_TLS_REQD: u32 = ERROR | 5;
-    /// There is no such export.
+    /// The export does not exist.
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
-    /// The server is ending.
+    /// The server is stopping.
     pub const ERR_SHUTDOWN: u32 = ERROR | 7;
-    /// The option's data are too long.
+    /// The data of the option is too long.
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
 }
 
@@ -95,63 +95,63 @@ pub mod option_reply {
 pub mod info {
     /// Size and transmission flags.
     pub const EXPORT: u16 = 0;
-    /// The name by which the server calls it.
+    /// The canonical name of the export.
     pub const NAME: u16 = 1;
-    /// A description for people.
+    /// A description for users.
     pub const DESCRIPTION: u16 = 2;
-    /// Limits on sizes of requests.
+    /// Limits of the sizes of requests.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
-/// What an export can do.
+/// Properties of an export.
 pub mod transmission_flag {
-    /// Always there.
+    /// Always set.
     pub const HAS_FLAGS: u16 = 1;
-    /// Cannot be written.
+    /// The export is read-only.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// Knows FLUSH.
+    /// FLUSH is supported.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// Knows the flag FUA.
+    /// The flag FUA is supported.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// Knows TRIM.
+    /// TRIM is supported.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// Knows WRITE_ZEROES.
+    /// WRITE_ZEROES is supported.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// Knows the flag DF.
+    /// The flag DF is supported.
     pub const SEND_DF: u16 = 1 << 7;
-    /// A flush on one connection covers what others wrote.
+    /// A flush on one connection covers writes on all connections.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// Knows CACHE.
+    /// CACHE is supported.
     pub const SEND_CACHE: u16 = 1 << 10;
-    /// Knows the flag FAST_ZERO.
+    /// The flag FAST_ZERO is supported.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
 /// Flags of requests.
 pub mod command_flag {
-    /// Durable before the reply.
+    /// Make the data durable before the reply.
     pub const FUA: u16 = 1;
-    /// Zeros that take space.
+    /// Allocate space for the zeros.
     pub const NO_HOLE: u16 = 1 << 1;
-    /// The read's content in one chunk.
+    /// Send the whole content in one chunk.
     pub const DF: u16 = 1 << 2;
-    /// One extent of a status.
+    /// Return only one extent.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// Zeros faster than a write, or not at all.
+    /// Fail if zeroing is not faster than a write.
     pub const FAST_ZERO: u16 = 1 << 4;
-    /// A payload of the request's length follows (extended headers).
+    /// A payload of the length in the header follows (extended headers).
     pub const PAYLOAD_LEN: u16 = 1 << 5;
-    /// All of them.
+    /// All known flags.
     pub const KNOWN: u16 = FUA | NO_HOLE | DF | REQ_ONE | FAST_ZERO | PAYLOAD_LEN;
 }
 
 /// Types of reply chunks.
 pub mod chunk {
-    /// Nothing but the flag that it is the last.
+    /// No content; only carries the flag `DONE`.
     pub const NONE: u16 = 0;
-    /// Content.
+    /// Content of a read.
     pub const OFFSET_DATA: u16 = 1;
-    /// Zeros.
+    /// A range of zeros in a read.
     pub const OFFSET_HOLE: u16 = 2;
     /// Extents of one metadata context.
     pub const BLOCK_STATUS: u16 = 5;
@@ -159,67 +159,67 @@ pub mod chunk {
     pub const BLOCK_STATUS_EXT: u16 = 6;
     /// An error.
     pub const ERROR: u16 = (1 << 15) | 1;
-    /// An error, and where.
+    /// An error with its offset.
     pub const ERROR_OFFSET: u16 = (1 << 15) | 2;
     /// Flag: the last chunk of the reply.
     pub const DONE: u16 = 1;
 }
 
-/// Extents of the context `base:allocation`.
+/// Flags of extents in the context `base:allocation`.
 pub mod allocation {
-    /// Takes no space.
+    /// The extent takes no space.
     pub const HOLE: u32 = 1;
-    /// Reads as zeros.
+    /// The extent reads as zeros.
     pub const ZERO: u32 = 2;
 }
 
-/// Error numbers as they go over the wire.
+/// Error numbers of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Errno {
     /// Not permitted.
     Perm = 1,
-    /// Input or output failed.
+    /// I/O error.
     Io = 5,
-    /// No memory.
+    /// Out of memory.
     NoMemory = 12,
-    /// Makes no sense.
+    /// Invalid request.
     Invalid = 22,
     /// No space left.
     NoSpace = 28,
-    /// Too large.
+    /// The value is too large.
     Overflow = 75,
     /// Not supported.
     NotSupported = 95,
-    /// The server is ending.
+    /// The server is stopping.
     Shutdown = 108,
 }
 
-/// What a request wants.
+/// The command of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
-    /// Content.
+    /// Read content.
     Read,
-    /// Put content.
+    /// Write content.
     Write,
-    /// End the session; has no reply.
+    /// End the session. It has no reply.
     Disconnect,
-    /// Make what was written durable.
+    /// Make earlier writes durable.
     Flush,
-    /// Give space back.
+    /// Discard a range.
     Trim,
-    /// Read ahead.
+    /// Read a range ahead.
     Cache,
-    /// Put zeros.
+    /// Write zeros.
     WriteZeroes,
-    /// What is known of a range.
+    /// Get the status of a range in the selected metadata contexts.
     BlockStatus,
-    /// Something this server does not know.
+    /// A command that this server does not support.
     Unknown(u16),
 }
 
 impl Command {
-    /// From its number.
+    /// Converts from the number of the protocol.
     pub fn from_wire(number: u16) -> Self {
         match number {
             0 => Command::Read,
@@ -235,20 +235,20 @@ impl Command {
     }
 }
 
-/// How requests and replies look in a session.
+/// Format of requests and replies in a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum Framing {
-    /// Requests of 28 bytes, each with one reply.
+    /// Requests with 28-byte headers; one reply for each.
     #[default]
     Simple,
-    /// The same requests; replies in chunks.
+    /// Requests as in `Simple`; replies in chunks.
     Structured,
-    /// Requests and chunks of 32 bytes, with 64-bit lengths.
+    /// Requests and chunks with 32-byte headers and 64-bit lengths.
     Extended,
 }
 
 impl Framing {
-    /// Bytes of a request without its payload.
+    /// Size of a request without its payload, in bytes.
     pub fn request_bytes(self) -> usize {
         match self {
             Framing::Simple | Framing::Structured => 28,
@@ -256,7 +256,8 @@ impl Framing {
         }
     }
 
-    /// Bytes of the header of a chunk that carries a read's content, with the offset that stands before the content.
+    /// Size of the header of a content chunk, in bytes, with the offset field that precedes the
+    /// content.
     pub fn data_header_bytes(self) -> usize {
         match self {
             Framing::Simple => 16,
@@ -271,18 +272,18 @@ impl Framing {
 pub struct Request {
     /// See [`command_flag`].
     pub flags: u16,
-    /// What is wanted.
+    /// The command.
     pub command: Command,
-    /// Stands in the reply.
+    /// Identifies the request; the reply repeats it.
     pub cookie: u64,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Bytes, of the range or of the payload.
+    /// Length of the range or of the payload, in bytes.
     pub length: u64,
 }
 
 impl Request {
-    /// Decodes a header; `None` if it does not begin with the magic or is too short.
+    /// Decodes a header. `None` if `bytes` is too short or does not start with the magic number.
     pub fn decode(framing: Framing, bytes: &[u8]) -> Option<Request> {
         let mut bytes = bytes.get(..framing.request_bytes())?;
         let magic = take_u32(&mut bytes)?;
@@ -305,34 +306,34 @@ impl Request {
         })
     }
 
-    /// Whether a flag is set.
+    /// Whether the flag is set.
     pub fn has(&self, flag: u16) -> bool {
         self.flags & flag != 0
     }
 }
 
-/// Takes two bytes off the front.
+/// Removes a 16-bit number from the front; `None` if `bytes` is too short.
 pub fn take_u16(bytes: &mut &[u8]) -> Option<u16> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(u16::from_be_bytes(*first))
 }
 
-/// Takes four bytes off the front.
+/// Removes a 32-bit number from the front; `None` if `bytes` is too short.
 pub fn take_u32(bytes: &mut &[u8]) -> Option<u32> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(u32::from_be_bytes(*first))
 }
 
-/// Takes eight bytes off the front.
+/// Removes a 64-bit number from the front; `None` if `bytes` is too short.
 pub fn take_u64(bytes: &mut &[u8]) -> Option<u64> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(u64::from_be_bytes(*first))
 }
 
-/// Takes `length` bytes off the front.
+/// Removes `length` bytes from the front; `None` if `bytes` is too short.
 pub fn take_bytes<'a>(bytes: &mut &'a [u8], length: usize) -> Option<&'a [u8]> {
     let (first, rest) = bytes.split_at_checked(length)?;
     *bytes = rest;

@@ -1,4 +1,5 @@
-//! What arrives: bytes of a socket, read ahead, so that several small requests cost one system call.
+//! Buffered reception from a socket. Reads ahead, so that several small requests need only one
+//! system call.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -7,13 +8,14 @@ use crate::error::SessionEnd;
 use crate::socket::{Socket, Wait};
 use crate::sync::thread;
 
-/// Room for read-ahead. A payload up to this size, less a header, is lent from here rather than copied.
+/// Size of the buffer in bytes. A payload that fits, with its header, is used from here without a
+/// copy.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// A payload that keeps coming gets as long again for each of these bytes.
+/// The timeout starts again after each [`PACE_BYTES`] bytes of a payload.
 const PACE_BYTES: usize = 64 << 10;
 
-/// How long to try again before going to sleep.
+/// How long to poll before the thread sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// The receiving side of a connection.
@@ -21,7 +23,7 @@ pub(crate) struct Receiver {
     buf: Box<[u8]>,
     start: usize,
     end: usize,
-    /// Once a message has begun, its next part is waited for no longer than this; `None` is for ever.
+    /// Timeout for the next part of a message that has started; `None` for no limit.
     patience: Option<Duration>,
     spin: Spin,
 }
@@ -37,17 +39,17 @@ impl Receiver {
         }
     }
 
-    /// Most bytes that [`Receiver::fill`] can be asked for.
+    /// Largest `count` for [`Receiver::fill`].
     pub(crate) fn room(&self) -> usize {
         self.buf.len()
     }
 
-    /// What has arrived and was not consumed.
+    /// Bytes that have arrived and are not consumed.
     pub(crate) fn available(&self) -> &[u8] {
         &self.buf[self.start..self.end]
     }
 
-    /// Forgets the first `count` bytes.
+    /// Removes the first `count` bytes.
     pub(crate) fn consume(&mut self, count: usize) {
         self.start = (self.start + count).min(self.end);
         if self.start == self.end {
@@ -56,7 +58,7 @@ impl Receiver {
         }
     }
 
-    /// Waits for a message to begin, as long as it takes; `false` at the end of the stream.
+    /// Waits without a limit for the start of a message; `false` at the end of the stream.
     pub(crate) fn wait(&mut self, socket: &Socket) -> Result<bool, SessionEnd> {
         if self.start < self.end {
             return Ok(true);
@@ -79,18 +81,19 @@ impl Receiver {
             if begin.elapsed() > SPIN {
                 return self.receive(socket, Wait::Forever);
             }
-            // On a busy machine whoever else wants the processor gets it.
+            // Let other threads of a busy machine run.
             thread::yield_now();
         }
     }
 
-    /// Waits until the first `count` bytes of a message are there; see [`Receiver::room`].
+    /// Waits until the first `count` bytes of a message have arrived; `count` is at most
+    /// [`Receiver::room`].
     pub(crate) fn fill(&mut self, socket: &Socket, count: usize) -> Result<(), SessionEnd> {
         let deadline = self.deadline();
         self.fill_until(socket, count, deadline)
     }
 
-    /// As [`Receiver::fill`], with a deadline of the caller's.
+    /// Like [`Receiver::fill`], with a given deadline.
     pub(crate) fn fill_until(
         &mut self,
         socket: &Socket,
@@ -140,7 +143,7 @@ impl Receiver {
         Ok(())
     }
 
-    /// Drops the next `count` bytes of a message.
+    /// Discards the next `count` bytes of a message.
     pub(crate) fn skip(&mut self, socket: &Socket, count: u64) -> Result<(), SessionEnd> {
         let mut left = count;
         while left > 0 {
@@ -172,17 +175,17 @@ fn timed_out(error: io::Error) -> SessionEnd {
     }
 }
 
-/// Whether to spin before sleeping: if requests lately came sooner than waking up would have taken.
+/// Decides whether to poll before sleeping: if recent requests arrived sooner than a wakeup takes.
 struct Spin {
     allowed: bool,
-    /// Moving average of how long a request was waited for, in ns.
+    /// Moving average of the wait for a request, in ns.
     gap: u64,
 }
 
 impl Spin {
     fn new() -> Self {
         Spin {
-            // On one processor the client cannot get on while we spin.
+            // With one CPU, polling would keep the client from running.
             allowed: std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1),
             gap: u64::MAX / 16,
         }
@@ -193,7 +196,7 @@ impl Spin {
     }
 
     fn note(&mut self, waited: Duration) {
-        // A pause ends the spinning at once; a burst begins it within a few requests.
+        // A pause stops the polling at once; a burst starts it after a few requests.
         let waited = waited.as_nanos().min(1 << 20) as u64;
         self.gap = self.gap.min(1 << 20);
         self.gap = self.gap - self.gap / 4 + waited / 4;

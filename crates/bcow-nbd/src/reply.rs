@@ -1,5 +1,5 @@
-//! Replies in the making: encoded one behind the other into one buffer, so that many small ones are sent at once and
-//! a read's content is read to where it is sent from.
+//! Encodes replies. They are appended to one buffer, so that many small replies are sent at once,
+//! and the content of a read is read directly into the send buffer.
 
 use bcow::Error;
 
@@ -8,16 +8,17 @@ use crate::proto::{
     EXTENDED_REPLY_MAGIC, Framing, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk,
 };
 
-/// The longest text that goes with an error.
+/// Longest message of an error, in bytes.
 const MESSAGE_BYTES: usize = 512;
 
-/// A buffer of replies that wait to be sent.
+/// A buffer of replies that are not sent yet.
 pub(crate) struct Replies {
     framing: Framing,
-    /// Its length is the room; all of it was written once, so that it can be read into.
+    /// The length is the capacity. All bytes are initialised, so that content can be read into the
+    /// buffer.
     buf: Vec<u8>,
     used: usize,
-    /// How many replies are complete in it.
+    /// Number of complete replies in the buffer.
     count: usize,
 }
 
@@ -49,34 +50,34 @@ impl Replies {
         self.framing
     }
 
-    /// What is to be sent.
+    /// The bytes to send.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.buf[..self.used]
     }
 
-    /// How many replies that is.
+    /// Number of complete replies in the buffer.
     pub(crate) fn count(&self) -> usize {
         self.count
     }
 
-    /// It has been sent.
+    /// Empties the buffer after its bytes were sent.
     pub(crate) fn clear(&mut self) {
         self.used = 0;
         self.count = 0;
     }
 
-    /// Bytes the buffer takes.
+    /// Size of the buffer in bytes.
     pub(crate) fn capacity(&self) -> usize {
         self.buf.len()
     }
 
-    /// Gives memory back, all of it; nothing may wait to be sent.
+    /// Frees the memory of the buffer. The buffer must have no bytes to send.
     pub(crate) fn release(&mut self) {
         self.buf = Vec::new();
         self.clear();
     }
 
-    /// Done, without content.
+    /// Appends a reply of success without content.
     pub(crate) fn done(&mut self, cookie: u64) {
         match self.framing {
             Framing::Simple => self.simple(cookie, 0),
@@ -87,12 +88,12 @@ impl Replies {
         self.count += 1;
     }
 
-    /// Failed.
+    /// Appends an error reply.
     pub(crate) fn failed(&mut self, cookie: u64, offset: u64, failure: &Failure) {
         self.error(cookie, offset, failure, None);
     }
 
-    /// Failed at a byte of the range.
+    /// Appends an error reply with the offset `at` of the error.
     pub(crate) fn failed_at(&mut self, cookie: u64, offset: u64, failure: &Failure, at: u64) {
         self.error(cookie, offset, failure, Some(at));
     }
@@ -118,7 +119,8 @@ impl Replies {
         }
     }
 
-    /// A read's content, or a chunk of it: `fill` writes `length` bytes. After its error nothing of it is there.
+    /// Appends the content of a read, or one chunk of it. `fill` writes `length` bytes. If `fill`
+    /// fails, the buffer is left as it was before.
     pub(crate) fn data(
         &mut self,
         cookie: u64,
@@ -147,7 +149,7 @@ impl Replies {
         Ok(())
     }
 
-    /// A piece of a read that is zeros. Not for simple replies, which have no word for it.
+    /// Appends a range of zeros of a read. Not for simple replies, which cannot express it.
     pub(crate) fn hole(
         &mut self,
         cookie: u64,
@@ -164,7 +166,7 @@ impl Replies {
         }
     }
 
-    /// Extents of one metadata context.
+    /// Appends the extents of one metadata context.
     pub(crate) fn status(
         &mut self,
         cookie: u64,
@@ -188,7 +190,7 @@ impl Replies {
             self.chunk(cookie, request_offset, last, chunk::BLOCK_STATUS, bytes);
             self.put(&context.to_be_bytes());
             for extent in extents {
-                // The request's length had 32 bits, and no extent is longer.
+                // The request had a 32-bit length, and no extent is longer than the request.
                 self.put(
                     &u32::try_from(extent.length)
                         .unwrap_or(u32::MAX)
@@ -226,7 +228,7 @@ impl Replies {
             self.put(&request_offset.to_be_bytes());
             self.put(&bytes.to_be_bytes());
         } else {
-            // No chunk is as long as 4 GiB: what is put into one is bounded by pieces and messages.
+            // A chunk is always shorter than 4 GiB: pieces and messages have limits.
             self.put(&(bytes as u32).to_be_bytes());
         }
     }
@@ -240,7 +242,7 @@ impl Replies {
     fn reserve(&mut self, bytes: usize) {
         let needed = self.used + bytes;
         if self.buf.len() < needed {
-            // Rarely: the buffer stays for the next requests.
+            // Rare: the buffer keeps its size for later requests.
             let room = needed.next_multiple_of(16 << 10);
             self.buf.reserve_exact(room - self.buf.len());
             self.buf.resize(room, 0);
@@ -248,7 +250,7 @@ impl Replies {
     }
 }
 
-/// The beginning of a text that fits `bytes`.
+/// The longest prefix of `text` with at most `bytes` bytes.
 pub(crate) fn truncated(text: &str, bytes: usize) -> &str {
     let mut end = bytes.min(text.len());
     while !text.is_char_boundary(end) {

@@ -1,4 +1,4 @@
-//! A server: listens, takes clients, and ends when it is told to.
+//! The server: listens, accepts clients, and stops on request.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -24,33 +24,36 @@ use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 use crate::tls::Tls;
 
-/// Threads need little; a thousand of them shall not need much.
+/// Stack size of a thread in bytes. Small, because a server may have a thousand threads.
 pub(crate) const STACK_BYTES: usize = 512 << 10;
-/// Clients beyond the limit that are told so, at a time. Still more are disconnected without a word.
+/// Clients beyond the limit that get an error reply, at a time. Further clients are disconnected
+/// without a reply.
 const REFUSED_AT_ONCE: usize = 16;
-/// How long clients may take to receive their last replies when the server ends.
+/// How long clients may take to receive their last replies when the server stops.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// How to serve.
+/// Options of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Most clients at a time.
+    /// Limit of the clients at a time.
     pub max_clients: usize,
-    /// Most requests of one client that are carried out at a time.
+    /// Limit of the requests of one client that execute at a time.
     pub in_flight: u32,
-    /// Bytes per second that each connection may read and write together; `None` for as many as it can.
+    /// Limit of bytes per second for each connection, reads and writes together; `None` for no
+    /// limit.
     pub rate: Option<u64>,
     /// Memory for large requests of all clients together, in bytes.
     pub memory_bytes: u64,
-    /// How long a client may take to choose an export; `None` for ever.
+    /// How long a client may take to select an export; `None` for no limit.
     pub handshake_timeout: Option<Duration>,
-    /// How long a client may stop in the middle of a request, or take nothing of a reply; `None` for ever.
+    /// How long a client may pause in the middle of a request, or accept no byte of a reply; `None`
+    /// for no limit.
     pub request_timeout: Option<Duration>,
-    /// End when there was no client for so long.
+    /// Stop after this time without a client; `None` for never.
     pub exit_on_idle: Option<Duration>,
-    /// TLS, if clients shall have it.
+    /// TLS configuration; `None` for no TLS.
     pub tls: Option<Tls>,
-    /// Where requests that failed at the device are reported.
+    /// Receives reports of requests that failed at the device.
     pub failures: FailureReport,
 }
 
@@ -70,7 +73,7 @@ impl Default for ServerOptions {
     }
 }
 
-/// What all connections of a server share.
+/// State that all connections of a server share.
 pub(crate) struct Shared {
     pub(crate) exports: Exports,
     pub(crate) options: ServerOptions,
@@ -87,7 +90,7 @@ pub(crate) struct Shared {
 #[derive(Default)]
 struct Clients {
     sockets: HashMap<u64, Arc<Socket>>,
-    /// When the last one left, or the server began.
+    /// When the last client left, or the server started.
     idle_since: Option<Instant>,
 }
 
@@ -101,21 +104,21 @@ impl Shared {
     }
 }
 
-/// Serves exports to clients.
+/// A server of exports.
 pub struct Server {
     shared: Arc<Shared>,
 }
 
-/// Tells a server to end, from any thread.
+/// Stops a server, from any thread.
 #[derive(Clone)]
 pub struct Stopper(Arc<Shared>);
 
 impl Stopper {
-    /// No client is taken from now on; requests that are being carried out are finished and answered, and then
-    /// [`Server::serve`] returns.
+    /// Stops the server: it accepts no more clients, completes and answers the requests in flight,
+    /// and then [`Server::serve`] returns.
     pub fn stop(&self) {
         self.0.stopping.store(true, Ordering::SeqCst);
-        // The counter cannot overflow, so this cannot fail in a way that leaves the server asleep.
+        // The counter cannot overflow, so an error cannot leave the server asleep.
         let _ = rustix::io::write(&self.0.wake, &1u64.to_ne_bytes());
         for socket in self.0.clients().sockets.values() {
             socket.stop_receiving();
@@ -124,7 +127,7 @@ impl Stopper {
 }
 
 impl Server {
-    /// A server for these exports, with no client yet.
+    /// Creates a server for these exports, without a client.
     pub fn new(exports: Exports, options: ServerOptions) -> Result<Self, Error> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|errno| Error::host("make an event descriptor", errno))?;
@@ -144,13 +147,13 @@ impl Server {
         })
     }
 
-    /// What ends [`Server::serve`].
+    /// A handle that stops [`Server::serve`].
     pub fn stopper(&self) -> Stopper {
         Stopper(self.shared.clone())
     }
 
-    /// Takes clients from all listeners until it is stopped or was idle for too long. Then all connections are
-    /// closed, and all that was written is durable or the error is returned.
+    /// Accepts clients from all listeners until the server is stopped, or was idle for too long.
+    /// Then it closes all connections and flushes all exports. Returns the first error.
     pub fn serve(&self, listeners: &[Listener]) -> Result<(), Error> {
         self.shared.clients().idle_since = Some(Instant::now());
         let served = self.take_clients(listeners);
@@ -160,14 +163,16 @@ impl Server {
         served.and(flushed)
     }
 
-    /// Serves one client on a connected stream socket, from the greeting on, until it leaves.
+    /// Serves one client on a connected stream socket, from the greeting until the client
+    /// disconnects.
     pub fn serve_client(&self, socket: OwnedFd) {
         let id = self.register(Arc::new(Socket::new(socket)));
         converse(&self.shared, id, None);
     }
 
-    /// Serves the first export on connected stream sockets whose handshake is done, as the kernel wants them: with simple
-    /// replies. Returns when all have left, or [`Stopper::stop`] was called; what was written is durable then.
+    /// Serves the first export on connected stream sockets for the kernel's driver: without a
+    /// handshake and with simple replies. Returns when all sockets are closed or [`Stopper::stop`]
+    /// was called, and flushes the written data first.
     pub fn serve_attached(&self, sockets: Vec<OwnedFd>) -> Result<(), Error> {
         let export = self.shared.exports.iter().next().ok_or(Error::NoExport)?;
         thread::scope(|scope| {
@@ -194,7 +199,7 @@ impl Server {
         self.flush()
     }
 
-    /// Makes durable what clients wrote.
+    /// Flushes the data that clients wrote.
     fn flush(&self) -> Result<(), Error> {
         let mut result = Ok(());
         for export in self.shared.exports.iter() {
@@ -216,7 +221,7 @@ impl Server {
         while !self.shared.is_stopping() {
             let timeout = match self.idle_left() {
                 Some(Duration::ZERO) => return Ok(()),
-                // A timeout that does not fit is as good as none.
+                // A timeout that does not fit the type is treated as no timeout.
                 Some(left) => Timespec::try_from(left).ok(),
                 None => None,
             };
@@ -242,10 +247,10 @@ impl Server {
             }
             Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
                 tracing::warn!("no client can be taken now: too many open files, or no memory");
-                // The client still waits, and so would come up again at once.
+                // The client is still in the queue, so `accept` would fail again at once.
                 thread::sleep(Duration::from_millis(100));
             }
-            // The client is gone again, or another process was quicker.
+            // The client has disconnected, or another process accepted it.
             Err(errno) => tracing::debug!("a client could not be taken: {errno}"),
         }
     }
@@ -278,14 +283,15 @@ impl Server {
         clients.idle_since = None;
         clients.sockets.insert(id, socket.clone());
         drop(clients);
-        // Who came while the server was being stopped was not told.
+        // A client that registered while the server was being stopped was not notified.
         if self.shared.is_stopping() {
             socket.stop_receiving();
         }
         id
     }
 
-    /// How long there may still be no client; `None` if there are some, or if it does not matter.
+    /// Time that may still pass without a client; `None` if there are clients, or if there is no
+    /// limit.
     fn idle_left(&self) -> Option<Duration> {
         let most = self.shared.options.exit_on_idle?;
         let since = self.shared.clients().idle_since?;
@@ -304,7 +310,7 @@ impl Server {
                 socket.cut();
             }
         }
-        // What the device is busy with is waited for as long as it takes.
+        // Requests in flight at the device have no time limit.
         while !clients.sockets.is_empty() {
             clients = self
                 .shared
@@ -324,7 +330,7 @@ impl Clients {
     }
 }
 
-/// One client, from the greeting to the end.
+/// Serves one client from the greeting to the end.
 fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
     let socket = shared.clients().sockets.get(&id).cloned();
     if let Some(socket) = socket {
@@ -338,7 +344,7 @@ fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
     shared.clients().leave(id);
     shared.left.notify_all();
     if shared.options.exit_on_idle.is_some() {
-        // The time begins now.
+        // Wake the server: its idle time starts now.
         let _ = rustix::io::write(&shared.wake, &1u64.to_ne_bytes());
     }
 }
@@ -350,7 +356,7 @@ fn session(
     refusal: Option<Refusal>,
 ) -> Result<(), SessionEnd> {
     let mut receiver = Receiver::new(shared.options.request_timeout);
-    // While it is there to be asked.
+    // The address is no longer available after the client has disconnected.
     let peer = socket.peer();
     let mut handshake = Handshake {
         shared,

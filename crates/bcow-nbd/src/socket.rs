@@ -1,4 +1,5 @@
-//! A connected stream socket: received by one thread at a time, sent to by several, one message after the other.
+//! A connected stream socket. One thread receives at a time; several threads send, one message at a
+//! time.
 
 use std::io;
 use std::net::SocketAddr;
@@ -13,24 +14,25 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, getpeername, recv, send, shutd
 use crate::sync::Mutex;
 use crate::tls::{Layer, Tls};
 
-/// How long the other side may take nothing of what TLS itself has to say.
+/// How long the client may accept no bytes of TLS's own messages.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Whether to wait for bytes that are not there yet.
+/// How long to wait for bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wait {
-    /// As long as it takes.
+    /// Without a limit.
     Forever,
-    /// Not at all: then [`io::ErrorKind::WouldBlock`].
+    /// Do not wait; returns [`io::ErrorKind::WouldBlock`].
     No,
-    /// So long: then [`io::ErrorKind::TimedOut`].
+    /// Until a deadline; then [`io::ErrorKind::TimedOut`].
     Until(Instant),
 }
 
 /// A connection.
 pub(crate) struct Socket {
     fd: OwnedFd,
-    /// Held while a message is sent, so that messages do not mix. The buffer is for what is sent instead of it.
+    /// Locked while a message is sent, so that messages are not mixed. The buffer holds the
+    /// ciphertext of the message.
     sending: Mutex<Vec<u8>>,
     tls: OnceLock<Layer>,
 }
@@ -44,7 +46,7 @@ impl Socket {
         }
     }
 
-    /// From here on all goes through TLS. Nothing may have been received ahead.
+    /// Starts TLS. No bytes may have been received ahead.
     pub(crate) fn start_tls(&self, tls: &Tls, deadline: Option<Instant>) -> io::Result<()> {
         let layer = Layer::new(tls.connection()?);
         let wait = deadline.map_or(Wait::Forever, Wait::Until);
@@ -52,7 +54,7 @@ impl Socket {
             |buf| self.receive_plain(buf, wait),
             |bytes| self.send_plain(bytes, Patience::until(deadline)),
         )?;
-        // Only the handshake begins TLS, and once.
+        // Only the handshake starts TLS, and only once.
         self.tls
             .set(layer)
             .map_err(|_| io::Error::other("TLS was begun twice"))
@@ -62,7 +64,7 @@ impl Socket {
         self.tls.get().is_some()
     }
 
-    /// Where the other side is, for people.
+    /// The address of the client, for messages.
     pub(crate) fn peer(&self) -> String {
         let address = getpeername(&self.fd).ok().flatten();
         match address.and_then(|address| SocketAddr::try_from(address).ok()) {
@@ -71,7 +73,7 @@ impl Socket {
         }
     }
 
-    /// Receives at least one byte; 0 at the end of the stream.
+    /// Receives at least one byte; returns 0 at the end of the stream.
     pub(crate) fn receive(&self, buf: &mut [u8], wait: Wait) -> io::Result<usize> {
         match self.tls.get() {
             None => self.receive_plain(buf, wait),
@@ -80,7 +82,8 @@ impl Socket {
                     let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
                     out.clear();
                     layer.encrypt(&[], &mut out)?;
-                    // A few bytes: if they do not fit, the client takes nothing and will not get on.
+                    // Only a few bytes. If they do not fit, the client does not read and makes no
+                    // progress.
                     self.send_plain(&out, Patience(Some(ANSWER_PATIENCE)))
                 };
                 layer.receive(buf, |buf| self.receive_plain(buf, wait), answer)
@@ -106,7 +109,7 @@ impl Socket {
         }
     }
 
-    /// Sends a message. The other side gets `patience` to take each part of it.
+    /// Sends a message. The client gets `patience` for each part.
     pub(crate) fn send(&self, bytes: &[u8], patience: Patience) -> io::Result<()> {
         let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
         match self.tls.get() {
@@ -126,7 +129,7 @@ impl Socket {
 
     fn send_plain(&self, mut bytes: &[u8], patience: Patience) -> io::Result<()> {
         while !bytes.is_empty() {
-            // The common case, that all fits into the socket's buffer, is one system call.
+            // Usually the whole message fits into the socket's buffer; this takes one system call.
             match send(&self.fd, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(count) => bytes = &bytes[count..],
@@ -143,7 +146,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Says goodbye where there is a word for it; then nothing goes either way any more.
+    /// Sends the close message of TLS, if TLS is used, and shuts down both directions.
     pub(crate) fn close(&self) {
         if let Some(layer) = self.tls.get() {
             let mut out = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
@@ -155,19 +158,20 @@ impl Socket {
         self.cut();
     }
 
-    /// Whoever waits to receive finds the end of the stream.
+    /// Shuts down the receiving direction. A thread that waits to receive gets the end of the
+    /// stream.
     pub(crate) fn stop_receiving(&self) {
-        // Fails if the other side is gone, and then there is nothing to stop.
+        // An error means that the client has disconnected already.
         let _ = shutdown(&self.fd, Shutdown::Read);
     }
 
-    /// Nothing goes either way any more.
+    /// Shuts down both directions.
     pub(crate) fn cut(&self) {
         let _ = shutdown(&self.fd, Shutdown::Both);
     }
 }
 
-/// How long the other side may take none of what it is sent; `None` is for ever.
+/// How long the other side may accept no bytes; `None` for no limit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience(pub(crate) Option<Duration>);
 

@@ -1,13 +1,13 @@
-//! Locks, conditions, atomics and threads, which the feature `shuttle` exchanges for those of a model checker; and time, which passes
-//! there as the scheduler likes.
+//! Locks, condition variables, atomics, threads and time. The feature `shuttle` replaces them with
+//! those of a model checker, where the scheduler decides how time passes.
 
 use std::sync::PoisonError;
 use std::time::Duration;
 
 pub(crate) use bcow::sync::{Condvar, Mutex, MutexGuard, atomic, thread};
 
-/// Waits until the condition is told of, or for so long. Says whether the time was over; a thread may have been told in the same
-/// moment. `guard` is that of `mutex`.
+/// Waits on the condition variable with a timeout. `guard` must be of `mutex`. Returns whether the
+/// timeout expired; a notification may have come at the same moment.
 #[cfg(not(feature = "shuttle"))]
 pub(crate) fn wait_timeout<'a, T>(
     condition: &Condvar,
@@ -20,7 +20,7 @@ pub(crate) fn wait_timeout<'a, T>(
     (guard, timeout.timed_out())
 }
 
-/// The same, where time is the scheduler's: it passes, or it does not.
+/// The same under the model checker: the scheduler decides whether the timeout expires.
 #[cfg(feature = "shuttle")]
 pub(crate) fn wait_timeout<'a, T>(
     condition: &Condvar,
@@ -32,13 +32,13 @@ pub(crate) fn wait_timeout<'a, T>(
         let guard = condition.wait(guard);
         return (guard.unwrap_or_else(PoisonError::into_inner), false);
     }
-    // Nothing wakes it until its time is over: somebody else is told.
+    // The timeout expires, so another waiting thread gets the notification.
     drop(guard);
     thread::yield_now();
     (mutex.lock().unwrap_or_else(PoisonError::into_inner), true)
 }
 
-/// What a model does not say: whether a time is over, whether a request was quick.
+/// A decision that a model leaves open: whether a timeout has expired, whether a request was fast.
 #[cfg(feature = "shuttle")]
 pub(crate) fn by_chance() -> bool {
     use shuttle::rand::Rng;

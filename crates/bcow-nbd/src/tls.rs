@@ -1,4 +1,4 @@
-//! TLS: certificates, and the layer between a socket and the protocol.
+//! TLS: certificates, and the layer between the socket and the protocol.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -12,28 +12,28 @@ use rustls::{CertificateError, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::error::Error;
 
-/// Received at once: some records.
+/// Size of the receive buffer in bytes: several records.
 const CIPHERTEXT_BYTES: usize = 64 << 10;
 
-/// How a server proves who it is, and whom it lets in.
+/// The certificate of a server, and the clients that it accepts.
 #[derive(Clone)]
 pub struct Tls {
     config: Arc<ServerConfig>,
     required: bool,
 }
 
-/// Whether clients may do without TLS.
+/// Whether clients must use TLS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsWhen {
-    /// Nothing is told and served without.
+    /// The server refuses clients without TLS.
     Required,
     /// The client decides.
     Allowed,
 }
 
 impl Tls {
-    /// Reads PEM files: the server's certificate with those between it and its root, its private key, and, if clients
-    /// must have certificates, the roots of these.
+    /// Reads PEM files: the certificate chain of the server, its private key and, if clients must
+    /// have certificates, the root certificates for clients.
     pub fn load(
         certificate: &Path,
         key: &Path,
@@ -70,12 +70,12 @@ impl Tls {
         })
     }
 
-    /// Whether nothing is said without TLS.
+    /// Whether clients must use TLS.
     pub(crate) fn is_required(&self) -> bool {
         self.required
     }
 
-    /// The server's side of a new connection.
+    /// The server's TLS state for a new connection.
     pub(crate) fn connection(&self) -> io::Result<ServerConnection> {
         ServerConnection::new(self.config.clone()).map_err(io::Error::other)
     }
@@ -107,7 +107,7 @@ fn bad(path: &Path, problem: impl fmt::Display) -> Error {
     }
 }
 
-/// Why TLS could not be begun, for the server's owner.
+/// Explains an error of the TLS handshake, for the server's log.
 pub(crate) fn explain(error: &io::Error) -> String {
     if error.kind() == io::ErrorKind::UnexpectedEof {
         return "the client left in the middle of it".into();
@@ -127,14 +127,14 @@ pub(crate) fn explain(error: &io::Error) -> String {
     }
 }
 
-/// A connection's TLS. One thread receives at a time, others send meanwhile; neither waits for the socket with the
-/// connection locked.
+/// The TLS state of a connection. One thread receives while others send. No thread waits for the
+/// socket while it holds the lock of the connection.
 pub(crate) struct Layer {
     connection: Mutex<ServerConnection>,
     incoming: Mutex<Incoming>,
 }
 
-/// Ciphertext that was received and not yet understood.
+/// Received ciphertext that is not decrypted yet.
 struct Incoming {
     buf: Box<[u8]>,
     start: usize,
@@ -153,7 +153,7 @@ impl Layer {
         }
     }
 
-    /// Exchanges what TLS needs before anything else. Whatever it has to say stands in `send`, also after an error.
+    /// Runs the TLS handshake. `send` gets TLS's messages, also after an error.
     pub(crate) fn handshake(
         &self,
         mut receive: impl FnMut(&mut [u8]) -> io::Result<usize>,
@@ -167,7 +167,7 @@ impl Layer {
                 return Ok(());
             }
             if let Err(error) = self.understand_more(&mut incoming, &mut receive) {
-                // An alert, so that the client knows why.
+                // Send the alert, so that the client learns the reason.
                 if let Ok((said, _)) = self.outgoing() {
                     let _ = send(&said);
                 }
@@ -176,7 +176,7 @@ impl Layer {
         }
     }
 
-    /// Decrypts into `buf`; 0 at the end of the stream.
+    /// Decrypts into `buf`; returns 0 at the end of the stream.
     pub(crate) fn receive(
         &self,
         buf: &mut [u8],
@@ -190,14 +190,14 @@ impl Layer {
                 read => return read,
             }
             self.understand_more(&mut incoming, &mut receive)?;
-            // The answer to a change of keys, say.
+            // For example the reply to a key update.
             if self.connection().wants_write() {
                 send(self)?;
             }
         }
     }
 
-    /// Encrypts as much of `bytes` as is good for one piece: appends it to `out` and returns how much it was.
+    /// Encrypts a part of `bytes`, appends it to `out`, and returns the number of encrypted bytes.
     pub(crate) fn encrypt(&self, bytes: &[u8], out: &mut Vec<u8>) -> io::Result<usize> {
         let mut connection = self.connection();
         let count = connection.writer().write(bytes)?;
@@ -207,7 +207,7 @@ impl Layer {
         Ok(count)
     }
 
-    /// The goodbye.
+    /// Appends the close message to `out`.
     pub(crate) fn close(&self, out: &mut Vec<u8>) -> io::Result<()> {
         self.connection().send_close_notify();
         self.encrypt(&[], out).map(drop)
@@ -229,7 +229,8 @@ impl Layer {
             incoming.start = 0;
             incoming.end = count;
             if count == 0 {
-                // Without a goodbye the end may be somebody else's doing: it never ends a message well.
+                // Without a close message, an attacker may have cut the stream. This must not look
+                // like a regular end.
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }

@@ -1,7 +1,8 @@
-//! Whose turn it is to receive: one worker of a connection reads requests, the others carry out what they read.
+//! The right to receive. The worker of a connection that has the turn receives requests; the other
+//! workers execute requests.
 //!
-//! The receiver itself is passed on, so who has it has the turn. While requests are quick, one worker keeps it and
-//! carries them out itself, and no other is ever woken.
+//! The turn is the ownership of the [`Receiver`]. While requests are fast, one worker keeps the
+//! turn and executes them itself; no other worker wakes up.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use crate::receive::Receiver;
 use crate::sync::{Condvar, Mutex, MutexGuard, wait_timeout};
 
-/// A worker that waited so long for nothing is not needed.
+/// A worker that has waited this long for the turn exits.
 const IDLE: Duration = Duration::from_secs(5);
 
 pub(crate) struct Turn {
@@ -19,19 +20,19 @@ pub(crate) struct Turn {
 }
 
 struct State {
-    /// Here while nobody has the turn.
+    /// `None` while a worker has the turn.
     receiver: Option<Box<Receiver>>,
     waiting: u32,
     workers: u32,
     closed: bool,
 }
 
-/// What to do after giving the turn away.
+/// What to do after passing the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Somebody waits for it, or nobody else may be added.
+    /// No action: another worker waits for the turn, or the limit of workers is reached.
     Nothing,
-    /// Start another worker; it is counted already.
+    /// Start another worker. It is already counted.
     AddWorker,
 }
 
@@ -50,7 +51,7 @@ impl Turn {
         }
     }
 
-    /// Waits for the turn; `None` if the worker shall leave, and then it is no longer counted.
+    /// Waits for the turn. `None` if the worker must exit; it is no longer counted then.
     pub(crate) fn take(&self) -> Option<Box<Receiver>> {
         let mut state = self.state();
         state.waiting += 1;
@@ -72,7 +73,7 @@ impl Turn {
         taken
     }
 
-    /// Gives the turn away.
+    /// Passes the turn to another worker.
     pub(crate) fn give(&self, receiver: Box<Receiver>) -> Next {
         let mut state = self.state();
         state.receiver = Some(receiver);
@@ -88,19 +89,19 @@ impl Turn {
         }
     }
 
-    /// A worker that was to be added could not be.
+    /// Corrects the count after a worker could not be started.
     pub(crate) fn not_added(&self) {
         self.leave(self.state());
     }
 
-    /// Nothing more is received; the worker who had the turn is no longer counted.
+    /// Ends reception. The worker that had the turn is no longer counted.
     pub(crate) fn close(&self) {
         let mut state = self.state();
         state.closed = true;
         self.leave(state);
     }
 
-    /// Waits until all workers have left.
+    /// Waits until all workers have exited.
     pub(crate) fn wait_for_all(&self) {
         let mut state = self.state();
         while state.workers > 0 {
