@@ -214,7 +214,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let at = Attribute::Path(file.as_fd());
         if at.set(b"user.a", &[1; 60], SetHow::Any).is_err() {
-            // A host without attributes has none to count.
+            // The host does not support attributes.
             return;
         }
         let account = Account::new(Some(1 << 20));

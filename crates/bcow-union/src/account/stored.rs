@@ -464,7 +464,7 @@ mod tests {
     fn what_does_not_fit_is_short_at_the_end_of_a_block() {
         let (account, stored, file) = setup(3);
         stored.reserve(&file, 2 * B..3 * B).unwrap();
-        // Blocks 0 and 1 fit, 2 is there, 3 does not.
+        // Blocks 0 and 1 fit, block 2 is already charged, block 3 does not fit.
         let reserved = stored.reserve(&file, 10..4 * B).unwrap();
         assert_eq!((reserved.end, account.left()), (3 * B, Some(0)));
         assert!(
@@ -505,11 +505,11 @@ mod tests {
         assert_eq!(used(), 6);
         stored.let_go(&file).unwrap();
         assert_eq!(used(), 6);
-        // Where it was allocated, a write takes no more, as the next one finds.
+        // A write into preallocated space takes no more space, as the next write finds.
         write(2).unwrap();
         write(2).unwrap();
         assert_eq!(used(), 6);
-        // Elsewhere it does.
+        // A write elsewhere does.
         write(8).unwrap();
         assert_eq!(used(), 7);
         stored.let_go(&file).unwrap();
@@ -530,7 +530,7 @@ mod tests {
         assert_eq!(used(), 9);
         let read = || file.read_exact_at(&mut [0; 4 * B as usize], 4 * B).unwrap();
         for _ in 0..3 {
-            // The host takes pages that were read for data.
+            // The host reports pages of preallocated space as data after a read.
             read();
             let stored = StoredBlocks::new(Arc::clone(&account));
             stored.look(&file).unwrap();
@@ -552,7 +552,7 @@ mod tests {
             scope.spawn(|| {
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
                     stored.reserve_all(&file, 0..6 * B).unwrap_err();
-                    // The other waits for the lock.
+                    // Lets the other thread, which waits for the lock, run.
                     std::thread::yield_now();
                 }
             });

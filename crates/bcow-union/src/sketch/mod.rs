@@ -83,7 +83,7 @@ pub struct SketchStatus {
 /// A partly modified file. All methods can be called from several threads at once. Calls on
 /// different blocks run in parallel.
 ///
-/// After a failed write, each byte of the range has either its old or its new value.
+/// After a failed operation, each byte of its range has either the old or the new value.
 pub trait Sketch: Send + Sync + std::fmt::Debug {
     /// The sketch's number in this upper.
     fn id(&self) -> u64;

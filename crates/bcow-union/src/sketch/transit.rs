@@ -65,8 +65,8 @@ pub(super) struct Transit {
     pub(super) written: Written,
     /// The time of the block's first write.
     pub(super) since: Instant,
-    /// Whether the background threads failed to complete the block. The next read or flush that
-    /// needs the block completes it, and the caller gets the error.
+    /// Whether the background threads failed to complete the block. They leave it to the next read
+    /// or flush that needs it, which returns the error if it persists.
     pub(super) given_up: bool,
 }
 

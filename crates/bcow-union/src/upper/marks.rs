@@ -467,7 +467,7 @@ mod tests {
         assert_eq!(bytes[..5], [0, 0xfb, 29, 0, 0xbc]);
         assert_eq!(bytes[21..], [2, 1, 0, 0, 0, 0, 0, 0]);
         assert_eq!(Origin::decode(&bytes), Ok(Some(origin)));
-        // What overlayfs writes of an ext4 inode: type 1, eight bytes.
+        // The origin that overlayfs writes for an inode of ext4: handle type 1, eight bytes.
         let mut theirs = bytes;
         theirs[4] = 1;
         assert_eq!(Origin::decode(&theirs), Ok(None));

@@ -1,9 +1,9 @@
-//! Uppers of other mounts that have an upper inside, or are inside it.
+//! Refuses an upper that contains, or lies in, the upper of another mount.
 //!
-//! As in overlayfs, neither may be: each mount would show the other's marks as files, and change
-//! what the other relies on. Directories above the upper are asked for their lock. Uppers below it
-//! are found among the files that processes have open, as far as this user may look; that also
-//! finds those above that a bind mount hides.
+//! Overlayfs refuses this too ("upperdir is in-use"). Otherwise each mount would show the other's
+//! marks as files, and change files that the other relies on. The check tries the lock of each
+//! directory above the upper. It finds uppers below among the files that processes have open, as
+//! far as this user may see them. This search also finds uppers above that a bind mount hides.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -17,10 +17,10 @@ use super::instance::open_lock;
 use super::{META, UpperError, work};
 use crate::mountinfo::Place;
 
-/// Fails if another mount uses an upper that the one at `path` is in, or that is in it. `path` may
-/// be missing.
+/// Fails if another mount uses an upper that contains the upper at `path`, or lies in it. `path`
+/// may be missing.
 pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
-    // Whatever else is wrong with it is for opening it to say.
+    // The open of the upper reports all other problems with the path.
     let Some((canonical, directory)) = resolve(path) else {
         return Ok(());
     };
@@ -44,7 +44,7 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
             Some(there) => (place.is_within(there), there.is_within(&place)),
             None => (false, false),
         };
-        // What is mounted in a directory is seen in it.
+        // A file system that is mounted on a directory in the upper is visible there too.
         let has_inside =
             has_inside || (other != canonical && other.starts_with(&canonical) && is_here());
         if !is_inside && !has_inside {
@@ -70,8 +70,8 @@ pub(super) fn refuse_overlap(path: &Path) -> Result<(), UpperError> {
     Ok(())
 }
 
-/// Where the upper is, or would be made, and the directory there or the one that it would be made
-/// in.
+/// The canonical path of the upper, and a descriptor of its directory. If the upper does not exist,
+/// the descriptor is the parent's.
 fn resolve(path: &Path) -> Option<(PathBuf, OwnedFd)> {
     let open = |path: &Path| {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -87,7 +87,8 @@ fn resolve(path: &Path) -> Option<(PathBuf, OwnedFd)> {
     Some((parent.join(absolute.file_name()?), directory))
 }
 
-/// Who uses the directory at `path` as the upper of a mount, if it can be asked.
+/// The holder of the lock of the upper at `path`; `None` if the directory is not in use as an
+/// upper, or cannot be examined.
 fn writer_of(path: &Path) -> Option<LockError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::openat(CWD, path, flags, Mode::empty()).ok()?;
@@ -96,7 +97,7 @@ fn writer_of(path: &Path) -> Option<LockError> {
     writer(&lock)
 }
 
-/// Who holds the lock for writing. Nothing is kept of asking.
+/// The process that holds the lock for writing. The lock that this test takes ends with `lock`.
 fn writer(lock: &File) -> Option<LockError> {
     match FileLock::shared(lock) {
         Err(LockError::Io(_)) | Ok(()) => None,
@@ -104,14 +105,14 @@ fn writer(lock: &File) -> Option<LockError> {
     }
 }
 
-/// Locks of uppers that processes have open: the process, its descriptor, and the upper's path as
-/// the process sees it.
+/// The locks of uppers that processes have open: the process id, its descriptor, and the upper's
+/// path as the process sees it.
 fn open_locks() -> Vec<(String, i32, PathBuf)> {
     let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let mut pids: Vec<&str> = locks
         .lines()
         .filter_map(|line| {
-            // Number, kind, mandatory or not, access, process.
+            // Fields: number, kind, advisory or mandatory, access, process id.
             let fields: Vec<&str> = line.split_whitespace().collect();
             match fields[..] {
                 [_, "FLOCK", _, "WRITE", pid, ..] if pid.parse() != Ok(0) => Some(pid),
@@ -124,7 +125,7 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
     let end = Path::new(META).join("lock");
     let mut found = Vec::new();
     for pid in pids {
-        // Another user's, or gone.
+        // The process belongs to another user, or has ended.
         let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else {
             continue;
         };
@@ -142,7 +143,7 @@ fn open_locks() -> Vec<(String, i32, PathBuf)> {
     found
 }
 
-/// Where `path` is, which the mount of a process's descriptor shows.
+/// The place of `path` on the mount that a process's descriptor refers to.
 fn place(pid: &str, descriptor: i32, path: &Path) -> Option<Place> {
     let about = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
     let mount = about
@@ -156,8 +157,8 @@ fn mount_namespace(pid: &str) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{pid}/ns/mnt")).ok()
 }
 
-/// The regular file that a process has open. Nothing else is opened: its name says nothing of what
-/// it is.
+/// Opens a regular file that a process has open. Other types are not opened: the name alone does
+/// not tell the type.
 fn open_of_process(pid: &str, descriptor: i32) -> Option<File> {
     let open = |path: String, flags| rustix::fs::openat(CWD, path, flags, Mode::empty()).ok();
     let flags = OFlags::PATH | OFlags::CLOEXEC;

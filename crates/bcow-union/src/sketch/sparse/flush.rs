@@ -147,8 +147,8 @@ impl Sparse {
             .map_err(|error| SketchError::host("remove the marks of a sketch", &error))?;
         self.leave(&mut frame);
         if durable {
-            // The map is still needed until the removal of the marks is durable. Later flushes of
-            // the plain file use fdatasync, which need not include the marks.
+            // The map is still needed until the removal of the marks is durable: later fdatasync
+            // calls on the plain file need not include the marks.
             self.fence.sync(|| self.content().sync_all())?;
         }
         if let Err(error) = map.remove() {

@@ -175,8 +175,8 @@ impl Sparse {
     /// Queues the sketch for the fillers, or completes the block if the fillers are behind.
     fn later(&self, frame: &Frame, block: u64) {
         if self.shared.is_behind() {
-            // The write itself succeeded. The next read or flush that needs the block returns the
-            // error.
+            // The write itself succeeded. The next read or flush that needs the block meets the
+            // error again.
             let _ = self.complete(frame, block, By::Writer);
             return;
         }
