@@ -115,7 +115,7 @@ pub struct Failure<'a> {
     pub cause: &'a dyn std::error::Error,
 }
 
-/// An error that was met once or more.
+/// A kept error, with the number of its occurrences.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedError {
     /// Time of the last occurrence, in seconds since 1970 (UTC).
@@ -177,9 +177,10 @@ impl ErrorLog {
         HAS_REPORTED.take()
     }
 
-    /// Counts and keeps an error. Logs it, unless the same action failed for the same inode before.
-    /// `paths` gives the paths of the inode in the mount; it is called only if the error is logged
-    /// or not kept yet.
+    /// Counts and keeps an error, and logs it if it is new. New is the first failure of an action
+    /// for an inode (after 1024 of them: at most one in 10 seconds), and a shortage at most once in
+    /// 10 minutes. `paths` gives the paths of the inode in the mount; it is called only if the
+    /// error is logged or not kept yet.
     pub fn report(&self, failure: &Failure<'_>, paths: impl FnOnce() -> Vec<String>) {
         HAS_REPORTED.set(true);
         self.counts[failure.kind as usize].fetch_add(1, Ordering::Relaxed);

@@ -8,6 +8,8 @@ use bcow_erofs::reader::Nid;
 /// same in every mount of the image and needs no table. FUSE reserves two numbers: 0 (no node) and
 /// 1 (the root). [`NodeIds`] maps the image's root to 1, and other inodes with these nids to ids of
 /// their own.
+///
+/// For an inode that exists only in an upper, it is the host's inode number with bit 60 set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NodeId(pub u64);
 

@@ -7,7 +7,7 @@ use crate::account::Limits;
 /// once, except with [`SyncPolicy::Volatile`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SyncPolicy {
-    /// Each copy is made durable in the background right after its first write.
+    /// Each copy is made durable at once, in the background.
     #[default]
     Strict,
     /// In batches: once this many copies wait, and at least every 5 seconds, all become durable

@@ -278,8 +278,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Whether a copy of this inode would be a whiteout, which would hide the device 0:0 instead of
-    /// copying it.
+    /// Whether the host's copy of this inode would be a whiteout: the image has a character device
+    /// 0:0, and types are not kept in attributes.
     pub(super) fn is_a_whiteout(&self, inode: &Inode) -> bool {
         let device = inode.rdev.map(|device| (device.major, device.minor));
         inode.kind == FileType::CharDevice && device == Some((0, 0)) && !self.keeps_owners()
@@ -405,8 +405,8 @@ impl UnionFs {
         }
     }
 
-    /// Whether an object of this type can have marks on the host. The host permits no `user.`
-    /// attributes on symbolic links, devices, pipes and sockets.
+    /// Whether an object of this type can have marks on the host. The host permits `user.`
+    /// attributes only on regular files and directories.
     pub(super) fn can_be_marked(&self, kind: FileType) -> bool {
         self.upper.namespace() == Namespace::Trusted
             || match kind {

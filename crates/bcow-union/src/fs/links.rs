@@ -9,12 +9,13 @@
 //!   the host.
 //!
 //! Some steps change the host's count but not the number of names, or the reverse. During such a
-//! step the mark has the second form. After a crash the number is then right, or one too high if a
-//! name was being removed. It is never too low: a file with the number 0 would be discarded.
+//! step the mark has the second form. A crash during the step leaves the right number, or one too
+//! high if the step removes a name. The number is never too low: a file with the number 0 would be
+//! discarded.
 //!
 //! The lock of the node's state is held from the first change of the mark to the second. A thread
-//! that holds that lock and finds a mark of the second form knows that a crash or a failure left
-//! it.
+//! that holds the lock and finds a mark of the second form knows that a crash or a failure left
+//! that mark.
 
 use std::fs::File;
 use std::sync::{Arc, RwLockWriteGuard};

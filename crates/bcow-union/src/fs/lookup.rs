@@ -169,8 +169,8 @@ impl UnionFs {
                         return Err(Errno::STALE);
                     }
                     drop(state);
-                    // A sketch that became plain may have been replaced by another file since the
-                    // lookup.
+                    // Since the lookup a packed sketch may have become plain, with another file in
+                    // its place.
                     if let Some(now) = self.replaced(parent, name, host_inode)? {
                         return self.adopt(parent, name, now);
                     }

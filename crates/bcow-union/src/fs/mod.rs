@@ -88,8 +88,8 @@ pub struct UnionFs {
     /// The lock is held only to add or to take files.
     batch: Mutex<Vec<Arc<Node>>>,
     /// The upper, open for the `syncfs` of a batch. The host reports a write-back error once to
-    /// each open file, also an error of another file. A descriptor of its own keeps such a report
-    /// for `close`.
+    /// each open file, also an error of another file. With a separate descriptor a batch does not
+    /// take the report from [`UnionFs::sync_all`].
     batch_host: File,
     /// Upper bound of the number of descriptors that nodes hold: descriptors of dropped nodes count
     /// until the next recount.
@@ -99,8 +99,8 @@ pub struct UnionFs {
     descriptors_most: usize,
     copied_whole: AtomicU64,
     copied_metadata: AtomicU64,
-    /// Outcome of [`UnionFs::close`], once there is one. The lock is held while the union closes;
-    /// the code that waits for it holds no other lock.
+    /// Outcome of [`UnionFs::close`], once there is one. The lock is held while the union closes,
+    /// and is acquired before all other locks.
     closed: Mutex<Option<Result<(), Errno>>>,
     background: Arc<background::Background>,
 }

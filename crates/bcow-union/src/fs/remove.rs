@@ -213,8 +213,8 @@ impl UnionFs {
         }
     }
 
-    /// Removes the map of a file that lost its last name. Its bytes stay while a program has it
-    /// open.
+    /// Removes the map of a sketch that lost its last name. The bytes of a file stay while a
+    /// program has it open.
     fn lost_last_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let state = node.read_state();
         let is_sketch = match (&state.content, &state.upper) {
@@ -232,8 +232,8 @@ impl UnionFs {
                 .remove(&mark)
                 .map_err(|error| self.sketch_failed(node, &error))?;
         } else if !is_sketch && self.account.limit().is_some() {
-            // Opened now: when the kernel forgets the node, the space is given back by the open
-            // file and its known content.
+            // Opens the file and finds its content now: [`UnionFs::forgotten`] needs both to
+            // release the charge.
             drop(state);
             self.known_content(node).map(drop)?;
         }

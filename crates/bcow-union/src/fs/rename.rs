@@ -221,8 +221,8 @@ impl UnionFs {
         }
     }
 
-    /// Marks a directory without a part in the image as opaque, if the image has a directory at its
-    /// new name with which it would be merged.
+    /// Marks a directory that has no part in the image as opaque if the image has its new name: it
+    /// must not be merged with the image's directory of that name.
     fn hide_below(&self, node: &Node, to: &End<'_>) -> Result<(), Errno> {
         if !node.is_directory() || node.lower.is_some() || !to.is_below {
             return Ok(());

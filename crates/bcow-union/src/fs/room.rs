@@ -13,8 +13,8 @@ use rustix::io::Errno;
 
 use super::UnionFs;
 
-/// A removed file that no program has open is forgotten within this time. After it, the file counts
-/// as open.
+/// The kernel is expected to forget a removed file within this time if no program has it open.
+/// After it, the file counts as open.
 const SOON: Duration = Duration::from_millis(250);
 
 /// Upper bound of the time that the host takes to free a file, and so of the wait of a request.

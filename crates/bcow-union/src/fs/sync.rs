@@ -138,8 +138,8 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Makes all completed requests durable, as syncfs. With [`SyncPolicy::Volatile`] nothing is
-    /// synced.
+    /// Makes all completed requests durable, as syncfs. With [`SyncPolicy::Volatile`], data is only
+    /// passed to the host's kernel.
     pub fn sync_all(&self) -> Result<(), Errno> {
         let batch = self.finish_batch();
         let sketches = self.flush_sketches(self.durability());

@@ -67,8 +67,8 @@ impl UnionFs {
         })
     }
 
-    /// Sets an extended attribute. Errors: `E2BIG` for a value above 64 KiB, `ERANGE` for a name
-    /// that is empty or too long, `EPERM` for `user.` attributes of other types than files and
+    /// Sets an extended attribute. Errors include: `E2BIG` for a value above 64 KiB, `ERANGE` for a
+    /// name that is empty or too long, `EPERM` for `user.` attributes of other types than files and
     /// directories.
     pub fn set_xattr(
         &self,
