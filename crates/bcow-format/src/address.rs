@@ -1,16 +1,16 @@
-//! Addresses, as types that cannot be mixed up.
+//! Address types, so that the compiler finds mixed-up addresses.
 
 use std::fmt;
 
-/// A byte of the address space (logical block address, in bytes).
+/// An offset in the address space, in bytes (logical block address).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Lba(pub u64);
 
-/// A byte of the file (upper block address).
+/// An offset in the file, in bytes (upper block address).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Uba(pub u64);
 
-/// log2 of a block's length in bytes, 12 to 24.
+/// log2 of a block size in bytes, 12 to 24.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockShift(u8);
 
@@ -20,14 +20,14 @@ impl BlockShift {
     /// Blocks of 16 MiB.
     pub const MAX: BlockShift = BlockShift(24);
 
-    /// A shift within the limits of spec section 16.
+    /// Returns `None` if the shift is outside the limits of spec section 16.
     pub fn new(shift: u8) -> Option<Self> {
         (Self::MIN.0..=Self::MAX.0)
             .contains(&shift)
             .then_some(BlockShift(shift))
     }
 
-    /// The shift for blocks of `bytes`, if that is a power of two within the limits.
+    /// The shift for blocks of `bytes`; `None` if that is not a power of two within the limits.
     pub fn from_bytes(bytes: u32) -> Option<Self> {
         bytes
             .is_power_of_two()
@@ -40,7 +40,7 @@ impl BlockShift {
         self.0
     }
 
-    /// Block length in bytes.
+    /// Block size in bytes.
     pub fn bytes(self) -> u32 {
         1 << self.0
     }

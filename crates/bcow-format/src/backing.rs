@@ -19,25 +19,26 @@ struct RawBacking {
 }
 const _: () = assert!(size_of::<RawBacking>() == BACKING_ENTRY_BYTES);
 
-/// A read-only source below a file.
+/// A read-only backing of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BackingEntry {
-    /// How it is found.
+    /// How a reader finds the backing.
     pub name: BackingName,
     /// Size of its address space in bytes.
     pub size: u64,
 }
 
-/// How a backing is named.
+/// The name of a backing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackingName {
     /// SHA-256 of the whole backing file.
     Digest([u8; 32]),
-    /// A file name without directories, looked up only where the user allows it.
+    /// A file name without directories. A reader looks for it only in the directories that the user
+    /// allows.
     FileName {
-        /// The name.
+        /// The file name.
         name: String,
-        /// What the backing is recognised by (spec section 8), if it was recorded.
+        /// The identity of the backing (spec section 8), if the file records it.
         identity: Option<[u8; 32]>,
     },
 }
@@ -54,7 +55,7 @@ impl std::fmt::Display for BackingName {
     }
 }
 
-/// Validates the backing table's bytes, `header.backings.bytes` of them.
+/// Decodes and validates the backing table. `bytes` has the length `header.backings.bytes`.
 pub fn decode_backings(bytes: &[u8], header: &Header) -> Result<Vec<BackingEntry>, FormatError> {
     let found = crc32c(bytes);
     if !crc32c_matches(header.backings.crc, found) {
@@ -116,12 +117,12 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
     Ok(BackingEntry { name, size })
 }
 
-/// Whether a name is that of a file, without directories.
+/// Whether `name` is a valid file name without directories, of 1 to 255 bytes.
 pub fn is_plain_name(name: &str) -> bool {
     (1..=255).contains(&name.len()) && !name.contains(['/', '\0']) && name != "." && name != ".."
 }
 
-/// The bytes of a backing table.
+/// Encodes a backing table.
 pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let mut names = Vec::new();

@@ -7,18 +7,18 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// CRC32C of bytes that come in pieces.
+/// CRC32C of bytes that are passed in several parts.
 #[derive(Debug, Clone)]
 pub struct Crc32c(Digest);
 
 impl Crc32c {
-    /// Of no bytes yet.
+    /// Starts with the CRC32C of no bytes.
     #[expect(clippy::new_without_default, reason = "`default` would say less")]
     pub fn new() -> Self {
         Crc32c(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
-    /// Goes on with these bytes.
+    /// Adds bytes.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
@@ -29,8 +29,8 @@ impl Crc32c {
     }
 }
 
-/// Whether `found` is the `expected` checksum. Always true in fuzzing builds, where a checksum would only keep
-/// the fuzzer from the code behind it.
+/// Whether `found` is the `expected` checksum. Always true in fuzzing builds: a checksum would keep
+/// the fuzzer from the code behind this check.
 pub fn crc32c_matches(expected: u32, found: u32) -> bool {
     cfg!(fuzzing) || expected == found
 }

@@ -17,45 +17,46 @@ struct RawEntry {
 }
 const _: () = assert!(size_of::<RawEntry>() == ENTRY_BYTES);
 
-/// What stands at one region or block.
+/// The decoded entry of a region or block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
-    /// Backing 0's content, or zeros where there is none.
+    /// Reads from backing 0, or as zeros if the file has no backing.
     Absent,
-    /// Zeros.
+    /// Reads as zeros.
     Zero,
-    /// Stored as it is.
+    /// Stored without compression.
     Raw(Stored),
     /// Stored as one zstd frame.
     Zstd(Stored),
-    /// Stored as it is, and changed in place by the file's writer: no checksum (its `crc` is 0).
+    /// Stored without compression, and overwritten in place by the writer of the file. It has no
+    /// checksum (`crc` is 0).
     Open(Stored),
     /// A sub-block table (root only).
     Table(Stored),
-    /// A piece of a backing (root only).
+    /// A window into a backing (root only).
     Window {
-        /// Byte offset in the backing's address space.
+        /// Offset in the address space of the backing, in bytes.
         address: u64,
-        /// Sectors (4096 bytes) shown; the rest of the region is zeros.
+        /// Length of the window in sectors of 4096 bytes. The rest of the region reads as zeros.
         sectors: u32,
         /// Index in the backing table.
         backing: u32,
     },
 }
 
-/// A stored range of the file and its checksum.
+/// A range of the file and its checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Stored {
-    /// First byte in the file.
+    /// Offset in the file.
     pub at: Uba,
     /// Length in bytes.
     pub bytes: u32,
-    /// CRC32C of these bytes.
+    /// CRC32C of the range.
     pub crc: u32,
 }
 
 impl Entry {
-    /// The stored range it names, if it names one.
+    /// The stored range of the entry, if it has one.
     pub fn stored(&self) -> Option<Stored> {
         match *self {
             Entry::Raw(stored)
@@ -68,28 +69,30 @@ impl Entry {
 }
 
 impl Stored {
-    /// First byte behind the stored range.
+    /// Offset of the first byte after the range.
     pub fn end(&self) -> u64 {
         self.at.0 + u64::from(self.bytes)
     }
 }
 
-/// What the rules for an entry depend on.
+/// The values on which the rules for an entry depend.
 #[derive(Debug, Clone, Copy)]
 pub struct EntryContext<'a> {
     /// The file's header.
     pub header: &'a Header,
-    /// Length of the file that the entry may name: that of the header, or of the record it stands in.
+    /// Length of the file that the entry may refer to, in bytes: from the header, or from the
+    /// record that contains the entry.
     pub file_bytes: u64,
     /// Length of the region or block in bytes.
     pub length: u64,
-    /// First byte of the region or block in the address space.
+    /// Offset of the region or block in the address space, in bytes.
     pub logical: u64,
     /// Whether it is a root entry.
     pub root: bool,
 }
 
-/// Why an entry is wrong; the caller knows where it stands and makes it a [`crate::FormatError`].
+/// Why an entry is invalid. The caller knows the position of the entry and converts this to a
+/// [`crate::FormatError`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EntryProblem {
     /// `root-entry` or `table-entry`.
@@ -98,7 +101,7 @@ pub enum EntryProblem {
     Window(String),
 }
 
-/// Validates 16 bytes as the entry of a region or block.
+/// Decodes and validates the entry of a region or block.
 pub fn decode_entry(
     bytes: &[u8; ENTRY_BYTES],
     context: &EntryContext<'_>,
@@ -227,7 +230,7 @@ pub fn decode_entry(
     }
 }
 
-/// The 16 bytes of an entry.
+/// Encodes an entry.
 pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
     let (kind, address, length, check) = match *entry {
         Entry::Absent => (0, 0, 0, 0),
@@ -261,7 +264,7 @@ fn wrong(problem: impl Into<String>) -> EntryProblem {
     EntryProblem::Entry(problem.into())
 }
 
-/// A root entry that is itself a block is allowed for blocks of at most 16 MiB (spec section 6).
+/// A root entry may be a block itself only if regions are at most 16 MiB (spec section 6).
 fn check_block_length(context: &EntryContext<'_>) -> Result<(), EntryProblem> {
     if context.root && context.header.region_shift > 24 {
         return Err(wrong("a block as large as a region of more than 16 MiB"));

@@ -1,19 +1,20 @@
-//! Why bytes are not a valid BCoW file.
+//! Errors of invalid BCoW files.
 
-/// A broken rule of the specification. [`FormatError::code`] is the stable name of spec section 12.
+/// A violated rule of the specification. [`FormatError::code`] returns the stable code of spec
+/// section 12.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {
-    /// Neither slot has the magic.
+    /// No slot has the magic number.
     #[error("not a BCoW file (no magic in the first 1024 bytes)")]
     NotBcow,
-    /// A slot of another version.
+    /// A slot has another version.
     #[error("BCoW version {0}; this program reads version 1")]
     Version(u16),
     /// Both header slots are damaged.
     #[error("both header slots are damaged (checksum)")]
     HeaderChecksum,
-    /// A header field breaks a rule.
+    /// A header field violates a rule.
     #[error("header field {field}: {problem}")]
     HeaderField {
         /// Field name as in spec section 3.
@@ -21,7 +22,7 @@ pub enum FormatError {
         /// What is wrong with its value.
         problem: String,
     },
-    /// Unknown incompatible feature bits.
+    /// An unknown incompatible feature bit.
     #[error("unknown incompatible feature bit {bit}; a newer program is needed")]
     UnknownFeature {
         /// The lowest unknown bit.
@@ -30,25 +31,25 @@ pub enum FormatError {
     /// A feature of version 1 that this program does not support yet.
     #[error("feature `{0}` is not supported yet")]
     UnsupportedFeature(&'static str),
-    /// The file ends before what the header promises.
+    /// The file is shorter than the header says.
     #[error("the file is {found} bytes long, its header says {expected}: it was cut short")]
     Truncated {
-        /// file_bytes of the header.
+        /// `file_bytes` of the header.
         expected: u64,
-        /// Length of the file.
+        /// Actual length of the file in bytes.
         found: u64,
     },
-    /// A section named by the header has another checksum.
+    /// The checksum of a section differs from the one in the header.
     #[error("{section}: checksum is {found:#010x}, the header says {expected:#010x}")]
     SectionChecksum {
-        /// Which.
+        /// The section.
         section: SectionKind,
         /// CRC32C from the header.
         expected: u32,
         /// CRC32C of the bytes.
         found: u32,
     },
-    /// A root entry breaks a rule.
+    /// A root entry violates a rule.
     #[error("root entry {region}: {problem}")]
     RootEntry {
         /// Index in the root table.
@@ -56,7 +57,7 @@ pub enum FormatError {
         /// What is wrong.
         problem: String,
     },
-    /// A sub-block table has another checksum than its root entry says.
+    /// The checksum of a sub-block table differs from the one in its root entry.
     #[error(
         "sub-block table of region {region}: checksum is {found:#010x}, the root table says {expected:#010x}"
     )]
@@ -68,7 +69,7 @@ pub enum FormatError {
         /// CRC32C of the bytes.
         found: u32,
     },
-    /// A sub-block table's header breaks a rule.
+    /// The header of a sub-block table violates a rule.
     #[error("sub-block table of region {region}: {problem}")]
     TableHeader {
         /// Index of the region.
@@ -76,7 +77,7 @@ pub enum FormatError {
         /// What is wrong.
         problem: String,
     },
-    /// An entry of a sub-block table breaks a rule.
+    /// An entry of a sub-block table violates a rule.
     #[error("sub-block table of region {region}, entry {index}: {problem}")]
     TableEntry {
         /// Index of the region.
@@ -86,7 +87,7 @@ pub enum FormatError {
         /// What is wrong.
         problem: String,
     },
-    /// A window shows what its backing does not have, or too much, or names no backing.
+    /// A window exceeds its backing or its region, or refers to a backing that does not exist.
     #[error("root entry {region}: window {problem}")]
     WindowRange {
         /// Index of the region.
@@ -94,7 +95,7 @@ pub enum FormatError {
         /// What is wrong.
         problem: String,
     },
-    /// An entry of the backing table breaks a rule.
+    /// An entry of the backing table violates a rule.
     #[error("backing table entry {index}: {problem}")]
     BackingEntry {
         /// Index in the backing table.
@@ -102,15 +103,16 @@ pub enum FormatError {
         /// What is wrong.
         problem: String,
     },
-    /// A record of the log is intact and breaks a rule.
+    /// A log record with a valid checksum violates a rule.
     #[error("record {sequence}: {problem}")]
     Record {
-        /// Its sequence number.
+        /// The sequence number of the record.
         sequence: u64,
         /// What is wrong.
         problem: String,
     },
-    /// The free list has another checksum than the header says, or breaks a rule.
+    /// The checksum of the free list differs from the one in the header, or the list violates a
+    /// rule.
     #[error("free list: {0}")]
     FreeList(String),
     /// The metadata is not a JSON object.
@@ -118,7 +120,7 @@ pub enum FormatError {
     MetadataJson(String),
 }
 
-/// A section that the header names and checks.
+/// A section to which the header refers with an offset and a checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SectionKind {
     /// The root table.

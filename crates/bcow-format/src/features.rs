@@ -2,15 +2,15 @@
 
 use crate::FormatError;
 
-/// What a file contains that a reader must know (`incompatible`), that a writer must know
-/// (`read_only_compatible`), and that is good to know (`compatible`).
+/// The feature masks of a file. A reader must know the bits of `incompatible`; a writer must also
+/// know the bits of `read_only_compatible`; the bits of `compatible` are only informative.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Features {
-    /// A reader refuses unknown bits.
+    /// A reader refuses a file with unknown bits.
     pub incompatible: u64,
-    /// Unknown bits forbid writing.
+    /// A program must not write to a file with unknown bits.
     pub read_only_compatible: u64,
-    /// Unknown bits do not matter.
+    /// Programs ignore unknown bits.
     pub compatible: u64,
 }
 
@@ -20,7 +20,7 @@ pub mod incompatible {
     pub const ZSTD: u64 = 1 << 0;
     /// Absent regions and blocks are read from backing 0.
     pub const BACKING: u64 = 1 << 1;
-    /// A record log may hold mappings newer than the tables.
+    /// A record log may contain mappings that are newer than the tables.
     pub const RECORDS: u64 = 1 << 2;
     /// Root entries may be windows.
     pub const WINDOWS: u64 = 1 << 3;
@@ -31,18 +31,18 @@ pub mod incompatible {
 
 /// Bits of [`Features::read_only_compatible`].
 pub mod read_only_compatible {
-    /// There is a Merkle tree.
+    /// The file has a Merkle tree.
     pub const MERKLE: u64 = 1 << 0;
 }
 
 /// Bits of [`Features::compatible`].
 pub mod compatible {
-    /// The address space is an EROFS file system.
+    /// The address space contains an EROFS file system.
     pub const EROFS: u64 = 1 << 0;
 }
 
 impl Features {
-    /// Refuses unknown incompatible bits.
+    /// Returns an error for unknown incompatible bits.
     pub fn check_readable(&self) -> Result<(), FormatError> {
         let unknown = self.incompatible & !incompatible::KNOWN;
         if unknown != 0 {
@@ -63,7 +63,8 @@ impl Features {
         self.compatible & bit != 0
     }
 
-    /// Names of the set bits, in mask and bit order; unknown ones as `compatible-17` and the like.
+    /// Names of the set bits, in mask and bit order. An unknown bit has a name such as
+    /// `compatible-17`.
     pub fn names(&self) -> Vec<String> {
         let known: [(&str, u64, &[&str]); 3] = [
             (

@@ -13,16 +13,16 @@ struct RawRange {
 }
 const _: () = assert!(size_of::<RawRange>() == 16);
 
-/// A range of the file that nothing uses.
+/// An unused range of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FreeRange {
-    /// First byte in the file, a multiple of 4096.
+    /// Offset in the file in bytes, a multiple of 4096.
     pub start: u64,
     /// Length in bytes, a multiple of 4096.
     pub bytes: u64,
 }
 
-/// Validates the free list's bytes, `header.free.bytes` of them.
+/// Decodes and validates the free list. `bytes` has the length `header.free.bytes`.
 pub fn decode_free(bytes: &[u8], header: &Header) -> Result<Vec<FreeRange>, FormatError> {
     let found = crc32c(bytes);
     if !crc32c_matches(header.free.crc, found) {
@@ -32,7 +32,7 @@ pub fn decode_free(bytes: &[u8], header: &Header) -> Result<Vec<FreeRange>, Form
         )));
     }
     let mut ranges = Vec::with_capacity(bytes.len() / size_of::<RawRange>());
-    // An entry must begin behind the end of the one before; none before the end of the first sector.
+    // A range must start after the end of the one before, and the first one after the first sector.
     let mut last_end = SECTOR_BYTES - 1;
     for raw in bytes.chunks_exact(size_of::<RawRange>()) {
         let Ok(raw) = RawRange::ref_from_bytes(raw) else {
@@ -54,7 +54,7 @@ pub fn decode_free(bytes: &[u8], header: &Header) -> Result<Vec<FreeRange>, Form
     Ok(ranges)
 }
 
-/// The bytes of a free list.
+/// Encodes a free list.
 pub fn encode_free(ranges: &[FreeRange]) -> Vec<u8> {
     let raw = |range: &FreeRange| RawRange {
         start: U64::new(range.start),

@@ -63,65 +63,65 @@ const _: () = {
     assert!(std::mem::offset_of!(RawHeader, free_crc) == 204);
 };
 
-/// What a file is for.
+/// The purpose of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
     /// A sealed file system image.
     Image,
     /// A block device.
     Disk,
-    /// A partly modified file.
+    /// A file of an image that was modified in part.
     Sketch,
 }
 
-/// Whether a file may still change.
+/// Whether a file is writable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// It may.
+    /// The file may change.
     Writable,
-    /// It may not.
+    /// The file must not change.
     Sealed,
 }
 
-/// A range of the file that the header names and checks.
+/// A range of the file to which the header refers with an offset and a checksum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Section {
-    /// First byte in the file; 0 if the section is empty.
+    /// Offset in the file in bytes; 0 if the section is empty.
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u32,
-    /// CRC32C of these bytes; 0 if the section is empty.
+    /// CRC32C of the section; 0 if it is empty.
     pub crc: u32,
 }
 
-/// Where the Merkle tree is and what it must hash to.
+/// Position and root hash of the Merkle tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MerkleTree {
     /// log2 of the chunk size, 12 to 20.
     pub chunk_shift: u8,
-    /// First byte of the tree in the file, and end of what it covers.
+    /// Offset of the tree in the file, in bytes. The tree covers all bytes before it.
     pub offset: u64,
     /// The root hash.
     pub root: [u8; 32],
 }
 
 impl MerkleTree {
-    /// Where its levels lie.
+    /// The positions of the levels.
     pub fn shape(&self) -> MerkleShape {
         MerkleShape::new(self.offset, self.chunk_shift)
     }
 }
 
-/// A valid header.
+/// A validated header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
-    /// Grows with each header written.
+    /// Increases with each header that is written.
     pub generation: u64,
     /// Feature masks.
     pub features: Features,
-    /// What the file is for.
+    /// The purpose of the file.
     pub purpose: Use,
-    /// Whether it may change.
+    /// Whether the file is writable.
     pub state: State,
     /// log2 of the region size, 12 to 30.
     pub region_shift: u8,
@@ -133,22 +133,22 @@ pub struct Header {
     pub root: Section,
     /// The metadata (JSON).
     pub metadata: Section,
-    /// The backing table with its names.
+    /// The backing table and its names.
     pub backings: Section,
-    /// Entries in the backing table.
+    /// Number of entries in the backing table.
     pub backing_count: u32,
-    /// The Merkle tree, if there is one.
+    /// The Merkle tree, if the file has one.
     pub merkle: Option<MerkleTree>,
-    /// Record log: offset and bytes, both 0 if there is none.
+    /// The record log: offset and length in bytes. Both are 0 if the file has none.
     pub log: (u64, u64),
     /// The free list of a writable file.
     pub free: Section,
 }
 
-/// Finds the header among the two slots in `area`, the first [`HEADER_AREA_BYTES`] of a file or what there is of them,
-/// and validates it.
+/// Selects the newest intact slot and validates its header. `area` is the first [`HEADER_AREA_BYTES`]
+/// of a file, or the whole file if it is shorter.
 ///
-/// The file's real length is checked by [`Header::check_file_length`].
+/// [`Header::check_file_length`] compares the header with the actual length of the file.
 pub fn choose_header(area: &[u8]) -> Result<Header, FormatError> {
     let mut has_magic = false;
     let mut other_version = None;
@@ -245,7 +245,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         "file_bytes",
         || format!("{file_bytes}, no multiple of 4096, in a file with a record log"),
     )?;
-    // Where things come and go, nothing shares a sector (spec section 10, "Places").
+    // In a file with a record log, no two structures share a sector (spec section 10, "Places").
     let align = |usual| if logged { SECTOR_BYTES } else { usual };
     let root_entries = u64::from(raw.root_entries.get());
     require(
@@ -465,7 +465,7 @@ fn field(field: &'static str, problem: String) -> FormatError {
 }
 
 impl Header {
-    /// Refuses a file that is shorter than the header says.
+    /// Returns an error if the file, with `found` bytes, is shorter than the header says.
     pub fn check_file_length(&self, found: u64) -> Result<(), FormatError> {
         if found < self.file_bytes {
             return Err(FormatError::Truncated {
@@ -476,20 +476,21 @@ impl Header {
         Ok(())
     }
 
-    /// Length of a region in bytes: shorter at the end of the address space, 0 behind it.
+    /// Length of a region in bytes. The last region may be shorter; a region beyond the end has
+    /// length 0.
     pub fn region_length(&self, region: u64) -> u64 {
         let start = region << self.region_shift;
         self.size.saturating_sub(start).min(1 << self.region_shift)
     }
 
-    /// The bytes of a slot that holds this header.
+    /// Encodes a slot with this header.
     pub fn encode(&self) -> [u8; SLOT_BYTES] {
         let mut raw = self.to_raw();
         raw.slot_crc = U32::new(slot_crc(&raw));
         to_slot(&raw)
     }
 
-    /// The first 1024 covered bytes of the Merkle tree (spec section 9).
+    /// The first 1024 bytes that the Merkle tree covers, in their canonical form (spec section 9).
     pub fn canonical(&self) -> [u8; HEADER_AREA_BYTES] {
         let mut raw = self.to_raw();
         raw.generation = U64::new(0);

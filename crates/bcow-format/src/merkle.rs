@@ -1,21 +1,22 @@
-//! The shape of the Merkle tree (spec section 9). Hashing is `bcow`'s.
+//! The layout of the Merkle tree (spec section 9). The crate `bcow` does the hashing.
 
-/// Bytes of one hash.
+/// Size of a hash in bytes.
 pub const HASH_BYTES: u64 = 32;
 
-/// Where the levels of a tree over `covered_bytes` lie.
+/// The positions of the levels of a tree over `covered_bytes`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MerkleShape {
     /// Chunk size in bytes.
     pub chunk_bytes: u64,
-    /// Bytes that level 0 hashes.
+    /// Number of bytes that level 0 hashes.
     pub covered_bytes: u64,
-    /// Offset from the tree's start and length in bytes of each level, lowest first; the last is one hash.
+    /// Offset from the start of the tree and length of each level in bytes, lowest level first. The
+    /// last level is one hash.
     pub levels: Vec<(u64, u64)>,
 }
 
 impl MerkleShape {
-    /// The tree over `covered_bytes` (at least 1) in chunks of `2^chunk_shift`.
+    /// The layout of a tree over `covered_bytes` (at least 1) with chunks of `2^chunk_shift` bytes.
     pub fn new(covered_bytes: u64, chunk_shift: u8) -> Self {
         let chunk_bytes = 1 << chunk_shift;
         let mut levels = Vec::new();
@@ -36,12 +37,12 @@ impl MerkleShape {
         }
     }
 
-    /// Bytes of all levels.
+    /// Length of all levels in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.levels.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Number of chunks.
+    /// Number of chunks that level 0 hashes.
     pub fn chunks(&self) -> u64 {
         self.covered_bytes.div_ceil(self.chunk_bytes)
     }

@@ -9,9 +9,9 @@ use crate::{
     decode_entry, encode_entry,
 };
 
-/// Bytes of a record before its mappings.
+/// Size of a record's header in bytes. The mappings follow it.
 pub const RECORD_HEADER_BYTES: usize = 48;
-/// Bytes of one mapping.
+/// Size of a mapping in bytes.
 pub const MAPPING_BYTES: usize = 24;
 
 const MAGIC: [u8; 4] = *b"BCRC";
@@ -43,26 +43,26 @@ const _: () = assert!(size_of::<RawMapping>() == MAPPING_BYTES);
 /// A record of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Its place among the records of its header's generation, from 1.
+    /// Sequence number among the records of the header's generation, from 1.
     pub sequence: u64,
-    /// Length of the file with all it names.
+    /// Length of the file in bytes, with everything to which the record refers.
     pub file_bytes: u64,
-    /// What it maps, in order.
+    /// The mappings in order.
     pub mappings: Vec<LogMapping>,
 }
 
-/// One mapping of a record.
+/// A mapping of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogMapping {
-    /// First byte in the address space.
+    /// Offset of the mapped range in the address space.
     pub at: Lba,
-    /// log2 of the bytes it is for (less at the end of a region).
+    /// log2 of the length of the range in bytes (the range is shorter at the end of a region).
     pub shift: u8,
-    /// What stands there: never a table or a window.
+    /// The new entry of the range: never a table or a window.
     pub entry: Entry,
 }
 
-/// What the first bytes of a record say; not to be trusted before the whole record was decoded.
+/// The start of a record. It is not reliable before the whole record is decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordPrefix {
     /// Length of the record in bytes, at least [`RECORD_HEADER_BYTES`].
@@ -70,7 +70,8 @@ pub struct RecordPrefix {
 }
 
 impl RecordPrefix {
-    /// `None` if no record of this generation and sequence begins here.
+    /// Returns `None` if `bytes` does not start with a record of this generation and sequence
+    /// number.
     pub fn read(bytes: &[u8], generation: u64, sequence: u64) -> Option<Self> {
         let (raw, _) = RawRecord::ref_from_prefix(bytes).ok()?;
         let bytes = raw.bytes.get();
@@ -83,14 +84,15 @@ impl RecordPrefix {
     }
 }
 
-/// Length in bytes of a record of `count` mappings.
+/// Length in bytes of a record with `count` mappings.
 pub fn record_bytes(count: usize) -> usize {
     (RECORD_HEADER_BYTES + count * MAPPING_BYTES).next_multiple_of(16)
 }
 
 impl Record {
-    /// The record in `bytes`, whose prefix was read; `None` if its checksum says that it was not written completely.
-    /// `least_file_bytes` is that of the record or header before it.
+    /// Decodes the record in `bytes`, whose prefix was read before. Returns `None` if the checksum
+    /// shows that the record was not written completely. `least_file_bytes` is the file length of
+    /// the preceding record or of the header.
     pub fn decode(
         bytes: &[u8],
         header: &Header,
@@ -146,7 +148,8 @@ impl Record {
     }
 }
 
-/// The stored ranges of a record do not overlap each other. So checking its blocks reads no more than the file has.
+/// Checks that the stored ranges of a record do not overlap. This limits the bytes that a check of
+/// its blocks reads to the length of the file.
 fn check_apart(mappings: &[LogMapping]) -> Result<(), String> {
     let mut stored: Vec<_> = mappings
         .iter()
@@ -203,7 +206,7 @@ fn decode_mapping(bytes: &[u8], header: &Header, file_bytes: u64) -> Result<LogM
     })
 }
 
-/// The bytes of a record that extends `header`.
+/// Encodes a record of the log of `header`.
 pub fn encode_record(record: &Record, header: &Header) -> Vec<u8> {
     let length = record_bytes(record.mappings.len());
     let raw = RawRecord {

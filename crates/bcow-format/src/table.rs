@@ -9,7 +9,7 @@ use crate::{
     crc32c_matches, decode_entry, encode_entry,
 };
 
-/// Bytes before the entries of a sub-block table.
+/// Size of the header of a sub-block table in bytes. The entries follow it.
 pub const TABLE_HEADER_BYTES: usize = 16;
 
 const TABLE_MAGIC: [u8; 4] = *b"BCST";
@@ -24,7 +24,7 @@ struct RawTableHeader {
 }
 const _: () = assert!(size_of::<RawTableHeader>() == TABLE_HEADER_BYTES);
 
-/// The blocks of one region.
+/// The sub-block table of a region.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubBlockTable {
     /// Block size of the region.
@@ -33,7 +33,8 @@ pub struct SubBlockTable {
     pub entries: Box<[Entry]>,
 }
 
-/// Validates some of the root table's bytes, those from region `first` on; their checksum is the caller's to compare.
+/// Decodes and validates entries of the root table, from region `first` on. The caller checks the
+/// checksum.
 pub fn decode_root(bytes: &[u8], first: u64, header: &Header) -> Result<Vec<Entry>, FormatError> {
     let mut entries = Vec::with_capacity(bytes.len() / ENTRY_BYTES);
     for (region, raw) in (first..).zip(bytes.as_chunks::<ENTRY_BYTES>().0) {
@@ -54,12 +55,13 @@ pub fn decode_root(bytes: &[u8], first: u64, header: &Header) -> Result<Vec<Entr
     Ok(entries)
 }
 
-/// The root table's bytes.
+/// Encodes a root table.
 pub fn encode_root(entries: &[Entry]) -> Vec<u8> {
     entries.iter().flat_map(encode_entry).collect()
 }
 
-/// Validates the bytes of the sub-block table that root entry `region` names as `stored`.
+/// Decodes and validates the sub-block table to which the root entry of `region` refers with
+/// `stored`.
 pub fn decode_table(
     bytes: &[u8],
     stored: &Stored,
@@ -123,7 +125,7 @@ pub fn decode_table(
     })
 }
 
-/// The bytes of a sub-block table.
+/// Encodes a sub-block table.
 pub fn encode_table(region: u64, table: &SubBlockTable) -> Vec<u8> {
     let header = RawTableHeader {
         magic: TABLE_MAGIC,
