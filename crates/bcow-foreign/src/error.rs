@@ -1,54 +1,54 @@
-//! What can go wrong with a disk in another form.
+//! Errors of disks in foreign formats.
 
 use std::io;
 use std::path::PathBuf;
 
-/// Failure to open or write a disk in another form.
+/// A failure to open, read or write a disk in a foreign format.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ForeignError {
-    /// The host failed to open or read the file.
+    /// The host failed to execute an operation on the file.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// "open", "read", "write".
+        /// The operation that failed, such as "open", "read" or "write".
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The host's error.
         source: io::Error,
     },
-    /// The file is none that is read here.
+    /// The file cannot be used as a disk.
     #[error("{}: {problem}", path.display())]
     Unsuitable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         problem: String,
     },
-    /// A qcow2 image that is damaged, or of a kind that is not read here.
+    /// The qcow2 image is damaged, or uses a feature that bcow does not support.
     #[error("cannot read {} as qcow2: {source}", path.display())]
     Qcow2 {
         /// The image.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// A qcow2 image needs a file that it names and that the user has not allowed.
+    /// The qcow2 image names another file, which the user has not allowed.
     #[error("{} names another file, {what} {name:?}: {problem}", path.display())]
     NotAllowed {
         /// The image.
         path: PathBuf,
         /// "its backing file" or "its data file".
         what: &'static str,
-        /// How it names it.
+        /// The name in the image.
         name: String,
-        /// Why it is not opened.
+        /// Why bcow does not open the file.
         problem: String,
     },
 }
 
 impl ForeignError {
-    /// What the user could do about it, if there is something.
+    /// What the user can do about the error, if there is something to do.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             ForeignError::NotAllowed { .. } => Some(

@@ -1,11 +1,12 @@
-//! Where a panic of a library is an error.
+//! Converts panics of a library to errors.
 //!
-//! imago reads images that come from anywhere, and indexes what it read. What is known of that is checked before
-//! (`qcow2::header`); what is not known shall not end a program that serves other disks or is about to clean up. So imago is
-//! called under [`guarded`] only. Everywhere else a panic ends the process: the command's panic hook asks [`is_guarded`].
+//! imago reads untrusted images and uses the values in them as indexes. bcow checks the known
+//! problems before (`qcow2::header`). An unknown problem must not end a program that serves other
+//! disks or still has to clean up. bcow therefore calls imago only under [`guarded`]. Every other
+//! panic ends the process: the command's panic hook calls [`is_guarded`].
 //!
-//! Rejected: a process of its own for imago, with a protocol between the two for each read; a profile that aborts, where
-//! nothing can be caught.
+//! Rejected alternatives: a separate process for imago needs a protocol for each read; a build
+//! profile that aborts on panic cannot catch panics.
 
 use std::cell::Cell;
 use std::io;
@@ -18,13 +19,13 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a panic of this thread becomes an error. For a panic hook, which has nothing to say then.
+/// Whether a panic of this thread becomes an error. A panic hook should then print nothing.
 pub fn is_guarded() -> bool {
     GUARDED.get()
 }
 
-/// Calls `work`; a panic is an error of the kind [`io::ErrorKind::Other`]. What `work` has changed may be in any state
-/// then, and is not to be used again.
+/// Calls `work` and converts a panic to an error of the kind [`io::ErrorKind::Other`]. After a
+/// panic, data that `work` has changed may be inconsistent; the caller must not use it again.
 pub(crate) fn guarded<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let before = GUARDED.replace(true);
     let result = catch_unwind(AssertUnwindSafe(work));
@@ -39,12 +40,12 @@ pub(crate) fn guarded<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> 
     })
 }
 
-/// A panic that was caught.
+/// A caught panic.
 #[derive(Debug, thiserror::Error)]
 #[error("the image is damaged in a way that its reader was not prepared for ({0})")]
 pub(crate) struct Panicked(String);
 
-/// Whether an error is a panic that was caught.
+/// Whether the error is a caught panic.
 pub(crate) fn is_panic(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|inner| inner.is::<Panicked>())
 }

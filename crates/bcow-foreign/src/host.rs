@@ -1,4 +1,4 @@
-//! Opening files of the host.
+//! Opens files of the host.
 
 use std::fs::File;
 use std::path::Path;
@@ -7,12 +7,12 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::ForeignError;
 
-/// Opens for reading what the user names: a regular file or a block device.
+/// Opens a path of the user for reading: a regular file or a block device.
 pub(crate) fn open(path: &Path) -> Result<File, ForeignError> {
     open_with(path, OFlags::empty(), true)
 }
 
-/// Opens for reading what a file names in a directory that the user gave: a regular file, no symbolic link.
+/// Opens a path for reading whose name comes from an image: a regular file, not a symbolic link.
 pub(crate) fn open_named(path: &Path) -> Result<File, ForeignError> {
     open_with(path, OFlags::NOFOLLOW, false)
 }
@@ -23,7 +23,7 @@ fn open_with(path: &Path, flags: OFlags, device: bool) -> Result<File, ForeignEr
         path: path.to_owned(),
         source: source.into(),
     };
-    // Without O_NONBLOCK, opening a pipe would wait for somebody to write into it.
+    // Without O_NONBLOCK, opening a pipe would wait for a writer.
     let flags = flags | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
     let kind = FileType::from_raw_mode(rustix::fs::fstat(&file).map_err(failed)?.st_mode);

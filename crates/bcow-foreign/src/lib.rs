@@ -1,7 +1,7 @@
-//! Disks in other forms than BCoW: raw and qcow2, read and written.
+//! Disks in foreign formats: raw and qcow2.
 //!
-//! [`RawDisk`] and [`Qcow2Disk`] are such files as block devices. [`pieces`] goes through any block device in order,
-//! zeros told apart from what has to be read; [`Qcow2Writer`] makes a qcow2 image of what it gives.
+//! [`RawDisk`] and [`Qcow2Disk`] read such files as block devices. [`pieces`] reads the content of
+//! any block device in order and skips zeros. [`Qcow2Writer`] writes this content to a qcow2 image.
 
 mod error;
 mod guard;

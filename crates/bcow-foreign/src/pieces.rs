@@ -1,38 +1,39 @@
-//! The content of a device, in order, zeros told apart.
+//! Reads the content of a device in order and skips zeros.
 
 use bcow::{BlockDevice, Content, Error};
 
-/// Read at once.
+/// Most bytes of one read.
 const PIECE_BYTES: u64 = 4 << 20;
 
 /// A piece of a device.
 pub enum Piece<'a> {
-    /// Bytes at a place.
+    /// Data.
     Data {
-        /// First byte in the address space.
+        /// Offset of the first byte in the address space.
         offset: u64,
-        /// What is there.
+        /// The data.
         bytes: &'a [u8],
     },
-    /// Zeros that did not have to be read.
+    /// Zeros. They were not read.
     Zeros {
-        /// First byte in the address space.
+        /// Offset of the first byte in the address space.
         offset: u64,
-        /// How many.
+        /// Number of bytes.
         length: u64,
     },
 }
 
-/// Why the way through a device ended early.
+/// Why [`pieces`] stopped before the end.
 #[derive(Debug)]
 pub enum Stopped<E> {
-    /// The device could not be read.
+    /// The device returned an error.
     Read(Error),
-    /// Whoever took the pieces would have no more.
+    /// The consumer of the pieces returned an error.
     Taker(E),
 }
 
-/// Gives `take` the first `end` bytes of `device` in order, in pieces of up to 4 MiB of data.
+/// Calls `take` for the first `end` bytes of `device` in order. Data comes in pieces of at most 4
+/// MiB.
 pub fn pieces<E>(
     device: &dyn BlockDevice,
     end: u64,

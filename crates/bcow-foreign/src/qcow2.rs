@@ -1,10 +1,12 @@
-//! A qcow2 image, read by imago.
+//! A qcow2 image, read with the library imago.
 //!
-//! Files that the image names are its backing file and its data file. What it names is a path, a URL or a whole
-//! description of a device (`json:`), and it may have come from anywhere; so nothing is opened but a regular file of that
-//! name (the last part of the path) in a directory that the user gave, in the format that the image says, never guessed.
+//! An image may name its backing file and its data file by a path, a URL or a full device
+//! description (`json:`). The image may come from an untrusted source. bcow therefore uses only the
+//! last component of the path, opens only a regular file of that name in a directory that the user
+//! gave, and takes the format from the image; it never detects the format.
 //!
-//! Headers are checked before imago sees them (`header`), and whatever imago does then is guarded against its panics.
+//! The module `header` checks headers before imago reads them. bcow guards all calls of imago
+//! against panics.
 
 mod header;
 
@@ -26,28 +28,30 @@ use crate::raw::{check, io_error, without_padding};
 use crate::{ForeignError, host};
 use header::{Header, Refused};
 
-/// Files below an image, one below the other.
+/// Limit of the chain of files below an image.
 const MAX_DEPTH: usize = 64;
 const MAGIC: &[u8] = b"QFI\xfb";
 
 type Format = FormatAccess<ImagoFile>;
 type Image = Qcow2<ImagoFile, Arc<Format>>;
 
-/// A qcow2 image as a disk, with whatever lies below it.
+/// A qcow2 image as a disk, with its chain of backing files.
 ///
-/// Its address space ends with a whole sector of 4096 bytes; what the image lacks there reads as zeros.
+/// The size of the address space is rounded up to sectors of 4096 bytes. Bytes beyond the end of
+/// the image read as zeros.
 pub struct Qcow2Disk {
     format: Arc<Format>,
     bytes: u64,
-    /// The largest clusters of the image and those below it.
+    /// The largest cluster size in the chain, in bytes.
     cluster_bytes: u64,
     files: Vec<PathBuf>,
-    /// imago panicked, and is not asked again.
+    /// imago has panicked, and bcow does not call it again.
     broken: AtomicBool,
 }
 
 impl Qcow2Disk {
-    /// Opens what the user calls `path` for reading. Files that it names are looked up in `directories` only.
+    /// Opens the image at `path` for reading. Looks for the files that it names only in
+    /// `directories`.
     pub fn open(path: &Path, directories: &[PathBuf]) -> Result<Qcow2Disk, ForeignError> {
         let mut opener = Opener {
             directories,
@@ -71,17 +75,17 @@ impl Qcow2Disk {
         })
     }
 
-    /// Size of the disk in bytes, as the image says.
+    /// Size of the disk in bytes, from the header of the image.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The files it is made of, the image first.
+    /// The files of the chain, the image first.
     pub fn files(&self) -> &[PathBuf] {
         &self.files
     }
 
-    /// Asks imago for what is at `offset`.
+    /// Calls imago for a request at `offset`.
     fn ask<T>(&self, offset: u64, question: impl FnOnce() -> io::Result<T>) -> Result<T, Error> {
         let answer = match self.broken.load(Ordering::Relaxed) {
             true => Err(io::Error::other("the image's reader has failed before")),
@@ -185,7 +189,7 @@ impl Opener<'_> {
         }
     }
 
-    /// Where the file that an image names may be read.
+    /// The path at which bcow may open a file that an image names.
     fn find(&self, path: &Path, what: &'static str, name: &str) -> Result<PathBuf, ForeignError> {
         let refused = |problem: &str| ForeignError::NotAllowed {
             path: path.to_owned(),
@@ -239,7 +243,8 @@ impl BlockDevice for Qcow2Disk {
         let (mapping, known) = self.ask(offset, || {
             let (mapping, known) = self.format.get_mapping(offset, there)?;
             let known = known.clamp(1, there);
-            // imago, as qemu, reads zeros behind the end of a file; only the last cluster may be a short one.
+            // Like qemu, imago reads zeros beyond the end of a file. Only the last cluster may be
+            // incomplete in the file.
             if let Mapping::Raw {
                 storage,
                 offset: at,

@@ -1,11 +1,11 @@
-//! Makes a qcow2 image in one pass (qemu's docs/interop/qcow2.rst, version 3).
+//! Writes a qcow2 image in one pass (qemu's docs/interop/qcow2.rst, version 3).
 //!
 //! ```text
-//! | header | data clusters and L2 tables, as they come | L1 table | refcount blocks | refcount table |
+//! | header | data clusters and L2 tables, in order of writing | L1 table | refcount blocks | refcount table |
 //! ```
 //!
-//! The header comes last, when all the places are known. Zeros stay unallocated. Compressed clusters are packed at
-//! sectors of 512 bytes, several to a host cluster.
+//! The writer writes the header last, when all offsets are known. Zeros stay unallocated. Compressed
+//! clusters start at multiples of 512 bytes; several share a host cluster.
 
 use std::fs::File;
 use std::io;
@@ -15,43 +15,43 @@ use flate2::{Compress, Compression, FlushCompress, Status};
 
 const CLUSTER_BITS: u32 = 16;
 const CLUSTER: u64 = 1 << CLUSTER_BITS;
-/// Entries of an L2 table, and of a refcount table's cluster.
+/// Entries of an L2 table, and of one cluster of the refcount table.
 const L2_ENTRIES: u64 = CLUSTER / 8;
-/// Refcounts of 16 bits in a refcount block.
+/// Number of 16-bit refcounts in a refcount block.
 const REFCOUNTS: u64 = CLUSTER / 2;
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-/// Where the number of further sectors stands in the entry of a compressed cluster.
+/// Position of the number of additional sectors in the L2 entry of a compressed cluster.
 const SECTORS_SHIFT: u32 = 62 - (CLUSTER_BITS - 8);
 const SECTOR: u64 = 512;
 const HEADER_BYTES: u32 = 112;
-/// Data is gathered up to this many bytes before it is written.
+/// The writer collects this many bytes before it writes them.
 const WRITE_BYTES: usize = 1 << 20;
 
 /// How clusters are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ClusterCompression {
-    /// As they are.
+    /// Not compressed.
     #[default]
     None,
-    /// With zlib, which every reader of qcow2 knows.
+    /// With zlib, which every qcow2 reader supports.
     Zlib,
-    /// With zstd, which qemu knows since 5.1.
+    /// With zstd, which qemu supports since version 5.1.
     Zstd {
         /// Level, 1 to 22.
         level: i32,
     },
 }
 
-/// Writes a qcow2 image from content that comes in order. See the module's text.
+/// Writes a qcow2 image from content in order. See the module documentation.
 pub struct Qcow2Writer<'f> {
     file: &'f File,
     size: u64,
     compressor: Compressor,
-    /// The cluster being filled, up to the next byte to come.
+    /// The bytes so far of the current cluster.
     cluster: Vec<u8>,
     at: u64,
-    /// Bytes not yet written, and where they belong.
+    /// Bytes that are not written yet, and their offset in the file.
     pending: Vec<u8>,
     pending_at: u64,
     l1: Vec<u64>,
@@ -66,7 +66,8 @@ enum Compressor {
 }
 
 impl<'f> Qcow2Writer<'f> {
-    /// Starts an image of a disk of `size` bytes, a multiple of 512, in an empty file.
+    /// Starts an image in an empty file. `size` is the size of the disk in bytes, a multiple of
+    /// 512.
     pub fn new(file: &'f File, size: u64, compression: ClusterCompression) -> io::Result<Self> {
         if !size.is_multiple_of(SECTOR) {
             return Err(io::Error::new(
@@ -76,7 +77,7 @@ impl<'f> Qcow2Writer<'f> {
         }
         let compressor = match compression {
             ClusterCompression::None => Compressor::None,
-            // Readers have a window of 4096 bytes, and expect no header.
+            // Readers use a window of 4096 bytes and expect no zlib header.
             ClusterCompression::Zlib => Compressor::Zlib(Compress::new_with_window_bits(
                 Compression::default(),
                 false,
@@ -100,7 +101,7 @@ impl<'f> Qcow2Writer<'f> {
         })
     }
 
-    /// The next bytes.
+    /// Appends data.
     pub fn data(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let n = bytes.len().min(CLUSTER as usize - self.cluster.len());
@@ -113,12 +114,12 @@ impl<'f> Qcow2Writer<'f> {
         Ok(())
     }
 
-    /// As many zeros.
+    /// Appends `count` zeros.
     pub fn zeros(&mut self, mut count: u64) -> io::Result<()> {
         while count > 0 {
             let filled = self.cluster.len() as u64;
             if filled == 0 && count >= CLUSTER {
-                // As far as the L2 table goes, at once.
+                // Skip whole clusters up to the end of the L2 table at once.
                 let table_left = L2_ENTRIES * CLUSTER - self.at % (L2_ENTRIES * CLUSTER);
                 let n = (count / CLUSTER * CLUSTER).min(table_left);
                 self.advance(n)?;
@@ -135,7 +136,7 @@ impl<'f> Qcow2Writer<'f> {
         Ok(())
     }
 
-    /// Writes the tables and the header. Nothing is synced. Returns the length of the file.
+    /// Writes the tables and the header, without a sync. Returns the length of the file in bytes.
     pub fn finish(mut self) -> io::Result<u64> {
         if self.at + self.cluster.len() as u64 != self.size {
             return Err(io::Error::other(format!(
@@ -153,7 +154,7 @@ impl<'f> Qcow2Writer<'f> {
         }
         let l1_entries = self.l1.len() as u32;
         let l1 = std::mem::take(&mut self.l1);
-        // A table of no entries still has a place.
+        // An empty table needs a valid offset too.
         let l1_offset = match l1.is_empty() {
             true => CLUSTER,
             false => self.append(&big_endian(&l1), CLUSTER)?,
@@ -176,7 +177,7 @@ impl<'f> Qcow2Writer<'f> {
         self.advance(CLUSTER)
     }
 
-    /// Goes on by whole clusters within the L2 table.
+    /// Moves forward by whole clusters within the L2 table.
     fn advance(&mut self, bytes: u64) -> io::Result<()> {
         self.at += bytes;
         match self.at.is_multiple_of(L2_ENTRIES * CLUSTER) {
@@ -197,7 +198,7 @@ impl<'f> Qcow2Writer<'f> {
         Ok(())
     }
 
-    /// Stores a cluster; gives its L2 entry.
+    /// Stores a cluster and returns its L2 entry.
     fn store(&mut self, cluster: &[u8]) -> io::Result<u64> {
         match self.compressor.compress(cluster)? {
             None => Ok(self.append(cluster, CLUSTER)? | COPIED),
@@ -209,7 +210,7 @@ impl<'f> Qcow2Writer<'f> {
         }
     }
 
-    /// Writes the next bytes, in whole units of `unit` bytes; gives their place.
+    /// Appends bytes to the file, aligned to `unit` bytes, and returns their offset.
     fn append(&mut self, bytes: &[u8], unit: u64) -> io::Result<u64> {
         self.pad(unit);
         let at = self.end();
@@ -227,7 +228,7 @@ impl<'f> Qcow2Writer<'f> {
         Ok(at)
     }
 
-    /// First byte behind all that was appended.
+    /// Offset of the end of all appended bytes.
     fn end(&self) -> u64 {
         self.pending_at + self.pending.len() as u64
     }
@@ -246,7 +247,8 @@ impl<'f> Qcow2Writer<'f> {
         Ok(())
     }
 
-    /// Writes the refcounts of all clusters, their own included. Gives place and clusters of their table.
+    /// Writes the refcounts of all clusters, those of the refcount clusters included. Returns the
+    /// offset of the refcount table and its number of clusters.
     fn write_refcounts(&mut self) -> io::Result<(u64, u32)> {
         self.pad(CLUSTER);
         let used = self.end() >> CLUSTER_BITS;
@@ -290,19 +292,19 @@ impl<'f> Qcow2Writer<'f> {
         // No snapshots.
         header.extend_from_slice(&[0; 12]);
         header.extend_from_slice(&incompatible.to_be_bytes());
-        // Neither compatible nor autoclear features; refcounts of 2^4 bits.
+        // No compatible and no autoclear features; refcounts of 2^4 bits.
         header.extend_from_slice(&[0; 16]);
         header.extend_from_slice(&4u32.to_be_bytes());
         header.extend_from_slice(&HEADER_BYTES.to_be_bytes());
         header.push(compression_type);
-        // Padding, and the end of the header extensions.
+        // Padding, and the end mark of the header extensions.
         header.resize(HEADER_BYTES as usize + 8, 0);
         header
     }
 }
 
 impl Compressor {
-    /// The compressed cluster, if that is shorter by a sector at least.
+    /// The compressed cluster if it is at least one sector shorter.
     fn compress(&mut self, cluster: &[u8]) -> io::Result<Option<Vec<u8>>> {
         let most = cluster.len() - SECTOR as usize;
         let frame = match self {
@@ -315,7 +317,7 @@ impl Compressor {
                     .map_err(io::Error::other)?;
                 match status {
                     Status::StreamEnd => frame,
-                    // It does not fit.
+                    // The output does not fit.
                     _ => return Ok(None),
                 }
             }

@@ -1,4 +1,4 @@
-//! A raw disk: the bytes of a file, as they are.
+//! A raw disk: the bytes of a file.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,8 @@ use crate::{ForeignError, host};
 
 /// A file or block device of the host as a disk.
 ///
-/// Its address space ends with a whole sector of 4096 bytes; what the file lacks there reads as zeros.
+/// The size of the address space is rounded up to sectors of 4096 bytes. Bytes beyond the end of
+/// the file read as zeros.
 #[derive(Debug)]
 pub struct RawDisk {
     file: File,
@@ -22,10 +23,10 @@ pub struct RawDisk {
 }
 
 impl RawDisk {
-    /// Opens what the user calls `path` for reading.
+    /// Opens the file or block device at `path` for reading.
     pub fn open(path: &Path) -> Result<RawDisk, ForeignError> {
         let file = host::open(path)?;
-        // The length of a block device is found by seeking only.
+        // Only a seek returns the length of a block device.
         let bytes =
             rustix::fs::seek(&file, SeekFrom::End(0)).map_err(|source| ForeignError::Io {
                 action: "find the length of",
@@ -51,11 +52,11 @@ impl RawDisk {
         &self.file
     }
 
-    /// The first byte of data, or of a hole, from `offset` on. Nothing else depends on the file's position.
+    /// Seeks to the next data or hole. No other method uses the file's position.
     fn seek(&self, to: SeekFrom) -> Result<Option<u64>, Errno> {
         match rustix::fs::seek(&self.file, to) {
             Ok(at) => Ok(Some(at)),
-            // Nothing but a hole follows.
+            // No data follows.
             Err(Errno::NXIO) => Ok(None),
             Err(error) => Err(error),
         }
@@ -94,19 +95,21 @@ impl BlockDevice for RawDisk {
             Ok(None) => Ok(hole(length)),
             Ok(Some(start)) if start > offset => Ok(hole(length.min(start - offset))),
             Ok(Some(_)) => match self.seek(SeekFrom::Hole(offset)) {
-                // The last sector is data as far as the file goes; its end is not worth a piece of its own.
+                // The rest of the last sector belongs to this piece; it is too short for a piece of
+                // its own.
                 Ok(Some(end)) if end > offset && end < self.bytes => {
                     Ok(data(length.min(end - offset)))
                 }
                 _ => Ok(data(length)),
             },
-            // File systems and devices that cannot tell.
+            // The file system or device does not support this.
             Err(_) => Ok(data(length)),
         }
     }
 }
 
-/// The part of `buf` that a file of `bytes` bytes fills; what is behind its end, up to the next sector, is zeros.
+/// The part of `buf` that a file of `bytes` bytes fills. Sets the rest, up to the end of the last
+/// sector, to zero.
 pub(crate) fn without_padding(offset: u64, buf: &mut [u8], bytes: u64) -> Result<&mut [u8], Error> {
     let length = buf.len() as u64;
     check(offset, length, bytes.next_multiple_of(SECTOR_BYTES))?;
@@ -162,7 +165,7 @@ mod tests {
             seen.push((at, status.content));
             at += status.length;
         }
-        // Whatever the file system's blocks: data where it was written.
+        // With any block size of the file system, the written range is data.
         assert!(seen.contains(&(4 << 20, Content::Data)), "{seen:?}");
         assert_eq!(seen[0], (0, Content::Hole));
     }

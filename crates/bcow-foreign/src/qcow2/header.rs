@@ -1,7 +1,8 @@
-//! A qcow2 header, read before imago does (qemu's docs/interop/qcow2.rst).
+//! Checks a qcow2 header before imago reads it (qemu's docs/interop/qcow2.rst).
 //!
-//! imago indexes the feature name table unchecked, allocates whatever table the header asks for, reads encrypted clusters as
-//! if they were not, and does not look for extensions in version 2, where qemu writes the backing file's format too.
+//! imago uses values of the feature name table as indexes without a check, allocates an L1 table of
+//! any size, reads encrypted clusters as plain ones, and ignores the header extensions of version
+//! 2, where qemu also writes the format of the backing file.
 
 use std::fs::File;
 use std::io;
@@ -9,7 +10,7 @@ use std::os::unix::fs::FileExt;
 
 use super::MAGIC;
 
-/// Entries of an L1 table, at most: 32 MiB, as in qemu.
+/// Limit of the entries of an L1 table: 32 MiB, as in qemu.
 const MAX_L1_ENTRIES: u64 = (32 << 20) / 8;
 const V2_BYTES: u64 = 72;
 const V3_BYTES: u64 = 104;
@@ -18,21 +19,21 @@ const BACKING_FORMAT: u32 = 0xe279_2aca;
 const FEATURE_NAMES: u32 = 0x6803_f857;
 const FEATURE_NAME_BYTES: u64 = 48;
 
-/// What a header says that is not left to imago.
+/// Values of a header that bcow reads itself.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Header {
-    /// Bytes of a cluster.
+    /// Cluster size in bytes.
     pub cluster_bytes: u64,
-    /// Format of the backing file, if it is recorded.
+    /// Format of the backing file, if the image records it.
     pub backing_format: Option<String>,
 }
 
-/// Why a header is refused.
+/// Why bcow refuses a header.
 #[derive(Debug)]
 pub(super) enum Refused {
-    /// The host could not read it.
+    /// The host failed to read it.
     Io(io::Error),
-    /// It is none, or not one that is read here.
+    /// The header is invalid, or uses a feature that bcow does not support.
     Problem(String),
 }
 
@@ -101,7 +102,7 @@ impl Header {
     }
 }
 
-/// Checks that the L1 table covers a disk of `size` bytes, and is not larger than memory should hold.
+/// Checks that the L1 table covers a disk of `size` bytes and is within the limit.
 fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), Refused> {
     let covered = cluster_bytes * (cluster_bytes / 8);
     if entries > MAX_L1_ENTRIES {
@@ -116,13 +117,14 @@ fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), Refused> 
     Ok(())
 }
 
-/// Goes through the header extensions; gives the backing file's format.
+/// Reads the header extensions and returns the format of the backing file.
 fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<String>, Refused> {
     let mut format: Option<String> = None;
     let mut at = start;
     loop {
         if at + 8 > end {
-            // Old version 2 images have none, and so no end of them; imago does not look for them there.
+            // Old images of version 2 have no extensions and thus no end mark. imago does not read
+            // extensions of version 2.
             return match version {
                 2 => Ok(format),
                 _ => Err("its header extensions have no end".into()),
@@ -139,7 +141,7 @@ fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<
         match kind {
             END => return Ok(format),
             BACKING_FORMAT => {
-                // Longest name of a format in qemu.
+                // The longest format name in qemu.
                 if length > 15 {
                     return Err("the name of its backing file's format is too long".into());
                 }
