@@ -63,7 +63,7 @@ pub(super) fn reopen(file: &File, flags: OFlags) -> Result<File, Errno> {
     .map(File::from)
 }
 
-/// Gives an open file another name, also one opened with `O_PATH`.
+/// Adds a name to an open file, which may be open with `O_PATH`.
 pub(super) fn link(file: &File, directory: impl AsFd, name: &[u8]) -> Result<(), Errno> {
     rustix::fs::linkat(
         CWD,

@@ -64,9 +64,9 @@ pub struct Changes {
     pub permissions: Option<u16>,
     /// New owner.
     pub uid: Option<u32>,
-    /// New size in bytes.
+    /// New group.
     pub gid: Option<u32>,
-    /// New size.
+    /// New size in bytes.
     pub size: Option<u64>,
     /// New time of last access.
     pub atime: Option<SetTime>,
