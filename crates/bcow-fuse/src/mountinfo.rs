@@ -8,6 +8,8 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use bcow_union::mountinfo::unescape;
+
 /// The file-system type of bcow mounts in `/proc/self/mountinfo`.
 pub const FS_TYPE: &str = "fuse.bcow";
 
@@ -99,25 +101,6 @@ fn owner(options: &[u8]) -> Option<(u32, u32)> {
         true => None,
         false => Some((number(b"user_id=")?, number(b"group_id=")?)),
     }
-}
-
-/// Decodes `\ooo`: the kernel writes space, tab, newline and backslash in this form.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(field.len());
-    let mut rest = field;
-    while let Some((&byte, after)) = rest.split_first() {
-        match after {
-            [a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', tail @ ..] if byte == b'\\' => {
-                out.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
-                rest = tail;
-            }
-            _ => {
-                out.push(byte);
-                rest = after;
-            }
-        }
-    }
-    out
 }
 
 #[cfg(test)]

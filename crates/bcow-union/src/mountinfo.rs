@@ -37,7 +37,7 @@ impl Place {
     }
 }
 
-/// The kernel writes space, tab, newline and backslash as `\ooo`.
+/// Decodes `\ooo`: the kernel writes space, tab, newline and backslash in this form.
 pub fn unescape(field: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;
