@@ -4,6 +4,8 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -155,6 +157,44 @@ os.mkdir('home/folder/shut', 0)
         self.assertEqual(self.user(show).strip(), want)
         self.mount.remount()
         self.assertEqual(self.user(show).strip(), want)
+
+    def test_a_user_who_cannot_change_the_image_is_warned_with_the_line_that_can(self):
+        tree = os.path.join(self.mount.directory, "tree")
+        os.mkdir(tree)
+        with open(os.path.join(tree, "file"), "w") as file:
+            file.write("old")
+        image = for_everyone(os.path.join(self.mount.directory, "root's.bcow"))
+        arguments = ["mount", image, self.where, "--upper", self.upper]
+        # The line names the program as bcow.
+        path = {"PATH": os.path.dirname(for_everyone(support.BCOW)) + ":" + os.environ["PATH"]}
+
+        def mount(*options):
+            result = run(for_everyone(support.BCOW), *arguments, *options, user=NOBODY)
+            run(for_everyone(support.BCOW), "umount", self.where, user=NOBODY)
+            return result.err.decode()
+
+        support.bcow("convert", f"dir:{tree}", image)
+        told = mount()
+        self.assertRegex(told, r"warning: .*root's\.bcow belongs to root, and nobody cannot write to it")
+        (line,) = re.findall("(unshare -rm -- .*)$", told, re.MULTILINE)
+        # What the user types in the shell that the line starts.
+        commands = f"echo new > {self.where}/file; echo made > {self.where}/made; exit"
+        with tempfile.TemporaryFile() as typed:
+            typed.write(commands.encode())
+            typed.seek(0)
+            run("sh", "-c", line, stdin=typed, env=path, user=NOBODY)
+        self.assertFalse(support.is_mounted(self.where))
+        for name, want in (("file", "new\n"), ("made", "made\n")):
+            with open(os.path.join(self.upper, name)) as file:
+                self.assertEqual(file.read(), want)
+        self.assertEqual(mount("-o", "ro"), "")
+        # Theirs.
+        os.chown(tree, NOBODY, NOBODY)
+        support.bcow("convert", "--force", f"dir:{tree}", image)
+        shutil.rmtree(self.upper)
+        os.mkdir(self.upper)
+        os.chown(self.upper, NOBODY, NOBODY)
+        self.assertEqual(mount(), "")
 
     def test_what_the_user_may_not(self):
         self.mount.mount()

@@ -205,13 +205,15 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         identity: image.identity(),
         cache,
     }));
+    let mut owner_is_needed = None;
     let content = match args.upper.path() {
         None => Content::from(ImageFs::new(Arc::new(tree))),
         Some(upper) => {
-            Content::from(
-                args.upper
-                    .open(upper, args.directory(), &image, tree, &signals, ui)?,
-            )
+            let union = args
+                .upper
+                .open(upper, args.directory(), &image, tree, &signals, ui)?;
+            owner_is_needed = upper::owner_who_is_needed(&union);
+            Content::from(union)
         }
     };
     refuse_mounted(args.directory())?;
@@ -226,6 +228,11 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         threads,
     )
     .map_err(|error| failure(&error))?;
+    let (mountpoint, device) = session.place();
+    let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
+    if is_writable && let Some(owner) = owner_is_needed {
+        upper::warn_of_owner(owner, &args.image, args.directory(), args.foreground, ui);
+    }
     if let Some(metrics) = &metrics {
         metrics.answer(move || stats.for_prometheus())?;
         // Which port the host chose, nobody else can tell.
@@ -238,7 +245,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             ui.status(format_args!("metrics at http://{address}/metrics"));
         }
     }
-    let (mountpoint, device) = session.place();
     tracing::info!(
         "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
         mountpoint.display(),
@@ -257,9 +263,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         export: None,
         upper: args.upper.path().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],
-        mode: match bcow_fuse::mounted_image(&mountpoint) {
-            Ok(mount) if mount.is_writable => "rw",
-            _ => "ro",
+        mode: match is_writable {
+            true => "rw",
+            false => "ro",
         }
         .to_owned(),
         since: running::now(),

@@ -1,17 +1,21 @@
 //! The upper of a writable mount: its options, and where it may be.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::signals::Signals;
+use bcow_union::NodeId;
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
 use bcow_union::upper::UpperError;
 
-use crate::commands::mount;
+use crate::commands::mount::{self, helper};
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
+use crate::names;
+use crate::running;
 use crate::ui::Ui;
 use crate::upper::{name_holders, note, when_free};
 
@@ -144,6 +148,53 @@ pub fn refuse_one_in_the_other(upper: &Path, mountpoint: &Path) -> Result<(), Co
         CommandError::usage(format!("upper {} {relation}", upper.display()))
             .hint("choose a directory beside the mountpoint"),
     )
+}
+
+/// The owner of the root directory that `union` shows, if this user cannot write there. Root of a
+/// user namespace can.
+pub fn owner_who_is_needed(union: &UnionFs) -> Option<u32> {
+    use rustix::process::{getegid, geteuid, getgroups};
+    const WRITE: u16 = 0o2;
+    // What is wrong with the root is for the first program that looks at it.
+    let root = union.attributes(NodeId::ROOT).ok()?;
+    let user = geteuid();
+    let is_in = |group: u32| {
+        let groups = getgroups().unwrap_or_default();
+        getegid().as_raw() == group || groups.iter().any(|one| one.as_raw() == group)
+    };
+    let class = match () {
+        () if root.uid == user.as_raw() => root.permissions >> 6,
+        () if is_in(root.gid) => root.permissions >> 3,
+        () => root.permissions,
+    };
+    match user.is_root() || class & WRITE != 0 {
+        true => None,
+        false => Some(root.uid),
+    }
+}
+
+/// Says that this user can change little in the mount, and for a mount in the background how they
+/// can change everything.
+pub fn warn_of_owner(owner: u32, image: &Path, directory: &Path, foreground: bool, ui: &Ui) {
+    let user = running::user_name(rustix::process::geteuid().as_raw());
+    let owner = running::user_name(owner);
+    ui.warning(format_args!(
+        "the root directory of {} belongs to {owner}, and {user} cannot write to it: the kernel \
+         checks every access by the owners and modes in the image",
+        image.display()
+    ));
+    let mut words = std::env::args_os();
+    if foreground || helper::is_called(words.next().as_deref()) {
+        return;
+    }
+    let words: Vec<String> = words.map(|word| names::quoted(word.as_bytes())).collect();
+    let script = r#"bcow "$@" && { sh; bcow umount "$0"; }"#;
+    ui.hint(format_args!(
+        "unmount it and run this line instead, which mounts it in a user namespace, starts a \
+         shell there as root, and unmounts it afterwards: unshare -rm -- sh -c '{script}' {} {}",
+        names::quoted(directory.as_os_str().as_bytes()),
+        words.join(" ")
+    ));
 }
 
 /// Where the upper is, or where it would be made.
