@@ -1,21 +1,21 @@
-//! Runs a small program of several threads under many schedules.
+//! Runs a small multithreaded program under many schedules.
 
 use std::sync::Arc;
 
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
 use shuttle::{Config, MaxSteps, Runner};
 
-/// Frames of the disk engine have headers and sectors on the stack.
+/// Stack size of a thread in bytes: frames of the disk engine hold headers and sectors.
 const STACK_BYTES: usize = 512 << 10;
-/// Points at which the threads of a schedule of the second kind change their order.
+/// Number of points at which schedules of the second kind change the order of the threads.
 const DEPTH: usize = 4;
 
-/// Runs `model` under `schedules` schedules: half of them choose at random at each step which
-/// thread goes on, the other half let one thread run as far as it gets and change that at few
-/// points (probabilistic concurrency testing).
+/// Runs `model` under `schedules` schedules. Half of them select a random thread at each step. The
+/// other half let one thread run as far as possible and switch at a few points (probabilistic
+/// concurrency testing).
 ///
 /// The schedules are the same in every run. `BCOW_SCHEDULES=N` runs N times as many;
-/// `BCOW_SCHEDULE=S` only the one that a failure printed.
+/// `BCOW_SCHEDULE=S` runs only the one that a failure printed.
 pub fn explore(schedules: usize, model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(model);
     let run = || {

@@ -1,11 +1,11 @@
-//! A storage that fails when it is told to.
+//! A storage with injected faults.
 
 use std::io;
 use std::sync::Mutex;
 
 use bcow::{MemoryStorage, Storage};
 
-/// A storage in memory whose n-th operation fails, and what follows where that is wanted.
+/// A storage in memory whose operations fail according to a plan.
 pub struct Faulty {
     content: MemoryStorage,
     plan: Mutex<Plan>,
@@ -19,16 +19,16 @@ struct Plan {
     paused: bool,
 }
 
-/// What fails, and how.
+/// An injected fault.
 #[derive(Debug, Clone, Copy)]
 pub struct Fault {
-    /// Which operations count.
+    /// The kind of operations that are counted and fail.
     pub on: On,
-    /// How many of them succeed first.
+    /// Number of these operations that succeed first.
     pub after: u64,
-    /// Whether all that follow fail too.
+    /// Whether all later ones fail too.
     pub stays: bool,
-    /// The host's error number.
+    /// Error number of the host.
     pub errno: i32,
 }
 
@@ -37,7 +37,7 @@ pub struct Fault {
 pub enum On {
     /// Writes, changes of length, and syncs.
     Change,
-    /// Writes and changes of length that make the storage longer, as when a disk has no room.
+    /// Writes and changes of length that extend the storage, as on a full disk.
     Growth,
     /// Syncs.
     Sync,
@@ -46,7 +46,7 @@ pub enum On {
 }
 
 impl Faulty {
-    /// Storage with this content, which does not fail yet.
+    /// Storage with this content, without a fault.
     pub fn new(content: Vec<u8>) -> Self {
         Faulty {
             content: MemoryStorage::new(content),
@@ -59,7 +59,7 @@ impl Faulty {
         }
     }
 
-    /// Fails from now on as `fault` says; counts operations from here.
+    /// Sets the fault, and starts to count operations.
     pub fn plan(&self, fault: Option<Fault>) {
         *self.lock() = Plan {
             done: 0,
@@ -69,12 +69,12 @@ impl Faulty {
         };
     }
 
-    /// Lets everything through, uncounted, until it is told to go on with its plan.
+    /// Suspends or resumes the plan. A suspended plan neither counts nor fails operations.
     pub fn pause(&self, paused: bool) {
         self.lock().paused = paused;
     }
 
-    /// Operations that failed since the plan was made.
+    /// Number of operations that failed since [`Faulty::plan`].
     pub fn hits(&self) -> u64 {
         self.lock().hits
     }

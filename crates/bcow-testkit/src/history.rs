@@ -1,11 +1,11 @@
-//! What each sector of a disk has held, and so what it may hold after a crash.
+//! The history of each sector of a disk, and its possible content after a crash.
 
 use bcow::BlockDevice;
 
-/// Bytes of a sector: what a disk writes as one.
+/// Size in bytes of a sector, which a disk writes atomically.
 pub const SECTOR_BYTES: usize = 512;
 
-/// The content that a tag stands for, at a place: zeros for tag 0.
+/// Fills a sector with the content of a tag; tag 0 stands for zeros.
 pub fn fill(tag: u32, sector: u64, bytes: &mut [u8]) {
     if tag == 0 {
         return bytes.fill(0);
@@ -16,7 +16,7 @@ pub fn fill(tag: u32, sector: u64, bytes: &mut [u8]) {
     }
 }
 
-/// The tag whose content a sector has.
+/// The tag of the content of a sector.
 pub fn tag_of(sector: u64, bytes: &[u8]) -> Option<u32> {
     let tag = u32::from_le_bytes(bytes[4..8].try_into().ok()?);
     let mut expected = [0; SECTOR_BYTES];
@@ -33,7 +33,7 @@ pub fn tagged(tags: &[u32]) -> Vec<u8> {
     bytes
 }
 
-/// The tags of all sectors of a device, all of which can be read.
+/// The tags of all sectors of a device, which must all be readable.
 pub fn tags(device: &dyn BlockDevice) -> Vec<Option<u32>> {
     let mut bytes = vec![0; device.size() as usize];
     device
@@ -46,25 +46,26 @@ pub fn tags(device: &dyn BlockDevice) -> Vec<Option<u32>> {
 /// The states of a disk, step by step, as tags of sectors.
 #[derive(Debug, Clone)]
 pub struct History {
-    /// How many neighbouring sectors change as one: 8 where blocks are never changed in place.
+    /// Number of neighbouring sectors that change atomically: 8 if blocks are never overwritten in
+    /// place.
     unit: usize,
     steps: Vec<Step>,
 }
 
 #[derive(Debug, Clone)]
 struct Step {
-    /// Moments between which it happened, of a clock of the caller's.
+    /// Start and end of the step, by a clock of the caller.
     begun: usize,
     ended: usize,
-    /// Whether everything up to it is durable when it has ended.
+    /// Whether the content of this step is durable when it has ended.
     durable: bool,
     tags: Vec<u32>,
-    /// Units that differ from the step before.
+    /// Units that differ from the previous step.
     changed: Vec<usize>,
 }
 
 impl History {
-    /// A disk that holds this, and durably.
+    /// A disk with this durable content.
     pub fn new(unit: usize, tags: Vec<u32>) -> Self {
         History {
             unit,
@@ -78,12 +79,12 @@ impl History {
         }
     }
 
-    /// The tags of all sectors now.
+    /// The present tags of all sectors.
     pub fn now(&self) -> &[u32] {
         self.steps.last().map_or(&[], |step| &step.tags)
     }
 
-    /// The next state, reached between two moments.
+    /// Adds a state that was reached between two moments.
     pub fn step(&mut self, begun: usize, ended: usize, durable: bool, tags: Vec<u32>) {
         let before = self.now();
         let units = tags.len().max(before.len()).div_ceil(self.unit);
@@ -103,8 +104,9 @@ impl History {
         });
     }
 
-    /// Whether a disk that went down at `moment` may hold `found`: every unit holds what it held at the last durable
-    /// step that had ended, or at a later one that had begun. If not, says where.
+    /// Checks whether a disk that crashed at `moment` may hold `found`: every unit must be as in
+    /// the last durable step that had ended, or as in a later step that had begun. The error names
+    /// the unit.
     pub fn allows(&self, moment: usize, found: &[Option<u32>]) -> Result<(), String> {
         let last = self
             .steps

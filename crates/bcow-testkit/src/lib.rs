@@ -1,4 +1,5 @@
-//! Development only: storages that fail or remember, and what a machine must have, for tests of the other crates.
+//! Support for the tests of the other crates: storages that fail or record operations, and checks
+//! for the tools of a test.
 
 use std::io;
 use std::sync::Mutex;
@@ -25,7 +26,7 @@ pub use random::Random;
 pub use shuttle;
 pub use tools::{has_program, lacks};
 
-/// A disk with room for so many bytes; writes past that fail as on a full disk.
+/// A disk of limited size; a write beyond it fails as on a full disk.
 pub struct SmallDisk {
     content: MemoryStorage,
     room: u64,
@@ -62,7 +63,7 @@ impl Storage for SmallDisk {
     }
 }
 
-/// A storage that remembers every write, so that a test can build what a crash would have left.
+/// A storage that records every write, so that a test can build the state after a crash.
 #[derive(Default)]
 pub struct WriteLog {
     content: MemoryStorage,

@@ -1,4 +1,4 @@
-//! Reads that wait until a test lets them go on, so that an interleaving of threads is exact.
+//! Reads that are parked until a test releases them, for exact interleavings of threads.
 
 use std::io;
 use std::ops::Range;
@@ -7,16 +7,16 @@ use std::time::Duration;
 
 use bcow::{BlockDevice, Error, MemoryStorage, Storage};
 
-/// A test whose read never comes, or is never let go, fails after this time.
+/// A test fails after this time if its read does not come or is not released.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Where chosen reads of a device or a storage wait. Clones are the same place.
+/// The parked reads of a device or a storage. Clones share them.
 #[derive(Clone, Default)]
 pub struct Parking(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
-    /// Held for a few instructions; never while a read is carried out.
+    /// Held for a few instructions, never during a read.
     spots: Mutex<Vec<Spot>>,
     changed: Condvar,
 }
@@ -34,23 +34,23 @@ enum State {
     Left,
 }
 
-/// When a read waits: the bytes that it gives are those from before or from after the wait.
+/// When a read is parked: it then returns the bytes from after or from before the wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
     /// Before the bytes are read.
     Before,
-    /// When the bytes were read.
+    /// After the bytes were read.
     After,
 }
 
-/// One read that waits. Dropped, it lets the read go on.
+/// One parked read. Dropping this releases the read.
 pub struct Parked {
     parking: Parking,
     index: usize,
 }
 
 impl Parking {
-    /// The next read that touches `range` waits, once.
+    /// Parks the next read that touches `range`, once.
     pub fn hold(&self, range: Range<u64>, moment: Moment) -> Parked {
         let mut spots = self.spots();
         spots.push(Spot {
@@ -98,7 +98,7 @@ impl Parking {
 }
 
 impl Parked {
-    /// Returns when the read waits.
+    /// Waits until the read is parked.
     pub fn wait(&self) {
         let spots = self.parking.spots();
         if spots[self.index].state == State::Free {
@@ -106,7 +106,7 @@ impl Parked {
         }
     }
 
-    /// Lets the read go on.
+    /// Releases the read.
     pub fn release(self) {}
 }
 
@@ -117,16 +117,16 @@ impl Drop for Parked {
     }
 }
 
-/// A device or a storage whose chosen reads wait.
+/// A device or a storage whose chosen reads are parked.
 #[derive(Default)]
 pub struct Parkable<T> {
     content: T,
-    /// Where they wait.
+    /// The parked reads.
     pub parking: Parking,
 }
 
 impl<T> Parkable<T> {
-    /// With this content; no read waits yet.
+    /// Wraps this content; no read is parked yet.
     pub fn new(content: T) -> Self {
         Parkable {
             content,

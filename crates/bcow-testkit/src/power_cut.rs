@@ -1,7 +1,7 @@
-//! A storage that knows what a power cut may leave.
+//! A storage that computes what a power cut may leave.
 //!
-//! What a disk keeps of the operations since the last sync is any part of them, in any order, torn between sectors of
-//! 512 bytes. What it keeps of those before is all of it.
+//! A disk may keep any part of the operations since the last sync, in any order, torn between
+//! sectors of 512 bytes. It keeps all operations before that.
 
 use std::io;
 use std::ops::Range;
@@ -11,48 +11,48 @@ use bcow::{MemoryStorage, Storage};
 
 use crate::Random;
 
-/// What a disk writes as one.
+/// Size in bytes of a sector, which a disk writes atomically.
 const SECTOR: u64 = 512;
 
-/// A storage in memory that remembers every operation, as issued.
+/// A storage in memory that records every operation in the order of the calls.
 #[derive(Default)]
 pub struct PowerCut {
     content: MemoryStorage,
     operations: Mutex<Vec<Operation>>,
-    /// Changes that are still let through; `None` for all.
+    /// Number of changes that still succeed; `None` for all.
     left: Mutex<Option<u64>>,
 }
 
-/// What was done to the storage.
+/// A recorded operation.
 #[derive(Debug, Clone)]
 enum Operation {
     Write(u64, Vec<u8>),
     SetLen(u64),
     Punch(u64, u64),
-    /// A sync was asked for. What was issued later need not be durable when it returns.
+    /// The start of a sync. Operations recorded later need not be durable when the sync returns.
     Sync,
 }
 
-/// What became of one operation in a power cut.
+/// The fate of one operation in a power cut.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fate {
-    /// Nothing of it is there.
+    /// Nothing of it is kept.
     Lost,
-    /// All of it is there.
+    /// All of it is kept.
     Kept,
-    /// These of a write's sectors are there, by their index in the write.
+    /// For each sector of a write, whether it is kept.
     Torn(Vec<bool>),
 }
 
-/// The operations between two syncs, any part of which a power cut may leave.
+/// The operations between two syncs; a power cut may keep any part of them.
 #[derive(Debug, Clone)]
 pub struct Window {
-    /// By their index among all operations.
+    /// Indices in the list of all operations.
     pub operations: Range<usize>,
 }
 
 impl PowerCut {
-    /// Storage with this content, which is durable.
+    /// Storage with this durable content.
     pub fn new(content: Vec<u8>) -> Self {
         let cut = PowerCut::default();
         cut.record(Operation::Write(0, content.clone()));
@@ -63,7 +63,8 @@ impl PowerCut {
         }
     }
 
-    /// Lets so many changes through and no more, as if the program that makes them were killed then; `None` for all.
+    /// Lets this many changes succeed and no more, as if the process were killed then; `None` for
+    /// all.
     pub fn stop_after(&self, changes: Option<u64>) {
         *lock(&self.left) = changes;
     }
@@ -79,13 +80,13 @@ impl PowerCut {
         }
     }
 
-    /// Operations so far.
+    /// Number of operations so far.
     pub fn operations(&self) -> usize {
         self.log().len()
     }
 
-    /// The windows between syncs, the last one open. What a power cut leaves at any moment is what it may leave at the
-    /// end of a window.
+    /// The windows between syncs; the last one is open. A power cut at any moment leaves a state
+    /// that one at the end of a window may leave too.
     pub fn windows(&self) -> Vec<Window> {
         let log = self.log();
         let mut windows = Vec::new();
@@ -104,7 +105,7 @@ impl PowerCut {
         windows
     }
 
-    /// Calls `f` with each window and what is durable when it begins.
+    /// Calls `f` with each window and the durable content at its start.
     pub fn walk(&self, mut f: impl FnMut(&Window, &[u8])) {
         let mut content = Vec::new();
         let mut applied = 0;
@@ -117,7 +118,7 @@ impl PowerCut {
         }
     }
 
-    /// The content after a power cut in this window, at whose beginning `durable` was.
+    /// The content after a power cut in this window, which started with the content `durable`.
     pub fn after(&self, durable: &[u8], window: &Window, fates: &[Fate]) -> Vec<u8> {
         let log = self.log();
         let mut content = durable.to_vec();
@@ -138,8 +139,8 @@ impl PowerCut {
         content
     }
 
-    /// What may become of the operations of a window: every subset where there are at most `exhaustive` of them, and
-    /// otherwise the likely troublemakers; and `samples` more with torn writes.
+    /// Fates of the operations of a window: every subset if there are at most `exhaustive`
+    /// operations, else the most critical subsets; and `samples` random ones with torn writes.
     pub fn fates(
         &self,
         window: &Window,
@@ -196,7 +197,7 @@ impl PowerCut {
         fates
     }
 
-    /// The operations of a window, for people.
+    /// Lists the operations of a window for a failure message.
     pub fn describe(&self, window: &Window) -> String {
         let log = self.log();
         let lines = log[window.operations.clone()].iter().enumerate();
@@ -239,7 +240,7 @@ fn tear(offset: u64, length: u64, random: &mut Random) -> Fate {
     Fate::Torn(kept)
 }
 
-/// The pieces of a range that lie in one sector each.
+/// Splits a range at sector boundaries.
 fn sectors(offset: u64, length: u64) -> impl Iterator<Item = Range<u64>> {
     let end = offset + length;
     (offset / SECTOR..end.div_ceil(SECTOR))
@@ -277,7 +278,7 @@ impl Storage for PowerCut {
     }
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.pass()?;
-        // Under the log's lock, so that the log has the order in which the content changed.
+        // Under the lock of the log, so that the log has the order in which the content changed.
         let mut log = self.log();
         log.push(Operation::Write(offset, bytes.to_vec()));
         self.content.write_at(offset, bytes)

@@ -1,11 +1,11 @@
-//! Numbers that look random and are the same for the same seed.
+//! A pseudorandom generator; equal seeds give equal numbers.
 
 /// SplitMix64.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed.
+    /// A generator with this seed.
     pub fn new(seed: u64) -> Self {
         Random(seed)
     }
@@ -19,17 +19,17 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`, which is not 0.
+    /// A number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.next_u64() % bound
     }
 
-    /// True once in `n`.
+    /// True with probability 1/`n`.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// One of these.
+    /// A random element of a slice.
     pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len() as u64) as usize]
     }

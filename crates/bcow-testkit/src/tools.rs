@@ -1,22 +1,22 @@
-//! What the machine must have for a test.
+//! Checks for tools and features of the machine that a test needs.
 
 use std::io::Write;
 
-/// Whether to skip a test because of something the machine lacks, `there` being false. Where tests must be complete (`CI` is set),
-/// that is a failure.
+/// Whether to skip a test because the machine lacks `what`; `there` says whether it has it. If `CI`
+/// is set, a lack is a failure.
 pub fn lacks(what: &str, there: bool) -> bool {
     if !there {
         assert!(
             std::env::var_os("CI").is_none(),
             "{what} is missing, and CI is set"
         );
-        // Not by `eprintln!`, whose output the test harness keeps to itself as long as nothing fails.
+        // Not with `eprintln!`: the test harness captures its output unless a test fails.
         let _ = writeln!(std::io::stderr(), "SKIPPED: {what} is missing");
     }
     !there
 }
 
-/// Whether a program of this name can be called.
+/// Whether a program of this name is in the search path.
 pub fn has_program(name: &str) -> bool {
     std::env::var_os("PATH").is_some_and(|path| {
         std::env::split_paths(&path).any(|directory| directory.join(name).exists())

@@ -1,4 +1,4 @@
-//! Chains of disks: what is opened, and what is refused by name.
+//! Chains of disks: which ones open, and which ones are rejected with the name of the file.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ fn create_file(path: &Path) -> Arc<File> {
     Arc::new(options.open(path).unwrap())
 }
 
-/// A disk over `backing`, whose identity is recorded.
+/// Creates a disk over `backing` and records the identity of the backing.
 fn create(path: &Path, backing: Option<&Path>) -> Disk {
     let storage = create_file(path);
     let backing = backing.map(|backing| {
@@ -48,7 +48,7 @@ fn entry(path: &Path, image: &Image) -> BackingEntry {
     }
 }
 
-/// Opens for reading; what is wrong with the chain is the error.
+/// Opens a chain for reading; fails with the problems of the chain.
 fn open(path: &Path) -> Result<Arc<Image>, Vec<Arc<ChainProblem>>> {
     open_with(path, &[])
 }
@@ -136,7 +136,7 @@ fn a_backing_that_is_not_what_it_was_is_refused_by_name() {
         "backing base: DIR/base is a symbolic link"
     );
 
-    // What the user allows is found.
+    // The file is found in the directory of the user.
     std::fs::remove_file(path("base")).unwrap();
     open_with(&path("top"), &[path("elsewhere")]).unwrap();
 }
@@ -174,7 +174,7 @@ fn chains_end_at_64_files_and_in_no_circle() {
     }
     let image = open(&path(64)).unwrap();
     image.read_at(0, &mut [0; 4096]).unwrap();
-    // The 65th file below is one too many; making the disk does not need to open it.
+    // The 65th file below the disk exceeds the limit. Creating this disk does not open its backing.
     let below = Arc::new(vec![0u8; SIZE as usize]);
     let backing = (entry(&path(64), &image), below as Arc<dyn BlockDevice>);
     drop(image);

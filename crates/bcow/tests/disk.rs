@@ -1,4 +1,5 @@
-//! Writable files: what is written is read, at once, after a flush, and after opening again.
+//! Writable files: reads return written data at once, after a flush, and after the file is opened
+//! again.
 
 use std::sync::Arc;
 
@@ -38,7 +39,7 @@ fn backing(bytes: Vec<u8>) -> (BackingEntry, Arc<dyn BlockDevice>) {
     (entry, Arc::new(bytes))
 }
 
-/// A new disk over these bytes, and what it has below.
+/// Creates a disk over these bytes; also returns the backing.
 fn over(
     storage: &Arc<MemoryStorage>,
     options: &CreateOptions,
@@ -67,7 +68,7 @@ fn reopen(storage: &Arc<MemoryStorage>, backing: Option<&Arc<dyn BlockDevice>>) 
     .unwrap()
 }
 
-/// What a power cut leaves if everything written so far reached the disk.
+/// A copy of the storage after a power cut that lost nothing.
 fn crashed(storage: &Arc<MemoryStorage>) -> Arc<MemoryStorage> {
     Arc::new(MemoryStorage::new(storage.to_vec()))
 }
@@ -87,7 +88,7 @@ fn assert_sound(storage: &Arc<MemoryStorage>) {
     assert!(report.findings.is_empty(), "{:?}", report.findings);
 }
 
-/// Bytes that differ everywhere.
+/// Pseudorandom bytes.
 fn pattern(length: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..length)
@@ -433,7 +434,7 @@ fn space_that_one_region_gave_up_and_another_took_is_in_use_after_a_crash() {
     let region = 4 << 20;
     disk.write_at(0, &pattern(region, 0)).unwrap();
     disk.checkpoint().unwrap();
-    // What the tables name is free from here on, and taken for the other region.
+    // These writes free the place that the tables name, and reuse it for the other region.
     for seed in 1..6 {
         disk.write_at(0, &pattern(region, seed)).unwrap();
         disk.flush().unwrap();
@@ -470,7 +471,7 @@ fn a_large_block_written_in_part_at_the_end_of_the_file_is_there_as_a_whole() {
     );
     disk.flush().unwrap();
 
-    // Nothing was written behind it, and nobody closed the file.
+    // Nothing was written after it, and the file was not closed.
     let disk = reopen(&crashed(&storage), None);
     let mut again = vec![1; MIB as usize];
     disk.read_at(2 * MIB, &mut again).unwrap();
@@ -487,13 +488,13 @@ fn a_record_that_lacked_its_blocks_never_comes_to_count() {
     let Mapping::Raw { stored } = disk.map(4096).unwrap().mapping else {
         panic!("a block of 4 KiB has a checksum");
     };
-    // The record reached the disk, one of its blocks did not.
+    // The record reached the disk, but one of its blocks did not.
     let cut = crashed(&storage);
     cut.write_at(stored.at.0, &[0; 4096]).unwrap();
     let again = reopen(&cut, None);
     assert!(read(&again, 0, 8192).iter().all(|byte| *byte == 0));
     drop(again);
-    // Whoever writes the same bytes to the same place must not bring it back.
+    // The record must stay dropped when a later write puts the same bytes at the same place.
     let later = crashed(&cut);
     let end = later.len().unwrap().max(stored.end());
     later.set_len(end).unwrap();
@@ -506,7 +507,7 @@ fn a_record_that_lacked_its_blocks_never_comes_to_count() {
     assert!(read(&*image, 0, 8192).iter().all(|byte| *byte == 0));
 }
 
-/// Bytes in memory that count barriers.
+/// Bytes in memory, with a counter of barriers.
 #[derive(Default)]
 struct Counted {
     content: MemoryStorage,
@@ -538,7 +539,8 @@ fn what_is_found_at_opening_is_made_durable_before_anything_else() {
     let storage = Arc::new(MemoryStorage::default());
     let disk = create(&storage, CreateOptions::disk(8 * MIB));
     disk.close().unwrap();
-    // Nothing to replay and both slots equal: still the last writer may have been killed before its last barrier.
+    // The log is empty and both slots are equal, but the last writer may have been killed before
+    // its last barrier.
     let counted = Arc::new(Counted {
         content: MemoryStorage::new(storage.to_vec()),
         ..Counted::default()
@@ -551,7 +553,7 @@ fn what_is_found_at_opening_is_made_durable_before_anything_else() {
     drop(again);
 }
 
-/// As `bcow convert --writable` makes it of a small raw disk: its regions are its blocks.
+/// A disk as `bcow convert --writable` makes it of a small raw disk: each region is one block.
 #[test]
 fn a_region_that_is_zeroed_as_a_whole_and_written_before_a_flush_gives_its_space_back() {
     const BLOCK: u64 = 64 << 10;

@@ -1,4 +1,5 @@
-//! A host that fails: the error reaches whoever wrote, the file stays valid, and what was flushed is there.
+//! Failures of the host: the caller gets the error, the file stays valid, and flushed data is
+//! present.
 
 use std::sync::Arc;
 
@@ -52,7 +53,7 @@ fn layouts() -> [CreateOptions; 3] {
     ]
 }
 
-/// A disk, and what each of its sectors may hold. Time is counted in steps.
+/// A disk, and the values that each of its sectors may have. The clock counts steps.
 struct Subject {
     storage: Arc<Faulty>,
     disk: Disk,
@@ -75,7 +76,7 @@ impl Subject {
         }
     }
 
-    /// Does something that leaves each sector of the range as it was or with this tag.
+    /// Runs a change after which each sector of the range has its old tag or `tag`.
     fn change(
         &mut self,
         at: usize,
@@ -90,7 +91,7 @@ impl Subject {
         let before = self.history.now().to_vec();
         self.step(tags.clone(), false);
         if outcome.is_err() {
-            // Each part is as it was or as it should be, and that is so from now on.
+            // Each sector has its old or its new value, and keeps it from here on.
             self.storage.pause(true);
             let held = tags_of_all(&self.disk);
             self.storage.pause(false);
@@ -113,7 +114,7 @@ impl Subject {
         self.history.step(self.now, self.now + 1, durable, tags);
     }
 
-    /// A bit of everything. Gives how many calls failed.
+    /// Runs operations of all kinds. Returns the number of calls that failed.
     fn work(&mut self, round: u32) -> u32 {
         let mut failed = 0;
         let mut note = |outcome: Result<(), Error>| {
@@ -145,7 +146,7 @@ impl Subject {
         failed
     }
 
-    /// What is on the disk now, if the program ended.
+    /// Checks the file as if the program ended here.
     fn look(&self, context: &str) {
         let storage = Arc::new(MemoryStorage::new(self.storage.to_vec()));
         let full = CheckOptions {
@@ -165,7 +166,7 @@ impl Subject {
     }
 }
 
-/// Every operation of the work fails once, and in another run that one and all that follow.
+/// Fails each operation of the work once alone, and in a second run together with all later ones.
 fn every_operation_fails(on: On, errno: i32) {
     for options in layouts() {
         for stays in [false, true] {
@@ -186,7 +187,7 @@ fn every_operation_fails(on: On, errno: i32) {
                     break;
                 }
                 subject.look(&context);
-                // Reads go on, with what was written or what was there before.
+                // Reads still work, and return the new data or the old.
                 subject.storage.plan(None);
                 let held = tags(&subject.disk);
                 let allowed = subject.history.allows(usize::MAX, &held);
@@ -194,7 +195,7 @@ fn every_operation_fails(on: On, errno: i32) {
                 let failed_flush = subject.flush(|disk| disk.flush()).is_err();
                 subject.look(&context);
                 if on == On::Sync {
-                    // What became of the writes before a failed barrier, nobody knows.
+                    // After a failed barrier the state of the earlier writes is unknown.
                     assert!(failed > 0 && failed_flush, "{context}");
                     let refused = subject.disk.write_at(0, &[1; BLOCK]);
                     assert!(

@@ -1,4 +1,4 @@
-//! Kills: a program that writes and flushes at random is killed at random, again and again. What it flushed is there.
+//! Kills a program that writes and flushes at random, many times. Flushed data must be present.
 //!
 //! `BCOW_KILLS=N` sets the number of rounds.
 
@@ -16,7 +16,7 @@ use bcow_testkit::{History, Random, SECTOR_BYTES, fill, tags};
 
 const SIZE: u64 = 8 << 20;
 const ROUNDS: u64 = 100;
-/// Tells a copy of this program to be the one that is killed: the file, and the seed.
+/// Environment variable with the path of the file. It makes a copy of this program the victim.
 const VICTIM: &str = "BCOW_KILL_VICTIM";
 const VICTIM_SEED: &str = "BCOW_KILL_SEED";
 
@@ -33,7 +33,8 @@ fn journal(path: &Path) -> PathBuf {
     path.with_extension("journal")
 }
 
-/// Not a test of its own: what is killed. Says what it will write before it does, and that it flushed when it has.
+/// The process that is killed, not a test of its own. It writes to the journal before each write
+/// and after each flush.
 #[test]
 fn victim() {
     let Some(path) = std::env::var_os(VICTIM).map(PathBuf::from) else {
@@ -95,8 +96,8 @@ fn kill_one(path: &Path, seed: u64, random: &mut Random) {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    // When it has said so much, however long that takes on this machine; some before the first
-    // word, while they open the file.
+    // The kill comes when the journal has this many bytes, independent of the speed of the machine.
+    // Some kills come before the first byte, while the victim opens the file.
     let said = match random.one_in(10) {
         true => 0,
         false => 1 + random.below(1500),
@@ -112,12 +113,12 @@ fn kill_one(path: &Path, seed: u64, random: &mut Random) {
     assert_eq!(status.code(), None, "it ended by itself");
 }
 
-/// What the journal says happened since `held`.
+/// The history that the journal records, from the content `held` on.
 fn history_of(path: &Path, held: Vec<u32>) -> (History, u64) {
     let mut history = History::new(1, held);
     let mut flushes = 0;
     let said = std::fs::read_to_string(journal(path)).unwrap();
-    // A line without an end was not said, and what it was to announce not begun.
+    // If a line is incomplete, the operation that it announces had not begun.
     for (now, line) in (1..).zip(said.split_inclusive('\n').filter(|l| l.ends_with('\n'))) {
         let words: Vec<&str> = line.split_whitespace().collect();
         let mut tags = history.now().to_vec();

@@ -1,9 +1,9 @@
 //! Disks of tens of regions over a slow backing, in every layout and with blocks from 4 KiB to 4
-//! MiB: random requests, of one thread or of several that have regions of their own, against a
+//! MiB. Random requests, of one thread or of several with regions of their own, are compared with a
 //! model of one number per sector.
 //!
-//! The background's reads are late by some requests, so that blocks change while they are
-//! completed. `BCOW_MANY_REGIONS=N` runs N times as many disks, from other seeds.
+//! Reads by the background thread are delayed by some requests, so that blocks change while they
+//! are completed. `BCOW_MANY_REGIONS=N` runs N times as many disks, from other seeds.
 
 use std::fs::File;
 use std::io;
@@ -20,13 +20,13 @@ use bcow::{
 use bcow_testkit::{Random, SECTOR_BYTES, fill, tag_of};
 
 const SECTOR: u64 = SECTOR_BYTES as u64;
-/// What one thread has for itself: a region of the two-level layouts, the largest block of the
-/// others.
+/// Size in bytes of an area of one thread: a region of the two-level layouts, the largest block of
+/// the others.
 const AREA: u64 = 4 << 20;
 const AREA_SECTORS: usize = (AREA / SECTOR) as usize;
-/// What the backing has in each of its sectors.
+/// The tag of each sector of the backing.
 const BASE: u32 = 7;
-/// The longest that a late read waits for requests which do not come.
+/// Longest delay of a read if no requests come.
 const PATIENCE: Duration = Duration::from_millis(20);
 
 fn rounds() -> u64 {
@@ -34,7 +34,7 @@ fn rounds() -> u64 {
     rounds.map_or(1, |rounds| rounds.parse().expect("a number"))
 }
 
-/// Counts requests; reads of the background are late by some of them.
+/// Counts requests, and delays reads by the background thread by some of them.
 #[derive(Clone)]
 struct Clock(Arc<Shared>);
 
@@ -45,10 +45,10 @@ struct Shared {
 
 struct State {
     requests: u64,
-    /// Reads are not held up.
+    /// Whether reads are not delayed.
     hurry: bool,
     random: Random,
-    /// How many requests a read is late, at most.
+    /// Longest delay of a read, in requests.
     latest: u64,
 }
 
@@ -83,7 +83,7 @@ impl Clock {
         self.0.passed.notify_all();
     }
 
-    /// A read of the background waits.
+    /// Delays a read by the background thread.
     fn late(&self) {
         if std::thread::current().name() != Some("bcow-fill") {
             return;
@@ -101,7 +101,7 @@ impl Clock {
     }
 }
 
-/// A backing that is made up as it is read.
+/// A backing whose content is computed on each read.
 struct Below {
     size: u64,
     clock: Clock,
@@ -131,7 +131,7 @@ impl BackingResolver for Below {
     }
 }
 
-/// A file whose reads are late in the background.
+/// A file whose reads by the background thread are delayed.
 struct SlowFile {
     file: File,
     clock: Clock,
@@ -152,7 +152,7 @@ impl Storage for SlowFile {
         Storage::set_len(&self.file, bytes)
     }
     fn sync(&self) -> io::Result<()> {
-        // What a killed process leaves is what was written.
+        // The test examines what a killed process leaves, which does not depend on syncs.
         Ok(())
     }
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
@@ -160,7 +160,7 @@ impl Storage for SlowFile {
     }
 }
 
-/// A 4 MiB part of the disk, and the number of each of its sectors.
+/// A 4 MiB part of the disk, and the tag of each of its sectors.
 struct Area {
     start: u64,
     tags: Vec<u32>,
@@ -201,7 +201,7 @@ impl Area {
     }
 }
 
-/// One thread, and the areas that no other has.
+/// One thread, and the areas that only it writes.
 struct Worker<'a> {
     disk: &'a Disk,
     clock: Clock,
@@ -212,7 +212,7 @@ struct Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Sectors of an area, often a whole block or its beginning.
+    /// A range of sectors in an area, often a whole block or the start of one.
     fn range(&mut self, area: usize) -> Range<usize> {
         let all = self.areas[area].tags.len();
         let random = &mut self.random;
@@ -234,7 +234,7 @@ impl Worker<'_> {
         let index = self.random.below(self.areas.len() as u64) as usize;
         let kind = self.random.below(20);
         let sectors = match kind {
-            // Whole regions.
+            // Whole areas.
             0..4 => 0..self.areas[index].tags.len(),
             _ => self.range(index),
         };
@@ -272,11 +272,11 @@ impl Worker<'_> {
     }
 }
 
-/// One disk, as a seed makes it.
+/// One disk with properties from a seed.
 struct Run {
     path: tempfile::NamedTempFile,
     clock: Clock,
-    /// Of the backing, if there is one.
+    /// Size of the backing, if there is one.
     below: Option<u64>,
     areas: Vec<Area>,
     random: Random,
@@ -303,7 +303,7 @@ impl Run {
         let mut random = Random::new(seed);
         let (layout, block_bytes) = LAYOUTS[(seed % LAYOUTS.len() as u64) as usize];
         let regions = 10 + random.below(21);
-        // The last one may be short, and the backing ends anywhere.
+        // The last region may be short, and the backing may end anywhere.
         let cut = random.below(AREA / 4096) * 4096;
         let size = regions * AREA - if random.one_in(2) { cut } else { 0 };
         let below = (!random.one_in(6)).then(|| random.below(size / 4096 + 1) * 4096);
@@ -368,7 +368,7 @@ impl Run {
             .unwrap_or_else(|error| panic!("{}: {error}", self.context))
     }
 
-    /// Requests by some threads, each in areas of its own.
+    /// Runs requests from several threads, each in areas of its own.
     fn phase(&mut self, disk: &Disk, number: u32) {
         let threads = *self.random.pick(&[1, 1, 2, 3]);
         let steps = 40 + self.random.below(80);

@@ -1,4 +1,4 @@
-//! Random sequences of everything that can be done to a chain of disks, against a model in memory.
+//! Random sequences of all operations on a chain of disks, against a model in memory.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 const MOST: u64 = 6 << 20;
 
-/// What is done to the disk on top.
+/// An operation on the disk on top.
 #[derive(Debug, Clone)]
 enum Step {
     Write {
@@ -35,23 +35,23 @@ enum Step {
     },
     Flush,
     Checkpoint,
-    /// Closes it, or as after a crash right after a flush.
+    /// Opens the disk again: after a close, or after a crash that follows a flush.
     Reopen {
         orderly: bool,
     },
     Resize {
         size: u64,
     },
-    /// A new disk on top of it.
+    /// Creates a new disk on top.
     Overlay {
         layout: u8,
         size: u64,
     },
-    /// Writes what the top has into the disk below, and clears the top.
+    /// Writes the content of the top into the disk below, and clears the top.
     Commit,
-    /// The same content, on the backing of its backing.
+    /// Keeps the content, but uses the backing of the backing.
     Rebase,
-    /// The same content in a new file without garbage.
+    /// Copies the content into a new file without unused space.
     Compact,
 }
 
@@ -107,7 +107,7 @@ fn options(layout: u8, size: u64) -> CreateOptions {
     }
 }
 
-/// A file of the chain, and what it shows.
+/// A file of the chain, and its expected content.
 struct Level {
     storage: Arc<MemoryStorage>,
     shows: Vec<u8>,
@@ -154,7 +154,7 @@ impl Chain {
         self.levels.last_mut().expect("there is a file")
     }
 
-    /// What the files below `count` show, opened for reading.
+    /// The top of the first `count` files, opened for reading.
     fn open_below(&self, count: usize) -> Option<Arc<dyn BlockDevice>> {
         let mut below: Option<Arc<dyn BlockDevice>> = None;
         for level in &self.levels[..count] {
@@ -192,7 +192,7 @@ impl Chain {
         self.disk = Some(Disk::open(storage, &OpenOptions::default(), &Below(below)).unwrap());
     }
 
-    /// The part of a range that the top has.
+    /// The part of a range that lies inside the top.
     fn clip(&mut self, at: u64, length: u64) -> std::ops::Range<usize> {
         let size = self.top().shows.len() as u64;
         let start = at.min(size - 1);
@@ -270,7 +270,7 @@ impl Chain {
         }
         let shows = self.top().shows.clone();
         let top = self.disk.take().expect("the top is open");
-        // The backing changes, perhaps in size too, and is then not the one that the top names.
+        // The backing changes, perhaps in size too, so it no longer has the recorded identity.
         top.clear().unwrap();
         top.set_backing(None).unwrap();
         top.close().unwrap();
@@ -287,7 +287,7 @@ impl Chain {
         self.disk().set_backing(Some(named(&device))).unwrap();
     }
 
-    /// As `bcow rebase` does: what the new backing shows otherwise is stored.
+    /// Works like `bcow rebase`: stores all content that differs from the new backing.
     fn rebase(&mut self) {
         if self.levels.len() < 3 {
             return;
@@ -384,7 +384,8 @@ proptest! {
     }
 }
 
-/// Several threads write, zero, discard, flush and read where others do. Each block holds what one of them wrote last.
+/// Several threads write, zero, discard, flush and read the same blocks. Each block has the data of
+/// the last write of one of them.
 #[test]
 fn threads_on_the_same_blocks_leave_one_value_in_each() {
     use bcow_testkit::Random;

@@ -1,5 +1,6 @@
-//! Power cuts: whatever part of the unflushed writes a disk keeps, torn between sectors, the file opens without a manual
-//! step, holds what was flushed or came later, and a check finds nothing.
+//! Power cuts. The disk may keep any part of the unflushed writes, torn between sectors. In all
+//! cases the file opens without a manual step, has the flushed content or later content, and a
+//! check has no findings.
 //!
 //! `BCOW_POWER_CUTS=N` runs N times as many rounds, from other seeds.
 
@@ -22,18 +23,18 @@ fn rounds() -> u64 {
     rounds.map_or(1, |rounds| rounds.parse().expect("a number"))
 }
 
-/// What a run is about.
+/// Parameters of a run.
 #[derive(Clone)]
 struct Plan {
     name: &'static str,
     options: CreateOptions,
     backing: Option<Vec<u8>>,
-    /// Sectors that change as one.
+    /// Number of sectors that change atomically.
     unit: usize,
     /// Longest write in bytes.
     longest: u64,
     steps: u64,
-    /// How often the whole disk is written first, so that there is free space to be written again.
+    /// How many times the whole disk is written first, to get free space that later writes reuse.
     churn: u64,
 }
 
@@ -41,7 +42,7 @@ fn options(size: u64, layout: Layout, block_bytes: Option<u32>) -> CreateOptions
     CreateOptions {
         layout,
         block_bytes,
-        // A log that is soon full.
+        // A small log, which fills up soon.
         purpose: Use::Sketch,
         ..CreateOptions::disk(size)
     }
@@ -57,7 +58,7 @@ fn plans() -> Vec<Plan> {
         steps: 40,
         churn: 0,
     };
-    // Ends inside the disk, and inside a block.
+    // The backing ends inside the disk, and inside a block.
     let backing = Some(tagged(&vec![7; (MIB as usize - 40960) / SECTOR_BYTES]));
     let over = |plan: Plan, name| Plan {
         name,
@@ -119,7 +120,7 @@ impl Plan {
             .unwrap_or_else(|error| panic!("{}: does not open: {error}", self.name))
     }
 
-    /// The state of a new disk.
+    /// The content of a new disk.
     fn base(&self) -> Vec<u32> {
         let mut tags = vec![0; self.options.size as usize / SECTOR_BYTES];
         if let Some(bytes) = &self.backing {
@@ -129,11 +130,11 @@ impl Plan {
     }
 }
 
-/// A disk on a storage that remembers, and what it may hold.
+/// A disk on a storage that records all operations, and its possible content.
 struct Run<'a> {
     plan: &'a Plan,
     storage: Arc<PowerCut>,
-    /// Before it there was nothing that a power cut could leave.
+    /// The first operation after the creation; power cuts before it are not examined.
     first_operation: usize,
     disk: Option<Disk>,
     history: History,
@@ -154,7 +155,7 @@ impl<'a> Run<'a> {
         }
         let mut history = History::new(plan.unit, base.clone());
         let now = storage.operations();
-        // A file gets its name when it was made.
+        // The caller gives the file its name only after its creation has finished.
         history.step(now, now, true, base);
         Run {
             plan,
@@ -167,7 +168,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The file as a power cut left it, opened again.
+    /// Opens the file that a power cut left.
     fn again(plan: &'a Plan, image: Vec<u8>, seed: u64) -> Self {
         let storage = Arc::new(PowerCut::new(image));
         let disk = plan.open(storage.clone());
@@ -237,7 +238,7 @@ impl<'a> Run<'a> {
         self.history.step(begun, ended, durable, tags);
     }
 
-    /// Writes and flushes with a program that is killed in the middle of it.
+    /// Writes and flushes in a process that is killed in the middle.
     fn kill(&mut self) {
         self.storage.stop_after(Some(self.random.below(12)));
         let mut written = true;
@@ -245,7 +246,7 @@ impl<'a> Run<'a> {
             let begun = self.storage.operations();
             let mut tags = self.history.now().to_vec();
             let (at, bytes) = self.fresh(&mut tags);
-            // Whether it succeeds or not, each block of it may be there.
+            // After success or failure, each block of the write may be in the file.
             written &= self.disk().write_at(at, &bytes).is_ok();
             let ended = self.storage.operations();
             self.history.step(begun, ended, false, tags);
@@ -264,7 +265,7 @@ impl<'a> Run<'a> {
         self.open_again(false);
     }
 
-    /// Ends the program between two calls, in order or not, and opens the file again.
+    /// Ends the process between two calls, with or without a close, and opens the file again.
     fn reopen(&mut self) {
         let orderly = self.random.one_in(2);
         let disk = self.disk.take().unwrap();
@@ -294,7 +295,7 @@ impl<'a> Run<'a> {
                 self.plan.name
             );
         }
-        // What was seen now must stay.
+        // Content that was read now must stay.
         self.history.step(begun, killed, true, held);
         self.disk = Some(disk);
     }
@@ -304,7 +305,7 @@ impl<'a> Run<'a> {
         self.disk().write_at(offset, &bytes).unwrap();
     }
 
-    /// Something to write and where, which no other write has.
+    /// A range and new data for it, with a tag that no other write has.
     fn fresh(&mut self, tags: &mut [u32]) -> (u64, Vec<u8>) {
         let whole = *self.random.pick(&[1, 8]);
         let (at, count) = self.range(whole, self.plan.longest);
@@ -318,13 +319,14 @@ impl<'a> Run<'a> {
         (bytes_of(at, count).0, bytes)
     }
 
-    /// First sector and count of a range, both multiples of `whole`. Short ranges are as likely as long ones.
+    /// First sector and count of a range, both multiples of `whole`. Each order of magnitude of the
+    /// length is equally likely.
     fn range(&mut self, whole: usize, longest: u64) -> (usize, usize) {
         let sectors = self.disk().size() as usize / SECTOR_BYTES / whole;
         let longest = (longest as usize / SECTOR_BYTES / whole).max(1);
         let most = 1 << self.random.below(u64::from(longest.ilog2()) + 1);
         let count = 1 + self.random.below(most) as usize;
-        // Half of them in one corner, so that they meet.
+        // Half of the ranges lie in one corner, so that they overlap.
         let places = match self.random.one_in(2) {
             true => sectors,
             false => (sectors / 16).max(1),
@@ -348,7 +350,7 @@ impl<'a> Run<'a> {
             .collect()
     }
 
-    /// Looks at what power cuts at any moment may leave. Gives how many it looked at.
+    /// Examines what power cuts at all moments may leave. Returns the number of cases.
     fn cut(&mut self, exhaustive: usize, samples: usize, nested: u64) -> u64 {
         let mut looked = 0;
         let first = self.first_operation;
@@ -384,7 +386,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Whether a file is what a power cut at this moment may leave.
+/// Checks that a file is a possible result of a power cut at this moment.
 fn look(plan: &Plan, history: &History, moment: usize, image: Vec<u8>) -> Result<(), String> {
     let storage = Arc::new(MemoryStorage::new(image));
     let sound = |report: Report, severity: Severity| {
@@ -436,11 +438,11 @@ fn run(name: &str) {
     println!("{name}: {looked} power cuts");
 }
 
-/// A host that says once of a write that it failed, though it was carried out: as a network file
+/// A host that reports a failure of one write although it carried the write out, as a network file
 /// system may.
 struct Mistaken {
     content: Arc<PowerCut>,
-    /// Where the write begins.
+    /// Offset of that write.
     at: AtomicU64,
 }
 
@@ -476,7 +478,7 @@ fn a_record_whose_write_is_said_to_have_failed_names_no_block_of_another() {
         options: options(8 * MIB, Layout::Performance, Some(BLOCK as u32)),
         ..plans().pop().expect("there are plans")
     };
-    // A file with free space, which is used again before the file grows.
+    // A file with free space, which is reused before the file grows.
     let content = Arc::new(MemoryStorage::default());
     let disk = Disk::create_alone(content.clone(), &plan.options).unwrap();
     disk.write_at(0, &vec![1; 6 * MIB as usize]).unwrap();

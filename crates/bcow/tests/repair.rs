@@ -1,4 +1,4 @@
-//! Repair: what it mends is as it was, and what it cannot mend it does not touch.
+//! Repair: it restores what it can, and leaves other damage unchanged.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,7 +43,7 @@ fn errors(storage: &Arc<MemoryStorage>) -> Vec<&'static str> {
     errors.map(|finding| finding.code).collect()
 }
 
-/// Each sector of the address space as a reader finds it; `None` where it cannot be read.
+/// Each sector of the address space as a reader gets it; `None` for unreadable sectors.
 fn content(storage: &Arc<MemoryStorage>) -> Option<Vec<Option<Vec<u8>>>> {
     let image = Image::open_storage(storage.clone(), &OpenOptions::default()).ok()?;
     let sectors = (0..image.size().min(8 << 20)).step_by(4096).map(|at| {
@@ -66,7 +66,8 @@ fn no_repair_changes_what_a_file_shows() {
         assert!(left.is_empty() || left == found, "{name}: {left:?}");
         if done.is_empty() && left == found {
             let same_slots = storage.to_vec() == before;
-            // Opening and closing a file with nothing but a dropped record may tidy it, and says nothing.
+            // The repair opens and closes a writable file. That may tidy a dropped record, which is
+            // not reported.
             let tidied = report(&storage).writable.is_some();
             assert!(same_slots || tidied, "{name}");
         }

@@ -1,8 +1,8 @@
-//! The disk engine and the block cache under thousands of schedules of their threads (shuttle).
+//! The disk engine and the block cache under thousands of thread schedules (shuttle).
 //!
-//! Needs the feature `shuttle`, with which space is used again at once and regions are forgotten at
-//! once, so that few operations are enough to meet. `BCOW_SCHEDULES=100` looks at a hundred times
-//! as many schedules, and `BCOW_SCHEDULE=...` repeats the one that a failure printed.
+//! Needs the feature `shuttle`. With it, space is reused at once and regions are evicted at once,
+//! so that few operations conflict soon. `BCOW_SCHEDULES=100` runs a hundred times as many
+//! schedules; `BCOW_SCHEDULE=...` repeats the one that a failure printed.
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const BLOCK: u64 = 8192;
 const BLOCKS: u64 = 3;
 const SIZE: u64 = BLOCK * BLOCKS;
 
-/// A point at which another thread may go on.
+/// A point at which the scheduler may switch threads.
 #[derive(Default)]
 struct Point(AtomicUsize);
 
@@ -34,7 +34,7 @@ impl Point {
     }
 }
 
-/// A storage, or what lies below a disk, in which time passes before and after each operation.
+/// A storage or a backing, with a possible switch of threads before and after each operation.
 struct Slow<T> {
     content: T,
     point: Point,
@@ -55,7 +55,7 @@ impl<T> Slow<T> {
         result
     }
 
-    /// Now and then as slow as several requests to the disk.
+    /// Sometimes delays the operation by the time of several requests.
     fn late<R>(&self, work: impl FnOnce(&T) -> R) -> R {
         let late = thread_rng().gen_bool(0.2);
         let wait = || (0..40).for_each(|_| self.point.pass());
@@ -120,7 +120,7 @@ fn base() -> Vec<u8> {
     (0..SIZE).map(|at| 0xA0 | (at / 4096) as u8).collect()
 }
 
-/// What a model runs on.
+/// The storage of the disk of a model, and whether the disk has a backing.
 #[derive(Clone)]
 struct Subject {
     content: Arc<MemoryStorage>,
@@ -142,7 +142,7 @@ impl Subject {
         (subject, disk)
     }
 
-    /// The disk that `file` has, with a cache that holds little.
+    /// Opens the disk in `file`, with a small cache.
     fn opened(file: Vec<u8>, backed: bool) -> (Subject, Disk) {
         let content = Arc::new(MemoryStorage::new(file));
         let subject = Subject { content, backed };
@@ -155,7 +155,7 @@ impl Subject {
         (subject, disk)
     }
 
-    /// What a process that is killed now leaves, opened for reading.
+    /// Opens, for reading, what a process that is killed now leaves.
     fn killed(&self) -> Arc<Image> {
         let left = Arc::new(MemoryStorage::new(self.content.to_vec()));
         let below = self
@@ -164,7 +164,8 @@ impl Subject {
         Image::open_with_backings(left, &OpenOptions::default(), &Below(below)).unwrap()
     }
 
-    /// The disk shows `shows`, now and when it was opened again, and the file is sound.
+    /// Checks the content of the disk, now and after it is opened again, and that the file is
+    /// sound.
     fn verify(&self, disk: Disk, shows: &[u8]) {
         assert_shows(&disk, 0, shows);
         match thread_rng().gen_bool(0.5) {
@@ -186,7 +187,7 @@ impl Subject {
     }
 }
 
-/// Each sector is one value: says which, not all bytes.
+/// The value of each sector; all bytes of a sector are equal.
 fn values(bytes: &[u8]) -> Vec<u8> {
     let sectors = bytes.chunks(SECTOR);
     sectors
@@ -209,15 +210,15 @@ fn assert_shows(device: &dyn BlockDevice, at: u64, shows: &[u8]) {
     );
 }
 
-/// A thread that has a part of the disk for itself: each of its requests is answered as if it were
-/// alone.
+/// A thread that alone writes to a part of the disk. The other threads must not affect the results
+/// of its requests.
 struct Owner {
     disk: Arc<Disk>,
     subject: Subject,
     /// First byte of its part.
     at: u64,
     shows: Vec<u8>,
-    /// Values of the next writes; another owner's are others.
+    /// Value of the next write; the values of two owners differ.
     next: u8,
 }
 
@@ -231,8 +232,8 @@ impl Owner {
         self.shows[range].fill(self.next);
     }
 
-    /// Every second request writes a part of a block, which the background is to complete; that is
-    /// when all others meet it.
+    /// Every second request writes a part of a block, which the background then completes. All
+    /// other requests meet the block in that state.
     fn step(&mut self, number: usize) {
         let length = self.shows.len();
         let mut random = thread_rng();
@@ -260,7 +261,7 @@ impl Owner {
             }
             4 | 5 => {
                 self.disk.discard(self.at, length as u64).unwrap();
-                // What is too small to be given back keeps its content.
+                // A part that is too small to be released keeps its content.
                 let mut found = vec![0; length];
                 self.disk.read_at(self.at, &mut found).unwrap();
                 let allowed = found.iter().all(|byte| *byte == 0) || found == self.shows;
@@ -284,8 +285,8 @@ impl Owner {
     }
 }
 
-/// Two owners of a block or of half a block each, and a third thread that reads all of the disk, or
-/// changes the file as a whole; what they leave is looked at.
+/// Two owners, of a block or half a block each, and a third thread that reads the whole disk or
+/// changes the file as a whole. The final content is checked.
 fn owners(subject: Subject, disk: Disk, steps: usize) {
     let mut shows = vec![0; SIZE as usize];
     disk.read_at(0, &mut shows).unwrap();
@@ -317,7 +318,8 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
         let disk = disk.clone();
         thread::spawn(move || {
             match thread_rng().gen_range(0..4) {
-                // What changes the file as a whole waits for all others, and they for it.
+                // A change of the whole file waits for all operations in flight, and blocks new
+                // ones.
                 0 => disk.rest().unwrap(),
                 1 => disk.resize(SIZE + BLOCK).unwrap(),
                 _ => look(&disk, part as usize),
@@ -334,8 +336,7 @@ fn owners(subject: Subject, disk: Disk, steps: usize) {
     subject.verify(disk, &shows);
 }
 
-/// Each sector is what its owner wrote, or zero, or what was there before. An owner has `part`
-/// bytes.
+/// Each sector has a value of its owner, or zero, or the original value. An owner has `part` bytes.
 fn look(disk: &Disk, part: usize) {
     let mut bytes = vec![0; SIZE as usize];
     disk.read_at(0, &mut bytes).unwrap();
@@ -383,7 +384,7 @@ fn checked_blocks_keep_what_their_owners_wrote() {
     explore(1000, || {
         let options = options(Layout::Space, None);
         let (subject, disk) = Subject::created(&options, thread_rng().gen_bool(0.5));
-        // So that the rest of a block is copied from a place that is freed soon.
+        // The rest of the block is then copied from a place that is soon freed.
         disk.write_at(0, &base()).unwrap();
         disk.flush().unwrap();
         owners(subject, disk, 5);
@@ -413,7 +414,7 @@ fn a_block_that_is_given_up_while_it_is_read_and_written_mixes_with_no_other() {
         let giver = thread::spawn(move || {
             giver.write_zeroes(0, BLOCK, Space::Free).unwrap();
         });
-        // Takes the place.
+        // This owner reuses the place.
         let mut owner = Owner {
             disk: disk.clone(),
             subject: subject.clone(),
@@ -437,7 +438,7 @@ fn a_block_that_is_given_up_while_it_is_read_and_written_mixes_with_no_other() {
     });
 }
 
-/// A disk that can be written, whose blocks are compressed, but for `zeros` bytes at its beginning.
+/// A writable disk whose blocks are compressed, except `zeros` bytes at the start.
 fn compressed(zeros: u64) -> Vec<u8> {
     let storage = Arc::new(MemoryStorage::default());
     let options = WriterOptions {

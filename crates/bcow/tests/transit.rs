@@ -1,5 +1,5 @@
-//! Blocks that were written in part and are completed later, while other requests change them: the
-//! reads that a completion makes without a lock are held back at the worst moment.
+//! Partly written blocks that are completed later, while other requests change them. The tests park
+//! the unlocked reads of a completion at the worst moment.
 
 use std::sync::Arc;
 
@@ -38,13 +38,13 @@ fn read(device: &dyn BlockDevice, offset: u64, length: u64) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of which each depends on its place.
+/// Bytes that depend on their address.
 fn pattern(length: u64) -> Vec<u8> {
     let byte = |at: u64| (at / 509) as u8 ^ (at / 65_521) as u8 | 1;
     (0..length).map(byte).collect()
 }
 
-/// The first place at which two contents differ, which says more than both of them.
+/// Compares two contents; on a failure shows the first difference instead of all bytes.
 fn assert_same(found: &[u8], expected: &[u8], context: &str) {
     assert_eq!(found.len(), expected.len(), "{context}");
     if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
@@ -55,7 +55,7 @@ fn assert_same(found: &[u8], expected: &[u8], context: &str) {
     }
 }
 
-/// 64 MiB that decompress slowly.
+/// An image of 64 MiB that is slow to decompress.
 fn compressed_base() -> Arc<Image> {
     let storage = Arc::new(MemoryStorage::default());
     let options = WriterOptions {
@@ -73,8 +73,7 @@ fn compressed_base() -> Arc<Image> {
 
 #[test]
 fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_before() {
-    // The background takes long to read of it: just as long as the requests take that come
-    // meanwhile.
+    // Reads of it by the background thread are parked until the other requests have finished.
     let base = Arc::new(Parkable::new(compressed_base()));
     let performance = CreateOptions {
         layout: Layout::Performance,
@@ -98,7 +97,7 @@ fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_bef
             disk.write_at(at + MIB, &[2; 4096]).unwrap();
             parked.release();
         }
-        // The background has ended when this returns.
+        // The background thread has ended when this returns.
         disk.close().unwrap();
         let below = Below(base.clone());
         let disk = Disk::open(storage, &OpenOptions::default(), &below).unwrap();
@@ -111,7 +110,7 @@ fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_bef
     }
 }
 
-/// How the blocks of a test are.
+/// Block size and layout of a test.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     layout: Layout,
@@ -142,7 +141,7 @@ const SHAPES: [Shape; 4] = [
     },
 ];
 
-/// A disk over a backing of which chosen reads wait, and what it shows.
+/// A disk over a backing whose chosen reads are parked, and the expected content of the disk.
 struct Subject {
     shape: Shape,
     storage: Arc<MemoryStorage>,
@@ -170,8 +169,8 @@ impl Subject {
             disk: Arc::new(disk.unwrap()),
             shows: pattern(shape.size),
         };
-        // Enough free space, so that it is used again: in the last quarter of the disk, which no
-        // test looks at.
+        // Makes enough free space for it to be reused, in the last quarter of the disk, which the
+        // tests do not use.
         let quarter = shape.size / 4;
         for _ in 0..(6 * MIB).div_ceil(quarter) {
             let bytes = vec![9; quarter as usize];
@@ -209,8 +208,8 @@ impl Subject {
         }
     }
 
-    /// Writes parts of further blocks until one of them has the place `wanted`, or the disk's
-    /// second quarter is full.
+    /// Writes parts of further blocks until one of them has the place `wanted`, or the second
+    /// quarter of the disk is full.
     fn take_place(&mut self, wanted: u64) -> bool {
         let blocks = self.shape.size / 4 / self.shape.block;
         for block in blocks..2 * blocks {
@@ -223,12 +222,12 @@ impl Subject {
         false
     }
 
-    /// The disk shows what it should, now and when it was opened again.
+    /// Checks the content of the disk, now and after it is opened again.
     fn verify(self, context: &str) {
         let context = format!("{context}, {:?}", self.shape);
         let size = self.shape.size;
         assert_same(&read(&*self.disk, 0, size), &self.shows, &context);
-        // The filler has ended when this returns.
+        // The references of all threads are gone.
         let disk = Arc::into_inner(self.disk).expect("no thread has it");
         disk.close().unwrap();
         let below = Below(self.below);
@@ -244,7 +243,7 @@ impl Subject {
     }
 }
 
-/// What is done to the first block of a disk, of which a part was written, while the background
+/// A change of the first block of a disk, which was written in part, while the background thread
 /// reads the rest of it.
 type Meanwhile = fn(&mut Subject);
 
@@ -349,8 +348,8 @@ fn the_same_holds_when_a_reader_completes_the_block() {
     }
 }
 
-/// A disk whose storage parks reads: what stands at a place when a late read comes is another
-/// block's.
+/// The storage parks reads of the disk: when a late read continues, its place belongs to another
+/// block.
 #[test]
 fn a_source_that_is_given_away_while_it_is_read_is_not_reported_as_damage() {
     let size = 8 * MIB;

@@ -1,5 +1,6 @@
-//! The vectors in `fixtures/vectors`: files to accept, with the map and content a reader must find, and files to reject,
-//! with the code a full check must report first. The second reader, `spec/reader.py`, is judged by the same files.
+//! The vectors in `fixtures/vectors`: files to accept, with the map and the content that a reader
+//! must find, and files to reject, with the code that a full check must report first. The second
+//! reader, `spec/reader.py`, runs on the same files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ fn folder(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Every `.bcow` file of a folder.
+/// All `.bcow` files of a folder.
 fn vectors(name: &str) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = fs::read_dir(folder(name))
         .unwrap()
@@ -103,7 +104,8 @@ fn map_text(image: &Image, slot: char) -> String {
                 ("zstd", stored.at.0, stored.bytes.into(), Some(stored.crc))
             }
             Mapping::Open { stored } => ("open", stored.at.0, stored.bytes.into(), Some(0)),
-            // An absent entry with a backing and a window both lead to a backing; only the entry tells them apart.
+            // An absent entry with a backing and a window both lead to a backing; only the entry
+            // distinguishes them.
             Mapping::Backing {
                 index: 0,
                 offset,
@@ -150,7 +152,8 @@ fn valid_vectors_have_their_map_and_content() {
             'B'
         };
         if has_windows(&image) && image.header().features.has_incompatible(2) {
-            // Absent and window entries of one file look alike in our map; the content below judges them.
+            // The map does not distinguish absent and window entries of one file; the content below
+            // does.
             assert_eq!(
                 expected.lines().count(),
                 map_text(&image, slot).lines().count()
@@ -205,7 +208,8 @@ fn invalid_vectors_are_rejected_with_their_code() {
     assert_eq!(wrong, [""; 0]);
 }
 
-/// Nothing that a check rejects reads as if it were good, but for what the plain read path does not look at.
+/// A file that the check rejects never reads without an error, except for damage that the read path
+/// does not examine.
 #[test]
 fn invalid_vectors_are_never_read_in_full_with_the_merkle_tree_verified() {
     for path in vectors("invalid") {
@@ -250,8 +254,8 @@ fn a_check_of_a_writable_file_counts_what_is_free_and_what_leaks() {
         ("log-empty", 0, 0),
         ("free-list", 2 * 4096, 2 * 4096),
         ("free-list-leak", 4096, 7 * 4096),
-        // Of the gap's three sectors the record uses the first, the list has the second too, and the third is lost; the
-        // block that was there before is free now.
+        // The gap has three sectors: the record uses the first, the list has the second too, and
+        // the third is leaked. The place of the replaced block is free now.
         ("free-list-used-by-record", 2 * 4096, 4096),
     ] {
         let path = folder("valid").join(format!("{name}.bcow"));

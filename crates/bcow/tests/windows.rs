@@ -1,4 +1,4 @@
-//! Windows: a small image shows what other images have, and says which of them is at fault.
+//! Windows: a small image shows the content of other images, and an error names the image at fault.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 
 const REGION: u64 = 4 << 20;
 
-/// Files by their digest.
+/// Files by digest.
 #[derive(Default)]
 struct Store(HashMap<[u8; 32], Vec<u8>>);
 
@@ -151,7 +151,7 @@ fn a_stack_shows_its_layers_whole() {
                 assert_eq!(bytes_of(&image, start + 1024, 5), b"layer");
                 assert!(bytes_of(&image, start + 4096, content.len()) == *content);
             }
-            // Across the end of a window come zeros, and then the next one.
+            // After the end of a window come zeros, and then the next window.
             let end = starts[0] + lower.size;
             let gap = bytes_of(&image, end, (starts[1] - end) as usize);
             assert!(gap.iter().all(|&byte| byte == 0));
@@ -283,7 +283,7 @@ fn windows_that_cannot_be_are_refused() {
         let error = writer.append_window(index, address, bytes).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     }
-    // What was refused left nothing behind.
+    // The rejected calls changed nothing.
     assert_eq!(writer.position(), 4096);
     assert_eq!(writer.append_window(small, 4096, 4096).unwrap(), REGION);
     assert_eq!(writer.position(), REGION + 4096);

@@ -1,4 +1,4 @@
-//! What is written is read back, in every layout; damage is found and named.
+//! Content is read back as written, in every layout; damage is detected and located.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use bcow::{
 };
 use bcow_testkit::{SmallDisk, WriteLog};
 
-/// Content with everything a block can be: text, zeros, noise.
+/// Content of all kinds: text, zeros, noise.
 fn content(bytes: usize) -> Vec<u8> {
     let mut state = 7u64;
     let mut out = Vec::with_capacity(bytes);
@@ -142,7 +142,8 @@ fn extents_cover_the_address_space() {
     }
 }
 
-/// Whatever byte is damaged, the content that is given out is right or there is an error, and the check finds it.
+/// Damages single bytes. Each read returns the right content or an error, and the check finds the
+/// damage.
 #[test]
 fn damage_anywhere_is_found_and_never_read() {
     let (files, tree) = (content(400_000), content(20_000));
@@ -231,7 +232,7 @@ fn full_disk_is_reported_by_append_or_finish() {
     }
 }
 
-/// The header is the last thing written, so what a crash leaves before it is no BCoW file.
+/// The header is written last, so a file from a crash before that is not a BCoW file.
 #[test]
 fn a_file_that_was_not_finished_does_not_open() {
     for options in all_options() {
