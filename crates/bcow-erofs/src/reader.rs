@@ -1,12 +1,12 @@
 //! Reads an EROFS file system from a block device.
 //!
-//! [`Filesystem::open`] validates the superblock, [`Filesystem::inode`] an inode; what they return is safe to
-//! use. Every offset, length and count from the device is checked before it is used, every walk is bounded by
-//! what the device holds, and nothing is allocated by a number that was not checked. There are no locks and
-//! no caches here: the device has one.
+//! [`Filesystem::open`] validates the superblock, and [`Filesystem::inode`] validates an inode;
+//! their results are safe to use. The reader checks every offset, length and count from the device
+//! before it uses the value. The size of the device bounds every walk, and no allocation depends on
+//! an unchecked number. The reader has no locks and no caches; the device has a cache.
 //!
-//! Understood are the plain, inline and chunk-based layouts with blocks of 512 to 4096 bytes; of extra devices, what
-//! is shown in the addresses of the first.
+//! The reader supports the plain, inline and chunk-based layouts with blocks of 512 to 4096 bytes.
+//! Of extra devices, it supports those that are mapped into the addresses of the first one.
 //! Compressed files can be listed but not read.
 
 mod children;
@@ -49,10 +49,10 @@ pub struct Filesystem {
 }
 
 impl Filesystem {
-    /// Validates the superblock and the root's inode.
+    /// Opens the file system: validates the superblock and the root's inode.
     ///
-    /// [`ErofsError::NotErofs`] if there is none, [`ErofsError::UnsupportedFeature`] with its name for
-    /// features beyond those this reader has.
+    /// Returns [`ErofsError::NotErofs`] if there is no superblock, and
+    /// [`ErofsError::UnsupportedFeature`] for features that the reader does not support.
     pub fn open(device: Arc<dyn BlockDevice>) -> Result<Filesystem, ErofsError> {
         let device_bytes = device.size();
         let superblock = Superblock::read(&*device)?;
@@ -98,19 +98,19 @@ impl Filesystem {
             .is_some_and(|end| end <= self.device_bytes)
     }
 
-    /// Where an inode starts on the device, if such an address exists.
+    /// The start of an inode on the device; `None` if the address overflows.
     pub(crate) fn nid_offset(&self, nid: Nid) -> Option<u64> {
         nid.0
             .checked_mul(SLOT_BYTES as u64)?
             .checked_add(self.superblock.metadata_offset)
     }
 
-    /// Reads device bytes for the sake of the device's own checks.
+    /// Reads device bytes and discards them, so that the device checks them.
     pub(crate) fn touch(&self, offset: u64, length: u64) -> Result<(), ErofsError> {
         Ok(self.device.read_with(offset, length, &mut |_| {})?)
     }
 
-    /// Fills `buf`; the caller has checked that the bytes lie on the device.
+    /// Fills `buf`. The caller has checked that the bytes lie on the device.
     pub(crate) fn device_read(&self, offset: u64, buf: &mut [u8]) -> Result<(), ErofsError> {
         Ok(self.device.read_at(offset, buf)?)
     }

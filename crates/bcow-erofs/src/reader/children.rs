@@ -1,32 +1,32 @@
-//! A directory's children, some at a time: no directory is held in memory whole.
+//! Reads a directory's children in pieces, so that no directory is in memory as a whole.
 
 use std::ops::ControlFlow;
 
 use super::{ErofsError, FileType, Filesystem, Inode, Nid};
 
-/// Entries read at once.
+/// Entries per read.
 const PIECE: usize = 256;
 
-/// A name in a directory.
+/// A directory entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Child {
     /// The name: 1..=255 bytes without slash and NUL, neither `.` nor `..`.
     pub name: Vec<u8>,
-    /// What it names. Not validated: [`Filesystem::inode`] does that.
+    /// The inode's number. It is not validated; [`Filesystem::inode`] validates it.
     pub nid: Nid,
-    /// Its type, as the directory says.
+    /// The type in the directory entry.
     pub kind: FileType,
 }
 
-/// The entries of a directory without `.` and `..`, in the order in which they are stored: that of their bytes, if the
-/// file system is sound.
+/// The entries of a directory without `.` and `..`, in stored order, which in a valid file system
+/// is byte order.
 #[derive(Debug)]
 pub struct Children {
     directory: Inode,
     cookie: u64,
     read: std::vec::IntoIter<Child>,
     is_complete: bool,
-    /// The last name, if the next one has to be greater.
+    /// The last name, if the next one must be greater.
     last: Option<Vec<u8>>,
 }
 
@@ -42,7 +42,8 @@ impl Children {
         }
     }
 
-    /// The children of `directory`; names that are not in ascending order are [`ErofsError::Unsorted`].
+    /// The children of `directory`; names that are not in ascending order give
+    /// [`ErofsError::Unsorted`].
     pub fn sorted(directory: Inode) -> Self {
         Children {
             last: Some(Vec::new()),
@@ -50,7 +51,7 @@ impl Children {
         }
     }
 
-    /// The next child, or `None` at the end. `fs` is the file system that the directory is from.
+    /// The next child, or `None` at the end. `fs` must be the file system of the directory.
     pub fn next(&mut self, fs: &Filesystem) -> Result<Option<Child>, ErofsError> {
         loop {
             if let Some(child) = self.read.next() {
@@ -72,7 +73,7 @@ impl Children {
 
     fn read_piece(&mut self, fs: &Filesystem) -> Result<(), ErofsError> {
         let mut piece = Vec::new();
-        // Grows with every entry, so this comes to an end.
+        // The cookie grows with every entry, so the loop ends.
         let mut cookie = self.cookie;
         fs.read_dir(&self.directory, self.cookie, &mut |entry| {
             cookie = entry.next_cookie;

@@ -6,13 +6,13 @@ use super::inode::{ChunkEntry, Data};
 use super::{ErofsError, FileType, Filesystem, Inode, InodeProblem};
 use crate::format::{ChunkIndex, NULL_BLOCK};
 
-/// Longest target of a symbolic link: a path with its NUL is at most 4096 bytes.
+/// Longest target of a symbolic link in bytes: a path with its NUL has at most 4096.
 const LINK_MAX: u64 = 4095;
 
-/// Chunk table entries read at once.
+/// Chunk table entries per read.
 const BATCH_ENTRIES: u64 = 512;
 
-/// What holes are lent as.
+/// The bytes that [`Filesystem::read_with`] passes for holes.
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
 /// A run of a file's bytes.
@@ -22,25 +22,25 @@ pub struct FileExtent {
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
-    /// Where they are.
+    /// The location of the run.
     pub source: ExtentSource,
 }
 
-/// Where a run of a file's bytes is.
+/// The location of a run of a file's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtentSource {
-    /// From this byte of the device on. The whole extent lies on the device.
+    /// On the device. The whole extent lies on the device.
     Device {
-        /// Byte offset.
+        /// Byte offset of the run on the device.
         offset: u64,
     },
-    /// Nowhere: zeros.
+    /// A hole, which reads as zeros.
     Hole,
 }
 
 impl Filesystem {
-    /// The extents of a regular file from byte `offset` to its end, in order, without gaps and as long as
-    /// they can be. After an error there is nothing more.
+    /// The extents of a regular file from byte `offset` to its end, in order, without gaps and of
+    /// maximal length. After an error the iterator ends.
     pub fn extents(
         &self,
         inode: &Inode,
@@ -49,15 +49,16 @@ impl Filesystem {
         Extents::new(self, inode, offset, inode.size)
     }
 
-    /// Reads a regular file from byte `offset` on; returns the bytes read, less than asked for only at the
-    /// end of the file.
+    /// Reads a regular file from byte `offset` on. Returns the number of bytes, which is less than
+    /// the length of `buf` only at the end of the file.
     pub fn read(&self, inode: &Inode, offset: u64, buf: &mut [u8]) -> Result<usize, ErofsError> {
         regular(inode)?;
         self.read_content(inode, offset, buf)
     }
 
-    /// Lends `length` bytes of a regular file from byte `offset` on to `sink`, in order and in pieces as the
-    /// device has them; less only at the end of the file. After an error, some pieces may have been lent.
+    /// Passes `length` bytes of a regular file from byte `offset` on to `sink`, in order and in
+    /// pieces as the device has them; fewer only at the end of the file. If the call fails, `sink`
+    /// may have received some pieces.
     pub fn read_with(
         &self,
         inode: &Inode,
@@ -106,7 +107,7 @@ impl Filesystem {
         Ok(target)
     }
 
-    /// Content of whatever has content.
+    /// Reads the content of a file of any type with content.
     pub(super) fn read_content(
         &self,
         inode: &Inode,
@@ -117,7 +118,7 @@ impl Filesystem {
         let mut done = 0;
         for extent in Extents::new(self, inode, offset, end) {
             let extent = extent?;
-            // The extents together are no longer than buf.
+            // The extents together are not longer than `buf`.
             let piece = &mut buf[done..done + extent.length as usize];
             match extent.source {
                 ExtentSource::Device { offset } => self.device_read(offset, piece)?,
@@ -145,9 +146,9 @@ struct Extents<'a> {
     fs: &'a Filesystem,
     inode: Inode,
     at: u64,
-    /// Within the file.
+    /// End of the range, within the file.
     end: u64,
-    /// Part of the chunk table, and the chunk it starts with.
+    /// A part of the chunk table, and the number of its first chunk.
     batch: Vec<u8>,
     batch_first: u64,
 }
@@ -205,7 +206,7 @@ impl<'a> Extents<'a> {
         })
     }
 
-    /// The run of chunks at `self.at` that lie one behind the other, or are all holes.
+    /// The longest run of chunks from `self.at` on that are contiguous, or all holes.
     fn chunks(
         &mut self,
         table: u64,
@@ -222,7 +223,7 @@ impl<'a> Extents<'a> {
             let here = self.chunk(table, shift, entry, next)?;
             let follows = match (start, here) {
                 (None, None) => true,
-                // Below 2^44 + 2^63, as the file is shorter than 2^63 bytes.
+                // Below 2^44 + 2^63, because the file is shorter than 2^63 bytes.
                 (Some(start), Some(here)) => here == start + ((next - first) << shift),
                 _ => false,
             };
@@ -244,7 +245,7 @@ impl<'a> Extents<'a> {
         Ok((length, source))
     }
 
-    /// Where a chunk starts on the device, `None` if it is a hole. `index` is below the table's length.
+    /// The start of a chunk on the device, `None` for a hole. `index` is below the table's length.
     fn chunk(
         &mut self,
         table: u64,
@@ -255,7 +256,7 @@ impl<'a> Extents<'a> {
         let entry_bytes = u64::from(entry.bytes());
         let loaded = self.batch.len() as u64 / entry_bytes;
         if index < self.batch_first || index >= self.batch_first + loaded {
-            // The inode was refused if its table did not lie on the device.
+            // The inode was refused if its table was not on the device.
             let wanted = (self.end - 1) >> shift;
             let count = (wanted - index + 1).min(BATCH_ENTRIES);
             self.batch.clear();
@@ -279,7 +280,8 @@ impl<'a> Extents<'a> {
         if block == NULL_BLOCK {
             return Ok(None);
         }
-        // What is on another device is readable if that is shown in the addresses of this one.
+        // Content on another device is readable if that device is mapped into the addresses of the
+        // first one.
         let device_start = match device {
             0 => 0,
             _ => match self.fs.superblock.devices.get(usize::from(device) - 1) {

@@ -10,21 +10,21 @@ use crate::format::{BLOCK_BYTES, Dirent, NAME_MAX, dirent_type};
 
 const DIRENT: usize = size_of::<Dirent>();
 
-/// A name in a directory.
+/// A directory entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DirEntry<'a> {
-    /// What it names. Not validated: [`Filesystem::inode`] does that.
+    /// The inode's number. It is not validated; [`Filesystem::inode`] validates it.
     pub nid: Nid,
     /// The name, 1..=255 bytes without slash and NUL.
     pub name: &'a [u8],
-    /// Its type, as the directory says.
+    /// The type in the directory entry.
     pub kind: FileType,
-    /// Where [`Filesystem::read_dir`] goes on behind it.
+    /// The cookie from which [`Filesystem::read_dir`] continues behind this entry.
     pub next_cookie: u64,
 }
 
 impl Filesystem {
-    /// Finds a name in a directory, `.` and `..` included. Reads about log2(blocks) blocks.
+    /// Finds a name in a directory, including `.` and `..`. Reads about log2(blocks) blocks.
     pub fn lookup<'n>(
         &self,
         dir: &Inode,
@@ -59,9 +59,9 @@ impl Filesystem {
         Ok(None)
     }
 
-    /// Lists a directory from `cookie` on, `.` and `..` included, sorted by bytes. `each` stops it with
-    /// [`ControlFlow::Break`]. Cookie 0 is the start; others come from [`DirEntry::next_cookie`], and one
-    /// that does not is answered with some entries or none.
+    /// Lists a directory from `cookie` on, including `.` and `..`, sorted by bytes. `each` stops
+    /// the listing with [`ControlFlow::Break`]. Cookie 0 is the start; others come from
+    /// [`DirEntry::next_cookie`]. Any other value gives some entries or none.
     pub fn read_dir(
         &self,
         dir: &Inode,
@@ -104,7 +104,7 @@ impl Filesystem {
     ) -> Result<Block<'b>, ErofsError> {
         let block_bytes = self.block_bytes();
         let start = number * block_bytes;
-        // Blocks of up to BLOCK_BYTES are all that the superblock allows.
+        // The superblock allows blocks of at most BLOCK_BYTES.
         let length = (dir.size - start).min(block_bytes) as usize;
         self.read_content(dir, start, &mut buf[..length])?;
         Block::new(dir.nid, number, &buf[..length])
@@ -158,7 +158,8 @@ fn valid_name(name: &[u8]) -> bool {
     !name.is_empty() && name.len() <= NAME_MAX && !name.iter().any(|&b| b == 0 || b == b'/')
 }
 
-/// A block of a directory with a valid number of entries; names and entries are checked when asked for.
+/// A block of a directory with a valid number of entries. Each name and entry is checked when it is
+/// read.
 struct Block<'b> {
     dir: Nid,
     number: u64,
@@ -178,7 +179,7 @@ impl<'b> Block<'b> {
         if bytes.len() < DIRENT {
             return Err(block.damaged(DirectoryProblem::Short(bytes.len())));
         }
-        // Where the first name starts, the entries end.
+        // The entries end where the first name starts.
         let first = block.dirent(0)?.name_offset.get();
         let end = usize::from(first);
         if end == 0 || end % DIRENT != 0 || end >= bytes.len() {
@@ -204,7 +205,7 @@ impl<'b> Block<'b> {
         }
     }
 
-    /// A name: up to the next name; the last one up to the block's end or a NUL.
+    /// The bytes of a name: up to the next name; the last name ends at the block's end or at a NUL.
     fn name(&self, index: usize) -> Result<&'b [u8], ErofsError> {
         let start = usize::from(self.dirent(index)?.name_offset.get());
         let is_last = index + 1 == self.count;

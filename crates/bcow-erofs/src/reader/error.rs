@@ -1,19 +1,19 @@
-//! What can be wrong with a file system, kept apart by what a caller would do about it.
+//! Errors of the reader, one variant for each reaction of a caller.
 
 use super::kind::{FileType, Nid};
 use crate::format::incompatible;
 
-/// Why a file system, or something in it, cannot be read.
+/// A file system, or a part of it, cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ErofsError {
-    /// The device below failed.
+    /// The device failed.
     #[error(transparent)]
     Device(#[from] bcow::Error),
     /// There is no EROFS superblock at byte 1024.
     #[error("this is no EROFS file system (magic number {found:#010x} instead of 0xe0f5e1e2)")]
     NotErofs {
-        /// What is there instead of the magic number.
+        /// The value at the place of the magic number.
         found: u32,
     },
     /// The device is too small to hold a superblock.
@@ -25,12 +25,12 @@ pub enum ErofsError {
     /// The superblock's checksum is wrong.
     #[error("the EROFS superblock is damaged (checksum {found:#010x}, it says {expected:#010x})")]
     SuperblockChecksum {
-        /// What the superblock says.
+        /// The checksum in the superblock.
         expected: u32,
-        /// What its bytes give.
+        /// The checksum of its bytes.
         found: u32,
     },
-    /// A field of the superblock makes no sense.
+    /// A field of the superblock has an invalid value.
     #[error("the EROFS superblock is damaged ({field} = {value})")]
     Superblock {
         /// The field.
@@ -38,26 +38,26 @@ pub enum ErofsError {
         /// Its value.
         value: u64,
     },
-    /// Incompatible features that this reader does not have.
+    /// The file system uses incompatible features that the reader does not support.
     #[error("EROFS feature not supported: {}", feature_names(*.bits))]
     UnsupportedFeature {
-        /// The feature bits, all incompatible ones.
+        /// The unsupported bits of the incompatible features.
         bits: u32,
     },
-    /// A value of the superblock that is legal but not supported.
+    /// A value of the superblock is valid but not supported.
     #[error("EROFS {what} of {value} is not supported")]
     UnsupportedValue {
-        /// What it is.
+        /// The field.
         what: &'static str,
         /// Its value.
         value: u64,
     },
-    /// An inode is legal but needs something that this reader does not have.
+    /// An inode is valid but needs a feature that the reader does not support.
     #[error("inode {nid}: {what} is not supported")]
     UnsupportedInode {
         /// The inode.
         nid: Nid,
-        /// What it needs.
+        /// The feature.
         what: &'static str,
     },
     /// An inode is damaged.
@@ -86,32 +86,32 @@ pub enum ErofsError {
         /// What is wrong with them.
         problem: XattrProblem,
     },
-    /// The wrong operation for this type of file: the caller's mistake, not the file system's.
+    /// The operation does not fit the type of the file: a bug of the caller, not damage.
     #[error("inode {nid} is a {found:?}, not a {expected}")]
     WrongKind {
         /// The inode.
         nid: Nid,
-        /// What the operation needs.
+        /// The type that the operation needs.
         expected: &'static str,
-        /// What it is.
+        /// The type of the inode.
         found: FileType,
     },
-    /// A directory is in the tree more than once; in a sound file system each has one parent.
+    /// A directory has more than one name; in a valid file system each directory has one parent.
     #[error("directory {nid} is in the tree more than once")]
     DirectoryTwice {
         /// The directory.
         nid: Nid,
     },
-    /// A directory's names are not in the order that EROFS has them in.
+    /// The names of a directory are not in byte order, which EROFS requires.
     #[error("directory {nid} is damaged: its names are not sorted")]
     Unsorted {
         /// The directory.
         nid: Nid,
     },
-    /// Directories within directories, more than anything real has.
+    /// Directories are nested deeper than any real tree.
     #[error("directories are nested more than {limit} deep")]
     TooDeep {
-        /// What is allowed.
+        /// The limit.
         limit: usize,
     },
     /// A path passes more than 40 symbolic links.
@@ -123,16 +123,16 @@ pub enum ErofsError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InodeProblem {
-    /// It lies beyond the end of the device.
+    /// The inode lies beyond the end of the device.
     #[error("it lies beyond the end of the device")]
     OutOfRange,
-    /// Its xattrs or its chunk table lie beyond the end of the device.
+    /// The inode's xattrs or chunk table lie beyond the end of the device.
     #[error("its {0} lies beyond the end of the device")]
     PartOutOfRange(&'static str),
     /// The mode has no known file type.
     #[error("its mode {0:#o} has no file type")]
     Mode(u16),
-    /// The layout bits have no meaning.
+    /// The data layout is unknown.
     #[error("its data layout {0} does not exist")]
     Layout(u16),
     /// The size is negative.
@@ -148,16 +148,16 @@ pub enum InodeProblem {
         offset: u64,
         /// Length in bytes.
         length: u64,
-        /// Where it would be.
+        /// Device byte of the content.
         device_offset: u64,
     },
     /// A chunk lies on a device that does not exist.
     #[error("it has a chunk on device {0}, which does not exist")]
     ChunkDevice(u16),
-    /// A symbolic link's target is longer than a path can be, or empty.
+    /// The target of a symbolic link is empty or longer than a path can be.
     #[error("a link target of {0} bytes")]
     LinkTarget(u64),
-    /// Nanoseconds of a second or more.
+    /// The nanoseconds are a second or more.
     #[error("its time has {0} nanoseconds")]
     Nanoseconds(u32),
 }
@@ -166,13 +166,13 @@ pub enum InodeProblem {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirectoryProblem {
-    /// The first name starts where no number of entries ends.
+    /// The offset of the first name is not the end of a whole number of entries.
     #[error("the first name's offset is {0}")]
     FirstNameOffset(u16),
     /// The block is shorter than one entry.
     #[error("it has {0} bytes")]
     Short(usize),
-    /// A name does not lie behind the one before it and inside the block.
+    /// A name does not follow the name before it, or passes the end of the block.
     #[error("the name of entry {entry} spans {start}..{end}")]
     NameRange {
         /// Entry in the block, from 0.
@@ -182,13 +182,13 @@ pub enum DirectoryProblem {
         /// End of the name.
         end: usize,
     },
-    /// A name is empty, too long, or has a slash or NUL in it.
+    /// A name is empty, too long, or contains a slash or NUL.
     #[error("the name of entry {entry} is not valid")]
     Name {
         /// Entry in the block, from 0.
         entry: usize,
     },
-    /// An entry's type byte has no meaning.
+    /// The type byte of an entry is unknown.
     #[error("entry {entry} has type {file_type}")]
     FileType {
         /// Entry in the block, from 0.
@@ -202,7 +202,7 @@ pub enum DirectoryProblem {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum XattrProblem {
-    /// More shared ids than there is room for.
+    /// There are more shared ids than fit.
     #[error("{0} shared attributes do not fit")]
     SharedCount(u8),
     /// A shared attribute lies beyond the end of the device.
@@ -213,12 +213,12 @@ pub enum XattrProblem {
     EntryRange(usize),
 }
 
-/// Names of incompatible feature bits, numbers for those without.
+/// Names of incompatible feature bits; bits without a name as numbers.
 fn feature_names(bits: u32) -> String {
     names(bits, incompatible::NAMES).join(", ")
 }
 
-/// Names of feature bits, numbers for those without.
+/// Names of feature bits; bits without a name as numbers.
 pub(super) fn names(bits: u32, known: &[(u32, &str)]) -> Vec<String> {
     (0..32)
         .map(|shift| 1u32 << shift)

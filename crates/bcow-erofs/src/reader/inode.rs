@@ -13,7 +13,7 @@ use crate::tree::{DeviceNumber, Timestamp};
 /// A valid inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Inode {
-    /// Its place.
+    /// The inode's number.
     pub nid: Nid,
     /// Its type.
     pub kind: FileType,
@@ -29,15 +29,15 @@ pub struct Inode {
     pub nlink: u32,
     /// Modification time.
     pub mtime: Timestamp,
-    /// Device number of devices.
+    /// Device number of a device inode.
     pub rdev: Option<DeviceNumber>,
-    /// Inode number for stat, the same that the kernel's EROFS gives: unique, and never 0 in images made by
-    /// bcow.
+    /// Inode number for stat, the same as in the kernel's EROFS: unique, and never 0 in images made
+    /// by bcow.
     pub ino: u64,
     pub(super) data: Data,
-    /// Where the xattrs start on the device.
+    /// Device byte of the xattrs.
     pub(super) xattr_offset: u64,
-    /// Their length: 0, or at least the header.
+    /// Length of the xattrs in bytes: 0, or at least the header.
     pub(super) xattr_bytes: u32,
 }
 
@@ -47,12 +47,12 @@ impl Inode {
         self.kind.mode_bits() | u32::from(self.permissions)
     }
 
-    /// Whether it has extended attributes; cheaper than to look for one.
+    /// Whether the inode has extended attributes. The test reads nothing from the device.
     pub fn has_xattrs(&self) -> bool {
         self.xattr_bytes > size_of::<XattrHeader>() as u32
     }
 
-    /// Of files in chunks, log2 of the chunk size in blocks of 4096 bytes.
+    /// For files in chunks: log2 of the chunk size in blocks of 4096 bytes.
     pub(crate) fn chunk_shift(&self) -> Option<u8> {
         match self.data {
             Data::Chunked { shift, .. } => Some(shift.saturating_sub(BLOCK_SHIFT)),
@@ -60,12 +60,12 @@ impl Inode {
         }
     }
 
-    /// Whether the device byte where an extent of this file starts is that of its tail beside the inode.
+    /// Whether an extent of this file that starts at device byte `offset` is its inline tail.
     pub(crate) fn is_inline_tail(&self, offset: u64) -> bool {
         matches!(self.data, Data::Inline { tail_offset, .. } if tail_offset == offset)
     }
 
-    /// First and last byte + 1 of the inode with all that lies beside it, on the device.
+    /// Start and end on the device of the inode and its inline parts.
     pub(crate) fn footprint(&self, fs: &Filesystem) -> (u64, u64) {
         let start = fs.superblock.metadata_offset + self.nid.0 * SLOT_BYTES as u64;
         let end = self.xattr_offset + u64::from(self.xattr_bytes);
@@ -81,7 +81,8 @@ impl Inode {
         (start, end)
     }
 
-    /// Bytes behind the last block that is not inline. A file of whole blocks has its last block inline.
+    /// Bytes behind the last block that is not inline. A file of whole blocks has its last block
+    /// inline.
     pub(super) fn tail_bytes(&self, block_bytes: u64) -> u64 {
         match self.size {
             0 => 0,
@@ -90,24 +91,25 @@ impl Inode {
     }
 }
 
-/// Where the content is. Checked against the device except for the chunks' addresses.
+/// The location of the content. It is checked against the device, except for the addresses of
+/// chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Data {
-    /// Devices, pipes, sockets; empty files.
+    /// No content: devices, pipes, sockets, and empty files.
     None,
-    /// All of it from this device byte on.
+    /// All content is contiguous from this device byte on.
     Plain { offset: u64 },
-    /// All of it is a hole.
+    /// All content is a hole.
     Hole,
-    /// Blocks from `offset` on, the rest at `tail_offset`.
+    /// Whole blocks from `offset` on, the rest at `tail_offset`.
     Inline { offset: u64, tail_offset: u64 },
-    /// Chunks of `1 << shift` bytes by a table at this device byte.
+    /// Chunks of `1 << shift` bytes, with a table at this device byte.
     Chunked {
         table: u64,
         shift: u8,
         entry: ChunkEntry,
     },
-    /// Compressed.
+    /// Compressed content.
     Compressed,
 }
 
@@ -127,7 +129,7 @@ impl ChunkEntry {
     }
 }
 
-/// What both forms of an inode say, before it is checked.
+/// The fields of both forms of an inode, before validation.
 struct Raw {
     bytes: u64,
     format: u16,
@@ -196,7 +198,7 @@ impl Filesystem {
 
     fn raw_inode(&self, nid: Nid, offset: u64) -> Result<Raw, ErofsError> {
         let damaged = |problem| ErofsError::Inode { nid, problem };
-        // Most inodes are read with one call, whichever form they have.
+        // One read covers both forms of an inode.
         let mut buf = [0; size_of::<ExtendedInode>()];
         let available = (self.device_bytes - offset).min(buf.len() as u64) as usize;
         self.device_read(offset, &mut buf[..available])?;
@@ -322,7 +324,7 @@ impl Filesystem {
         }
     }
 
-    /// That content which starts at byte `offset` of the file lies on the device.
+    /// Checks that content from byte `offset` of the file on lies on the device.
     pub(super) fn check_content(
         &self,
         nid: Nid,

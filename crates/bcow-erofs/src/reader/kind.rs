@@ -12,7 +12,7 @@ impl fmt::Display for Nid {
     }
 }
 
-/// What an inode is.
+/// The type of an inode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FileType {
     /// A regular file.

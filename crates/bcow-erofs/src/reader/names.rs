@@ -1,4 +1,4 @@
-//! From an inode back to its names, which the file system itself cannot tell.
+//! Finds the names of an inode, which the inode itself does not record.
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;
@@ -6,15 +6,15 @@ use std::ops::ControlFlow;
 use super::walk::MAX_DEPTH;
 use super::{FileType, Filesystem, Nid};
 
-/// Names of a whole tree, or of as much of it as could be read: for messages, which shall name paths.
+/// An index of the names of a tree, or of its readable part, for paths in messages.
 ///
-/// Making one reads all directories. What is damaged is left out, and trees that are not trees end it.
+/// The constructor reads all directories. It skips damaged blocks and directories that occur twice.
 #[derive(Debug)]
 pub struct PathIndex {
     root: Nid,
     /// Sorted by child.
     entries: Vec<Entry>,
-    /// The names of all entries, one behind the other.
+    /// The names of all entries, concatenated.
     names: Vec<u8>,
 }
 
@@ -46,7 +46,7 @@ impl PathIndex {
             let block_bytes = u64::from(fs.superblock().block_bytes);
             for block in 0..inode.size.div_ceil(block_bytes) {
                 let mut is_full = false;
-                // A damaged block hides its own names only.
+                // A damaged block hides only its own names.
                 let _ = fs.read_dir(&inode, block * block_bytes, &mut |entry| {
                     let next = match entry.next_cookie < (block + 1) * block_bytes {
                         true => ControlFlow::Continue(()),
@@ -56,7 +56,7 @@ impl PathIndex {
                         return next;
                     }
                     let is_directory = entry.kind == FileType::Directory;
-                    // A directory has one parent; more would be a circle.
+                    // A directory has one parent; a second one could form a cycle.
                     if is_directory && !seen.insert(entry.nid) {
                         return next;
                     }
@@ -79,7 +79,7 @@ impl PathIndex {
         index
     }
 
-    /// Absolute paths of an inode, at most `most`; none if it is not known.
+    /// Absolute paths of an inode, at most `most`; empty if the inode is unknown.
     pub fn paths(&self, nid: Nid, most: usize) -> Vec<Vec<u8>> {
         if nid == self.root {
             return vec![b"/".to_vec()];
@@ -91,7 +91,7 @@ impl PathIndex {
             .collect()
     }
 
-    /// `false` if there is no room for it.
+    /// Returns `false` if there is no space for the entry.
     fn push(&mut self, parent: Nid, child: Nid, name: &[u8]) -> bool {
         let (Ok(name_start), Ok(name_bytes)) =
             (u32::try_from(self.names.len()), u8::try_from(name.len()))

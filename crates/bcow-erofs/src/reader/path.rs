@@ -1,27 +1,29 @@
-//! Paths from the root.
+//! Resolves paths from the root.
 
 use super::{ErofsError, FileType, Filesystem, Inode, Nid};
 
 /// Whether [`Filesystem::resolve_with`] follows symbolic links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Symlinks {
-    /// Links are not followed, neither on the way nor at the end. `..` is resolved by text.
+    /// Links are not followed, neither on the way nor at the end. `..` is resolved in the text of
+    /// the path.
     Keep,
     /// Links are followed inside the file system, at most 40, the last component included.
     Follow,
 }
 
-/// How many symbolic links a path may pass, as in the kernel.
+/// Limit on symbolic links in a path, as in the kernel.
 const MAX_LINKS: u32 = 40;
 
 impl Filesystem {
-    /// Finds a path from the root, with or without leading slash. Links are not followed, `..` is resolved
-    /// by text and does not leave the root. `None` if there is no such path.
+    /// Finds a path from the root, with or without leading slash. Links are not followed. `..` is
+    /// resolved in the text of the path and stops at the root. `None` if the path does not exist.
     pub fn resolve(&self, path: &[u8]) -> Result<Option<Nid>, ErofsError> {
         self.resolve_with(path, Symlinks::Keep)
     }
 
-    /// Finds a path from the root, with or without leading slash. Above the root there is the root.
+    /// Finds a path from the root, with or without leading slash. The parent of the root is the
+    /// root.
     pub fn resolve_with(&self, path: &[u8], links: Symlinks) -> Result<Option<Nid>, ErofsError> {
         match links {
             Symlinks::Keep => self.walk(lexical(path), links),
@@ -30,7 +32,7 @@ impl Filesystem {
     }
 
     fn walk(&self, path: Vec<u8>, links: Symlinks) -> Result<Option<Nid>, ErofsError> {
-        // What is left, last component first.
+        // The remaining components, the last one first.
         let mut todo: Vec<Vec<u8>> = components(&path).rev().map(<[u8]>::to_vec).collect();
         let mut way: Vec<Inode> = vec![self.inode(self.root())?];
         let mut links_passed = 0;

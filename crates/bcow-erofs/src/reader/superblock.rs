@@ -1,4 +1,4 @@
-//! The superblock: the one door into a file system.
+//! The superblock.
 
 use bcow::BlockDevice;
 use zerocopy::FromBytes;
@@ -8,8 +8,8 @@ use super::{ErofsError, Nid};
 use crate::format::{self, DeviceSlot, SLOT_BYTES, SuperBlock, compatible, incompatible};
 use crate::tree::Timestamp;
 
-/// The incompatible features that images may have. Those for compression only say that compressed files may
-/// exist, and opening one says so then.
+/// The supported incompatible features. The bits for compression only mean that compressed files
+/// may exist; opening such a file is an error.
 const SUPPORTED: u32 = incompatible::ZERO_PADDING
     | incompatible::COMPRESSION_CONFIGS
     | incompatible::CHUNKED_FILE
@@ -17,16 +17,16 @@ const SUPPORTED: u32 = incompatible::ZERO_PADDING
     | incompatible::COMPRESSED_TAILS
     | incompatible::FRAGMENTS;
 
-/// The valid superblock.
+/// The fields of a valid superblock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
     /// Block size in bytes, 512..=4096.
     pub block_bytes: u32,
     /// The root directory.
     pub root: Nid,
-    /// Number of inodes, as the superblock claims.
+    /// Number of inodes, not verified.
     pub inodes: u64,
-    /// Number of blocks, as the superblock claims.
+    /// Number of blocks, not verified.
     pub blocks: u64,
     /// Time of compact inodes.
     pub build_time: Timestamp,
@@ -42,7 +42,8 @@ pub struct Superblock {
     pub metadata_offset: u64,
     /// First byte of the shared xattrs.
     pub xattr_offset: u64,
-    /// Where the extra devices are shown in this device's addresses, in bytes, first device first; 0 if one is not.
+    /// Byte addresses of the extra devices in the first device's address space, in order; 0 for a
+    /// device that is not mapped.
     pub devices: Vec<u64>,
 }
 
@@ -61,7 +62,7 @@ impl Superblock {
         if device_bytes < (offset + raw_bytes) as u64 {
             return Err(ErofsError::TooSmall { device_bytes });
         }
-        // To the end of the largest block, for the checksum.
+        // Read to the end of the largest block, for the checksum.
         let mut buf = [0; format::BLOCK_BYTES - format::SUPERBLOCK_OFFSET];
         let available = buf.len().min((device_bytes - offset as u64) as usize);
         device.read_at(offset as u64, &mut buf[..available])?;
@@ -129,13 +130,13 @@ impl Superblock {
 }
 
 fn read_devices(device: &dyn BlockDevice, raw: &SuperBlock) -> Result<Vec<u64>, ErofsError> {
-    // Without devices, the same bit stands for a second compression algorithm.
+    // Without devices, the same bit means a second compression algorithm.
     if raw.feature_incompat.get() & incompatible::DEVICE_TABLE == 0 {
         return Ok(Vec::new());
     }
     let slot_bytes = size_of::<DeviceSlot>();
     let offset = u64::from(raw.device_table_slot.get()) * slot_bytes as u64;
-    // At most 8 MiB, and on the device.
+    // At most 8 MiB, and checked to be on the device.
     let bytes = usize::from(raw.extra_devices.get()) * slot_bytes;
     if offset + bytes as u64 > device.size() {
         return Err(ErofsError::Superblock {
@@ -155,11 +156,12 @@ fn read_devices(device: &dyn BlockDevice, raw: &SuperBlock) -> Result<Vec<u64>, 
 // Cargo does not know the cfg that cargo-fuzz sets.
 #[allow(unexpected_cfgs)]
 fn check_checksum(raw: &SuperBlock, buf: &[u8], available: usize) -> Result<(), ErofsError> {
-    // A fuzzer would never get past it.
+    // A fuzzer would never produce a valid checksum.
     if cfg!(fuzzing) || raw.feature_compat.get() & compatible::SUPERBLOCK_CHECKSUM == 0 {
         return Ok(());
     }
-    // To the end of the block that holds the superblock; of small blocks, one block's length.
+    // The checksum covers the rest of the block that holds the superblock; with small blocks, one
+    // block's length.
     let block = 1usize << raw.block_shift;
     let covered = match block.checked_sub(format::SUPERBLOCK_OFFSET) {
         None | Some(0) => block,

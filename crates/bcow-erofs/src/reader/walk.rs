@@ -1,18 +1,19 @@
-//! Going through a whole tree.
+//! Walks a whole tree.
 
 use std::collections::HashSet;
 
 use super::{Children, ErofsError, FileType, Filesystem, Inode, Nid};
 
-/// Directories within directories. A path of 4096 bytes has no more.
+/// Limit on nested directories. A path of 4096 bytes has no more.
 pub(crate) const MAX_DEPTH: usize = 4096;
 
-/// All paths of a tree in the order of their names, a directory before what is in it.
+/// All paths of a tree in the order of their names, a directory before its contents.
 ///
-/// Hostile trees end it: directories out of order, in the tree twice, or nested deeper than any path can be.
+/// The walk ends with an error at a directory that is unsorted, occurs twice, or is nested deeper
+/// than any path can be.
 pub struct Walk<'f> {
     fs: &'f Filesystem,
-    /// The directories on the way, and how much of the path is theirs.
+    /// The directories from the root to the current one, and the length of the path of each.
     levels: Vec<(Children, usize)>,
     seen: HashSet<Nid>,
     path: Vec<u8>,
@@ -31,8 +32,8 @@ impl<'f> Walk<'f> {
         }
     }
 
-    /// The next inode, whose path [`Walk::path`] tells; `None` at the end. After an error that is where it happened, and
-    /// there is nothing more.
+    /// The next inode, or `None` at the end; [`Walk::path`] returns its path. After an error, that
+    /// path is the place of the error, and the walk has ended.
     #[allow(
         clippy::should_implement_trait,
         reason = "fails, and lends the path beside what it gives"
@@ -63,7 +64,7 @@ impl<'f> Walk<'f> {
         Ok(None)
     }
 
-    /// Path of the last inode given: no leading slash, empty for the root.
+    /// Path of the last inode: no leading slash, empty for the root.
     pub fn path(&self) -> &[u8] {
         &self.path
     }

@@ -12,7 +12,7 @@ const ENTRY: usize = size_of::<XattrEntry>();
 /// Full names and values.
 pub type XattrList = Vec<(Vec<u8>, Vec<u8>)>;
 
-/// An attribute as it is stored: prefix index, the name behind it, and where the value is.
+/// A stored attribute: the prefix index, the name behind the prefix, and the location of the value.
 struct Stored<'b> {
     index: u8,
     rest: &'b [u8],
@@ -29,9 +29,9 @@ enum Value<'b> {
 }
 
 impl Filesystem {
-    /// All extended attributes by full name (`user.x`), in the order of the file system. At most 255 shared
-    /// ones of 64 KiB and 256 KiB of others. Attributes whose prefix has no name are left out, as the kernel
-    /// does.
+    /// All extended attributes by full name (`user.x`), in the order of the file system: at most
+    /// 255 shared ones of 64 KiB, and 256 KiB of inline ones. Attributes with an unknown prefix are
+    /// left out, as in the kernel.
     pub fn xattrs(&self, inode: &Inode) -> Result<XattrList, ErofsError> {
         let mut all = Vec::new();
         self.each_xattr(inode, &mut |stored| {
@@ -62,7 +62,7 @@ impl Filesystem {
         Ok(found)
     }
 
-    /// That all attributes are in range, without reading the shared values.
+    /// Checks that all attributes are in range, without reading the shared values.
     pub(crate) fn check_xattrs(&self, inode: &Inode) -> Result<(), ErofsError> {
         self.each_xattr(inode, &mut |_| Ok(ControlFlow::Continue(())))
     }
@@ -78,7 +78,7 @@ impl Filesystem {
         }
     }
 
-    /// Inline ones first, as in the kernel.
+    /// Inline attributes first, as in the kernel.
     fn each_xattr(
         &self,
         inode: &Inode,
@@ -91,7 +91,7 @@ impl Filesystem {
             nid: inode.nid,
             problem,
         };
-        // At most 256 KiB, and on the device: the inode was refused otherwise.
+        // At most 256 KiB, and on the device; otherwise the inode was refused.
         let mut bytes = vec![0; inode.xattr_bytes as usize];
         self.device_read(inode.xattr_offset, &mut bytes)?;
         let Ok((header, behind)) = XattrHeader::ref_from_prefix(&bytes) else {
@@ -143,12 +143,12 @@ impl Filesystem {
             nid: inode.nid,
             problem: XattrProblem::SharedRange(id),
         };
-        // Both below 2^44: no overflow.
+        // Both are below 2^44, so the sum does not overflow.
         let offset = self.superblock.xattr_offset + 4 * u64::from(id);
         if !self.on_device(offset, ENTRY as u64) {
             return Err(out_of_range());
         }
-        // Header and the longest name in one read; values only if wanted.
+        // One read for the header and the longest name; the value is read only if needed.
         let mut buf = [0; ENTRY + u8::MAX as usize];
         let available = (self.device_bytes - offset).min(buf.len() as u64) as usize;
         self.device_read(offset, &mut buf[..available])?;
