@@ -1,8 +1,8 @@
-//! Lays a tree out as an EROFS file system and writes its metadata.
+//! Lays out a tree as an EROFS file system and writes its metadata.
 //!
-//! File data lies in the address space already. What is written here is one run of blocks behind it, the
-//! metadata area: inodes with their xattrs, chunk tables and tails; directory blocks; shared xattrs at the
-//! end. The superblock in block 0 is made last.
+//! File data is in the address space already. The writer adds one run of blocks behind it, the
+//! metadata area: inodes with their xattrs, chunk tables and tails; directory blocks; and shared
+//! xattrs at the end. The superblock in block 0 is made last.
 //!
 //! ```text
 //! metadata_start                                                         end
@@ -10,9 +10,9 @@
 //!   subdirectory: directory blocks, children's inodes | ... | shared xattrs |
 //! ```
 //!
-//! The order is that of a depth-first walk, and each directory's blocks come just before the inodes of its
-//! children: `ls -l` and `find` read forward. Slot 0 stays empty because an inode number of 0 means "no
-//! file" to many programs, and so that the root gets nid 1, FUSE's number for it.
+//! The order is that of a depth-first walk, and each directory's blocks come just before the inodes
+//! of its children, so `ls -l` and `find` read forward. Slot 0 stays empty, because many programs
+//! take the inode number 0 for "no file", and so that the root gets nid 1, its number in FUSE.
 
 mod dirs;
 mod emit;
@@ -30,28 +30,29 @@ use xattrs::XattrTable;
 
 pub use xattrs::{XattrProblem, check as check_xattr};
 
-/// Where and how the metadata is written.
+/// The location of the metadata, and options of the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Byte position in the address space where the metadata starts; a multiple of 4096, and at least that
-    /// (block 0 belongs to the superblock). File data lies elsewhere.
+    /// Byte position of the metadata in the address space: a multiple of 4096, and at least 4096
+    /// (block 0 has the superblock). File data lies elsewhere.
     pub metadata_start: u64,
-    /// Biggest tail that a regular file keeps beside its inode, in bytes, at most [`MAX_INLINE`].
-    /// Longer ones are in blocks already; a [`crate::tree::Tail`] that is longer is refused.
+    /// Longest inline tail of a regular file, in bytes, at most [`MAX_INLINE`]. Longer tails must
+    /// be in blocks already; a longer [`crate::tree::Tail`] is an error.
     pub inline_max: u16,
 }
 
-/// The most that [`WriteOptions::inline_max`] may be.
+/// Largest value of [`WriteOptions::inline_max`], in bytes.
 ///
-/// A tail must not cross a block, wherever its inode's xattrs end (a multiple of 4 bytes); up to this length
-/// there is always a place for the inode that makes that so.
+/// A tail must not cross a block boundary, and an inode's xattrs can end at any multiple of 4
+/// bytes. Up to this length, the layout can always place the inode so that its tail fits into the
+/// block.
 pub const MAX_INLINE: u16 = 4032;
 
-/// Why a tree cannot be written as EROFS.
+/// A tree cannot be written as EROFS.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WriteError {
-    /// The file system would pass 2^32 blocks, or its metadata 2^32 inode slots.
+    /// The file system would exceed 2^32 blocks, or its metadata 2^32 inode slots.
     #[error(
         "the file system's metadata would span bytes {start}..{end}; \
          EROFS addresses reach to 16 TiB, and 128 GiB of metadata"
@@ -65,11 +66,11 @@ pub enum WriteError {
     /// An option is out of range.
     #[error("{option} = {value}: {reason}")]
     Option {
-        /// Field of [`WriteOptions`].
+        /// The field of [`WriteOptions`].
         option: &'static str,
         /// Its value.
         value: u64,
-        /// What is allowed.
+        /// The allowed values.
         reason: &'static str,
     },
     /// A tail is longer than [`WriteOptions::inline_max`].
@@ -79,10 +80,10 @@ pub enum WriteError {
         path: Vec<u8>,
         /// Length of its tail.
         length: u16,
-        /// What the options allow.
+        /// The limit in the options.
         inline_max: u16,
     },
-    /// An extended attribute that EROFS cannot hold.
+    /// EROFS cannot store an extended attribute.
     #[error(
         "{}: cannot store the extended attribute {}: {problem}",
         show(.path), String::from_utf8_lossy(.name).escape_debug()
@@ -92,23 +93,23 @@ pub enum WriteError {
         path: Vec<u8>,
         /// Full name of the attribute.
         name: Vec<u8>,
-        /// Which limit it passes.
+        /// The limit that the attribute exceeds.
         problem: XattrProblem,
     },
 }
 
-/// Why [`Plan::write`] stopped.
+/// The reason why [`Plan::write`] stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum EmitError<E> {
     /// A tail could not be read back.
     #[error("cannot read a file tail back: {0}")]
     Tail(std::io::Error),
-    /// The output refused.
+    /// The output returned an error.
     #[error(transparent)]
     Output(E),
 }
 
-/// A laid-out file system, ready to be written.
+/// The layout of a file system, ready to be written.
 pub struct Plan<'t> {
     tree: &'t Tree,
     metadata_block: u32,
@@ -119,21 +120,22 @@ pub struct Plan<'t> {
     extra_devices: u16,
 }
 
-/// Content whose place in the address space is known only when the metadata is laid out.
+/// A range of content whose address is known only after the metadata is laid out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContentWindow {
-    /// The block address from which on the tree names it.
+    /// First block address in the tree.
     pub from: u32,
-    /// The block of the address space where it lies.
+    /// First block in the address space.
     pub to: u32,
-    /// How many blocks.
+    /// Number of blocks.
     pub blocks: u32,
 }
 
 impl<'t> Plan<'t> {
-    /// Lays `tree` out.
+    /// Lays out `tree`.
     ///
-    /// The same tree and options give the same plan. Memory: some 30 bytes per inode beside the tree.
+    /// The same tree and options give the same plan. A plan takes about 30 bytes of memory per
+    /// inode, in addition to the tree.
     pub fn new(tree: &'t Tree, options: &WriteOptions) -> Result<Plan<'t>, WriteError> {
         let block = format::BLOCK_BYTES as u64;
         let start = options.metadata_start;
@@ -155,7 +157,7 @@ impl<'t> Plan<'t> {
         let layout = Layout::new(tree, options, &xattrs)?;
         let plan = Plan {
             tree,
-            // Checked by the layout, whose end is below 2^32 blocks.
+            // The layout has checked that its end is below 2^32 blocks.
             metadata_block: (start / block) as u32,
             layout,
             xattrs,
@@ -170,17 +172,18 @@ impl<'t> Plan<'t> {
         Ok(plan)
     }
 
-    /// Sets the volume id, which is zero otherwise. Something derived from the content keeps images
+    /// Sets the volume id, which is zero by default. An id derived from the content keeps images
     /// deterministic.
     pub fn with_uuid(mut self, uuid: [u8; 16]) -> Self {
         self.uuid = uuid;
         self
     }
 
-    /// Says where content lies that the tree names by other addresses: so what lies behind the metadata can be addressed
-    /// before the size of the metadata is known. `windows` are sorted by `from`; addresses in none of them stay.
+    /// Sets the actual addresses of content that the tree addresses by other numbers. So content
+    /// behind the metadata can have an address before the size of the metadata is known. `windows`
+    /// are sorted by `from`; addresses outside all windows stay unchanged.
     ///
-    /// [`WriteError::TooLarge`] if the end of a window passes 2^32 blocks.
+    /// Returns [`WriteError::TooLarge`] if the end of a window exceeds 2^32 blocks.
     pub fn with_windows(mut self, windows: Vec<ContentWindow>) -> Result<Self, WriteError> {
         let block = format::BLOCK_BYTES as u64;
         for window in &windows {
@@ -196,14 +199,14 @@ impl<'t> Plan<'t> {
         Ok(self)
     }
 
-    /// Says that a table of so many devices ([`device_table`]) stands at byte 4096, right behind the superblock's
-    /// block.
+    /// Declares a table of `devices` devices ([`device_table`]) at byte 4096, directly behind the
+    /// superblock's block.
     pub fn with_device_table(mut self, devices: u16) -> Self {
         self.extra_devices = devices;
         self
     }
 
-    /// Where the content at this block of the tree's addresses lies in the address space.
+    /// The block in the address space for a block address of the tree.
     fn place(&self, block: u32) -> u32 {
         let behind = self.windows.partition_point(|window| window.from <= block);
         match self.windows[..behind].last() {
@@ -225,8 +228,8 @@ impl<'t> Plan<'t> {
         self.tree.len() as u64
     }
 
-    /// Writes exactly [`Plan::metadata_bytes`] bytes to `out`, in order, in pieces of up to 128 KiB.
-    /// Tails come from `tails`.
+    /// Writes exactly [`Plan::metadata_bytes`] bytes to `out`, in order, in pieces of up to 128
+    /// KiB. Tails are read from `tails`.
     pub fn write<E>(
         &self,
         tails: &dyn TailSource,
@@ -235,8 +238,8 @@ impl<'t> Plan<'t> {
         Emitter::new(self, tails, out).run()
     }
 
-    /// Bytes 1024..4096 of block 0, with checksum. `total_blocks` is the size of the address space in
-    /// blocks of 4096 bytes, which `statfs` shows.
+    /// Bytes 1024..4096 of block 0, with checksum. `total_blocks` is the size of the address space
+    /// in blocks of 4096 bytes; `statfs` shows it.
     pub fn superblock(&self, total_blocks: u64) -> [u8; 3072] {
         let time = self.layout.build_time();
         let mut features = 0;
@@ -248,7 +251,7 @@ impl<'t> Plan<'t> {
             features |= incompatible::DEVICE_TABLE;
             device_table_slot = format::BLOCK_BYTES / size_of::<DeviceSlot>();
         }
-        // No shared xattrs: the address is never used.
+        // Without shared xattrs, the address is never used.
         let xattr_block = match self.xattrs.shared_bytes() {
             0 => 0,
             _ => self.metadata_block + self.layout.blocks() as u32,
@@ -286,16 +289,16 @@ impl<'t> Plan<'t> {
     }
 }
 
-/// A device beside the one that holds the metadata, for a kernel mount with `device=` options.
+/// An extra device, beside the one with the metadata, for a kernel mount with `device=` options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Device {
     /// Size in blocks of 4096 bytes.
     pub blocks: u32,
-    /// Block of the address space where it is shown; not 0.
+    /// Block of the address space where the device is mapped; not 0.
     pub start: u32,
 }
 
-/// The bytes of a device table, with zeros up to a multiple of 4096 bytes.
+/// The bytes of a device table, padded with zeros to a multiple of 4096 bytes.
 pub fn device_table(devices: &[Device]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for device in devices {

@@ -1,4 +1,4 @@
-//! Directory blocks: entries in front, names behind, sorted by bytes across all blocks.
+//! Directory blocks: the entries, then the names, sorted by bytes across all blocks.
 
 use std::collections::btree_map;
 use std::iter::Peekable;
@@ -8,7 +8,8 @@ use zerocopy::IntoBytes;
 use crate::format::{BLOCK_BYTES, Dirent, dirent_type};
 use crate::tree::{Directory, NodeId, NodeKind};
 
-/// A directory's entries in byte order, with `.` and `..` where they belong (`!` and `-` sort before them).
+/// A directory's entries in byte order, including `.` and `..` at their sorted positions (`!` and
+/// `-` sort before them).
 pub(super) struct Entries<'t> {
     dots: &'static [&'static [u8]],
     own: NodeId,
@@ -47,7 +48,7 @@ impl<'t> Iterator for Entries<'t> {
     }
 }
 
-/// Where blocks end: fed with name lengths, in order.
+/// Computes the block boundaries from the lengths of the names, in order.
 #[derive(Default)]
 pub(super) struct Packer {
     full_blocks: u64,
@@ -55,7 +56,7 @@ pub(super) struct Packer {
 }
 
 impl Packer {
-    /// Takes an entry; true if it starts a new block because the last one is full.
+    /// Adds an entry; returns true if it starts a new block because the current one is full.
     pub(super) fn push(&mut self, name_bytes: usize) -> bool {
         let bytes = size_of::<Dirent>() + name_bytes;
         let new_block = self.used + bytes > BLOCK_BYTES;
@@ -67,7 +68,7 @@ impl Packer {
         new_block
     }
 
-    /// Size of the directory so far, in bytes. Only the last block may be part-filled.
+    /// Size of the directory so far, in bytes. Only the last block may be partly filled.
     pub(super) fn bytes(&self) -> u64 {
         self.full_blocks * BLOCK_BYTES as u64 + self.used as u64
     }
@@ -82,7 +83,7 @@ pub(super) fn directory_bytes(directory: &Directory) -> u64 {
     packer.bytes()
 }
 
-/// One entry to be written.
+/// An entry to be written.
 pub(super) struct Entry<'t> {
     pub name: &'t [u8],
     pub nid: u64,

@@ -1,4 +1,4 @@
-//! Writes a plan: item by item in the order of their places, zeros between.
+//! Writes a plan: item by item in the order of their locations, with zeros between them.
 
 use zerocopy::IntoBytes;
 
@@ -10,16 +10,16 @@ use crate::format::{
 };
 use crate::tree::{Blocks, Content, NodeId, NodeKind, TailSource};
 
-/// Pieces handed out are about this large.
+/// Approximate size of the pieces passed to the output.
 const BUFFER_BYTES: usize = 128 << 10;
 
-/// Output for a plan.
+/// Writes the items of a plan.
 pub(super) struct Emitter<'a, 't, E> {
     plan: &'a Plan<'t>,
     tails: &'a dyn TailSource,
     out: &'a mut dyn FnMut(&[u8]) -> Result<(), E>,
     buffer: Vec<u8>,
-    /// Bytes handed out before the buffer.
+    /// Bytes passed to the output before those in the buffer.
     flushed: u64,
 }
 
@@ -86,7 +86,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         let node = plan.tree.node(id);
         let attributes = &node.attributes;
         let inline = u16::from(placed.layout) == layout::INLINE;
-        // Block addresses that nothing uses are zero, so that they depend on nothing.
+        // Unused block addresses are zero, so that the output is deterministic.
         let first_block = |used: bool, block: u32| match used {
             true => plan.metadata_block + block,
             false => 0,
@@ -108,7 +108,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
                     Blocks::Chunked { chunk_shift, .. } if content.size > 0 => {
                         (*chunk_shift).into()
                     }
-                    // Nothing is stored of it.
+                    // No content is stored.
                     _ => 0,
                 };
                 (0o100_000, content.size, union)
@@ -140,7 +140,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         };
         let form = u16::from(placed.layout) << 1;
         let mode = kind | attributes.permissions;
-        // Numbers of the tree, so they are unique; 0 is avoided. (Only 32-bit stat was ever meant to see it.)
+        // Node ids plus one: unique, and not 0. Only 32-bit stat uses this number.
         let ino = id.0.wrapping_add(1);
         if placed.extended {
             let inode = ExtendedInode {
@@ -160,7 +160,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
             };
             self.buffer.extend_from_slice(inode.as_bytes());
         } else {
-            // The layout makes an inode compact only if all of these fit.
+            // The layout selects the compact form only if all of these values fit.
             let inode = CompactInode {
                 format: form.into(),
                 xattr_count: xattr_count.into(),
@@ -178,7 +178,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         }
     }
 
-    /// One block address per chunk, holes included.
+    /// Writes one block address per chunk, holes included.
     fn chunk_table(&mut self, content: &Content) -> Result<(), EmitError<E>> {
         let Blocks::Chunked { chunk_shift, runs } = &content.blocks else {
             return Ok(());
@@ -188,7 +188,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         for chunk in 0..chunks {
             while runs.next_if(|run| run.first + run.count <= chunk).is_some() {}
             let block = match runs.peek() {
-                // A valid tree's runs end below 2^32 blocks.
+                // In a valid tree, runs end below 2^32 blocks.
                 Some(run) if run.first <= chunk => {
                     self.plan.place(run.start) + ((chunk - run.first) << chunk_shift) as u32
                 }
@@ -200,7 +200,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         Ok(())
     }
 
-    /// All blocks that are not inline, the last one padded.
+    /// Writes all blocks that are not inline, the last one padded.
     fn directory_blocks(&mut self, id: NodeId) -> Result<(), EmitError<E>> {
         let inline = u16::from(self.plan.layout.placed(id).layout) == layout::INLINE;
         self.each_directory_block(id, |this, entries, is_last| {
@@ -214,9 +214,9 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         })
     }
 
-    /// The last block, as long as it is.
+    /// Writes the last block without padding.
     fn directory_tail(&mut self, id: NodeId) {
-        // Nothing is flushed here, so nothing can fail.
+        // This call does not flush, so it cannot fail.
         let _ = self.each_directory_block(id, |this, entries, is_last| {
             if is_last {
                 write_block(entries, &mut this.buffer);
@@ -256,7 +256,7 @@ impl<'a, 't, E> Emitter<'a, 't, E> {
         self.flush_if_full()
     }
 
-    /// Fills with zeros up to a position of the metadata area.
+    /// Appends zeros up to a position of the metadata area.
     fn zeros_to(&mut self, position: u64) -> Result<(), EmitError<E>> {
         let at = self.flushed + self.buffer.len() as u64;
         assert!(at <= position, "items overlap: {at} > {position}");

@@ -1,4 +1,4 @@
-//! Where every inode and directory block goes.
+//! The location of every inode and directory block.
 
 use super::dirs::directory_bytes;
 use super::space::Space;
@@ -9,23 +9,23 @@ use crate::tree::{Blocks, NodeId, NodeKind, Timestamp, Tree};
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Where an inode is and what it looks like.
+/// The location and form of an inode.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Placed {
-    /// Slot in the metadata area; 0 until it is placed, which is nobody's.
+    /// Slot in the metadata area; 0, which no inode has, until the inode is placed.
     pub nid: u32,
-    /// Number of names; of directories, 2 and one per subdirectory.
+    /// Link count; for a directory, 2 plus the number of subdirectories.
     pub nlink: u32,
-    /// Of directories, index into [`Layout::directories`]. Of symbolic links without inline target, the
-    /// block of the target, counted from the start of the metadata.
+    /// For a directory, the index into [`Layout::directories`]. For a symbolic link whose target is
+    /// not inline, the block of the target, counted from the start of the metadata.
     pub extra: u32,
-    /// 64-byte inode.
+    /// Whether the inode has the 64-byte form.
     pub extended: bool,
-    /// One of [`layout`].
+    /// One of the data layouts in [`layout`].
     pub layout: u8,
 }
 
-/// What only directories have.
+/// Additional fields of a directory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PlacedDirectory {
     pub parent: NodeId,
@@ -35,14 +35,14 @@ pub(super) struct PlacedDirectory {
     pub first_block: u32,
 }
 
-/// Something to write, in order of its place.
+/// An item to write. Items are sorted by their location.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Item {
-    /// Where, in slots from the start of the metadata.
+    /// The location, in slots from the start of the metadata.
     pub slot: u32,
-    /// What.
+    /// The node of the item.
     pub node: NodeId,
-    /// The blocks of this directory or link, not the inode.
+    /// Whether the item is the blocks of this directory or link; otherwise it is the inode.
     pub blocks: bool,
 }
 
@@ -80,14 +80,15 @@ impl Layout {
         builder.walk()?;
         let mut layout = builder.layout;
         layout.blocks = builder.space.used_blocks();
-        // Nearly sorted: only what filled a gap came late.
+        // The items are nearly sorted: only those that filled a gap are out of order.
         layout.items.sort_unstable();
         layout.pad_for_fsck();
         Ok(layout)
     }
 
-    /// fsck.erofs (1.5) reads the xattr header behind every inode, also of one that has no xattrs, and
-    /// calls the image corrupt where that is beyond its end: one more block then.
+    /// fsck.erofs (1.5) reads an xattr header behind every inode, even if the inode has no xattrs,
+    /// and reports corruption if that header lies beyond the end of the image. In that case this
+    /// adds a block.
     fn pad_for_fsck(&mut self) {
         let end = self.blocks * BLOCK;
         let ends_with_inode = self.items.last().is_some_and(|item| {
@@ -122,7 +123,7 @@ impl Layout {
         self.placed[id.index()]
     }
 
-    /// What only directories have; `id` is one.
+    /// Additional fields of the directory `id`.
     pub(super) fn directory(&self, id: NodeId) -> PlacedDirectory {
         self.directories[self.placed[id.index()].extra as usize]
     }
@@ -137,7 +138,7 @@ struct Builder<'a, 't> {
 }
 
 impl Builder<'_, '_> {
-    /// Depth first; the blocks of a directory, then the inodes of its children.
+    /// Depth first: the blocks of a directory, then the inodes of its children.
     fn walk(&mut self) -> Result<(), WriteError> {
         self.place(Tree::ROOT)?;
         let mut pending = vec![Tree::ROOT];
@@ -148,7 +149,7 @@ impl Builder<'_, '_> {
             self.place_directory_blocks(dir)?;
             let first = pending.len();
             for &child in directory.children.values() {
-                // Otherwise another name of an inode that is placed.
+                // A child that is placed already is another name of its inode.
                 if self.layout.placed(child).nid == 0 {
                     self.place(child)?;
                     if matches!(self.tree.node(child).kind, NodeKind::Directory(_)) {
@@ -156,7 +157,7 @@ impl Builder<'_, '_> {
                     }
                 }
             }
-            // The stack gives the last first.
+            // The stack returns the last one first.
             pending[first..].reverse();
         }
         Ok(())
@@ -210,7 +211,8 @@ impl Builder<'_, '_> {
         let mut form = layout::PLAIN;
         match &node.kind {
             NodeKind::Directory(_) | NodeKind::Symlink(_) => {
-                // In one block with its inode: older kernels refuse an inline link target elsewhere.
+                // The target is in the same block as its inode, because older kernels refuse other
+                // inline targets.
                 let rest = size % BLOCK;
                 if rest > 0 && head + rest <= BLOCK {
                     form = layout::INLINE;
@@ -252,7 +254,7 @@ impl Builder<'_, '_> {
     }
 }
 
-/// Link counts, directory sizes and parents.
+/// Computes link counts, directory sizes and parents.
 fn count_links(tree: &Tree) -> (Vec<Placed>, Vec<PlacedDirectory>) {
     let none = Placed {
         nid: 0,
@@ -264,7 +266,8 @@ fn count_links(tree: &Tree) -> (Vec<Placed>, Vec<PlacedDirectory>) {
     let mut placed = vec![none; tree.len()];
     let mut directories = Vec::new();
     placed[Tree::ROOT.index()].nlink = 2;
-    // A valid tree numbers parents before children, so each directory's parent is known when it comes up.
+    // In a valid tree, parents have smaller numbers, so the parent of each directory is known when
+    // it is visited.
     let mut parents = vec![Tree::ROOT];
     for id in tree.ids() {
         let NodeKind::Directory(directory) = &tree.node(id).kind else {
@@ -301,7 +304,8 @@ fn count_links(tree: &Tree) -> (Vec<Placed>, Vec<PlacedDirectory>) {
     (placed, directories)
 }
 
-/// The modification time that most inodes have; the earliest of several. Those inodes can be compact.
+/// The most frequent modification time, the earliest of equally frequent ones. Inodes with this
+/// time can be compact.
 fn commonest_time(tree: &Tree) -> Timestamp {
     let mut times: Vec<Timestamp> = tree
         .ids()

@@ -1,10 +1,10 @@
-//! Space in the metadata area: whole blocks from the front, inodes into gaps.
+//! Allocates space in the metadata area: whole blocks in order, inodes also in gaps.
 
 use super::WriteError;
 use crate::format::{BLOCK_BYTES, SLOT_BYTES};
 
-/// How many part-filled blocks stay open for small inodes. More lose less space, but also spread the
-/// inodes of a directory further: 16 keep them within 64 KiB.
+/// Number of partly filled blocks that stay open for small inodes. A larger number wastes less
+/// space, but spreads the inodes of a directory: 16 keep them within 64 KiB.
 const OPEN_REGIONS: usize = 16;
 
 const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -14,12 +14,12 @@ const SLOT: u64 = SLOT_BYTES as u64;
 pub(super) struct Space {
     metadata_start: u64,
     next: u64,
-    /// Free parts of blocks, each inside one block and starting at a slot.
+    /// Free parts of blocks. Each is inside one block and starts at a slot.
     regions: Vec<(u64, u64)>,
 }
 
 impl Space {
-    /// Nothing is used but slot 0.
+    /// Only slot 0 is in use.
     pub(super) fn new(metadata_start: u64) -> Result<Self, WriteError> {
         let mut space = Space {
             metadata_start,
@@ -35,16 +35,17 @@ impl Space {
         self.next / BLOCK
     }
 
-    /// Contiguous blocks: the first block's number and its slot.
+    /// Allocates contiguous blocks; returns the first block's number and its slot.
     pub(super) fn blocks(&mut self, count: u64) -> Result<(u32, u32), WriteError> {
         let start = self.take(count)?;
         // `take` has checked that the slot fits, and there are more slots than blocks.
         Ok(((start / BLOCK) as u32, (start / SLOT) as u32))
     }
 
-    /// A place for `head` bytes (inode of `inode_bytes`, xattrs, chunk table) and directly behind them
-    /// `tail` bytes (at most [`super::MAX_INLINE`] unless both fit into a block) that do not cross a block.
-    /// The inode proper does not cross one either. Returns the slot.
+    /// Allocates `head` bytes (an inode of `inode_bytes`, its xattrs and its chunk table) and
+    /// directly behind them `tail` bytes (at most [`super::MAX_INLINE`] unless both fit into a
+    /// block). Neither the tail nor the inode without its xattrs crosses a block boundary. Returns
+    /// the slot.
     pub(super) fn inode(
         &mut self,
         head: u64,
@@ -65,7 +66,7 @@ impl Space {
         Ok((start / SLOT) as u32)
     }
 
-    /// The open region where least is left over, else a new block.
+    /// The open region with the least space left over, or else a new block.
     fn best_fit(&mut self, bytes: u64) -> Result<u64, WriteError> {
         let fits = self.regions.iter().enumerate();
         let best = fits
@@ -113,9 +114,10 @@ impl Space {
     }
 }
 
-/// How far into a fresh block an inode that does not fit into one must start, so that its tail lies in one
-/// block. There is a way for every tail up to MAX_INLINE: `head` ends somewhere in the first slot of a
-/// block if the inode starts at the right slot, or in the second one if that start is not allowed.
+/// The offset in a new block at which an inode that does not fit into one block must start, so that
+/// its tail lies in one block. An offset exists for every tail up to MAX_INLINE: from a suitable
+/// slot, `head` ends in the first slot of a block, or in the second slot if that start is not
+/// allowed.
 fn skip_for_tail(head: u64, inode_bytes: u64, tail: u64) -> u64 {
     if tail == 0 {
         return 0;

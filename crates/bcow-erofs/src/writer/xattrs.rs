@@ -1,4 +1,4 @@
-//! Extended attributes: which are shared, how large an inode's are, and their bytes.
+//! Extended attributes: selects the shared ones, computes the size per inode, and writes the bytes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use super::WriteError;
 use crate::format::{XattrEntry, XattrHeader, split_xattr_name, xattr_entry_bytes};
 use crate::tree::{NodeId, Tree, Xattrs};
 
-/// Why EROFS, or the kernel, cannot hold an extended attribute.
+/// EROFS, or the kernel, cannot store an extended attribute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum XattrProblem {
-    /// The name has a prefix that EROFS has no number for, or nothing behind it.
+    /// EROFS has no number for the name's prefix, or no name follows the prefix.
     #[error(
         "EROFS has no place for names like this (only user., trusted., security., lustre. and the POSIX ACLs)"
     )]
@@ -21,21 +21,21 @@ pub enum XattrProblem {
     /// The name is longer than Linux allows.
     #[error("the name has {0} bytes, more than 255")]
     NameLength(usize),
-    /// There is a NUL in the name.
+    /// The name contains a NUL.
     #[error("there is a NUL in the name")]
     NameNul,
     /// The value is longer than the format allows.
     #[error("the value has {0} bytes, more than 65535")]
     ValueLength(usize),
-    /// All attributes of the file together are too large.
+    /// All attributes of the file together exceed the limit.
     #[error("with it, the file's attributes take {0} bytes, more than 262148")]
     Total(u64),
 }
 
-/// The most that an inode's xattrs may take: the count of 4-byte units has 16 bits.
+/// Limit on the bytes of an inode's xattrs: the count of 4-byte units has 16 bits.
 const MAX_IBODY_BYTES: u64 = 12 + 4 * (u16::MAX as u64 - 1);
 
-/// Shared ids per inode: the count has 8 bits.
+/// Limit on shared ids per inode: the count has 8 bits.
 const MAX_SHARED: usize = u8::MAX as usize;
 
 /// A name and a value.
@@ -43,16 +43,18 @@ type Pair<'t> = (&'t [u8], &'t [u8]);
 
 /// All xattrs of a tree.
 pub(super) struct XattrTable<'t> {
-    /// Shared pairs and their place in the shared area, in units of 4 bytes. In the order of the area.
+    /// Shared pairs and their offset in the shared area, in units of 4 bytes, in the order of the
+    /// area.
     shared: BTreeMap<Pair<'t>, u32>,
     shared_bytes: u64,
-    /// Bytes beside the inode. By address: sets are shared among inodes, and are asked for per inode.
+    /// Bytes beside the inode, by the address of the set: inodes share sets, and the lookup is per
+    /// inode.
     sizes: HashMap<*const BTreeMap<Vec<u8>, Vec<u8>>, u32>,
 }
 
 impl<'t> XattrTable<'t> {
     pub(super) fn new(tree: &'t Tree) -> Result<Self, WriteError> {
-        // How often each set is used, then how often each pair is.
+        // Count the uses of each set, then the uses of each pair.
         let mut sets: HashMap<_, (NodeId, &'t Xattrs, u64)> = HashMap::new();
         for id in tree.ids() {
             if let Some(set) = &tree.node(id).attributes.xattrs {
@@ -60,7 +62,8 @@ impl<'t> XattrTable<'t> {
             }
         }
         let mut pairs: HashMap<Pair<'t>, u64> = HashMap::new();
-        // The first bad one in the tree's order is reported, whatever the map's order is.
+        // Report the first invalid attribute in the tree's order, which does not depend on the
+        // map's order.
         let mut bad: Option<(NodeId, &'t [u8], XattrProblem)> = None;
         for &(id, set, uses) in sets.values() {
             for (name, value) in set.iter() {
@@ -88,7 +91,7 @@ impl<'t> XattrTable<'t> {
         });
         table.shared = worth.map(|(pair, _)| (pair, 0)).collect();
         for (&(name, value), place) in &mut table.shared {
-            // 2^34 bytes of distinct values do not fit into memory, where they are.
+            // 2^34 bytes of distinct values would exceed the memory that holds them.
             *place = u32::try_from(table.shared_bytes / 4).unwrap_or(u32::MAX);
             table.shared_bytes += entry_bytes(name, value);
         }
@@ -115,7 +118,7 @@ impl<'t> XattrTable<'t> {
         self.shared_bytes
     }
 
-    /// Bytes that a node's xattrs take beside its inode, a multiple of 4.
+    /// Bytes of a node's xattrs beside its inode, a multiple of 4.
     pub(super) fn bytes(&self, set: Option<&Xattrs>) -> u32 {
         set.map_or(0, |set| {
             self.sizes.get(&Arc::as_ptr(set)).copied().unwrap_or(0)
@@ -169,7 +172,7 @@ impl<'t> XattrTable<'t> {
         (shared, inline)
     }
 
-    /// Size beside the inode, or the name with which it becomes too large, and the total.
+    /// The size beside the inode; or the name at which it exceeds the limit, and the total.
     fn ibody_bytes(&self, set: &'t Xattrs) -> Result<u32, (&'t [u8], u64)> {
         if set.is_empty() {
             return Ok(0);
@@ -194,7 +197,8 @@ fn error(tree: &Tree, id: NodeId, name: &[u8], problem: XattrProblem) -> WriteEr
     }
 }
 
-/// Whether EROFS can hold this attribute; a converter that would rather drop it asks this first.
+/// Checks that EROFS can store this attribute. A converter that drops invalid attributes calls this
+/// first.
 pub fn check(name: &[u8], value: &[u8]) -> Result<(), XattrProblem> {
     if name.len() > 255 {
         return Err(XattrProblem::NameLength(name.len()));
@@ -220,7 +224,7 @@ fn entry_bytes(name: &[u8], value: &[u8]) -> u64 {
 fn write_entry(name: &[u8], value: &[u8], out: &mut Vec<u8>) {
     let (index, rest) = split_xattr_name(name).unwrap_or((0, name));
     let entry = XattrEntry {
-        // Both lengths were checked when the table was made.
+        // Both lengths were checked when the table was built.
         name_bytes: rest.len() as u8,
         name_index: index,
         value_bytes: (value.len() as u16).into(),
