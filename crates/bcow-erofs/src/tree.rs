@@ -1,11 +1,12 @@
-//! Trees of files: what a layer says ([`LayerTree`]) and what a file system holds ([`Tree`]).
+//! Trees of files: the content of one layer ([`LayerTree`]) and of a file system ([`Tree`]).
 //!
-//! A [`LayerTree`] is built from one source (a layer's tar, a directory) in whatever order entries
-//! come; it may hold whiteouts, opaque marks and hardlinks to files of lower layers. [`crate::merge`]
-//! folds layers into a [`Tree`], the validated form and the only one the EROFS writer takes.
+//! A [`LayerTree`] is built from one source (a layer's tar, a directory), with entries in any
+//! order. It may have whiteouts, opaque marks and hardlinks to files of lower layers.
+//! [`crate::merge`] merges layers into a [`Tree`], which is validated; the EROFS writer accepts
+//! only this form.
 //!
-//! File *content* is not in the tree. It lies in the address space already (or in a tail store), and
-//! the tree says where.
+//! The tree does not contain file *content*. The content is in the address space (or in a tail
+//! store), and the tree has its location.
 
 mod validate;
 
@@ -15,18 +16,18 @@ use std::sync::Arc;
 pub use validate::TreeError;
 pub(crate) use validate::{build, show, take};
 
-/// A node's place in its tree's arena.
+/// The index of a node in its tree's arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub(crate) u32);
 
 impl NodeId {
-    /// Index into vectors that run along the arena.
+    /// Index into vectors that are parallel to the arena.
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Seconds since 1970 and nanoseconds (0..1_000_000_000) after them.
+/// Seconds since 1970, and nanoseconds (0..1_000_000_000) to add to them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Timestamp {
     /// Whole seconds, negative before 1970.
@@ -35,11 +36,12 @@ pub struct Timestamp {
     pub nanoseconds: u32,
 }
 
-/// Extended attributes by full name (`user.x`, `security.capability`), values as they are.
-/// Shared: most files have none, and those that have some often have the same.
+/// Extended attributes by full name (`user.x`, `security.capability`), with their raw values. The
+/// map is shared between nodes: most files have no attributes, and the others often have equal
+/// ones.
 pub type Xattrs = Arc<BTreeMap<Vec<u8>, Vec<u8>>>;
 
-/// What every inode has, whatever its type.
+/// The attributes of every type of inode.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Attributes {
     /// Permission bits with set-id and sticky bits (`0o7777`).
@@ -63,16 +65,16 @@ pub struct DeviceNumber {
     pub minor: u32,
 }
 
-/// An inode, possibly under several names.
+/// An inode, which may have several names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Mode bits, owner, times, xattrs.
+    /// Mode bits, owner, times and xattrs.
     pub attributes: Attributes,
-    /// Its type and what goes with it.
+    /// The type and its data.
     pub kind: NodeKind,
 }
 
-/// What a node is.
+/// The type of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeKind {
     /// A directory.
@@ -91,70 +93,70 @@ pub enum NodeKind {
     Socket,
     /// Layers only: hides the name in the layers below.
     Whiteout,
-    /// Layers only: a hardlink to this path (relative, no leading slash, `.` and `..` resolved) of the
-    /// layers below.
+    /// Layers only: a hardlink to a file of the layers below, by its path (relative, no leading
+    /// slash, `.` and `..` resolved).
     LowerLink(Box<[u8]>),
 }
 
-/// A directory's names.
+/// The entries of a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Directory {
     /// Children by name, in byte order, without `.` and `..`.
     pub children: BTreeMap<Box<[u8]>, NodeId>,
-    /// Layers only: hides everything of the same directory in the layers below.
+    /// Layers only: hides the contents of the same directory in the layers below.
     pub opaque: bool,
-    /// Layers only: made because a child needed it; attributes are the lower layer's if it has the directory.
+    /// Layers only: created for the sake of a child. If a lower layer has the directory, its
+    /// attributes apply.
     pub implicit: bool,
 }
 
-/// Where a regular file's bytes are.
+/// The location of a regular file's bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Content {
     /// File size in bytes.
     pub size: u64,
-    /// Where its whole blocks are.
+    /// The location of the whole blocks.
     pub blocks: Blocks,
-    /// Bytes behind the last whole block that are kept apart, to be stored beside the inode.
-    /// Only with [`Blocks::Flat`]. If `None`, a part-filled last block lies in the address space,
-    /// padded with zeros.
+    /// Bytes behind the last whole block that are stored inline, beside the inode. Only with
+    /// [`Blocks::Flat`]. If `None`, a partial last block is in the address space, padded with
+    /// zeros.
     pub tail: Option<Tail>,
 }
 
-/// A run of content blocks of 4096 bytes in the address space.
+/// The location of content blocks of 4096 bytes in the address space.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Blocks {
-    /// One contiguous run that starts at this block number of the address space
-    /// (meaningless if the file has no whole block).
+    /// One contiguous run. The start has no meaning if the file has no whole block.
     Flat {
         /// Block number (byte offset / 4096).
         start: u32,
     },
-    /// Chunks of `4096 << chunk_shift` bytes, each somewhere or nowhere. Sparse files, and files whose
-    /// parts are shared.
+    /// Chunks of `4096 << chunk_shift` bytes, each of them stored at a location of its own or a
+    /// hole. For sparse files, and files whose parts are shared.
     Chunked {
         /// log2 of the chunk size in blocks, 0..=31.
         chunk_shift: u8,
-        /// Runs of chunks in file order that do not overlap; chunks in no run are holes.
-        /// The last chunk of the file may be short, at a block's granularity.
+        /// Runs of chunks in file order that do not overlap; chunks in no run are holes. The last
+        /// chunk of the file may be shorter, in whole blocks.
         runs: Box<[ChunkRun]>,
     },
-    /// The content was not kept because nothing can reach it (it is hidden by a layer above).
-    /// The merge refuses to show such a file.
+    /// The content was dropped, because an upper layer hides the file. The merge returns an error
+    /// if the file is visible.
     Dropped,
 }
 
-/// `count` chunks from `first` on, stored one behind the other.
+/// `count` chunks from chunk `first` on, stored contiguously.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRun {
     /// Index of the first chunk in the file.
     pub first: u64,
     /// Number of chunks.
     pub count: u64,
-    /// Block number in the address space where they start.
+    /// Block number in the address space where the run starts.
     pub start: u32,
 }
 
-/// Tail bytes in a [`TailSource`].
+/// The location of tail bytes in a [`TailSource`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tail {
     /// Byte offset in the tail store.
@@ -163,7 +165,7 @@ pub struct Tail {
     pub length: u16,
 }
 
-/// Where tails wait until the inodes are written.
+/// A store of file tails, read when the inodes are written.
 pub trait TailSource {
     /// Fills `buf` with the bytes at `offset` of the store.
     fn read_tail(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()>;
@@ -184,7 +186,7 @@ impl TailSource for Vec<u8> {
     }
 }
 
-/// What one source says: an arena of nodes with one root directory.
+/// The tree of one source: an arena of nodes with one root directory.
 #[derive(Debug, Clone)]
 pub struct LayerTree {
     pub(crate) nodes: Vec<Node>,
@@ -214,12 +216,12 @@ impl LayerTree {
         &self.nodes[id.0 as usize]
     }
 
-    /// The node with this id, to be changed.
+    /// The node with this id, for changes.
     pub fn node_mut(&mut self, id: NodeId) -> &mut Node {
         &mut self.nodes[id.0 as usize]
     }
 
-    /// Adds a node that no directory names yet.
+    /// Adds a node that has no name yet.
     pub fn add(&mut self, node: Node) -> NodeId {
         let id =
             NodeId(u32::try_from(self.nodes.len()).expect("the entry limit is far below 2^32"));
@@ -227,7 +229,8 @@ impl LayerTree {
         id
     }
 
-    /// The directory's entry `name`; `None` if there is none or `dir` is no directory.
+    /// The directory's entry `name`; `None` if there is no such entry, or if `dir` is not a
+    /// directory.
     pub fn child(&self, dir: NodeId, name: &[u8]) -> Option<NodeId> {
         match &self.node(dir).kind {
             NodeKind::Directory(directory) => directory.children.get(name).copied(),
@@ -235,11 +238,11 @@ impl LayerTree {
         }
     }
 
-    /// Gives `id` a name in `dir` and returns what had the name before.
+    /// Gives the node `id` a name in `dir`, and returns the node that had the name before.
     ///
     /// # Panics
     ///
-    /// If `dir` is no directory, which is the caller's mistake.
+    /// If `dir` is not a directory, which is a bug of the caller.
     pub fn insert(&mut self, dir: NodeId, name: &[u8], id: NodeId) -> Option<NodeId> {
         match &mut self.node_mut(dir).kind {
             NodeKind::Directory(directory) => directory.children.insert(name.into(), id),
@@ -247,7 +250,7 @@ impl LayerTree {
         }
     }
 
-    /// Takes a name out of a directory and returns what it named.
+    /// Removes a name from a directory and returns the node that had it.
     pub fn remove(&mut self, dir: NodeId, name: &[u8]) -> Option<NodeId> {
         match &mut self.node_mut(dir).kind {
             NodeKind::Directory(directory) => directory.children.remove(name),
@@ -255,12 +258,12 @@ impl LayerTree {
         }
     }
 
-    /// Number of nodes in the arena, whether a directory names them or not.
+    /// Number of nodes in the arena, with and without names.
     pub fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// Whether there is nothing but the root.
+    /// Whether the root is the only node.
     pub fn is_empty(&self) -> bool {
         self.nodes.len() == 1
     }
@@ -272,11 +275,11 @@ impl Default for LayerTree {
     }
 }
 
-/// A valid tree, the only thing the writer takes.
+/// A valid tree, the only input of the writer.
 ///
-/// Names are 1 to 255 bytes without `/` and NUL and are not `.` or `..`; each directory has one name; every
-/// node has at least one; there are no whiteouts, opaque marks, links to lower layers or dropped contents;
-/// contents lie within 32-bit block addresses.
+/// Names are 1 to 255 bytes without `/` and NUL and are not `.` or `..`; each directory except the
+/// root has one name; every other node has at least one; there are no whiteouts, opaque marks,
+/// links to lower layers or dropped contents; contents lie within 32-bit block addresses.
 #[derive(Debug, Clone)]
 pub struct Tree {
     nodes: Vec<Node>,
@@ -296,13 +299,14 @@ impl Tree {
         self.nodes.len()
     }
 
-    /// Whether there is nothing but the root.
+    /// Whether the root is the only node.
     pub fn is_empty(&self) -> bool {
         self.nodes.len() == 1
     }
 
-    /// Gives each regular file another content, of the same size: what `replace` makes of the one it has. Files with several
-    /// names are asked for once. A content's runs stay in order and below 2^32 blocks.
+    /// Replaces the content of each regular file by the result of `replace`, which must have the
+    /// same size. `replace` is called once for a file with several names. A content's runs must
+    /// stay in order and below 2^32 blocks.
     pub fn replace_contents<E>(
         &mut self,
         replace: &mut dyn FnMut(&Content) -> Result<Content, E>,
@@ -317,17 +321,18 @@ impl Tree {
         Ok(())
     }
 
-    /// All ids. A directory comes before its children, and its children lie next to each other.
+    /// All ids. A directory comes before its children, and its children are adjacent.
     pub fn ids(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.nodes.len() as u32).map(NodeId)
     }
 
-    /// A path of this node, without leading slash; empty for the root. Looks through the tree, so it is
-    /// for error messages.
+    /// A path of this node, without leading slash; empty for the root. The search reads the whole
+    /// tree, so the method is for error messages.
     pub fn path(&self, id: NodeId) -> Vec<u8> {
         let mut names: Vec<&[u8]> = Vec::new();
         let mut at = id;
-        // Parents have smaller ids, so one pass from the back finds the whole way up.
+        // Parents have smaller ids, so one pass from the last node to the first finds all
+        // ancestors.
         for dir in (0..self.nodes.len() as u32).rev().map(NodeId) {
             if at == Self::ROOT {
                 break;

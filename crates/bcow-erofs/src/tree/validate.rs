@@ -1,18 +1,18 @@
-//! From an arena that anything may have built to a [`Tree`] that readers and writers may trust.
+//! Validates an arena of nodes from any source and makes a [`Tree`] of it.
 
 use super::{Attributes, Blocks, Content, LayerTree, Node, NodeId, NodeKind, Tree};
 use crate::format;
 
-/// Why a tree is not valid.
+/// A tree is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TreeError {
-    /// A name is empty, longer than 255 bytes, `.`, `..`, or has `/` or NUL in it.
+    /// A name is empty, longer than 255 bytes, `.` or `..`, or contains `/` or NUL.
     #[error("{}: bad file name: {reason}", show(.path))]
     Name {
         /// Path of the entry.
         path: Vec<u8>,
-        /// What is wrong with it.
+        /// What is wrong with the name.
         reason: &'static str,
     },
     /// A directory has two names, or contains itself.
@@ -21,7 +21,7 @@ pub enum TreeError {
         /// The second name found.
         path: Vec<u8>,
     },
-    /// A symbolic link's target is empty, too long, or has a NUL in it.
+    /// A symbolic link's target is empty, too long, or contains a NUL.
     #[error("{}: bad link target of {length} bytes: 1 to 4095 are allowed, and no NUL", show(.path))]
     Symlink {
         /// Path of the link.
@@ -29,7 +29,7 @@ pub enum TreeError {
         /// Length of its target.
         length: usize,
     },
-    /// A file's content description contradicts itself.
+    /// The description of a file's content contradicts itself.
     #[error("{}: bad content: {reason}", show(.path))]
     Content {
         /// Path of the file.
@@ -37,7 +37,7 @@ pub enum TreeError {
         /// What is wrong.
         reason: &'static str,
     },
-    /// A file is visible whose content was dropped as hidden.
+    /// The content of a visible file was dropped as hidden.
     #[error("{}: the content was dropped, but the file is visible", show(.path))]
     Dropped {
         /// Path of the file.
@@ -51,19 +51,19 @@ pub enum TreeError {
         /// Which attribute.
         what: &'static str,
     },
-    /// A hardlink names a file that no layer has, or something that cannot be linked to.
+    /// A hardlink names a file that no layer has, or an object that cannot have hardlinks.
     #[error("{}: hardlink to {}: {reason}", show(.path), show(.target))]
     Link {
         /// Path of the link.
         path: Vec<u8>,
-        /// What it names.
+        /// The target of the link.
         target: Vec<u8>,
-        /// Why that does not work.
+        /// Why the link is invalid.
         reason: &'static str,
     },
 }
 
-/// A path for people: control characters escaped, bytes that are no UTF-8 replaced.
+/// A path in messages: control characters are escaped, and bytes that are not UTF-8 are replaced.
 pub(crate) fn show(path: &[u8]) -> String {
     let mut text = String::from("/");
     for c in String::from_utf8_lossy(path).chars() {
@@ -77,17 +77,17 @@ pub(crate) fn show(path: &[u8]) -> String {
 }
 
 impl LayerTree {
-    /// This layer on its own as a file system: whiteouts are dropped, everything is validated.
+    /// Makes a file system of this single layer: drops whiteouts and validates all nodes.
     ///
-    /// A link to a file of a lower layer is [`TreeError::Link`].
+    /// A link to a file of a lower layer is an error, [`TreeError::Link`].
     pub fn into_tree(self) -> Result<Tree, TreeError> {
         build(self.nodes)
     }
 }
 
-/// Validates what is reachable from node 0 and renumbers it so that a directory's children lie next to
-/// each other, parents before children. Nodes move within the arena: a second one would be the most memory
-/// that a conversion needs.
+/// Validates the nodes reachable from node 0, and renumbers them so that a directory's children are
+/// adjacent and parents come before children. The nodes move within the arena, because a second
+/// arena would be the largest use of memory in a conversion.
 pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
     let mut walk = Walk {
         new_ids: vec![UNSEEN; arena.len()],
@@ -100,7 +100,7 @@ pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
         return Err(Problem::Content("the root is no directory").at(Vec::new()));
     }
 
-    // Directories by new id. A stack, not recursion: depth is input.
+    // Directories by new id. A stack and not recursion: the input decides the depth.
     let mut pending = vec![0u32];
     while let Some(dir) = pending.pop() {
         let place = walk.old_ids[dir as usize] as usize;
@@ -124,14 +124,14 @@ pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
             let (Child::New(new) | Child::Known(new)) = new;
             *id = NodeId(new);
         }
-        // The stack gives the last first; names shall be walked in order.
+        // The stack returns the last one first; names must be walked in order.
         pending[first_new..].reverse();
         if let NodeKind::Directory(directory) = &mut arena[place].kind {
             directory.children = children;
         }
     }
 
-    // Each swap brings a node to its place.
+    // Each swap moves a node to its final position.
     let mut new_ids = walk.new_ids;
     for place in 0..arena.len() {
         while new_ids[place] != UNSEEN && new_ids[place] as usize != place {
@@ -147,22 +147,22 @@ pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
 
 const UNSEEN: u32 = u32::MAX;
 
-/// What is numbered so far. Children of directories that were walked hold new ids, others old ones.
+/// The state of the renumbering. Children of walked directories have new ids, the others old ids.
 struct Walk {
     new_ids: Vec<u32>,
     old_ids: Vec<u32>,
-    /// By new id: the new id of the directory that named it first.
+    /// By new id: the new id of the first directory that names the node.
     parents: Vec<u32>,
 }
 
-/// A directory entry's node in new numbers.
+/// The new id of a directory entry's node.
 enum Child {
     New(u32),
     Known(u32),
 }
 
 impl Walk {
-    /// Checks an entry and numbers its node.
+    /// Checks an entry and gives its node a number.
     fn child(
         &mut self,
         arena: &[Node],
@@ -187,7 +187,7 @@ impl Walk {
         Ok(Child::New(new))
     }
 
-    /// The path of an entry whose directory is being walked, so that all directories above it were.
+    /// The path of an entry of the current directory. All directories above it have been walked.
     fn path(&self, arena: &[Node], dir: u32, name: &[u8]) -> Vec<u8> {
         let mut names = vec![name];
         let mut at = dir;
@@ -206,7 +206,7 @@ impl Walk {
     }
 }
 
-/// Moves a node out of an arena and leaves something small.
+/// Moves a node out of an arena and leaves an empty one.
 pub(crate) fn take(node: &mut Node) -> Node {
     let empty = Node {
         attributes: Attributes::default(),
@@ -215,7 +215,7 @@ pub(crate) fn take(node: &mut Node) -> Node {
     std::mem::replace(node, empty)
 }
 
-/// What is wrong with a node, before its path is known.
+/// What is wrong with a node whose path is not yet known.
 enum Problem {
     Name(&'static str),
     DirectoryLinkedTwice,
@@ -334,7 +334,7 @@ fn check_content(content: &Content) -> Result<(), Problem> {
     }
 }
 
-/// Block addresses are 32 bits wide and the last is reserved for "hole".
+/// Block addresses have 32 bits, and the last one means "hole".
 fn check_run(start: u32, blocks: u64) -> Result<(), Problem> {
     match u64::from(start).checked_add(blocks) {
         Some(end) if end <= u64::from(format::NULL_BLOCK) => Ok(()),
