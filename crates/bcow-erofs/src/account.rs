@@ -1,46 +1,48 @@
-//! What each layer of a stack adds to the merged tree, and what it hides.
+//! Computes the names and bytes that each layer of a stack adds to the merged tree, and those that
+//! it hides.
 //!
-//! The layers are walked side by side, a directory of all of them at a time, by the rules by which [`crate::merge`]
-//! merges them; no tree is held in memory.
+//! The walk visits each directory in all layers at once, by the rules of [`crate::merge`]; it holds
+//! no tree in memory.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::overlay::{Role, role};
 use crate::reader::{Children, ErofsError, FileType, Filesystem, Inode, Nid};
 
-/// What became of one layer's names and of the bytes of its files.
+/// The names and file bytes of one layer, by what happens to them in the merged tree.
 ///
-/// Names count, not inodes, and the root does not. A directory that several layers have belongs to the lowest. The bytes
-/// of a file count once, however many names it has, and are hidden when the last of them is.
+/// The counts are of names, not inodes, and without the root. A directory that several layers have
+/// belongs to the lowest one. The bytes of a file count once for all its names, and are hidden if
+/// all its names are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LayerAccount {
     /// Names in the merged tree that come from this layer.
     pub added_entries: u64,
-    /// Bytes of its files that are in the merged tree.
+    /// Bytes of this layer's files in the merged tree.
     pub added_bytes: u64,
-    /// Names of it that layers above hide.
+    /// Names of this layer that upper layers hide.
     pub hidden_entries: u64,
-    /// Bytes of its files that layers above hide.
+    /// Bytes of this layer's files that upper layers hide.
     pub hidden_bytes: u64,
-    /// Names of layers below that it hides.
+    /// Names of lower layers that this layer hides.
     pub hides_entries: u64,
-    /// Bytes of files of layers below that it hides.
+    /// Bytes of files of lower layers that this layer hides.
     pub hides_bytes: u64,
-    /// Its whiteouts, also those for nothing.
+    /// Whiteouts of this layer, including those that hide nothing.
     pub whiteouts: u64,
 }
 
-/// Why a layer cannot be walked.
+/// A layer cannot be walked.
 #[derive(Debug, thiserror::Error)]
 #[error("layer {}: {source}", .layer + 1)]
 pub struct AccountError {
-    /// Its index, 0 for the lowest.
+    /// Index of the layer, 0 for the lowest.
     pub layer: usize,
-    /// Why.
+    /// The cause.
     pub source: ErofsError,
 }
 
-/// Accounts for `layers`, lowest first.
+/// Computes the account of each of `layers`, lowest first.
 pub fn account(layers: &[&Filesystem]) -> Result<Vec<LayerAccount>, AccountError> {
     let mut walk = Walk {
         layers,
@@ -54,7 +56,7 @@ pub fn account(layers: &[&Filesystem]) -> Result<Vec<LayerAccount>, AccountError
     for (layer, fs) in layers.iter().enumerate() {
         let root = walk.node(layer, fs.root())?;
         if root.role == (Role::Directory { opaque: true }) {
-            // The root itself is always there; what is in it is not.
+            // The root is always visible, but its contents may be hidden.
             if let Merged::Directories(hidden) = std::mem::replace(&mut roots, Merged::Nothing) {
                 walk.pending.push((hidden, Fate::HiddenBy(layer)));
             }
@@ -82,7 +84,7 @@ struct LayerNode {
     role: Role,
 }
 
-/// What the layers looked at so far make of a name.
+/// The object of a name after merging the layers so far.
 enum Merged {
     Nothing,
     File(LayerNode),
@@ -100,11 +102,12 @@ struct Walk<'l> {
     layers: &'l [&'l Filesystem],
     accounts: Vec<LayerAccount>,
     pending: Vec<(Vec<(usize, Inode)>, Fate)>,
-    /// Directories that were walked. In a sound file system each has one name.
+    /// Directories that were walked. In a valid file system each has one name.
     seen: HashSet<(usize, Nid)>,
-    /// Files with several names: their bytes, and what hides the first hidden name unless another is visible.
+    /// Files with several names: their bytes, and the layer that hides the first hidden name,
+    /// unless another name is visible.
     several_names: HashMap<(usize, Nid), (u64, Fate)>,
-    /// Visible names for files of lower layers: the layer, and the path there.
+    /// Visible names of files of lower layers: the layer, and the path there.
     links: Vec<(usize, Vec<u8>)>,
 }
 
@@ -120,7 +123,7 @@ impl Walk<'_> {
         Ok(LayerNode { layer, inode, role })
     }
 
-    /// Decides what becomes of each name in a directory that these layers have.
+    /// Determines the fate of each name in a directory that these layers have.
     fn directory(
         &mut self,
         directories: Vec<(usize, Inode)>,
@@ -152,7 +155,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// What a name becomes when the next layer has it too.
+    /// Merges the next layer's object of a name with the result so far.
     fn put_over(&mut self, below: Merged, node: LayerNode) -> Merged {
         let layer = node.layer;
         match (below, node.role) {
@@ -174,7 +177,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Counts what is known of a name; of a directory, its names are still to come.
+    /// Counts a name by its fate; the names in a directory follow later.
     fn settle(&mut self, merged: Merged, fate: Fate) {
         match merged {
             Merged::Nothing => {}
@@ -211,7 +214,7 @@ impl Walk<'_> {
 
     fn count(&mut self, layer: usize, entries: u64, bytes: u64, fate: Fate) {
         let account = &mut self.accounts[layer];
-        // Sizes are whatever the inodes say.
+        // Sizes come from the inodes and may be anything, so the sums saturate.
         let add = |sum: &mut u64, value| *sum = sum.saturating_add(value);
         match fate {
             Fate::Visible => {
@@ -233,7 +236,7 @@ impl Walk<'_> {
         }
     }
 
-    /// A file whose own name is hidden is visible all the same where an upper layer has a link to it.
+    /// A file whose own name is hidden is still visible if an upper layer has a link to it.
     fn settle_links(&mut self) -> Result<(), AccountError> {
         let mut shown = HashSet::new();
         for (layer, path) in std::mem::take(&mut self.links) {
@@ -248,7 +251,8 @@ impl Walk<'_> {
                 *fate = Fate::Visible;
                 continue;
             }
-            // Its one name was hidden by some layer above, or by none. What is hidden stays so.
+            // Find the layer above that hides the file's one name, if any. A hidden name stays
+            // hidden, which permits a binary search.
             let (mut below, mut hider) = (file.layer + 1, self.layers.len() + 1);
             while below + 1 < hider {
                 let middle = below + (hider - below) / 2;
@@ -270,8 +274,8 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// What `path` is in the lowest `count` layers, merged; links to lower layers' files are followed, and the path there
-    /// is given too.
+    /// The object at `path` in the lowest `count` layers, merged. Links to files of lower layers
+    /// are followed; the result includes the path of the target.
     fn look_up(
         &self,
         mut count: usize,
@@ -284,7 +288,7 @@ impl Walk<'_> {
             if node.role != Role::LowerLink {
                 return Ok(Some((node, path)));
             }
-            // Each step leads to lower layers, so it ends.
+            // Each step leads to lower layers, so the loop ends.
             count = node.layer;
             path = self.layers[node.layer]
                 .read_link(&node.inode)
@@ -293,7 +297,7 @@ impl Walk<'_> {
     }
 
     fn look_up_name(&self, count: usize, path: &[u8]) -> Result<Option<LayerNode>, AccountError> {
-        // The directory in the layers that show it, uppermost first.
+        // The directory in the layers that contribute to it, uppermost first.
         let mut directories = Vec::new();
         for layer in (0..count).rev() {
             let root = self.node(layer, self.layers[layer].root())?;
@@ -328,7 +332,8 @@ impl Walk<'_> {
                     Role::LowerLink | Role::Other if below.is_empty() && next_name.is_none() => {
                         return Ok(Some(node));
                     }
-                    // A whiteout, or what a directory above replaces, or no directory on the way.
+                    // A whiteout, an object that replaces a directory above, or a non-directory on
+                    // the way.
                     _ => break,
                 }
             }

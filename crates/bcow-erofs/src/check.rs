@@ -1,11 +1,13 @@
-//! Looks for damage in a whole file system.
+//! Checks a whole file system for damage.
 //!
-//! Every directory is listed, every inode decoded, xattrs and chunk tables walked, link counts and the order
-//! of names compared with what is there. Time and memory grow with the metadata that there is, not with what
-//! it claims: an inode whose bytes overlap another's is reported and not looked into, so each byte of
-//! metadata is walked once; file data is read once however many files share it.
+//! The check lists every directory, decodes every inode, walks xattrs and chunk tables, and
+//! compares link counts and the order of names with the actual tree. Its time and memory grow with
+//! the actual metadata and not with the counts in it: an inode whose bytes overlap another's is
+//! reported but not walked, so each byte of metadata is walked once. File data is read once, even
+//! if files share it.
 //!
-//! A finding's code is one of [`CODES`], its place a path, `inode N`, `superblock` or `data`.
+//! The code of a finding is one of [`CODES`]; its place is a path, `inode N`, `superblock` or
+//! `data`.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -15,14 +17,14 @@ pub use bcow::check::{Finding, Severity};
 use crate::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode, InodeProblem, Nid};
 use crate::tree::show;
 
-/// What to look at.
+/// Options of a check.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct CheckOptions {
-    /// Also read every byte that a file's extents name.
+    /// Also read every byte of the files' extents.
     pub read_data: bool,
 }
 
-/// All codes and what they mean.
+/// All codes and their meanings.
 pub const CODES: &[(&str, &str)] = &[
     (DATA, "file data cannot be read from the device"),
     (DEVICE, "metadata cannot be read from the device"),
@@ -65,16 +67,18 @@ const OVERLAP: &str = "erofs-overlap";
 const UNSUPPORTED: &str = "erofs-unsupported";
 const XATTR: &str = "erofs-xattr";
 
-/// More findings than this say nothing new.
+/// Limit on findings; more of them add no information.
 const MAX_FINDINGS: usize = 1000;
 
-/// Data extents collected before they are merged, and read if merging does not help.
+/// Limit on data extents in memory. At the limit the check merges them, and reads them if there are
+/// still too many.
 const MAX_EXTENTS: usize = 1 << 20;
 
-/// Data is read in pieces of this many bytes, so that an error names its place.
+/// Data is read in pieces of this many bytes, so that an error has a precise place.
 const READ_BYTES: u64 = 1 << 20;
 
-/// Walks the whole tree. No findings: nothing is wrong. At most a thousand, then one that says so.
+/// Checks the whole tree. An empty list means no damage. After a thousand findings, a last one
+/// reports the limit.
 pub fn check(fs: &Filesystem, options: &CheckOptions) -> Vec<Finding> {
     let mut checker = Checker {
         fs,
@@ -89,7 +93,7 @@ pub fn check(fs: &Filesystem, options: &CheckOptions) -> Vec<Finding> {
     checker.findings
 }
 
-/// Bytes of metadata that something uses, by their start.
+/// A range of metadata in use, by its start.
 struct Seen {
     end: u64,
     /// `None` for the blocks of a directory.
@@ -99,19 +103,20 @@ struct Seen {
 struct SeenInode {
     nid: Nid,
     kind: FileType,
-    /// What the inode says.
+    /// The link count in the inode.
     nlink: u32,
-    /// What was found: names, and for directories what their number of subdirectories makes of it.
+    /// The link count in the tree: the number of names; for a directory, computed from its
+    /// subdirectories.
     names: u32,
 }
 
-/// A directory's name, for paths.
+/// The name of a directory, for paths.
 struct Directory {
     parent: u32,
     name: Box<[u8]>,
 }
 
-/// A directory to be listed.
+/// A directory that is to be listed.
 struct Pending {
     inode: Inode,
     parent: Nid,
@@ -249,7 +254,8 @@ impl Checker<'_> {
         if let Some(parent) = self.known(dir.inode.nid) {
             parent.names = parent.names.saturating_add(1);
         }
-        // An index of 32 bits: each directory has an inode of 32 bytes, and 2^32 of them hold no memory.
+        // 32 bits are enough for an index: each directory has an inode of 32 bytes, and 2^32 of
+        // them exceed any memory.
         if let (true, Ok(index)) = (sound, u32::try_from(self.directories.len())) {
             self.directories.push(Directory {
                 parent: dir.index,
@@ -271,7 +277,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Takes a new inode in; true if its parts may be looked into.
+    /// Records a new inode; returns true if its parts may be walked.
     fn inode(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
         let (start, end) = inode.footprint(self.fs);
         let seen = Seen {
@@ -326,8 +332,8 @@ impl Checker<'_> {
         true
     }
 
-    /// Claims the blocks of a directory that are not beside its inode: shared ones would be walked again
-    /// and again.
+    /// Claims the blocks of a directory that are not inline: shared blocks would be walked
+    /// repeatedly.
     fn directory_blocks(&mut self, inode: &Inode, index: u32, name: &[u8]) -> bool {
         let (start, end) = inode.footprint(self.fs);
         for extent in self.fs.extents(inode, 0) {
@@ -356,7 +362,8 @@ impl Checker<'_> {
         true
     }
 
-    /// Marks bytes of metadata as used; reports and returns false if something else uses some of them.
+    /// Marks bytes of metadata as used. If some of them are used already, reports this and returns
+    /// false.
     fn claim(&mut self, start: u64, seen: Seen, index: u32, name: &[u8]) -> bool {
         let before = self.seen.range(..seen.end).next_back();
         if before.is_some_and(|(_, other)| other.end > start) {
@@ -376,7 +383,7 @@ impl Checker<'_> {
         (inode.nid == nid).then_some(inode)
     }
 
-    /// What only shows when everything was seen.
+    /// Checks that need the complete walk.
     fn counts(&mut self) {
         let mut inodes = 0;
         let mut wrong = Vec::new();
@@ -393,7 +400,7 @@ impl Checker<'_> {
             self.report(NLINK, Severity::Error, format!("inode {nid}"), message);
         }
         let claimed = self.fs.superblock().inodes;
-        // If something could not be read, the count cannot be right.
+        // If a part could not be read, the counts differ in any case.
         if inodes != claimed && self.findings.is_empty() {
             let message = format!("{claimed} inodes are claimed, {inodes} were found");
             let place = "superblock".into();
@@ -401,7 +408,7 @@ impl Checker<'_> {
         }
     }
 
-    /// Sorts and joins the extents; reads and forgets them if there still are too many.
+    /// Sorts and merges the extents. If there are still too many, reads them and clears the list.
     fn merge_extents(&mut self) {
         self.extents.sort_unstable();
         self.extents.dedup_by(|next, kept| {
@@ -475,7 +482,7 @@ impl Checker<'_> {
         self.findings.len() > MAX_FINDINGS
     }
 
-    /// The path of a directory (`name` empty) or an entry in it.
+    /// The path of a directory (`name` is empty) or of an entry in it.
     fn path(&self, index: u32, name: &[u8]) -> String {
         let mut names: Vec<&[u8]> = Vec::new();
         if !name.is_empty() {

@@ -1,4 +1,4 @@
-//! A canonical text form of a file system: what snapshots, tests and fuzzers compare.
+//! A canonical text form of a file system, for snapshots, tests and fuzzers.
 //!
 //! One line per name, depth first, names in byte order:
 //!
@@ -6,8 +6,8 @@
 //! PATH TYPE+PERMISSIONS NLINK UID:GID SIZE MTIME [-> TARGET] [dev MAJOR:MINOR] [= FIRST PATH] [crc64 C] [@NAME=VALUE ...]
 //! ```
 //!
-//! Directories have no size (it depends on the writer). Bytes that are not printable ASCII are escaped. What
-//! cannot be read is a line that says so.
+//! Directories have no size, because it depends on the writer. Bytes that are not printable ASCII
+//! are escaped. An unreadable part gives a line with the error.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -20,14 +20,14 @@ use crate::overlay::{ReadOptions, TreeForm, read_layer};
 use crate::reader::{ErofsError, FileType, Filesystem, Inode, Nid};
 use crate::writer::{MAX_INLINE, Plan, WriteOptions};
 
-/// What a dump contains, and where it stops.
+/// The contents and limits of a dump.
 #[derive(Debug, Clone, Copy)]
 pub struct DumpOptions {
-    /// Read files and give a checksum (CRC-64/NVME) of their content.
+    /// Read files and print a checksum (CRC-64/NVME) of their content.
     pub content: bool,
-    /// Names after which the dump stops, with a line that says so.
+    /// Limit on names. At the limit, the dump ends with a line that reports it.
     pub max_names: u64,
-    /// Bytes of content and xattrs after which no more is read.
+    /// Limit on bytes of content and xattrs that are read.
     pub max_content_bytes: u64,
 }
 
@@ -51,7 +51,8 @@ pub fn dump(fs: &Filesystem, options: &DumpOptions, line: &mut dyn FnMut(&str)) 
         content_left: options.max_content_bytes,
         first_paths: HashMap::new(),
     };
-    // Children still to be shown, the next one last. Depth is input, so no recursion.
+    // Children to be dumped, the next one last. The input decides the depth, so this is not
+    // recursive.
     let mut pending = vec![(Vec::new(), fs.root())];
     while let Some((path, nid)) = pending.pop() {
         if dumper.names >= options.max_names {
@@ -69,7 +70,7 @@ pub fn dump(fs: &Filesystem, options: &DumpOptions, line: &mut dyn FnMut(&str)) 
                 path.extend_from_slice(entry.name);
                 pending.push((path, entry.nid));
             }
-            // What will not be shown need not be remembered.
+            // Children beyond the limit are not kept.
             match pending.len() as u64 > options.max_names {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(()),
@@ -92,8 +93,8 @@ pub fn dump_to_string(fs: &Filesystem, options: &DumpOptions) -> String {
     text
 }
 
-/// Opens `bytes` as a file system and uses everything the reader has, within bounds: for fuzzing. Must
-/// neither panic nor hang, whatever the bytes are.
+/// Opens `bytes` as a file system and calls all functions of the reader, within limits. For a
+/// fuzzer: the function must neither panic nor hang on any input.
 pub fn fuzz_read(bytes: &[u8]) {
     let Ok(fs) = Filesystem::open(Arc::new(bytes.to_vec())) else {
         return;
@@ -118,14 +119,14 @@ pub fn fuzz_read(bytes: &[u8]) {
         let _ = fs.xattr(&root, b"user.x");
         let _ = fs.lookup(&root, b"..");
     }
-    // As the layers of a stack, one over the other.
+    // The file system as two layers of a stack.
     let _ = crate::account::account(&[&fs, &fs]);
     merge_with_itself(&fs);
-    // What follows reads each device byte a bounded number of times.
+    // The following check reads each device byte a bounded number of times.
     let _ = check(&fs, &CheckOptions { read_data: true });
 }
 
-/// Reads the file system as a layer and puts it over itself; lays out what comes of it.
+/// Reads the file system as a layer, merges it with itself, and lays out the result.
 fn merge_with_itself(fs: &Filesystem) {
     let options = ReadOptions {
         form: TreeForm::Layer,
@@ -158,7 +159,7 @@ struct Dumper<'a> {
 }
 
 impl Dumper<'_> {
-    /// Shows a name; returns the inode if it is a directory to go into.
+    /// Dumps a name; returns the inode if it is a directory to enter.
     fn name(&mut self, path: &[u8], nid: Nid) -> Option<Inode> {
         self.names += 1;
         let inode = match self.fs.inode(nid) {
@@ -193,7 +194,7 @@ impl Dumper<'_> {
             (self.line)(&text);
             return None;
         }
-        // Of directories whatever they say: a loop ends here.
+        // Directories count with any link count, so that a cycle ends here.
         if inode.nlink > 1 || inode.kind == FileType::Directory {
             self.first_paths.insert(nid, path.to_vec());
         }
@@ -265,7 +266,7 @@ fn letter(kind: FileType) -> char {
     }
 }
 
-/// Printable ASCII but space, `=`, `@` and backslash stays, everything else becomes `\xNN`.
+/// Escapes as `\xNN` all bytes except printable ASCII without space, `=`, `@` and backslash.
 fn escape(bytes: &[u8], text: &mut String) {
     for &b in bytes {
         match b {

@@ -1,7 +1,7 @@
-//! What tells two file systems apart, path by path.
+//! Compares two file systems path by path.
 //!
-//! Both trees are walked in step. Memory grows with the number of directories and of inodes that have several names,
-//! not with the number of files.
+//! The comparison walks both trees in parallel. Its memory grows with the number of directories and
+//! of inodes with several names, not with the number of files.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -12,29 +12,30 @@ use crate::reader::{
     Nid,
 };
 
-/// Content compared at once.
+/// Bytes of content per comparison.
 const PIECE: u64 = 256 << 10;
 
-/// What is compared.
+/// The properties to compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compare {
-    /// Everything: both of the others.
+    /// Everything: metadata and content.
     #[default]
     All,
-    /// Types, and what stat, readlink and listing xattrs show: permissions, owners, modification times, sizes,
-    /// device numbers, link targets, extended attributes, which names are one inode. No content is read.
+    /// Types and metadata, as shown by stat, readlink and listxattr: permissions, owners,
+    /// modification times, sizes, device numbers, link targets, extended attributes, and which
+    /// names share an inode. Content is not read.
     Metadata,
-    /// Types, bytes, link targets, device numbers.
+    /// Types, file content, link targets and device numbers.
     Content,
 }
 
-/// How to compare.
+/// Options of a comparison.
 #[derive(Default)]
 pub struct DiffOptions<'k> {
-    /// What is compared.
+    /// The properties to compare.
     pub compare: Compare,
-    /// Tells without reading how many bytes from these two device offsets on (the first tree's, the second's) are the
-    /// same, up to a length; 0 if it cannot tell. `None` reads everything.
+    /// Returns, without reading, the number of bytes that are equal from two device offsets (first
+    /// tree, second tree) on, up to a length; 0 if unknown. `None` reads everything.
     pub known_same: Option<&'k KnownSame<'k>>,
 }
 
@@ -44,9 +45,9 @@ pub type KnownSame<'k> = dyn Fn(u64, u64, u64) -> u64 + 'k;
 /// One of the two trees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// The first.
+    /// The first tree.
     A,
-    /// The second.
+    /// The second tree.
     B,
 }
 
@@ -54,16 +55,16 @@ pub enum Side {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read {}", crate::tree::show(&path[1..]))]
 pub struct DiffError {
-    /// Which of the two.
+    /// The tree that cannot be read.
     pub side: Side,
-    /// Where, from the root on; begins with a slash.
+    /// The path from the root; begins with a slash.
     pub path: Vec<u8>,
-    /// Why.
+    /// The cause.
     #[source]
     pub source: ErofsError,
 }
 
-/// Why a comparison ended early.
+/// The reason why a comparison ended early.
 #[derive(Debug)]
 pub enum Stopped<E> {
     /// A tree cannot be read.
@@ -78,93 +79,94 @@ impl<E> From<DiffError> for Stopped<E> {
     }
 }
 
-/// A path at which the trees differ. Inodes are as the trees have them, of the first tree before those of the second.
+/// A difference at a path. Inodes are in the order first tree, second tree.
 #[derive(Debug)]
 pub enum Change<'c> {
-    /// Only the second tree has it.
+    /// Only the second tree has the path.
     Added(&'c Inode),
-    /// Only the first tree has it.
+    /// Only the first tree has the path.
     Removed(&'c Inode),
-    /// It is of another type; nothing else was compared.
+    /// The types differ; no other properties were compared.
     Retyped(&'c Inode, &'c Inode),
-    /// It is of one type and differs.
+    /// The types are equal and other properties differ.
     Changed(&'c Inode, &'c Inode, &'c Differences),
 }
 
-/// How two inodes of one type differ.
+/// The differences of two inodes of one type.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Differences {
-    /// In their permission bits.
+    /// The permission bits differ.
     pub permissions: bool,
-    /// In their user.
+    /// The users differ.
     pub uid: bool,
-    /// In their group.
+    /// The groups differ.
     pub gid: bool,
-    /// In size (regular files only).
+    /// The sizes differ (regular files only).
     pub size: bool,
-    /// In modification time.
+    /// The modification times differ.
     pub mtime: bool,
-    /// In device number.
+    /// The device numbers differ.
     pub device: bool,
-    /// In link target: the first's and the second's.
+    /// The link targets differ: the first's and the second's target.
     pub target: Option<(Vec<u8>, Vec<u8>)>,
-    /// In extended attributes, by name.
+    /// The extended attributes that differ, by name.
     pub xattrs: Vec<(Vec<u8>, XattrChange)>,
-    /// In which other names are the same inode, or how many.
+    /// The inodes have different sets or numbers of names.
     pub links: bool,
-    /// In content.
+    /// The contents differ.
     pub content: Option<ContentDifference>,
 }
 
-/// How an extended attribute differs.
+/// The difference of an extended attribute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum XattrChange {
-    /// Only the second has it.
+    /// Only the second inode has it.
     Added,
-    /// Only the first has it.
+    /// Only the first inode has it.
     Removed,
-    /// It has another value.
+    /// The values differ.
     Changed,
 }
 
-/// How contents differ.
+/// The difference of two contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentDifference {
-    /// They are not of one length; nothing was read.
+    /// The lengths differ; no content was read.
     Length,
-    /// The first byte that is another.
+    /// Byte offset of the first difference.
     At(u64),
 }
 
-/// Is given each path at which the trees differ; its error ends the comparison.
+/// Called for each path at which the trees differ; an error ends the comparison.
 pub type Each<'f, E> = dyn FnMut(&[u8], Change<'_>) -> Result<(), E> + 'f;
 
-/// How many paths differ in what way.
+/// Numbers of paths by their difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DiffSummary {
-    /// Only in the second tree.
+    /// Paths of the second tree only.
     pub added: u64,
-    /// Only in the first tree.
+    /// Paths of the first tree only.
     pub removed: u64,
-    /// In both, of the same type.
+    /// Paths that differ, with the same type in both trees.
     pub changed: u64,
-    /// In both, of different types.
+    /// Paths whose types differ.
     pub retyped: u64,
-    /// In both, without a difference.
+    /// Paths without a difference.
     pub same: u64,
     /// Bytes of content that were read from each tree to compare them.
     pub compared_bytes: u64,
 }
 
 impl DiffSummary {
-    /// Whether nothing differs.
+    /// Whether the trees are equal.
     pub fn is_same(&self) -> bool {
         self.added == 0 && self.removed == 0 && self.changed == 0 && self.retyped == 0
     }
 }
 
-/// Calls `each` for every path at which the trees differ, in the order of names, directories before what is in them.
-/// Everything below a directory that only one tree has is told too. Paths begin with a slash; the root is `/`.
+/// Calls `each` for every path at which the trees differ, in the order of names, a directory before
+/// its contents. The calls include all paths below a directory that only one tree has. Paths begin
+/// with a slash; the root is `/`.
 pub fn diff<'d, E>(
     a: &'d Filesystem,
     b: &'d Filesystem,
@@ -192,7 +194,7 @@ struct Differ<'d, E> {
     options: &'d DiffOptions<'d>,
     each: &'d mut Each<'d, E>,
     path: Vec<u8>,
-    /// Paths visited so far: the number of the current one.
+    /// Number of the current path, counted from the start of the walk.
     visited: u64,
     summary: DiffSummary,
     buffers: [Vec<u8>; 2],
@@ -200,26 +202,27 @@ struct Differ<'d, E> {
 
 struct Tree<'d> {
     fs: &'d Filesystem,
-    /// Directories so far.
+    /// The directories that were visited.
     seen: HashSet<Nid>,
-    /// The first path of each inode that has several, by the number of the visit.
+    /// The first path of each inode with several names, by the number of the visit.
     first_visits: HashMap<Nid, FirstVisit>,
 }
 
 struct FirstVisit {
     number: u64,
-    /// Of the first tree: the inode of the second with which the content was compared last, and how that went.
+    /// For an inode of the first tree: the inode of the second tree that it was compared with last,
+    /// and the result.
     compared: Option<(Nid, Option<ContentDifference>)>,
 }
 
-/// Directories that are being walked, in one tree or both.
+/// The directories at one level of the walk, in one tree or both.
 struct Level {
     children: [Option<Ordered>; 2],
-    /// Bytes of the path that belong to the directory.
+    /// Length of the directory's path in bytes.
     path_bytes: usize,
 }
 
-/// Children with a look at the next one.
+/// A directory's children, and the next one.
 struct Ordered {
     children: Children,
     next: Option<Child>,
@@ -248,7 +251,7 @@ impl<'d> Tree<'d> {
 }
 
 impl Ordered {
-    /// Takes the next child.
+    /// Returns the next child and advances.
     fn advance(&mut self, fs: &Filesystem) -> Result<Option<Child>, ErofsError> {
         let next = self.children.next(fs)?;
         Ok(std::mem::replace(&mut self.next, next))
@@ -288,7 +291,7 @@ impl<E> Differ<'_, E> {
         Ok(())
     }
 
-    /// Goes on to the next name in one directory or both; `None` at their end.
+    /// Advances to the next name in one directory or both; `None` at the end.
     fn step(&mut self, level: &mut Level) -> Result<Option<[Option<Inode>; 2]>, DiffError> {
         let [a, b] = level
             .children
@@ -324,7 +327,7 @@ impl<E> Differ<'_, E> {
         Ok(Some(inodes))
     }
 
-    /// Compares what is at the current path, and tells where to go on below it.
+    /// Compares the inodes at the current path; returns the directories to enter.
     fn visit(&mut self, inodes: [Option<Inode>; 2]) -> Result<Option<Level>, Stopped<E>> {
         self.visited += 1;
         let firsts = [A, B].map(|index| self.first_visit(index, inodes[index].as_ref()));
@@ -355,8 +358,8 @@ impl<E> Differ<'_, E> {
         Ok(level.children.iter().any(Option::is_some).then_some(level))
     }
 
-    /// The number of the first path that names this inode. If it is the same in both trees for every path, the same
-    /// paths are one inode.
+    /// The number of the first path of this inode. Two paths are hardlinks of the same files in
+    /// both trees if these numbers are equal.
     fn first_visit(&mut self, index: usize, inode: Option<&Inode>) -> u64 {
         match inode {
             Some(inode) if inode.kind != FileType::Directory && inode.nlink > 1 => {
@@ -453,7 +456,7 @@ impl<E> Differ<'_, E> {
         if a.size != b.size {
             return Ok(Some(ContentDifference::Length));
         }
-        // Each further name would mean to read it all again.
+        // Use the result of an earlier name, because a comparison reads the whole file.
         if let Some(first) = self.trees[A].first_visits.get(&a.nid)
             && let Some((nid, result)) = first.compared
             && nid == b.nid
@@ -467,7 +470,7 @@ impl<E> Differ<'_, E> {
         Ok(result)
     }
 
-    /// The first byte that differs in two files of one size.
+    /// The first byte that differs in two files of equal size.
     fn compare_bytes(&mut self, a: &Inode, b: &Inode) -> Result<Option<u64>, DiffError> {
         let trees = [self.trees[A].fs, self.trees[B].fs];
         let mut extents = [trees[A].extents(a, 0), trees[B].extents(b, 0)];

@@ -1,16 +1,16 @@
-//! On-disk structures of EROFS, byte for byte, and nothing else.
+//! The on-disk structures of EROFS.
 //!
-//! Source: the kernel's `Documentation/filesystems/erofs.rst` and `fs/erofs/erofs_fs.h`. All integers are
-//! little-endian. Nothing here is validated; [`crate::reader`] is the door through which bytes become
-//! meaning, and [`crate::writer`] the one through which meaning becomes bytes.
+//! Source: the kernel's `Documentation/filesystems/erofs.rst` and `fs/erofs/erofs_fs.h`. All
+//! integers are little-endian. This module validates nothing: [`crate::reader`] parses and
+//! validates the structures, and [`crate::writer`] writes them.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// First bytes of the superblock.
+/// Magic number of the superblock.
 pub const MAGIC: u32 = 0xe0f5_e1e2;
 
-/// Where the superblock starts, in bytes. Room for a boot sector lies before it.
+/// Byte offset of the superblock. The space in front of it is for a boot sector.
 pub const SUPERBLOCK_OFFSET: usize = 1024;
 
 /// log2 of the block size that the writer uses.
@@ -19,23 +19,24 @@ pub const BLOCK_SHIFT: u8 = 12;
 /// Block size that the writer uses, in bytes.
 pub const BLOCK_BYTES: usize = 1 << BLOCK_SHIFT;
 
-/// Inodes start at multiples of this many bytes of the metadata area; a nid counts them.
+/// Size of an inode slot in bytes. Inodes start at multiples of it in the metadata area; a nid is a
+/// slot number.
 pub const SLOT_BYTES: usize = 32;
 
 /// Longest name in a directory, in bytes.
 pub const NAME_MAX: usize = 255;
 
-/// A block address that means "no block": a hole.
+/// The block address of a hole.
 pub const NULL_BLOCK: u32 = u32::MAX;
 
 /// Compatible feature bits.
 pub mod compatible {
     /// The superblock has a checksum.
     pub const SUPERBLOCK_CHECKSUM: u32 = 0x1;
-    /// Extended inodes carry modification times (not change times).
+    /// Extended inodes have modification times (not change times).
     pub const MTIME: u32 = 0x2;
 
-    /// Bits and their names, for people.
+    /// Bits and their names in messages.
     pub const NAMES: &[(u32, &str)] = &[
         (SUPERBLOCK_CHECKSUM, "superblock-checksum"),
         (MTIME, "mtime"),
@@ -47,22 +48,22 @@ pub mod compatible {
 
 /// Incompatible feature bits.
 pub mod incompatible {
-    /// Compressed data is padded with zeros in front.
+    /// Zero padding is in front of compressed data.
     pub const ZERO_PADDING: u32 = 0x1;
-    /// Compression configurations, big physical clusters.
+    /// Compression configurations, or big physical clusters.
     pub const COMPRESSION_CONFIGS: u32 = 0x2;
     /// Chunk-based files.
     pub const CHUNKED_FILE: u32 = 0x4;
-    /// A device table, or (the bit has two meanings) a second compression algorithm per file.
+    /// A device table; without devices, a second compression algorithm per file.
     pub const DEVICE_TABLE: u32 = 0x8;
-    /// Compressed tails beside inodes.
+    /// Compressed tails inline, beside the inode.
     pub const COMPRESSED_TAILS: u32 = 0x10;
-    /// Fragments in a packed inode, deduplicated compressed data.
+    /// Fragments in a packed inode, or deduplicated compressed data.
     pub const FRAGMENTS: u32 = 0x20;
     /// Long xattr name prefixes.
     pub const XATTR_PREFIXES: u32 = 0x40;
 
-    /// Bits and their names, for people.
+    /// Bits and their names in messages.
     pub const NAMES: &[(u32, &str)] = &[
         (ZERO_PADDING, "zero-padding"),
         (COMPRESSION_CONFIGS, "compression-configs"),
@@ -76,28 +77,28 @@ pub mod incompatible {
     ];
 }
 
-/// Data layouts of an inode: bits 1..4 of its format.
+/// Data layouts of an inode: bits 1 to 3 of its format.
 pub mod layout {
     /// Contiguous blocks.
     pub const PLAIN: u16 = 0;
     /// Compressed, with full indexes.
     pub const COMPRESSED_FULL: u16 = 1;
-    /// Contiguous blocks, the rest beside the inode.
+    /// Contiguous blocks, and an inline tail beside the inode.
     pub const INLINE: u16 = 2;
     /// Compressed, with compact indexes.
     pub const COMPRESSED_COMPACT: u16 = 3;
-    /// Chunks by a table beside the inode.
+    /// Chunks, with a table beside the inode.
     pub const CHUNKED: u16 = 4;
 }
 
-/// The bits of a chunk format that give log2(chunk size / block size).
+/// The bits of a chunk format that hold log2(chunk size / block size).
 pub const CHUNK_SHIFT_MASK: u16 = 0x1f;
-/// The table has 8-byte indexes, not 4-byte block addresses.
+/// The chunk table has 8-byte indexes, not 4-byte block addresses.
 pub const CHUNK_INDEXES: u16 = 0x20;
 
 /// File types of directory entries.
 pub mod dirent_type {
-    /// Not said.
+    /// Unknown type.
     pub const UNKNOWN: u8 = 0;
     /// Regular file.
     pub const REGULAR: u8 = 1;
@@ -117,7 +118,7 @@ pub mod dirent_type {
 
 /// Xattr name prefixes and their indexes.
 ///
-/// The two ACL names are whole names: what follows the prefix is empty.
+/// The two ACL names are whole names: no name follows the prefix.
 pub const XATTR_PREFIXES: &[(u8, &[u8])] = &[
     (1, b"user."),
     (2, b"system.posix_acl_access"),
@@ -127,7 +128,7 @@ pub const XATTR_PREFIXES: &[(u8, &[u8])] = &[
     (6, b"security."),
 ];
 
-/// Bit of an xattr's name index that says "long prefix".
+/// The bit of an xattr's name index that marks a long prefix.
 pub const XATTR_LONG_PREFIX: u8 = 0x80;
 
 /// The superblock.
@@ -136,25 +137,25 @@ pub const XATTR_LONG_PREFIX: u8 = 0x80;
 pub struct SuperBlock {
     /// [`MAGIC`].
     pub magic: U32,
-    /// CRC32C of the superblock up to the end of its block.
+    /// CRC32C of the superblock to the end of its block.
     pub checksum: U32,
     /// Compatible features.
     pub feature_compat: U32,
     /// log2 of the block size.
     pub block_shift: u8,
-    /// Size of the superblock is 128 + 16 times this.
+    /// The size of the superblock in bytes is 128 + 16 times this value.
     pub extension_slots: u8,
     /// nid of the root directory.
     pub root_nid: U16,
     /// Number of inodes.
     pub inodes: U64,
-    /// Time of compact inodes, seconds since 1970.
+    /// Time of compact inodes, in seconds since 1970.
     pub build_time: U64,
-    /// Nanoseconds of it.
+    /// The nanoseconds of this time.
     pub build_time_nanoseconds: U32,
     /// Number of blocks.
     pub blocks: U32,
-    /// First block of the metadata area; nids count from it.
+    /// First block of the metadata area, from which nids count.
     pub metadata_block: U32,
     /// First block of the shared xattr area.
     pub xattr_block: U32,
@@ -166,43 +167,43 @@ pub struct SuperBlock {
     pub feature_incompat: U32,
     /// Compression algorithms, or the window of LZ4.
     pub compression: U16,
-    /// Number of devices beside this one.
+    /// Number of extra devices.
     pub extra_devices: U16,
-    /// Where the device table starts, in slots of 128 bytes.
+    /// Start of the device table, in slots of 128 bytes.
     pub device_table_slot: U16,
     /// log2(directory block size / block size).
     pub directory_block_shift: u8,
     /// Number of long xattr prefixes.
     pub xattr_prefix_count: u8,
-    /// Where they start, in units of 4 bytes.
+    /// Start of the long xattr prefixes, in units of 4 bytes.
     pub xattr_prefix_start: U32,
-    /// nid of the inode that packs fragments.
+    /// nid of the packed inode, which holds fragments.
     pub packed_nid: U64,
     /// Zero.
     pub reserved: [u8; 24],
 }
 
-/// A slot of the device table, which has one for each extra device.
+/// A slot of the device table, which has one slot for each extra device.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct DeviceSlot {
-    /// What the device is called; unused by the kernel without fscache.
+    /// Identifier of the device; the kernel uses it with fscache only.
     pub tag: [u8; 64],
     /// Number of blocks on the device.
     pub blocks: U32,
-    /// Where the device lies in the addresses of the first one; 0 if it does not.
+    /// Block address of the device in the address space of the first device; 0 if it has none.
     pub mapped_block: U32,
     /// Zero.
     pub reserved: [u8; 56],
 }
 
-/// The 32-byte inode. Its time is the superblock's.
+/// The 32-byte inode, whose time is the superblock's.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct CompactInode {
-    /// Bit 0: 0. Bits 1..4: data layout.
+    /// Bit 0 is 0; bits 1 to 3 are the data layout.
     pub format: U16,
-    /// Size of the xattrs: none if 0, else 12 bytes + 4 * (this - 1).
+    /// Size of the xattrs: 0 for none, else 12 bytes + 4 * (this value - 1).
     pub xattr_count: U16,
     /// File type and permissions.
     pub mode: U16,
@@ -210,11 +211,11 @@ pub struct CompactInode {
     pub nlink: U16,
     /// Size in bytes.
     pub size: U32,
-    /// Seconds to add to the superblock's time (Linux 6.15 and later); 0 before.
+    /// Seconds to add to the superblock's time (Linux 6.15 and later); 0 for older kernels.
     pub mtime_delta: U32,
-    /// First block, device number or chunk format, by type and layout.
+    /// First block, device number or chunk format, depending on type and layout.
     pub union: U32,
-    /// A number for 32-bit stat.
+    /// Inode number for 32-bit stat.
     pub ino: U32,
     /// Owner.
     pub uid: U16,
@@ -228,27 +229,27 @@ pub struct CompactInode {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ExtendedInode {
-    /// Bit 0: 1. Bits 1..4: data layout.
+    /// Bit 0 is 1; bits 1 to 3 are the data layout.
     pub format: U16,
     /// As in [`CompactInode`].
     pub xattr_count: U16,
     /// File type and permissions.
     pub mode: U16,
-    /// Zero (high bits of addresses with the feature `48bit`).
+    /// Zero (with the feature `48bit`, high bits of addresses).
     pub reserved: U16,
     /// Size in bytes.
     pub size: U64,
     /// As in [`CompactInode`].
     pub union: U32,
-    /// A number for 32-bit stat.
+    /// Inode number for 32-bit stat.
     pub ino: U32,
     /// Owner.
     pub uid: U32,
     /// Group.
     pub gid: U32,
-    /// Modification time, seconds since 1970, two's complement.
+    /// Modification time in seconds since 1970, two's complement.
     pub mtime: U64,
-    /// Nanoseconds of it.
+    /// The nanoseconds of this time.
     pub mtime_nanoseconds: U32,
     /// Number of names.
     pub nlink: U32,
@@ -256,7 +257,7 @@ pub struct ExtendedInode {
     pub reserved2: [u8; 16],
 }
 
-/// Starts the xattrs of an inode; `shared_count` 4-byte ids follow, then entries.
+/// The header of an inode's xattrs; `shared_count` 4-byte ids follow it, then entries.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct XattrHeader {
@@ -268,13 +269,14 @@ pub struct XattrHeader {
     pub reserved: [u8; 7],
 }
 
-/// Starts an xattr; name (without prefix) and value follow, then zeros to a multiple of 4 bytes.
+/// The header of an xattr. The name (without prefix) and the value follow, then zeros to a multiple
+/// of 4 bytes.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct XattrEntry {
     /// Length of the name without prefix.
     pub name_bytes: u8,
-    /// Prefix, see [`XATTR_PREFIXES`].
+    /// Index of the prefix, see [`XATTR_PREFIXES`].
     pub name_index: u8,
     /// Length of the value.
     pub value_bytes: U16,
@@ -284,21 +286,22 @@ pub struct XattrEntry {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ChunkIndex {
-    /// Zero (high bits of the address with the feature `48bit`).
+    /// Zero (with the feature `48bit`, high bits of the address).
     pub reserved: U16,
-    /// 0: this device.
+    /// Device number; 0 is the first device.
     pub device: U16,
     /// First block, or [`NULL_BLOCK`].
     pub block: U32,
 }
 
-/// A directory entry. A directory block holds the entries, then the names in the same order.
+/// A directory entry. A directory block has the entries, then the names in the same order.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Dirent {
-    /// What it names.
+    /// nid of the inode.
     pub nid: U64,
-    /// Where the name starts in the block; of the first entry, also where the entries end.
+    /// Byte offset of the name in the block. The offset of the first name is also the end of the
+    /// entries.
     pub name_offset: U16,
     /// See [`dirent_type`].
     pub file_type: u8,
@@ -348,23 +351,23 @@ const _: () = {
     assert!(offset_of!(Dirent, file_type) == 10);
 };
 
-/// Bytes that an xattr takes: header, name, value, padding.
+/// Size of an xattr in bytes: header, name, value and padding.
 pub fn xattr_entry_bytes(name_bytes: usize, value_bytes: usize) -> usize {
     (size_of::<XattrEntry>() + name_bytes + value_bytes).next_multiple_of(4)
 }
 
-/// Splits a full xattr name into prefix index and the rest; `None` if no prefix fits.
+/// Splits a full xattr name into the index of the prefix and the rest; `None` if no prefix fits.
 pub fn split_xattr_name(name: &[u8]) -> Option<(u8, &[u8])> {
     XATTR_PREFIXES.iter().find_map(|&(index, prefix)| {
         let rest = name.strip_prefix(prefix)?;
-        // An ACL's name is whole, the others need something behind the dot.
+        // An ACL name is complete; behind the other prefixes, a name must follow.
         let whole = !prefix.ends_with(b".");
         (whole == rest.is_empty()).then_some((index, rest))
     })
 }
 
-/// Checksum of a superblock: `bytes` reach from the superblock's first byte to the end of its block; the
-/// checksum field itself counts as zero. CRC32C without the final inversion.
+/// The checksum of a superblock: CRC32C without the final inversion. `bytes` reach from the
+/// superblock's first byte to the end of its block; the checksum field counts as zero.
 pub fn superblock_checksum(bytes: &[u8]) -> u32 {
     let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
     let field = std::mem::offset_of!(SuperBlock, checksum);
@@ -374,12 +377,12 @@ pub fn superblock_checksum(bytes: &[u8]) -> u32 {
     !(digest.finalize() as u32)
 }
 
-/// The device number as inodes hold it (the kernel's `new_encode_dev`).
+/// Encodes a device number for an inode (the kernel's `new_encode_dev`).
 pub fn encode_device(major: u32, minor: u32) -> u32 {
     (minor & 0xff) | (major << 8) | ((minor & !0xff) << 12)
 }
 
-/// Major and minor from an inode's device number.
+/// Decodes an inode's device number into major and minor.
 pub fn decode_device(device: u32) -> (u32, u32) {
     (
         (device & 0xfff00) >> 8,

@@ -1,10 +1,10 @@
-//! Folds layers into one tree, as overlayfs would show them.
+//! Merges layers into one tree, with the semantics of overlayfs.
 //!
-//! Each layer is taken as if it had been unpacked on its own and stacked: a whiteout hides the name in the
-//! layers below and nothing of its own layer; an opaque directory hides what is below it; a directory over a
-//! directory merges, everything else replaces. Hardlinks across layers, which overlayfs alone could not
-//! express, are resolved in the merged view of the layers below, as an unpacker that applies layers to one
-//! tree does.
+//! The result is the same as if each layer were unpacked on its own and stacked: a whiteout hides
+//! the name in the layers below but not in its own layer; an opaque directory hides the contents of
+//! the same directory below; a directory merges with a directory, and any other object replaces the
+//! one below. Hardlinks across layers, which overlayfs cannot represent, are resolved in the merged
+//! view of the layers below, as by a program that unpacks all layers into one tree.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use crate::tree::{
     Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Tree, TreeError, build, take,
 };
 
-/// How many symbolic links a hardlink's target path may pass, as in the kernel.
+/// Limit on symbolic links in a hardlink's target path, as in the kernel.
 const MAX_LINKS: u32 = 40;
 
-/// Why layers cannot be merged.
+/// Layers cannot be merged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MergeError {
@@ -34,9 +34,9 @@ pub enum MergeError {
 
 /// Merges `layers`, lowest first.
 ///
-/// An implicit directory takes the attributes of the directory below it, if there is one. A hardlink to a
-/// lower file becomes another name of the same inode, whatever else the layer does with the file's old
-/// name. No layers at all give an empty root directory.
+/// An implicit directory takes the attributes of the directory below it, if there is one. A
+/// hardlink to a lower file becomes another name of the same inode, even if the layer hides or
+/// replaces the file's old name. An empty list of layers gives an empty root directory.
 pub fn merge(layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
     let mut merged = Merged {
         nodes: LayerTree::new().nodes,
@@ -49,13 +49,13 @@ pub fn merge(layers: Vec<LayerTree>) -> Result<Tree, MergeError> {
     Ok(build(merged.nodes)?)
 }
 
-/// The layers applied so far. Holds no whiteouts and no links to lower layers; nodes that nothing names
-/// any more stay in the arena until [`build`] leaves them behind.
+/// The layers applied so far. There are no whiteouts and no links to lower layers. Nodes without a
+/// name stay in the arena until [`build`] drops them.
 struct Merged {
     nodes: Vec<Node>,
 }
 
-/// A link that no layer below could resolve, and where it goes.
+/// A link that no lower layer could resolve, and its place.
 struct OpenLink {
     dir: NodeId,
     name: Box<[u8]>,
@@ -66,7 +66,7 @@ const UNSEEN: u32 = u32::MAX;
 
 impl Merged {
     fn apply(&mut self, mut layer: Vec<Node>) -> Result<(), TreeError> {
-        // Before anything changes: what the layer links to may be what it hides.
+        // Resolve links before any change: the layer may hide the targets of its own links.
         let mut links: BTreeMap<u32, NodeId> = BTreeMap::new();
         for (id, node) in layer.iter().enumerate() {
             if let NodeKind::LowerLink(target) = &node.kind
@@ -76,7 +76,7 @@ impl Merged {
             }
         }
 
-        // Where a node of the layer has gone.
+        // The new id of each node of the layer.
         let mut new_ids = vec![UNSEEN; layer.len()];
         new_ids[0] = 0;
         let mut open_links = Vec::new();
@@ -148,7 +148,8 @@ impl Merged {
         self.resolve_in_own_layer(open_links)
     }
 
-    /// Links whose target no lower layer has may name a file of their own layer, or another such link.
+    /// A link whose target no lower layer has may refer to a file of its own layer, or to another
+    /// such link.
     fn resolve_in_own_layer(&mut self, mut open: Vec<OpenLink>) -> Result<(), TreeError> {
         while !open.is_empty() {
             let before = open.len();
@@ -187,7 +188,7 @@ impl Merged {
         matches!(self.nodes[id.0 as usize].kind, NodeKind::Directory(_))
     }
 
-    /// Children of a directory; the caller knows that `id` is one.
+    /// The children of the directory `id`. The caller ensures that `id` is a directory.
     fn children_mut(&mut self, id: NodeId) -> &mut BTreeMap<Box<[u8]>, NodeId> {
         match &mut self.nodes[id.0 as usize].kind {
             NodeKind::Directory(directory) => &mut directory.children,
@@ -195,8 +196,8 @@ impl Merged {
         }
     }
 
-    /// Finds what may be linked to (anything but a directory). Links on the way are followed inside the
-    /// tree, the last component is not.
+    /// Finds the target of a hardlink (any node except a directory). Symbolic links on the way are
+    /// followed inside the tree; the last component is not followed.
     fn resolve(&self, path: &[u8]) -> Option<NodeId> {
         let mut todo: Vec<&[u8]> = path.rsplit(|&b| b == b'/').collect();
         let mut way = vec![LayerTree::ROOT];
@@ -235,7 +236,7 @@ impl Merged {
         None
     }
 
-    /// Path of an entry, for an error. Looks through everything, so only for that.
+    /// The path of an entry, for an error. The search reads the whole tree.
     fn path(&self, dir: NodeId, name: &[u8]) -> Vec<u8> {
         let mut parents: BTreeMap<NodeId, (NodeId, &[u8])> = BTreeMap::new();
         let mut pending = vec![LayerTree::ROOT];

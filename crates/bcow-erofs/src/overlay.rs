@@ -1,4 +1,4 @@
-//! A layer on its own as a file system, in the form in which overlayfs keeps a layer, and back.
+//! A layer as a file system of its own, in overlayfs form, and the conversion back.
 //!
 //! | in a [`LayerTree`] | in the file system |
 //! |---|---|
@@ -8,9 +8,10 @@
 //! | [`NodeKind::LowerLink`] | symbolic link to `/TARGET` with [`LINK`] = `y` |
 //! | character device 0:0 | the same with [`DEVICE`] = `y` |
 //!
-//! The first two are overlayfs's own (`Documentation/filesystems/overlayfs.rst`), so the kernel can stack such layers
-//! itself. For the others overlayfs has no form: it shows an implicit directory's own attributes, a link as a symbolic
-//! one, and takes the device for a whiteout.
+//! The first two are those of overlayfs (`Documentation/filesystems/overlayfs.rst`), so the kernel
+//! can stack such layers directly. overlayfs has no form for the others: it shows an implicit
+//! directory with its own attributes, a link as a symbolic link, and takes the device for a
+//! whiteout.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::ControlFlow;
@@ -23,24 +24,25 @@ use crate::tree::{
     NodeKind, Tail, Tree, TreeError, Xattrs,
 };
 
-/// Marks a directory that hides what the layers below have in it.
+/// Marks a directory that hides the contents of the same directory in the layers below.
 pub const OPAQUE: &[u8] = b"trusted.overlay.opaque";
-/// Marks a directory that the layer does not list itself: a child needed it, and what is below decides its attributes.
+/// Marks a directory that is not an entry of the layer but exists for the sake of a child. If a
+/// lower layer has the directory, its attributes apply.
 pub const IMPLICIT: &[u8] = b"trusted.bcow.implicit";
-/// Marks a symbolic link that stands for a hardlink to a file of a lower layer.
+/// Marks a symbolic link that represents a hardlink to a file of a lower layer.
 pub const LINK: &[u8] = b"trusted.bcow.link";
-/// Marks a character device 0:0 that is no whiteout.
+/// Marks a character device 0:0 that is not a whiteout.
 pub const DEVICE: &[u8] = b"trusted.bcow.device";
 /// The value of all marks.
 const YES: &[u8] = b"y";
 
-/// Number of a whiteout.
+/// Device number of a whiteout.
 const WHITEOUT: DeviceNumber = DeviceNumber { major: 0, minor: 0 };
-/// Runs of chunks in one layer's files, at most: 16 bytes each.
+/// Limit on the runs of chunks in one layer's files; a run takes 16 bytes.
 const MAX_RUNS: usize = 32 << 20;
 
 impl LayerTree {
-    /// This layer on its own as a file system: see the [module's text](crate::overlay).
+    /// Converts this layer into a file system of its own; see the [module](crate::overlay).
     pub fn into_overlay(mut self) -> Result<Tree, TreeError> {
         for node in &mut self.nodes {
             match &mut node.kind {
@@ -82,30 +84,31 @@ fn mark(attributes: &mut Attributes, name: &[u8]) {
     Arc::make_mut(xattrs).insert(name.to_vec(), YES.to_vec());
 }
 
-/// Whether an inode of a layer on its own is a whiteout.
+/// Whether an inode of a layer in overlayfs form is a whiteout.
 pub fn is_whiteout(fs: &Filesystem, inode: &Inode) -> Result<bool, ErofsError> {
     Ok(inode.kind == FileType::CharDevice
         && inode.rdev == Some(WHITEOUT)
         && fs.xattr(inode, DEVICE)?.as_deref() != Some(YES))
 }
 
-/// What an inode of a layer on its own stands for.
+/// The meaning of an inode of a layer in overlayfs form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// It hides what the layers below have under its name.
+    /// A whiteout: it hides the name in the layers below.
     Whiteout,
     /// A directory.
     Directory {
-        /// It hides what the layers below have in it.
+        /// Whether it hides the contents of the same directory in the layers below.
         opaque: bool,
     },
-    /// A symbolic link to the path, in the layers below, of a file that this is another name of.
+    /// A hardlink to a file of the layers below. The inode is a symbolic link with the path of that
+    /// file.
     LowerLink,
-    /// Itself.
+    /// Any other inode.
     Other,
 }
 
-/// What an inode of a layer on its own stands for.
+/// The meaning of an inode of a layer in overlayfs form.
 pub fn role(fs: &Filesystem, inode: &Inode) -> Result<Role, ErofsError> {
     let has = |name| Ok::<_, ErofsError>(fs.xattr(inode, name)?.as_deref() == Some(YES));
     Ok(match inode.kind {
@@ -118,57 +121,57 @@ pub fn role(fs: &Filesystem, inode: &Inode) -> Result<Role, ErofsError> {
     })
 }
 
-/// What a file system holds.
+/// The form of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TreeForm {
-    /// A layer on its own, with marks.
+    /// A layer in overlayfs form, with marks.
     Layer,
-    /// A whole tree, in which nothing is a mark: a character device 0:0 is one.
+    /// A complete tree without marks: a character device 0:0 is a device.
     Whole,
 }
 
-/// How a layer is read.
+/// Options for reading a layer.
 pub struct ReadOptions<'a> {
-    /// What it is.
+    /// The form of the file system.
     pub form: TreeForm,
-    /// Where content goes: given the device byte where a run of blocks starts and the run's length in bytes, the block
-    /// number that the tree shall name it by; `None` if there is no such place.
+    /// Maps content: takes the device byte where a run of blocks starts and the run's length in
+    /// bytes, and returns the block number for the tree; `None` if content cannot lie there.
     pub place: &'a dyn Fn(u64, u64) -> Option<u32>,
-    /// Added to the device bytes by which tails are named.
+    /// Offset to add to the device bytes of tails.
     pub tails: u64,
-    /// Inodes, at most.
+    /// Limit on inodes.
     pub max_inodes: u64,
 }
 
-/// Why a layer cannot be read.
+/// A layer cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayerError {
     /// The file system is damaged.
     #[error(transparent)]
     Erofs(#[from] ErofsError),
-    /// A directory has a second name, so that the tree would have no end.
+    /// A directory has a second name, so the tree would have no end.
     #[error("inode {}: the directory has a second name", .nid.0)]
     DirectoryLinkedTwice {
         /// The directory.
         nid: Nid,
     },
-    /// No layer that bcow made.
+    /// The block size is not that of layers made by bcow.
     #[error("its file system has blocks of {block_bytes} bytes, not 4096")]
     BlockBytes {
         /// Block size in bytes.
         block_bytes: u32,
     },
-    /// There are more inodes than expected.
+    /// There are more inodes than allowed.
     #[error("it has more than {allowed} inodes")]
     TooMany {
-        /// How many there may be.
+        /// The limit.
         allowed: u64,
     },
-    /// The files are in too many pieces.
+    /// The files have too many runs of chunks.
     #[error("its files are in more than {MAX_RUNS} pieces")]
     TooManyRuns,
-    /// A file's content lies where no content can be.
+    /// A file's content lies at an address where no content can be.
     #[error("inode {}: its content at byte {offset}, {length} bytes, is not where content lies", .nid.0)]
     Place {
         /// The file.
@@ -178,7 +181,7 @@ pub enum LayerError {
         /// Length in bytes.
         length: u64,
     },
-    /// A mark is on something that it does not fit.
+    /// A mark is on an inode that it does not fit.
     #[error("inode {}: it is marked as a link, but has no target below the root", .nid.0)]
     Mark {
         /// The marked inode.
@@ -186,10 +189,10 @@ pub enum LayerError {
     },
 }
 
-/// Reads a layer that [`LayerTree::into_overlay`] made a file system of.
+/// Reads a layer from a file system of the form of [`LayerTree::into_overlay`].
 ///
-/// Tails are named by their place on the device plus `options.tails`; who merges the layers reads them from there.
-/// A hostile file system costs no more than `max_inodes` nodes with their names.
+/// The offset of a tail is its device byte plus `options.tails`; a merge reads the tails from
+/// there. A hostile file system takes the memory of at most `max_inodes` nodes with their names.
 pub fn read_layer(fs: &Filesystem, options: &ReadOptions<'_>) -> Result<LayerTree, LayerError> {
     let block_bytes = fs.superblock().block_bytes;
     if block_bytes as usize != BLOCK_BYTES {
@@ -219,7 +222,7 @@ struct LayerReader<'a> {
     fs: &'a Filesystem,
     options: &'a ReadOptions<'a>,
     tree: LayerTree,
-    /// Directories, and whatever has several names.
+    /// Directories, and inodes with several names.
     known: HashMap<u64, NodeId>,
     xattrs: HashMap<BTreeMap<Vec<u8>, Vec<u8>>, Xattrs>,
     runs: usize,
@@ -379,7 +382,7 @@ impl LayerReader<'_> {
         for extent in self.fs.extents(inode, 0) {
             let extent = extent?;
             match extent.source {
-                // An image may say of a whole file that it is a hole.
+                // A file may be one single hole.
                 ExtentSource::Hole => {
                     content.blocks = Blocks::Chunked {
                         chunk_shift: 31,
@@ -389,7 +392,7 @@ impl LayerReader<'_> {
                 ExtentSource::Device { offset } if inode.is_inline_tail(offset) => {
                     content.tail = Some(Tail {
                         offset: self.options.tails + offset,
-                        // Shorter than a block.
+                        // A tail is shorter than a block.
                         length: extent.length as u16,
                     });
                 }
