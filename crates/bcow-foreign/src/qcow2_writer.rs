@@ -1,11 +1,11 @@
 //! Writes a qcow2 image in one pass (qemu's docs/interop/qcow2.rst, version 3).
 //!
 //! ```text
-//! | header | data clusters and L2 tables, in order of writing | L1 table | refcount blocks | refcount table |
+//! | header | data clusters and L2 tables, as written | L1 table | refcount blocks | refcount table |
 //! ```
 //!
-//! The writer writes the header last, when all offsets are known. Zeros stay unallocated. Compressed
-//! clusters start at multiples of 512 bytes; several share a host cluster.
+//! The writer writes the header last, when all offsets are known. Zeros stay unallocated.
+//! Compressed clusters start at multiples of 512 bytes; several share a host cluster.
 
 use std::fs::File;
 use std::io;

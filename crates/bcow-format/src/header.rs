@@ -145,8 +145,8 @@ pub struct Header {
     pub free: Section,
 }
 
-/// Selects the newest intact slot and validates its header. `area` is the first [`HEADER_AREA_BYTES`]
-/// of a file, or the whole file if it is shorter.
+/// Selects the newest intact slot and validates its header. `area` is the first
+/// [`HEADER_AREA_BYTES`] of a file, or the whole file if it is shorter.
 ///
 /// [`Header::check_file_length`] compares the header with the actual length of the file.
 pub fn choose_header(area: &[u8]) -> Result<Header, FormatError> {

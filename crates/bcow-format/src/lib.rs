@@ -1,9 +1,9 @@
 //! The BCoW file format, version 1: decodes bytes to validated structures, and encodes them.
 //!
-//! The specification is `spec/bcow-v1.md`; the modules cite its sections. This crate does no I/O and no
-//! decompression. A caller reads bytes and passes them to a `decode` function, which returns a
-//! structure that satisfies every rule of the specification, or a [`FormatError`] with the error code
-//! of the specification.
+//! The specification is `spec/bcow-v1.md`; the modules cite its sections. This crate does no I/O
+//! and no decompression. A caller reads bytes and passes them to a `decode` function, which returns
+//! a structure that satisfies every rule of the specification, or a [`FormatError`] with the error
+//! code of the specification.
 //!
 //! ```
 //! use bcow_format::{FormatError, choose_header};

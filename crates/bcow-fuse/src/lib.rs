@@ -1,8 +1,8 @@
 //! The FUSE frontend: mounts a BCoW image as a file system.
 //!
 //! The path of a request: the kernel sends it through `/dev/fuse`, `fuser` decodes it, the adapter
-//! converts it, and [`fs::ImageFs`] answers it from a [`bcow_erofs::reader::Filesystem`], which reads
-//! blocks of a [`bcow::BlockDevice`].
+//! converts it, and [`fs::ImageFs`] answers it from a [`bcow_erofs::reader::Filesystem`], which
+//! reads blocks of a [`bcow::BlockDevice`].
 //!
 //! ```no_run
 //! use std::{path::Path, sync::Arc};

@@ -17,8 +17,8 @@ use crate::outcome::Outcome;
 use crate::signals::Signals;
 use crate::stats::MountStats;
 
-/// Name that the process takes while it closes the upper of a writable mount. Commands that wait for
-/// its end recognise it by this name.
+/// Name that the process takes while it closes the upper of a writable mount. Commands that wait
+/// for its end recognise it by this name.
 pub const CLOSING: &std::ffi::CStr = c"bcow-closing";
 
 /// The content of a mount.

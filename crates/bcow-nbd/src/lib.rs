@@ -1,8 +1,8 @@
 //! The NBD server: serves block devices over the network block device protocol.
 //!
-//! The path of a request: a client connects to a [`Listener`], and [`Server`] starts a thread for it.
-//! The handshake selects an [`Export`]. Then the workers of the connection receive requests, execute
-//! them on a [`bcow::BlockDevice`] or [`bcow::WritableDevice`], and send replies.
+//! The path of a request: a client connects to a [`Listener`], and [`Server`] starts a thread for
+//! it. The handshake selects an [`Export`]. Then the workers of the connection receive requests,
+//! execute them on a [`bcow::BlockDevice`] or [`bcow::WritableDevice`], and send replies.
 //!
 //! ```no_run
 //! use std::{path::Path, sync::Arc};
