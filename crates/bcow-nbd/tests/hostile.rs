@@ -1,5 +1,5 @@
-//! What a client that does not behave gets: an answer as the protocol says, or the end of its connection. Whoever else is
-//! there does not notice.
+//! Clients that violate the protocol: the server replies as the protocol says, or disconnects them.
+//! Other clients are not affected.
 
 mod common;
 
@@ -16,9 +16,10 @@ const ENOSPC: u32 = 28;
 const EPERM: u32 = 1;
 const EOVERFLOW: u32 = 75;
 
-/// So long a server waits that is not patient. Who behaves must never take as long, on a busy machine either.
+/// The timeout of an impatient server. A regular client must never take as long, even on a busy
+/// machine.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Longer nothing takes that comes to an end.
+/// Limit of the time of any operation that ends at all.
 const AT_MOST: Duration = Duration::from_secs(60);
 
 fn impatient() -> ServerOptions {
@@ -38,7 +39,7 @@ fn greetings_that_make_no_sense_end_the_connection() {
         client.send(&flags.to_be_bytes());
         assert!(client.is_closed());
     }
-    // A web browser, say.
+    // For example a web browser.
     let mut client = server.connect();
     client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
     assert!(client.is_closed());
@@ -161,7 +162,7 @@ fn a_wrong_magic_in_transmission_ends_the_connection() {
         client.send(&request);
         assert!(client.is_closed());
     }
-    // Compact requests after extended headers were chosen.
+    // Compact requests after the client has selected extended headers.
     let mut client = server.client("disk", Framing::Extended);
     client.framing = Framing::Structured;
     let request = client.request(0, 0, 0, 512);
@@ -230,7 +231,7 @@ fn requests_of_4_gib_are_refused() {
             client.send(&request);
             assert_eq!(client.chunk(0).errno, errno);
         }
-        // What would follow cannot be told from the next request.
+        // The server could not tell the rest of the payload from the next request.
         let request = client.request(1, 0, 0, u32::MAX.into());
         client.send(&request);
         assert!(client.is_closed());
@@ -279,7 +280,7 @@ fn reads_larger_than_a_payload_are_refused_whatever_the_size_of_the_disk() {
             };
             client.greet();
             client.negotiate(framing);
-            // The only export.
+            // The empty name selects the only export.
             client.go("");
             client
         };
@@ -289,7 +290,8 @@ fn reads_larger_than_a_payload_are_refused_whatever_the_size_of_the_disk() {
         structured.send(&request);
         assert_eq!(structured.chunk(0).errno, EOVERFLOW);
         assert_eq!(structured.read(5, 32 << 20).unwrap(), vec![1; 32 << 20]);
-        // One piece, and there is no memory for it; in pieces there is.
+        // A simple reply needs the whole content in one piece, for which there is no memory. A
+        // structured reply is sent in smaller pieces.
         let begin = Instant::now();
         let request = simple.request(0, 0, 0, 32 << 20);
         simple.send(&request);
@@ -310,7 +312,7 @@ fn payloads_nobody_wants_are_dropped_and_the_next_request_is_found() {
         }
         assert_eq!(client.read(0, 512).unwrap(), common::counting(512));
     }
-    // A payload where the command has none.
+    // A payload for a command that has none.
     let mut client = server.client("image", Framing::Extended);
     let mut message = client.request(0, command_flag::PAYLOAD_LEN, 0, 70_000);
     message.extend(vec![0; 70_000]);
@@ -353,7 +355,7 @@ fn bytes_that_drip_in_do_not_keep_a_connection() {
         if client.stream.write_all(&[*byte]).is_err() {
             break;
         }
-        // All of it takes longer than the server waits for a request.
+        // The whole request takes longer than the server's timeout.
         std::thread::sleep(PATIENCE / 20);
     }
     assert!(client.is_closed());
@@ -412,13 +414,13 @@ fn a_thousand_connections_are_too_many_and_not_for_long() {
     let server = Running::with(MemoryDisk::new(), options);
     let mut busy = server.client("disk", Framing::Structured);
     let crowd: Vec<Client> = (0..1000).map(|_| server.connect()).collect();
-    // Who is in stays in,
+    // The connected client stays connected.
     assert_eq!(busy.read(0, 4096).unwrap(), [0; 4096]);
     let begin = Instant::now();
     for mut client in crowd {
         assert!(client.is_closed());
     }
-    // and when the crowd has been shown out, others come in.
+    // After the server has refused the crowd, other clients can connect.
     assert!(begin.elapsed() < AT_MOST);
     server.assert_serves();
     assert_eq!(busy.read(0, 4096).unwrap(), [0; 4096]);
@@ -443,7 +445,7 @@ fn noise_does_no_harm() {
         for _ in 0..noise() % 40 {
             bytes.extend(noise().to_be_bytes());
         }
-        // Something of sense in front takes it further.
+        // A valid header in front lets the bytes reach later checks.
         if round % 4 == 3 {
             let request = client.request(noise() as u16 % 9, noise() as u16, noise(), noise() % 99);
             let _ = client.stream.write_all(&request);
@@ -469,7 +471,8 @@ fn a_client_that_leaves_before_a_large_read_takes_no_memory_with_it() {
     let mut both = client.request(0, 0, 0, 512);
     both.extend(client.request(0, 0, 0, LARGE));
     {
-        // The reply to the first waits to be sent with that to the second, when nobody is there any more.
+        // The first reply waits to be sent together with the second, and the client is gone by
+        // then.
         let _closed = gate.write().unwrap();
         client.send(&both);
         drop(client);

@@ -1,7 +1,9 @@
-//! Connections under a model checker: who receives, who carries out, who sends, in thousands of orders.
+//! Connections under a model checker, which tries thousands of schedules of the threads that
+//! receive, execute and send.
 //!
-//! All that the client says is on its way before the server begins, so that nothing but the server's own threads decides what happens.
-//! Whatever order the scheduler chooses, each request gets one reply, with the right content, and the session ends.
+//! The client sends all its bytes before the server starts, so that only the threads of the server
+//! decide what happens. In every schedule, each request must get one reply with the right content,
+//! and the session must end.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -23,17 +25,17 @@ const DISCONNECT: u16 = 2;
 const FLUSH: u16 = 3;
 const EIO: u32 = 5;
 const ESHUTDOWN: u32 = 108;
-/// More than is lent from the receive buffer.
+/// More bytes than a worker uses directly from the receive buffer.
 const LARGE: usize = 130 << 10;
 
-/// Schedules of each model that are looked at in every run.
+/// Number of schedules of each model in one run.
 const SCHEDULES: usize = 300;
 
-/// A disk at which others go on before and after each request.
+/// A disk that lets other threads run before and after each request.
 struct Disk {
     bytes: Mutex<Vec<u8>>,
     point: AtomicU64,
-    /// Reads from here on fail.
+    /// Reads at or after this offset fail.
     bad_from: usize,
 }
 
@@ -86,7 +88,7 @@ impl WritableDevice for Disk {
     }
 }
 
-/// A request: where, and how many bytes.
+/// A request with its offset and its length in bytes.
 #[derive(Debug, Clone, Copy)]
 struct Ask {
     command: u16,
@@ -102,12 +104,12 @@ fn ask(command: u16, offset: usize, length: usize) -> Ask {
     }
 }
 
-/// What the request of this number writes.
+/// The byte that request `number` writes.
 fn tag(number: usize) -> u8 {
     100 + number as u8
 }
 
-/// What a disk has that nobody wrote to.
+/// The initial content of the disk.
 fn below(at: usize) -> u8 {
     (at / 512 % 91) as u8
 }
@@ -126,19 +128,21 @@ impl Ask {
     }
 }
 
-/// The other end of a connection: all that the client says, and, at the end, all that it was answered.
+/// The client's end of a connection: the thread that sends all its bytes, and the thread that
+/// receives all replies.
 struct Client {
     said: std::thread::JoinHandle<()>,
     heard: std::thread::JoinHandle<Vec<u8>>,
 }
 
 impl Client {
-    /// Threads of the client are the host's, whatever the scheduler does: they are there whenever the server has to wait for them.
+    /// Starts the client with threads of the host, which run independently of the model checker's
+    /// scheduler.
     fn begin(says: Vec<u8>) -> (Client, OwnedFd) {
         let (server, mut client) = UnixStream::pair().unwrap();
         let mut ears = client.try_clone().unwrap();
         let said = std::thread::spawn(move || {
-            // The server may have ended before it has heard all.
+            // The server may have stopped before it has received all bytes.
             let _ = client.write_all(&says);
             let _ = client.shutdown(std::net::Shutdown::Write);
         });
@@ -156,7 +160,7 @@ impl Client {
     }
 }
 
-/// Replies by cookie: the error, and the content.
+/// Replies by cookie: the error number and the content.
 fn replies(asks: &[Ask], mut heard: &[u8]) -> BTreeMap<usize, (u32, Vec<u8>)> {
     fn take<'a>(heard: &mut &'a [u8], count: usize) -> &'a [u8] {
         heard.split_off(..count).expect("a reply is cut off")
@@ -177,15 +181,16 @@ fn replies(asks: &[Ask], mut heard: &[u8]) -> BTreeMap<usize, (u32, Vec<u8>)> {
     replies
 }
 
-/// What a client asks, and how the server is.
+/// The requests of the client and the configuration of the server.
 #[derive(Debug, Clone)]
 struct Model {
     asks: Vec<Ask>,
     in_flight: u32,
     memory_bytes: u64,
-    /// Whether it is told to end meanwhile.
+    /// Whether the test stops the server during the session.
     stopped: bool,
-    /// Whether the client chooses the export, or the connection is one of the kernel's.
+    /// Whether the client selects the export in a handshake, or the connection is one for the
+    /// kernel's driver.
     handshake: bool,
 }
 

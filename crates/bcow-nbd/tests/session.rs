@@ -1,4 +1,4 @@
-//! What a client that behaves gets.
+//! Sessions of clients that follow the protocol.
 
 mod common;
 
@@ -23,7 +23,8 @@ fn every_size_of_write_is_read_back_in_every_framing() {
     let server = Running::start();
     for framing in FRAMINGS {
         let mut client = server.client("disk", framing);
-        // Lent from the receive buffer, received whole, received in pieces; and not aligned to anything.
+        // Payloads used from the receive buffer, received as a whole, and received in pieces; none
+        // is aligned.
         for length in [1, 511, 4096, 70_000, 200_000, 1 << 20, (5 << 20) + 3] {
             let bytes = counting(length);
             assert_eq!(client.write(0, 13, &bytes), 0);
@@ -95,7 +96,7 @@ fn info_tells_what_is_asked_for() {
     assert_eq!(told[0].1[2..10], DISK_BYTES.to_be_bytes());
     assert_eq!(told[2].1[2..], *b"disk");
     assert_eq!(told[3].1[2..], *b"in memory");
-    // Two exports: neither is the default.
+    // With two exports, the empty name selects none.
     let none = client.info(option::INFO, "", &[]);
     assert_eq!(none[0].0, option_reply::ERR_UNKNOWN);
     client.go("image");
@@ -113,14 +114,14 @@ fn contexts_are_listed_and_chosen_by_name() {
     assert_eq!(list(&["qemu:"]), both[1..]);
     client.negotiate(Framing::Structured);
     let mut choose = |queries: &[&str]| client.contexts(option::SET_META_CONTEXT, "disk", queries);
-    // A namespace alone chooses nothing.
+    // A namespace without a name selects no context.
     assert_eq!(choose(&["base:"]), []);
     assert_eq!(choose(&["base:nothing"]), []);
     assert_eq!(
         choose(&["base:allocation"]),
         [(1, "base:allocation".to_owned())]
     );
-    // They were chosen for another export.
+    // The contexts were selected for another export.
     client.go("image");
     assert_eq!(client.errno(BLOCK_STATUS, 0, 0, 4096), 22);
 }
@@ -243,7 +244,7 @@ fn flush_and_fua_reach_the_disk() {
 fn extended_headers_reach_further_than_32_bits() {
     let server = Running::start();
     let mut client = server.client("disk", Framing::Extended);
-    // Beyond the end, and said so rather than cut to 32 bits.
+    // Ranges beyond the end are refused. The length is not truncated to 32 bits.
     assert_eq!(client.errno(WRITE_ZEROES, 0, 0, 1 << 33), 28);
     assert_eq!(client.errno(TRIM, 0, 0, 1 << 63), 22);
     assert_eq!(client.read(0, 512).unwrap(), [0; 512]);
@@ -263,7 +264,7 @@ fn bad_places_fail_by_themselves() {
         assert!(client.read(0, 4096).unwrap() == [3; 4096]);
     }
     server.disk.mark(&(0..4 << 20), true);
-    // The part before it came, and the error says where the rest begins.
+    // The reply contains the content before the error, and the offset of the error.
     let mut client = server.client("disk", Framing::Structured);
     let chunks = client.ask(0, 0, 0, 4 << 20);
     let last = chunks.last().unwrap();
@@ -281,8 +282,8 @@ fn slow_requests_do_not_hold_up_each_other() {
     let options = ServerOptions::default();
     let together = options.in_flight;
     let mut disk = MemoryDisk::new();
-    // The first is slow, by which the server learns that reads are. Of the others none is done before as many as there may be are
-    // under way.
+    // The first read is slow, so that the server passes the turn for later reads. No later read
+    // completes until the limit of parallel requests is in flight.
     let (met, met_too) = (
         Arc::new((Mutex::new(0), Condvar::new())),
         AtomicUsize::new(0),
@@ -354,7 +355,7 @@ fn clients_beyond_the_limit_are_told() {
     assert!(String::from_utf8_lossy(&refused[0].1).contains("as many clients"));
     drop(third);
     first.disconnect();
-    // Its place is free when the server has noticed.
+    // The server frees the place of the client when it notices the disconnection.
     let begin = Instant::now();
     loop {
         let mut client = server.connect();
@@ -376,7 +377,7 @@ fn rate_holds_a_client_back() {
     let server = Running::with(MemoryDisk::new(), options);
     let mut client = server.client("image", Framing::Structured);
     let begin = Instant::now();
-    // A second's worth comes at once, and the one that goes over it.
+    // The burst of one second and the request that exceeds it return at once.
     for _ in 0..7 {
         client.read(0, 256 << 10).unwrap();
     }
@@ -386,7 +387,7 @@ fn rate_holds_a_client_back() {
 
 #[test]
 fn an_idle_server_ends_by_itself() {
-    // Long enough for a client to come at all.
+    // Long enough for a client to connect.
     const IDLE: Duration = Duration::from_secs(2);
     let options = ServerOptions {
         exit_on_idle: Some(IDLE),

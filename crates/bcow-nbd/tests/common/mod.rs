@@ -1,4 +1,4 @@
-//! A client that says byte by byte what a test wants, and a disk in memory.
+//! A client whose bytes a test controls, and a disk in memory.
 #![allow(dead_code)]
 
 use std::io::{Read, Write};
@@ -14,15 +14,15 @@ use bcow_nbd::{Device, Export, Exports, Listener, Server, ServerOptions, Stopper
 
 pub const DISK_BYTES: u64 = 8 << 20;
 
-/// A disk in memory, of blocks of 4096 bytes that are there or not.
+/// A disk in memory with blocks of 4096 bytes, each stored or not.
 pub struct MemoryDisk {
     bytes: RwLock<Vec<u8>>,
-    /// For each block, whether it is stored.
+    /// Whether each block is stored.
     stored: RwLock<Vec<bool>>,
     pub flushes: AtomicUsize,
-    /// Bytes from here on cannot be read or written.
+    /// Reads and writes at or after this offset fail.
     pub bad_from: u64,
-    /// Called at the beginning of each read, which takes as long as that.
+    /// Called at the start of each read; the read waits until it returns.
     pub on_read: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -54,7 +54,7 @@ impl MemoryDisk {
         Ok(offset as usize..end as usize)
     }
 
-    /// Notes that blocks are stored, or are not.
+    /// Marks blocks as stored or not stored.
     pub fn mark(&self, range: &std::ops::Range<usize>, stored: bool) {
         let mut map = self.stored.write().unwrap();
         let blocks = match stored {
@@ -115,8 +115,8 @@ impl WritableDevice for MemoryDisk {
     }
 }
 
-/// A server on a socket of its own, with the exports "disk" (a [`MemoryDisk`]) and "image" (read-only, 3 MiB of
-/// bytes that count up). Ends with the test.
+/// A server on its own socket, with the exports "disk" (a [`MemoryDisk`]) and "image" (read-only, 3
+/// MiB of counting bytes). It stops with the test.
 pub struct Running {
     pub disk: Arc<MemoryDisk>,
     pub directory: tempfile::TempDir,
@@ -161,7 +161,7 @@ impl Running {
         }
     }
 
-    /// A connection that has said nothing yet.
+    /// A connection on which the client has sent no bytes.
     pub fn connect(&self) -> Client {
         let stream = UnixStream::connect(self.directory.path().join("socket")).unwrap();
         stream
@@ -183,7 +183,7 @@ impl Running {
         client
     }
 
-    /// As [`Running::client`], with both metadata contexts.
+    /// Like [`Running::client`], with both metadata contexts selected.
     pub fn client_with_contexts(&self, export: &str, framing: Framing) -> Client {
         let mut client = self.connect();
         client.greet();
@@ -204,7 +204,7 @@ impl Running {
         client
     }
 
-    /// Tells the server to end, and does not wait for it.
+    /// Requests the server to stop, and does not wait for it.
     pub fn begin_stop(&self) {
         self.stopper.stop();
     }
@@ -214,7 +214,7 @@ impl Running {
         self.thread.take().unwrap().join().unwrap()
     }
 
-    /// Whether somebody who behaves is served.
+    /// Asserts that the server still serves a regular client.
     pub fn assert_serves(&self) {
         let mut client = self.client("image", Framing::Structured);
         assert_eq!(client.read(4096, 512).unwrap(), counting(8192)[4096..4608]);
@@ -233,14 +233,14 @@ impl Drop for Running {
     }
 }
 
-/// A client.
+/// A client on a connection.
 pub struct Client {
     pub stream: UnixStream,
     pub framing: Framing,
     pub cookie: u64,
 }
 
-/// A chunk of a reply; a simple reply is one without a payload.
+/// A chunk of a reply. A simple reply is decoded as a chunk without a payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chunk {
     pub done: bool,
@@ -271,7 +271,7 @@ impl Client {
         u64::from_be_bytes(self.receive(8).try_into().unwrap())
     }
 
-    /// Whether the server has closed the connection, perhaps after saying something.
+    /// Whether the server has closed the connection. Ignores bytes that it sent before.
     pub fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.stream.read_to_end(&mut rest) {
@@ -315,7 +315,7 @@ impl Client {
         self.framing = framing;
     }
 
-    /// All replies to INFO or GO: of each its type and data.
+    /// Type and data of each reply to INFO or GO.
     pub fn info(&mut self, option: u32, export: &str, wanted: &[u16]) -> Vec<(u32, Vec<u8>)> {
         let mut data = string(export);
         data.extend((wanted.len() as u16).to_be_bytes());
@@ -358,7 +358,7 @@ impl Client {
         }
     }
 
-    /// A request's header.
+    /// Encodes the header of a request.
     pub fn request(&mut self, command: u16, flags: u16, offset: u64, length: u64) -> Vec<u8> {
         self.cookie += 1;
         let magic = match self.framing {
@@ -377,7 +377,8 @@ impl Client {
         bytes
     }
 
-    /// The next chunk. `read` is how many bytes follow a simple reply that succeeded.
+    /// Receives the next chunk. `read` is the number of bytes that follow a successful simple
+    /// reply.
     pub fn chunk(&mut self, read: usize) -> Chunk {
         let magic = self.u32();
         if self.framing == Framing::Simple {
@@ -422,7 +423,7 @@ impl Client {
         }
     }
 
-    /// Sends a request and takes all chunks of its reply.
+    /// Sends a request and receives all chunks of its reply.
     pub fn ask(&mut self, command: u16, flags: u16, offset: u64, length: u64) -> Vec<Chunk> {
         let request = self.request(command, flags, offset, length);
         self.send(&request);
@@ -442,7 +443,7 @@ impl Client {
         }
     }
 
-    /// What a request without content fails with; 0 if it does not.
+    /// The error number of a request without a payload; 0 if it succeeds.
     pub fn errno(&mut self, command: u16, flags: u16, offset: u64, length: u64) -> u32 {
         self.ask(command, flags, offset, length)
             .iter()
@@ -462,7 +463,7 @@ impl Client {
         self.replies(0)[0].errno
     }
 
-    /// A read, put together from its chunks; or what it failed with.
+    /// Reads a range and assembles its chunks. Returns the error number on failure.
     pub fn read(&mut self, offset: u64, length: usize) -> Result<Vec<u8>, u32> {
         let chunks = self.ask(0, 0, offset, length as u64);
         assemble(self.framing, &chunks, offset, length)
@@ -475,7 +476,7 @@ impl Client {
     }
 }
 
-/// The bytes that the chunks of a read say.
+/// Assembles the content of a read from its chunks.
 pub fn assemble(
     framing: Framing,
     chunks: &[Chunk],
