@@ -14,7 +14,7 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Condvar, Mutex};
 
 /// A region that is newer in the log than in its table stays in memory until the next checkpoint. A
-/// checkpoint is written when these regions take this many bytes.
+/// flush writes a checkpoint when these regions take more than this many bytes.
 const MOST_LOGGED_BYTES: u64 = 48 << 20;
 /// Memory counted for each such region in addition to its table, in bytes.
 const REGION_BYTES: u64 = 512;
@@ -284,6 +284,7 @@ impl Inner {
     /// Overwrites the start of a record that could not be written as a whole, and makes that
     /// durable. A later replay must not accept the record: its blocks are pending again, its places
     /// may be allocated to other blocks, and an open block has no checksum to tell the difference.
+    /// If this fails too, the disk refuses writes.
     fn unwrite(&self, at: u64, error: &Error) {
         let undone = self
             .write_storage(at, &[0; 16])

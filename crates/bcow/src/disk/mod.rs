@@ -19,8 +19,9 @@
 //! 4. leaf locks, held for a few instructions: a shard of [`regions::Regions`], the root table, the
 //!    list of changed regions, the queue of fills, [`space::Space`].
 //!
-//! The completion of a block ([`transit`]) is the only reader that reads without the lock of the
-//! region; it compares the identity of the transit after it has acquired the lock again.
+//! The completion of a block ([`transit`]) is the only reader that reads blocks of the file without
+//! the lock of the region; it compares the identity of the transit after it has acquired the lock
+//! again.
 //!
 //! No thread locks two regions at once. The only exclusive locks that all writers share are the
 //! leaf locks of 4, most of which are sharded.
