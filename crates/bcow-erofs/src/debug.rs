@@ -3,7 +3,8 @@
 //! One line per name, depth first, names in byte order:
 //!
 //! ```text
-//! PATH TYPE+PERMISSIONS NLINK UID:GID SIZE MTIME [-> TARGET] [dev MAJOR:MINOR] [= FIRST PATH] [crc64 C] [@NAME=VALUE ...]
+//! PATH TYPE+PERMISSIONS NLINK UID:GID SIZE MTIME [-> TARGET] [dev MAJOR:MINOR] [= FIRST PATH]
+//!     [crc64 C] [@NAME=VALUE ...]
 //! ```
 //!
 //! Directories have no size, because it depends on the writer. Bytes that are not printable ASCII

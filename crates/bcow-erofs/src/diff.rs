@@ -358,8 +358,8 @@ impl<E> Differ<'_, E> {
         Ok(level.children.iter().any(Option::is_some).then_some(level))
     }
 
-    /// The number of the first path of this inode. Two paths are hardlinks of the same files in
-    /// both trees if these numbers are equal.
+    /// The number of the first path of this inode. If this number is equal in both trees for every
+    /// path, both trees have the same groups of hardlinks.
     fn first_visit(&mut self, index: usize, inode: Option<&Inode>) -> u64 {
         match inode {
             Some(inode) if inode.kind != FileType::Directory && inode.nlink > 1 => {

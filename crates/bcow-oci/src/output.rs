@@ -88,7 +88,8 @@ impl Output {
         self.rename()
     }
 
-    /// The directory for temporary data. Such data needs the same file system as the image.
+    /// The directory for temporary data of the conversion: its file system must have space for the
+    /// image anyway.
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }

@@ -3,7 +3,7 @@
 //! An image names the files below it by digest. The finder looks a digest up in the layout that
 //! contains the image, then in the stores that the user names. Where the image also has a file name
 //! for a digest, the finder looks for that name: in the directory of the image, in the directories
-//! that the user names, then in the stores. No file contains a path.
+//! that the user names, then in the stores. No path is read from an image.
 //!
 //! The finder checks each file that it finds against the image's metadata: the length of the file
 //! and the root of its hash tree, both from the file's header. If the metadata does not describe
@@ -41,7 +41,7 @@ pub struct Opened {
     /// The layers of a stack, lowest first; empty for an image that is not a stack.
     pub layers: Vec<StackLayer>,
     /// Every file below the image that was found, each once: first the layers in their order, then
-    /// the files that only layers need.
+    /// the other files in the order of their digests.
     pub below: Vec<BelowFile>,
     /// The problems of the files below the image, in the order of the lookups. A read of a block
     /// that such a file has to supply fails.

@@ -228,7 +228,8 @@ impl<'e> TreeExport<'e> {
 
     /// Whether a directory of a layer gets an entry. A directory that exists only for the sake of a
     /// child gets none if a lower layer has it and so supplies its attributes. Otherwise the
-    /// directory is new, and programs that unpack layers would give it different attributes.
+    /// directory is new, and programs that unpack layers would give it different attributes. If the
+    /// lower layers are unknown, such a directory gets no entry.
     fn is_listed(&self, path: &[u8], directory: &Inode) -> Result<bool, ExportError> {
         if !self.is_marked(path, directory, IMPLICIT)? {
             return Ok(true);
@@ -501,7 +502,7 @@ fn copy<W: Write>(
 }
 
 /// The data runs of a file, if its holes have `worthwhile` bytes in total. If there are more runs
-/// than readers accept, the smallest holes count as data.
+/// than readers accept, the smallest holes count as data. `None` if the holes have fewer bytes.
 fn runs(fs: &Filesystem, inode: &Inode, worthwhile: u64) -> Result<Option<Vec<Run>>, ErofsError> {
     let mut smallest = 1;
     loop {

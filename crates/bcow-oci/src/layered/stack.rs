@@ -104,8 +104,9 @@ pub(crate) struct Part<'p> {
 
 /// A merged tree, and the images with the content of its files.
 pub(crate) struct Merged<'m> {
-    /// Its contents have addresses relative to [`Place`]s; the address of a tail has the number of
-    /// the part, shifted by [`TAIL_SHIFT`].
+    /// Contents have block addresses counted from the start of the windows, within the [`Place`] of
+    /// their part. The offset of a tail has the number of its part in the bits from [`TAIL_SHIFT`]
+    /// on.
     pub tree: &'m Tree,
     pub parts: &'m [Part<'m>],
     /// The locations of the parts.
