@@ -1,5 +1,5 @@
-//! A union with few descriptors and small stacks. Alone in its process, whose limits it lowers for good. Needs root (trusted
-//! attributes) and mkfs.erofs.
+//! A union with few file descriptors and small stacks. The test needs a process of its own, because
+//! it lowers the limits of the process permanently. Needs root (trusted attributes) and mkfs.erofs.
 
 use std::fs;
 use std::path::Path;
@@ -20,19 +20,19 @@ const ROOT: Caller = Caller {
     umask: 0o022,
 };
 
-/// Directories one in the other.
+/// Depth of nested directories.
 const DEPTH: usize = 3000;
-/// Directories of the image, one in the other.
+/// Depth of nested directories in the image.
 const LOW_DEPTH: usize = 1500;
-/// Directories beside each other.
+/// Number of directories in one directory.
 const BREADTH: usize = 600;
-/// Most descriptors.
+/// Limit of open descriptors.
 const DESCRIPTORS: u64 = 400;
 
 fn make_image(directory: &Path) -> Vec<u8> {
     let (tree, image) = (directory.join("tree"), directory.join("image"));
     fs::create_dir(&tree).unwrap();
-    // A path that mkfs.erofs can open as a whole.
+    // The path is short enough for mkfs.erofs to open it as a whole.
     fs::create_dir_all(tree.join("low").join("d/".repeat(LOW_DEPTH))).unwrap();
     let made = Command::new("mkfs.erofs")
         .args(["--quiet", "-x1"])
@@ -49,7 +49,7 @@ fn open(image: &[u8], upper: &Path) -> Arc<UnionFs> {
         identity: [7; 32],
         name: "image".into(),
     };
-    // With a limit, what is stored is counted first.
+    // With a limit, opening the union counts the stored bytes first.
     let options = UnionOptions {
         size_limit: Some(1 << 30),
         ..UnionOptions::default()
@@ -64,20 +64,20 @@ fn goes_deep(union: &UnionFs) {
         parent = made.unwrap().node;
     }
     union.create(&ROOT, parent, b"file", 0o644).unwrap();
-    // All directories above are copied up at once.
+    // This copies up all parent directories at once.
     let mut low = union.lookup(NodeId::ROOT, b"low").unwrap().unwrap().node;
     for _ in 0..LOW_DEPTH {
         low = union.lookup(low, b"d").unwrap().unwrap().node;
     }
     union.create(&ROOT, low, b"file", 0o644).unwrap();
-    // So many others that none of those stays open.
+    // So many other directories that the cache of descriptors evicts those above.
     let many = union.lookup(NodeId::ROOT, b"many").unwrap().unwrap().node;
     for index in 0..BREADTH {
         let name = format!("{index}").into_bytes();
         union.lookup(many, &name).unwrap().unwrap();
     }
     assert!(union.lookup(parent, b"file").unwrap().is_some());
-    // The last is all that holds those above.
+    // Only the last directory keeps its parents alive.
     let mut here = NodeId::ROOT;
     let mut all = Vec::new();
     for _ in 0..DEPTH {
@@ -116,7 +116,7 @@ fn neither_depth_nor_breadth_needs_descriptors_or_stack() {
     });
     union.close().unwrap();
     drop(union);
-    // What the standard library removes it needs a descriptor for each level of.
+    // The standard library needs a descriptor for each level that it removes.
     let removed = Command::new("rm").arg("-r").arg(&upper).status();
     assert!(removed.unwrap().success());
 }

@@ -1,4 +1,4 @@
-//! Uppers on the host: how they are begun, found again and refused; what is made and removed in them.
+//! Uppers on the host: creating, opening and refusing them; creating and removing files in them.
 
 use std::ffi::CString;
 use std::fs;
@@ -60,7 +60,7 @@ fn a_missing_upper_is_created_for_its_owner_and_found_again() {
 
 const ACLS: [&str; 2] = ["system.posix_acl_default", "system.posix_acl_access"];
 
-/// Lets user 1000 at a directory, and at what is made in it.
+/// Gives user 1000 access to a directory and to files created in it.
 fn share(path: &Path) {
     let mut acl = 2_u32.to_le_bytes().to_vec();
     for (tag, id) in [(1_u16, !0_u32), (2, 1000), (4, !0), (16, !0), (32, !0)] {
@@ -73,7 +73,7 @@ fn share(path: &Path) {
     }
 }
 
-/// Which ACLs a file has.
+/// The ACLs that a file has.
 fn acls(path: &Path) -> Vec<&'static str> {
     let has = |name: &&str| rustix::fs::getxattr(path, *name, &mut [0; 256][..]).is_ok();
     ACLS.into_iter().filter(has).collect()
@@ -104,11 +104,11 @@ fn acls_that_the_host_inherits_reach_nothing_that_is_made() {
     }
     check(&begin(&path));
     check(&Instance::open_existing(&path, NOTE).unwrap());
-    // One that was there, and empty.
+    // An existing empty directory.
     fs::remove_dir_all(&path).unwrap();
     fs::create_dir(&path).unwrap();
     check(&begin(&path));
-    // The root's own are whoever's who filled it, or changed it since.
+    // ACLs of the root that were added after the start are left as they are.
     share(&path);
     assert_eq!(begin(&path).begun(), Begun::Before);
     assert_eq!(acls(&path), ACLS);
@@ -183,7 +183,7 @@ fn an_upper_of_another_image_is_refused_by_both_names() {
             dir.path().display()
         )
     );
-    // The refusal has changed nothing.
+    // The refused attempt has changed nothing.
     drop(begin(dir.path()));
 }
 
@@ -279,10 +279,10 @@ fn an_upper_inside_one_in_use_or_around_it_is_refused_by_both_names() {
         )
     );
     assert!(!dir.path().join(".bcow").exists());
-    // Beside it, whatever the name begins with.
+    // A sibling directory is accepted, even if its name starts with the same characters.
     drop(begin(&dir.path().join("used-too")));
     drop(instance);
-    // Nobody uses it now.
+    // The inner upper is no longer in use.
     let instance = begin(&inside);
     let refused = refusal(&used);
     assert!(matches!(refused, UpperError::Around { .. }), "{refused}");
@@ -301,7 +301,7 @@ fn the_work_directory_is_emptied_whatever_is_in_it() {
     symlink(&outside, work.join("link")).unwrap();
     fs::write(work.join("file"), "x").unwrap();
     fs::write(work.join("up0"), "x").unwrap();
-    // Deeper than a path can be told.
+    // Deeper than the longest path.
     let mut at = rustix::fs::open(&work, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap();
     let name = "d".repeat(200);
     for _ in 0..60 {
@@ -364,7 +364,7 @@ fn whiteouts_take_the_place_of_anything() {
         assert!(metadata.file_type().is_char_device());
     }
     let work = dir.path().join(".bcow/work");
-    // The whiteout that is kept for more names, and the spare one.
+    // The whiteout that is kept for further links, and the spare one.
     assert_eq!(count(&work), 2);
     fs::create_dir(dir.path().join("gone")).unwrap();
     fs::write(dir.path().join("gone/file"), "x").unwrap();
@@ -386,7 +386,7 @@ fn whiteouts_share_an_inode_as_long_as_the_host_permits() {
     let root = instance.root();
     instance.keep_whiteouts();
     let mut inodes = std::collections::HashSet::new();
-    // More names than an inode of ext4 has.
+    // More links than an inode of ext4 can have.
     for index in 0..65_100 {
         let name = format!("{index}");
         let present = match index % 1000 {
@@ -477,7 +477,7 @@ fn attributes_of_any_length_are_read() {
     }
 }
 
-/// What a thread without the capability that `trusted.*` takes finds out.
+/// Runs `run` in a thread without the capability that `trusted.*` attributes need.
 fn without_privilege<T: Send>(run: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -499,7 +499,7 @@ fn marks_that_this_user_cannot_see_are_not_taken_for_missing() {
     let dir = TempDir::new().unwrap();
     let bare = UpperReader::open(dir.path()).unwrap();
     assert_eq!(bare.names().namespace, Namespace::Trusted);
-    // As overlayfs keeps them for this user.
+    // The names that overlayfs uses for this user.
     let bare = without_privilege(|| UpperReader::open(dir.path()).unwrap());
     assert_eq!(bare.names().namespace, Namespace::User);
     drop(bare);

@@ -1,4 +1,4 @@
-//! The host and the lower file, with a point at each call at which another thread may go on.
+//! The host and the lower file. The model checker may switch threads at each call.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,26 +14,26 @@ use rustix::io::Errno;
 use crate::support::TestLower;
 use crate::world::World;
 
-/// Lets another thread go on: any use of an atomic is a point at which the scheduler chooses.
+/// Lets the scheduler switch threads: it may do so at any use of an atomic.
 fn pause(at: &AtomicI64) {
     at.load(Ordering::SeqCst);
 }
 
-/// A file of the host, with the time of its last change.
+/// A file of the host, with its modification time.
 pub struct File {
     of: Of,
     point: AtomicI64,
     times: Mutex<Times>,
 }
 
-/// Times of a file are counted in changes of it.
+/// Times of a file. The clock counts the changes of the file.
 #[derive(Default)]
 struct Times {
     now: i64,
     modified: i64,
-    /// Threads that change the sketch, rather than complete what was changed.
+    /// Threads that write to the sketch. Threads that only complete blocks are not listed.
     changing: Vec<ThreadId>,
-    /// When the last of these did.
+    /// Time of the last write by one of these threads.
     changed: i64,
 }
 
@@ -118,7 +118,7 @@ impl HostFile for File {
     }
 }
 
-/// The file of the upper that holds the sketch.
+/// The file of the upper that stores the sketch.
 pub struct Host {
     marks: Arc<dyn MarkedFile>,
     content: File,
@@ -133,7 +133,7 @@ impl Host {
         })
     }
 
-    /// Calls `work`, whose writes change the file.
+    /// Runs `work`, whose writes count as changes of the file.
     pub fn changing<T>(&self, work: impl FnOnce() -> T) -> T {
         let me = thread::current().id();
         let times = || self.content.times.lock().unwrap();
@@ -143,7 +143,7 @@ impl Host {
         done
     }
 
-    /// When the file was modified, as it says, and when it was changed last.
+    /// The modification time that the file reports, and the time of its last change.
     pub fn times(&self) -> (i64, i64) {
         let times = self.content.times.lock().unwrap();
         (times.modified, times.changed)
@@ -173,7 +173,7 @@ impl MarkedFile for Host {
     }
 }
 
-/// Where the maps are.
+/// The directory of the maps.
 pub struct Maps {
     world: World,
     point: AtomicI64,
@@ -221,7 +221,7 @@ impl MapStore for Maps {
     }
 }
 
-/// The file of the image. Between the beginning and the end of a read others go on.
+/// The file of the image. Other threads may run between the start and the end of a read.
 pub struct Below {
     file: Arc<TestLower>,
     point: AtomicI64,

@@ -1,8 +1,9 @@
-//! Sparse sketches under a model checker: what threads do with the same blocks, in thousands of orders.
+//! Sparse sketches under a model checker, which tries thousands of schedules of threads on the same
+//! blocks.
 //!
-//! Each test is a *model*: some operations for each of some threads, on a host in memory. Whatever order the scheduler chooses, each byte
-//! that is read, that is left at the end, or that a power cut leaves must be one that some order of the same operations, done one after
-//! the other, gives ([`orders`]).
+//! Each test is a *model*: some operations for each of several threads, on a host in memory. In
+//! every schedule, each byte that a thread reads, that the file has at the end, or that a power cut
+//! leaves must be the result of some sequential order of the operations ([`orders`]).
 
 mod host;
 mod model;

@@ -1,4 +1,4 @@
-//! Carries a model out, once for each order that the scheduler chooses, and judges it.
+//! Runs a model once for each schedule that the model checker selects, and checks the results.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,23 +18,23 @@ use crate::orders::{Op, Orders, number, tag};
 use crate::support::{TestLower, quiet};
 use crate::world::World;
 
-/// What is done to a sketch, by whom.
+/// The operations on a sketch and their threads.
 #[derive(Debug, Clone)]
 pub struct Model {
-    /// Bytes of the lower file.
+    /// Size of the lower file in bytes.
     pub lower: u64,
-    /// Done before the threads begin.
+    /// Operations before the threads start.
     pub first: Vec<Op>,
     pub threads: Vec<Vec<Op>>,
     pub options: SketchOptions,
 }
 
-/// Nothing in the background.
+/// Options without background threads.
 pub fn alone() -> SketchOptions {
     quiet()
 }
 
-/// A filler that waits for nothing.
+/// Options with a background thread that fills without delay.
 pub fn with_filler() -> SketchOptions {
     SketchOptions {
         fillers: 1,
@@ -43,7 +43,7 @@ pub fn with_filler() -> SketchOptions {
     }
 }
 
-/// Who writes completes, as the background is behind.
+/// Options with which writers complete blocks themselves, as if the background were behind.
 pub fn behind() -> SketchOptions {
     SketchOptions {
         most_in_transit: 0,
@@ -52,7 +52,7 @@ pub fn behind() -> SketchOptions {
 }
 
 impl Model {
-    /// Looks at so many schedules.
+    /// Checks this number of schedules.
     pub fn check(self, schedules: usize) {
         let orders = Arc::new(self.orders());
         explore(schedules, move || Run::new(&self, &orders).carry_out());
@@ -72,7 +72,7 @@ impl Model {
     }
 }
 
-/// One order.
+/// One schedule.
 struct Run {
     model: Model,
     orders: Arc<Orders>,
@@ -81,7 +81,7 @@ struct Run {
     lower: Arc<TestLower>,
     sketch: Arc<dyn Sketch>,
     sketches: Sketches,
-    /// Flushes that ended, by their numbers, and when.
+    /// Number and end of each completed flush.
     flushed: Mutex<Vec<(usize, usize)>>,
 }
 
@@ -153,7 +153,7 @@ impl Run {
             }
             Op::SeekData(at) => {
                 let found = sketch.seek(at, Seek::Data).unwrap();
-                // What is skipped is zeros.
+                // The skipped range must be zeros.
                 let end = found.unwrap_or(self.longest());
                 self.are_zeros(at..end, number);
             }
@@ -186,7 +186,7 @@ impl Run {
             self.allow(allowed, "left");
         }
         self.holes_are_zeros(&bytes);
-        // Power is cut at some moment.
+        // Cut the power at a random moment.
         let mut random = Random::new(thread_rng().r#gen());
         let moment = random.below(self.world.now() as u64 + 1) as usize;
         let flushed: Vec<usize> = {
@@ -197,7 +197,7 @@ impl Run {
         let cut = self.world.cut(moment, &mut random);
         let could = self.orders.after(&flushed);
         self.compare(&cut, &could, "after a power cut");
-        // All is completed, which nobody sees.
+        // Complete all blocks. The content must not change.
         self.sketch.settle().unwrap();
         assert_eq!(self.sketch.status().unwrap().in_transit, 0);
         assert_eq!(self.sketches.statistics().blocks_in_transit, 0);
@@ -233,7 +233,7 @@ impl Run {
         }
     }
 
-    /// What the next mount shows of what is in a world.
+    /// The content that the next mount shows for the files in a world.
     fn reopened(&self, world: &World) -> Vec<u8> {
         let Some(mark) = world.mark() else {
             return match world.metacopy() {
@@ -288,7 +288,7 @@ impl Run {
         self.lower.bytes.get(place as usize).copied()
     }
 
-    /// No file of the model is longer.
+    /// Limit of the length of the file in this model.
     fn longest(&self) -> u64 {
         let ops = self
             .model
@@ -316,7 +316,7 @@ fn read_all(sketch: &dyn Sketch) -> Vec<u8> {
     bytes
 }
 
-/// A model by chance.
+/// A random model.
 pub fn random(seed: u64) -> Model {
     const B: u64 = BLOCK_BYTES;
     let mut random = Random::new(seed);

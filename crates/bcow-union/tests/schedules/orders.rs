@@ -1,10 +1,11 @@
-//! What a file may hold, by every order in which the operations of some threads may follow each other.
+//! The content that a file may have, for all sequential orders of the operations of several
+//! threads.
 
 use std::collections::BTreeMap;
 
 use bcow_union::sketch::{BLOCK_BYTES, KeepSize};
 
-/// What a thread does.
+/// An operation of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
     Write {
@@ -25,31 +26,32 @@ pub enum Op {
     SeekHole(u64),
     Settle,
     Flush,
-    /// Kills the program, if the sketch says that it may be let go.
+    /// Simulates a kill of the program if all changes of the sketch are recorded.
     LetGo,
     Promote,
 }
 
-/// What a byte is, as a bit: [`ABSENT`], [`ZERO`], [`LOWER`], or that of the operation that wrote it.
+/// Possible origins of a byte, as a bit set: [`ABSENT`], [`ZERO`], [`LOWER`], and one bit for each
+/// operation that writes.
 pub type Could = u64;
-/// It lies behind the end.
+/// The byte is beyond the end of the file.
 pub const ABSENT: Could = 1;
 pub const ZERO: Could = 2;
-/// The lower file's.
+/// The byte is that of the lower file.
 pub const LOWER: Could = 4;
 const WRITTEN: u32 = 3;
 
-/// The bit of what the operation of this number writes.
+/// The bit for bytes that operation `number` writes.
 fn written(number: usize) -> Could {
     1 << (WRITTEN + number as u32)
 }
 
-/// The byte that the operation of this number writes.
+/// The byte that operation `number` writes.
 pub fn tag(number: usize) -> u8 {
     1 + number as u8
 }
 
-/// What bytes could be, from a place on, up to the next place.
+/// Possible origins of ranges. Each key is the start of a range, which ends at the next key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bytes(BTreeMap<u64, Could>);
 
@@ -70,7 +72,8 @@ impl Bytes {
         }
     }
 
-    /// Whether the byte at `at`, `None` if it is behind the end, could be so. `lower` is what the lower file has there.
+    /// Checks whether `byte` is allowed at `at`; `None` is beyond the end of the file. `lower` is
+    /// the byte of the lower file.
     pub fn allow(&self, at: u64, byte: Option<u8>, lower: Option<u8>) -> Result<(), String> {
         let could = self
             .0
@@ -90,20 +93,21 @@ impl Bytes {
     }
 }
 
-/// What all orders say.
+/// The possible content over all orders.
 pub struct Orders {
-    /// When all is done.
+    /// After all operations.
     pub last: Bytes,
     /// At any time.
     pub ever: Bytes,
-    /// When the operation of this number is done, which changes nothing itself.
+    /// At the time of operation `number`, for operations that change nothing.
     pub at: Vec<Bytes>,
-    /// From then on.
+    /// At any time from operation `number` on.
     pub since: Vec<Bytes>,
 }
 
 impl Orders {
-    /// Of a file of `lower` bytes and these threads, of which the first is done before the others begin.
+    /// Computes all orders for a lower file of `lower` bytes. The operations of the first thread
+    /// come before all others.
     pub fn of(lower: u64, threads: &[Vec<Op>]) -> Orders {
         let count: usize = threads.iter().map(Vec::len).sum();
         let places = places(lower, threads);
@@ -129,7 +133,8 @@ impl Orders {
         orders
     }
 
-    /// What a power cut may leave when these operations had ended, flushes all of them: of what was cut off or added meanwhile, also zeros.
+    /// The possible content after a power cut when these flushes have completed. Bytes that were
+    /// truncated or added in the meantime may also be zeros.
     pub fn after(&self, flushed: &[usize]) -> Bytes {
         let mut bytes = self.ever.clone();
         for number in flushed {
@@ -149,7 +154,8 @@ pub fn number(threads: &[Vec<Op>], thread: usize, index: usize) -> usize {
     threads[..thread].iter().map(Vec::len).sum::<usize>() + index
 }
 
-/// Where something may begin to be different: all bytes up to the next place share their fate.
+/// The offsets at which the content can change its origin. All bytes of the range between two of
+/// them have the same origin.
 fn places(lower: u64, threads: &[Vec<Op>]) -> Vec<u64> {
     let mut places = vec![0, lower];
     for op in threads.iter().flatten() {

@@ -6,7 +6,7 @@ use crate::model::{Model, alone, behind, random, with_filler};
 use crate::orders::Op;
 
 const B: u64 = BLOCK_BYTES;
-/// Schedules of each model that are looked at in every run.
+/// Number of schedules of each model in one run.
 const SCHEDULES: usize = 400;
 
 fn write(at: u64, length: u64) -> Op {
@@ -115,7 +115,7 @@ fn a_sketch_is_promoted_only_when_nothing_of_the_lower_file_shows() {
 
 #[test]
 fn what_is_fetched_ahead_takes_nothing_from_who_writes_there() {
-    // Flushes go forward in order, and the fourth fetches.
+    // The flushes go forward in order; the fourth one triggers the readahead from the image.
     let mut first = Vec::new();
     for block in 0..3 {
         first.extend([write(block * B, B), Op::Flush]);

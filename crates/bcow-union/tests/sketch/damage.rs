@@ -1,4 +1,4 @@
-//! Maps and marks that are not what was written: refused, by name and place.
+//! Damaged maps and marks: they are refused, and the error names the file and the place.
 
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -19,7 +19,7 @@ use crate::world::World;
 
 const B: u64 = BLOCK_BYTES;
 
-/// A sketch that was flushed twice, and closed unless it was killed.
+/// A sketch that was flushed twice, then killed or closed.
 fn flushed(killed: bool) -> (World, Arc<TestLower>) {
     let lower = Arc::new(TestLower::new(5, 1000 * B));
     let world = World::new(lower.size());
@@ -72,7 +72,7 @@ fn a_record_that_goes_missing_after_the_sketch_was_closed_is_missed() {
                 assert_eq!(damage, Damage::Cut { expected });
                 assert_eq!(offset, (length - 512) as u64);
             }
-            // After a crash it may as well never have been written.
+            // After a crash, the record counts as never written.
             Ok(_) if !is_missed => {}
             other => panic!("{:?}", other.map(|(sketch, _)| sketch)),
         }
@@ -227,7 +227,7 @@ fn what_has_a_maps_name_and_is_no_file_is_damage_and_is_not_waited_for() {
             error.to_string().contains(map.to_str().unwrap()),
             "{what}: {error}"
         );
-        // The file can be removed all the same, with what is in the map's place.
+        // The file can still be removed, together with the object at the map's path.
         let sketches = on_host(&place, quiet());
         sketches.remove(&place.mark().unwrap()).unwrap();
         assert!(map.symlink_metadata().is_err(), "{what}");

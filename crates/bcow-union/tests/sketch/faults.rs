@@ -1,4 +1,5 @@
-//! The host fails: the program is told, no byte is wrong, and once the host works again so does the sketch.
+//! Failures of the host: the program gets the error, no byte is wrong, and the sketch works again
+//! when the host does.
 
 use bcow_testkit::Random;
 use bcow_union::sketch::{Durability, SketchKind};
@@ -26,7 +27,7 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
             told == fault.errno || told == Errno::IO.raw_os_error(),
             "{context}"
         );
-        // To read a block in transit of a packed one, it has to be completed.
+        // A packed sketch must complete a block in transit to read it; this must not fail.
         script.world.pause(kind == SketchKind::Packed);
         script.accept(&before, &context);
         script.world.pause(false);
@@ -49,9 +50,9 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
             let (_, bytes) = reopened(&script.world.killed(), &script.lower).unwrap();
             assert!(bytes == expected, "opened again: {context}");
         }
-        // What the host has of it nobody knows; from here on that is said.
+        // The state on the host is unknown. From now on, the sketch reports errors.
         Err(error) => {
-            // A record that could neither be written nor taken back ends a packed one.
+            // A record that could be neither written nor undone makes a packed sketch unusable.
             let torn = kind == SketchKind::Packed && hits > 1;
             assert!(failed_sync || torn, "{error}: {context}");
             assert_eq!(error.errno(), Errno::IO, "{context}");

@@ -1,4 +1,5 @@
-//! A first write for which there is no room, or that the host fails: the file is the image's still, also when it is tried again.
+//! A first write that fails, for lack of space or because the host fails: the file still has the
+//! image's content, also after a retry.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +28,7 @@ fn create(
     sketches.create_on(kind, world.host(), lower.clone())
 }
 
-/// Of a world with room for so many blocks.
+/// The sketches of a world with room for `blocks` blocks.
 fn limited(world: &World, blocks: u64) -> (Sketches, Arc<Account>) {
     let account = Arc::new(Account::new(Some(blocks * B)));
     let store = Arc::new(world.clone());
@@ -35,7 +36,7 @@ fn limited(world: &World, blocks: u64) -> (Sketches, Arc<Account>) {
     (sketches, account)
 }
 
-/// A crash now, or a power cut any time since, leaves the lower file.
+/// A kill now, and a power cut at any moment, leave the content of the lower file.
 fn assert_lower(world: &World, lower: &Arc<TestLower>, context: &str) {
     let mut random = Random::new(world.now() as u64);
     let mut left = vec![world.killed()];
@@ -54,7 +55,7 @@ fn assert_copy(world: &World, context: &str) {
     assert_eq!(marks, (None, Metacopy::Whole), "{context}");
 }
 
-/// It can be written to, and the rest is the lower file's.
+/// The file can be written, and its other bytes are those of the lower file.
 fn assert_writable(sketches: &Sketches, kind: SketchKind, world: &World, lower: &Arc<TestLower>) {
     let sketch = create(sketches, kind, world, lower).unwrap();
     write_all(&*sketch, B + 7, b"written").unwrap();
@@ -86,7 +87,7 @@ fn a_host_that_fails_leaves_a_metadata_copy() {
                 match created {
                     Err(error) => assert_eq!(error.errno(), errno, "{context}"),
                     Ok(_) if hits == 0 => break,
-                    // Nobody needs to know when it was modified.
+                    // A failure to set the modification time is not reported.
                     Ok(_) => continue,
                 }
                 failed += 1;
@@ -152,7 +153,7 @@ fn without_room_for_a_packed_sketch_nothing_is_stored_however_often_it_is_tried(
     }
 }
 
-/// The marks stay then, and say that nothing is stored.
+/// The marks stay in this case, and say that no block is stored.
 #[test]
 fn a_host_that_also_fails_when_marks_are_taken_back_does_no_harm() {
     let kind = SketchKind::Packed;
@@ -180,7 +181,8 @@ fn a_host_that_also_fails_when_marks_are_taken_back_does_no_harm() {
     }
 }
 
-/// Its BCoW file is made anew then, which takes space, and nobody who only reads shall be told that there is none.
+/// Its BCoW file is created again, which takes space. A program that only reads must not get
+/// ENOSPC.
 #[test]
 fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
     let kind = SketchKind::Packed;

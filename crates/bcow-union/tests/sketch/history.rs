@@ -1,21 +1,21 @@
-//! What a file has held, and so what it may hold after a crash.
+//! The past states of a file, and the states that it may have after a crash.
 
-/// The states of a file, step by step.
+/// The states of a file in order.
 pub struct History {
     steps: Vec<Step>,
 }
 
 struct Step {
-    /// Moments between which it was reached.
+    /// The moments between which the file reached the state.
     begun: usize,
     ended: usize,
-    /// Whether everything up to it is durable when it has ended.
+    /// Whether this state and all earlier ones are durable when the step has ended.
     durable: bool,
     bytes: Vec<u8>,
 }
 
 impl History {
-    /// A file that holds this, and durably.
+    /// A file with this durable content.
     pub fn new(bytes: Vec<u8>) -> Self {
         History {
             steps: vec![Step {
@@ -27,12 +27,12 @@ impl History {
         }
     }
 
-    /// What it holds now.
+    /// The current content.
     pub fn now(&self) -> &[u8] {
         &self.steps.last().unwrap().bytes
     }
 
-    /// The next state, reached between two moments.
+    /// Adds a state that the file reached between two moments.
     pub fn step(&mut self, begun: usize, ended: usize, durable: bool, bytes: Vec<u8>) {
         self.steps.push(Step {
             begun,
@@ -42,8 +42,9 @@ impl History {
         });
     }
 
-    /// Whether a file that a crash met at `moment` may hold `found`: each byte is what it was at the last durable step that had
-    /// ended, or at one that had begun since. Zeros are also where the file grew since, as what was written there may be lost.
+    /// Whether a file may contain `found` after a crash at `moment`. Each byte must have its value
+    /// of the last durable step that had ended, or of a later step that had begun. A byte may also
+    /// be zero where the file grew in these later steps, because the written data may be lost.
     pub fn allows(&self, moment: usize, found: &[u8]) -> Result<(), String> {
         let base = self
             .steps

@@ -1,4 +1,4 @@
-//! Random operations on a sketch and on bytes in memory: the same results.
+//! Random operations on a sketch and on bytes in memory: both must give the same results.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::support::{Place, TestLower, on_host, quiet};
 
 const B: u64 = BLOCK_BYTES;
 
-/// What a sketch is to show.
+/// The expected content of a sketch.
 struct Model {
     bytes: Vec<u8>,
 }
@@ -46,7 +46,7 @@ fn check(sketch: &dyn Sketch, model: &Model, context: &str) {
     }
 }
 
-/// Data is wherever there is something else than zeros, and in a hole there are zeros only.
+/// All bytes other than zeros are in data; holes contain only zeros.
 fn check_seek(sketch: &dyn Sketch, model: &Model, at: u64, context: &str) {
     let size = model.bytes.len() as u64;
     let data = sketch.seek(at, Seek::Data).unwrap();
@@ -62,7 +62,7 @@ fn check_seek(sketch: &dyn Sketch, model: &Model, at: u64, context: &str) {
     assert!(data != Some(hole) || hole == size, "{context}");
 }
 
-/// Somewhere near the edges of blocks.
+/// An offset near the edge of a block.
 fn place(random: &mut Random, size: u64) -> u64 {
     let at = random.below(size + 3 * B);
     match random.below(4) {
@@ -161,7 +161,7 @@ fn run(kind: SketchKind, seed: u64, steps: usize, options: SketchOptions) {
             }
             17 => check(&*sketch, &model, &context),
             18 => {
-                // Found again, in the same mount or in the next.
+                // Open it again, in the same mount or in a new one.
                 if random.one_in(2) {
                     sketch.flush(Durability::Volatile).unwrap();
                     drop(sketch);

@@ -1,6 +1,7 @@
-//! Whatever a power cut leaves: every byte that was synced is there, no block is half filled, and nothing comes back that was cut off.
+//! Power cuts: each synced byte is present, no block is incomplete, and truncated data does not
+//! come back.
 //!
-//! `BCOW_POWER_CUTS=20` does twenty times as many, from other seeds.
+//! `BCOW_POWER_CUTS=20` runs twenty times as many cuts, with other seeds.
 
 use std::sync::Arc;
 
@@ -43,7 +44,7 @@ fn run(kind: SketchKind, seed: u64, steps: usize) {
         if let Err(problem) = script.history.allows(moment, &bytes) {
             panic!("{problem}: {}", context());
         }
-        // What is there now is durable once it is flushed, and what was cut off does not come back.
+        // The current content is durable after a flush, and truncated data does not come back.
         let Some(sketch) = sketch else {
             continue;
         };
@@ -65,18 +66,19 @@ fn a_power_cut_loses_nothing_of_a_sparse_sketch_that_was_synced() {
     }
 }
 
-/// So many flushes that the map is written anew now and then.
+/// Flushes often enough that the map is written again several times.
 #[test]
 fn a_power_cut_loses_nothing_when_a_map_is_written_anew() {
     const BLOCKS: u64 = 700;
-    // Every other one first, so that they are as many records.
+    // Every second block first, so that each block is a record of its own.
     let order = (0..BLOCKS).map(|n| n * 2 % BLOCKS + u64::from(n * 2 >= BLOCKS));
     let written = flush_each(BLOCKS, order, quiet());
     assert!(written > 2);
 }
 
-/// What the host's kernel has is not on the disk yet: who is killed between writing a record and synchronising it leaves one that
-/// the next mount reads, and that a power cut may take all the same.
+/// Data in the page cache of the host's kernel is not on the disk. A kill between the write and the
+/// sync of a record leaves a record that the next mount reads, but that a power cut may still
+/// remove.
 #[test]
 fn a_power_cut_after_a_kill_loses_nothing_that_was_synced() {
     let errno = Errno::IO.raw_os_error();
@@ -91,7 +93,7 @@ fn a_power_cut_after_a_kill_loses_nothing_that_was_synced() {
         write_all(&*sketch, 0, &[1; BLOCK_BYTES as usize]).unwrap();
         sketch.flush(Durability::Durable).unwrap();
         write_all(&*sketch, 5 * BLOCK_BYTES, &[1; BLOCK_BYTES as usize]).unwrap();
-        // It is killed before this call, and so does nothing more.
+        // Simulate a kill: this call fails, and the sketch makes no further calls.
         world.plan(Some(Fault {
             after,
             stays: false,
@@ -161,7 +163,8 @@ fn a_power_cut_loses_nothing_where_blocks_are_mapped_ahead() {
     flush_each(300, 0..300, options);
 }
 
-/// Writes a part of each of these blocks and flushes, and cuts the power here and there. Says how often the map was written.
+/// Writes a part of each block and flushes after each; cuts the power at several moments. Returns
+/// how often the map was written.
 fn flush_each(blocks: u64, order: impl Iterator<Item = u64>, options: SketchOptions) -> u64 {
     let lower = Arc::new(TestLower::full(blocks * BLOCK_BYTES));
     let world = World::new(lower.size());
@@ -177,7 +180,7 @@ fn flush_each(blocks: u64, order: impl Iterator<Item = u64>, options: SketchOpti
         sketch.flush(Durability::Durable).unwrap();
         ended.push((world.now(), at));
         if sketches.statistics().maps_written > written {
-            // Most can go wrong then.
+            // The most critical moment: cut here more often.
             moments.extend([world.now(); 10]);
         }
     }
@@ -191,7 +194,7 @@ fn flush_each(blocks: u64, order: impl Iterator<Item = u64>, options: SketchOpti
             let at = (block * BLOCK_BYTES) as usize;
             assert_eq!(bytes[at], 1, "block {block} at {moment}");
         }
-        // Everything else is the image's.
+        // All other bytes are those of the image.
         for (at, byte) in bytes.iter().enumerate() {
             let is_written = at % (BLOCK_BYTES as usize) < 512;
             assert!(

@@ -1,4 +1,4 @@
-//! Random operations on a sketch in a host in memory, with a record of what it may hold.
+//! Random operations on a sketch on a host in memory, with a history of its allowed content.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub fn sketches(world: &World, options: SketchOptions) -> Sketches {
     )
 }
 
-/// All that a sketch shows.
+/// The whole content of a sketch.
 pub fn shown(sketch: &dyn Sketch) -> Result<Vec<u8>, SketchError> {
     let mut bytes = vec![0xEE; sketch.size() as usize];
     let read = sketch.read_at(0, &mut bytes)?;
@@ -45,10 +45,10 @@ pub fn shown(sketch: &dyn Sketch) -> Result<Vec<u8>, SketchError> {
     Ok(bytes)
 }
 
-/// A sketch that was opened, if the file is one, and what the file shows.
+/// The opened sketch, if the file is one, and the content of the file.
 pub type Reopened = (Option<Arc<dyn Sketch>>, Vec<u8>);
 
-/// Opens what is in a world, as the union does.
+/// Opens the file in a world as the union does.
 pub fn reopened(world: &World, lower: &Arc<TestLower>) -> Result<Reopened, SketchError> {
     let Some(mark) = world.mark() else {
         return Ok(match world.metacopy() {
@@ -83,7 +83,7 @@ impl Script {
         }
     }
 
-    /// Does something. Gives the error that there was.
+    /// Executes a random operation and returns its error.
     pub fn step(&mut self) -> Result<(), SketchError> {
         let random = &mut self.random;
         let size = self.sketch.size();
@@ -149,7 +149,8 @@ impl Script {
         result
     }
 
-    /// After an operation failed: what the sketch shows is what it holds from now on, if it is something it may.
+    /// After a failed operation: checks that the content of the sketch is allowed, and expects this
+    /// content from now on.
     pub fn accept(&mut self, before: &[u8], context: &str) {
         let after = self.history.now().to_vec();
         let shown = shown(&*self.sketch).unwrap();
@@ -168,7 +169,7 @@ impl Script {
     }
 }
 
-/// Writes all, as programs do.
+/// Writes all bytes and retries short writes, as programs do.
 pub fn write_all(sketch: &dyn Sketch, at: u64, data: &[u8]) -> Result<(), SketchError> {
     let mut done = 0;
     while done < data.len() {

@@ -1,4 +1,4 @@
-//! What a sparse sketch does, one thing at a time.
+//! Single properties of sparse sketches.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,7 +30,7 @@ fn create(
         .unwrap()
 }
 
-/// A sketch of so many blocks, without holes.
+/// A sketch of `blocks` blocks without holes.
 fn setup(
     blocks: u64,
     options: SketchOptions,
@@ -77,7 +77,7 @@ fn a_write_copies_nothing_until_the_rest_is_needed() {
 fn whole_blocks_copy_nothing_at_all() {
     let (sketch, _world, lower, _sketches) = setup(100, quiet());
     write_all(&*sketch, 0, &vec![1; 40 * B as usize]).unwrap();
-    // Two halves of one block, and four quarters of another out of order.
+    // Two halves of one block, and four quarters of another one out of order.
     write_all(&*sketch, 50 * B, &[2; 2048]).unwrap();
     write_all(&*sketch, 50 * B + 2048, &[2; 2048]).unwrap();
     for quarter in [2, 0, 3, 1] {
@@ -155,7 +155,7 @@ fn a_lower_file_that_cannot_be_read_fails_what_needs_it_and_nothing_else() {
         sketch.flush(Durability::Durable).unwrap_err().errno(),
         Errno::IO
     );
-    // The other block was flushed all the same.
+    // The other block was flushed nevertheless.
     lower.broken.store(false, Ordering::Relaxed);
     let (_, bytes) = reopened(&world.killed(), &lower).unwrap();
     assert_eq!(bytes[5 * B as usize], 2);
@@ -174,7 +174,7 @@ fn a_sync_of_blocks_that_are_mapped_is_one_barrier() {
         let now = world.syncs();
         std::mem::replace(&mut before, now).abs_diff(now)
     };
-    // Content, the map with its name, the mark that says that there is one.
+    // Syncs of the content, of the map with its name, and of the mark that refers to it.
     assert_eq!(barriers(), 3);
     write_all(&*sketch, 100, &[2; 10]).unwrap();
     assert_eq!(barriers(), 1);
@@ -288,12 +288,12 @@ fn the_limit_is_exact_and_space_comes_back() {
     let sketch = sketches
         .create(SketchKind::Sparse, file, lower.clone())
         .unwrap();
-    // One block for each touched one, however little was written.
+    // Each touched block counts as one block, however few bytes were written.
     for block in 0..4 {
         write_all(&*sketch, block * 100 * B + 7, &[1; 3]).unwrap();
     }
     assert_eq!(account.used(), 4 * B);
-    // What fits is written, up to a block's end.
+    // A write that does not fit is cut at the end of a block.
     assert_eq!(
         sketch
             .write_at(500 * B + 100, &[2; 8 * B as usize])
@@ -305,23 +305,24 @@ fn the_limit_is_exact_and_space_comes_back() {
     let mut byte = [0];
     sketch.read_at(600 * B, &mut byte).unwrap();
     assert_eq!(byte[0], below(&lower, 600));
-    // What is there can be written again, read and flushed.
+    // Stored blocks can be written again, read and flushed.
     write_all(&*sketch, 500 * B, &[3; 6 * B as usize]).unwrap();
     sketch.flush(Durability::Durable).unwrap();
     assert_eq!(account.left(), Some(0));
-    // With the map came its block and that of its directory, with the fifth piece one more that notes where pieces are.
+    // The map adds one block and its directory another; the fifth extent adds one more, for the
+    // host's extent records.
     assert_eq!(account.used(), (10 + 2 + 1) * B);
     sketch.zero(500 * B, 4 * B, KeepSize::Keep).unwrap();
     assert_eq!(account.left(), Some(B));
     write_all(&*sketch, 600 * B, &[2; 2]).unwrap();
     sketch.set_size(300 * B).unwrap();
     assert_eq!(account.used(), (3 + 2) * B);
-    // A lost name gives everything back, once nobody has it open.
+    // Removing the name releases all space once no program has the file open.
     sketches.remove(&place.mark().unwrap()).unwrap();
     write_all(&*sketch, 10 * B, &[1; 2]).unwrap();
     assert_eq!(account.used(), (4 + 1) * B);
     drop(sketch);
-    // The directory stays.
+    // The directory of the maps stays.
     assert_eq!(account.used(), B);
 }
 
@@ -338,7 +339,7 @@ fn space_that_was_taken_and_not_used_counts_once_until_it_is_cut_off() {
     assert_eq!(account.used(), 50 * B);
     sketch.flush(Durability::Durable).unwrap();
     drop(sketch);
-    // What the host says, and the map and its directory.
+    // The host's count, and one block each for the map and its directory.
     let host = || HostFile::stored_bytes(&place.host()).unwrap();
     assert_eq!(account.used(), host() + 2 * B);
     let mark = place.mark().unwrap();
@@ -448,7 +449,7 @@ fn a_packed_sketch_reaches_as_far_as_its_regions_do() {
     let store = Arc::new(world.clone());
     let sketches = Sketches::on(store, Namespace::Trusted, Arc::default(), quiet());
     let sketch = create(SketchKind::Packed, &sketches, &world, &lower);
-    // Twice as much each time would be too much in the end.
+    // A packed sketch that doubled its address space each time would exceed the limit.
     for end in [10 * TIB + 1, 15 * TIB, 16 * TIB] {
         assert_eq!(sketch.write_at(end - 5, &[1; 5]).unwrap(), 5);
         assert_eq!(sketch.size(), end);

@@ -1,4 +1,4 @@
-//! Lower files, and places for sketches.
+//! Lower files, and uppers for sketches.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -15,13 +15,13 @@ use bcow_union::sketch::{Lower, SketchMark, SketchOptions, Sketches};
 use bcow_union::upper::{Attribute, ImageName, Instance, Mark, Marks, Metacopy};
 use rustix::io::Errno;
 
-/// How many random cases to run: `PROPTEST_CASES`, or as many as do not take long.
+/// Number of random cases: `PROPTEST_CASES`, or `few` by default.
 pub fn cases(few: u64) -> u64 {
     let asked = std::env::var("PROPTEST_CASES").ok();
     asked.and_then(|cases| cases.parse().ok()).unwrap_or(few)
 }
 
-/// Nothing happens in the background, and nothing that was not asked for.
+/// No background threads and no optional operations.
 pub fn quiet() -> SketchOptions {
     SketchOptions {
         fillers: 0,
@@ -35,7 +35,7 @@ pub struct TestLower {
     pub bytes: Vec<u8>,
     /// Whether reads fail.
     pub broken: AtomicBool,
-    /// Reads, by offset and length.
+    /// All reads, with offset and length.
     pub reads: Mutex<Vec<(u64, usize)>>,
 }
 
@@ -90,7 +90,7 @@ impl Lower for TestLower {
     }
 }
 
-/// An upper of the host with one file in it.
+/// An upper on the host with one file in it.
 pub struct Place {
     dir: tempfile::TempDir,
 }
@@ -114,7 +114,7 @@ impl Place {
         Instance::open(self.dir.path(), image, "a test").unwrap()
     }
 
-    /// The file, as a metadata copy of this size.
+    /// The file, as a metadata copy with this size.
     pub fn file(&self, size: u64) -> File {
         let file = File::options()
             .create(true)
@@ -136,7 +136,7 @@ impl Place {
         Sketches::with_options(&self.instance(), account, options).unwrap()
     }
 
-    /// Where the map of a sketch is.
+    /// The path of the map of a sketch.
     pub fn map(&self, id: u64) -> PathBuf {
         self.dir.path().join(format!(".bcow/maps/{id:016x}"))
     }
@@ -149,7 +149,7 @@ impl Place {
             .unwrap()
     }
 
-    /// Its mark, if it is a sketch.
+    /// The mark of the file, if it is a sketch.
     pub fn mark(&self) -> Option<SketchMark> {
         let namespaces = [
             bcow_union::upper::Namespace::Trusted,
@@ -164,7 +164,7 @@ impl Place {
     }
 }
 
-/// The sketches of that upper.
+/// The sketches of the upper `place`.
 pub fn on_host(place: &Place, options: SketchOptions) -> Sketches {
     place.sketches(Arc::default(), options)
 }

@@ -1,4 +1,4 @@
-//! Many threads on the same blocks.
+//! Several threads on the same blocks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,10 +14,11 @@ use crate::world::World;
 const B: u64 = BLOCK_BYTES;
 const BLOCKS: u64 = 40;
 const THREADS: u64 = 4;
-/// Each thread has its own bytes of every so many.
+/// Length of a lane. The lanes alternate between the threads.
 const LANE: u64 = 64;
 
-/// Each thread writes its own lanes of all blocks, and finds them as it wrote them, while others read, flush, and complete.
+/// Each thread writes and reads back its own lanes of all blocks, while other threads read, flush
+/// and complete blocks.
 fn run(kind: SketchKind, seed: u64) {
     let lower = Arc::new(TestLower::full(BLOCKS * B));
     let world = World::new(lower.size());
@@ -38,7 +39,7 @@ fn run(kind: SketchKind, seed: u64) {
             match random.below(4) {
                 0 => sketch.flush(Durability::Durable).unwrap(),
                 1 => sketch.settle().unwrap(),
-                // Behind the lanes, so that the gate closes now and then.
+                // The new end is after the lanes. Some resizes close the gate of the sketch.
                 2 => sketch.set_size((BLOCKS + random.below(5)) * B).unwrap(),
                 _ => {
                     let end = BLOCKS * B;

@@ -1,4 +1,4 @@
-//! The time of the last change: that of the last write, whenever its blocks are completed.
+//! The modification time is the time of the last write, no matter when the blocks are completed.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -14,13 +14,13 @@ use rustix::io::Errno;
 use crate::support::*;
 
 const B: u64 = 4096;
-/// Nothing takes longer that comes to an end.
+/// Limit of the time of any operation that ends at all.
 const AT_MOST: Duration = Duration::from_secs(60);
 
-/// A lower file that is read when a test lets it, and then takes so long.
+/// A lower file whose reads wait for the test, and then take a fixed time.
 struct Gated {
     file: TestLower,
-    /// Held exclusively by who keeps readers waiting.
+    /// The test holds it exclusively while readers must wait.
     gate: RwLock<()>,
     read_takes: Duration,
 }
@@ -39,7 +39,7 @@ impl Lower for Gated {
     }
 }
 
-/// Returns when the host's clock shows another time than it does now, so that what is written from then on shows it.
+/// Waits until the host's clock shows another time, so that later writes differ from earlier ones.
 fn tick() {
     let file = tempfile::tempfile().unwrap();
     let touched = || {
@@ -52,7 +52,7 @@ fn tick() {
     }
 }
 
-/// A sketch on the host, and the host's file.
+/// A sketch on the host and the file that stores it.
 struct Timed {
     sketch: Arc<dyn Sketch>,
     host: File,
@@ -82,7 +82,7 @@ impl Timed {
         }
     }
 
-    /// As whoever asks for attributes sees it.
+    /// The modification time that a stat request returns.
     fn modified(&self) -> SystemTime {
         let mut modified = SystemTime::UNIX_EPOCH;
         let mut look = || {
@@ -93,7 +93,7 @@ impl Timed {
         modified
     }
 
-    /// Writes parts of blocks; the time that the last of these writes gave the file.
+    /// Writes parts of blocks. Returns the modification time after the last write.
     fn write(&self, blocks: std::ops::Range<u64>) -> SystemTime {
         for block in blocks {
             self.sketch.write_at(block * B + 5, b"some bytes").unwrap();
@@ -170,7 +170,8 @@ fn what_is_complete_is_not_touched_by_who_asks_for_times() {
     }
 }
 
-/// However often the time is set back by those who complete blocks, a write that has returned is not older than it began.
+/// Threads that complete blocks set the time back. The time after a write that has returned is
+/// never before the start of this write.
 #[test]
 fn a_write_is_never_undone() {
     let options = SketchOptions {
@@ -178,7 +179,7 @@ fn a_write_is_never_undone() {
         fill_delay: Duration::ZERO,
         ..SketchOptions::default()
     };
-    // From the host's own clock, which may be behind the other one.
+    // Use the host's file clock, which may be behind the system clock.
     let clock = tempfile::tempfile().unwrap();
     let now = |turn: u64| {
         clock.write_all_at(&turn.to_le_bytes(), 0).unwrap();
@@ -205,7 +206,7 @@ fn a_write_is_never_undone() {
                 }
                 let mut undone = None;
                 for turn in 0..200 {
-                    // A new block in part, then one that is complete.
+                    // Write a part of a new block, then the whole block.
                     let block = turn / 2 * 37 % 100;
                     let data = vec![turn as u8; if turn % 2 == 0 { 20 } else { 4096 }];
                     let before = now(turn);

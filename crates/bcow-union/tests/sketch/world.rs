@@ -1,8 +1,9 @@
-//! A host in memory that knows what a power cut may leave, and that fails when it is told to.
+//! A host in memory that simulates power cuts and failures.
 //!
-//! Content of files goes to the disk in any order, sector by sector, until it is synced. Sizes, holes, marks and names are journaled:
-//! a power cut leaves those up to some moment. A sync of a file makes its content durable, and the journal up to the last entry that
-//! is about the file; a sync of data does not care for marks.
+//! File content reaches the disk in any order, sector by sector, until it is synced. Sizes, holes,
+//! marks and names are journaled: after a power cut, they are in their state at some moment. A sync
+//! of a file makes its content durable, and the journal up to its last entry for the file. A sync
+//! of data only does not cover marks.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,13 +18,13 @@ use rustix::fs::Timespec;
 
 const SECTOR: usize = 512;
 const BLOCK: usize = BLOCK_BYTES as usize;
-/// The file that is the sketch.
+/// The index of the file that is the sketch.
 const HOST: usize = 0;
 
 #[derive(Clone, Default)]
 struct FileState {
     bytes: Vec<u8>,
-    /// Blocks with data.
+    /// Whether each block is data.
     data: Vec<bool>,
     mark: Option<[u8; SKETCH_MARK_BYTES]>,
     metacopy: Metacopy,
@@ -50,12 +51,12 @@ enum Op {
     SyncNames,
 }
 
-/// Which calls fail.
+/// A plan of the calls that fail.
 #[derive(Debug, Clone, Copy)]
 pub struct Fault {
-    /// How many calls succeed first.
+    /// Number of calls that succeed first.
     pub after: u64,
-    /// Whether all that follow fail too, but for those that take no space.
+    /// Whether all further calls fail too. With ENOSPC, only calls that take space fail.
     pub stays: bool,
     pub errno: i32,
 }
@@ -69,28 +70,28 @@ struct State {
     calls: u64,
     hits: u64,
     failed_sync: bool,
-    /// Nothing fails, and no call counts.
+    /// While set, no call fails and no call is counted.
     paused: bool,
-    /// What was there before the first of the operations.
+    /// The state before the first operation.
     first: (Vec<FileState>, BTreeMap<Name, usize>),
 }
 
-/// The host.
+/// A host.
 #[derive(Clone, Default)]
 pub struct World(Arc<Mutex<State>>);
 
-/// What a call is about, for faults.
+/// Kinds of calls, for faults.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Call {
     Read,
-    /// Takes space.
+    /// A call that takes space.
     Store,
     Change,
     Sync,
 }
 
 impl World {
-    /// With a metadata copy of this size.
+    /// A host with a metadata copy of this size.
     pub fn new(size: u64) -> Self {
         let mut host = FileState {
             metacopy: Metacopy::Whole,
@@ -120,18 +121,18 @@ impl World {
         }))
     }
 
-    /// The mark of the sketch, if it is one.
+    /// The mark of the file, if it is a sketch.
     pub fn mark(&self) -> Option<SketchMark> {
         let bytes = self.lock().files[HOST].mark?;
         Some(SketchMark::decode(&bytes).unwrap())
     }
 
-    /// What is said of it to those who do not know sketches.
+    /// The metacopy attribute of the file, which overlayfs reads.
     pub fn metacopy(&self) -> Metacopy {
         self.lock().files[HOST].metacopy
     }
 
-    /// What the host's file has.
+    /// The content of the host's file.
     pub fn content(&self) -> Vec<u8> {
         self.lock().files[HOST].bytes.clone()
     }
@@ -152,7 +153,7 @@ impl World {
         }
     }
 
-    /// Bytes of the map.
+    /// Length of the map in bytes.
     pub fn map_bytes(&self) -> Option<usize> {
         let state = self.lock();
         let mut names = state.names.iter();
@@ -162,7 +163,7 @@ impl World {
         })
     }
 
-    /// Cuts the map off.
+    /// Truncates the map.
     pub fn cut_map(&self, to: usize) {
         let mut state = self.lock();
         let files: Vec<usize> = state.names.values().copied().collect();
@@ -175,7 +176,7 @@ impl World {
         self.lock().names.clear();
     }
 
-    /// Operations so far: the time.
+    /// Number of operations so far. It serves as the clock.
     pub fn now(&self) -> usize {
         self.lock().ops.len()
     }
@@ -195,28 +196,29 @@ impl World {
         state.calls = 0;
     }
 
-    /// Lets everything through, uncounted, until it is told to go on with its plan.
+    /// Pauses or resumes the plan. Paused, all calls succeed and are not counted.
     pub fn pause(&self, paused: bool) {
         self.lock().paused = paused;
     }
 
-    /// Calls since the plan was made, how many failed of the last that fails anything, and whether a sync ever did.
+    /// Number of calls since the plan was set, number of calls that failed because of it, and
+    /// whether a sync ever failed.
     pub fn calls(&self) -> (u64, u64, bool) {
         let state = self.lock();
         (state.calls, state.hits, state.failed_sync)
     }
 
-    /// What is there if the program is killed now.
+    /// The state if the program is killed now.
     pub fn killed(&self) -> World {
         let state = self.lock();
         Self::of(state.files.clone(), state.names.clone())
     }
 
-    /// What may be there if the power is cut at `moment`.
+    /// A possible state after a power cut at `moment`.
     pub fn cut(&self, moment: usize, random: &mut Random) -> World {
         let state = self.lock();
         let ops = &state.ops[..moment];
-        // The journal is durable up to here, and may be up to anywhere behind.
+        // The journal is durable at least up to this entry, and possibly further.
         let mut least = 0;
         for (at, op) in ops.iter().enumerate() {
             let upto = match op {
@@ -239,7 +241,8 @@ impl World {
             };
             least = least.max(upto);
         }
-        // A sync of a file that was made longer by writing makes that durable, in the journal's order.
+        // A sync of a file that grew by writes makes the growth durable, in the order of the
+        // journal.
         least = least.max(grown(&state.first.0, ops));
         let journal = match random.below(3) {
             0 => least,
@@ -261,7 +264,7 @@ impl World {
             match op {
                 Op::Write(file, offset, bytes) => {
                     let synced = synced[*file] > at;
-                    // It makes the file longer in the order of the journal.
+                    // The growth of a file follows the order of the journal.
                     let may_grow = at <= journal || is_data(&ops[journal..at]);
                     if synced {
                         files[*file].write(*offset as usize, bytes, true);
@@ -303,7 +306,7 @@ impl World {
         Self::of(files, names)
     }
 
-    /// The last operations, for people.
+    /// Describes the last operations, for messages.
     pub fn describe(&self, upto: usize) -> String {
         let state = self.lock();
         let ops = state.ops[..upto].iter().enumerate();
@@ -348,12 +351,12 @@ impl World {
     }
 }
 
-/// The end of the last operation of a kind.
+/// The index after the last operation for which `is` holds.
 fn last(ops: &[Op], is: impl Fn(&Op) -> bool) -> usize {
     ops.iter().rposition(is).map_or(0, |at| at + 1)
 }
 
-/// Whether none of these operations is journaled.
+/// Whether none of the operations is journaled.
 fn is_data(ops: &[Op]) -> bool {
     ops.iter().all(|op| {
         matches!(
@@ -363,7 +366,7 @@ fn is_data(ops: &[Op]) -> bool {
     })
 }
 
-/// How much of the journal comes before the last write that made a file longer and was synced.
+/// Length of the journal up to the last synced write that made a file longer.
 fn grown(first: &[FileState], ops: &[Op]) -> usize {
     let mut sizes: Vec<u64> = first.iter().map(|file| file.bytes.len() as u64).collect();
     let mut grown = vec![0; sizes.len()];
@@ -447,7 +450,7 @@ impl HostFile for Handle {
     }
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize> {
         let mut state = self.world.call(Call::Store)?;
-        // Sometimes less than all, as a disk that is nearly full does.
+        // Return a short write now and then, like a disk that is nearly full.
         let data = match data.len() > 5000 && state.calls % 5 == 0 {
             true => &data[..4500],
             false => data,
