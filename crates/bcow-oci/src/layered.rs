@@ -1,10 +1,12 @@
 //! The conversion into an OCI image layout: one sealed image per layer, and a stack that merges
 //! them.
 //!
-//! The bytes of a layer's file depend only on the layer's archive and on the options. So each layer
-//! is converted once (`cache`), several layers in parallel, and all images with this layer share
-//! the file. The stack (`stack`) has the metadata of the merged file system, read from the stored
-//! layers, and a window onto each layer. `manifest` writes the image's manifest.
+//! The bytes of a layer's file depend only on the layer's archive and on the options; with
+//! `dedup_lower`, the options include the digests of the layers below. So each layer is converted
+//! once (`cache`), several layers in parallel, and all images with this layer share the file. With
+//! `dedup_lower`, layers are converted one after the other. The stack (`stack`) has the metadata of
+//! the merged file system, read from the stored layers, and a window onto each layer. `manifest`
+//! writes the image's manifest.
 
 mod cache;
 mod directory;
