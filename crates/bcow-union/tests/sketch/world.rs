@@ -56,7 +56,7 @@ enum Op {
 pub struct Fault {
     /// Number of calls that succeed first.
     pub after: u64,
-    /// Whether all further calls fail too. With ENOSPC, only calls that take space fail.
+    /// Whether all later calls that take space fail too.
     pub stays: bool,
     pub errno: i32,
 }

@@ -25,7 +25,7 @@ fn changing_attributes_of_a_big_file_copies_no_byte() {
     assert_eq!((after.permissions, after.uid), (0o600, 7));
     assert_eq!((after.node, after.size), (before.node, before.size));
     let host = fs::metadata(union.host("big")).unwrap();
-    // At most the host's block for attributes.
+    // At most one block, which the host may use for attributes.
     assert_eq!(host.len(), BIG as u64);
     assert!(host.blocks() <= 8, "{}", host.blocks());
     assert_eq!(host.permissions().mode() & 0o7777, 0o600);
@@ -33,7 +33,8 @@ fn changing_attributes_of_a_big_file_copies_no_byte() {
     union.assert_kept();
 }
 
-/// Who may enter the container's root has no business in the directory on the host.
+/// A user who may enter the container's root directory must not get access to the directory on the
+/// host.
 #[test]
 fn acl_of_the_root_does_not_reach_the_host() {
     let Some(mut union) = open() else { return };
@@ -59,7 +60,7 @@ fn acl_of_the_root_does_not_reach_the_host() {
     union.reopen();
     assert_eq!(on_host(), private);
     assert_eq!(seen(&union), (0o775, 1, Ok(acl_of_user(3))));
-    // The host's own is the host's.
+    // The host's own ACL has no effect in the union.
     set_attribute(&upper, ACCESS_ACL, &acl_of_user(0));
     assert_eq!(seen(&union), (0o775, 1, Ok(acl_of_user(3))));
     union.fs().remove_xattr(NodeId::ROOT, name).unwrap();
@@ -79,7 +80,7 @@ fn opaque_marks_of_the_container_do_not_reach_the_host() {
     assert_eq!(union.xattr_names("dir"), [OPAQUE, "user.x"]);
 }
 
-/// The host takes them away with each write, and whoever opens a sketch may have to write to it.
+/// The host removes capabilities with each write, and opening a sketch may have to write to it.
 #[test]
 fn capabilities_of_a_sketch_stay_until_its_next_write() {
     const NAME: &str = "security.capability";
@@ -104,12 +105,13 @@ fn capabilities_of_a_sketch_stay_until_its_next_write() {
         }
         union.write("big", 0, b"x");
         assert_eq!(union.xattr("big", NAME), Err(Errno::NODATA), "{kind:?}");
-        // Also of one that the kernel forgot before everything was with the host.
+        // Also on a sketch that the kernel forgot before all data was on the host.
         union.fs().forget(union.id("big"), 1000);
         union.set_xattr("big", NAME, &CAPABILITY);
         union.fs().sync_all().unwrap();
         assert_has(&union);
-        // What the kernel writes back takes none away, when it comes nor when it is completed.
+        // Writeback of the kernel removes no capability, neither when it arrives nor when its block
+        // is completed.
         let node = union.id("big");
         let write_back = |at| union.fs().write(node, at, b"late", Privileges::KeepAll);
         assert_eq!(write_back(150_000), Ok(4));

@@ -1,4 +1,4 @@
-//! What differs from the image, as a layer.
+//! The differences from the image, as a layer.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -12,7 +12,7 @@ use crate::image::{ACCESS_ACL, acl};
 use crate::tree::{assert_same, tree_of};
 use crate::unmounted::{sketched, spliced};
 
-/// The changes alone, as a file system.
+/// The changes alone as a file system.
 fn layer_of(union: &Union) -> Spliced {
     let changes = union.changes(Scope::Layer);
     spliced(&changes.store, vec![changes.layer])
@@ -36,7 +36,7 @@ fn what_comes_from_the_image_is_not_stored_again() {
             _ => {}
         }
     }
-    // The block, and the end of the file, which lies beside its inode in the image.
+    // The changed block, and the end of the file, which the image stores inline after the inode.
     assert!(own <= 2 * 4096, "{own}");
 }
 
@@ -70,7 +70,7 @@ fn the_root_continues_the_images_root_whatever_it_is_marked_as() {
     assert_same(&shown, &union.put_together(), "put together");
     assert_same(&shown, &before, "before it was marked");
     union.assert_touched(&tree_of(&union.image().filesystem()), &shown);
-    // What the image has is known to those who check it.
+    // A check with the image knows which names it has.
     make_whiteout(&union.host("white"));
     assert_eq!(union.found(), ["upper-whiteout"]);
 }

@@ -1,4 +1,4 @@
-//! What a check finds, and what it must not.
+//! Findings of a check, and valid states that must give none.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -27,7 +27,7 @@ fn a_promotion_that_was_cut_short_is_no_damage() {
     assert!(mark.lower_limit > 8192);
     assert!(Mark::Metacopy.clear(at, Namespace::Trusted).unwrap());
     assert_eq!(union.found(), ["upper-mark-misplaced"]);
-    // Of which nothing is missing: the two blocks are all that may be the image's.
+    // No block is missing: only the first two could come from the image, and both are stored.
     let lower_limit = 8192;
     set(SketchMark {
         lower_limit,
@@ -39,7 +39,7 @@ fn a_promotion_that_was_cut_short_is_no_damage() {
         ..mark
     });
     assert_eq!(union.found(), ["upper-mark-misplaced"]);
-    // Nor does overlayfs know what is in a packed one.
+    // overlayfs cannot read a packed sketch either.
     set(SketchMark {
         kind: SketchKind::Packed,
         lower_limit: 0,
@@ -93,7 +93,7 @@ fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
 #[test]
 fn a_file_is_not_what_the_host_has_no_such_file_for() {
     let Some(mut union) = closed() else { return };
-    // One that keeps owners in attributes.
+    // An upper that stores owners in attributes.
     fs::create_dir_all(union.host(".bcow")).unwrap();
     let record = format!(
         r#"{{"schema":"bcow.instance/1","image":"{}","image_name":"image","namespace":"user","ownership":"override","created_by":"a test"}}"#,

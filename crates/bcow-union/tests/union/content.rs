@@ -1,4 +1,4 @@
-//! What is in files: small ones, which are copied, and sketches of large ones.
+//! Content of files: small files, which are copied up whole, and sketches of large files.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -37,7 +37,7 @@ fn first_write_to_a_big_file_stores_what_it_touches() {
     union.fs().sync(node, SyncWhat::Data).unwrap();
     union.assert_kept();
     assert_eq!(union.content("big"), expected);
-    // Cut and grown again: what was cut off does not come back.
+    // Truncate and extend: the truncated data does not come back.
     union.set_size("big", 150_001);
     union.set_size("big", 200_000);
     expected.truncate(150_001);
@@ -45,14 +45,14 @@ fn first_write_to_a_big_file_stores_what_it_touches() {
     assert_eq!(union.content("big"), expected);
     union.assert_kept();
     assert_eq!(union.content("big"), expected);
-    // Written whole, it needs the image no more.
+    // Completely overwritten, the file no longer needs the image.
     let all = noise(9, 200_000);
     union.write("big", 0, &all);
     union.assert_kept();
     assert_eq!(union.content("big"), all);
 }
 
-/// Not even if a host that failed left the mark of a sketch that it could not become.
+/// This holds even if a failing host left the mark of a sketch that was not completed.
 #[test]
 fn a_file_that_was_emptied_shows_nothing_of_the_images_again() {
     const MARK: &str = "trusted.bcow.sketch";

@@ -1,4 +1,4 @@
-//! A union on an upper of its own, asked by paths.
+//! A union on an upper of its own, with requests by path.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ops::ControlFlow;
@@ -26,37 +26,39 @@ pub const ROOT: Caller = Caller {
     umask: 0o022,
 };
 
-/// A union, which can be closed and opened again, with its image and its upper. What it makes is root's.
+/// A union that can be closed and opened again, with its image and its upper. Files are created as
+/// root.
 pub struct Union {
     directory: TempDir,
     image: &'static Image,
     pub options: UnionOptions,
     fs: Option<Arc<UnionFs>>,
-    /// What was looked up, to be forgotten as a kernel does.
+    /// Nodes that were looked up. The fixture forgets them as a kernel does.
     known: Mutex<HashSet<NodeId>>,
 }
 
-/// Open, on the image of few files. This and those below make none where the machine lacks what it takes.
+/// An open union on the image `few`. This function and the following ones return `None` if the
+/// machine lacks a requirement.
 pub fn open() -> Option<Union> {
     open_with(UnionOptions::default())
 }
 
-/// Open, on the image of few files.
+/// An open union on the image `few`.
 pub fn open_with(options: UnionOptions) -> Option<Union> {
     closed_on(image::few, options).map(Union::opened)
 }
 
-/// Open, with sparse sketches on the image of many files.
+/// An open union on the image `many`, with sparse sketches.
 pub fn open_many() -> Option<Union> {
     closed_on(image::many, with_sketches(SketchChoice::Sparse)).map(Union::opened)
 }
 
-/// Not opened yet, on the image of few files: its upper is not there.
+/// A union on the image `few` that is not opened yet and has no upper.
 pub fn closed() -> Option<Union> {
     closed_on(image::few, UnionOptions::default())
 }
 
-/// Not opened yet, on this image.
+/// A union on this image that is not opened yet.
 pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option<Union> {
     if lacks("root", rustix::process::geteuid().is_root())
         || lacks("mkfs.erofs", has_program("mkfs.erofs"))
@@ -72,7 +74,7 @@ pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option
     })
 }
 
-/// The usual options, but for the kind of sketches.
+/// The default options with this kind of sketches.
 pub fn with_sketches(sketch: SketchChoice) -> UnionOptions {
     UnionOptions {
         sketch,
@@ -80,7 +82,7 @@ pub fn with_sketches(sketch: SketchChoice) -> UnionOptions {
     }
 }
 
-/// The usual options, but for the most bytes that the upper may store.
+/// The default options with a limit of the stored bytes.
 pub fn with_limit(bytes: u64) -> UnionOptions {
     UnionOptions {
         size_limit: Some(bytes),
@@ -88,7 +90,7 @@ pub fn with_limit(bytes: u64) -> UnionOptions {
     }
 }
 
-/// Opening and closing, and where all lies.
+/// Opening, closing and paths.
 impl Union {
     pub fn lower(&self) -> LowerImage {
         LowerImage {
@@ -112,12 +114,12 @@ impl Union {
         self.take().close().unwrap();
     }
 
-    /// The open union, for whoever closes it in another way.
+    /// Takes the open union out, for a test that closes it in another way.
     pub fn take(&mut self) -> Arc<UnionFs> {
         self.fs.take().unwrap()
     }
 
-    /// Closes and opens again, as an unmount and a mount do.
+    /// Closes and opens the union, as an unmount and a mount do.
     pub fn reopen(&mut self) {
         self.close();
         self.open();
@@ -131,7 +133,7 @@ impl Union {
         self.image
     }
 
-    /// What the upper lies in.
+    /// The directory that contains the upper.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
@@ -140,18 +142,18 @@ impl Union {
         self.directory.path().join("upper")
     }
 
-    /// Where a path lies on the host.
+    /// The path of a file on the host.
     pub fn host(&self, path: &str) -> PathBuf {
         self.upper().join(path)
     }
 
-    /// How many maps of sketches there are.
+    /// Number of maps of sketches.
     pub fn maps(&self) -> usize {
         host::count(&self.host(".bcow/maps"))
     }
 }
 
-/// What is there.
+/// Requests that change nothing.
 impl Union {
     pub fn get(&self, path: &str) -> Option<Attributes> {
         let mut found = self.fs().attributes(NodeId::ROOT).unwrap();
@@ -172,7 +174,7 @@ impl Union {
         found.unwrap_or_else(|| panic!("{path} is there")).node
     }
 
-    /// The directory that a path is in, and its name there.
+    /// The parent directory of a path, and the name in it.
     fn place<'a>(&self, path: &'a str) -> (NodeId, &'a [u8]) {
         let (parent, name) = path.rsplit_once('/').unwrap_or(("", path));
         (self.id(parent), name.as_bytes())
@@ -217,7 +219,7 @@ impl Union {
         self.fs().xattr(self.id(path), name.as_bytes())
     }
 
-    /// In order.
+    /// The names in sorted order.
     pub fn xattr_names(&self, path: &str) -> Vec<String> {
         let names = self.fs().xattr_names(self.id(path)).unwrap();
         let names = String::from_utf8(names).unwrap();
@@ -226,7 +228,7 @@ impl Union {
         names
     }
 
-    /// Every path with what it names, its number of names, and what there is to see.
+    /// All paths with their node, number of links, and visible state.
     fn walk(&self) -> BTreeMap<String, (NodeId, u32, Seen)> {
         let mut tree = BTreeMap::new();
         let mut firsts = FirstNames::default();
@@ -234,7 +236,8 @@ impl Union {
         while let Some((path, found)) = todo.pop() {
             let content = match found.kind {
                 FileType::Directory => {
-                    // The last is taken first, so that paths come in order.
+                    // `todo` is a stack: push the last name first, so that paths are visited in
+                    // order.
                     for name in self.names_of(found.node).into_iter().rev() {
                         let child = self.lookup(found.node, name.as_bytes());
                         todo.push((join(&path, &name), child.unwrap()));
@@ -263,7 +266,7 @@ impl Union {
         all.map(|(path, (_, _, seen))| (path, seen)).collect()
     }
 
-    /// Asserts that nothing changes by closing and opening.
+    /// Asserts that closing and opening the union changes nothing visible.
     pub fn assert_kept(&mut self) {
         let before = self.walk();
         self.reopen();
@@ -271,7 +274,7 @@ impl Union {
     }
 }
 
-/// Requests.
+/// Requests that change the union.
 impl Union {
     pub fn create(&self, path: &str, mode: u16) -> Result<Attributes, Errno> {
         let (parent, name) = self.place(path);
@@ -293,7 +296,7 @@ impl Union {
         self.fs().remove_directory(parent, name)
     }
 
-    /// In the place of what has the new name.
+    /// Renames and replaces an existing file of the new name.
     pub fn rename(&self, from: &str, to: &str) -> Result<(), Errno> {
         self.rename_how(from, to, RenameHow::Replace)
     }
@@ -304,24 +307,25 @@ impl Union {
         self.fs().rename(parent, name, to_parent, to_name, how)
     }
 
-    /// Writes all of it.
+    /// Writes all bytes.
     pub fn write(&self, path: &str, offset: u64, data: &[u8]) {
         let written = self.write_to(self.id(path), offset, data).unwrap();
         assert_eq!(written as usize, data.len());
     }
 
-    /// Writes as somebody without privileges.
+    /// Writes as an unprivileged user.
     pub fn write_to(&self, id: NodeId, offset: u64, data: &[u8]) -> Result<u32, Errno> {
         self.fs().write(id, offset, data, Privileges::Drop)
     }
 
-    /// As an unmount, but for the end. A packed sketch may find no room for its tables.
+    /// Flushes everything, as an unmount does before its end. A packed sketch may fail with ENOSPC
+    /// when it writes its tables.
     pub fn sync_all(&self) {
         let synced = self.fs().sync_all();
         assert!(matches!(synced, Ok(()) | Err(Errno::NOSPC)), "{synced:?}");
     }
 
-    /// Forgets whatever was looked up.
+    /// Forgets all nodes that were looked up.
     pub fn forget_all(&self) {
         let known = std::mem::take(&mut *self.known.lock().unwrap());
         for id in known {

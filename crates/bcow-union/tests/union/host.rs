@@ -1,4 +1,4 @@
-//! What lies in an upper on the host, behind the union's back.
+//! Direct access to the files of an upper on the host, without the union.
 
 use std::collections::HashSet;
 use std::fs;
@@ -32,18 +32,18 @@ pub fn set_attribute(path: &Path, name: &str, value: &[u8]) {
     rustix::fs::setxattr(path, name, value, XattrFlags::empty()).unwrap();
 }
 
-/// What lies on the host below a directory.
+/// Usage of a directory on the host.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Stored {
-    /// As `du` says it.
+    /// Bytes as `du` counts them.
     pub bytes: u64,
-    /// But for whiteouts.
+    /// Inodes without whiteouts.
     pub inodes: u64,
-    /// Sparse sketches.
+    /// Number of sparse sketches.
     pub sparse: u64,
 }
 
-/// What lies below a directory, and it, each inode once.
+/// Usage of a directory with its content. Each inode counts once.
 pub fn stored_in(path: &Path) -> Stored {
     let mut stored = Stored::default();
     let mut seen = HashSet::new();

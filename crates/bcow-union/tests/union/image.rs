@@ -1,4 +1,4 @@
-//! The images below the unions, and what is in them.
+//! The images below the unions, and their content.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -12,16 +12,16 @@ use bcow_testkit::Random;
 
 use crate::host::{make_whiteout, set_attribute};
 
-/// Bytes that are the same for the same seed.
+/// Random bytes that depend only on the seed.
 pub fn noise(seed: u64, length: usize) -> Vec<u8> {
     let mut random = Random::new(seed);
     (0..length).map(|_| random.next_u64() as u8).collect()
 }
 
-/// The attribute with an ACL in it.
+/// The extended attribute that stores the ACL.
 pub const ACCESS_ACL: &str = "system.posix_acl_access";
 
-/// An ACL of tags, permissions, and whom they are for.
+/// Encodes an ACL of tag, permissions and ID.
 pub fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
     let mut bytes = 2_u32.to_le_bytes().to_vec();
     for (tag, permissions, id) in entries {
@@ -32,7 +32,7 @@ pub fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
     bytes
 }
 
-/// An ACL that lets everybody read, and user 1000 do `may`.
+/// An ACL with which all users may read, and user 1000 has the permissions `may`.
 pub fn acl_of_user(may: u16) -> Vec<u8> {
     const NOBODY: u32 = u32::MAX;
     acl(&[
@@ -44,10 +44,10 @@ pub fn acl_of_user(may: u16) -> Vec<u8> {
     ])
 }
 
-/// The size of the file `big` of the image of few files.
+/// Size of the file `big` of the image `few`, in bytes.
 pub const BIG: usize = 300_000;
 
-/// What is in the file `big` of the image of few files.
+/// Content of the file `big` of the image `few`.
 pub fn big() -> Vec<u8> {
     noise(1, BIG)
 }
@@ -55,22 +55,25 @@ pub fn big() -> Vec<u8> {
 /// An EROFS image.
 pub struct Image(Arc<Vec<u8>>);
 
-/// One of each kind, a file of two names, one that is large enough for sketches, and an ACL at the root.
+/// One file of each type, a file with two links, a file large enough for sketches, and an ACL on
+/// the root.
 pub fn few() -> &'static Image {
     &IMAGES[0]
 }
 
-/// Files of all sizes around a block, so that ends lie beside inodes and in blocks, and one of four names.
+/// Files with sizes around multiples of a block, so that some ends are inline and some in blocks,
+/// and a file with four links.
 pub fn many() -> &'static Image {
     &IMAGES[1]
 }
 
-/// Many of each kind: large and small files, directories, and a device 0:0 of two names.
+/// Many large and small files and directories, and a device 0:0 with two links.
 pub fn crowd() -> &'static Image {
     &IMAGES[2]
 }
 
-// Made together and once: a child that was just forked would hold another test's lock for a moment.
+// All images are made together and once: a child process inherits the locks of other tests until
+// its exec.
 static IMAGES: LazyLock<[Image; 3]> =
     LazyLock::new(|| [fill_few, fill_many, fill_crowd].map(Image::of));
 
@@ -123,7 +126,7 @@ fn fill_crowd(tree: &Path) {
 }
 
 impl Image {
-    /// As the reference tool makes it of a tree.
+    /// Makes the image of a tree with mkfs.erofs.
     fn of(fill: fn(&Path)) -> Image {
         let directory = tempfile::tempdir().unwrap();
         let [tree, image] = ["tree", "image"].map(|name| directory.path().join(name));
@@ -142,12 +145,12 @@ impl Image {
         Image(Arc::new(bytes))
     }
 
-    /// Its bytes.
+    /// The bytes of the image.
     pub fn device(&self) -> Arc<dyn BlockDevice> {
         self.0.clone()
     }
 
-    /// What is in it.
+    /// The content of the image.
     pub fn filesystem(&self) -> Arc<Filesystem> {
         Arc::new(Filesystem::open(self.device()).unwrap())
     }

@@ -1,4 +1,4 @@
-//! The index, which counts the names of files that have several in the image.
+//! The index, which counts the links of files that have several links in the image.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -13,13 +13,13 @@ use crate::fixture::{Union, open_many};
 use crate::host::{attribute, make_whiteout, set_attribute};
 use crate::unmounted::sketched;
 
-/// Where the index says how many names there are.
+/// The attribute in which the index stores the number of links.
 const NAMES: &str = "trusted.overlay.nlink";
 
-/// The names of the file of four.
+/// The links of the file with four links.
 const LINKS: [&str; 4] = ["h1", "a/h2", "a/b/h3", "g/h4"];
 
-/// Its only entry.
+/// Access to the only entry of the index.
 impl Union {
     pub fn entry_of_index(&self) -> Option<PathBuf> {
         let mut entries = fs::read_dir(self.host(".bcow/index")).unwrap();
@@ -36,7 +36,7 @@ impl Union {
     }
 }
 
-/// Closed again when the file of four names was written to.
+/// A closed union in which the file with four links was written.
 fn linked(length: usize) -> Option<Union> {
     let mut union = open_many()?;
     union.write("h1", 0, &vec![b'x'; length]);
@@ -45,11 +45,12 @@ fn linked(length: usize) -> Option<Union> {
     Some(union)
 }
 
-/// What a crash leaves between the steps of a copy-up, of a further name's, and of the removal of one: the mark is relative to
-/// the image's count, and all names are what was written.
+/// A crash may occur between the steps of a copy-up, of adding a link, and of removing one. The
+/// mark is relative to the number of links in the image, and all links show the written content.
 #[test]
 fn the_number_of_names_survives_a_crash_while_links_change() {
-    // Whether the copy has its place; what the mark says; whether a name was removed; how many names there are said to be.
+    // Whether the copy is in its place; the mark; whether a link was removed; the expected number
+    // of links.
     for (is_placed, mark, is_removed, said) in [
         (false, "L+0", false, 4),
         (true, "L+0", false, 4),
@@ -101,7 +102,7 @@ fn an_entry_of_the_index_without_a_name_is_removed_with_its_map() {
     for name in LINKS {
         make_whiteout(&union.host(name));
     }
-    // It says that there are four names.
+    // The mark says that the file has four links.
     assert_eq!(union.names_mark(), "U+2");
     assert_eq!(union.found(), ["upper-index-leak"]);
     union.repair();
@@ -134,7 +135,7 @@ fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
             union.assert_sound();
         }
     }
-    // A temporary is no name, neither when names are counted nor after it is gone.
+    // A temporary file is not a link, neither while it exists nor after its removal.
     union.set_names_mark("U+2");
     let entry = union.entry_of_index().unwrap();
     fs::hard_link(entry, union.host(".bcow").join("work").join("0")).unwrap();
@@ -145,7 +146,8 @@ fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
     union.assert_sound();
 }
 
-/// Without the image nobody can count, and a count that is too low must not cost the file.
+/// Without the image the links cannot be counted, and a count that is too low must not delete the
+/// file.
 #[test]
 fn an_entry_of_the_index_that_has_names_is_never_removed() {
     let Some(union) = linked(3) else { return };
@@ -155,14 +157,14 @@ fn an_entry_of_the_index_that_has_names_is_never_removed() {
     assert_eq!(union.names_mark(), "U+2");
 }
 
-/// Its numbers of inodes.
+/// Access by inode numbers of the image.
 impl Union {
     fn nid(&self, path: &str) -> u64 {
         let found = self.image().filesystem().resolve(path.as_bytes());
         found.unwrap().unwrap().0
     }
 
-    /// Says of `name` in `directory` that it was the image's inode `nid`.
+    /// Records inode `nid` of the image as the origin of `name` in `directory`.
     fn set_origin(&self, directory: &Path, name: &str, nid: u64) {
         let uuid = self.image().filesystem().superblock().uuid;
         let directory = fs::File::open(directory).unwrap();

@@ -1,4 +1,4 @@
-//! The limits hold whichever way something is stored, and the account says what the host does.
+//! Limits hold for every way to store data, and the account agrees with the host.
 
 use bcow_testkit::Random;
 use bcow_union::NodeId;
@@ -14,7 +14,7 @@ use crate::random::change;
 const LIMIT: u64 = 1 << 20;
 const INODES: u64 = 200;
 
-/// What the host may store above the limit: an empty upper, and what a directory grows by at once.
+/// Bytes that the host may store above the limit: an empty upper, and the growth of a directory.
 const TOLERANCE: u64 = 64 << 10;
 
 fn limited(sketch: SketchChoice) -> UnionOptions {
@@ -25,7 +25,8 @@ fn limited(sketch: SketchChoice) -> UnionOptions {
     }
 }
 
-/// Does something until there is no room, at most so often; says how often it was done.
+/// Repeats `attempt` until there is no space, but at most `most` times. Returns the number of
+/// successes.
 fn until_full(most: u32, mut attempt: impl FnMut(u32) -> Result<(), Errno>) -> u32 {
     for index in 0..most {
         match attempt(index) {
@@ -37,7 +38,7 @@ fn until_full(most: u32, mut attempt: impl FnMut(u32) -> Result<(), Errno>) -> u
     most
 }
 
-/// A way to store something: what it is, and how.
+/// A way to store data: its name and its function.
 type Way = (&'static str, fn(&Union, u32) -> Result<(), Errno>);
 
 const WAYS: [Way; 13] = [
@@ -159,7 +160,7 @@ fn no_way_of_storing_something_gets_round_the_limits() {
             let empty = stored_in(&union.upper());
             let done = until_full(5000, |index| attempt(&union, index));
             let report = union.fs().report();
-            // Some ways end because the image has no more.
+            // Some ways end because the image has no more files for them.
             assert!(
                 report.counted_bytes > LIMIT * 3 / 4
                     || report.counted_inodes > INODES * 3 / 4
@@ -197,7 +198,7 @@ fn all_ways_together_stay_within_the_limits() {
             until_full(300, |index| attempt(&union, round * 1000 + index));
             assert_within(&union, &empty, way);
         }
-        // Room for the next ones.
+        // Free some space for the next ways.
         for name in union.names("").into_iter().step_by(2) {
             let found = union.get(&name).unwrap();
             let removed = union
@@ -230,7 +231,7 @@ fn what_is_removed_gives_back_all_that_it_took() {
     let file = union.create("d/f", 0o644).unwrap();
     union.set_xattr("d/f", "user.x", &[1; 2000]);
     assert_eq!(figures(), (3 * 4096, 3));
-    // Nothing of it as long as it is in use.
+    // A removed file releases no space while it is in use.
     union.unlink("d/f").unwrap();
     assert_eq!(figures(), (3 * 4096, 3));
     union
@@ -250,7 +251,7 @@ fn what_is_removed_gives_back_all_that_it_took() {
     union.unlink("l").unwrap();
     fs.forget(other.node, 1000);
     assert_eq!(figures(), (0, 0));
-    // A copy, and the sketch that it becomes.
+    // A copy-up that then becomes a sketch.
     union.write("big", 5000, b"x");
     assert!(figures().0 >= 3 * 4096);
     assert_eq!(figures().1, 2);
@@ -305,7 +306,7 @@ fn a_change_without_room_changes_nothing() {
         let after = union.fs().report();
         assert_eq!(after.counted_bytes, before.counted_bytes);
         assert_eq!(after.counted_inodes, before.counted_inodes);
-        // What is only in the image can be removed all the same.
+        // A name that is only in the image can be removed without space.
         union.unlink("small").unwrap();
         union.reopen();
     }
@@ -325,7 +326,7 @@ fn statistics_show_the_limit_of_inodes() {
     assert_eq!(inodes(), (INODES, INODES - 1));
 }
 
-/// `BCOW_ROUNDS` asks for more.
+/// `BCOW_ROUNDS` sets the number of rounds.
 #[test]
 fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
     let rounds = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
@@ -334,7 +335,7 @@ fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
             0 => SketchChoice::Sparse,
             _ => SketchChoice::Packed,
         };
-        // Sometimes there is not enough room.
+        // In every third round the limit is too small.
         let bytes = if seed % 3 == 0 { 200 << 10 } else { 1 << 30 };
         let options = UnionOptions {
             sketch,
@@ -353,11 +354,12 @@ fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
                 attributes(&union, &mut random);
             }
             union.forget_all();
-            // Nothing in the background holds what was forgotten after this.
+            // After this, no background thread holds a forgotten node.
             let fs = union.take();
             let closed = fs.close();
             if sketch == SketchChoice::Packed && closed == Err(Errno::NOSPC) {
-                // It has no room for its tables, and goes on as it was before the last writes.
+                // A packed sketch has no space for its tables; its state is that before the last
+                // writes.
                 break;
             }
             closed.unwrap();
@@ -367,7 +369,8 @@ fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
             union.open();
             let counted = union.fs().report();
             let counted = (counted.counted_bytes, counted.counted_inodes);
-            // Where a sketch is in more pieces on the disk than by its blocks, a block that notes them is only found by a recount.
+            // If the host stores a sketch in more extents than its blocks suggest, only a recount
+            // finds the block with the extent records.
             assert_eq!(told.1, counted.1, "seed {seed}, step {step}");
             let differs = told.0.abs_diff(counted.0);
             assert!(
@@ -375,7 +378,7 @@ fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
                 "seed {seed}, step {step}: {told:?} told, {counted:?} counted"
             );
             let host = stored_in(&union.upper());
-            // The map of a sketch in which nothing is stored yet is counted, but not there.
+            // The map of a sketch without stored blocks is counted, but does not exist yet.
             let to_come = host.sparse - union.maps() as u64;
             let inodes = host.inodes - empty.inodes + to_come;
             assert_eq!(inodes, counted.1, "seed {seed}, step {step}");
@@ -389,7 +392,7 @@ fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
     }
 }
 
-/// A random change of attributes somewhere.
+/// Changes random attributes of a random file.
 fn attributes(union: &Union, random: &mut Random) {
     let names = union.names("");
     if names.is_empty() {

@@ -1,4 +1,4 @@
-//! Files of several names, and of none.
+//! Files with several links, and without any.
 
 use std::fs;
 
@@ -70,7 +70,7 @@ fn unlinked_file_lives_until_it_is_forgotten() {
 fn a_copy_up_of_one_of_several_names_that_fails_leaves_nothing() {
     let Some(mut union) = open_many() else { return };
     let file = union.id("h1");
-    // Somebody made a file behind the mount's back, where the copy would go.
+    // A file created directly on the host is in the place of the copy.
     fs::write(union.host("h1"), b"in the way").unwrap();
     for _ in 0..3 {
         assert_eq!(union.write_to(file, 0, b"x"), Err(Errno::EXIST));
@@ -89,7 +89,7 @@ fn a_further_name_that_cannot_be_copied_up_still_counts() {
     union.write("h1", 0, b"x");
     let (file, parent) = (union.id("h1"), union.id("a/b"));
     union.set_permissions("a/b", 0o700);
-    // No name can be made in a directory that is gone.
+    // No link can be created in a directory that was removed on the host.
     fs::remove_dir(union.host("a/b")).unwrap();
     for _ in 0..3 {
         let fs = union.fs();

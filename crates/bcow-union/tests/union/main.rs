@@ -1,5 +1,6 @@
-//! Unions without a mount: what each request does to the upper, that all is as it was when it is opened again, and that what is
-//! said of the upper afterwards is what the union showed. Needs root (trusted attributes) and mkfs.erofs.
+//! Unions without a mount: the effect of each request on the upper, the state after opening it
+//! again, and the agreement of later reports on the upper with what the union showed. Needs root
+//! (trusted attributes) and mkfs.erofs.
 
 mod attributes;
 mod changes;

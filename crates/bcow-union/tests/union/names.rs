@@ -1,4 +1,4 @@
-//! Names: made, removed, renamed and listed.
+//! Names: creating, removing, renaming and listing them.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -23,7 +23,8 @@ const USER: Caller = Caller {
     umask: 0,
 };
 
-/// Runs as an ordinary user: of Linux's, each thread has its own owner.
+/// Runs `run` as an ordinary user, in a thread of its own: in Linux, each thread has its own
+/// credentials.
 fn as_ordinary_user(run: impl FnOnce() + Send) {
     let (uid, gid) = (Uid::from_raw(USER.uid), Gid::from_raw(USER.gid));
     let thread = || {
@@ -68,7 +69,7 @@ fn lower_directory_is_renamed_with_all_that_is_in_it() {
     assert_eq!((union.id("moved"), union.id("moved/sub/y")), (dir, y));
     union.write("moved/sub/y", 1, b"es");
     assert_eq!(union.rename("moved", "moved/in"), Err(Errno::INVAL));
-    // Over an empty lower directory, and another in its old place.
+    // Rename over an empty lower directory, and create another directory at the old path.
     union.rename("moved", "empty").unwrap();
     union.make_directory("dir", 0o700).unwrap();
     assert!(union.names("dir").is_empty());
@@ -96,7 +97,7 @@ fn a_directory_that_cannot_be_replaced_stays_as_it_was() {
     union.set_attributes("target", &changes);
     union.set_xattr("target", "user.x", b"y");
     let before = union.get("target").unwrap();
-    // The host refuses to move what is immutable.
+    // The host refuses to rename an immutable file.
     let host = fs::File::open(union.host("from")).unwrap();
     if rustix::fs::ioctl_setflags(&host, IFlags::IMMUTABLE).is_err() {
         return;
@@ -117,7 +118,7 @@ fn a_directory_that_cannot_be_replaced_stays_as_it_was() {
     union.assert_kept();
 }
 
-/// The kernel forgets an entry that it is shown without attributes: once for each.
+/// For each entry that a listing shows without attributes, the kernel sends one forget.
 #[test]
 fn damaged_entries_of_a_listing_take_no_reference_from_an_open_file() {
     let Some(union) = open() else { return };
@@ -154,7 +155,7 @@ fn damaged_entries_of_a_listing_take_no_reference_from_an_open_file() {
     rustix::fs::removexattr(union.host("new"), NAME).unwrap();
     let found = union.fs().attributes(new).map(|found| found.node);
     assert_eq!(found, Ok(new));
-    // The one that its creation counted is the last.
+    // The reference from the creation is the last one.
     union.fs().forget(new, 1);
     assert_eq!(union.fs().attributes(new), Err(Errno::STALE));
 }
@@ -168,7 +169,7 @@ fn meta_directory_is_not_part_of_the_tree() {
     union.create("dir/.bcow", 0o600).unwrap();
 }
 
-/// Where owners are kept in an attribute, its owner must be able to set it, whatever the mode is.
+/// If owners are stored in an attribute, the owner must be able to set it for any mode.
 #[test]
 fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
     let Some(mut union) = closed() else { return };
@@ -193,7 +194,8 @@ fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
     });
 }
 
-/// What is not the mount's own from the start gets its place when it is complete: a crash leaves nothing with another owner.
+/// A new file with another owner than the mount's gets its name only when it is complete. A crash
+/// therefore leaves no file with the wrong owner.
 #[test]
 fn what_is_made_has_its_owner_when_it_has_its_name() {
     let Some(union) = open() else { return };
@@ -219,7 +221,7 @@ fn what_is_made_has_its_owner_when_it_has_its_name() {
     }
 }
 
-/// Its copy would be a whiteout.
+/// A copy of such a device would be a whiteout.
 #[test]
 fn a_device_that_is_a_whiteout_elsewhere_stays_or_is_removed() {
     let Some(mut union) = closed_on(image::crowd, UnionOptions::default()) else {
@@ -243,7 +245,7 @@ fn a_device_that_is_a_whiteout_elsewhere_stays_or_is_removed() {
     let exchanged = union.rename_how("f1", "device", RenameHow::Exchange);
     assert_eq!(exchanged, refused);
     assert_eq!(union.get("device").unwrap(), before);
-    // A directory moves with it.
+    // Renaming the directory moves the device with it.
     union.rename("devices", "moved").unwrap();
     assert_eq!(union.get("moved/other").unwrap(), before);
     union.assert_kept();

@@ -1,4 +1,5 @@
-//! What is there when an upper is opened: of the image, of another program, of a mount that was killed.
+//! The state of an upper when it is opened: from the image, from another program, or from a mount
+//! that was killed.
 
 use std::fs;
 use std::sync::{Barrier, mpsc};
@@ -32,7 +33,7 @@ fn fresh_union_shows_the_image_and_its_upper_stays_empty() {
     assert_eq!(left, [".bcow"]);
 }
 
-/// Overlayfs names the old name only of what was renamed in its directory.
+/// After a rename within a directory, overlayfs records only the old name, without a path.
 #[test]
 fn what_overlayfs_renamed_can_be_moved_again() {
     let Some(mut union) = closed() else { return };
@@ -76,7 +77,7 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
     let before = union.get("").unwrap().mtime;
     union.close();
     for has_record in [true, false] {
-        // Killed after its record was written, or before.
+        // Killed after or before the mount wrote its record.
         rustix::fs::removexattr(union.upper(), "trusted.overlay.origin").unwrap();
         if !has_record {
             fs::remove_file(union.host(".bcow/instance.json")).unwrap();
@@ -88,7 +89,7 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
         union.close();
     }
     union.open();
-    // Once it has names, its time is its own.
+    // The root has its own modification time after its first change.
     union.create("new", 0o644).unwrap();
     let after = union.get("").unwrap().mtime;
     assert_ne!(after, before);
@@ -96,7 +97,8 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
     assert_eq!(union.get("").unwrap().mtime, after);
 }
 
-/// A process that was told to end twice ends when the first close is done, not when the second was asked for.
+/// A process that is asked to end twice exits when the first close has completed, not at the second
+/// request.
 #[test]
 fn whoever_closes_while_another_does_waits_for_the_outcome() {
     let options = UnionOptions {
@@ -119,7 +121,7 @@ fn whoever_closes_while_another_does_waits_for_the_outcome() {
                 scope.spawn(|| {
                     together.wait();
                     fs.close().unwrap();
-                    // The last thing that a close does is to remove it.
+                    // Removing this file is the last step of a close.
                     assert!(!note.exists());
                 });
             }
@@ -129,16 +131,16 @@ fn whoever_closes_while_another_does_waits_for_the_outcome() {
     }
 }
 
-/// A process ends while threads of it still hold the union.
+/// A process exits while its threads still hold the union.
 #[test]
 fn who_closed_need_not_drop() {
     let Some(mut union) = open() else { return };
-    // The first record is confirmed as the map is made, the second not.
+    // The creation of the map confirms the first record, but not the second.
     union.write("big", 4096, b"x");
     union.sync("big");
     union.write("big", 20 * 4096, b"x");
     union.unlink("small").unwrap();
-    // Whiteouts for the next names.
+    // Whiteouts for later removals.
     assert_eq!(count(&union.host(".bcow/work")), 2);
     let held = union.take();
     held.close().unwrap();
@@ -146,10 +148,10 @@ fn who_closed_need_not_drop() {
     let mut maps = fs::read_dir(union.host(".bcow/maps")).unwrap();
     let path = maps.next().unwrap().unwrap().path();
     let map = fs::read(&path).unwrap();
-    // How many records there must be: all but the header.
+    // The number of confirmed records, without the header.
     let confirmed = u64::from_le_bytes(map[32..40].try_into().unwrap());
     assert_eq!((confirmed, map.len()), (2, 3 * 512));
-    // Dropping it does nothing more.
+    // Dropping the union after a close does nothing.
     drop(held);
     assert_eq!(fs::read(&path).unwrap(), map);
     union.open();

@@ -1,4 +1,5 @@
-//! Random changes, with both kinds of sketches: what is said of the upper is what the union showed.
+//! Random changes with both kinds of sketches: later reports on the upper agree with what the union
+//! showed.
 
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
@@ -11,10 +12,10 @@ use crate::fixture::{ROOT, Union, closed_on, with_sketches};
 use crate::image::{self, noise};
 use crate::tree::{assert_same, tree_of};
 
-/// A name in a directory, with what it names.
+/// A directory entry with its attributes.
 type Found = (NodeId, Vec<u8>, Attributes);
 
-/// All directories, and all names.
+/// All directories and all entries.
 fn all(union: &Union) -> (Vec<NodeId>, Vec<Found>) {
     let (mut directories, mut files) = (Vec::new(), Vec::new());
     let mut todo = vec![NodeId::ROOT];
@@ -32,7 +33,7 @@ fn all(union: &Union) -> (Vec<NodeId>, Vec<Found>) {
     (directories, files)
 }
 
-/// One random change. That some are refused is as it should be.
+/// Makes one random change. The union may refuse it.
 pub fn change(union: &Union, random: &mut Random) {
     let fs = union.fs();
     let (directories, files) = all(union);
@@ -107,7 +108,7 @@ pub fn change(union: &Union, random: &mut Random) {
     }
 }
 
-/// `BCOW_ROUNDS` asks for more.
+/// `BCOW_ROUNDS` sets the number of rounds.
 fn rounds(sketch: SketchChoice, first: u64) {
     let count = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
     for seed in first..first + count {

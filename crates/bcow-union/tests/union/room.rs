@@ -1,4 +1,4 @@
-//! The limit of what an upper may store.
+//! The limit of the bytes that an upper may store.
 
 use std::fs;
 
@@ -12,7 +12,8 @@ use crate::image::{BIG, big, noise};
 
 #[test]
 fn limit_counts_what_is_stored_and_deleting_makes_room() {
-    // Ten blocks, those that attributes, the map, and so many pieces take, and what a copy may take at most for a moment.
+    // Ten blocks, the blocks for attributes, the map and extent records, and the most that a
+    // copy-up needs temporarily.
     let Some(mut union) = open_with(with_limit(13 * 4096)) else {
         return;
     };
@@ -21,7 +22,7 @@ fn limit_counts_what_is_stored_and_deleting_makes_room() {
         union.write("big", block * 8192, b"x");
     }
     assert_eq!(union.write_to(node, 100_001, b"x"), Err(Errno::NOSPC));
-    // What is stored already can be written again.
+    // Stored blocks can be overwritten.
     union.write("big", 0, b"y");
     union.reopen();
     let node = union.id("big");
@@ -34,7 +35,7 @@ fn limit_counts_what_is_stored_and_deleting_makes_room() {
     let data = noise(3, 3 * 4096);
     assert_eq!(union.write_to(new, 11 * 4096, &data), Ok(2 * 4096));
     assert_eq!(union.write_to(new, 13 * 4096, b"x"), Err(Errno::NOSPC));
-    // Also of one that nobody looked into since it was mounted.
+    // This includes a file that no request has used since the mount.
     union.reopen();
     let node = union.id("new");
     union.unlink("new").unwrap();
@@ -54,7 +55,7 @@ fn space_that_was_allocated_is_free_when_the_file_is_gone() {
     fs.allocate(new, 0, 90 * 4096, Allocate::Extend).unwrap();
     union.write("new", 4096, b"some bytes");
     assert_eq!(used(), 90);
-    // However the kernel thinks of it.
+    // Forgets of the kernel do not change this.
     fs.forget(new, 1000);
     assert_eq!(used(), 90);
     union.write("new", 0, b"more");
@@ -71,7 +72,7 @@ fn space_that_was_allocated_is_free_when_the_file_is_gone() {
 fn a_first_write_without_room_leaves_the_images_file() {
     let options = UnionOptions {
         sketch: SketchChoice::Packed,
-        // Its name and its attributes fit, but not its bytes.
+        // The limit is enough for its name and its attributes, but not for its bytes.
         ..with_limit(4 * 4096)
     };
     let Some(mut union) = open_with(options) else {
@@ -95,7 +96,7 @@ fn a_first_write_without_room_leaves_the_images_file() {
         union.assert_kept();
     }
     assert_eq!(union.get("BIG").unwrap().mtime, before);
-    // With room it can be written to.
+    // With enough space, the file is writable.
     union.options.size_limit = None;
     union.reopen();
     union.write("BIG", 5, b"x");

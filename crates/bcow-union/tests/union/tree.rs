@@ -1,23 +1,23 @@
-//! All there is to see in a union or an image.
+//! The whole visible state of a union or an image.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::{self, Debug};
 
 use bcow_erofs::reader::{FileType, Filesystem, Walk};
 
-/// What there is to see of a path.
+/// The visible state of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seen {
     pub kind: FileType,
     pub permissions: u16,
     pub owner: (u32, u32),
     pub mtime: (i64, u32),
-    /// Of all but directories, the number of their names, and the first of them.
+    /// The number of links and the first path; `None` for directories.
     pub names: Option<(u32, String)>,
     pub content: Bytes,
 }
 
-/// Content, of which a failure shows the start only.
+/// Content. A failed assertion prints only its start.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Bytes(pub Vec<u8>);
 
@@ -28,15 +28,15 @@ impl Debug for Bytes {
     }
 }
 
-/// Paths from the root, which is empty, with what is there.
+/// The visible state of each path. The path of the root is empty.
 pub type Tree = BTreeMap<String, Seen>;
 
-/// The first path of each file while a tree is walked in order.
+/// The first path of each file in a walk of the tree in order.
 #[derive(Default)]
 pub struct FirstNames(HashMap<u64, String>);
 
 impl FirstNames {
-    /// What [`Seen::names`] is of the file `id` that was met at `path`.
+    /// The value of [`Seen::names`] for the file `id` at `path`.
     pub fn of(&mut self, kind: FileType, id: u64, nlink: u32, path: &str) -> Option<(u32, String)> {
         let first = self.0.entry(id).or_insert_with(|| path.to_owned());
         (kind != FileType::Directory).then(|| (nlink, first.clone()))
@@ -50,7 +50,7 @@ pub fn join(path: &str, name: &str) -> String {
     }
 }
 
-/// All that is in an image.
+/// The tree of an image.
 pub fn tree_of(fs: &Filesystem) -> Tree {
     let mut tree = Tree::new();
     let mut firsts = FirstNames::default();
@@ -79,7 +79,7 @@ pub fn tree_of(fs: &Filesystem) -> Tree {
     tree
 }
 
-/// Asserts path by path that what was `shown` is `told` too.
+/// Asserts for each path that `told` equals `shown`.
 pub fn assert_same<T: Debug + PartialEq>(
     shown: &BTreeMap<String, T>,
     told: &BTreeMap<String, T>,

@@ -1,4 +1,4 @@
-//! What is said of an upper without a mount: its changes, what it is together with the image, and whether it is sound.
+//! Reports on an upper without a mount: its changes, its combination with the image, and its check.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::tree::{Tree, tree_of};
 
 const MOST_INODES: u64 = 1 << 20;
 
-/// Closed again when the start of `large` was written, which is a sketch.
+/// A closed union in which the start of `large` was written, so that it is a sketch.
 pub fn sketched() -> Option<Union> {
     let mut union = open_many()?;
     union.write("large", 0, &noise(5, 8192));
@@ -24,14 +24,14 @@ pub fn sketched() -> Option<Union> {
     Some(union)
 }
 
-/// Layers over each other, as a file system.
+/// Merges layers to a file system.
 pub fn spliced(store: &Arc<Store>, layers: Vec<LayerTree>) -> Spliced {
     store.filesystem(&merge(layers).unwrap()).unwrap()
 }
 
-/// What may be asked of a closed one.
+/// Requests on a closed union.
 impl Union {
-    /// As whoever wants to write to the upper.
+    /// Opens the upper for writing.
     pub fn instance(&self) -> Result<Instance, UpperError> {
         Instance::open_existing(&self.upper(), "a test")
     }
@@ -49,7 +49,7 @@ impl Union {
         self.try_changes(scope).unwrap()
     }
 
-    /// What the upper and the image are together.
+    /// The tree of the image with the upper.
     pub fn put_together(&self) -> Tree {
         let changes = self.changes(Scope::Layer);
         let options = ReadOptions {
@@ -62,7 +62,8 @@ impl Union {
         tree_of(&spliced(&changes.store, vec![lower, changes.layer]).filesystem)
     }
 
-    /// What the comparison looks at must have all that differs, and nothing that is only in one.
+    /// Asserts that the trees of the scope `Touched` contain each path that differs, and that each
+    /// path in them has its true state.
     pub fn assert_touched(&self, before: &Tree, after: &Tree) {
         let changes = self.changes(Scope::Touched);
         let lower = vec![changes.touched.clone()];
@@ -93,7 +94,7 @@ impl Union {
         check::check(&self.reader(), Some(&self.checked_image())).unwrap()
     }
 
-    /// What is found, by its codes.
+    /// The codes of the findings of a check.
     pub fn found(&self) -> Vec<&'static str> {
         let findings = self.checked().findings;
         findings.iter().map(|found| found.code).collect()
@@ -105,7 +106,7 @@ impl Union {
         assert!(report.findings.is_empty(), "{:#?}", report.findings);
     }
 
-    /// Repairs as `bcow fsck --repair` does.
+    /// Repairs the upper as `bcow fsck --repair` does.
     pub fn repair(&self) {
         let instance = self.instance().unwrap();
         let reader = UpperReader::of(&instance).unwrap();
