@@ -48,7 +48,7 @@ pub enum ForeignError {
 }
 
 impl ForeignError {
-    /// What the user can do about the error, if there is something to do.
+    /// Advice for the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             ForeignError::NotAllowed { .. } => Some(

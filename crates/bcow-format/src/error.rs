@@ -19,7 +19,7 @@ pub enum FormatError {
     HeaderField {
         /// Field name as in spec section 3.
         field: &'static str,
-        /// What is wrong with its value.
+        /// The problem with its value.
         problem: String,
     },
     /// An unknown incompatible feature bit.
@@ -54,7 +54,7 @@ pub enum FormatError {
     RootEntry {
         /// Index in the root table.
         region: u64,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// The checksum of a sub-block table differs from the one in its root entry.
@@ -74,7 +74,7 @@ pub enum FormatError {
     TableHeader {
         /// Index of the region.
         region: u64,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// An entry of a sub-block table violates a rule.
@@ -84,7 +84,7 @@ pub enum FormatError {
         region: u64,
         /// Index in the table.
         index: u64,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A window exceeds its backing or its region, or refers to a backing that does not exist.
@@ -92,7 +92,7 @@ pub enum FormatError {
     WindowRange {
         /// Index of the region.
         region: u64,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// An entry of the backing table violates a rule.
@@ -100,7 +100,7 @@ pub enum FormatError {
     BackingEntry {
         /// Index in the backing table.
         index: u32,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// A log record with a valid checksum violates a rule.
@@ -108,7 +108,7 @@ pub enum FormatError {
     Record {
         /// The sequence number of the record.
         sequence: u64,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
     /// The checksum of the free list differs from the one in the header, or the list violates a

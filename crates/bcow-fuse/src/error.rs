@@ -3,8 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
-/// A failure to mount or unmount. `source` is the host's error. [`MountError::hint`] returns what
-/// the user can do, for errors that the user can correct.
+/// A failure to mount or unmount. `source` is the host's error. [`MountError::hint`] returns
+/// advice for errors that the user can correct.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MountError {
@@ -16,7 +16,7 @@ pub enum MountError {
     BadOption {
         /// The option as the user wrote it.
         option: String,
-        /// What is wrong with the value.
+        /// The problem with the value.
         problem: &'static str,
     },
     /// An option of writable mounts, given for a mount without an upper.
@@ -113,7 +113,7 @@ pub enum MountError {
 }
 
 impl MountError {
-    /// What the user can do about the error, if there is something to do.
+    /// Advice for the user, if there is any.
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             MountError::UnknownOption(_) => Some("`bcow mount --help` lists the options"),

@@ -143,7 +143,7 @@ impl Session {
         let Some(union) = self.union else {
             return served;
         };
-        // The name only informs users; an error is ignored.
+        // Only other commands' reports use the name, so an error is ignored.
         let _ = rustix::thread::set_name(CLOSING);
         union.close()?;
         served

@@ -10,7 +10,7 @@ use crate::error::MountError;
 use crate::mount::run_unmount_helper;
 use crate::mountinfo::{self, FS_TYPE, MountEntry};
 
-/// What to do with a mount that is in use.
+/// The action for a mount that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum WhenBusy {
     /// Fail and leave it mounted.

@@ -38,7 +38,7 @@ pub enum Error {
     Tls {
         /// The file.
         path: String,
-        /// What is wrong with the file.
+        /// The problem with the file.
         problem: String,
     },
 }

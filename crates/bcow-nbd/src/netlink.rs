@@ -231,7 +231,7 @@ impl Driver {
     }
 }
 
-/// How a command failed.
+/// The failure of a command.
 enum Answer {
     Refused(Errno),
     Failed(Errno),

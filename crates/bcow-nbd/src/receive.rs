@@ -12,7 +12,7 @@ use crate::sync::thread;
 /// copy.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// The timeout starts again after each [`PACE_BYTES`] bytes of a payload.
+/// The timeout starts again each time this many bytes of a payload have arrived.
 const PACE_BYTES: usize = 64 << 10;
 
 /// How long to poll before the thread sleeps.

@@ -27,7 +27,7 @@ struct State {
     closed: bool,
 }
 
-/// What to do after passing the turn.
+/// The action after passing the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     /// No action: another worker waits for the turn, or the limit of workers is reached.

@@ -163,7 +163,8 @@ fn may_change(
     Ok(needs_not_ask || fs.lets_write(node, request.uid(), is_in)?)
 }
 
-/// Clears set-group-ID after a new ACL, unless the caller is in the group or is root.
+/// Clears set-group-ID after a new ACL, unless the caller is in the group or has
+/// CAP_FSETID.
 pub(super) fn drop_set_gid(fs: &UnionFs, request: &Request, node: NodeId) -> Result<(), Errno> {
     let attributes = fs.attributes(node)?;
     if attributes.permissions & SET_GID == 0 || is_in_group(request, attributes.gid) {

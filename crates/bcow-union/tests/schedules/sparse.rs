@@ -1,4 +1,4 @@
-//! The models.
+//! The models of sparse sketches.
 
 use bcow_union::sketch::{BLOCK_BYTES, KeepSize, SketchOptions};
 

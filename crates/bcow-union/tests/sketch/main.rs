@@ -1,4 +1,4 @@
-//! Sketches, from outside.
+//! Tests of sketches through their public interface.
 
 mod damage;
 mod faults;

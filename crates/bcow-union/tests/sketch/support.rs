@@ -53,7 +53,7 @@ impl TestLower {
 }
 
 impl TestLower {
-    /// Without holes.
+    /// A lower file without holes.
     pub fn full(size: u64) -> Self {
         TestLower {
             bytes: (0..size).map(|at| 201 + (at * 7 % 50) as u8).collect(),
