@@ -1,9 +1,10 @@
 //! A qcow2 image, read with the library imago.
 //!
 //! An image may name its backing file and its data file by a path, a URL or a full device
-//! description (`json:`). The image may come from an untrusted source. bcow therefore uses only the
-//! last component of the path, opens only a regular file of that name in a directory that the user
-//! gave, and takes the format from the image; it never detects the format.
+//! description (`json:`). The image may come from an untrusted source. bcow therefore refuses
+//! everything but a path. It uses only the last component of the path and opens only a regular file
+//! of that name in a directory that the user gave. bcow takes the format from the image; it never
+//! detects the format.
 //!
 //! The module `header` checks headers before imago reads them. bcow guards all calls of imago
 //! against panics.

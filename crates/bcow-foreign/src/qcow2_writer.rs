@@ -1,7 +1,7 @@
 //! Writes a qcow2 image in one pass (qemu's docs/interop/qcow2.rst, version 3).
 //!
 //! ```text
-//! | header | data clusters and L2 tables, as written | L1 table | refcount blocks | refcount table |
+//! | header | data clusters, L2 tables (mixed) | L1 table | refcount blocks | refcount table |
 //! ```
 //!
 //! The writer writes the header last, when all offsets are known. Zeros stay unallocated.

@@ -197,8 +197,8 @@ impl Handshake<'_> {
             let message = "TLS has begun already, or the option has data where it has none";
             return self.refuse(option, option_reply::ERR_INVALID, message);
         }
-        // An attacker may have inserted plaintext after STARTTLS, which the server would treat as
-        // sent by the client under TLS (CVE-2021-3716).
+        // Refuse bytes that follow STARTTLS at once. An attacker may have inserted them as
+        // plaintext, and the server would treat them as sent under TLS (CVE-2021-3716).
         if !self.receiver.available().is_empty() {
             return Err(SessionEnd::Protocol("something follows the wish for TLS"));
         }
