@@ -468,9 +468,10 @@ fn waiting_for_an_upper_ends_with_a_signal() {
     stderr.read_exact(&mut said).unwrap();
     assert_eq!(&said, b"waiting");
     let pid = Pid::from_raw(waiting.id() as i32).unwrap();
-    kill_process(pid, Signal::INT).unwrap();
+    // Tests that run in the background of a shell inherit that SIGINT is ignored.
+    kill_process(pid, Signal::TERM).unwrap();
     let ended = waiting.wait().unwrap();
-    assert_eq!(ended.signal(), Some(Signal::INT.as_raw()));
+    assert_eq!(ended.signal(), Some(Signal::TERM.as_raw()));
     drop((held, lock));
     ending.kill().unwrap();
     ending.wait().unwrap();
