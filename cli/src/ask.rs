@@ -24,7 +24,7 @@ pub enum Answer {
     Says(Vec<u8>),
     /// It is not served any more.
     NotServed,
-    /// It does not tell this user, or tells nothing.
+    /// This user may not read the answer, or the mount gives none.
     Refused(Errno),
     /// It does not answer.
     Nothing,
@@ -52,7 +52,7 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
     };
     let (sender, receiver) = std::sync::mpsc::channel();
     if let Some(mut stdout) = child.stdout.take() {
-        // Without a thread there is no sender, and no answer.
+        // Without the thread, the channel has no sender, so no answer arrives.
         let _ = std::thread::Builder::new().spawn(move || {
             let mut json = Vec::new();
             let read = stdout.read_to_end(&mut json);
@@ -83,7 +83,8 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
     }
 }
 
-/// In the process that [`ask`] starts: asks the mount, however long that takes. The exit status is the error number.
+/// Runs in the process that [`ask`] starts: asks the mount, however long the mount takes. The exit
+/// status is the error number.
 pub fn tell(directory: &Path) -> ! {
     let mut json = vec![0; MOST_XATTR_BYTES];
     let told = rustix::fs::getxattr(directory, STATS_XATTR, &mut json).and_then(|length| {

@@ -13,7 +13,7 @@ use crate::ui::{Output, Progress};
 /// Zeros inside of data become holes in pieces of this size.
 const HOLE_BYTES: usize = 64 << 10;
 
-/// What is written, and who is told how it goes.
+/// The data to write, and the callback for progress.
 pub struct CopyOut<'a> {
     /// Where it comes from.
     pub device: &'a dyn BlockDevice,
@@ -28,7 +28,7 @@ pub struct CopyOut<'a> {
 impl CopyOut<'_> {
     /// Writes the bytes as they are into an empty file, zeros as holes.
     pub fn raw(&self, new: &NewFile, cannot: &dyn Fn() -> String) -> Result<(), CommandError> {
-        // The length first: what nobody writes to is then a hole.
+        // Sets the length first: unwritten parts are then holes.
         new.file().set_len(self.end).context(cannot)?;
         self.pieces(&mut |piece| match piece {
             Piece::Data { offset, bytes } => {

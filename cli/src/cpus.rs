@@ -42,8 +42,8 @@ pub fn parse(text: &str) -> Result<Cpus, String> {
 }
 
 impl Cpus {
-    /// Lets this thread, and all that it starts, run on these only. The error names those that there are not, or that this
-    /// process may not use.
+    /// Restricts this thread, and all threads that it starts, to these CPUs. The error names the
+    /// CPUs that do not exist or that this process may not use.
     pub fn confine(&self) -> Result<(), String> {
         let failed = |errno: rustix::io::Errno| std::io::Error::from(errno).to_string();
         let allowed = rustix::thread::sched_getaffinity(None).map_err(failed)?;

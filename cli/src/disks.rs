@@ -53,7 +53,7 @@ pub struct Problem {
     pub hint: Option<String>,
 }
 
-/// Whether the file at `path` is a disk, as far as its header tells.
+/// Whether the file at `path` is a disk, according to its header.
 pub fn is_disk(path: &Path) -> bool {
     File::open(path)
         .ok()
@@ -61,7 +61,7 @@ pub fn is_disk(path: &Path) -> bool {
         .is_some_and(|header| header.purpose != Use::Image)
 }
 
-/// Whether the file at `path` is a disk that is not sealed, as far as its header tells.
+/// Whether the file at `path` is a disk that is not sealed, according to its header.
 pub fn is_writable_disk(path: &Path) -> bool {
     File::open(path)
         .ok()
@@ -197,7 +197,8 @@ fn in_use(
     }
 }
 
-/// Opens the disk that the user calls `name` for writing. `what` is the command, for those who are refused meanwhile.
+/// Opens the disk that the user calls `name` for writing. `what` is the command, for the error of a
+/// second writer.
 pub fn open_writable(
     name: &Path,
     stores: &StoreArgs,
@@ -228,17 +229,17 @@ pub fn open_locked(
     })
 }
 
-/// A writable disk that is only read, while nobody may write to it.
+/// A writable disk opened for reading, locked against writers.
 pub struct LockedImage {
     pub image: Arc<Image>,
     pub file: Arc<File>,
-    /// Where it is, links followed.
+    /// The path, with links resolved.
     pub path: PathBuf,
     _lock: FileLock,
 }
 
-/// Opens the writable disk that the user calls `name`, to be replaced by another file. `what` is the command, for those who
-/// are refused meanwhile.
+/// Opens the writable disk that the user calls `name`, to replace its file. `what` is the command,
+/// for the error of a second writer.
 pub fn open_to_replace(
     name: &Path,
     stores: &StoreArgs,
@@ -261,7 +262,8 @@ pub fn open_to_replace(
     }
 }
 
-/// Opens and locks the file of a writable disk, without looking below it. Gives also where it is, links followed.
+/// Opens and locks the file of a writable disk, without its backings. Also returns its path, with
+/// links resolved.
 pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLock), CommandError> {
     let parsed = parse_name(name)?;
     refuse_what_is_no_file(&parsed)?;
@@ -276,7 +278,8 @@ pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLoc
     let note = format!("bcow {what}, process {}", std::process::id());
     for _ in 0..100 {
         let path = named.canonicalize().context(cannot)?;
-        // A file that cannot be a disk is told before one that cannot be written.
+        // The error of a file that cannot be a disk comes before the error of one that cannot be
+        // written.
         let sealed = File::open(&path).ok().and_then(|file| header_of(&file));
         if let Some(header) = sealed {
             refuse_sealed(name, &header)?;
@@ -285,7 +288,7 @@ pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLoc
         let file = open.read(true).write(true).open(&path).context(cannot)?;
         let lock = FileLock::exclusive(&file, &note)
             .map_err(|error| in_use(cannot(), &path, &error, false))?;
-        // Whoever held the lock may have put another file in its place (`bcow compact`).
+        // The previous holder of the lock may have replaced the file (`bcow compact`).
         let (locked, there) = (
             file.metadata().context(cannot)?,
             std::fs::metadata(&path).context(cannot)?,
@@ -307,7 +310,8 @@ pub fn lock_for_reading(name: &Path, file: &File, share: Share) -> Result<(), Co
     Ok(())
 }
 
-/// Opens a file to repair it. The lock is that of a writer; what is sealed nobody writes, and has none.
+/// Opens a file for repair, with the lock of a writer. A sealed file is never written, and needs no
+/// lock.
 pub fn open_for_repair(
     name: &Path,
     path: &Path,

@@ -11,11 +11,11 @@ pub mod exit {
     pub const DONE: u8 = 0;
     /// The operation failed.
     pub const FAILED: u8 = 1;
-    /// The command line makes no sense.
+    /// The command line is invalid.
     pub const USAGE: u8 = 2;
-    /// Stopped by SIGINT or its like; what a shell reports for SIGINT.
+    /// Stopped by SIGINT or a similar signal; the status that a shell reports for SIGINT.
     pub const INTERRUPTED: u8 = 130;
-    /// Whoever read standard output went away; what a shell reports for SIGPIPE.
+    /// The reader of standard output closed it; the status that a shell reports for SIGPIPE.
     pub const PIPE_CLOSED: u8 = 141;
 
     /// `bcow diff`: there are differences.
@@ -29,7 +29,7 @@ pub mod exit {
     pub const FSCK_ERRORS_LEFT: u8 = 4;
     /// fsck(8): the check itself could not be done.
     pub const FSCK_OPERATIONAL: u8 = 8;
-    /// fsck(8): the command line makes no sense.
+    /// fsck(8): the command line is invalid.
     pub const FSCK_USAGE: u8 = 16;
 }
 
@@ -44,7 +44,8 @@ pub struct CommandError {
 }
 
 impl CommandError {
-    /// A failed operation: `message` says what failed and where, in lower case, without a full stop.
+    /// A failed operation. `message` names the action and the object, in lower case, without a full
+    /// stop.
     pub fn new(message: impl Into<String>) -> Self {
         CommandError {
             message: message.into(),
@@ -55,7 +56,7 @@ impl CommandError {
         }
     }
 
-    /// A command line that makes no sense.
+    /// An invalid command line.
     pub fn usage(message: impl Into<String>) -> Self {
         CommandError::new(message).exit_with(exit::USAGE)
     }
@@ -70,7 +71,7 @@ impl CommandError {
         self
     }
 
-    /// Adds a cause that is no error of a library.
+    /// Adds a cause that is not an error of a library.
     pub fn caused_by_text(mut self, cause: impl Into<String>) -> Self {
         self.push_cause(cause.into());
         self
@@ -88,7 +89,7 @@ impl CommandError {
         self
     }
 
-    /// Whether a part of the image could not be read, as opposed to something of the host that failed.
+    /// Whether the failure is an unreadable part of the image, and not a failure of the host.
     pub fn is_in_image(&self) -> bool {
         self.in_image
     }
@@ -130,9 +131,10 @@ impl CommandError {
             .exit_with(exit)
     }
 
-    /// Library errors end in `: {source}` and name the same source again; told once is enough.
+    /// Library errors end in `: {source}` and name the same source again; the source is printed
+    /// only once.
     fn push_cause(&mut self, mut cause: String) {
-        // "No such file or directory" says it; its number helps nobody who reads it here.
+        // "No such file or directory" is enough; the error number does not help the user.
         if let Some((text, number)) = cause.rsplit_once(" (os error ")
             && number.ends_with(')')
         {

@@ -1,7 +1,8 @@
 //! What the allocator keeps for itself.
 
-/// Makes all threads share one heap; to be called before there are others. glibc would give each of many threads a heap of
-/// its own, and keep in each what was freed there: a server with a cache of 64 MiB then takes 170 MiB instead of 85.
+/// Makes all threads share one heap; to be called before other threads start. With many threads,
+/// glibc would create a heap for each, and keep freed memory in each heap: a server with a cache of
+/// 64 MiB then takes 170 MiB instead of 85.
 pub fn share() {
     // SAFETY: it takes two numbers, and no other thread is there to allocate meanwhile.
     #[cfg(target_env = "gnu")]

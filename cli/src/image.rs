@@ -22,16 +22,19 @@ use crate::place::Layout;
 use crate::size::Count;
 use crate::ui::Ui;
 
-/// Where the layers of an image are looked up, beside the layout it stands in.
+/// Directories in which the layers of an image are looked up, in addition to the layout of the
+/// image.
 #[derive(Debug, Default, clap::Args)]
 pub struct StoreArgs {
-    /// Look for layers in this directory too: an OCI layout, or files named by their digest (repeatable)
+    /// Also look for layers in this directory: an OCI layout, or files named by their digest
+    /// (repeatable)
     #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     stores: Vec<PathBuf>,
-    /// Look for files that others name as their backing in this directory too (repeatable)
+    /// Also look for backing files in this directory (repeatable)
     #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     backing_dirs: Vec<PathBuf>,
-    /// Read disks also while somebody writes to them; what is read may then be of no single moment
+    /// Read a disk without a lock, even while another process writes to the disk; reads may be
+    /// inconsistent
     #[arg(short = 'U', long)]
     force_share: bool,
 }
@@ -39,7 +42,8 @@ pub struct StoreArgs {
 /// Layers on top of an image.
 #[derive(Debug, Default, clap::Args)]
 pub struct LayerArgs {
-    /// Show the image with this layer on top of it, as `bcow commit --upper` makes one (repeatable, lowest first)
+    /// Show the image with this layer on top, which `bcow commit --upper` made (repeatable, lowest
+    /// first)
     #[arg(long = "layer", value_name = "LAYER", value_hint = clap::ValueHint::FilePath)]
     pub layers: Vec<PathBuf>,
 }
@@ -65,7 +69,8 @@ impl StoreArgs {
         }
     }
 
-    /// The directories where files that other files name may be opened, beside the directory of the file itself.
+    /// The directories in which referenced files may be opened, in addition to the directory of the
+    /// file itself.
     pub fn backing_dirs(&self) -> Result<&[PathBuf], CommandError> {
         require_directories(&self.backing_dirs, "backings")?;
         Ok(&self.backing_dirs)
@@ -141,7 +146,8 @@ impl OpenImage {
         OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
     }
 
-    /// Opens an image of which only the tree and the tables are wanted: layers that are missing or wrong are told.
+    /// Opens an image of which only the tree and the tables are needed: layers that are missing or
+    /// do not match cause a warning.
     pub fn open_without_content(
         name: &Path,
         stores: &StoreArgs,
@@ -165,7 +171,8 @@ impl OpenImage {
         Ok(image)
     }
 
-    /// Opens the image that the user calls `name` with `layers` on top of it, the lowest first, as one image.
+    /// Opens the image that the user calls `name` with `layers` on top, the lowest first, as one
+    /// image.
     pub fn open_layered(
         name: &Path,
         layers: &[PathBuf],
@@ -515,11 +522,12 @@ pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
     }
 }
 
-/// What to say when the file at `path`, part of the image that the user calls `name`, does not open as an image.
+/// The error for a file at `path`, part of the image that the user calls `name`, that does not open
+/// as an image.
 pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError {
     let failure = CommandError::new(format!("cannot open {}", name.display()));
     let failure = match error {
-        // "cannot open at byte 0" would tell nobody anything.
+        // "cannot open at byte 0" would not help the user.
         Error::Io {
             action: "open",
             source,

@@ -20,7 +20,8 @@ impl Interrupt {
     /// Catches SIGINT, SIGTERM and SIGHUP from now on. Call it before other threads start: they
     /// inherit that these signals wait for the thread started here.
     ///
-    /// If that is not possible the signals keep their effect, and the process ends without cleaning up.
+    /// If the handler cannot be installed, the signals keep their effect, and the process ends
+    /// without cleanup.
     pub fn catch() -> Self {
         let interrupt = Interrupt::default();
         let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
@@ -40,7 +41,7 @@ impl Interrupt {
                 }
             });
         if started.is_err() {
-            // Blocked signals that nobody waits for would make the process deaf.
+            // If no thread waits for the blocked signals, the process would ignore them.
             let _ = signals.thread_unblock();
         }
         interrupt

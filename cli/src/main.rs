@@ -35,8 +35,9 @@ use crate::ui::{ColorWhen, Ui, UiOptions};
 
 /// Block-mapped copy-on-write images for container layers
 ///
-/// bcow makes, mounts, inspects, checks and unpacks BCoW images: one file that holds a container
-/// image as a file system, compressed block by block, with a checksum for every block.
+/// bcow makes, mounts, inspects, checks and unpacks BCoW images and disks. A BCoW image is one file
+/// that holds a container image as a file system. Its blocks are compressed, and every block has a
+/// checksum. A BCoW disk is a virtual disk in the same file format, like a qcow2 file.
 #[derive(Debug, Parser)]
 #[command(
     name = "bcow",
@@ -44,23 +45,24 @@ use crate::ui::{ColorWhen, Ui, UiOptions};
     max_term_width = 100,
     subcommand_required = true,
     arg_required_else_help = true,
-    after_help = "Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` and `bcow diff` have those of fsck(8) and diff(1).",
+    after_help = "\
+Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` and `bcow diff`: as fsck(8) and diff(1).",
     after_long_help = "\
 Exit status:
   0    done
   1    failed
-  2    the command line makes no sense
+  2    the command line is invalid
   130  interrupted
-  141  whoever read standard output went away
+  141  the reader of standard output closed it
 `bcow fsck` and `bcow diff` have the statuses of fsck(8) and diff(1); see their help.
 
 Environment:
-  BCOW_STORE         where to look for layers, directories separated by colons (see also --store)
-  BCOW_LOG           what to log to standard error, as in BCOW_LOG=bcow=debug (see also -v)
-  NO_COLOR           no colour
-  SOURCE_DATE_EPOCH  the time that `bcow convert` records
+  BCOW_STORE         directories to search for layers, separated by colons (see also --store)
+  BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
+  NO_COLOR           disables colour
+  SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970
 
-Results go to standard output; messages, progress and errors to standard error."
+Results go to standard output. Messages, progress and errors go to standard error."
 )]
 struct Cli {
     #[command(flatten)]
@@ -72,10 +74,10 @@ struct Cli {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Global options")]
 struct Global {
-    /// No messages and no progress; warnings, errors and results stay
+    /// Suppress messages and progress, but not warnings, errors and results
     #[arg(short, long, global = true)]
     quiet: bool,
-    /// Say more; twice for debugging
+    /// Increase verbosity; repeat for debug output
     #[arg(short, long, global = true, action = clap::ArgAction::Count, conflicts_with = "quiet")]
     verbose: u8,
     /// When to use colour: auto, always or never
@@ -142,7 +144,7 @@ fn main() -> ExitCode {
     match run(&cli.command, &ui) {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
-            // `bcow ls IMG | head` is not a failure that anybody wants to read about.
+            // `bcow ls IMG | head` is not a failure, and prints no error.
             if error.exit() != exit::PIPE_CLOSED {
                 ui.error(&error);
             }
@@ -151,8 +153,9 @@ fn main() -> ExitCode {
     }
 }
 
-/// A panic is a bug, and what a thread leaves behind that died of one is not to be relied on: the process ends. The profile
-/// unwinds all the same, as a library may meet an image that it panics over: there it is an error.
+/// A panic is a bug of bcow, and the state that a panicked thread leaves behind is not reliable:
+/// the process aborts. The profile still unwinds, because a library for foreign formats may panic
+/// on a bad image; that panic becomes an error.
 fn abort_on_panic() {
     let tell = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -163,7 +166,7 @@ fn abort_on_panic() {
     }));
 }
 
-/// The status as whoever called this process knows it.
+/// The exit status in the numbering of the caller: mount(8) has its own.
 fn exit_code(status: u8) -> ExitCode {
     match helper::is_called(std::env::args_os().next().as_deref()) {
         true => ExitCode::from(helper::exit_status(status)),
@@ -171,7 +174,8 @@ fn exit_code(status: u8) -> ExitCode {
     }
 }
 
-/// What the user wrote, or what mount(8) wrote; `None` if that is answered.
+/// The command line of the user or of mount(8); `None` if the request was for the help of the
+/// helper, which is printed here.
 fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
     let mut arguments = std::env::args_os();
     let name = arguments.next();
@@ -223,7 +227,7 @@ fn run(command: &Command, ui: &Ui) -> Result<u8, CommandError> {
     .map(|()| exit::DONE)
 }
 
-/// A stack needs a descriptor for each layer, `bcow extract` one for each level of the tree.
+/// A stack needs one descriptor per layer; `bcow extract` needs one per level of the tree.
 fn raise_open_file_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
@@ -231,11 +235,11 @@ fn raise_open_file_limit() {
         current: limit.maximum,
         maximum: limit.maximum,
     };
-    // If it stays low, only those who need more fail, with an error of their own.
+    // If the limit stays low, a command that needs more descriptors fails with its own error.
     let _ = setrlimit(Resource::Nofile, raised);
 }
 
-/// Prints help, the version or what is wrong with the command line.
+/// Prints the help, the version or the error of the command line. Returns the exit status.
 fn no_command(error: &clap::Error) -> u8 {
     use clap::error::ErrorKind;
     let printed = error.print();

@@ -1,7 +1,7 @@
 //! A page for Prometheus: `GET /metrics`, and nothing else of HTTP.
 //!
-//! Whoever connects gets a short time and a short request, whatever it sends; few are answered at a time. The mount itself
-//! never waits for any of this.
+//! Each client gets a short time and a short request, whatever it sends; few clients are served at
+//! a time. The mount itself never waits for a client.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -90,7 +90,7 @@ where
         let place = Seat::take(&busy);
         let Some(place) = place else { continue };
         let text = Arc::clone(text);
-        // If there is no thread for it, the connection closes.
+        // If no thread can be started, the connection closes.
         let _ = std::thread::Builder::new()
             .name("metrics".into())
             .stack_size(256 << 10)

@@ -21,7 +21,8 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Starts a file that shall become `destination`, which must not be there; nothing is ever replaced.
+    /// Starts a file that becomes `destination`. The destination must not exist; this never
+    /// replaces a file.
     pub fn create_new(destination: &Path) -> Result<Self, CommandError> {
         if destination.symlink_metadata().is_ok() {
             return Err(there_already(destination));
@@ -31,7 +32,7 @@ impl NewFile {
         Ok(new)
     }
 
-    /// Starts a file that shall become `destination`, which may be there already.
+    /// Starts a file that becomes `destination`, and replaces an existing file of that name.
     pub fn create(destination: &Path) -> Result<Self, CommandError> {
         let cannot = || format!("cannot create {}", destination.display());
         if destination.file_name().is_none() {
@@ -41,7 +42,7 @@ impl NewFile {
             Ok(metadata) if metadata.is_dir() => {
                 return Err(CommandError::new(cannot()).caused_by_text("it is a directory"));
             }
-            // Renaming over a device or a pipe would replace it, which nobody wants.
+            // A rename over a device or a pipe would replace the device or pipe.
             Ok(metadata) if !metadata.is_file() => {
                 return Err(CommandError::new(cannot())
                     .caused_by_text("it is there, and is no regular file")
@@ -125,7 +126,7 @@ impl NewFile {
 impl Drop for NewFile {
     fn drop(&mut self) {
         if let Some(temporary) = &self.temporary {
-            // Whatever made us stop is told already, and is what matters.
+            // The first error is already reported; an error of this cleanup is ignored.
             let _ = std::fs::remove_file(temporary);
         }
     }
@@ -141,7 +142,7 @@ fn named(result: Result<(), Errno>, destination: &Path) -> Result<(), CommandErr
 
 fn there_already(destination: &Path) -> CommandError {
     CommandError::new(format!("cannot create {}", destination.display()))
-        .caused_by_text("it is there already, and is not overwritten")
+        .caused_by_text("file exists; not overwriting it")
 }
 
 fn directory_of(path: &Path) -> &Path {

@@ -1,9 +1,8 @@
-//! What images and disks are made of and what is made of them, as the user writes SRC and DST: one table for `convert`, `commit`
-//! and `export`.
+//! The forms of SRC and DST: one table for `convert`, `commit` and `export`.
 //!
-//! A name is `TRANSPORT:REST`, or a file. What stands before the first colon is a transport if it is of small letters, digits
-//! and hyphens and begins with a letter; so a file of such a name is written `./NAME`, and an unknown transport is an error
-//! rather than a file.
+//! A name is `TRANSPORT:REST`, or a file. The text before the first colon is a transport if it
+//! begins with a letter and has only small letters, digits and hyphens. A file of such a name is
+//! written `./NAME`. An unknown transport is an error, and never a file name.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -156,7 +155,8 @@ pub fn refuse(shown: &str, command: &str) -> CommandError {
 }
 
 impl Destination {
-    /// Reads DST. Of files without a transport, those that end in `.qcow2` are qcow2 images; all others are BCoW files.
+    /// Reads DST. A file without a transport is a qcow2 image if its name ends in `.qcow2`, and
+    /// otherwise a BCoW file.
     pub fn parse(name: &OsStr) -> Result<Self, CommandError> {
         let shown = name.to_string_lossy();
         let Some((transport, rest)) = split(name) else {
@@ -258,7 +258,8 @@ pub enum Source {
 }
 
 impl Source {
-    /// Reads SRC. A file without a transport is a BCoW file if it begins as one; no other form of a file is looked for.
+    /// Reads SRC. A file without a transport is a BCoW file if it begins as one; no other format is
+    /// detected.
     pub fn parse(name: &OsStr) -> Source {
         match split(name) {
             Some(("raw", path)) => Source::Raw(path.into()),

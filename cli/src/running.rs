@@ -1,9 +1,10 @@
-//! Processes of bcow that serve something, and how others find them.
+//! Registry of the bcow processes that serve images and disks.
 //!
-//! Each such process keeps a sealed memory file (memfd_create(2)) that says what it serves. Others find it among the process's
-//! descriptors in /proc. There is no directory to keep clean and no daemon to ask: the file ends with its process, however that
-//! ends; a stopped process can still be read; and who may look at a process's descriptors is its own user and root, in whatever
-//! container it is.
+//! Each such process keeps a sealed memory file (memfd_create(2)) that describes the served images.
+//! Other processes find that file among the descriptors in /proc. So there is no directory to clean
+//! and no daemon to ask: the memory file disappears with its process, however the process ends. The
+//! memory file of a stopped process is readable. Only the user of the process and root can read its
+//! descriptors, in any container.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -46,7 +47,8 @@ pub struct Service {
     pub mode: String,
     /// Since when, in seconds since 1970.
     pub since: u64,
-    /// Of a mount: its device number, as the kernel writes it. No other file system of the machine has it meanwhile.
+    /// For a mount: its device number, in the form of the kernel. The number is unique on the
+    /// machine as long as the mount exists.
     #[serde(default)]
     pub device: Option<String>,
 }
@@ -72,7 +74,8 @@ pub struct Server {
     pub uid: u32,
     /// How it is.
     pub state: State,
-    /// Whether it is in another mount namespace than this process, so that its paths may mean something else here.
+    /// Whether the process is in another mount namespace than this process, so that its paths may
+    /// mean other files here.
     pub is_elsewhere: bool,
     /// What it serves.
     pub services: Vec<Service>,
@@ -85,7 +88,7 @@ pub enum State {
     Running,
     /// Its mount is gone, and it writes what is left to its upper.
     Ending,
-    /// A signal has stopped it: it answers nobody.
+    /// A signal has stopped the process: the process does not answer.
     Stopped,
     /// It waits for a disk or another file system, and cannot be interrupted.
     Blocked,
@@ -164,7 +167,7 @@ pub fn server_of_mount(device: &str) -> Option<Server> {
 /// How the process of this number is; `None` if there is none.
 pub fn state(pid: u32) -> Option<State> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name stands in parentheses and may hold anything.
+    // The name is in parentheses and may contain any byte.
     let (before, behind) = stat.rsplit_once(')')?;
     let (_, name) = before.split_once('(')?;
     Some(match behind.trim_start().chars().next()? {
@@ -176,7 +179,8 @@ pub fn state(pid: u32) -> Option<State> {
     })
 }
 
-/// The processes that hold a lock on the file at `path` by flock(2), as far as this process can see them.
+/// The processes that hold a flock(2) lock on the file at `path`, as far as this process can see
+/// them.
 pub fn lock_holders(path: &Path) -> Vec<u32> {
     let Ok(metadata) = path.metadata() else {
         return Vec::new();
@@ -192,7 +196,8 @@ pub fn lock_holders(path: &Path) -> Vec<u32> {
     let mut pids: Vec<u32> = locks
         .lines()
         .filter_map(|line| {
-            // Number, kind, mandatory or not, access, process, place, range. Those that wait have an arrow before the kind.
+            // The fields are: number, kind, mandatory or not, access, process, place, range.
+            // Waiting locks have an arrow before the kind.
             let mut fields = line.split_whitespace().skip(1);
             if fields.next()? != "FLOCK" {
                 return None;
@@ -206,7 +211,8 @@ pub fn lock_holders(path: &Path) -> Vec<u32> {
     pids
 }
 
-/// What is to be said of the processes that use the disk at `path`, or the upper whose lock that is: a line for each.
+/// One line for each process that uses the disk at `path`, or the upper whose lock file is at
+/// `path`.
 pub fn describe_lock_holders(path: &Path) -> Vec<String> {
     let mut pids = lock_holders(path);
     if pids.is_empty() {
@@ -308,7 +314,8 @@ pub fn user_name(uid: u32) -> String {
 
 fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
     let process = PathBuf::from(format!("/proc/{pid}"));
-    // Threads that serve carry other names, but each process of ours begins with this one; so others need not be looked into.
+    // Threads that serve have other names, but each bcow process starts with this name, so other
+    // processes need not be examined.
     let name = std::fs::read(process.join("comm")).ok()?;
     if !name.starts_with(b"bcow") && !name.starts_with(b"mount.bcow") {
         return None;
@@ -330,7 +337,8 @@ fn server(pid: u32, memory: (u32, u32)) -> Option<Server> {
     })
 }
 
-/// Reads a memory file that another process may have made up to mislead us: nothing else is opened, so that nothing hangs.
+/// Reads a memory file that a hostile process may have forged. It opens nothing else, so it cannot
+/// block.
 fn read(path: &Path, memory: (u32, u32)) -> io::Result<Vec<Service>> {
     let file = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     if device(&file)? != memory {

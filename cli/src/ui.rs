@@ -188,7 +188,7 @@ impl Ui {
     }
 
     fn to_stderr(&self, text: fmt::Arguments<'_>) {
-        // There is nobody left to tell when standard error itself fails.
+        // If standard error fails, the error cannot be reported.
         self.bars.suspend(|| {
             let _ = io::stderr().write_all(text.to_string().as_bytes());
         });
@@ -216,7 +216,8 @@ impl Output {
             .map_err(|e| CommandError::standard_output(&e))
     }
 
-    /// For libraries that write by themselves; [`CommandError::standard_output`] is for their errors.
+    /// For libraries that write to the stream themselves; [`CommandError::standard_output`]
+    /// converts their errors.
     pub fn stream(&mut self) -> &mut dyn Write {
         &mut self.stream
     }

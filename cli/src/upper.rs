@@ -1,4 +1,4 @@
-//! Uppers of writable mounts, for commands that read them while nobody writes.
+//! Reading of uppers of writable mounts, while no process writes to them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,9 +14,10 @@ use crate::names;
 use crate::running::{self, State};
 use crate::ui::Ui;
 
-/// How long a process that holds the upper may go on without ending its mount: umount(8) returns before it has noticed.
+/// How long a process may keep the upper before it ends its mount: umount(8) returns before the
+/// process has noticed the unmount.
 const NOTICES_WITHIN: Duration = Duration::from_secs(2);
-/// After so long the user is told why nothing happens.
+/// After this time, a message tells the user the reason of the delay.
 const PATIENCE: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -61,7 +62,8 @@ pub fn when_free<T>(
     }
 }
 
-/// Whether somebody holds the upper who lets go of it soon: a process that ends its mount, or may be about to.
+/// Whether the process that holds the upper soon releases it: it ends its mount, or may be about
+/// to.
 fn ends_soon(error: &UpperError, waited: Duration) -> bool {
     let Some((_, holder)) = error.in_use() else {
         return false;
@@ -81,7 +83,7 @@ fn ends_soon(error: &UpperError, waited: Duration) -> bool {
 pub fn is_closing(pid: u32) -> bool {
     running::state(pid) == Some(State::Ending)
 }
-/// Opens an upper for reading, if nobody writes to it and it belongs to `image`.
+/// Opens an upper for reading, if no process writes to it and it belongs to `image`.
 pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, CommandError> {
     let reader = when_free(ui, || UpperReader::open(upper)).map_err(|error| cannot_use(&error))?;
     require_same_image(&reader, image)?;

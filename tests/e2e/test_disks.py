@@ -325,7 +325,7 @@ class Chains(Directory):
         self.assertTrue(self.content("disk.bcow") == self.one[:4 * MEBIBYTE] + bytes(size - 4 * MEBIBYTE))
         self.refused("resize", "disk.bcow", "4097", mention=("multiples of 4096",), code=2)
         self.refused("resize", "disk.bcow", "-1T", "--shrink", code=2)
-        self.refused("create", "disk.bcow", "-s", "1M", mention=("not overwritten",))
+        self.refused("create", "disk.bcow", "-s", "1M", mention=("not overwriting",))
         self.refused("create", "new.bcow", code=2)
 
     def test_differences_are_ranges(self):

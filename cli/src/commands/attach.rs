@@ -24,13 +24,14 @@ use crate::running;
 use crate::ui::Ui;
 pub use device::{NbdDevice, driver_failure};
 
-/// Make an image or a disk a block device of this machine (/dev/nbdN)
+/// Attach an image or a disk as a block device of this machine (/dev/nbdN)
 ///
-/// Returns when the device can be used; a process of its own serves it in the background, and ends when somebody
-/// detaches it, with `bcow detach` or `nbd-client -d`. Sealed images are read-only; disks (`bcow create`) can be
-/// written, and nobody else can write them meanwhile.
+/// The command returns when the device is ready. A background process serves the device. The
+/// process ends when the device is detached with `bcow detach` or `nbd-client -d`. The device of a
+/// sealed image or disk is read-only. The device of a writable disk (`bcow create`) is writable,
+/// and no other process can write to that disk in the meantime.
 ///
-/// Needs root and the kernel's nbd driver.
+/// The command needs root and the kernel's nbd driver.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image or disk: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
@@ -39,13 +40,14 @@ pub struct Args {
     /// The device: /dev/nbdN
     #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
     device: PathBuf,
-    /// Stay in the foreground
+    /// Serve the device in the foreground
     #[arg(short, long)]
     foreground: bool,
-    /// Nobody may write
+    /// Make the device read-only
     #[arg(short, long, conflicts_with = "snapshot")]
     read_only: bool,
-    /// The device can be written, and nothing of it is kept: it goes to a file without a name in TMPDIR
+    /// Make the device writable and discard all writes at the end; an unnamed file in TMPDIR stores
+    /// them
     #[arg(long)]
     snapshot: bool,
     /// Detach when the last program closes the device
@@ -57,10 +59,10 @@ pub struct Args {
     /// Logical block size of the device
     #[arg(long, value_name = "SIZE", default_value = "512", value_parser = block_size)]
     block_size: u64,
-    /// Fail requests that take longer; without it they are waited for
+    /// Fail requests that take longer [default: no limit]
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u32>,
-    /// Memory for decoded blocks
+    /// Size of the cache of decoded blocks
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
     #[command(flatten)]
@@ -75,7 +77,7 @@ fn block_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Attaches; returns when the device can be used, or in the foreground when it is detached.
+/// Attaches the device. Returns when the device is ready; in the foreground, when it is detached.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     heap::share();
     let readiness = match args.foreground {
@@ -170,7 +172,7 @@ fn attach(
         let services = served.services("attach", |_| vec![place.clone()]);
         let _published = running::publish(services);
         if let Err(error) = attached(args, ui, device, readiness, signals) {
-            // Nobody knows of the device: it should not stay.
+            // No other process knows of the device yet, so it is removed.
             device.detach()?;
             return Err(error);
         }
@@ -181,7 +183,7 @@ fn attach(
     })
 }
 
-/// Tells that the device can be used, and sees to signals.
+/// Reports that the device is ready, and handles signals.
 fn attached(
     args: &Args,
     ui: &Ui,
@@ -205,7 +207,7 @@ fn attached(
     }
 }
 
-/// As many as there are CPUs, within reason: each brings threads with it.
+/// One per CPU, up to a limit: each connection adds threads.
 fn default_connections() -> usize {
     std::thread::available_parallelism().map_or(1, |cpus| cpus.get().clamp(1, 4))
 }

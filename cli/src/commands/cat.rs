@@ -13,14 +13,15 @@ use crate::{names, stat};
 
 /// Write files of an image to standard output
 ///
-/// Symbolic links are followed inside the image. Every block is checked before any of it is
-/// written: damage ends the output early, with an error, and never changes it.
+/// The command follows symbolic links inside the image. It verifies each block before it writes
+/// data of that block. At a damaged block the output ends with an error. So the output can be
+/// incomplete, but it never has wrong data.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// Paths of regular files in it
+    /// Paths of regular files in the image
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<OsString>,
     #[command(flatten)]

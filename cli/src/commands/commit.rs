@@ -23,55 +23,58 @@ use crate::rewrite::backing_of;
 use crate::size::Human;
 use crate::ui::{Progress, Ui};
 
-/// Copied at once.
+/// Bytes per copy step.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Put the changes of a disk or of a container's mount into a new layer
+/// Commit changes of a disk or a writable mount to a new layer or the backing
 ///
-/// With --upper, IMG is the image of a writable mount, and what the mount changed becomes a layer.
-/// NEW is one of
+/// With --upper, IMG is the image of a writable mount, and the command writes the changes in the
+/// mount's upper to NEW. NEW is one of
 ///
-///     FILE.bcow        a layer in overlayfs's form; of a file that changed in part, only the blocks
-///                      that changed are stored, the rest is shown of IMG
-///     tar:FILE         a layer as OCI images have them; tar:- is standard output
-///     oci:DIR[:REF]    an ordinary OCI image: the layers of IMG and the new one
+///     FILE.bcow        a layer in overlayfs format. Of a partly changed file, the layer stores
+///                      only the changed blocks; the other blocks are read from IMG
+///     tar:FILE         a layer archive in OCI format; tar:- is standard output
+///     oci:DIR[:REF]    an ordinary OCI image: the layers of IMG and the new layer
 ///     oci-archive:FILE[:REF]
 ///                      the same in a tar archive
 ///
-/// With --merge, FILE.bcow is an image of all that the mount showed, which needs IMG as the layer
-/// does; with --flatten, one that needs no other file. Whoever needs IMG finds it by its digest, in
-/// an OCI layout or under --store. The upper and IMG stay as they are; nobody may be writing to the
-/// upper.
+/// With --merge, FILE.bcow is a complete image of what the mount showed; unchanged data is still
+/// read from IMG. With --flatten, FILE.bcow is a complete image that needs no other file. For a
+/// layer or image that needs IMG, bcow looks for the file name of IMG in the directory of the new
+/// file, and for its file name or digest under --store. The command changes neither the upper nor
+/// IMG. No process may write to the upper during the command.
 ///
-/// Of a disk: with NEW, a sealed disk of that name is made over the same backing, with nothing but
-/// what the disk has. The disk stays as it is.
+/// Without --upper, the command commits a disk. With NEW, it writes a sealed disk over the same
+/// backing that has only the disk's own data. The disk does not change.
 ///
-/// Without NEW, what the disk has is written into its backing, which has to be a disk that can be
-/// written; the disk is empty afterwards. If that is interrupted, the disk shows what it showed, and
-/// the command can be given again. Other disks over the same backing show it as it was before, and
-/// will not open any more.
+/// Without NEW, the command writes the disk's own data into its backing, which must be a writable
+/// disk. The disk is empty afterwards. If the command is interrupted, the content of the disk is
+/// unchanged, and you can run the command again. Other disks over the same backing do not open any
+/// more, because their backing has changed.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The disk; with --upper, the image
     #[arg(value_name = "DISK|IMG", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// The layer to make
+    /// The layer, image or sealed disk to write; FILE.bcow, or with --upper also tar:FILE,
+    /// oci:DIR[:REF] or oci-archive:FILE[:REF]
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     new: Option<PathBuf>,
     /// Commit the changes in this upper of a writable mount of IMG
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
-    /// Write an image of IMG and the changes together, with IMG below it
+    /// Write an image of IMG and the changes that reads unchanged data from IMG
     #[arg(long, requires = "upper")]
     merge: bool,
-    /// Write an image of IMG and the changes together that needs no other file
+    /// Write an image of IMG and the changes that needs no other file
     #[arg(long, requires = "upper", conflicts_with = "merge")]
     flatten: bool,
-    /// How to compress the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default: gzip:6]
+    /// Compression of the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default:
+    /// gzip:6]
     #[arg(long, value_name = "HOW", requires = "upper")]
     layer_compress: Option<LayerCompression>,
-    #[command(flatten, next_help_heading = "How NEW is written")]
+    #[command(flatten, next_help_heading = "Options for NEW")]
     how: How,
     #[command(flatten, next_help_heading = "Files")]
     layers: LayerArgs,
@@ -79,14 +82,14 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-/// How much a new image has.
+/// The content of a new image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Extent {
     /// The changes.
     Layer,
-    /// All that is shown, with the image below it.
+    /// The whole visible content, with the image below it.
     Merged,
-    /// All that is shown.
+    /// The whole visible content.
     Whole,
 }
 
@@ -100,7 +103,7 @@ impl Args {
     }
 }
 
-/// Gives one device, whatever is asked for.
+/// Returns the same device for every request.
 pub struct Given(pub Arc<dyn BlockDevice>);
 
 impl BackingResolver for Given {
@@ -145,7 +148,8 @@ fn into_backing(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .caused_by_text("its backing is named by digest, and never changes")
             .hint("`bcow commit DISK NEW` makes a layer on top of it"));
     };
-    // Found and compared as for reading first: what is wrong with it is told before it is written to.
+    // The backing is found and compared as for reading first, so that an error of the backing comes
+    // before any write.
     let below = Below::new(&args.stores, &options)?;
     let found = {
         let opener = below.opener(&path);
@@ -231,14 +235,14 @@ fn into_backing(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// The disk's file once more, to be read only. The lock stays with who has it.
+/// A second descriptor of the disk's file, for reading. The first descriptor keeps the lock.
 fn own_storage(path: &Path) -> Result<Arc<std::fs::File>, CommandError> {
     std::fs::File::open(path)
         .map(Arc::new)
         .context(|| format!("cannot open {}", path.display()))
 }
 
-/// Writes what `own` has itself into `backing`. Gives the bytes.
+/// Writes the own data of `own` into `backing`. Returns the number of bytes.
 fn copy(
     own: &Image,
     backing: &Disk,

@@ -18,25 +18,26 @@ use crate::ui::Ui;
 const LARGE_BLOCK_BYTES: u32 = 64 << 10;
 const SMALL_BLOCK_BYTES: u32 = 4 << 10;
 
-/// Rewrite a disk without the space that nothing uses
+/// Rewrite a disk without its unused space
 ///
-/// The disk stays one that can be written, with the same content, size, layout and backing. It is written
-/// to a new file, which takes the place of the old one when it is complete and verified.
+/// The command writes the disk to a new file, verifies that file, and (without -o) replaces the old
+/// file with it. The disk stays writable; its content, size, layout and backing do not change.
 ///
-/// To disks that have this one as their backing it is another file afterwards; `bcow rebase --unsafe` makes it
-/// their backing again.
+/// Other disks that have the replaced disk as their backing do not open afterwards, because their
+/// backing is a different file. `bcow rebase --unsafe` records the new file as their backing.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// Write the disk to this new file, in the same directory if it has a backing there, and leave FILE as it is
+    /// Write the disk to this new file and leave FILE unchanged. If FILE finds its backing in its
+    /// own directory, NEW must be in that directory too
     #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Compress what is stored: zstd[:LEVEL]; what is written later is not compressed
+    /// Compress the stored blocks: zstd[:LEVEL]; later writes are not compressed
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
-    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
     #[command(flatten)]

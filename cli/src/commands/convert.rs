@@ -22,94 +22,100 @@ use crate::place::{self, Destination, Layout};
 use crate::size::{self, Count, Human, plural};
 use crate::ui::{Progress, Ui};
 
-/// Make an image of a container image, an archive or a directory, or convert a disk
+/// Make an image from a container image, an archive or a directory, or convert a disk
 ///
 /// SRC is one of
 ///
 ///     oci:DIR[:REF]             an OCI image layout
-///     oci-archive:FILE[:REF]    the same in a tar archive
-///     docker-archive:FILE[:REF] what `docker save` and `podman save` write
+///     oci-archive:FILE[:REF]    an OCI image layout in a tar archive
+///     docker-archive:FILE[:REF] the output of `docker save` or `podman save`
 ///     tar:FILE                  a root file system or a layer; tar:- is standard input
 ///     dir:PATH                  a root file system in a directory
 ///     FILE.tar[.gz|.zst]        the same as tar:FILE
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
-///     FILE, bcow:FILE           a BCoW image or disk, stored anew; a stack is oci:DIR[:REF]
+///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of
 ///
-///     FILE.bcow                 one file: the layers flattened into one file system, or a disk
-///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, shared by all
-///                               images that have the layer, and a stack that merges them
+///     FILE.bcow                 one file: an image with all layers flattened, or a disk
+///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, which other
+///                               images can share, and a stack file that merges the layers
 ///     oci-archive:FILE[:REF]    such a layout in a tar archive
-///     raw:FILE  qcow2:FILE      a disk for other programs; SRC is then a disk, or any BCoW image
-///                               (FILE, oci:DIR[:REF]), and what its backings show is in it
+///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of its backings; SRC is
+///                               a disk, or any BCoW image (FILE, oci:DIR[:REF])
 ///     FILE.qcow2                the same as qcow2:FILE
 ///
-/// What stands before the first colon of SRC or DST, small letters, digits and hyphens, is a transport;
-/// a file of such a name is written ./NAME, or bcow:NAME.
+/// The text before the first colon of SRC or DST is a transport if it begins with a letter and has
+/// only small letters, digits and hyphens. Write ./NAME or bcow:NAME for a file of such a name.
 ///
-/// A disk of SRC raw: or qcow2: is sealed: compressed, checksummed, and not to be written; with
-/// --writable it can be. The format of a file is never guessed.
+/// A disk made from raw: or qcow2: is sealed: compressed, checksummed and immutable. With
+/// --writable, it is a writable disk. bcow does not detect raw or qcow2: write raw: or qcow2:.
 ///
-/// Needs no privilege, no daemon, no network and no loop device; a layer's bytes are checked against
-/// their digests while they stream. Into an OCI layout, only layers are converted that neither the
-/// layout nor the cache has.
+/// The command needs no privilege, daemon, network or loop device. It compares the bytes of each
+/// layer with their digest while it reads them. Into an OCI layout, it converts only layers that
+/// are neither in the layout nor in the cache.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
-/// complete and verified; an image of that name is then replaced, other files with --force only.
-/// Nothing is left when something fails.
+/// complete and verified. A new image replaces an existing image of the same name; to replace any
+/// other file, --force is needed. If the command fails, no partial output remains.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// Where the image comes from
+    /// What to convert: oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE,
+    /// dir:PATH, raw:FILE, qcow2:FILE, or a BCoW file
     #[arg(value_name = "SRC")]
     source: OsString,
-    /// What to make: a file, oci:DIR[:REF], oci-archive:FILE[:REF], raw:FILE or qcow2:FILE
+    /// What to write: a BCoW file, oci:DIR[:REF], oci-archive:FILE[:REF], raw:FILE or qcow2:FILE
     #[arg(value_name = "DST")]
     destination: PathBuf,
-    /// Which image of a multi-platform source to take [default: this machine's]
+    /// Platform to select from a multi-platform source [default: this machine's]
     #[arg(long, value_name = "OS/ARCH[/VARIANT]")]
     platform: Option<String>,
-    /// How to store blocks: zstd[:LEVEL] or none [default: zstd:3; none in qcow2, which has zlib too]
+    /// Compression of blocks: zstd[:LEVEL] or none [default: zstd:3]; for qcow2, also zlib
+    /// [default: none]
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
-    /// Store everything as it is and in place, so that the kernel can mount the file itself
+    /// Store every block uncompressed at its own offset, so that the kernel can mount the file
+    /// directly
     #[arg(long)]
     plain: bool,
     /// Block size: auto, or a power of two from 4K to 4M
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = block_size)]
     block_size: BlockSize,
-    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
-    /// Make a disk that can be written
+    /// Make a writable disk
     #[arg(long)]
     writable: bool,
-    /// Keep converted layers in DIR and take them from there (into an OCI layout only)
+    /// Cache converted layers in DIR and reuse them (into an OCI layout only)
     #[arg(long, value_name = "DIR")]
     cache: Option<PathBuf>,
-    /// Name content that lower layers have instead of storing it (into an OCI layout only); ties a layer to those below
+    /// Do not store content that a lower layer has, but refer to that layer; the layer then works
+    /// only over the same lower layers (into an OCI layout only)
     #[arg(long)]
     dedup_lower: bool,
-    /// Replace DST also if it is a disk, has a disk over it, or is no BCoW file
+    /// Replace DST even if it is a disk, the backing of a disk, or not a BCoW file
     #[arg(short, long)]
     force: bool,
-    /// Take a tar archive that has no end-of-archive marker, and may have been cut off between two entries
+    /// Accept a tar archive without an end-of-archive marker, which may be truncated between two
+    /// entries
     #[arg(long)]
     allow_truncated: bool,
-    /// Take the files of a docker archive or OCI layout given as tar: or dir: for those of a root file system
+    /// Accept a docker archive or OCI layout given as tar: or dir:, and take its files as a root
+    /// file system
     #[arg(long)]
     as_files: bool,
-    /// Do not read the image back before giving it its name
+    /// Skip the read-back of the complete image before it gets its name
     #[arg(long)]
     no_verify: bool,
     /// Refuse a source with more entries
     #[arg(long, value_name = "N", default_value_t = Limits::default().max_entries, help_heading = "Limits")]
     max_entries: u64,
-    /// Refuse a layer that is more than 4 GiB and N times its compressed size
+    /// Refuse a layer that is larger than 4 GiB and more than N times its compressed size
     #[arg(long, value_name = "N", default_value_t = Limits::default().max_ratio, help_heading = "Limits")]
     max_ratio: u64,
-    /// Refuse a source with more uncompressed bytes, holes of sparse files counted
+    /// Refuse a source with more uncompressed bytes; holes of sparse files count
     #[arg(
         long,
         alias = "max-bytes",
@@ -119,7 +125,7 @@ pub struct Args {
         help_heading = "Limits"
     )]
     max_size: u64,
-    /// Print what was done as JSON (schema bcow.convert/1)
+    /// Print a summary as JSON (schema bcow.convert/1)
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -167,7 +173,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if disk::is_meant(&from, &destination, image.as_ref()) {
         return disk::run(args, &from, &destination, image, ui);
     }
-    // Opened before the destination is looked at: what is wrong with the source is told first.
+    // The source is opened before the destination is examined, so an error of the source comes
+    // first.
     let source = match &image {
         None => Some(source(&args.source)?),
         Some(_) => None,
@@ -281,7 +288,7 @@ fn source(text: &OsStr) -> Result<Source, CommandError> {
     }
 }
 
-/// What to say of a source without a transport. The form is not guessed to be used, but to be said.
+/// The error for a source without a transport. The guess of the form is only for the hint.
 fn missing_transport(text: &str) -> CommandError {
     let path = Path::new(text);
     let meant = match std::fs::metadata(path) {
@@ -306,7 +313,7 @@ fn missing_transport(text: &str) -> CommandError {
     }
 }
 
-/// The time to record, if the environment says one (reproducible-builds.org).
+/// The time to record, if the environment sets one (reproducible-builds.org).
 pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
     match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(text) if text.is_empty() => Ok(None),
@@ -350,7 +357,7 @@ pub fn block_size(text: &str) -> Result<BlockSize, String> {
     }
 }
 
-/// What to say when a conversion fails, or writing into a layout.
+/// The error for a failed conversion, or a failed write into a layout.
 pub fn failure(error: &ConvertError) -> CommandError {
     if matches!(error, ConvertError::Interrupted) {
         return interrupted();

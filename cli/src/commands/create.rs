@@ -16,40 +16,43 @@ use crate::new_file::NewFile;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
-/// Make a disk that can be written
+/// Create a writable disk
 ///
-/// A disk is sparse: what nobody wrote takes no space, and shows what the backing has there, or zeros.
-/// The backing is a BCoW file that is only read: a disk, or an image. It is found again by its file
-/// name, in the directory of the disk that names it and in those given by --backing-dir; or by its
-/// digest, in the stores given by --store. If it has changed meanwhile, the disk does not open.
+/// A disk is sparse: unwritten blocks take no space. They are read from the backing, or are zeros
+/// without a backing. The backing is a BCoW disk or image that the disk only reads. bcow finds the
+/// backing by its file name, in the directory of the disk and in directories given by
+/// --backing-dir; or by its digest, in stores given by --store. If the backing has changed, the
+/// disk does not open.
 ///
 /// Layouts:
 ///
-///     auto          4 KiB blocks for small writes, larger ones for large writes, region by region
-///     performance   about a thousand blocks, whatever the size of the disk: fast, and more to copy
-///                   for a small write over a backing
+///     auto          4 KiB blocks for small writes, larger blocks for large writes; the first write
+///                   to a region selects the block size of the region
+///     performance   about a thousand blocks, independent of the size of the disk: fast, but a
+///                   small write over a backing copies more
 ///     space         4 KiB blocks everywhere
 ///
-/// A file of that name is never overwritten.
+/// The command never overwrites an existing file.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
-    /// The disk to make
+    /// The disk to create
     #[arg(value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     new: PathBuf,
-    /// What it shows where nobody wrote: a BCoW file, or an image as oci:DIR[:REF]
+    /// Backing image for unwritten blocks: a BCoW file, or oci:DIR[:REF]
     #[arg(short, long, value_name = "BACKING", value_hint = clap::ValueHint::FilePath)]
     backing: Option<PathBuf>,
-    /// Name the backing by the digest of its file, which is sealed; it is then looked up in stores
+    /// Record the backing by the digest of its file instead of its name; the backing must be
+    /// sealed, and is then found in stores (--store)
     #[arg(long, requires = "backing")]
     by_digest: bool,
-    /// Size of the disk, in bytes or with K, M, G or T [default: that of the backing]
+    /// Size of the disk, in bytes or with K, M, G or T [default: the size of the backing]
     #[arg(short, long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
-    /// How it is cut into blocks: auto, performance or space
+    /// Block layout of the disk: auto, performance or space
     #[arg(long, value_name = "LAYOUT", default_value = "auto", value_parser = layout)]
     layout: Layout,
-    /// Block size, a power of two from 4K [default: by the layout]
+    /// Block size, a power of two from 4K to 16M [default: the layout chooses]
     #[arg(long, value_name = "SIZE", value_parser = block_size)]
     block_size: Option<u32>,
     #[command(flatten)]

@@ -12,13 +12,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Detach a block device that `bcow attach` made
 ///
-/// Returns when all that was written to the device is durable in the disk's file, and the disk can be used again.
+/// The command returns when all data written to the device is durable in the disk's file and other
+/// programs can use the disk.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The device: /dev/nbdN
     #[arg(value_name = "DEVICE", value_hint = clap::ValueHint::FilePath)]
     device: PathBuf,
-    /// Also if it is mounted or used otherwise: whoever uses it gets errors from then on
+    /// Detach the device even if it is mounted or in use; its users then get I/O errors
     #[arg(short, long)]
     force: bool,
 }

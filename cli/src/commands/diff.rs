@@ -21,50 +21,54 @@ use crate::ui::{Output, Ui};
 use crate::upper::{self, Joined};
 use crate::{names, stat};
 
-/// Show what differs between two images
+/// Show the differences between two images
 ///
-/// Compares the trees of two images, or of two layers, and prints a line for every path at which they
-/// differ: a letter, the path and what differs, with tabs between them. The letter is A for what only
-/// B has, D for what only A has, M for what is in both and differs, T for what is of another type.
+/// For two images or two layers, the command compares the file trees and prints one line for each
+/// path that differs: a letter, the path and the difference, separated by tabs. The letters are A
+/// (only B has the path), D (only A has the path), M (both have the path, with differences) and T
+/// (the types differ).
 ///
-/// Compared are types, permissions, owners, modification times, sizes, link targets, device numbers,
-/// extended attributes, which names are one inode, and content. Of directories neither size nor
-/// number of links is. What both images have in the same place of the same file is not read.
+/// The command compares types, permissions, owners, modification times, sizes, link targets, device
+/// numbers, extended attributes, hard links, and content. It does not compare the size and the
+/// number of links of a directory. It does not read data that both images have in the same place of
+/// the same file.
 ///
-/// Of disks, with all that lies below them, the ranges of bytes that differ are printed: first byte and length, in
-/// whole sectors of 4096 bytes.
+/// For two disks, the command compares the whole content, including their backings, and prints the
+/// byte ranges that differ: first byte and length, in whole sectors of 4096 bytes.
 ///
-/// With --upper, the image is compared with what a writable mount of it shows: B is the image with the upper's changes.
-/// Only directories that the upper changes are looked at. Nobody may be writing to the upper. Layers (--layer) are shown on
-/// top of A.
+/// With --upper, B is the image A with the changes in the upper of a writable mount of A. The
+/// command reads only directories that the upper changes. No process may write to the upper during
+/// the command. Layers (--layer) are on top of A.
 ///
-/// On a terminal, unusual names are quoted as GNU ls quotes them; elsewhere they come byte by byte.
+/// On a terminal, the command quotes unusual names as GNU ls does; otherwise it prints the bytes of
+/// a name unchanged.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 no difference, 1 differences, 2 trouble.")]
+#[command(after_help = "Exit status: 0 no differences, 1 differences, 2 error.")]
 pub struct Args {
-    /// The one image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    /// The first image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
     a: PathBuf,
-    /// The other image
+    /// The second image
     #[arg(value_name = "B", value_hint = clap::ValueHint::FilePath)]
     #[arg(required_unless_present = "upper", conflicts_with = "upper")]
     b: Option<PathBuf>,
-    /// Compare with the changes in this upper of a writable mount
+    /// Compare A with the changes in this upper of a writable mount of A
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
     /// Compare only types, content, link targets and device numbers
     #[arg(long, conflicts_with = "metadata")]
     content: bool,
-    /// Compare everything but content
+    /// Compare everything except content
     #[arg(long)]
     metadata: bool,
-    /// Print only how many paths differ in what way
+    /// Print only the number of differences of each kind
     #[arg(long)]
     summary: bool,
-    /// End lines with NUL rather than newline, and never quote
+    /// End lines with NUL instead of newline, and never quote names
     #[arg(short = '0', long, conflicts_with_all = ["json", "summary"])]
     null: bool,
-    /// Print JSON (schema bcow.diff/1), with both inodes of every difference; of disks, bcow.diff-disk/1
+    /// Print JSON (schema bcow.diff/1), with both inodes of each difference; for disks,
+    /// bcow.diff-disk/1
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -384,7 +388,7 @@ fn type_word(tree: &Tree, inode: &Inode, path: &[u8]) -> Result<&'static str, Co
     Ok(stat::type_name(inode.kind))
 }
 
-/// What differs, by the words of the guide.
+/// The differences, in the words of the guide.
 fn changes(what: &Differences) -> Vec<&'static str> {
     [
         (what.permissions, "mode"),
@@ -403,7 +407,7 @@ fn changes(what: &Differences) -> Vec<&'static str> {
     .collect()
 }
 
-/// A time without a fraction that is none.
+/// A time, without a zero fraction.
 fn time(time: Timestamp) -> String {
     stat::full_time(time).replace(".000000000", "")
 }

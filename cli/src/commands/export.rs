@@ -25,40 +25,42 @@ use crate::place::{Destination, Layout};
 use crate::size::{Count, Human};
 use crate::ui::{Progress, Ui};
 
-/// Write an image's content in another form
+/// Write the content of an image in another form
 ///
 /// FORM is one of
 ///
-///     tar              an archive of the tree, in the order of names; of a layer on its own, the layer
-///     oci:DIR[:REF]    an ordinary image in an OCI layout, as other tools take it: a stack layer by
-///                      layer, other images as one layer
+///     tar              an archive of the tree, sorted by name; for a single layer, a layer archive
+///     oci:DIR[:REF]    an ordinary image in an OCI layout, for other tools: a stack layer by
+///                      layer, any other image as one layer
 ///     oci-archive:FILE[:REF]
 ///                      the same in a tar archive
-///     erofs            the EROFS file system in the image, which Linux mounts (mount -t erofs)
-///     raw              the address space, byte by byte
+///     erofs            the EROFS file system of the image, which Linux mounts (mount -t erofs)
+///     raw              the whole address space
 ///
-/// What the headers of an archive cannot hold is in PAX records, as GNU tar and container engines read
-/// them; holes stay holes, sockets are left out. `erofs` and `raw` come as a sparse file.
+/// Tar archives store attributes that tar headers cannot hold in PAX records, as GNU tar and
+/// container engines read them. Holes stay holes; sockets are left out. `erofs` and `raw` write a
+/// sparse file.
 ///
-/// The same tree gives the same bytes, however it is stored. Every block is checked on the way. A file
-/// or an image gets its name when it is complete, and replaces one of that name, but none that IMG is
-/// made of.
+/// The same tree gives the same bytes, however the image stores the tree. The command verifies
+/// every block that it reads. A file or image gets its name when it is complete, and replaces an
+/// existing one of that name; the command never replaces a file that belongs to IMG.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs or raw
+    /// Form of the output: tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs or raw
     #[arg(long, value_name = "FORM")]
     to: OsString,
-    /// The file to write; - is standard output
+    /// Output file, for tar, erofs and raw; - is standard output
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// How to compress the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default: gzip:6]
+    /// Compression of the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default:
+    /// gzip:6]
     #[arg(long, value_name = "HOW")]
     compress: Option<LayerCompression>,
-    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
     #[command(flatten)]
@@ -100,7 +102,7 @@ fn form(text: &OsStr) -> Result<Form, CommandError> {
     }
 }
 
-/// Written at once, of what comes in small pieces.
+/// Buffer of output that comes in small pieces, in bytes.
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// Exports.
@@ -185,7 +187,8 @@ fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(),
     Ok(())
 }
 
-/// Writes an archive to `output`, complete or not at all; to standard output if that is `-`, and then there is no report.
+/// Writes an archive to `output`, complete or not at all. `-` is standard output; there is no
+/// report then.
 pub fn to_archive(
     image: &OpenImage,
     output: &Path,
@@ -322,7 +325,7 @@ pub fn layers_of_stack(
         .collect()
 }
 
-/// What to say when an export fails, but for its output.
+/// The error for a failed export, except for errors of the output.
 pub fn export_failure(image: &OpenImage, error: &ExportError) -> CommandError {
     let failure = |path: &[u8], doing: &str| {
         CommandError::new(format!(

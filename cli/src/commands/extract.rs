@@ -1,10 +1,10 @@
 //! `bcow extract`
 //!
-//! Names come from the image and may be hostile, and so may be whoever else can write to the
-//! destination. So no path is ever handed to the kernel to follow: each directory is opened from its
-//! parent's descriptor with openat2(RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS), names are single components
-//! (checked in [`crate::walk`]), and everything is made new (O_EXCL, mkdir, link, mknod) and then
-//! handled by descriptor.
+//! Names come from the image and may be hostile, and other processes that can write to the
+//! destination may be hostile too. So the kernel never resolves a whole path: each directory is
+//! opened from its parent's descriptor with openat2(RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS), names
+//! are single components (checked in [`crate::walk`]), and every file is created new (O_EXCL,
+//! mkdir, link, mknod) and then handled by descriptor.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -30,41 +30,42 @@ use crate::walk::{Entries, Seen, join};
 
 /// Unpack an image, or a part of it, into a directory
 ///
-/// If PATH is a directory in the image (the root, if PATH is not given), what is in it comes to be in
-/// DIR. If PATH is something else, it comes to be in DIR under its own name. DIR is made if it is
-/// missing.
+/// If PATH is a directory in the image (default: the root), its contents are extracted into DIR. If
+/// PATH is another type of file, it is extracted into DIR under its own name. The command makes DIR
+/// if it is missing.
 ///
-/// Unpacked are files of all types with mode, modification time in nanoseconds, extended attributes
-/// and hardlinks; holes stay holes. As root, owners too, and nothing may be lost on the way. An
-/// ordinary user gets files of their own without set-user-ID and set-group-ID bits; devices and
-/// privileged attributes (trusted.*, security.*) are left out with a warning.
+/// The command extracts files of all types with mode, modification time in nanoseconds, extended
+/// attributes and hard links; holes stay holes. For root, it also sets the owners of the image, and
+/// an attribute that cannot be set is an error. For an ordinary user, all extracted files belong to
+/// that user and have no set-user-ID and set-group-ID bits; the command leaves out devices and
+/// privileged attributes (trusted.*, security.*) with a warning.
 ///
-/// Nothing is written outside DIR, whatever is in the image. Directories that are there already keep
-/// their attributes, and files that are there already are an error. With --force, directories below
-/// DIR get the image's attributes and files are replaced, never written into. If something fails,
-/// what was unpacked until then stays. With --keep-going, a damaged part of the image is named and left
-/// out, the rest is unpacked, and the exit status is 1.
+/// The command writes nothing outside DIR, whatever the image contains. An existing directory keeps
+/// its attributes; an existing file is an error. With --force, existing directories below DIR get
+/// the attributes of the image, and existing files are replaced, never written into. After an
+/// error, the files extracted so far remain. With --keep-going, the command reports each damaged
+/// part of the image, leaves it out, extracts the rest, and exits with status 1.
 #[derive(Debug, clap::Args)]
 #[command(override_usage = "bcow extract [OPTIONS] <IMG> [PATH] <DIR>")]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// A path in the image (its root, if not given), and the directory to unpack into
+    /// A path in the image [default: its root], and the directory to extract into
     #[arg(value_name = "[PATH] DIR", value_hint = clap::ValueHint::AnyPath)]
     path_or_directory: OsString,
     #[arg(hide = true, value_hint = clap::ValueHint::DirPath)]
     directory: Option<PathBuf>,
-    /// Replace files that are there already
+    /// Replace existing files
     #[arg(short, long)]
     force: bool,
-    /// Unpack everything that can be read: name each file of a damaged image that cannot be, and leave it out
+    /// Extract all readable files of a damaged image: report each unreadable file and leave it out
     #[arg(short, long)]
     keep_going: bool,
     /// Set owners as in the image (the default for root)
     #[arg(long, conflicts_with = "no_same_owner")]
     same_owner: bool,
-    /// All files belong to whoever unpacks (the default for ordinary users)
+    /// Do not set owners: all files belong to the current user (the default for ordinary users)
     #[arg(long)]
     no_same_owner: bool,
     /// Leave out extended attributes, ACLs and file capabilities
@@ -249,7 +250,8 @@ impl Extraction<'_> {
         }
     }
 
-    /// Names a part of the image that cannot be read, if the rest is to be unpacked all the same: it is `None` then.
+    /// Reports a part of the image that cannot be read, and returns `None`, if the rest is to be
+    /// extracted anyway.
     fn pass<T>(&mut self, done: Result<T, CommandError>) -> Result<Option<T>, CommandError> {
         match done {
             Ok(done) => Ok(Some(done)),
@@ -351,7 +353,7 @@ impl Extraction<'_> {
         }
     }
 
-    /// Makes `inode`, which is no directory, as `name` in `parent`.
+    /// Makes `inode`, which is not a directory, as `name` in `parent`.
     fn node(
         &mut self,
         inode: &Inode,
@@ -465,7 +467,7 @@ impl Extraction<'_> {
     ) -> Result<(), CommandError> {
         const PIECE: u64 = 4 << 20;
         let cannot = || format!("cannot write {}", below(self.shown, path));
-        // The length first: what nobody writes to is then a hole.
+        // Sets the length first: unwritten parts are then holes.
         file.set_len(inode.size).context(cannot)?;
         for extent in self.tree.filesystem().extents(inode, 0) {
             let extent = extent
@@ -699,7 +701,7 @@ impl Extraction<'_> {
     }
 
     fn owner(&self, inode: &Inode, source: &[u8]) -> Result<(Uid, Gid), CommandError> {
-        // -1 means "leave it" to chown(2), and is no user.
+        // -1 means "unchanged" to chown(2), and is not a user.
         if inode.uid == u32::MAX || inode.gid == u32::MAX {
             return Err(CommandError::new(format!(
                 "{}: owner {}:{} is impossible",
@@ -735,7 +737,7 @@ impl Extraction<'_> {
     }
 }
 
-/// What an ordinary user cannot have, told once at the end.
+/// Attributes and files that an ordinary user cannot create, reported once at the end.
 #[derive(Default)]
 struct LeftOut {
     devices: Tally,

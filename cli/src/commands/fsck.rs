@@ -26,41 +26,45 @@ use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 use crate::walk::{Entries, Seen, join};
 
-/// Check an image or a disk, and repair it
+/// Check an image, a disk or an upper, and repair it
 ///
-/// Checks structure and checksums of the file, then the file system in it: every directory, inode
-/// and link. With --data also every stored block and the whole Merkle tree, that is, every byte.
-/// Nothing is changed without --repair.
+/// The command checks the structure and the checksums of the file, and then the file system in the
+/// file: every directory, inode and link. With --data, it also reads and verifies every stored
+/// block and the whole Merkle tree. Without --repair, it changes nothing.
 ///
-/// An upper of a writable mount is checked too, while nobody writes to it: its marks, its sketches with their maps, and
-/// what of it nothing needs any more; with what it says of its image, if that is named or still stands where it was.
+/// The command also checks the upper of a writable mount, if no process is writing to the upper:
+/// its marks, its sketches (partly written files) and their maps, and orphan files. If BELOW or the
+/// recorded path names the upper's image, the command also checks the upper's references to that
+/// image.
 ///
-/// Each finding is a line: how bad it is, a code, where, and what. Codes are stable: those of the
-/// format stand in its specification, section 12; those of the file system begin with `erofs-`, those of an
-/// upper with `upper-`; `file-data` names a file whose content is damaged (with --data).
+/// The command prints one line for each finding: severity, code, place and description. Codes are
+/// stable. Section 12 of the format specification lists the codes of the format. Codes of the file
+/// system begin with `erofs-`; codes of an upper begin with `upper-`; `file-data` names a file with
+/// damaged content (with --data).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Exit status, as in fsck(8):
   0   no errors
-  1   errors were repaired, and none is left
-  4   errors are left
-  8   the check could not be done (also: not a BCoW file, or one of a newer version)
-  16  the command line makes no sense")]
+  1   all errors were repaired
+  4   errors remain
+  8   the check could not be done (also: not a BCoW file, or a file of a newer version)
+  16  the command line is invalid")]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST; or an upper, which is a directory
+    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST; or the directory of an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// The image of an upper [default: where it was when the upper was begun]
+    /// The image of an upper [default: the path that it had when the upper was created]
     #[arg(value_name = "BELOW", value_hint = clap::ValueHint::FilePath)]
     below: Option<PathBuf>,
-    /// Read and check every byte
+    /// Read and verify every byte
     #[arg(long)]
     data: bool,
-    /// Repair what can be repaired without guessing: a damaged header slot, of a disk the log, the free
-    /// list and lost space, of an upper what nothing needs and link counts. What is shown stays as it is
+    /// Repair errors that have exactly one correct repair: a damaged header slot; the log, free
+    /// list and leaked space of a disk; orphan files and link counts of an upper. The content does
+    /// not change
     #[arg(long)]
     repair: bool,
-    /// Threads that read and check [default: one for each CPU]
+    /// Threads that read and verify [default: one for each CPU]
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
     /// Print JSON (schema bcow.fsck/1)
@@ -70,7 +74,7 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-/// Checks; the exit status says what came out.
+/// Runs the check; the exit status has the result.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     run_check(args, ui).map_err(|error| match error.exit() {
         exit::FAILED => error.exit_with(exit::FSCK_OPERATIONAL),
@@ -79,7 +83,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     })
 }
 
-/// Both crates' findings, in one form.
+/// A finding of bcow or bcow-erofs, in one form.
 struct Finding {
     error: bool,
     code: &'static str,
@@ -100,18 +104,18 @@ impl From<check::Finding> for Finding {
 
 /// A file to check: the image, or a layer below it.
 struct Target {
-    /// How the output names it, and how a finding does.
+    /// The name of the file in the output, and in findings.
     name: String,
     label: String,
     path: PathBuf,
     file: Arc<File>,
-    /// What it should hash to.
+    /// The expected digest.
     digest: Option<Digest>,
-    /// The code if it does not.
+    /// The code of a finding if the digest does not match.
     digest_code: &'static str,
 }
 
-/// What came out for one file.
+/// The result for one file.
 struct Checked {
     target: Target,
     findings: Vec<Finding>,
@@ -179,7 +183,7 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         digest_code: "blob-digest",
     };
     let mut files = vec![check_file(&args.image, target, &options)?];
-    // A damaged image may still name its layers; what is no image at all has said so.
+    // A damaged image may still name its layers. A file that is not an image has already failed.
     if let Ok(opened) = store::open(&name, places, &OpenOptions::default()) {
         let top = &mut files[0];
         top.findings
@@ -222,17 +226,17 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     })
 }
 
-/// The place of findings about files below, as far as the one above tells.
+/// The place of findings about lower files, as recorded in the upper file.
 const BACKING_TABLE: &str = "backing table";
-/// Codes of what `--repair` repairs.
+/// Codes of the findings that `--repair` repairs.
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
-/// Says what can be done, on standard error. Each of these commands is tried by a test.
+/// Prints recovery commands as hints on standard error. A test runs each of these commands.
 fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
     let image = args.image.display();
     let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
     if damaged.is_empty() {
-        // A repair is asked for after an accident, which may have hit the data too.
+        // A repair often follows an accident, which may have damaged data too.
         if args.repair && !args.data {
             ui.hint(format_args!(
                 "the content of blocks was not checked: `bcow fsck --data {image}` reads it too"
@@ -247,7 +251,7 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
     }
     let top = &files[0];
     if is_disk(&top.target.path) {
-        // If it does not open, nothing can be read of it.
+        // If the disk does not open, none of its data can be read.
         if Image::open(&top.target.path, &OpenOptions::default()).is_ok() {
             ui.hint(format_args!(
                 "what can be read of the disk is saved by `bcow serve --read-only {image} --socket SOCKET` and \
@@ -261,7 +265,7 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
             ui.hint("`bcow convert` makes the image again from its source");
         }
         _ => {
-            // A stack whose layers are missing or others is itself as it should be.
+            // A stack is not damaged itself if its layers are missing or do not match.
             let bad = damaged.iter().filter(|file| {
                 let mut findings = file.findings.iter();
                 findings.any(|finding| finding.error && finding.place != BACKING_TABLE)
@@ -314,7 +318,7 @@ fn check_file(
         report.findings.len(),
         begun.elapsed().as_millis()
     );
-    // What this program does not know it cannot judge.
+    // This version cannot judge a file with unknown features.
     if report
         .findings
         .iter()

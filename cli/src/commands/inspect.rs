@@ -20,21 +20,22 @@ use crate::size::{Count, Human};
 use crate::stat::full_time;
 use crate::ui::{Output, Ui};
 
-/// Show what an image is and how it is stored
+/// Show the properties of an image or a disk, and how it is stored
 ///
-/// Format version and features by name, geometry, how well each part is compressed, block sizes, the
-/// source the image was made from with its layers, and the file system's vital data. Reads the
-/// tables, not the data.
+/// The command shows the format version and features, geometry, block sizes, the compression of
+/// content and metadata, the source of the image with its layers, and properties of the file
+/// system. It reads the tables, but not the data.
 ///
-/// Of a stack it also shows the layers: the size of each one's file, the names and bytes that it adds
-/// to the merged tree, how much it hides of the layers below and how much of it is hidden by those
-/// above, and how much of its content is named in lower layers instead of stored.
+/// For a stack, the command also shows each layer: the size of its file, the names and bytes that
+/// it adds to the merged tree, how much it hides of lower layers, how much of it upper layers hide,
+/// and how much of its content it shares from lower layers.
 ///
-/// Of a disk it shows the files below it, and of one that can be written its layout, its record log, the space
-/// that is free in the file, and who is writing to it (with --force-share).
+/// For a disk, the command shows its chain of backings. For a writable disk, it also shows the
+/// layout, the record log, the free space in the file, and the process that is writing to the disk
+/// (with --force-share).
 ///
-/// JSON has all of it and the OCI configuration (`.metadata.config`); fields are added in later
-/// versions, never moved. Sizes are in bytes.
+/// JSON has the same data and the OCI configuration (`.metadata.config`). Later versions may add
+/// fields, but never move them. Sizes are in bytes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
@@ -43,14 +44,15 @@ pub struct Args {
     /// Print JSON (schema bcow.inspect/1)
     #[arg(long)]
     json: bool,
-    /// Print only the command by which root mounts a plain image on DIR with nothing but the kernel
+    /// Print only the command with which root mounts a plain image on DIR with the kernel alone
+    /// [default DIR: /mnt]
     #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true, default_missing_value = "/mnt", conflicts_with = "json", value_hint = clap::ValueHint::DirPath)]
     mount_command: Option<PathBuf>,
     #[command(flatten)]
     stores: StoreArgs,
 }
 
-/// Inspects. Shows what can be shown of a damaged image, and then fails.
+/// Inspects. For a damaged image, shows the readable part, and then fails.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {
@@ -116,7 +118,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 /// How the parts of the address space are stored.
 #[derive(Default)]
 struct Storage {
-    /// Content of files; by far the most in most images.
+    /// Content of files; the largest part of most images.
     content: Class,
     /// Inodes, directories, names and small files.
     metadata: Class,
@@ -198,7 +200,7 @@ impl Class {
 impl Storage {
     /// Goes through the map. After an error, what was seen until then is what there is.
     fn measure(image: &Image, metadata_start: Option<u64>) -> (Storage, Option<bcow::Error>) {
-        // Where there is no content, the superblock's block holds metadata too.
+        // Without content, the block of the superblock holds metadata too.
         let metadata_start = metadata_start.map(|start| match start {
             SECTOR_BYTES => 0,
             start => start,
@@ -377,7 +379,7 @@ impl Facts<'_> {
             let sizes: Vec<String> = [("stored_bytes", "as stored"), ("tar_bytes", "as tar")]
                 .iter()
                 .filter_map(|(key, what)| {
-                    // A stack tells apart the layer and what it was made of.
+                    // A stack shows its layers and their sources separately.
                     let bytes = layer[key]
                         .as_u64()
                         .or_else(|| layer["source"][key].as_u64());

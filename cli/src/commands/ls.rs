@@ -15,35 +15,35 @@ use crate::{names, stat};
 
 /// List files in an image
 ///
-/// Lists the names in the directory PATH (the root if there is none), or PATH itself if it is no
-/// directory, one per line. Links on the way are followed inside the image.
+/// The command lists the names in the directory PATH (default: the root), one per line. If PATH is
+/// not a directory, it lists PATH itself. It follows symbolic links in PATH inside the image.
 ///
-/// On a terminal, names with unusual characters are quoted as GNU ls quotes them. Elsewhere names
-/// come out byte by byte as they are; use -0 if they may contain newlines.
+/// On a terminal, the command quotes names with unusual characters as GNU ls does. Otherwise it
+/// prints the bytes of a name unchanged; use -0 for names that may contain newlines.
 ///
-/// With --json, a name that is not UTF-8 has U+FFFD where it is not, and its bytes in hexadecimal
-/// beside it: `"path"` and `"path_hex"`. Times are in UTC.
+/// With --json, U+FFFD replaces the invalid bytes of a name that is not UTF-8 (`"path"`), and
+/// `"path_hex"` has all its bytes in hexadecimal. Times are in UTC.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// A path in it
+    /// A path in the image [default: the root]
     #[arg(default_value = "/", hide_default_value = true)]
     path: OsString,
     /// Show type, mode, links, owner, group, size, time and link target
     #[arg(short, long)]
     long: bool,
-    /// List everything below, as paths
+    /// List the whole tree below PATH, as paths
     #[arg(short = 'R', long)]
     recursive: bool,
-    /// Show names that begin with a dot
+    /// Also list names that begin with a dot
     #[arg(short, long)]
     all: bool,
-    /// End names with NUL rather than newline, and never quote
+    /// End names with NUL instead of newline, and never quote names
     #[arg(short = '0', long, conflicts_with_all = ["json", "long"])]
     null: bool,
-    /// Print JSON (schema bcow.ls/1), with everything an inode has
+    /// Print JSON (schema bcow.ls/1), with all fields of each inode
     #[arg(long)]
     json: bool,
     #[command(flatten)]

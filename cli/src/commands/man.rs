@@ -8,14 +8,14 @@ use clap_mangen::Man;
 use crate::error::{CommandError, Context};
 use crate::ui::Ui;
 
-/// Print the manual page, or write all of them into a directory
+/// Print the manual page, or write all manual pages into a directory
 ///
-/// Without DIR, bcow(1) goes to standard output: `bcow man | man -l -`. With DIR, one page per
-/// command is written there: bcow.1, bcow-convert.1 and so on. Pages that are there already are
-/// replaced.
+/// Without DIR, the command writes bcow(1) to standard output: `bcow man | man -l -`. With DIR, it
+/// writes one page per command into DIR: bcow.1, bcow-convert.1 and so on. It replaces existing
+/// pages.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Directory for the pages; made if it is missing
+    /// Directory for the pages; the command makes it if it is missing
     dir: Option<PathBuf>,
 }
 

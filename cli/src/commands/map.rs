@@ -14,31 +14,32 @@ use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
 
-/// Show where an image's address space is stored
+/// Show where the address space of an image is stored
 ///
-/// One line per stored block, and one per run of neighbouring zeros or holes, or of windows onto one
-/// layer: its first byte in the address space (LBA) and its length, what it is, and for stored blocks
-/// their first byte in the file (UBA) and the bytes they take there. A window has instead the index of
-/// the file it shows, as `bcow inspect` lists them from 0 on, and the first byte in its address space.
+/// The command prints one line per stored block, and one line per run of adjacent zeros, holes, or
+/// windows onto one layer. The columns are the first byte in the address space (LBA), the length,
+/// and the kind; for a stored block also its first byte in the file (UBA) and its size in the file.
+/// A window or backing has instead the index of the other file, counted from 0 as in `bcow
+/// inspect`, and the first byte in the address space of that file.
 ///
-/// Kinds: `raw` (stored as it is), `zstd` (stored compressed), `zero` (zeros), `hole` (nothing was ever there;
-/// reads as zeros), `window` (bytes of another file), `backing` (the same bytes of the file below), `open` (stored as
-/// it is, and written in place).
+/// Kinds: `raw` (stored uncompressed), `zstd` (stored compressed), `zero` (zeros), `hole` (never
+/// written; reads as zeros), `window` (bytes of another file), `backing` (the same bytes of the
+/// backing), `open` (stored uncompressed, and overwritten in place).
 ///
-/// Of a disk with a backing, each line says in the end which file of the chain it is about, by its place (0 is the
-/// disk itself) and its name.
+/// For a disk with a backing, each line ends with the file of the chain that has the data: its
+/// position (0 is the disk) and its name.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// Begin at this byte of the address space
+    /// First byte of the address space to show [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "0", hide_default_value = true)]
     start: u64,
-    /// Show this many bytes of it (all, if not given)
+    /// Number of bytes of the address space to show [default: all]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     length: Option<u64>,
-    /// Look at this many files of a disk's chain only; 1 is the disk alone
+    /// Number of files of a disk's chain to follow; 1 is the disk alone [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     depth: Option<u32>,
     /// Print JSON (schema bcow.map/1)
@@ -171,7 +172,7 @@ fn has_windows(image: &Image) -> bool {
     features.has_incompatible(incompatible::WINDOWS)
 }
 
-/// The part of an extent that shows in `range`. What is stored stays told as a whole.
+/// The part of an extent within `range`. A stored block keeps its full UBA and size.
 fn cut(extent: Extent, range: Range<u64>) -> Extent {
     let offset = extent.offset.max(range.start);
     let length = (extent.offset + extent.length).min(range.end) - offset;

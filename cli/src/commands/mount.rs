@@ -26,83 +26,89 @@ use crate::running::{self, Service};
 use crate::ui::Ui;
 use upper::UpperArgs;
 
-/// Mount an image, read-only or with an upper that takes changes
+/// Mount an image, read-only or with an upper that stores changes
 ///
-/// Returns when programs can use the mount; a process of its own serves it in the background, and ends
-/// when somebody unmounts it, with `bcow umount`, umount(8) or `fusermount3 -u`.
+/// The command returns when programs can use the mount. A background process serves the mount. The
+/// process ends when the mount is unmounted with `bcow umount`, umount(8) or `fusermount3 -u`.
 ///
-/// Root and ordinary users can mount; an ordinary user needs fusermount3 and a directory of their own.
-/// The mount is for the user who mounts, and without set-user-ID files and devices, unless options say
-/// otherwise. Layers that `bcow commit --upper` made on top of the image are shown with it: name them
-/// behind it, the lowest first. The mount is read-only unless --upper names a directory for changes: files in it are as overlayfs
-/// keeps them, and of a large file of the image only the blocks that were written are stored.
+/// Root and ordinary users can mount; an ordinary user needs fusermount3 and must own DIR. By
+/// default, only the user who mounts can access the mount, and set-user-ID files and devices do not
+/// work (see -o). To mount layers that `bcow commit --upper` made on top of the image, name them
+/// after the image, the lowest first.
+///
+/// The mount is read-only unless --upper names a directory for the changes. The upper has the form
+/// of an overlayfs upper; of a large file of the image, it stores only the written blocks.
 #[derive(Debug, clap::Args)]
 #[command(
     override_usage = "bcow mount [OPTIONS] <IMG> [LAYER]... <DIR>",
     after_long_help = "\
-Mount options (-o, separated by commas; of two opposites the last holds):
-  allow_other             other users may enter too; the kernel checks every access against
-                          owner, mode and ACL of the file. Ordinary users need the line
-                          user_allow_other in /etc/fuse.conf
-  default_permissions     the kernel checks in an owner-only mount too; without it, the user
-                          who mounts may read everything
+Mount options (-o, separated by commas; of two opposite options the last one applies):
+  allow_other             other users can access the mount; the kernel checks every access against
+                          owner, mode and ACL of the file. For ordinary users, /etc/fuse.conf must
+                          contain the line user_allow_other
+  default_permissions     the kernel also checks every access of the user who mounts; without this
+                          option, that user can read everything
   suid, nosuid            honour set-user-ID, set-group-ID and file capabilities, or not
-                          (default; suid is for root)
-  dev, nodev              devices work, or not (default; dev is for root)
-  exec, noexec            programs can be run (default), or not
+                          (default; only root can use suid)
+  dev, nodev              devices work, or not (default; only root can use dev)
+  exec, noexec            programs can be executed (default), or not
   noatime, relatime, nodiratime
-                          access times are kept in a writable mount only, as the upper's own
-                          file system keeps them
-  rw, ro                  a mount with --upper is writable (default), or not
-  sync, async             each write is made durable before it returns, or not (default)
-  writeback, nowriteback  writes are collected in the kernel's page cache, or not (default): small
-                          ones cost a quarter, but errors such as a full disk come with fsync or
-                          not at all, and a part of a block that is not cached is read first
-  fsname=NAME             what /proc/mounts shows as the source, instead of the image's path
-  subtype=bcow, defaults  taken, and the case anyway
+                          as in mount(8); only a writable mount has access times, and the file
+                          system of the upper keeps them
+  rw, ro                  a mount with --upper is writable (default), or read-only
+  sync, async             each write is durable before it returns, or not (default)
+  writeback, nowriteback  the kernel collects writes in its page cache, or not (default). With
+                          writeback, small writes take a quarter of the time, but errors such as
+                          a full disk appear at fsync or never, and a write to a part of an
+                          uncached block first reads that block
+  fsname=NAME             source that /proc/mounts shows [default: the path of the image]
+  subtype=bcow, defaults  accepted; both are always in effect
 
-With --upper the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
-returns when everything is with the upper's file system, and fails if that could not take it; a
-new mount waits for a process that is still ending another one of the same upper.
+With --upper, the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
+returns when all data is in the file system of the upper, and fails if that file system did not
+accept all data. If the process of an earlier mount of the same upper is still ending, a new mount
+waits for that process.
 
-The background process logs to the system log, in the foreground to standard error, and to the
-file that --log-file names; `bcow stats` has the last errors in any case. SIGTERM and
-SIGINT unmount; if files are in use then, nobody else can enter any more, and the mount ends with
-its last user or with a second signal. SIGHUP unmounts in the foreground only."
+The background process logs to the system log; a foreground mount logs to standard error. Both also
+log to the file of --log-file, and `bcow stats` shows the last errors. SIGTERM and SIGINT unmount.
+If files are in use, the mount is detached: programs cannot enter it any more, and it ends when its
+last user closes its files, or at a second signal. SIGHUP unmounts only in the foreground."
 )]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// The directory to mount on; behind the layers on top of the image, if there are any
+    /// The directory to mount on; after the layers, if there are any
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::AnyPath)]
     directory: PathBuf,
     /// What follows: DIR was a layer then, and the last of these is the directory
     #[arg(hide = true)]
     more: Vec<PathBuf>,
-    /// Stay in the foreground
+    /// Serve the mount in the foreground
     #[arg(short, long)]
     foreground: bool,
     /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev, nodev, exec, noexec,
     /// noatime, relatime, nodiratime, rw, ro, sync, async, writeback, nowriteback, fsname=NAME, subtype=bcow, defaults
     #[arg(short = 'o', long = "options", value_name = "OPTIONS")]
     options: Vec<OsString>,
-    /// Memory for decoded blocks
+    /// Size of the cache of decoded blocks
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
-    /// What to check on every read: the checksums of tables and blocks, or the Merkle tree too
+    /// What to verify on every read: checksums of tables and blocks, or also the Merkle tree
     #[arg(long, value_name = "WHAT", default_value = "checksums")]
     verify: VerifyWhat,
     /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with --upper]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// CPUs that the background process runs on, as in taskset(1): 0,2-5 [default: all it may use]
+    /// CPUs for the process of the mount, in the form of taskset(1): 0,2-5 [default: all CPUs that
+    /// the process may use]
     #[arg(long, value_name = "LIST", value_parser = crate::cpus::parse)]
     cpus: Option<Cpus>,
-    /// Answer Prometheus at http://ADDR/metrics, or at the Unix socket unix:PATH. Whoever can connect may ask
+    /// Serve Prometheus metrics at http://ADDR:PORT/metrics, or at the Unix socket unix:PATH. Every
+    /// client that can connect to a TCP address can read the metrics
     #[arg(long, value_name = "ADDR:PORT")]
     metrics: Option<String>,
-    /// Also append what goes wrong to FILE, with the time: for machines without a system log
+    /// Also append log messages to FILE, with the time: for machines without a system log
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     log_file: Option<PathBuf>,
     /// Check the command line only
@@ -235,7 +241,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     }
     if let Some(metrics) = &metrics {
         metrics.answer(move || stats.for_prometheus())?;
-        // Which port the host chose, nobody else can tell.
+        // Only this process knows which port the host selected.
         if let Place::Tcp(address) = metrics.place()
             && args
                 .metrics
@@ -279,7 +285,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     session.serve_until_signal(signals).map_err(|error| {
         let failure = failure(&error);
         if in_background {
-            // There is nobody left to read standard error.
+            // No process reads standard error any more.
             let text = [failure.message()].into_iter();
             let causes = failure.causes().iter().map(String::as_str);
             log::log(

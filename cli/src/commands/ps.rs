@@ -11,9 +11,10 @@ use crate::ui::Ui;
 
 /// List mounts and served disks of this machine
 ///
-/// Processes of `bcow mount`, `bcow serve` and `bcow attach`: for root those of all users and containers, for others their own.
-/// Asks none of them, so that a process that hangs is listed too. Mounts whose process cannot be looked at are listed as far as
-/// the kernel knows them.
+/// The command lists the processes of `bcow mount`, `bcow serve` and `bcow attach`. Root sees the
+/// processes of all users and containers; other users see their own. The command sends no request
+/// to these processes, so it also lists a process that hangs. If it cannot examine the process of a
+/// mount, it shows only what the kernel reports about the mount.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.ps/1)

@@ -19,14 +19,15 @@ use crate::rewrite::backing_of;
 use crate::size::Human;
 use crate::ui::Ui;
 
-/// Compared at once.
+/// Bytes per comparison step.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Give a disk another backing
+/// Change the backing of a disk
 ///
-/// The disk shows the same afterwards: it is compared with the new backing where it shows the old one, and what
-/// differs is written into the disk first. With --unsafe only the name of the backing is changed, for a backing
-/// that was moved, renamed, or changed on purpose; the old one need not be there then.
+/// The content of the disk does not change. The command compares the old and the new backing where
+/// the disk reads from its backing, and writes the differences into the disk before it changes the
+/// backing. With --unsafe, it only records the new backing, without a comparison: for a backing
+/// that was moved, renamed or changed on purpose. The old backing need not exist then.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk
@@ -35,20 +36,21 @@ pub struct Args {
     /// The new backing: a BCoW file, or an image as oci:DIR[:REF]
     #[arg(short, long, value_name = "NEW", required_unless_present = "no_backing", value_hint = clap::ValueHint::FilePath)]
     backing: Option<PathBuf>,
-    /// The disk shall have no backing
+    /// Remove the backing, after copying its visible data into the disk
     #[arg(long, conflicts_with = "backing")]
     no_backing: bool,
-    /// Name the new backing by the digest of its file
+    /// Record the new backing by the digest of its file instead of its name
     #[arg(long, requires = "backing")]
     by_digest: bool,
-    /// Change only the name of the backing, not the content of the disk
+    /// Change only the recorded backing, without a comparison; the disk then shows the data of the
+    /// new backing
     #[arg(long = "unsafe")]
     reference_only: bool,
     #[command(flatten)]
     stores: StoreArgs,
 }
 
-/// A device of which nothing is read.
+/// A device that is never read.
 struct Unread(u64);
 
 impl BlockDevice for Unread {
@@ -113,7 +115,8 @@ fn replace(disk: Disk, new: Option<(BackingEntry, Arc<dyn BlockDevice>)>) -> Res
     disk.close()
 }
 
-/// Writes into the disk what it shows of its old backing and the new one has otherwise. Gives the bytes.
+/// Writes data of the old backing that differs in the new one into the disk. Returns the number of
+/// bytes.
 ///
 /// The outer error is that of `step`.
 fn keep_differences(

@@ -13,17 +13,17 @@ use crate::ui::Ui;
 
 /// Change the size of a disk
 ///
-/// What a disk grows by reads as zeros, also where its backing has something. What it shrinks by is lost,
-/// which is why that has to be said.
+/// The added part reads as zeros, even where the backing has data. The removed part is lost, so
+/// shrinking needs --shrink.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// The new size, or with + or - before it, by how much it grows or shrinks
+    /// The new size; with + or - before it, the change of the size
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: Change,
-    /// Allow the disk to shrink; what lies behind its new end is lost
+    /// Allow the disk to shrink; data after its new end is lost
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]

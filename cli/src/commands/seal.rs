@@ -16,20 +16,20 @@ use crate::ui::Ui;
 
 /// Make a disk immutable
 ///
-/// A sealed disk has a checksum for every block, a hash tree over the whole file, and no room for changes; its
-/// blocks are compressed. It keeps its backing, and stores only what the disk itself has, unless --flatten puts
-/// everything into the one file.
+/// A sealed disk has compressed blocks, a checksum for every block, and a hash tree over the whole
+/// file. It has no record log and never changes. It keeps its backing and stores only the disk's
+/// own data; with --flatten, it stores all data in one file.
 ///
-/// Without -o, the sealed disk takes the place of the other when it is complete and verified.
+/// Without -o, the sealed disk replaces the disk after it is complete and verified.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// Write the sealed disk to this new file, and leave FILE as it is
+    /// Write the sealed disk to this new file and leave FILE unchanged
     #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Store what the backings show too; the sealed disk then needs no other file
+    /// Also store the data of the backings; the sealed disk then needs no other file
     #[arg(long)]
     flatten: bool,
     #[command(flatten)]
@@ -41,16 +41,16 @@ pub struct Args {
 /// How a sealed disk is written.
 #[derive(Debug, clap::Args)]
 pub struct How {
-    /// How to store blocks: zstd[:LEVEL] or none [default: zstd:3]
+    /// Compression of blocks: zstd[:LEVEL] or none [default: zstd:3]
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
     /// Block size: auto, or a power of two from 4K to 4M
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = block_size)]
     block_size: BlockSize,
-    /// Threads that compress [default: one for each CPU]; the output does not depend on it
+    /// Threads that compress [default: one for each CPU]; the output does not depend on N
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
-    /// Do not read the sealed disk back before giving it its name
+    /// Skip the read-back of the sealed disk before it gets its name
     #[arg(long)]
     no_verify: bool,
 }
@@ -89,7 +89,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(output) = &args.output {
         return seal_into(&args.disk, output, keep, &args.how, &args.stores, ui);
     }
-    // The file is not changed, but nobody may change it until the other has taken its place.
+    // The file does not change, but the lock keeps writers away until the new file has replaced it.
     let old = open_to_replace(&args.disk, &args.stores, "seal")?;
     let new = NewFile::create(&old.path)?;
     inherit(&new, &old.file).context(|| format!("cannot write {}", args.disk.display()))?;

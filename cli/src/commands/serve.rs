@@ -22,36 +22,39 @@ use ready::{PidFile, Signals};
 
 /// Serve images and disks as network block devices (NBD)
 ///
-/// Clients are virtual machines, the kernel's nbd driver, qemu-img, nbdcopy and the like. Prints a URI for each
-/// export when clients can connect, and serves in the foreground until SIGTERM, SIGINT or SIGHUP comes: then
-/// requests that are being carried out are finished, and what was written is made durable.
+/// Clients are virtual machines, the kernel's nbd driver, qemu-img, nbdcopy and others. The command
+/// prints a URI for each export when clients can connect, and serves in the foreground until
+/// SIGTERM, SIGINT or SIGHUP. Then it completes the requests in flight, makes all written data
+/// durable, and exits.
 ///
-/// Sealed images are read-only; disks (`bcow create`) are served for writing, and nobody else can write them
-/// meanwhile.
+/// Sealed images and disks are read-only. Writable disks (`bcow create`) are served for writing,
+/// and no other process can write to them in the meantime.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
-Sockets passed by systemd (socket activation) are used instead of --socket and --listen; a service of Type=notify
-is told when the server is ready.
+Sockets passed by systemd (socket activation) replace --socket and --listen. For a service of
+Type=notify, the server notifies systemd when it is ready.
 
-TLS needs a certificate and a key (PEM). With --tls-ca, clients need a certificate too, signed by one of those.
-Without TLS everybody who reaches a TCP address can read, and write what is writable.")]
+TLS needs a certificate and a key (PEM). With --tls-ca, each client also needs a certificate, signed
+by one of the certificates in that file. Without TLS, every client that can reach a TCP address can
+read all exports and write to writable exports.")]
 pub struct Args {
     /// The images and disks: files, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath, required_unless_present = "exports")]
     images: Vec<PathBuf>,
-    /// Serve an image under another name than that of its file (repeatable)
+    /// Serve an image under NAME instead of its file name (repeatable)
     #[arg(long = "export", value_name = "NAME=IMG")]
     exports: Vec<String>,
-    /// What lists of exports say of an image (repeatable: for one image after the other)
+    /// Description of an export in lists of exports (repeatable: one for each export, in order)
     #[arg(long = "description", value_name = "TEXT")]
     descriptions: Vec<String>,
-    /// Nobody may write
+    /// Make all exports read-only
     #[arg(short, long, conflicts_with = "snapshot")]
     read_only: bool,
-    /// Clients may write to everything, and nothing of it is kept: it goes to a file without a name in TMPDIR
+    /// Make all exports writable and discard all writes at the end; an unnamed file in TMPDIR per
+    /// export stores them
     #[arg(long)]
     snapshot: bool,
-    /// Memory for decoded blocks
+    /// Size of the cache of decoded blocks
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = crate::size::parse)]
     cache_size: u64,
     #[command(flatten)]
@@ -67,40 +70,41 @@ pub struct Args {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Where to listen")]
 struct ListenArgs {
-    /// A Unix socket, for this user only [default: one in $XDG_RUNTIME_DIR/bcow]
+    /// Unix socket to listen on, for this user only [default: without --listen, a socket in
+    /// $XDG_RUNTIME_DIR/bcow]
     #[arg(short, long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
     socket: Option<PathBuf>,
-    /// A TCP address; port 0 takes a free one (repeatable)
+    /// TCP address to listen on; port 0 selects a free port (repeatable)
     #[arg(short = 'l', long = "listen", value_name = "ADDR:PORT")]
     addresses: Vec<String>,
-    /// Write the number of the process to a file
+    /// Write the process ID to this file
     #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     pid_file: Option<PathBuf>,
     /// Write a newline to this file descriptor when clients can connect
     #[arg(long, value_name = "FD")]
     ready_fd: Option<u32>,
-    /// End when there was no client for so long
+    /// Exit after this time without a client
     #[arg(long, value_name = "SECONDS")]
     exit_on_idle: Option<u32>,
 }
 
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "What clients may take")]
+#[command(next_help_heading = "Limits for clients")]
 struct LimitArgs {
-    /// Connections at a time
+    /// Maximum number of connections
     #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u16).range(1..))]
     max_clients: u16,
-    /// Requests of one connection that are carried out at a time
+    /// Maximum number of requests in flight per connection
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u16).range(1..=256))]
     in_flight: u16,
-    /// Bytes per second that each connection may read and write together [default: no limit]
+    /// Maximum bytes per second per connection, reads and writes together [default: no limit]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
     rate: Option<u64>,
-    /// Seconds until an export must be chosen; 0 for no limit
+    /// Seconds until a client must have selected an export; 0 for no limit
     #[arg(long, value_name = "SECONDS", default_value = "10")]
     handshake_timeout: u32,
-    /// Seconds that a client may stop in the middle of a request, or take nothing of a reply; 0 for no limit.
-    /// Between requests it may be silent for ever
+    /// Seconds that a client may pause within a request, or while it receives a reply; 0 for no
+    /// limit. A client may be idle between requests without a limit
     #[arg(long, value_name = "SECONDS", default_value = "60")]
     request_timeout: u32,
 }
@@ -108,7 +112,7 @@ struct LimitArgs {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "TLS")]
 struct TlsArgs {
-    /// Whether clients can do without
+    /// Whether clients must use TLS
     #[arg(
         long,
         value_name = "WHEN",
@@ -116,22 +120,22 @@ struct TlsArgs {
         requires = "tls_cert"
     )]
     tls: TlsChoice,
-    /// The server's certificate, and those up to its root
+    /// Certificate of the server, and the certificates up to its root
     #[arg(long, value_name = "FILE", requires = "tls_key", value_hint = clap::ValueHint::FilePath)]
     tls_cert: Option<PathBuf>,
-    /// The private key of the certificate
+    /// Private key of the certificate
     #[arg(long, value_name = "FILE", requires = "tls_cert", value_hint = clap::ValueHint::FilePath)]
     tls_key: Option<PathBuf>,
-    /// Clients need a certificate signed by one of these
+    /// Require a client certificate signed by one of the certificates in FILE
     #[arg(long, value_name = "FILE", requires = "tls_cert", value_hint = clap::ValueHint::FilePath)]
     tls_ca: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum TlsChoice {
-    /// Nothing is told or served without TLS
+    /// Clients without TLS are refused
     Require,
-    /// The client decides
+    /// Clients may use TLS or not
     Allow,
 }
 
@@ -159,7 +163,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         None => Scheme::Plain,
     };
     let result = serve(args, ui, signals, exports, options, &served, scheme);
-    // Also when serving failed: what clients were told is durable stays so, and more cannot hurt.
+    // Also after a failure of the server: data that clients know to be durable is flushed already,
+    // and a further flush does no harm.
     let closed = served.close();
     result.and(closed)
 }
@@ -243,7 +248,7 @@ fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
     Ok(named)
 }
 
-/// The file's name; what is no file has its whole name.
+/// The name of the file; for a source that is not a file, its whole name.
 fn default_name(image: &Path) -> String {
     let text = image.to_string_lossy();
     match (text.starts_with("oci:"), image.file_name()) {

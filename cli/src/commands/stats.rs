@@ -13,19 +13,20 @@ use crate::names::printable;
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
-/// Show what a mount does
+/// Show the activity of a mount
 ///
-/// Sketches and what they save, the cache of decoded blocks, and how long requests take. For whoever may read the
-/// mount's root directory.
+/// The command shows the cache, the upper with its sketches (partly written files), the last
+/// errors, and the latency of requests. It works for every user who may read the root directory of
+/// the mount.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The directory it is mounted on
+    /// The directory of the mount
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     directory: PathBuf,
-    /// Print JSON (schema bcow.stats/1), with the histograms of all requests
+    /// Print JSON (schema bcow.stats/1), with latency histograms of all requests
     #[arg(long)]
     json: bool,
-    /// Give up if the mount does not answer within so many seconds [default: 5]
+    /// Seconds to wait for an answer of the mount [default: 5]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     timeout: Option<u32>,
     /// Ask the mount, and print what it says as it is

@@ -21,16 +21,17 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 /// Unmount an image
 ///
-/// Works on mounts of `bcow mount` only, for root and for the user who mounted. Returns when the process that
-/// served the mount has ended: when what was written to a writable mount is with the upper's file system. It
-/// fails if that could not take everything; the mount is gone then all the same. umount(8) and `fusermount3 -u`
-/// neither wait nor learn of it.
+/// The command works only on mounts of `bcow mount`, for root and for the user who mounted. It
+/// returns when the process of the mount has ended. All data written to a writable mount is then in
+/// the file system of the upper. If that file system did not accept all data, the command fails,
+/// but the mount is unmounted anyway. umount(8) and `fusermount3 -u` do not wait and do not report
+/// such a failure.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The directory it is mounted on
+    /// The directory of the mount
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     directory: PathBuf,
-    /// If files are in use, detach the mount now and end it with its last user
+    /// If files are in use, detach the mount now; it ends when its last user closes its files
     #[arg(short = 'z', long)]
     lazy: bool,
 }
@@ -184,7 +185,8 @@ enum Waited {
     Stopped,
 }
 
-/// Waits for the end of a process that ends its mount. One that this process cannot see counts as ended.
+/// Waits for the end of a process that ends its mount. A process that is not visible counts as
+/// ended.
 fn wait_for(process: &Process) -> Waited {
     let start = Instant::now();
     while process.is_running() {

@@ -139,7 +139,7 @@ fn no_device(path: &Path) -> CommandError {
         .hint("they are called /dev/nbd0, /dev/nbd1, and so on")
 }
 
-/// What to say when the driver does not do what it was told.
+/// The error for a driver that does not do the request.
 pub fn driver_failure(error: &DriverError) -> CommandError {
     let failure = CommandError::new(error.to_string());
     let failure = match std::error::Error::source(error) {

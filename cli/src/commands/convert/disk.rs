@@ -225,7 +225,8 @@ fn refuse_files(source: &OsStr, destination: &Path) -> Result<(), CommandError> 
     )))
 }
 
-/// The size of a disk that was made of a file whose length was no multiple of a sector, as long as nobody changed it.
+/// The exact size of a disk made from a file whose length was not a multiple of a sector, if the
+/// disk has not changed since.
 fn true_size(image: &OpenImage) -> u64 {
     let header = image.image().header();
     let size = image.image().size();
@@ -242,7 +243,7 @@ fn true_size(image: &OpenImage) -> u64 {
 impl Source {
     /// Refuses to write over a file that is being read.
     fn refuse_as_destination(&self, destination: &Path) -> Result<(), CommandError> {
-        // What is not there is no source.
+        // A file that does not exist is not a source.
         let Ok(target) = std::fs::metadata(destination) else {
             return Ok(());
         };

@@ -1,9 +1,10 @@
-//! What of an existing destination may be lost.
+//! Which existing destinations a conversion may replace.
 //!
-//! An image is made again and again at the same name, by a makefile or in a pipeline, and comes from a source that is still
-//! there: so one image replaces another, as with mkfs.erofs. Anything else may be all that there is of it: a disk has what
-//! was written to it, a sealed disk is there to be the backing of others, and what bcow did not make is not known at all. It
-//! takes `--force`. (`qemu-img convert` replaces whatever is there, a backing in use too.)
+//! A makefile or a pipeline makes an image again and again under the same name, from a source that
+//! still exists. So an image replaces an image, as with mkfs.erofs. Any other file may be the only
+//! copy of its data: a disk has its written data, a sealed disk is the backing of other disks, and
+//! the contents of other files are unknown. To replace such a file, `--force` is needed. (`qemu-img
+//! convert` replaces any file, even a backing in use.)
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -17,20 +18,21 @@ use crate::disks::{self, header_of};
 use crate::error::{CommandError, Context};
 use crate::image::{self, Form};
 
-/// What is to take the place of a file.
+/// The new content of the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum By {
     /// A BCoW image, which may replace another.
     Image,
     /// An OCI layout in an archive, which may replace an archive.
     Archive,
-    /// A disk, in whatever form.
+    /// A disk, in any format.
     Disk,
 }
 
-/// Refuses to replace the file at `destination`, if it would be missed and the user has not said `--force`.
+/// Refuses to replace the file at `destination` if it may be the only copy of its data and the user
+/// has not given `--force`.
 pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError> {
-    // What cannot be looked at cannot be written either, and that tells why.
+    // A file that cannot be examined cannot be written either; the write then reports the reason.
     let Ok(metadata) = std::fs::metadata(destination) else {
         return Ok(());
     };
@@ -63,9 +65,10 @@ pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError
         .hint("give another name, or replace it with --force"))
 }
 
-/// A disk beside the file that names it as its backing. Disks elsewhere, which find it with --backing-dir, are not seen.
+/// A disk in the same directory that has the file as its backing. Disks in other directories, which
+/// find the file with --backing-dir, are not found.
 fn disk_over(destination: &Path) -> Option<PathBuf> {
-    // Backings are found by the name of the file itself, not of a link to it.
+    // A disk finds its backing by the name of the file itself, not by the name of a link to it.
     let path = destination.canonicalize().ok()?;
     let name = path.file_name()?.to_str()?;
     let entries = std::fs::read_dir(path.parent()?).ok()?;
@@ -79,7 +82,7 @@ fn disk_over(destination: &Path) -> Option<PathBuf> {
     over.into_iter().next()
 }
 
-/// Whether the disk names a backing so. It is not opened as a disk: it may be in use.
+/// Whether the disk has a backing of this name. The disk is not opened as a disk: it may be in use.
 fn names(disk: &Path, backing: &str) -> bool {
     let Ok(file) = File::open(disk) else {
         return false;

@@ -27,16 +27,16 @@ pub fn exit_status(of_bcow: u8) -> u8 {
     }
 }
 
-/// What mount(8) wants.
+/// The request of mount(8).
 #[derive(Debug, PartialEq, Eq)]
 pub enum Wish {
     /// This command line of `bcow`.
     Run(Vec<OsString>),
-    /// To be told how it is called.
+    /// Print the usage of the helper.
     Help,
 }
 
-/// How it is called.
+/// The usage of the helper.
 pub const USAGE: &str = "\
 Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 
@@ -254,7 +254,7 @@ impl Given {
                 }
             }
         }
-        // mount(8) says `rw` of every mount that nobody wants read-only.
+        // mount(8) passes `rw` for every mount that is not read-only.
         if !has_upper {
             kept = without_rw(&kept);
         }

@@ -22,23 +22,24 @@ use crate::upper::{name_holders, note, when_free};
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Writable mounts")]
 pub struct UpperArgs {
-    /// The directory that takes the changes; it is created if it is missing. One mount at a time may use it, and only
-    /// with the image it was begun with
+    /// Directory that stores the changes; created if it is missing. Only one mount at a time can
+    /// use an upper, and only with the image with which the upper was created
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
-    /// How changed blocks of an image's file are kept: at their own offset of a sparse file, in the order they were
-    /// written in a BCoW file, or as the host's file system does it best
+    /// How to store changed blocks of a file of the image: at their own offset in a sparse file
+    /// (sparse), in write order in a BCoW file (packed), or in the form that suits the host's file
+    /// system (auto)
     #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
     sketch: SketchWhat,
-    /// When what was copied from the image is made durable: each file at once (strict), so many together (batch=N), or
-    /// never (volatile), and then fsync does nothing either
+    /// When data copied from the image becomes durable: each file at once (strict), N files
+    /// together (batch=N), or never (volatile; fsync then has no effect)
     #[arg(long, value_name = "POLICY", default_value = "strict", value_parser = parse_sync, requires = "upper")]
     sync: SyncPolicy,
-    /// Most that the upper may store [default: what its file system has]
+    /// Limit of the bytes that the upper may store [default: the space of its file system]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
     size_limit: Option<u64>,
-    /// Most inodes that the upper may have: files, directories, links and the like [default: with --size-limit, one for
-    /// each 16 KiB of it, and at least 4096]
+    /// Limit of the inodes in the upper: files, directories and links [default: with --size-limit,
+    /// one per 16 KiB of that limit, and at least 4096]
     #[arg(long, value_name = "N", value_parser = parse_count, requires = "upper")]
     inode_limit: Option<u64>,
     /// Threads that complete partly written blocks in the background
@@ -116,7 +117,8 @@ impl UpperArgs {
             .let_through()
             .map_err(|error| mount::failure(&error))?;
         when_free(ui, || {
-            // Whoever waits for another mount to end may give up. Only what blocked them can fail.
+            // A wait for the end of another mount may be interrupted. Only the call that blocked
+            // the signals can fail.
             let _ = signals.let_through();
             let lower = LowerImage {
                 fs: Arc::clone(&tree),
@@ -129,7 +131,8 @@ impl UpperArgs {
     }
 }
 
-/// Fails if the upper and the mountpoint are in each other: what is mounted would cover its own upper, or lie in it.
+/// Fails if one of the upper and the mountpoint is inside the other: the mount would cover its own
+/// upper, or be inside it.
 pub fn refuse_one_in_the_other(upper: &Path, mountpoint: &Path) -> Result<(), CommandError> {
     let (Ok(mountpoint), Ok(resolved)) = (mountpoint.canonicalize(), resolve(upper)) else {
         // Opening the one or mounting on the other will say what is wrong with it.

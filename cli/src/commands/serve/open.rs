@@ -56,7 +56,7 @@ pub struct Served {
     /// What each of them is.
     described: Vec<Described>,
     disks: Vec<(PathBuf, Arc<Disk>, Held)>,
-    /// Nobody writes to them meanwhile.
+    /// No process writes to these files in the meantime.
     images: Vec<OpenImage>,
 }
 
@@ -151,7 +151,7 @@ impl Served {
         Ok(())
     }
 
-    /// Closes the disks. Nobody may use the devices any more.
+    /// Closes the disks. The devices must not be in use any more.
     pub fn close(self) -> Result<(), CommandError> {
         drop(self.exports);
         let mut result = Ok(());
@@ -168,7 +168,7 @@ impl Served {
     }
 }
 
-/// Why there is no overlay.
+/// The reason for a missing overlay.
 enum NoSnapshot {
     File(std::io::Error),
     Disk(bcow::Error),

@@ -42,7 +42,7 @@ impl Signals {
     }
 }
 
-/// Tells the service manager, and whoever reads the descriptor `fd`, that clients can connect.
+/// Notifies the service manager, and the reader of the descriptor `fd`, that clients can connect.
 pub fn announce(fd: Option<u32>) -> Result<(), CommandError> {
     activation::notify("READY=1")
         .context(|| "cannot tell the service manager that the server is ready".to_owned())?;
@@ -72,7 +72,7 @@ impl PidFile {
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        // Whoever uses it finds that there is no such process, if it stays.
+        // A stale file is harmless: its reader finds that the process does not exist.
         let _ = fs::remove_file(&self.0);
     }
 }
