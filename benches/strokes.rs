@@ -1,7 +1,9 @@
-//! What benches/union.py has done to files, and times: single opens, writes and reads, without an interpreter between them.
+//! What benches/union.py has done to files, and times: single opens, writes and reads, without an
+//! interpreter between them.
 //!
-//! Built by `rustc -O`, needs nothing but std. The first argument says what to do, others are `name=value`; the answer is a line of
-//! JSON, times in nanoseconds. With `wait=1` it begins when its standard input ends, so that many can begin together.
+//! Built by `rustc -O`, needs nothing but std. The first argument says what to do, others are
+//! `name=value`; the answer is a line of JSON, times in nanoseconds. With `wait=1` it begins when
+//! its standard input ends, so that many can begin together.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};

@@ -176,7 +176,8 @@ class Native(Subject):
         if not any(mnt.iterdir()):
             shutil.copystat(lower, mnt)
             run(["cp", "-a", "--sparse=never", f"{lower}/.", mnt])
-            # A copy just made is in the page cache and not on the disk: the others' lowers are on the disk.
+            # A copy just made is in the page cache and not on the disk: the others' lowers are on
+            # the disk.
             os.sync()
 
     def unmount(self, instance):

@@ -102,10 +102,10 @@ def crc32c_bytewise(data, register):
 
 
 # The CRC of data does not change when a multiple of the CRC polynomial is added to it. Taken as one
-# integer, least significant bit first, 1 + y^454 + y^505 + y^510 + y^532 + y^563 is such a multiple; and
-# as squaring keeps sums in GF(2), so it is with all exponents doubled, any number of times. Adding it,
-# times the first 454 * 2^k bits, clears these bits. So a few shifts of a big integer halve the data,
-# and the byte-wise loop only sees the last hundred bytes.
+# integer, least significant bit first, 1 + y^454 + y^505 + y^510 + y^532 + y^563 is such a
+# multiple; and as squaring keeps sums in GF(2), so it is with all exponents doubled, any number of
+# times. Adding it, times the first 454 * 2^k bits, clears these bits. So a few shifts of a big
+# integer halve the data, and the byte-wise loop only sees the last hundred bytes.
 FOLD = (454, 505, 510, 532, 563)
 
 
@@ -252,7 +252,8 @@ def zstd_library():
 
     def with_compression_zstd(data, length):
         try:
-            # One byte more than wanted: a frame that is too long shows, one that is far too long stops.
+            # One byte more than wanted: a frame that is too long shows, one that is far too long
+            # stops.
             return zstd.ZstdDecompressor().decompress(data, max_length=length + 1)
         except zstd.ZstdError as error:
             raise BadFrame(str(error)) from None
@@ -476,7 +477,8 @@ def check_entry(entry, header, in_root, code, file_bytes):
         must(header.incompatible & WINDOWS, "a window without the feature windows")
         must(entry.address % SECTOR == 0, f"address {entry.address}")
         must(entry.length >= 1, "a window of no sectors")
-        # Section 8. Whether it lies within the backing's size is asked once the backing table is read.
+        # Section 8. Whether it lies within the backing's size is asked once the backing table is
+        # read.
         must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has", "window-range")
         must(entry.check < header.backing_count, f"backing {entry.check}", "window-range")
     else:
@@ -1118,7 +1120,8 @@ def full_check(file):
         settled.add(start, length, None, f"free[{index}]")
     if header.merkle_chunk_shift:
         file.check_merkle()
-    # Beyond section 12, and only where the user gave directories: are the backings what they should be?
+    # Beyond section 12, and only where the user gave directories: are the backings what they should
+    # be?
     if file.stores or file.names:
         for index in range(header.backing_count):
             file.backing(index)

@@ -1,4 +1,5 @@
-//! Any bytes as a BCoW file: checked in full, opened, mapped, read. Checksums do not count in fuzzing builds.
+//! Any bytes as a BCoW file: checked in full, opened, mapped, read. Checksums do not count in
+//! fuzzing builds.
 
 #![no_main]
 

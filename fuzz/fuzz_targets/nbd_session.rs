@@ -1,5 +1,5 @@
-//! Any bytes as what an NBD client says, from the greeting on or from behind a good handshake. What the server answers has to
-//! be whole chunks.
+//! Any bytes as what an NBD client says, from the greeting on or from behind a good handshake. What
+//! the server answers has to be whole chunks.
 
 #![no_main]
 

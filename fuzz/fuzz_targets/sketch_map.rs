@@ -1,4 +1,5 @@
-//! Any bytes as the map of a sketch: read, and what it says written and read again. Checksums do not count in fuzzing builds.
+//! Any bytes as the map of a sketch: read, and what it says written and read again. Checksums do
+//! not count in fuzzing builds.
 
 #![no_main]
 
@@ -27,7 +28,8 @@ fuzz_target!(|bytes: &[u8]| {
     assert_eq!(present.count(0..header.blocks), present.len());
 
     let written = encode(&present, &header, 0);
-    // As records tell it in no more words than they were read in, but that each may split what another has joined.
+    // As records tell it in no more words than they were read in, but that each may split what
+    // another has joined.
     assert!(written.len() <= 3 * bytes.len() + SECTOR_BYTES);
     let mut again = Replay::new(Header {
         confirmed: (written.len() / SECTOR_BYTES) as u64,

@@ -12,7 +12,8 @@ import operations
 import syscalls
 from operations import NoSlot, Side
 
-# Of so many slots, the last two hold files opened with O_DIRECT: only there are offsets and lengths aligned.
+# Of so many slots, the last two hold files opened with O_DIRECT: only there are offsets and lengths
+# aligned.
 SLOTS, DIRECT = 8, 6
 LIST_SLOTS = MAP_KEYS = 3
 MOST_BYTES = 3 << 20
@@ -21,7 +22,8 @@ XATTRS = ["user.one", "user.two", "user.dir", "user." + "n" * 60, "trusted.three
           "trusted.overlay.metacopy", "trusted.overlay.overlay.y", "trusted.bcow.sketch", "user.bcow.x"]
 WHITEOUT = os.makedev(0, 0)
 
-# (subject, operation, answer of the model, answer of the mount): why. Answers are errno names or "ok".
+# (subject, operation, answer of the model, answer of the mount): why. Answers are errno names or
+# "ok".
 EXCEPTIONS = {
     ("bcow", "tmpfile", "ok", "EOPNOTSUPP"): "docs/semantics.md: the library that speaks FUSE has no such request",
     ("fuse-overlayfs", "tmpfile", "ok", "EOPNOTSUPP"): "it has no O_TMPFILE",
@@ -36,9 +38,11 @@ class Mismatch(Exception):
 class Pair:
     def __init__(self, subject, model):
         self.subject, self.model, self.mount = subject, Side(model), Side(subject.where)
-        # The mount's inode number of each inode of the model. The model's are pinned, lest a number is used again.
+        # The mount's inode number of each inode of the model. The model's are pinned, lest a number
+        # is used again.
         self.inodes, self.pins = {}, {}
-        # Of each directory that is being read: what it has had all along, what it ever had, and what each side told.
+        # Of each directory that is being read: what it has had all along, what it ever had, and
+        # what each side told.
         self.lists = {}
         # What the snapshot before this one showed of changes: path and inode -> times.
         self.times = {}
@@ -195,7 +199,8 @@ class Generator:
             self.entries = self.pair.model.entries()
             make = self.random.choices(self.MAKERS, self.WEIGHTS)[0]
             name, arguments = make(self)
-            # Whoever lists attributes has CAP_SYS_ADMIN still, which ext4 asks for, and the mount only the user.
+            # Whoever lists attributes has CAP_SYS_ADMIN still, which ext4 asks for, and the mount
+            # only the user.
             if self.random.random() < 0.15 and name != "list_xattrs":
                 arguments["who"] = self.random.choice(["alice", "bob"])
             if self.random.random() < 0.1:

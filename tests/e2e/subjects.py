@@ -203,7 +203,8 @@ class Bcow(Foreground):
 
     def unmount(self):
         done = bcow("umount", self.where, user=self.user, timeout=60)
-        # Another mount namespace that began meanwhile, of a container elsewhere, has the mount until it ends.
+        # Another mount namespace that began meanwhile, of a container elsewhere, has the mount
+        # until it ends.
         if done.err and b" goes on: " not in done.err:
             raise AssertionError(str(done))
         self.ended()

@@ -19,7 +19,8 @@ from support import bcow, image, is_mounted, need, run
 CAPABILITIES = ["CAP_" + name for name in ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD", "NET_RAW", "SETGID", "SETUID", "SETFCAP",
                                            "SETPCAP", "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE")]
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends {} install {}\n"
-# Whether pgbench's four tables agree, which they do as long as each transaction is there as a whole or not at all.
+# Whether pgbench's four tables agree, which they do as long as each transaction is there as a whole
+# or not at all.
 AGREE = """select a.sum = b.sum and b.sum = t.sum and t.sum = coalesce(h.sum, 0) and h.count >= {} from
     (select sum(abalance) from pgbench_accounts) a, (select sum(bbalance) from pgbench_branches) b,
     (select sum(tbalance) from pgbench_tellers) t, (select sum(delta), count(*) from pgbench_history) h"""
@@ -57,7 +58,8 @@ def packages(root):
         return there
     need("apt-get")
     with tempfile.TemporaryDirectory(dir=os.path.dirname(there)) as work:
-        # Of the image's release, whatever the machine's own is; with keys and proxies of the machine's own apt.
+        # Of the image's release, whatever the machine's own is; with keys and proxies of the
+        # machine's own apt.
         apt = ["apt-get", "-q", "-y", "--no-install-recommends"]
         for option in (f"Dir::State::status={root}/var/lib/dpkg/status", f"Dir::Etc::sourcelist={root}/etc/apt/sources.list", "Dir::Etc::sourceparts=/dev/null",
                        f"Dir::State::lists={work}/lists", "Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=", "APT::Sandbox::User=root",

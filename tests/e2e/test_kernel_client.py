@@ -19,7 +19,8 @@ from support import BCOW, bcow, run
 
 MIB = 1 << 20
 KINDS = ("ext4", "xfs", "btrfs")
-# Numbers of files: one lot that is deleted in part, one that is made durable file by file, one that is written over the second boot.
+# Numbers of files: one lot that is deleted in part, one that is made durable file by file, one that
+# is written over the second boot.
 FILES = 40
 DURABLE = 10
 # fsx comes from crates.io; a run is this many operations.
@@ -113,7 +114,8 @@ class KernelClients(unittest.TestCase):
             return [step("attach", device=device, kind=kind, where=at), step("verify", where=at, prefix="a", count=FILES, kept=3),
                     step("verify", where=at, prefix="b", count=DURABLE)]
 
-        # Everything that was made durable is there, the file systems' logs are replayed, and all is clean.
+        # Everything that was made durable is there, the file systems' logs are replayed, and all is
+        # clean.
         with served(*disks.values(), *listen) as server:
             connect = connected(server, disks)
             steps = [step("network")]

@@ -438,7 +438,8 @@ class Doors(Serve):
             uri = f"nbd+unix:///?socket={path}"
             self.assertEqual(run("nbdinfo", "--size", uri).out.strip(), str(SIZE).encode())
             self.assertEqual(manager.stdout.readline().decode().strip(), uri)
-            # It has become the server, and ends when nobody is there any more; the socket is not its own.
+            # It has become the server, and ends when nobody is there any more; the socket is not
+            # its own.
             self.assertEqual(manager.wait(timeout=30), 0)
             self.assertTrue(os.path.exists(path))
         finally:
@@ -602,7 +603,8 @@ class Crowds(Serve):
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         with served(self.sealed, "--socket", self.socket(), "--request-timeout", "5", "--handshake-timeout", "5",
                     "--max-clients", "900") as server:
-            # Compact requests with simple replies: the server has to have the whole read before it answers.
+            # Compact requests with simple replies: the server has to have the whole read before it
+            # answers.
             hello = struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, 0)
             greedy = b"".join(struct.pack(">IHHQQI", 0x25609513, 0, 0, n, 0, 32 * MIB) for n in range(20))
             crowd = []
@@ -613,7 +615,8 @@ class Crowds(Serve):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     client.sendall(hello + greedy)
                 crowd.append(client)
-            # Nobody of them takes a reply. All are shown out in the end, and then there is room again.
+            # Nobody of them takes a reply. All are shown out in the end, and then there is room
+            # again.
             def there_is_room():
                 return run("nbdinfo", "--size", server.uri, check=False).code == 0
             until(there_is_room, "the crowd is gone")
@@ -625,7 +628,8 @@ class Crowds(Serve):
             file.truncate(SIZE)
         bcow("convert", f"raw:{self.at('hole.raw')}", self.at("hole.bcow"))
         with served(self.at("hole.bcow"), "--socket", self.socket(), "--rate", "64K") as server:
-            # The first second's worth is free. At this rate, the whole disk would take 1024 seconds.
+            # The first second's worth is free. At this rate, the whole disk would take 1024
+            # seconds.
             run("nbdcopy", "--connections=1", server.uri, self.at("slow.raw"), timeout=300)
         with served(self.sealed, "--socket", self.socket(), "--rate", "16M") as server:
             # 36 MiB: at least a second, however fast the machine is.

@@ -238,7 +238,8 @@ class NameWriter(Writer):
 
     def __init__(self, where, dice, folder, tree):
         self.where, self.dice, self.folder = where, dice, folder
-        # path -> content of a file, None of a directory; and what the call in progress would make of it.
+        # path -> content of a file, None of a directory; and what the call in progress would make
+        # of it.
         self.tree, self.next, self.history = tree, None, []
         # What the tree was like since all of it was last made durable.
         self.states = [tree]

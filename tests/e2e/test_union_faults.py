@@ -273,7 +273,8 @@ class Space(UnionCase):
         self.assert_error("ENOSPC", os.pwrite, fd, b"yyy", PAGE + 50)
         self.assertEqual(self.read(BIG), want)
         if "sparse" in self.kind:
-            # What is stored already is written over in its place. A packed sketch may need a block to change its tables.
+            # What is stored already is written over in its place. A packed sketch may need a block
+            # to change its tables.
             os.pwrite(fd, b"zzz", 0)
             want[:3] = b"zzz"
             self.assertEqual(self.read(BIG), want)

@@ -20,7 +20,8 @@ from promises import promise
 from support import run
 
 OPERATIONS = int(os.environ.get("BCOW_SKETCH_OPERATIONS") or 12_000)
-# Operations on one file, after which the next one's turn is: a file of which every block was written is no sketch any more.
+# Operations on one file, after which the next one's turn is: a file of which every block was
+# written is no sketch any more.
 TURN = (50, 400, 2500)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
 SIZES = (subjects.LARGE + 1, 75 * 4096, 300_001, (1 << 20) + 4095, 2 << 20, 5_000_011, 777_777, 150_000)

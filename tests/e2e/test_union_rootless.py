@@ -302,7 +302,8 @@ class UserNamespace(UnionCase):
 
     def test_root_of_a_user_namespace(self):
         lower, directory = for_everyone(self.lower.image), for_everyone(self.mount.directory)
-        # The image's owners are those inside the namespace; what lies on the host belongs to ids of the range that it has.
+        # The image's owners are those inside the namespace; what lies on the host belongs to ids of
+        # the range that it has.
         for path in (self.where, self.upper):
             os.chown(path, self.SHIFT, self.SHIFT)
         script = os.path.join(directory, "inside")

@@ -830,7 +830,8 @@ class Attributes(UnionCase):
         self.assertEqual(times()[0], third[0])
         self.remount()
         self.assertEqual(times()[0], third[0])
-        # Nobody asks before the block is completed: by the background, by who reads it, or at the end.
+        # Nobody asks before the block is completed: by the background, by who reads it, or at the
+        # end.
         def read_all():
             time.sleep(0.008)
             self.read(BIG)

@@ -499,7 +499,8 @@ class OfBcow(Uppers, unittest.TestCase):
         upper = self.copy("leaky")
         write(f"{upper}/.bcow/maps/00000000000000aa", b"x" * 512)
         os.makedirs(os.path.join(upper, ".bcow", "work", "left", "over"))
-        # A temporary is a link like others until it is removed, which must not make the number of names wrong.
+        # A temporary is a link like others until it is removed, which must not make the number of
+        # names wrong.
         (entry,) = os.listdir(f"{upper}/.bcow/index")
         os.link(f"{upper}/.bcow/index/{entry}", os.path.join(upper, ".bcow", "work", "link"))
         os.setxattr(f"{upper}/.bcow/index/{entry}", "trusted.overlay.nlink", b"U+9")

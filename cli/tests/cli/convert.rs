@@ -5,7 +5,8 @@ use std::io::Read;
 
 use crate::support::{Sandbox, sample};
 
-/// Fails with a message that has each of these words; the files in the directory are what they were.
+/// Fails with a message that has each of these words; the files in the directory are what they
+/// were.
 fn refused(sandbox: &Sandbox, input: &str, args: &[&str], words: &[&str]) {
     let before: Vec<_> = sandbox
         .names()

@@ -331,7 +331,8 @@ fn request_that_fails_at_a_disk_is_logged_with_its_file() {
     let mut log = BufReader::new(child.stderr.take().unwrap());
     let server = Ended(child);
     let mut client = UnixStream::connect(sandbox.path("socket")).unwrap();
-    // Old-style answer to "export name" without more: the fixed newstyle handshake (NBD, doc/proto.md).
+    // Old-style answer to "export name" without more: the fixed newstyle handshake (NBD,
+    // doc/proto.md).
     let mut greeting = [0; 18];
     client.read_exact(&mut greeting).unwrap();
     let mut hello = 3_u32.to_be_bytes().to_vec();

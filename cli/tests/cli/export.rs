@@ -132,7 +132,8 @@ fn a_damaged_image_gives_no_archive() {
     assert_eq!(sandbox.names(), before);
 }
 
-/// A second layer on top of the sample: changes, deletions, an opaque directory, a link into the layer below.
+/// A second layer on top of the sample: changes, deletions, an opaque directory, a link into the
+/// layer below.
 fn two_layers(sandbox: &Sandbox) {
     sandbox.write("base.tar", &crate::support::sample());
     let upper = Tar::new()

@@ -213,8 +213,9 @@ fn an_ordinary_user_gets_what_an_ordinary_user_can_have() {
     sandbox.ok(&["convert", "odd.tar", "odd.bcow"]);
     let open = std::fs::Permissions::from_mode(0o777);
     std::fs::set_permissions(sandbox.path(""), open).unwrap();
-    // The binary's own directories may be closed to others. Another process copies it: a descriptor of ours, open for
-    // writing, could be inherited by another test's child, and then the copy is "busy".
+    // The binary's own directories may be closed to others. Another process copies it: a descriptor
+    // of ours, open for writing, could be inherited by another test's child, and then the copy is
+    // "busy".
     let copied = std::process::Command::new("cp")
         .arg(env!("CARGO_BIN_EXE_bcow"))
         .arg(sandbox.path("bcow"))

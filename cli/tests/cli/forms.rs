@@ -246,7 +246,8 @@ fn oci_archive_holds_what_the_layout_holds() {
     sandbox.ok(&["commit", "a.bcow", "--upper=upper", "oci-archive:new.tar"]);
     sandbox.ok(&["convert", "oci-archive:new.tar", "new.bcow"]);
     assert_eq!(sandbox.ok(&["cat", "new.bcow", "/new"]), b"new");
-    // One in BCoW form, of layers. In a directory that is a layout, its blobs are not taken for the archive's.
+    // One in BCoW form, of layers. In a directory that is a layout, its blobs are not taken for the
+    // archive's.
     sandbox.ok(&["convert", "oci-archive:out.tar:v1", "oci:layout:x"]);
     sandbox.ok(&[
         "convert",

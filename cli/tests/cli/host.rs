@@ -107,7 +107,8 @@ fn interrupted_convert_ends_soon_and_leaves_nothing() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    // The pipe stays open and quiet: the converter waits for more. It is converting, as no pipe holds as much as it was given.
+    // The pipe stays open and quiet: the converter waits for more. It is converting, as no pipe
+    // holds as much as it was given.
     let mut stdin = child.stdin.take().unwrap();
     let archive = Tar::new().file("noise", &noise(4 << 20)).finish();
     stdin.write_all(&archive[..2 << 20]).unwrap();

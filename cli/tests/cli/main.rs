@@ -1,7 +1,7 @@
 //! The command as its users meet it: the real binary, its output as a whole, its exit status.
 //!
-//! Snapshots are read before they are accepted. What may change without anybody noticing (digests, the
-//! version, the layout of metadata) is filtered out of them.
+//! Snapshots are read before they are accepted. What may change without anybody noticing (digests,
+//! the version, the layout of metadata) is filtered out of them.
 
 mod convert;
 mod damage;

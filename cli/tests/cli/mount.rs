@@ -1,4 +1,5 @@
-//! `bcow mount` and `bcow umount` on real mounts. What a mount promises in detail is tested in `bcow-fuse`.
+//! `bcow mount` and `bcow umount` on real mounts. What a mount promises in detail is tested in
+//! `bcow-fuse`.
 
 use std::fs;
 use std::io::Read;
@@ -29,8 +30,8 @@ impl Place {
         self.0.path("mnt").join(name)
     }
 
-    /// Unmounts. A process that another test is just starting has our open files until it executes its
-    /// program, so the mount may be in use for a moment.
+    /// Unmounts. A process that another test is just starting has our open files until it executes
+    /// its program, so the mount may be in use for a moment.
     pub fn unmounted(&self) -> String {
         let start = Instant::now();
         loop {
@@ -201,8 +202,8 @@ fn ordinary_user_mounts_what_is_theirs() {
     let sandbox = place.0.path("");
     fs::set_permissions(&sandbox, fs::Permissions::from_mode(0o755)).unwrap();
     std::os::unix::fs::chown(place.0.path("mnt"), Some(NOBODY), Some(NOBODY)).unwrap();
-    // The build directory may be closed to others. Copied by another process, lest a thread's child inherit
-    // the copy open for writing, and nobody could execute it.
+    // The build directory may be closed to others. Copied by another process, lest a thread's child
+    // inherit the copy open for writing, and nobody could execute it.
     let copied = std::process::Command::new("cp")
         .args([env!("CARGO_BIN_EXE_bcow"), "bcow"])
         .current_dir(&sandbox)

@@ -1,11 +1,13 @@
-//! What `bcow commit` made over an image: it finds the image again, beside itself, and nothing else in its place.
+//! What `bcow commit` made over an image: it finds the image again, beside itself, and nothing else
+//! in its place.
 
 use std::fs;
 use std::os::unix::fs::symlink;
 
 use crate::support::{Entry, Sandbox, Tar, noise};
 
-/// An image, `merged.bcow` and `layer.bcow` of changes over it, and `flat.bcow` that shows the same as the first.
+/// An image, `merged.bcow` and `layer.bcow` of changes over it, and `flat.bcow` that shows the same
+/// as the first.
 fn committed() -> Sandbox {
     let sandbox = Sandbox::new();
     let archive = Tar::new()
@@ -161,7 +163,8 @@ fn commit_says_when_the_image_below_is_not_beside_the_new_one() {
     );
 }
 
-/// Layers over `base.bcow`: `one.bcow` over it, `two.bcow` over both; `whole.bcow` shows what all three show.
+/// Layers over `base.bcow`: `one.bcow` over it, `two.bcow` over both; `whole.bcow` shows what all
+/// three show.
 fn layered() -> Sandbox {
     let sandbox = committed();
     sandbox.ok(&["commit", "base.bcow", "--upper=upper", "one.bcow"]);

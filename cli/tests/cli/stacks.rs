@@ -1,4 +1,5 @@
-//! Images in an OCI layout, layer by layer: what they are called, and what is said of layers that are not as they should be.
+//! Images in an OCI layout, layer by layer: what they are called, and what is said of layers that
+//! are not as they should be.
 
 use std::fs;
 use std::path::PathBuf;

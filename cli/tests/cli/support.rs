@@ -1,4 +1,5 @@
-//! A directory to work in, the command to run there, archives made byte by byte, and images of them.
+//! A directory to work in, the command to run there, archives made byte by byte, and images of
+//! them.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;

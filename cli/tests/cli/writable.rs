@@ -445,7 +445,8 @@ fn metrics_are_served_while_it_is_mounted() {
     assert!(!socket.exists());
 }
 
-/// A process that is ending its mount has the upper. `mount` waits for as long as that process lives.
+/// A process that is ending its mount has the upper. `mount` waits for as long as that process
+/// lives.
 #[test]
 fn waiting_for_an_upper_ends_with_a_signal() {
     let Some(place) = Place::new() else { return };
@@ -630,7 +631,8 @@ fn fsck_of_an_upper_says_which_file_the_host_cannot_read() {
     place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
     fs::write(place.file("new"), "new").unwrap();
     assert!(place.unmounted().contains("status 0"));
-    // A regular file of some size that can only be written. Putting together image and upper would find it, too.
+    // A regular file of some size that can only be written. Putting together image and upper would
+    // find it, too.
     let unreadable = "/sys/bus/platform/drivers_probe";
     let script = format!(
         "mount --bind {unreadable} upper/new || exit 99

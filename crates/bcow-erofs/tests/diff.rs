@@ -116,7 +116,8 @@ fn two_trees() -> [Vec<u8>; 2] {
         let gone = DeviceNumber { major: 0, minor: 0 };
         let hidden = if is_b { gone } else { number };
         put(&mut layer, "hidden", node(NodeKind::CharDevice(hidden)));
-        // Sorts before what is in a directory `dir`, though its first byte behind is smaller than a slash.
+        // Sorts before what is in a directory `dir`, though its first byte behind is smaller than a
+        // slash.
         put(&mut layer, "dir.txt", file(b"x"));
         put(&mut layer, "dir", directory());
         let (mine, its) = match is_b {

@@ -1,4 +1,5 @@
-//! Damaged and hostile images: findings with their code, errors with their place, and never a panic.
+//! Damaged and hostile images: findings with their code, errors with their place, and never a
+//! panic.
 
 #![allow(missing_docs)]
 
@@ -14,7 +15,8 @@ use bcow_erofs::tree::*;
 use common::*;
 use proptest::prelude::*;
 
-/// A small image: `d/a`, `d/b` (regular), `d/link`, `e/` with a hundred names, a file in chunks, xattrs.
+/// A small image: `d/a`, `d/b` (regular), `d/link`, `e/` with a hundred names, a file in chunks,
+/// xattrs.
 fn small() -> Vec<u8> {
     let mut space = Space::new(2000);
     let mut layer = LayerTree::new();

@@ -8,8 +8,9 @@ use bcow_erofs::merge::{MergeError, merge};
 use bcow_erofs::tree::*;
 use common::*;
 
-/// A layer from lines: `path/` a directory (with mode), `path=text` a link (stands for any file), `path`
-/// with `!` behind a whiteout, `path>target` a link to a lower file, `path/*` an opaque directory.
+/// A layer from lines: `path/` a directory (with mode), `path=text` a link (stands for any file),
+/// `path` with `!` behind a whiteout, `path>target` a link to a lower file, `path/*` an opaque
+/// directory.
 fn layer(lines: &[&str]) -> LayerTree {
     let mut layer = LayerTree::new();
     for line in lines {

@@ -1,4 +1,5 @@
-//! qcow2 images that are damaged or made to do harm: an error, or what the image says, and never the end of the process.
+//! qcow2 images that are damaged or made to do harm: an error, or what the image says, and never
+//! the end of the process.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -31,7 +32,8 @@ fn put(bytes: &mut [u8], at: usize, value: &[u8]) {
     bytes[at..at + value.len()].copy_from_slice(value);
 }
 
-/// With these header extensions behind the header of `header_bytes`, and a backing file `base` behind them.
+/// With these header extensions behind the header of `header_bytes`, and a backing file `base`
+/// behind them.
 fn with_extensions(
     mut bytes: Vec<u8>,
     header_bytes: usize,
@@ -204,8 +206,9 @@ fn tables_larger_than_any_disk_or_smaller_than_their_own_are_refused() {
     }
 }
 
-/// Changes each byte of the header, its extensions, the L1 table, an L2 table and the refcount table to several values, one
-/// at a time, in images of both versions, with a backing file and without, compressed and not.
+/// Changes each byte of the header, its extensions, the L1 table, an L2 table and the refcount
+/// table to several values, one at a time, in images of both versions, with a backing file and
+/// without, compressed and not.
 #[test]
 fn any_changed_byte_of_the_tables_is_an_error_or_another_disk() {
     let names: &[(u32, &[u8])] = &[
@@ -254,7 +257,8 @@ fn any_changed_byte_of_the_tables_is_an_error_or_another_disk() {
                 match read(&path) {
                     Ok(_) => disks += 1,
                     Err(error) => {
-                        // What is known to be indexed is checked first; the guard is for what is not known.
+                        // What is known to be indexed is checked first; the guard is for what is
+                        // not known.
                         assert!(
                             !error.contains("its reader was not prepared for"),
                             "byte {at}: {error}"

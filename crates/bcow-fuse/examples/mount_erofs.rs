@@ -1,6 +1,7 @@
 //! Mounts a plain EROFS image, as `mkfs.erofs` makes it: the FUSE door without a BCoW file below.
 //!
-//! `mount_erofs [-f] [-o OPTIONS] [-t THREADS] IMAGE DIRECTORY`; as `bcow mount`, it returns when the mount is ready.
+//! `mount_erofs [-f] [-o OPTIONS] [-t THREADS] IMAGE DIRECTORY`; as `bcow mount`, it returns when
+//! the mount is ready.
 
 use std::ffi::OsString;
 use std::fs::File;

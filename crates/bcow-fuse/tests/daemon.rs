@@ -40,8 +40,9 @@ impl Place {
         fs::write(tree.join("file"), noise(1, 1_000_000)).unwrap();
         make_image(&tree, &place.at("image"), &[]);
         fs::set_permissions(place.at("image"), fs::Permissions::from_mode(0o644)).unwrap();
-        // Not from the build directory: an ordinary user may not get there. Copied by another process: had
-        // this one the copy open for writing while a thread starts a child, nobody could execute it.
+        // Not from the build directory: an ordinary user may not get there. Copied by another
+        // process: had this one the copy open for writing while a thread starts a child, nobody
+        // could execute it.
         let copied = Command::new("cp")
             .arg(program())
             .arg(place.at("mount_erofs"))

@@ -296,7 +296,8 @@ fn damaged_inode_is_still_listed_beside_its_neighbours() {
             .unwrap()
             .ino()
     };
-    // mkfs.erofs puts the metadata at the start of the image, where the nid counts units of 32 bytes.
+    // mkfs.erofs puts the metadata at the start of the image, where the nid counts units of 32
+    // bytes.
     let at = number * 32;
     let mut image = fs::read(sample.image()).unwrap();
     image[at as usize..at as usize + 32].fill(0xff);

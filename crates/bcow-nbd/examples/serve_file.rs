@@ -1,4 +1,5 @@
-//! Serves a plain file: what the server itself costs, without a format below. `serve_file FILE SOCKET`
+//! Serves a plain file: what the server itself costs, without a format below. `serve_file FILE
+//! SOCKET`
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

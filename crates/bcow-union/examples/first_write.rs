@@ -1,8 +1,9 @@
 //! What the first write to a file of the image costs: as a sketch, and by copying the file whole.
 //!
-//! `cargo run --release -p bcow-union --example first_write [DIRECTORY]` says from which size on a sketch is worth it. The
-//! directory is on the file system that shall be measured. Each line has medians in microseconds: of a write of one byte,
-//! then of the fsync after it, and of a read of the whole file at the end.
+//! `cargo run --release -p bcow-union --example first_write [DIRECTORY]` says from which size on a
+//! sketch is worth it. The directory is on the file system that shall be measured. Each line has
+//! medians in microseconds: of a write of one byte, then of the fsync after it, and of a read of
+//! the whole file at the end.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,9 +1,12 @@
-//! Measures the layouts of writable files against each other, as Table 3 of the BAOverlay paper does.
+//! Measures the layouts of writable files against each other, as Table 3 of the BAOverlay paper
+//! does.
 //!
-//! `cargo run --release -p bcow --example layouts -- DIR [MIB [PATTERN]]`: a disk of so many MiB (default 512) over a backing as large, all in the page
-//! cache. *Case 1*: nothing of it is written yet, so each write finds a place and fills tables. *Case 2*: the same writes
-//! to the same disk once more, closed and opened between. Each with writes of 410 bytes, one into each 4 KiB (the paper's), of 4 KiB in
-//! a random order, and of 1 MiB in order. `plain` is a plain file, written by the same program.
+//! `cargo run --release -p bcow --example layouts -- DIR [MIB [PATTERN]]`: a disk of so many MiB
+//! (default 512) over a backing as large, all in the page cache. *Case 1*: nothing of it is written
+//! yet, so each write finds a place and fills tables. *Case 2*: the same writes to the same disk
+//! once more, closed and opened between. Each with writes of 410 bytes, one into each 4 KiB (the
+//! paper's), of 4 KiB in a random order, and of 1 MiB in order. `plain` is a plain file, written by
+//! the same program.
 
 use std::error::Error;
 use std::fs::{File, OpenOptions as FileOptions};
@@ -20,7 +23,8 @@ use bcow::{
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 const MIB: u64 = 1 << 20;
-/// Taken in turn, so that what else the machine does meets all; the table has the median of each number.
+/// Taken in turn, so that what else the machine does meets all; the table has the median of each
+/// number.
 const ROUNDS: usize = 5;
 const LAYOUTS: [Option<Layout>; 4] = [
     None,

@@ -26,8 +26,9 @@ use rustix::fs::{FileType, Mode, Timespec, Timestamps, XattrFlags};
 use rustix::mount::{MountFlags, UnmountFlags};
 use tempfile::TempDir;
 
-/// An EROFS file system as bcow's own writer makes it: a sparse file of three chunks, of which the middle
-/// one is stored, a name of 255 bytes, and metadata behind the data, so that nids start at 0.
+/// An EROFS file system as bcow's own writer makes it: a sparse file of three chunks, of which the
+/// middle one is stored, a name of 255 bytes, and metadata behind the data, so that nids start at
+/// 0.
 pub fn written_image() -> Vec<u8> {
     const BLOCK: usize = 4096;
     let data = noise(3, BLOCK);
@@ -155,7 +156,8 @@ impl Mounted {
             };
             UnionFs::open(lower, upper, "a test", &options)
         };
-        // A process that another test is just starting has the lock of the mount before until it executes its program.
+        // A process that another test is just starting has the lock of the mount before until it
+        // executes its program.
         let start = Instant::now();
         let union = loop {
             match open() {
@@ -241,8 +243,8 @@ pub struct Facts {
     pub content: Option<Vec<u8>>,
 }
 
-/// Everything below `root`, by relative path. Inodes are numbered anew in the order of their first paths,
-/// so that hardlink groups compare and the numbers themselves do not.
+/// Everything below `root`, by relative path. Inodes are numbered anew in the order of their first
+/// paths, so that hardlink groups compare and the numbers themselves do not.
 pub fn walk(root: &Path) -> BTreeMap<PathBuf, Facts> {
     let mut all = BTreeMap::new();
     visit(root, Path::new(""), "directory".into(), &mut all);

@@ -58,8 +58,8 @@ impl Pair {
         }
     }
 
-    /// Unmounts and mounts again. A process that another test is just starting has our open files until it
-    /// executes its program, so the mount may be in use for a moment.
+    /// Unmounts and mounts again. A process that another test is just starting has our open files
+    /// until it executes its program, so the mount may be in use for a moment.
     pub fn again(self, options: &str) -> Self {
         let start = Instant::now();
         loop {

@@ -48,8 +48,8 @@ fn set_id_bits_and_capabilities_go_when_a_file_is_changed_and_not_else() {
     }
 }
 
-/// What the kernel asks for is nothing, whether a file is about to be written or given to nobody in particular; the latter
-/// takes no right to write.
+/// What the kernel asks for is nothing, whether a file is about to be written or given to nobody in
+/// particular; the latter takes no right to write.
 #[test]
 fn only_who_may_change_a_file_takes_its_set_id_bits_away() {
     if lacks_tools() || lacks_python() {
@@ -154,7 +154,8 @@ fn capabilities_stay_when_the_kernel_writes_back_what_was_written_before() {
     if lacks_tools() || lacks_python() {
         return;
     }
-    // A store through a mapping takes no capabilities away, a write does; neither does what comes of it later.
+    // A store through a mapping takes no capabilities away, a write does; neither does what comes
+    // of it later.
     let script = "/usr/bin/python3 - <<'EOF'
 import mmap, os
 NAME = 'security.capability'

@@ -217,8 +217,8 @@ fn a_thousand_layers_are_no_deeper_than_one() {
     assert_eq!(converted.report.entries, 1 + 1 + 1 + 1000);
 }
 
-/// A layer as skopeo 1.9 writes it with `--dest-compress-format zstd:chunked`: what follows the archive's two end blocks is
-/// left out, and counted in the diffID.
+/// A layer as skopeo 1.9 writes it with `--dest-compress-format zstd:chunked`: what follows the
+/// archive's two end blocks is left out, and counted in the diffID.
 #[test]
 fn a_zstd_chunked_layer_without_its_padding_is_the_layer_that_the_image_names() {
     const MEDIA_TYPE: &str = "application/vnd.oci.image.layer.v1.tar+zstd";

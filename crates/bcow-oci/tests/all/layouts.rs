@@ -266,7 +266,8 @@ fn a_layout_in_an_archive_gives_the_same_tree() {
     ");
 }
 
-/// What `docker save` wrote before it wrote layouts: a layer that occurs twice is there once, and a link.
+/// What `docker save` wrote before it wrote layouts: a layer that occurs twice is there once, and a
+/// link.
 fn docker_archive() -> Tar {
     let tar = layer("x");
     let compressed = layer("y");

@@ -1,4 +1,5 @@
-//! Stacks are opened with the very layers they were made of, wherever the user keeps them, and from nowhere else.
+//! Stacks are opened with the very layers they were made of, wherever the user keeps them, and from
+//! nowhere else.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -297,7 +298,8 @@ fn chains_end_at_64_files() {
 fn a_file_below_itself_is_refused() {
     let one = layer(b"first");
     let two = make(b"second", &[&one], &[]);
-    // Under the name of the first stands a file that has the second below it. Nothing vouches for either.
+    // Under the name of the first stands a file that has the second below it. Nothing vouches for
+    // either.
     let loops = make(b"third", &[&two], &[]);
     let top = make(b"tree", &[&two], &[]);
     let layout = Layout::new();
@@ -390,7 +392,8 @@ fn names_for_digests_are_single_names() {
     assert!(backing_facts(&json!({ "backings": 1 })).is_empty());
 }
 
-/// A stack whose layers the hostile maker says nothing true of cannot make the reader look elsewhere.
+/// A stack whose layers the hostile maker says nothing true of cannot make the reader look
+/// elsewhere.
 #[test]
 fn nothing_in_a_file_leads_out_of_the_stores() {
     let secret = layer(b"secret");
