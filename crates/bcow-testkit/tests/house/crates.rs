@@ -1,4 +1,4 @@
-//! The rules of the house, kept by a test: who may depend on whom.
+//! Which crate may depend on which.
 
 use std::collections::BTreeMap;
 use std::process::Command;

@@ -1,0 +1,82 @@
+//! Lines end at column 100, and texts use the field's words.
+
+use std::fs;
+
+/// Columns of a line of code or Markdown.
+const WIDTH: usize = 100;
+
+/// Words that stand where the actor or the object has a name of its own (CONTRIBUTING.md, "English").
+const WORDS: [&str; 12] = [
+    "nobody",
+    "nobody's",
+    "whoever",
+    "whatever",
+    "somebody",
+    "somebody's",
+    "told",
+    "so many",
+    "so much",
+    "stands",
+    "who flushes",
+    "is none",
+];
+
+/// Endings of the files with texts of this project.
+const ENDINGS: [&str; 3] = [".rs", ".md", ".py"];
+
+/// This list of words, and texts that are not this project's own.
+const EXEMPT: [&str; 1] = ["crates/bcow-testkit/tests/house/text.rs"];
+
+#[test]
+fn lines_end_at_column_100() {
+    super::expect_known("width", &lines_with(is_too_wide));
+}
+
+#[test]
+fn texts_use_the_words_of_the_field() {
+    super::expect_known("words", &lines_with(has_listed_word));
+}
+
+#[test]
+fn a_homely_word_and_a_long_line_are_found() {
+    assert!(has_listed_word("/// Nobody's upper"));
+    assert!(has_listed_word("what the host told us"));
+    assert!(!has_listed_word("it outstands, foretold"));
+    assert!(is_too_wide(&"x".repeat(101)));
+    assert!(!is_too_wide(&"ü".repeat(100)));
+}
+
+/// The lines that `breaks` a rule, each with its number, by file.
+fn lines_with(breaks: fn(&str) -> bool) -> super::Broken {
+    let mut broken = super::Broken::new();
+    for path in super::files(&ENDINGS) {
+        let file = path.display().to_string();
+        if EXEMPT.contains(&file.as_str()) {
+            continue;
+        }
+        let text = fs::read_to_string(super::root().join(&path)).expect("a text");
+        let lines = text.lines().enumerate().filter(|(_, line)| breaks(line));
+        let lines: Vec<String> = lines
+            .map(|(n, line)| format!("{}: {}", n + 1, line.trim()))
+            .collect();
+        if !lines.is_empty() {
+            broken.insert(file, lines);
+        }
+    }
+    broken
+}
+
+/// Rows of Markdown tables cannot be broken.
+fn is_too_wide(line: &str) -> bool {
+    line.chars().count() > WIDTH && !line.starts_with('|')
+}
+
+fn has_listed_word(line: &str) -> bool {
+    let line = line.to_lowercase();
+    WORDS.iter().any(|word| {
+        line.match_indices(word).any(|(at, _)| {
+            let is_end = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric() && c != '_');
+            is_end(line[..at].chars().next_back()) && is_end(line[at + word.len()..].chars().next())
+        })
+    })
+}
