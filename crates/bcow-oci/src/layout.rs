@@ -231,7 +231,7 @@ pub(crate) fn check_version(files: &Files) -> Result<(), ConvertError> {
 fn no_layout(files: &Files, why: &str) -> ConvertError {
     ConvertError::Layout {
         place: files.name(),
-        problem: format!("this is no OCI image layout that can be read: {why}"),
+        problem: format!("not a valid OCI image layout: {why}"),
     }
 }
 

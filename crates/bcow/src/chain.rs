@@ -178,7 +178,8 @@ impl ChainProblem {
                 "name the directory that has it with --backing-dir, or another backing with `bcow rebase --unsafe`",
             ),
             ChainProblem::Changed { .. } | ChainProblem::Size { .. } => Some(
-                "what the disk shows of it is not what it was; if that is meant, `bcow rebase --unsafe` accepts the file as it is",
+                "the backing has changed, and its data no longer matches this disk; \
+                 if the change is intended, `bcow rebase --unsafe` accepts it",
             ),
             ChainProblem::NoDigest { .. } => Some("name a directory that has it with --store"),
             ChainProblem::InUse { .. } => {

@@ -212,9 +212,9 @@ fn documents_that_are_none_are_refused() {
     write("index.json", "{}");
     insta::assert_snapshot!(message(convert(&layout)), @"Invalid: TMP/index.json: it lists no image");
     write("oci-layout", r#"{"imageLayoutVersion": "2.0.0"}"#);
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Invalid: TMP: this is no OCI image layout that can be read: its version is "2.0.0""#);
+    insta::assert_snapshot!(message(convert(&layout)), @r#"Invalid: TMP: not a valid OCI image layout: its version is "2.0.0""#);
     std::fs::remove_file(layout.path().join("oci-layout")).unwrap();
-    insta::assert_snapshot!(message(convert(&layout)), @"Invalid: TMP: this is no OCI image layout that can be read: it has no file oci-layout");
+    insta::assert_snapshot!(message(convert(&layout)), @"Invalid: TMP: not a valid OCI image layout: it has no file oci-layout");
 }
 
 #[test]
