@@ -247,7 +247,7 @@ class Chains(Directory):
         self.assertTrue(self.content("layer.bcow") == self.one)
         self.assertTrue(self.content("disk.bcow") == self.one)
         self.assertEqual(self.own("layer.bcow"), self.differing)
-        self.refused("commit", "disk.bcow", "layer.bcow", mention=("there already",))
+        self.refused("commit", "disk.bcow", "layer.bcow", mention=("file exists",))
         self.refused("commit", "disk.bcow", mention=("sealed", "NEW.bcow"))
         self.refused("commit", "layer.bcow", mention=("sealed",))
         bcow("fsck", "--data", "layer.bcow")
