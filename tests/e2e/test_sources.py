@@ -46,10 +46,6 @@ class Sources(unittest.TestCase):
         self.skopeo(f"oci:{self.path('zstd')}:z", "--dest-compress-format", "zstd")
         self.check(f"oci:{self.path('zstd')}:z")
 
-    def test_layout_with_zstd_chunked_layers_by_skopeo(self):
-        self.skopeo(f"oci:{self.path('chunked')}:c", "--dest-compress", "--dest-compress-format", "zstd:chunked")
-        self.check(f"oci:{self.path('chunked')}:c")
-
     def test_oci_archive_by_skopeo(self):
         self.skopeo(f"oci-archive:{self.path('oci.tar')}:small")
         self.check(f"oci-archive:{self.path('oci.tar')}:small")
