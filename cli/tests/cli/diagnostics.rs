@@ -2,9 +2,8 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use rustix::io::Errno;
@@ -265,9 +264,8 @@ fn mounts_and_served_disks_are_listed() {
 
     if is_root() {
         // Others see what the kernel lists, but neither whose process it is nor the upper.
-        fs::set_permissions(sandbox.path(""), fs::Permissions::from_mode(0o755)).unwrap();
-        let mut other = sandbox.command(&["ps", "--json"]);
-        let seen = listed(sandbox, other.uid(4321).gid(4321));
+        sandbox.open_to_others();
+        let seen = listed(sandbox, &mut sandbox.command_as(4321, &["ps", "--json"]));
         assert_eq!(seen.len(), 2, "{seen:?}");
         for service in seen {
             assert_eq!(service["pid"], Value::Null, "{service}");

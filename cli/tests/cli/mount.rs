@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
@@ -200,15 +200,8 @@ fn ordinary_user_mounts_what_is_theirs() {
     }
     const NOBODY: u32 = 65_534;
     let sandbox = place.0.path("");
-    fs::set_permissions(&sandbox, fs::Permissions::from_mode(0o755)).unwrap();
+    place.0.open_to_others();
     std::os::unix::fs::chown(place.0.path("mnt"), Some(NOBODY), Some(NOBODY)).unwrap();
-    // The build directory may be closed to others. Copied by another process, lest a thread's child
-    // inherit the copy open for writing, and nobody could execute it.
-    let copied = std::process::Command::new("cp")
-        .args([env!("CARGO_BIN_EXE_bcow"), "bcow"])
-        .current_dir(&sandbox)
-        .status();
-    assert!(copied.unwrap().success());
     let as_nobody = |program: &str, args: &[&str]| {
         use std::os::unix::process::CommandExt;
         std::process::Command::new(program)

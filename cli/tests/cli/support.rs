@@ -4,7 +4,8 @@
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -65,6 +66,27 @@ impl Sandbox {
             .collect();
         names.sort();
         names
+    }
+
+    /// Opens the sandbox to other users, and puts a copy of the program into it, as the build
+    /// directory may be closed to them. Another process copies: a child of another thread could
+    /// inherit this process's descriptor of the copy, and a program that is open for writing
+    /// cannot be executed.
+    pub fn open_to_others(&self) {
+        fs::set_permissions(self.path(""), fs::Permissions::from_mode(0o755)).unwrap();
+        let copied = Command::new("cp")
+            .args([env!("CARGO_BIN_EXE_bcow"), "bcow"])
+            .current_dir(self.0.path())
+            .status();
+        assert!(copied.unwrap().success());
+    }
+
+    /// The program that [`Sandbox::open_to_others`] copied, run by another user.
+    pub fn command_as<S: AsRef<OsStr>>(&self, user: u32, args: &[S]) -> Command {
+        let mut command = Command::new("./bcow");
+        command.args(args).current_dir(self.0.path());
+        command.uid(user).gid(user).stdin(Stdio::null());
+        command
     }
 
     /// The command, not yet started: nothing of the caller's environment shows in what it says.

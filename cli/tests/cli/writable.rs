@@ -2,9 +2,9 @@
 
 use std::fs;
 use std::io::{Read, Write};
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -211,22 +211,17 @@ fn root_unmounts_what_is_another_users_and_waits() {
         return;
     }
     const NOBODY: u32 = 65_534;
-    let sandbox = place.0.path("");
-    fs::set_permissions(&sandbox, fs::Permissions::from_mode(0o755)).unwrap();
+    place.0.open_to_others();
     for name in ["mnt", "user-upper"] {
         let _ = fs::create_dir(place.0.path(name));
         std::os::unix::fs::chown(place.0.path(name), Some(NOBODY), Some(NOBODY)).unwrap();
     }
-    let copied = Command::new("cp")
-        .args([env!("CARGO_BIN_EXE_bcow"), "bcow"])
-        .current_dir(&sandbox)
-        .status();
-    assert!(copied.unwrap().success());
-    let mounted = Command::new("./bcow")
-        .args(["mount", "--upper=user-upper", "image.bcow", "mnt"])
-        .current_dir(&sandbox)
-        .uid(NOBODY)
-        .gid(NOBODY)
+    let mounted = place
+        .0
+        .command_as(
+            NOBODY,
+            &["mount", "--upper=user-upper", "image.bcow", "mnt"],
+        )
         .output()
         .unwrap();
     if !mounted.status.success() {
