@@ -3,7 +3,7 @@
 
 #![no_main]
 
-use bcow_union::sketch::blocks::BlockSet;
+use bcow_union::blocks::BlockSet;
 use bcow_union::sketch::journal::{Header, Replay, SECTOR_BYTES, encode};
 use libfuzzer_sys::fuzz_target;
 

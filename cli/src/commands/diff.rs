@@ -12,7 +12,7 @@ use bcow_erofs::diff::{
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::is_whiteout;
 use bcow_erofs::reader::{FileType, Inode, Timestamp};
-use bcow_union::upper::{Scope, lower_offset};
+use bcow_union::offline::{Scope, lower_offset};
 use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};

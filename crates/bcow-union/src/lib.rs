@@ -7,13 +7,16 @@
 //! the changed blocks.
 
 pub mod account;
+pub mod blocks;
 pub mod errno;
 pub mod errors;
 pub mod fs;
+pub mod host;
 pub mod image;
 pub mod log;
 pub mod mountinfo;
 pub mod node;
+pub mod offline;
 pub mod options;
 pub mod sketch;
 pub mod upper;

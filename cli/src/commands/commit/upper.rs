@@ -15,7 +15,7 @@ use bcow_oci::export::{
     ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, TarReport, export_layout, export_tar,
 };
 use bcow_oci::{ConvertOptions, Digest, ImageName, LayoutForm, Limits, store};
-use bcow_union::upper::{Changes, LOWER_FROM, Scope, Spliced};
+use bcow_union::offline::{Changes, LOWER_FROM, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
 use super::{Args, Extent};

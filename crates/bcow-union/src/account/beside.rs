@@ -14,7 +14,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::{Found, Room};
-use crate::sketch::BLOCK_BYTES;
+use crate::blocks::BLOCK_BYTES;
 use crate::upper::Attribute;
 
 /// The longest target of a symbolic link that ext4 stores in the inode, in bytes.

@@ -1,86 +1,10 @@
-//! Charges the maps of sketches to the account.
+//! The space of the maps of sketches.
 
-use std::io;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::sync::{Arc, MutexGuard, PoisonError};
-
-use rustix::fs::Timespec;
+use std::collections::HashMap;
+use std::sync::{MutexGuard, PoisonError};
 
 use super::{Account, Room};
-use crate::Seek;
-use crate::sketch::BLOCK_BYTES;
-use crate::sketch::host::{HostFile, MapStore};
-
-/// A [`MapStore`] whose maps are charged to the account.
-///
-/// One inode and one block are charged for each map when its sketch is created. The growth of a map
-/// is added even above the limit: the blocks that the new records list are already written, and
-/// take at least sixteen times as much space.
-pub struct CountedMaps<S> {
-    maps: S,
-    /// The directory of the maps.
-    directory: OwnedFd,
-    account: Arc<Account>,
-}
-
-impl<S: MapStore> CountedMaps<S> {
-    /// Counts the maps of `maps`, in the directory `directory`.
-    pub fn new(maps: S, directory: OwnedFd, account: Arc<Account>) -> Self {
-        CountedMaps {
-            maps,
-            directory,
-            account,
-        }
-    }
-
-    fn counted(&self, id: u64, file: Arc<dyn HostFile>) -> Arc<dyn HostFile> {
-        Arc::new(CountedMap {
-            id,
-            file,
-            account: Arc::clone(&self.account),
-        })
-    }
-
-    fn settle_directory(&self) -> io::Result<()> {
-        let mut room = self.account.no_room();
-        Ok(self.account.beside.settle(&self.directory, &mut room)?)
-    }
-}
-
-impl<S: MapStore> MapStore for CountedMaps<S> {
-    fn open(&self, id: u64) -> io::Result<Option<Arc<dyn HostFile>>> {
-        let map = self.maps.open(id)?;
-        Ok(map.map(|file| self.counted(id, file)))
-    }
-    fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>> {
-        let map = self.maps.create(id)?;
-        self.account.map_takes(id, 0, &mut self.account.no_room());
-        Ok(self.counted(id, map))
-    }
-    fn publish(&self, id: u64) -> io::Result<()> {
-        self.maps.publish(id)?;
-        // The new map may be smaller than the one that it replaced.
-        if let Some(map) = self.maps.open(id)? {
-            self.account.map_has(id, map.size()?);
-        }
-        self.settle_directory()
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.maps.sync()
-    }
-    fn has_holes(&self) -> io::Result<bool> {
-        self.maps.has_holes()
-    }
-    fn remove(&self, id: u64) -> io::Result<()> {
-        self.maps.remove(id)?;
-        self.account.map_gone(id);
-        self.settle_directory()
-    }
-    fn path(&self, id: u64) -> PathBuf {
-        self.maps.path(id)
-    }
-}
+use crate::blocks::BLOCK_BYTES;
 
 impl Account {
     /// Counts the map of sketch `id`, which exists or will exist, with `bytes` bytes. Does nothing
@@ -95,7 +19,7 @@ impl Account {
     }
 
     /// Raises the figure of the map of sketch `id` to `bytes` bytes.
-    fn map_grows(&self, id: u64, bytes: u64) {
+    pub(crate) fn map_grows(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.lock_maps().get_mut(&id)
             && *before < bytes
@@ -106,7 +30,7 @@ impl Account {
     }
 
     /// Sets the figure of the map of sketch `id` to `bytes` bytes.
-    fn map_has(&self, id: u64, bytes: u64) {
+    pub(crate) fn map_has(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.lock_maps().get_mut(&id) {
             self.add(bytes.saturating_sub(*before));
@@ -115,7 +39,8 @@ impl Account {
         }
     }
 
-    fn map_gone(&self, id: u64) {
+    /// Releases the map of sketch `id`.
+    pub(crate) fn map_gone(&self, id: u64) {
         let removed = self.lock_maps().remove(&id);
         if let Some(bytes) = removed {
             self.release(bytes);
@@ -123,59 +48,7 @@ impl Account {
         }
     }
 
-    fn lock_maps(&self) -> MutexGuard<'_, std::collections::HashMap<u64, u64>> {
+    fn lock_maps(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
         self.maps.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A map, or a temporary file that will become one.
-struct CountedMap {
-    id: u64,
-    file: Arc<dyn HostFile>,
-    account: Arc<Account>,
-}
-
-impl HostFile for CountedMap {
-    fn size(&self) -> io::Result<u64> {
-        self.file.size()
-    }
-    fn stored_bytes(&self) -> io::Result<u64> {
-        self.file.stored_bytes()
-    }
-    fn inode(&self) -> io::Result<u64> {
-        self.file.inode()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<usize> {
-        self.file.read_at(offset, buf)
-    }
-    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize> {
-        let written = self.file.write_at(offset, data)?;
-        let end = offset.saturating_add(written as u64);
-        self.account.map_grows(self.id, end);
-        Ok(written)
-    }
-    fn set_size(&self, size: u64) -> io::Result<()> {
-        self.file.set_size(size)
-    }
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.file.punch(offset, length)
-    }
-    fn allocate(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.file.allocate(offset, length)
-    }
-    fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>> {
-        self.file.seek(offset, what)
-    }
-    fn modified(&self) -> io::Result<Timespec> {
-        self.file.modified()
-    }
-    fn set_modified(&self, at: Timespec) -> io::Result<()> {
-        self.file.set_modified(at)
-    }
-    fn sync_data(&self) -> io::Result<()> {
-        self.file.sync_data()
-    }
-    fn sync_all(&self) -> io::Result<()> {
-        self.file.sync_all()
     }
 }

@@ -1,6 +1,6 @@
 //! Reservations for new files.
 
-use super::{Account, NoSpace, add, take_up_to};
+use super::{Account, NoRoom, add, take_up_to};
 
 /// Bytes and inodes that are reserved for a new file. The drop releases the unused part.
 #[derive(Debug)]
@@ -63,22 +63,6 @@ impl Drop for Room<'_> {
         self.account.release(self.bytes);
         self.account.release_inodes(self.inodes);
     }
-}
-
-/// A limit leaves no room for a reservation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NoRoom {
-    /// The limit of bytes.
-    #[error(transparent)]
-    Bytes(NoSpace),
-    /// The limit of inodes.
-    #[error("no inode left: {used} of {limit} are used")]
-    Inodes {
-        /// Inodes in use.
-        used: u64,
-        /// The largest allowed number of inodes.
-        limit: u64,
-    },
 }
 
 #[cfg(test)]

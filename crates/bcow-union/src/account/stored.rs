@@ -3,11 +3,10 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::{Account, NoSpace};
+use super::{Account, ChargeError};
 use crate::Seek;
-use crate::sketch::blocks::BlockSet;
-use crate::sketch::host::HostFile;
-use crate::sketch::{BLOCK_BYTES, SketchError};
+use crate::blocks::{BLOCK_BYTES, BlockSet};
+use crate::host::HostFile;
 
 /// The blocks of one file of the host that hold data. Each is charged to the account when it first
 /// holds data.
@@ -77,8 +76,8 @@ impl Known {
         &mut self,
         file: &dyn HostFile,
         account: &Account,
-    ) -> Result<(), SketchError> {
-        let failed = |error| SketchError::host("look at its space", &error);
+    ) -> Result<(), ChargeError> {
+        let failed = |error| ChargeError::host("look at its space", &error);
         let host = file.stored_bytes().map_err(failed)?;
         let beside = account.beside.of(inode_of(file)?);
         self.allocated = 0;
@@ -125,7 +124,7 @@ pub struct Found(Known);
 
 impl Found {
     /// Finds the blocks with data in a file.
-    pub fn look(file: &dyn HostFile) -> Result<Found, SketchError> {
+    pub fn look(file: &dyn HostFile) -> Result<Found, ChargeError> {
         scan(file).map(Found)
     }
 
@@ -136,7 +135,7 @@ impl Found {
 
     /// Adds these blocks and the preallocated space to the account. The space for attributes is
     /// already in the account.
-    pub fn count(mut self, file: &dyn HostFile, account: &Account) -> Result<(), SketchError> {
+    pub fn count(mut self, file: &dyn HostFile, account: &Account) -> Result<(), ChargeError> {
         self.0.look_at_allocated(file, account)?;
         account.add(self.0.bytes());
         // A later scan may take preallocated space for data, once a program has read it.
@@ -159,7 +158,7 @@ impl StoredBlocks {
     /// Charges the blocks of the bytes `range` that are not charged yet. If there is no room for
     /// all of them, charges as many from the start as fit: the result then ends at the end of a
     /// block and has at least one byte. Fails if not even one byte fits.
-    pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, SketchError> {
+    pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, ChargeError> {
         self.take(file, range, Most::ThereIsRoomFor)
     }
 
@@ -168,7 +167,7 @@ impl StoredBlocks {
         &self,
         file: &dyn HostFile,
         range: Range<u64>,
-    ) -> Result<Reserved, SketchError> {
+    ) -> Result<Reserved, ChargeError> {
         self.take(file, range, Most::AllOrNothing)
     }
 
@@ -177,7 +176,7 @@ impl StoredBlocks {
         file: &dyn HostFile,
         range: Range<u64>,
         most: Most,
-    ) -> Result<Reserved, SketchError> {
+    ) -> Result<Reserved, ChargeError> {
         let mut reserved = Reserved {
             start: range.start,
             end: range.end,
@@ -227,25 +226,21 @@ impl StoredBlocks {
         self.settle_bytes(before * BLOCK_BYTES, known.tree_blocks() * BLOCK_BYTES);
         reserved.end = (at * BLOCK_BYTES).min(range.end);
         if reserved.end <= range.start {
-            let wanted = missing;
-            return Err(SketchError::NoSpace(NoSpace {
-                wanted,
-                ..self.account.no_space(wanted)
-            }));
+            return Err(self.account.no_space(missing).into());
         }
         Ok(reserved)
     }
 
     /// Updates the charge after an allocation of space, because a part of it may have been
     /// allocated before.
-    pub fn look_again(&self, file: &dyn HostFile) -> Result<(), SketchError> {
+    pub fn look_again(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         match self.lock().as_mut() {
             Some(known) => self.look_again_at(file, known),
             None => Ok(()),
         }
     }
 
-    fn look_again_at(&self, file: &dyn HostFile, known: &mut Known) -> Result<(), SketchError> {
+    fn look_again_at(&self, file: &dyn HostFile, known: &mut Known) -> Result<(), ChargeError> {
         if known.had_allocated {
             let before = known.bytes();
             known.look_at_allocated(file, &self.account)?;
@@ -269,7 +264,7 @@ impl StoredBlocks {
 
     /// Charges the blocks of a write even above the limit. It is for writes that repair existing
     /// content, which must stay readable.
-    pub fn add(&self, file: &dyn HostFile, range: Range<u64>) -> Result<(), SketchError> {
+    pub fn add(&self, file: &dyn HostFile, range: Range<u64>) -> Result<(), ChargeError> {
         if self.account.limit().is_none() || range.is_empty() {
             return Ok(());
         }
@@ -300,7 +295,7 @@ impl StoredBlocks {
     }
 
     /// Examines the file. To be called before a hole is punched or the file is truncated.
-    pub fn look(&self, file: &dyn HostFile) -> Result<(), SketchError> {
+    pub fn look(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         if self.account.limit().is_some() {
             drop(self.known(file)?);
         }
@@ -323,7 +318,7 @@ impl StoredBlocks {
     }
 
     /// Releases all blocks of a file that is about to be removed.
-    pub fn release_all(&self, file: &dyn HostFile) -> Result<(), SketchError> {
+    pub fn release_all(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         self.look(file)?;
         self.truncated(0);
         Ok(())
@@ -331,7 +326,7 @@ impl StoredBlocks {
 
     /// Ends the tracking of a file that continues to exist. The next call examines the file again.
     /// The caller ensures that no thread writes to the file in between.
-    pub fn let_go(&self, file: &dyn HostFile) -> Result<(), SketchError> {
+    pub fn let_go(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         let mut guard = self.lock();
         if let Some(known) = guard.as_mut() {
             // Preallocated space that was written in many extents takes more space than the
@@ -357,7 +352,7 @@ impl StoredBlocks {
         }
     }
 
-    fn known(&self, file: &dyn HostFile) -> Result<MutexGuard<'_, Option<Known>>, SketchError> {
+    fn known(&self, file: &dyn HostFile) -> Result<MutexGuard<'_, Option<Known>>, ChargeError> {
         let mut set = self.lock();
         if set.is_none() {
             let mut found = scan(file)?;
@@ -384,14 +379,14 @@ fn touched(range: &Range<u64>) -> Range<u64> {
     range.start / BLOCK_BYTES..range.end.div_ceil(BLOCK_BYTES)
 }
 
-fn inode_of(file: &dyn HostFile) -> Result<u64, SketchError> {
+fn inode_of(file: &dyn HostFile) -> Result<u64, ChargeError> {
     file.inode()
-        .map_err(|error| SketchError::host("look at its inode number", &error))
+        .map_err(|error| ChargeError::host("look at its inode number", &error))
 }
 
 /// The blocks of a file that contain data.
-fn scan(file: &dyn HostFile) -> Result<Known, SketchError> {
-    let failed = |error: std::io::Error| SketchError::host("look for holes", &error);
+fn scan(file: &dyn HostFile) -> Result<Known, ChargeError> {
+    let failed = |error: std::io::Error| ChargeError::host("look for holes", &error);
     let mut found = Known::default();
     let mut at = 0;
     while let Some(start) = file.seek(at, Seek::Data).map_err(failed)? {
@@ -467,12 +462,10 @@ mod tests {
         // Blocks 0 and 1 fit, block 2 is already charged, block 3 does not fit.
         let reserved = stored.reserve(&file, 10..4 * B).unwrap();
         assert_eq!((reserved.end, account.left()), (3 * B, Some(0)));
-        assert!(
-            stored
-                .reserve(&file, 3 * B..4 * B)
-                .unwrap_err()
-                .is_no_space()
-        );
+        assert!(matches!(
+            stored.reserve(&file, 3 * B..4 * B),
+            Err(ChargeError::NoSpace(_))
+        ));
         stored.reserve(&file, 0..3 * B).unwrap();
         stored.undo(reserved, 0);
         assert_eq!(account.used(), B);

@@ -38,7 +38,7 @@ impl UnionFs {
                 match sketch.settle() {
                     // A stat must not fail for lack of space; writes report that.
                     Err(error) if error.is_no_space() => {}
-                    settled => settled.map_err(|error| self.sketch_failed(node, &error))?,
+                    settled => settled.map_err(|error| self.content_failed(node, error))?,
                 }
             }
             let Some(file) = &upper.file else {
@@ -197,7 +197,7 @@ impl UnionFs {
                 if let Content::Sketch(sketch) = &node.read_state().content {
                     sketch
                         .settle()
-                        .map_err(|error| self.sketch_failed(&node, &error))?;
+                        .map_err(|error| self.content_failed(&node, error))?;
                 }
                 self.set_times(&node, changes.atime, changes.mtime)?;
             }

@@ -254,7 +254,7 @@ impl UnionFs {
         for (sketch, node) in self.open_sketches.all() {
             if let Err(error) = sketch.flush(how) {
                 let errno = match node.upgrade() {
-                    Some(node) => self.sketch_failed(&node, &error),
+                    Some(node) => self.content_failed(&node, error),
                     None => error.errno(),
                 };
                 result = result.and(Err(errno));
@@ -270,7 +270,7 @@ impl UnionFs {
             if let Err(error) = sketch.confirm()
                 && let Some(node) = node.upgrade()
             {
-                self.sketch_failed(&node, &error);
+                self.content_failed(&node, error);
             }
         }
     }

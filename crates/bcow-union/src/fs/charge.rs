@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::UnionFs;
 use super::nodes::Node;
 use crate::account::{self, Room, StoredBlocks};
-use crate::sketch::BLOCK_BYTES;
+use crate::blocks::BLOCK_BYTES;
 
 /// Bytes by which a directory may grow for one more name. (An indexed directory may split more than
 /// one block. The count after the change includes that.)

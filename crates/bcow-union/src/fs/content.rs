@@ -21,9 +21,10 @@ use super::nodes::{Content, Node, State};
 use super::types::{Allocate, Privileges, SetTime};
 use super::{UnionFs, host};
 use crate::Seek;
+use crate::blocks::BLOCK_BYTES;
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
-use crate::sketch::{BLOCK_BYTES, KeepSize, SketchKind};
+use crate::sketch::{KeepSize, SketchKind};
 use crate::upper::{Attribute, Mark, Metacopy};
 
 /// Largest file size in Linux's interfaces, in bytes.
@@ -65,7 +66,7 @@ impl UnionFs {
                 scratch.resize(length as usize, 0);
                 let read = sketch
                     .read_at(offset, scratch)
-                    .map_err(|error| self.sketch_failed(&node, &error))?;
+                    .map_err(|error| self.content_failed(&node, error))?;
                 scratch.truncate(read);
             }
             Content::Lower | Content::Unknown => {
@@ -100,7 +101,7 @@ impl UnionFs {
                 Content::Sketch(sketch) => {
                     let written = sketch
                         .write_at(offset, data)
-                        .map_err(|error| self.sketch_failed(&node, &error))?;
+                        .map_err(|error| self.content_failed(&node, error))?;
                     // Only for sparse sketches. For a packed one this check reads all its tables;
                     // the background thread does that every few seconds.
                     if sketch.kind() == SketchKind::Sparse
@@ -145,7 +146,7 @@ impl UnionFs {
                     let before = sketch.size();
                     sketch
                         .set_size(size)
-                        .map_err(|error| self.sketch_failed(node, &error))?;
+                        .map_err(|error| self.content_failed(node, error))?;
                     if size == before || sketch.kind() == SketchKind::Packed {
                         // POSIX counts this as a change, so the times change even if the host's
                         // file did not.
@@ -187,7 +188,7 @@ impl UnionFs {
                 let is_plain = sketch
                     .set_size(0)
                     .and_then(|()| sketch.promote())
-                    .map_err(|error| self.sketch_failed(node, &error))?;
+                    .map_err(|error| self.content_failed(node, error))?;
                 if !is_plain {
                     return Ok(());
                 }
@@ -238,7 +239,7 @@ impl UnionFs {
                         }
                         Allocate::ZeroExtend => sketch.zero(offset, length, KeepSize::Grow),
                     }
-                    .map_err(|error| self.sketch_failed(&node, &error))?;
+                    .map_err(|error| self.content_failed(&node, error))?;
                     drop(state);
                     // POSIX counts this as a change, so the times change even if no block did.
                     self.set_times(&node, None, Some(SetTime::Now))?;
@@ -272,7 +273,7 @@ impl UnionFs {
                 }
                 sketch
                     .seek(offset, seek)
-                    .map_err(|error| self.sketch_failed(&node, &error))?
+                    .map_err(|error| self.content_failed(&node, error))?
             }
             Content::Lower | Content::Unknown => {
                 let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
@@ -387,7 +388,7 @@ impl UnionFs {
                 None => self
                     .sketches
                     .open(mark, self.own_descriptor(&file)?, self.below(node)?)
-                    .map_err(|error| self.sketch_failed(node, &error))?,
+                    .map_err(|error| self.content_failed(node, error))?,
             };
             self.open_sketches
                 .add(mark.id, &sketch, self.table.weak(node.id));
@@ -435,7 +436,7 @@ impl UnionFs {
             self.below(node)?,
         );
         self.settle_in(&*file, &mut room);
-        let sketch = made.map_err(|error| self.sketch_failed(node, &error))?;
+        let sketch = made.map_err(|error| self.content_failed(node, error))?;
         if maps > 0 && self.account.is_limited() {
             self.account.map_takes(sketch.id(), map_bytes, &mut room);
         }
@@ -444,7 +445,7 @@ impl UnionFs {
         if rustix::fs::fstat(&*file)?.st_nlink == 0 {
             sketch
                 .discard()
-                .map_err(|error| self.sketch_failed(node, &error))?;
+                .map_err(|error| self.content_failed(node, error))?;
         } else {
             self.open_sketches
                 .add(sketch.id(), &sketch, Arc::downgrade(node));
@@ -505,7 +506,7 @@ impl UnionFs {
         let stored = self.stored(node);
         stored
             .look(file)
-            .map_err(|error| self.sketch_failed(node, &error))?;
+            .map_err(|error| self.content_failed(node, error))?;
         let stat = rustix::fs::fstat(file)?;
         if stat.st_blocks > 0 || u64::try_from(stat.st_size) != Ok(size) {
             rustix::fs::ftruncate(file, 0)?;
@@ -518,7 +519,7 @@ impl UnionFs {
     fn copy_bytes(&self, node: &Node, inode: &Inode, file: &File) -> Result<(), Errno> {
         self.stored(node)
             .reserve_all(file, 0..inode.size)
-            .map_err(|error| self.sketch_failed(node, &error))?;
+            .map_err(|error| self.content_failed(node, error))?;
         let mut at = 0;
         let mut failed = None;
         self.image.read_with(inode, 0, inode.size, &mut |piece| {
@@ -552,7 +553,7 @@ impl UnionFs {
         data: &[u8],
     ) -> Result<usize, Errno> {
         let file = plain_file(state)?;
-        let failed = |error| self.sketch_failed(node, &error);
+        let failed = |error| self.content_failed(node, error);
         let stored = self.stored(node);
         let end = offset + data.len() as u64;
         let reserved = stored.reserve(&*file, offset..end).map_err(failed)?;
@@ -588,7 +589,7 @@ impl UnionFs {
         let stored = self.stored(node);
         stored
             .look(file)
-            .map_err(|error| self.sketch_failed(node, &error))?;
+            .map_err(|error| self.content_failed(node, error))?;
         rustix::fs::ftruncate(file, size)?;
         stored.truncated(size);
         Ok(())
@@ -609,7 +610,7 @@ impl UnionFs {
             Allocate::ZeroExtend => FallocateFlags::ZERO_RANGE,
             Allocate::ZeroKeep => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
         };
-        let failed = |error| self.sketch_failed(node, &error);
+        let failed = |error| self.content_failed(node, error);
         let stored = self.stored(node);
         let range = offset..offset + length;
         if how == Allocate::PunchHole {

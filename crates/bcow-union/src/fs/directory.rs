@@ -14,7 +14,8 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::fs::Dir;
 use rustix::io::Errno;
 
-use super::lookup::{Above, UPPER_ONLY};
+use super::found::Above;
+use super::lookup::UPPER_ONLY;
 use super::nodes::{Node, Place};
 use super::types::{Entry, EntryPlus};
 use super::{UnionFs, host};

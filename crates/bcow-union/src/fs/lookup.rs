@@ -6,15 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bcow_erofs::reader::{FileType, Nid};
-use rustix::fs::{OFlags, Stat};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use super::found::{Above, Found};
 use super::nodes::{Node, Place, State, Upper};
 use super::types::Attributes;
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::beneath::is_regular;
-use crate::upper::{META, Marks, Metacopy, NlinkDelta, Redirect, is_whiteout};
+use crate::upper::{META, Metacopy, NlinkDelta, Redirect, entry_name, is_whiteout};
 
 /// Longest name of a directory entry, in bytes.
 pub(super) const NAME_MAX: usize = 255;
@@ -22,25 +23,6 @@ pub(super) const NAME_MAX: usize = 255;
 /// Bit that is set in the ids of nodes that exist only in the upper; the other bits are the host's
 /// inode number.
 pub(super) const UPPER_ONLY: u64 = 1 << 60;
-
-/// Result of a lookup in the upper.
-pub(super) enum Above {
-    /// The upper has no such name; the image's is visible.
-    Nothing,
-    /// A whiteout: the union has no such name.
-    Whiteout,
-    /// The upper has this object.
-    Found(Box<Found>),
-}
-
-/// An object in the upper.
-pub(super) struct Found {
-    /// The object, open with `O_PATH`.
-    pub(super) file: File,
-    pub(super) stat: Stat,
-    pub(super) kind: FileType,
-    pub(super) marks: Marks,
-}
 
 impl UnionFs {
     /// The node of `name` in `parent`; `None` if there is no such name.
@@ -457,5 +439,5 @@ fn is_same(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
 
 /// The name of the index entry for an inode of the image.
 pub(super) fn index_name(nid: Nid) -> Vec<u8> {
-    format!("{:016x}", nid.0).into_bytes()
+    entry_name(nid.0).into_bytes()
 }

@@ -14,6 +14,7 @@ mod charge;
 mod content;
 mod copy_up;
 mod directory;
+mod found;
 mod host;
 mod links;
 mod lookup;
@@ -318,8 +319,9 @@ impl UnionFs {
         }
     }
 
-    /// Counts and logs an error of a sketch, and gives the errno for the program.
-    fn sketch_failed(&self, node: &Node, error: &SketchError) -> Errno {
+    /// Counts and logs an error of a file's content, and gives the errno for the program.
+    fn content_failed(&self, node: &Node, error: impl Into<SketchError>) -> Errno {
+        let error = error.into();
         // Errors of the image have no kind here: the image has already reported them, with their
         // cause.
         if let Some(kind) = error.kind() {
@@ -328,7 +330,7 @@ impl UnionFs {
                 inode: node.id.0,
                 action: "use the sketch",
                 offset: None,
-                cause: error,
+                cause: &error,
             };
             self.errors().report(&failure, || self.shown_paths(node));
         }

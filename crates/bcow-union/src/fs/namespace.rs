@@ -11,13 +11,14 @@ use rustix::io::Errno;
 
 use super::attributes::decode_device;
 use super::charge::{MARKS_BYTES, NAME_BYTES};
-use super::lookup::{Above, Access, NAME_MAX, UPPER_ONLY};
+use super::found::Above;
+use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
 use super::{UnionFs, host};
 use crate::account::{self, Room};
+use crate::blocks::BLOCK_BYTES;
 use crate::node::NodeId;
-use crate::sketch::BLOCK_BYTES;
 use crate::upper::{
     ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, SetHow, Temporary, leave_access_time,
 };

@@ -34,7 +34,7 @@ use std::sync::{
 use bcow_erofs::reader::{FileType, Nid};
 use rustix::io::Errno;
 
-use super::lookup::Found;
+use super::found::Found;
 use crate::account::{Account, StoredBlocks};
 use crate::node::NodeId;
 use crate::sketch::Sketch;

@@ -12,8 +12,9 @@ use super::lookup::Access;
 use super::nodes::{Node, Place, State};
 use super::types::SetTime;
 use super::{UnionFs, host};
+use crate::blocks::BLOCK_BYTES;
 use crate::options::SyncPolicy;
-use crate::sketch::{BLOCK_BYTES, Durability, Sketch, SketchKind};
+use crate::sketch::{Durability, Sketch, SketchKind};
 use crate::upper::{Attribute, Mark, SetHow};
 
 /// Result of a promotion.
@@ -34,7 +35,7 @@ impl UnionFs {
         state: &State,
         sketch: &dyn Sketch,
     ) -> Result<Promoted, Errno> {
-        let failed = |error| self.sketch_failed(node, &error);
+        let failed = |error| self.content_failed(node, error);
         if !sketch.is_complete().map_err(failed)? {
             return Ok(Promoted::No);
         }
@@ -111,7 +112,7 @@ impl UnionFs {
         let (temporary, file) = self.upper.temporary_file(0o600)?;
         let stored = sketch
             .copy_out(&file)
-            .map_err(|error| self.sketch_failed(node, &error))?;
+            .map_err(|error| self.content_failed(node, error))?;
         let (atime, mtime) = host::times(stat);
         // The owner first: a change of owner removes capabilities.
         host::set_owner(&file, Some(stat.st_uid), Some(stat.st_gid))?;
@@ -140,7 +141,7 @@ impl UnionFs {
         if let Some(mark) = mark {
             self.sketches
                 .replaced(&mark, stored)
-                .map_err(|error| self.sketch_failed(node, &error))?;
+                .map_err(|error| self.content_failed(node, error))?;
         }
         Ok(Promoted::Replaced(file, host_inode))
     }

@@ -9,8 +9,8 @@ use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::host;
-use crate::account::{Account, Footing, Found};
-use crate::sketch::{BLOCK_BYTES, SketchError};
+use crate::account::{Account, ChargeError, Footing, Found};
+use crate::blocks::BLOCK_BYTES;
 use crate::upper::beneath::open_beneath;
 use crate::upper::{Attribute, Instance, META, Mark, SetHow, SketchKind, SketchMark, is_whiteout};
 
@@ -129,12 +129,12 @@ impl Count<'_> {
         Ok(false)
     }
 
-    fn bytes(&self, file: &File) -> Result<(), SketchError> {
+    fn bytes(&self, file: &File) -> Result<(), ChargeError> {
         if self.account.limit().is_none() {
             return Ok(());
         }
         let found = Found::look(file)?;
-        let failed = |errno: Errno| SketchError::host("look at its attributes", &errno.into());
+        let failed = |errno: Errno| ChargeError::host("look at its attributes", &errno.into());
         let names = Attribute::Open(file.as_fd()).list().map_err(failed)?;
         if !names.is_empty() {
             self.beside(file, found.bytes()).map_err(failed)?;

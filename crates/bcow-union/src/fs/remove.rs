@@ -230,7 +230,7 @@ impl UnionFs {
             self.open_sketches.remove(mark.id);
             self.sketches
                 .remove(&mark)
-                .map_err(|error| self.sketch_failed(node, &error))?;
+                .map_err(|error| self.content_failed(node, error))?;
         } else if !is_sketch && self.account.limit().is_some() {
             // Opens the file and finds its content now: [`UnionFs::forgotten`] needs both to
             // release the charge.
@@ -268,7 +268,7 @@ impl UnionFs {
             }
         };
         if let Err(error) = released {
-            self.sketch_failed(node, &error);
+            self.content_failed(node, error);
         }
     }
 }

@@ -14,7 +14,8 @@ use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
 use super::charge::NAME_BYTES;
-use super::lookup::{Above, Access, Found};
+use super::found::{Above, Found};
+use super::lookup::Access;
 use super::namespace::check_new_name;
 use super::nodes::{Node, Place};
 use super::types::{RenameHow, SetTime};

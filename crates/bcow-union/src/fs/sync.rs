@@ -68,7 +68,7 @@ impl UnionFs {
             if let Content::Sketch(sketch) = &state.content {
                 sketch
                     .flush(Durability::Durable)
-                    .map_err(|error| self.sketch_failed(node, &error))?;
+                    .map_err(|error| self.content_failed(node, error))?;
                 if what == SyncWhat::Data && !name_is_new {
                     return Ok(());
                 }

@@ -20,7 +20,8 @@ use rustix::fs::IFlags;
 use rustix::io::Errno;
 use tempfile::TempDir;
 
-use super::lookup::{Above, Access};
+use super::found::Above;
+use super::lookup::Access;
 use super::nodes::Node;
 use super::{Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncWhat, UnionFs};
 use crate::node::NodeId;

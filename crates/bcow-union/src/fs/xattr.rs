@@ -117,7 +117,7 @@ impl UnionFs {
             if let Content::Sketch(sketch) = &state.content {
                 sketch
                     .rest(self.durability())
-                    .map_err(|error| self.sketch_failed(node, &error))?;
+                    .map_err(|error| self.content_failed(node, error))?;
             }
         }
         let file = self.open_upper(node, Access::Path)?;

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::account::NoSpace;
+use crate::account::{ChargeError, NoSpace};
 use crate::errors::ErrorKind;
+use crate::host::errno_of;
 
 /// Why an operation on a sketch failed.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -188,18 +189,18 @@ impl SketchError {
     }
 }
 
-impl From<bcow::Error> for SketchError {
-    fn from(error: bcow::Error) -> Self {
-        SketchError::Packed(Arc::new(error))
+impl From<ChargeError> for SketchError {
+    fn from(error: ChargeError) -> Self {
+        match error {
+            ChargeError::Host { action, errno } => SketchError::Host { action, errno },
+            ChargeError::NoSpace(error) => SketchError::NoSpace(error),
+        }
     }
 }
 
-/// The errno of an error. Errors without an errno come from bcow itself.
-fn errno_of(error: &std::io::Error) -> Errno {
-    match Errno::from_io_error(error) {
-        Some(errno) => errno,
-        None if error.kind() == std::io::ErrorKind::StorageFull => Errno::NOSPC,
-        None => Errno::IO,
+impl From<bcow::Error> for SketchError {
+    fn from(error: bcow::Error) -> Self {
+        SketchError::Packed(Arc::new(error))
     }
 }
 

@@ -10,8 +10,8 @@
 
 use bcow_format::{Crc32c, crc32c_matches};
 
-use super::blocks::BlockSet;
 use super::error::Damage;
+use crate::blocks::{BLOCK_BYTES, BlockSet};
 
 /// Bytes of the header and of each record.
 pub const SECTOR_BYTES: usize = 512;
@@ -48,7 +48,7 @@ impl Header {
         let mut sector = [0; SECTOR_BYTES];
         sector[..8].copy_from_slice(&MAGIC);
         sector[8] = VERSION;
-        sector[9] = super::BLOCK_BYTES.trailing_zeros() as u8;
+        sector[9] = BLOCK_BYTES.trailing_zeros() as u8;
         put(&mut sector, 16, self.id);
         put(&mut sector, 24, self.blocks);
         put(&mut sector, 32, self.confirmed);
@@ -73,7 +73,7 @@ impl Header {
         if sector[8] != VERSION {
             return Err(Damage::Version(sector[8]));
         }
-        if u32::from(sector[9]) != super::BLOCK_BYTES.trailing_zeros() {
+        if u32::from(sector[9]) != BLOCK_BYTES.trailing_zeros() {
             return Err(Damage::BlockShift(sector[9]));
         }
         if header.id != id {

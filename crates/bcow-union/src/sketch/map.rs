@@ -3,10 +3,11 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-use super::blocks::BlockSet;
 use super::error::{Damage, SketchError};
-use super::host::{HostFile, MapStore, write_all};
+use super::host::MapStore;
 use super::journal::{self, Header, Replay, Replayed, SECTOR_BYTES};
+use crate::blocks::BlockSet;
+use crate::host::{HostFile, write_all};
 
 /// The map is rewritten only if it has more records than this.
 const FEW_RECORDS: u64 = 128;

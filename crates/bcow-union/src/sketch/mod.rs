@@ -6,14 +6,15 @@
 //! (*copy-after-write*): by a background thread, or by the read or flush that needs it. Until then
 //! the block is *in transit*. The ranges that were written in it are known in memory only.
 
-pub mod blocks;
 mod copy;
 mod error;
 pub mod host;
 pub mod journal;
 mod locks;
 mod map;
+mod maps;
 mod mark;
+mod options;
 mod packed;
 mod shared;
 mod sketches;
@@ -29,12 +30,10 @@ use crate::Seek;
 
 pub use crate::upper::{SketchKind, SketchMark};
 pub use error::{Damage, SketchError};
-pub use host::{HostFile, MapStore, MarkedFile};
+pub use host::{MapStore, MarkedFile};
+pub use options::SketchOptions;
 pub use packed::LowerDevice;
-pub use sketches::{SketchOptions, Sketches, Statistics};
-
-/// Bytes of a block, the unit of copy-on-write and of the size limit.
-pub const BLOCK_BYTES: u64 = 4096;
+pub use sketches::{Sketches, Statistics};
 
 /// A file of the image. Its content never changes.
 pub trait Lower: Send + Sync {

@@ -11,8 +11,9 @@ use std::time::Instant;
 
 use bcow::BlockCache;
 
+use super::host::MapStore;
 use super::locks::lock;
-use super::{MapStore, Sketch, SketchError, SketchOptions};
+use super::{Sketch, SketchError, SketchOptions};
 use crate::account::Account;
 
 /// The number of blocks that a filler completes in one sketch before it goes on to the next sketch.

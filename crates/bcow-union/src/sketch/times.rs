@@ -15,8 +15,8 @@ use bcow::sync::atomic::{AtomicU64, Ordering};
 use bcow::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 use std::sync::TryLockError;
 
-use super::host::HostFile;
 use super::locks::{lock, read, write};
+use crate::host::HostFile;
 
 /// The times of a host's file.
 #[derive(Debug, Default)]

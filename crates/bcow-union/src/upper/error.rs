@@ -153,6 +153,19 @@ pub enum UpperError {
 }
 
 impl UpperError {
+    /// The error for an `action` on `path` that failed on the host.
+    pub(super) fn io(path: &Path, action: &'static str, source: Errno) -> UpperError {
+        let path = path.to_owned();
+        match source {
+            Errno::ROFS => UpperError::ReadOnly { path },
+            source => UpperError::Io {
+                path,
+                action,
+                source,
+            },
+        }
+    }
+
     /// The upper that is in use (this one, or one around or inside it), and the holder of its lock;
     /// `None` for other errors.
     pub fn in_use(&self) -> Option<(&Path, &LockError)> {
@@ -195,4 +208,39 @@ fn namespace_name(namespace: Namespace) -> &'static str {
         Namespace::Trusted => "trusted.*",
         Namespace::User => "user.*",
     }
+}
+
+/// A mark with an invalid value.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("its attribute {name} is damaged: {value}")]
+pub struct MarkError {
+    /// The attribute's name, without its namespace if it can be in either.
+    pub name: &'static str,
+    /// The value, escaped and truncated to 64 bytes.
+    pub value: String,
+}
+
+impl MarkError {
+    pub(super) fn new(name: &'static str, value: &[u8]) -> MarkError {
+        let shown = &value[..value.len().min(64)];
+        let mut text = match value.is_empty() {
+            true => "it is empty".to_string(),
+            false => shown.escape_ascii().to_string(),
+        };
+        if shown.len() < value.len() {
+            text.push_str("...");
+        }
+        MarkError { name, value: text }
+    }
+}
+
+/// Why the marks of a file could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadMarksError {
+    /// The host failed.
+    #[error("its attributes cannot be read")]
+    Io(#[from] Errno),
+    /// One of them is damaged.
+    #[error(transparent)]
+    Mark(#[from] MarkError),
 }

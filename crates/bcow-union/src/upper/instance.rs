@@ -9,7 +9,7 @@ use bcow::lock::FileLock;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::beneath::open_regular;
+use super::lock::open_lock;
 use super::overlap::refuse_overlap;
 use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
@@ -83,7 +83,7 @@ impl Instance {
         };
         // An empty [`META`] directory can be left by an interrupted first open.
         let is_empty = work::list(root.as_fd())
-            .map_err(|errno| failed(path, "list it", errno))?
+            .map_err(|errno| UpperError::io(path, "list it", errno))?
             .iter()
             .all(|name| name == META.as_bytes());
         let meta = open_or_create(root.as_fd(), path, META)?;
@@ -125,12 +125,13 @@ impl Instance {
                 if is_empty {
                     // The ACL was inherited from the parent directory, not set for the container.
                     // The container's root would show it.
-                    remove_acl(opening.root.as_fd(), DEFAULT_ACL)
-                        .map_err(|errno| failed(path, "remove the ACL that it inherited", errno))?;
+                    remove_acl(opening.root.as_fd(), DEFAULT_ACL).map_err(|errno| {
+                        UpperError::io(path, "remove the ACL that it inherited", errno)
+                    })?;
                 }
                 record.write(opening.meta.as_fd(), path)?;
                 work::make_durable(opening.root.as_fd())
-                    .map_err(|errno| failed(path, "synchronise it", errno))?;
+                    .map_err(|errno| UpperError::io(path, "synchronise it", errno))?;
                 let begun = match is_empty {
                     true => Begun::New,
                     false => Begun::Adopted,
@@ -421,14 +422,14 @@ impl Opening {
     fn probe(&self) -> Result<Names, UpperError> {
         let path = &self.path;
         work::empty(self.work.as_fd())
-            .map_err(|errno| failed(path, "empty its work directory", errno))?;
+            .map_err(|errno| UpperError::io(path, "empty its work directory", errno))?;
         probe(self.work.as_fd()).map_err(|refused| match refused {
             Refused::Attributes => UpperError::NoAttributes { path: path.clone() },
             Refused::Whiteouts(source) => UpperError::NoWhiteouts {
                 path: path.clone(),
                 source,
             },
-            Refused::Io(errno) => failed(path, "write to its work directory", errno),
+            Refused::Io(errno) => UpperError::io(path, "write to its work directory", errno),
         })
     }
 
@@ -489,7 +490,7 @@ pub(super) fn open_root(path: &Path) -> Result<OwnedFd, UpperError> {
         Errno::NOTDIR => UpperError::NotADirectory {
             path: path.to_owned(),
         },
-        errno => failed(path, "open it", errno),
+        errno => UpperError::io(path, "open it", errno),
     })
 }
 
@@ -499,7 +500,7 @@ fn create_root(path: &Path) -> Result<(), UpperError> {
         Err(Errno::NOENT) => Err(UpperError::NoParent {
             path: path.to_owned(),
         }),
-        Err(errno) => Err(failed(path, "create it", errno)),
+        Err(errno) => Err(UpperError::io(path, "create it", errno)),
     }
 }
 
@@ -511,7 +512,7 @@ fn open_or_create(dir: BorrowedFd<'_>, upper: &Path, name: &str) -> Result<Owned
     };
     match rustix::fs::mkdirat(dir, name, Mode::from_raw_mode(0o700)) {
         Ok(()) | Err(Errno::EXIST) => {}
-        Err(errno) => return Err(failed(upper, "create its directory .bcow", errno)),
+        Err(errno) => return Err(UpperError::io(upper, "create its directory .bcow", errno)),
     }
     work::open_directory(dir, name.as_bytes()).map_err(|errno| meta_failed(&path, name, errno))
 }
@@ -521,7 +522,7 @@ pub(super) fn meta_failed(parent: &Path, name: &str, errno: Errno) -> UpperError
     let path = parent.join(name);
     match errno {
         Errno::NOTDIR | Errno::LOOP => UpperError::NotADirectory { path },
-        errno => failed(&path, "open it", errno),
+        errno => UpperError::io(&path, "open it", errno),
     }
 }
 
@@ -539,7 +540,7 @@ fn remove_acls(dir: BorrowedFd<'_>, upper: &Path) -> Result<(), UpperError> {
         Ok(())
     });
     removed.map_err(|errno| {
-        failed(
+        UpperError::io(
             upper,
             "remove inherited ACLs from its directory .bcow",
             errno,
@@ -565,7 +566,8 @@ fn same_device(
 ) -> Result<(), UpperError> {
     let path = upper.join(META).join(name);
     let device = |fd: BorrowedFd<'_>| {
-        let stat = rustix::fs::fstat(fd).map_err(|errno| failed(&path, "open it", errno))?;
+        let stat =
+            rustix::fs::fstat(fd).map_err(|errno| UpperError::io(&path, "open it", errno))?;
         Ok::<_, UpperError>(stat.st_dev)
     };
     match device(root)? == device(dir)? {
@@ -574,17 +576,9 @@ fn same_device(
     }
 }
 
-pub(super) fn open_lock(meta: BorrowedFd<'_>, flags: OFlags) -> Result<Option<File>, Errno> {
-    match open_regular(meta, "lock", flags) {
-        Ok(file) => Ok(Some(file.into())),
-        Err(Errno::NOENT) => Ok(None),
-        Err(errno) => Err(errno),
-    }
-}
-
 /// Takes the writer's lock.
 fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, UpperError> {
-    let io = |errno| failed(path, "open its lock .bcow/lock", errno);
+    let io = |errno| UpperError::io(path, "open its lock .bcow/lock", errno);
     let file = open_lock(meta, OFlags::RDWR | OFlags::CREATE)
         .and_then(|file| file.ok_or(Errno::NOENT))
         .map_err(io)?;
@@ -605,19 +599,6 @@ pub(super) fn marked_by_user(root: BorrowedFd<'_>) -> bool {
             .any(|name| name.starts_with(prefix))
     };
     has(b"user.overlay.") && !has(b"trusted.overlay.")
-}
-
-pub(super) fn failed(path: &Path, action: &'static str, source: Errno) -> UpperError {
-    match source {
-        Errno::ROFS => UpperError::ReadOnly {
-            path: path.to_owned(),
-        },
-        source => UpperError::Io {
-            path: path.to_owned(),
-            action,
-            source,
-        },
-    }
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -6,7 +6,7 @@
 use bcow_format::{crc32c, crc32c_matches};
 use rustix::io::Errno;
 
-use super::{Attribute, Namespace, OVERRIDE, Override, SetHow};
+use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, SetHow};
 
 /// An attribute of bcow or of overlayfs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,41 +67,6 @@ impl Mark {
 
 /// The value of [`Mark::Opaque`].
 pub const OPAQUE: &[u8] = b"y";
-
-/// A mark with an invalid value.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("its attribute {name} is damaged: {value}")]
-pub struct MarkError {
-    /// The attribute's name, without its namespace if it can be in either.
-    pub name: &'static str,
-    /// The value, escaped and truncated to 64 bytes.
-    pub value: String,
-}
-
-impl MarkError {
-    pub(super) fn new(name: &'static str, value: &[u8]) -> MarkError {
-        let shown = &value[..value.len().min(64)];
-        let mut text = match value.is_empty() {
-            true => "it is empty".to_string(),
-            false => shown.escape_ascii().to_string(),
-        };
-        if shown.len() < value.len() {
-            text.push_str("...");
-        }
-        MarkError { name, value: text }
-    }
-}
-
-/// Why the marks of a file could not be read.
-#[derive(Debug, thiserror::Error)]
-pub enum ReadMarksError {
-    /// The host failed.
-    #[error("its attributes cannot be read")]
-    Io(#[from] Errno),
-    /// One of them is damaged.
-    #[error(transparent)]
-    Mark(#[from] MarkError),
-}
 
 /// The values of all marks of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -11,11 +11,9 @@
 //! container created.
 
 pub(crate) mod beneath;
-mod body;
-mod changes;
-pub mod check;
 mod error;
 mod instance;
+mod lock;
 mod marks;
 mod names;
 mod overlap;
@@ -23,27 +21,37 @@ mod owner;
 mod probe;
 mod reader;
 mod record;
-mod sketched;
-mod splice;
-mod work;
+pub(crate) mod work;
 mod xattr;
 
-pub use changes::{Changes, ChangesError, Problem, Scope};
-pub use error::UpperError;
+pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{Begun, ImageName, Instance};
 pub use marks::{
-    Mark, MarkError, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, ReadMarksError,
-    Redirect, SKETCH_MARK_BYTES, SketchKind, SketchMark,
+    Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SKETCH_MARK_BYTES,
+    SketchKind, SketchMark,
 };
 pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
 pub use record::{Record, SCHEMA};
-pub use splice::{LOWER_FROM, SpliceError, Spliced, Store, lower_offset};
 pub(crate) use work::leave_access_time;
 pub use work::{Temporary, is_whiteout, make_durable};
 pub use xattr::{Attribute, SetHow};
 
 /// The directory in the upper's root for everything that is not part of the tree.
 pub const META: &str = ".bcow";
+
+/// The name of an entry of the index or of a map: its number in 16 hexadecimal digits.
+pub(crate) fn entry_name(number: u64) -> String {
+    format!("{number:016x}")
+}
+
+/// The number in the name of an entry of the index or of a map: 16 hexadecimal digits.
+pub(crate) fn parse_entry_name(name: &[u8]) -> Option<u64> {
+    let digits = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    if name.len() != 16 || !name.iter().all(digits) {
+        return None;
+    }
+    u64::from_str_radix(std::str::from_utf8(name).ok()?, 16).ok()
+}

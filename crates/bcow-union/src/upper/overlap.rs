@@ -13,7 +13,7 @@ use bcow::lock::{FileLock, LockError};
 use rustix::fs::{CWD, Mode, OFlags};
 
 use super::beneath::must_be_regular;
-use super::instance::open_lock;
+use super::lock::open_lock;
 use super::{META, UpperError, work};
 use crate::mountinfo::Place;
 

@@ -6,12 +6,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::lock::FileLock;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use super::beneath::open_regular;
-use super::instance::{failed, marked_by_user, meta_failed, open_lock, open_root};
+use super::instance::{marked_by_user, meta_failed, open_root};
+use super::lock::lock_shared;
 use super::probe::sees_trusted;
 use super::work;
 use super::{Instance, META, Names, Namespace, Ownership, Record, UpperError};
@@ -47,8 +47,9 @@ impl UpperReader {
                 Record::read(meta.as_fd(), path)?,
             ),
         };
-        let sees_trusted = sees_trusted(root.as_fd())
-            .map_err(|errno| failed(path, "find out which attributes can be read", errno))?;
+        let sees_trusted = sees_trusted(root.as_fd()).map_err(|errno| {
+            UpperError::io(path, "find out which attributes can be read", errno)
+        })?;
         let names = match &record {
             // Marks that this user cannot see would count as missing. A metadata copy would then
             // read as a file of zeros.
@@ -91,7 +92,7 @@ impl UpperReader {
     pub fn of(instance: &Instance) -> Result<UpperReader, UpperError> {
         let path = instance.path();
         let root = work::open_directory(instance.root(), b".")
-            .map_err(|errno| failed(path, "open it", errno))?;
+            .map_err(|errno| UpperError::io(path, "open it", errno))?;
         let meta = work::open_directory(root.as_fd(), META.as_bytes())
             .map_err(|errno| meta_failed(path, META, errno))?;
         Ok(UpperReader {
@@ -125,14 +126,14 @@ impl UpperReader {
     }
 
     /// The shared lock, for readers that outlive this; `None` if the upper has no lock.
-    pub(super) fn lock(&self) -> Option<Arc<File>> {
+    pub(crate) fn lock(&self) -> Option<Arc<File>> {
         self.lock.clone()
     }
 
     /// Whether the machine stopped while the upper was mounted with `--sync volatile`. The content
     /// may then be damaged in any way.
     pub fn is_lost(&self) -> Result<bool, UpperError> {
-        let failed = |errno| failed(&self.path, "look for a note in it", errno);
+        let failed = |errno| UpperError::io(&self.path, "look for a note in it", errno);
         let Some(meta) = &self.meta else {
             return Ok(false);
         };
@@ -160,17 +161,4 @@ impl UpperReader {
             Err(errno) => Err(meta_failed(&self.path.join(META), name, errno)),
         }
     }
-}
-
-/// Takes the reader's lock; `None` if the upper has no lock file yet. Its first writer creates one.
-fn lock_shared(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<File>, UpperError> {
-    let io = |errno| failed(path, "open its lock .bcow/lock", errno);
-    let Some(file) = open_lock(meta, OFlags::RDONLY).map_err(io)? else {
-        return Ok(None);
-    };
-    FileLock::shared(&file).map_err(|holder| UpperError::InUse {
-        path: path.to_owned(),
-        holder,
-    })?;
-    Ok(Some(file))
 }

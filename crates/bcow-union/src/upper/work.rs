@@ -203,7 +203,7 @@ pub(super) fn open_directory(dir: BorrowedFd<'_>, name: &[u8]) -> Result<OwnedFd
 }
 
 /// The names in a directory, without `.` and `..`.
-pub(super) fn list(dir: BorrowedFd<'_>) -> Result<Vec<Vec<u8>>, Errno> {
+pub(crate) fn list(dir: BorrowedFd<'_>) -> Result<Vec<Vec<u8>>, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(dir)? {
         let entry = entry?;

@@ -8,8 +8,9 @@ use bcow_testkit::explore;
 use bcow_testkit::shuttle::rand::{Rng, thread_rng};
 use bcow_union::Seek;
 use bcow_union::account::Account;
+use bcow_union::blocks::BLOCK_BYTES;
 use bcow_union::sketch::{
-    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
+    Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
 };
 use bcow_union::upper::{Metacopy, Namespace};
 

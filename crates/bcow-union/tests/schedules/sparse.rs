@@ -1,6 +1,7 @@
 //! The models of sparse sketches.
 
-use bcow_union::sketch::{BLOCK_BYTES, KeepSize, SketchOptions};
+use bcow_union::blocks::BLOCK_BYTES;
+use bcow_union::sketch::{KeepSize, SketchOptions};
 
 use crate::model::{Model, alone, behind, random, with_filler};
 use crate::orders::Op;

@@ -6,8 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use bcow_testkit::lacks;
+use bcow_union::blocks::BLOCK_BYTES;
 use bcow_union::sketch::{
-    BLOCK_BYTES, Damage, Durability, Lower, SketchError, SketchKind, SketchMark, Sketches,
+    Damage, Durability, Lower, SketchError, SketchKind, SketchMark, Sketches,
 };
 
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use bcow_testkit::Random;
 use bcow_union::account::{Account, Found};
-use bcow_union::sketch::{
-    BLOCK_BYTES, Durability, Lower, Sketch, SketchError, SketchKind, Sketches,
-};
+use bcow_union::blocks::BLOCK_BYTES;
+use bcow_union::sketch::{Durability, Lower, Sketch, SketchError, SketchKind, Sketches};
 use bcow_union::upper::{Metacopy, Namespace};
 use rustix::io::Errno;
 

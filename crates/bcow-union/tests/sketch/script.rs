@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use bcow_testkit::Random;
 use bcow_union::account::Account;
+use bcow_union::blocks::BLOCK_BYTES;
 use bcow_union::sketch::{
-    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchOptions,
-    Sketches,
+    Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchOptions, Sketches,
 };
 use bcow_union::upper::{Metacopy, Namespace};
 

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use bcow_union::Seek;
 use bcow_union::account::Account;
-use bcow_union::sketch::host::HostFile;
+use bcow_union::blocks::BLOCK_BYTES;
+use bcow_union::host::HostFile;
 use bcow_union::sketch::{
-    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
+    Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
 };
 use bcow_union::upper::Namespace;
 use rustix::io::Errno;

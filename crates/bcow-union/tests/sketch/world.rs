@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use bcow_testkit::Random;
 use bcow_union::Seek;
-use bcow_union::sketch::{BLOCK_BYTES, HostFile, MapStore, MarkedFile, SketchMark};
+use bcow_union::blocks::BLOCK_BYTES;
+use bcow_union::host::HostFile;
+use bcow_union::sketch::{MapStore, MarkedFile, SketchMark};
 use bcow_union::upper::{Metacopy, SKETCH_MARK_BYTES};
 use rustix::fs::Timespec;
 

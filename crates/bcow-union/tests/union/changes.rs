@@ -4,7 +4,8 @@ use std::fs;
 use std::os::fd::AsFd;
 
 use bcow_erofs::reader::ExtentSource;
-use bcow_union::upper::{Attribute, Mark, Namespace, Scope, Spliced, UpperError, lower_offset};
+use bcow_union::offline::{Scope, Spliced, lower_offset};
+use bcow_union::upper::{Attribute, Mark, Namespace, UpperError};
 
 use crate::fixture::{Union, open_many};
 use crate::host::{make_whiteout, set_attribute};

@@ -4,9 +4,10 @@ use std::fs;
 use std::os::fd::AsFd;
 
 use bcow_union::NodeId;
-use bcow_union::upper::check::Severity;
+use bcow_union::offline::Scope;
+use bcow_union::offline::check::Severity;
 use bcow_union::upper::{
-    Attribute, Mark, Marks, Namespace, OVERRIDE, Scope, SetHow, SketchKind, SketchMark,
+    Attribute, Mark, Marks, Namespace, OVERRIDE, SetHow, SketchKind, SketchMark,
 };
 use rustix::io::Errno;
 

@@ -5,10 +5,9 @@ use std::sync::Arc;
 use bcow_erofs::merge::merge;
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::LayerTree;
-use bcow_union::upper::check::{self, CheckedImage, Report};
-use bcow_union::upper::{
-    Changes, ChangesError, Instance, LOWER_FROM, Scope, Spliced, Store, UpperError, UpperReader,
-};
+use bcow_union::offline::check::{self, CheckedImage, Report};
+use bcow_union::offline::{Changes, ChangesError, LOWER_FROM, Scope, Spliced, Store};
+use bcow_union::upper::{Instance, UpperError, UpperReader};
 
 use crate::fixture::{Union, open_many};
 use crate::image::noise;

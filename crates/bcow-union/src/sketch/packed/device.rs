@@ -6,8 +6,9 @@ use std::sync::Arc;
 use bcow::{BlockDevice, Content, Error, Status};
 use rustix::io::Errno;
 
-use super::super::{BLOCK_BYTES, Lower};
+use super::super::Lower;
 use crate::Seek;
+use crate::blocks::BLOCK_BYTES;
 
 /// A lower file in whole blocks: its content up to a limit, and zeros behind it.
 pub struct LowerDevice {

@@ -37,10 +37,10 @@ use super::mark::{Fence, MarkState, mark_new, take_back};
 use super::shared::{Kept, Shared};
 use super::times::Times;
 use super::{
-    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
-    SketchStatus, copy,
+    Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark, SketchStatus, copy,
 };
 use crate::Seek;
+use crate::blocks::BLOCK_BYTES;
 use storage::HostStorage;
 
 pub use device::LowerDevice;

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use bcow::Storage;
 
 use super::super::SketchError;
-use super::super::host::{HostFile, MarkedFile};
+use super::super::host::MarkedFile;
 use super::super::times::Times;
-use crate::account::{Account, StoredBlocks};
+use crate::account::{Account, ChargeError, StoredBlocks};
+use crate::host::HostFile;
 
 /// The host's file of a packed sketch. Its space is charged to the account.
 pub(super) struct HostStorage {
@@ -67,7 +68,7 @@ impl HostStorage {
 
     /// Releases the file's space in the account.
     pub(super) fn release(&self) -> Result<(), SketchError> {
-        self.stored.release_all(self.content())
+        Ok(self.stored.release_all(self.content())?)
     }
 
     fn content(&self) -> &dyn HostFile {
@@ -94,7 +95,7 @@ impl Storage for HostStorage {
 
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let range = offset..offset.saturating_add(bytes.len() as u64);
-        let failed = |error: SketchError| io::Error::from(error.errno());
+        let failed = |error: ChargeError| io::Error::from(error.errno());
         if self.opening.load(Ordering::Acquire) {
             self.stored
                 .add(self.content(), range.clone())
@@ -103,7 +104,7 @@ impl Storage for HostStorage {
         let reserved = match self.stored.reserve_all(self.content(), range.clone()) {
             // The BCoW library overwrites a record that found no room with zeros. That write must
             // not fail for the same reason.
-            Err(SketchError::NoSpace(_)) if bytes.iter().all(|&byte| byte == 0) => {
+            Err(ChargeError::NoSpace(_)) if bytes.iter().all(|&byte| byte == 0) => {
                 if range.end <= self.content().size()? && !self.stored.holds(range.clone()) {
                     return Ok(());
                 }

@@ -9,10 +9,11 @@
 
 use std::ops::Range;
 
-use super::super::host::write_all;
 use super::super::locks::{lock, read};
 use super::super::{Sketch, SketchError};
-use super::{BLOCK_BYTES, Frame, Source, Sparse, UNIT_BLOCKS};
+use super::{Frame, Source, Sparse, UNIT_BLOCKS};
+use crate::blocks::BLOCK_BYTES;
+use crate::host::write_all;
 
 /// The number of sequential flushes before blocks are completed ahead.
 const IN_ORDER: u32 = 4;

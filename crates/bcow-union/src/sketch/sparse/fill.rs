@@ -3,11 +3,12 @@
 use bcow::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::super::host::write_all;
 use super::super::locks::{lock, read};
 use super::super::shared::By;
-use super::super::{BLOCK_BYTES, Sketch, SketchError};
+use super::super::{Sketch, SketchError};
 use super::{Frame, Sparse};
+use crate::blocks::BLOCK_BYTES;
+use crate::host::write_all;
 
 impl Sparse {
     /// Completes a block if it is in transit. The function does not hold the block's stripe while

@@ -5,11 +5,11 @@
 
 use bcow::sync::atomic::Ordering;
 
-use super::super::blocks::BlockSet;
 use super::super::locks::{lock, read, write};
 use super::super::map::Barriers;
 use super::super::{Durability, SketchError, SketchMark};
 use super::{Frame, Sparse};
+use crate::blocks::BlockSet;
 
 impl Sparse {
     pub(super) fn flush_once(&self, how: Durability) -> Result<(), SketchError> {
@@ -156,7 +156,7 @@ impl Sparse {
             self.shared.log("a map that nobody needs", &error);
         }
         if let Err(error) = self.stored.let_go(self.content()) {
-            self.shared.log("the space of a plain file", &error);
+            self.shared.log("the space of a plain file", &error.into());
         }
         let promotions = &self.shared.counters.promotions;
         promotions.fetch_add(1, Ordering::Relaxed);

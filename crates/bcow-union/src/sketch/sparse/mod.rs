@@ -45,8 +45,7 @@ use std::time::Instant;
 
 use rustix::io::Errno;
 
-use super::blocks::BlockSet;
-use super::host::{HostFile, MarkedFile};
+use super::host::MarkedFile;
 use super::locks::{Turns, lock, read, write};
 use super::map::Map;
 use super::mark::{Fence, MarkState, make_fit, mark_new, size_of};
@@ -54,11 +53,12 @@ use super::shared::{Kept, Shared};
 use super::times::Times;
 use super::transit::Stripe;
 use super::{
-    BLOCK_BYTES, Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark,
-    SketchStatus, copy,
+    Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark, SketchStatus, copy,
 };
 use crate::Seek;
 use crate::account::StoredBlocks;
+use crate::blocks::{BLOCK_BYTES, BlockSet};
+use crate::host::HostFile;
 
 const STRIPES: usize = 16;
 /// The number of adjacent blocks in a stripe.
@@ -402,8 +402,14 @@ impl Drop for Sparse {
         let left: usize = self.stripes.iter().map(|stripe| lock(stripe).len()).sum();
         self.shared.transit_ended(left as u64);
         let left = match self.discarded.load(Ordering::Acquire) {
-            true => self.stored.release_all(self.content()),
-            false => self.confirm().and(self.stored.let_go(self.content())),
+            true => self
+                .stored
+                .release_all(self.content())
+                .map_err(SketchError::from),
+            false => {
+                let released = self.stored.let_go(self.content());
+                self.confirm().and(released.map_err(SketchError::from))
+            }
         };
         if let Err(error) = left {
             self.shared.log("a sketch that is closed", &error);

@@ -4,8 +4,9 @@ use bcow::sync::atomic::Ordering;
 use std::ops::Range;
 
 use super::super::locks::{lock, read, write};
-use super::super::{BLOCK_BYTES, KeepSize, Sketch, SketchError};
+use super::super::{KeepSize, Sketch, SketchError};
 use super::{Frame, Sparse, end_of};
+use crate::blocks::BLOCK_BYTES;
 
 /// Zeros are written in pieces of this size.
 const ZEROS: &[u8] = &[0; 64 << 10];

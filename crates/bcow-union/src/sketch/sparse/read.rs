@@ -1,11 +1,12 @@
 //! Reads and seeks in a sparse sketch.
 
-use super::super::host::read_all;
 use super::super::locks::read;
 use super::super::shared::By;
-use super::super::{BLOCK_BYTES, Sketch, SketchError};
+use super::super::{Sketch, SketchError};
 use super::{Frame, Source, Sparse};
 use crate::Seek;
+use crate::blocks::BLOCK_BYTES;
+use crate::host::read_all;
 
 impl Sparse {
     pub(super) fn read(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {

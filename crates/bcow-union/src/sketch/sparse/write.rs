@@ -11,8 +11,9 @@ use std::time::Instant;
 use super::super::locks::{lock, read};
 use super::super::shared::{By, Kept};
 use super::super::transit::{Stripe, Transit, Written};
-use super::super::{BLOCK_BYTES, Sketch, SketchError, SketchMark};
+use super::super::{Sketch, SketchError, SketchMark};
 use super::{Frame, Sparse, UNIT_BLOCKS, end_of};
+use crate::blocks::BLOCK_BYTES;
 
 /// Bytes of the adjacent blocks that share a stripe's lock.
 const UNIT_BYTES: u64 = UNIT_BLOCKS * BLOCK_BYTES;

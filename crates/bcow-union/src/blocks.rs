@@ -1,7 +1,10 @@
-//! Sets of blocks of one file.
+//! Blocks of a file: their size, and sets of them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+
+/// Bytes of a block, the unit of copy-on-write and of the size limit.
+pub const BLOCK_BYTES: u64 = 4096;
 
 /// Blocks of a region. A region is the unit of allocation of a [`BlockSet`].
 const REGION_BLOCKS: u64 = 512;

@@ -7,11 +7,12 @@ use bcow_erofs::tree::{Content, DeviceNumber, Directory, Node, NodeId, NodeKind}
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
-use super::{Above, Kind, Pending, Problem, Reader};
+use super::{Above, Kind, Pending, Reader};
+use crate::offline::body::{Body, Holder, Piece, Source};
+use crate::offline::error::Problem;
+use crate::offline::sketched::{self, HostFile};
 use crate::upper::beneath::open_regular_beneath;
-use crate::upper::body::{Body, Holder, Piece, Source};
-use crate::upper::sketched::{self, HostFile};
-use crate::upper::{Attribute, META, Marks, Metacopy, is_whiteout};
+use crate::upper::{Attribute, META, Marks, Metacopy, entry_name, is_whiteout};
 
 impl Reader<'_> {
     /// The node of an object that is not a directory.
@@ -128,7 +129,7 @@ impl Reader<'_> {
         let Some(dir) = self.index_directory()? else {
             return Err(Problem::Host(Errno::NOENT));
         };
-        let name = format!("{:016x}", nid.0).into_bytes();
+        let name = entry_name(nid.0).into_bytes();
         let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
         let marks = Marks::read(Attribute::Named(dir.as_fd(), &name), self.names.namespace)?;
         let kind = self.kind(&stat, &marks)?;

@@ -9,11 +9,12 @@ use rustix::fs::{AtFlags, Stat};
 use rustix::io::Errno;
 
 use super::{CheckedImage, Checker, MOST_FILES, Repair, file_type, type_name};
+use crate::offline::changes::{Changes, Scope};
+use crate::offline::error::{ChangesError, Problem};
 use crate::upper::beneath::is_regular;
-use crate::upper::changes::parse_id;
 use crate::upper::{
-    Attribute, Changes, ChangesError, META, Mark, Marks, NlinkDelta, Problem, Scope, UpperReader,
-    is_whiteout, work,
+    Attribute, META, Mark, Marks, NlinkDelta, UpperReader, entry_name, is_whiteout,
+    parse_entry_name, work,
 };
 
 impl Checker<'_> {
@@ -23,7 +24,7 @@ impl Checker<'_> {
         };
         for name in sorted(dir.as_fd())? {
             let path = [META.as_bytes(), b"/index/", &name].concat();
-            let Some(nid) = parse_id(&name) else {
+            let Some(nid) = parse_entry_name(&name) else {
                 let message = "it has no name of an entry of the index";
                 self.report.warning("upper-unknown-file", &path, message);
                 continue;
@@ -90,7 +91,7 @@ impl Checker<'_> {
         };
         for name in sorted(dir.as_fd())? {
             let path = [META.as_bytes(), b"/maps/", &name].concat();
-            match parse_id(&name) {
+            match parse_entry_name(&name) {
                 None => {
                     let message = "it has no name of a map";
                     self.report.warning("upper-unknown-file", &path, message);
@@ -161,7 +162,7 @@ impl Checker<'_> {
         let mut entries: Vec<(u64, u64)> = self.indexed.iter().map(|(&i, &nid)| (nid, i)).collect();
         entries.sort_unstable();
         for (nid, host_inode) in entries {
-            let name = format!("{nid:016x}").into_bytes();
+            let name = entry_name(nid).into_bytes();
             let node = changes.index.get(&nid);
             let names = node.and_then(|node| counts.get(node)).copied().unwrap_or(0);
             let Ok((links, said)) = self.links_of(&name) else {
@@ -212,7 +213,7 @@ impl Checker<'_> {
         if let Some(host_inode) = host_inode
             && let Some((id, _)) = sketches.find(|(_, (inode, _))| *inode == host_inode)
         {
-            let map = format!("{id:016x}").into_bytes();
+            let map = entry_name(*id).into_bytes();
             let dir = meta(self.upper, "maps").ok().flatten();
             // Packed sketches have no map.
             let exists = |dir| rustix::fs::statat(dir, &map[..], AtFlags::SYMLINK_NOFOLLOW).is_ok();

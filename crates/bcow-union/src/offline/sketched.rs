@@ -11,13 +11,13 @@ use bcow_erofs::reader::Inode;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::beneath::{is_no_regular_file, open_regular, open_regular_beneath};
 use super::body::{Body, Holder, Piece, Source};
-use super::changes::Problem;
-use super::{META, SketchKind, SketchMark, UpperReader};
-use crate::sketch::blocks::BlockSet;
+use super::error::Problem;
+use crate::blocks::{BLOCK_BYTES, BlockSet};
+use crate::sketch::Damage;
 use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
-use crate::sketch::{BLOCK_BYTES, Damage};
+use crate::upper::beneath::{is_no_regular_file, open_regular, open_regular_beneath};
+use crate::upper::{META, SketchKind, SketchMark, UpperReader, entry_name};
 
 /// Bytes of one read.
 const PIECE_BYTES: usize = 256 << 10;
@@ -293,7 +293,7 @@ fn read_map(
     mark: &SketchMark,
     blocks: Option<u64>,
 ) -> Result<BlockSet, Problem> {
-    let name = format!("{:016x}", mark.id);
+    let name = entry_name(mark.id);
     let damaged = |sector: u64, damage: &Damage| {
         Problem::Sketch(format!(
             "{META}/maps/{name}: at byte {}: {damage}",

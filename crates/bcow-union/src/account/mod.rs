@@ -1,6 +1,8 @@
 //! The space that an upper uses, and its limits.
 
 mod beside;
+mod error;
+mod limits;
 mod maps;
 mod room;
 mod stored;
@@ -12,18 +14,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub use beside::{
     Beside, Footing, attribute_bytes, attributes_take, stored_attributes, target_takes,
 };
-pub use maps::CountedMaps;
-pub use room::{NoRoom, Room};
+pub use error::{ChargeError, NoRoom, NoSpace};
+pub use limits::Limits;
+pub use room::Room;
 pub use stored::{Found, Reserved, StoredBlocks};
-
-/// Limits of an upper; `None` is no limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Limits {
-    /// Upper bound of the stored bytes.
-    pub bytes: Option<u64>,
-    /// Upper bound of the inodes.
-    pub inodes: Option<u64>,
-}
 
 /// Counts the bytes and inodes that an upper stores, against its limits. Bytes are counted in whole
 /// blocks of 4 KiB: blocks with data of files, and blocks beside the data ([`Beside`]).
@@ -43,18 +37,6 @@ pub struct Account {
     /// Charged bytes of files that are not tracked now, by inode number: only files for which a new
     /// scan can give another number. A leaf lock, held for a lookup.
     charged: Mutex<HashMap<u64, u64>>,
-}
-
-/// A charge does not fit below the limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("no space left: {used} of {limit} bytes are used, {wanted} more are needed")]
-pub struct NoSpace {
-    /// Bytes that the charge needs.
-    pub wanted: u64,
-    /// Bytes that are in use.
-    pub used: u64,
-    /// The limit in bytes.
-    pub limit: u64,
 }
 
 impl Account {

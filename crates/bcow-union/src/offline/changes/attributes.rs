@@ -7,7 +7,8 @@ use bcow_erofs::reader::Inode;
 use bcow_erofs::tree::{Attributes, DeviceNumber, Timestamp, Xattrs};
 use rustix::fs::Stat;
 
-use super::{Kind, Problem, Reader};
+use super::{Kind, Reader};
+use crate::offline::error::Problem;
 use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, OverrideKind, Ownership};
 
 impl Reader<'_> {

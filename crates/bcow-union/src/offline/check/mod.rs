@@ -17,11 +17,11 @@ use rustix::io::Errno;
 
 pub use bcow::check::Severity;
 
-use super::beneath::open_beneath;
-use super::sketched::HostFile;
-use super::{
+use super::sketched::{self, HostFile};
+use crate::upper::beneath::open_beneath;
+use crate::upper::{
     Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
-    Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, sketched, work,
+    Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, work,
 };
 
 /// The largest number of errors that are kept, and the largest number of warnings.

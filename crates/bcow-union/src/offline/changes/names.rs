@@ -5,7 +5,8 @@ use std::collections::HashSet;
 use bcow_erofs::reader::{FileType, Nid, Walk};
 use bcow_erofs::tree::{LayerTree, NodeKind};
 
-use super::{ChangesError, Pending, Problem, Reader, at, below, join};
+use super::{Pending, Reader, at, below, join};
+use crate::offline::error::{ChangesError, Problem};
 
 impl Reader<'_> {
     /// Replaces files of the image in renamed directories by links to their other names, if such a

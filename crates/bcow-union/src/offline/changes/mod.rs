@@ -20,12 +20,13 @@ use bcow_erofs::tree::{
 use rustix::fs::{AtFlags, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::beneath::open_beneath;
-use super::body::{Body, BodyError};
-use super::splice::{Segments, Store};
-use super::{
-    Attribute, META, MarkError, Marks, Names, ReadMarksError, Redirect, UpperReader, is_whiteout,
-    work,
+use super::addresses::Segments;
+use super::body::Body;
+use super::error::{ChangesError, Problem};
+use super::splice::Store;
+use crate::upper::beneath::open_beneath;
+use crate::upper::{
+    Attribute, META, Marks, Names, Redirect, UpperReader, is_whiteout, parse_entry_name, work,
 };
 
 /// The directory of the files for which the image has several names.
@@ -54,93 +55,6 @@ pub enum Scope {
     Layer,
     /// Also the image's objects at the paths of the layer.
     Touched,
-}
-
-/// An upper cannot be read.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot read {}", show(path))]
-pub struct ChangesError {
-    /// The path in the tree, without a leading slash.
-    pub path: Vec<u8>,
-    /// The cause.
-    #[source]
-    pub problem: Problem,
-}
-
-/// Why an object of an upper cannot be read.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Problem {
-    /// The host failed.
-    #[error("the host: {0}")]
-    Host(#[source] Errno),
-    /// A mark is damaged.
-    #[error(transparent)]
-    Mark(#[from] MarkError),
-    /// The image cannot be read.
-    #[error("the image: {0}")]
-    Image(#[source] ErofsError),
-    /// The object of the image that this one continues does not exist.
-    #[error("the image has no {what} that it could continue")]
-    NoLower {
-        /// The type of the missing object.
-        what: &'static str,
-    },
-    /// An entry of the index is not the file of its inode number.
-    #[error("{META}/index/{nid:016x} is not the file that this inode of the image became")]
-    Index {
-        /// The image's inode number.
-        nid: u64,
-    },
-    /// A sketch's map is missing or damaged.
-    #[error("{0}")]
-    Sketch(String),
-    /// The files in total are larger than an image can address.
-    #[error("the files of the upper are larger than an image can address (7 TiB)")]
-    TooLarge,
-    /// The upper has more files than the caller allows.
-    #[error("the upper has more than {allowed} files")]
-    TooMany {
-        /// The largest allowed number of files.
-        allowed: u64,
-    },
-}
-
-impl From<Errno> for Problem {
-    fn from(errno: Errno) -> Self {
-        Problem::Host(errno)
-    }
-}
-
-impl From<ErofsError> for Problem {
-    fn from(error: ErofsError) -> Self {
-        Problem::Image(error)
-    }
-}
-
-impl From<ReadMarksError> for Problem {
-    fn from(error: ReadMarksError) -> Self {
-        match error {
-            ReadMarksError::Io(errno) => Problem::Host(errno),
-            ReadMarksError::Mark(error) => Problem::Mark(error),
-        }
-    }
-}
-
-impl From<BodyError> for Problem {
-    fn from(error: BodyError) -> Self {
-        match error {
-            BodyError::Lower(error) => Problem::Image(error),
-            BodyError::Full => Problem::TooLarge,
-        }
-    }
-}
-
-fn show(path: &[u8]) -> String {
-    match path {
-        [] => "the root".into(),
-        path => format!("{:?}", String::from_utf8_lossy(path)),
-    }
 }
 
 impl Changes {
@@ -223,21 +137,12 @@ fn index_of(upper: &UpperReader) -> Result<HashMap<u64, u64>, Problem> {
         return Ok(known);
     };
     for name in work::list(dir.as_fd())? {
-        if let Some(nid) = parse_id(&name) {
+        if let Some(nid) = parse_entry_name(&name) {
             let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
             known.insert(nid, stat.st_ino);
         }
     }
     Ok(known)
-}
-
-/// The number in the name of an entry of the index or of a map: 16 hexadecimal digits.
-pub(super) fn parse_id(name: &[u8]) -> Option<u64> {
-    let digits = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-    if name.len() != 16 || !name.iter().all(digits) {
-        return None;
-    }
-    u64::from_str_radix(std::str::from_utf8(name).ok()?, 16).ok()
 }
 
 /// A pending directory.

@@ -1,10 +1,12 @@
 //! The content of a file of the union, composed of pieces of the host's file and of the image's
 //! file.
 
-use bcow_erofs::reader::{ErofsError, ExtentSource, Filesystem, Inode};
+use bcow_erofs::reader::{ExtentSource, Filesystem, Inode};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content};
 
-use super::splice::{BLOCK_BYTES, LOWER_FROM, Segments};
+use super::addresses::{LOWER_FROM, Segments};
+use super::error::Problem;
+use crate::blocks::BLOCK_BYTES;
 
 /// The largest number of chunks of a file in pieces. Each takes eight bytes of memory. With chunks
 /// of 4 KiB, this is 16 GiB of file size.
@@ -87,7 +89,7 @@ impl Body {
         index: u32,
         lower: &Filesystem,
         segments: &mut Segments,
-    ) -> Result<Content, BodyError> {
+    ) -> Result<Content, Problem> {
         let size = self.size;
         let mut shift = 0;
         while size.div_ceil(BLOCK_BYTES << shift) > MAX_CHUNKS {
@@ -120,24 +122,15 @@ impl Body {
     }
 }
 
-/// Why content cannot get addresses.
-#[derive(Debug)]
-pub(super) enum BodyError {
-    /// The image is damaged.
-    Lower(ErofsError),
-    /// No addresses are left.
-    Full,
-}
-
 fn lower_piece(
     inode: &Inode,
     start: u64,
     end: u64,
     lower: &Filesystem,
     chunks: &mut Chunks<'_>,
-) -> Result<(), BodyError> {
+) -> Result<(), Problem> {
     for extent in lower.extents(inode, start) {
-        let extent = extent.map_err(BodyError::Lower)?;
+        let extent = extent.map_err(Problem::Image)?;
         if extent.offset >= end {
             break;
         }
@@ -166,7 +159,7 @@ impl Chunks<'_> {
     }
 
     /// Adds bytes that are read through the body.
-    fn own(&mut self, start: u64, end: u64) -> Result<(), BodyError> {
+    fn own(&mut self, start: u64, end: u64) -> Result<(), Problem> {
         let first = start / self.chunk_bytes();
         let last = end.div_ceil(self.chunk_bytes());
         match &mut self.open {
@@ -180,7 +173,7 @@ impl Chunks<'_> {
     }
 
     /// Adds bytes that lie at byte `device` of the image.
-    fn below(&mut self, start: u64, end: u64, device: u64) -> Result<(), BodyError> {
+    fn below(&mut self, start: u64, end: u64, device: u64) -> Result<(), Problem> {
         let chunk = self.chunk_bytes();
         let first = start.div_ceil(chunk);
         let last = match end == self.size {
@@ -203,7 +196,7 @@ impl Chunks<'_> {
         self.close()?;
         if first < last {
             let start =
-                u32::try_from((LOWER_FROM + at) / BLOCK_BYTES).map_err(|_| BodyError::Full)?;
+                u32::try_from((LOWER_FROM + at) / BLOCK_BYTES).map_err(|_| Problem::TooLarge)?;
             self.push(ChunkRun {
                 first,
                 count: last - first,
@@ -227,7 +220,7 @@ impl Chunks<'_> {
         self.runs.push(run);
     }
 
-    fn close(&mut self) -> Result<(), BodyError> {
+    fn close(&mut self) -> Result<(), Problem> {
         let Some((first, end)) = self.open.take() else {
             return Ok(());
         };
@@ -236,7 +229,7 @@ impl Chunks<'_> {
         let start = self
             .segments
             .add(self.body, offset, bytes)
-            .ok_or(BodyError::Full)?;
+            .ok_or(Problem::TooLarge)?;
         self.push(ChunkRun {
             first,
             count: end - first,
@@ -245,7 +238,7 @@ impl Chunks<'_> {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<Content, BodyError> {
+    fn finish(mut self) -> Result<Content, Problem> {
         self.close()?;
         let chunks = self.size.div_ceil(self.chunk_bytes());
         let blocks = match &self.runs[..] {

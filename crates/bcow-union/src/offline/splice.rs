@@ -1,11 +1,5 @@
 //! A device that combines the image, the upper's files and a file system of both, without a copy of
-//! their content.
-//!
-//! ```text
-//! 0          superblock, metadata (in memory)
-//! 1 TiB      content of the upper's files, a segment for each run of it
-//! 8 TiB      the image's address space
-//! ```
+//! their content. The layout of its addresses is in [`addresses`](super::addresses).
 //!
 //! So each operation that reads an image (an export, a comparison) can read a union.
 
@@ -20,61 +14,17 @@ use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::{TailSource, Tree};
 use bcow_erofs::writer::{EmitError, MAX_INLINE, Plan, WriteError, WriteOptions};
 
-use super::beneath::open_regular_beneath;
+use super::addresses::{LOWER_FROM, OWN_FROM, Segments};
 use super::body::{Body, Holder, Source};
 use super::sketched::open_packed;
+use crate::blocks::BLOCK_BYTES;
+use crate::upper::beneath::open_regular_beneath;
 
-/// The block size of the file system, in bytes.
-pub(super) const BLOCK_BYTES: u64 = 4096;
-/// The address at which the upper's content begins.
-const OWN_FROM: u64 = 1 << 40;
-/// The address at which the image's address space begins.
-pub const LOWER_FROM: u64 = 8 << 40;
 /// The addresses of the superblock and of the metadata.
 const SUPERBLOCK_AT: u64 = 1024;
 const METADATA_AT: u64 = BLOCK_BYTES;
 /// The number of host files that stay open.
 const OPEN_FILES: usize = 16;
-
-/// The addresses of the upper's content.
-#[derive(Debug, Default)]
-pub(super) struct Segments {
-    all: Vec<Segment>,
-    /// The number of blocks that have addresses.
-    blocks: u64,
-}
-
-/// A run of addresses, and the content at it.
-#[derive(Debug, Clone, Copy)]
-struct Segment {
-    /// The first block, relative to [`OWN_FROM`].
-    first: u64,
-    /// The length in bytes.
-    length: u64,
-    /// The index of the body, and the offset in it.
-    body: u32,
-    offset: u64,
-}
-
-impl Segments {
-    /// Allocates an address, as a block number, for `length` bytes at `offset` of a body. `None` if
-    /// no address is left.
-    pub(super) fn add(&mut self, body: u32, offset: u64, length: u64) -> Option<u32> {
-        let first = self.blocks;
-        let end = first.checked_add(length.div_ceil(BLOCK_BYTES))?;
-        if end > (LOWER_FROM - OWN_FROM) / BLOCK_BYTES {
-            return None;
-        }
-        self.blocks = end;
-        self.all.push(Segment {
-            first,
-            length,
-            body,
-            offset,
-        });
-        u32::try_from(OWN_FROM / BLOCK_BYTES + first).ok()
-    }
-}
 
 /// The content of a union.
 pub struct Store {
@@ -151,22 +101,13 @@ impl Store {
         })
     }
 
-    /// The segment of the upper's content at an address, and the offset in the segment; `None` if
-    /// there is none.
-    fn segment(&self, offset: u64) -> Option<(Segment, u64)> {
-        let block = offset.checked_sub(OWN_FROM)? / BLOCK_BYTES;
-        let after = self.segments.all.partition_point(|s| s.first <= block);
-        let segment = *self.segments.all.get(after.checked_sub(1)?)?;
-        Some((segment, offset - OWN_FROM - segment.first * BLOCK_BYTES))
-    }
-
     /// Reads content of the upper.
     fn read_own(&self, offset: u64, buf: &mut [u8]) -> Result<(), Error> {
         let mut done = 0;
         while done < buf.len() {
             let at = offset + done as u64;
             let rest = &mut buf[done..];
-            let Some((segment, within)) = self.segment(at) else {
+            let Some((segment, within)) = self.segments.at(at) else {
                 rest.fill(0);
                 return Ok(());
             };
@@ -282,12 +223,6 @@ pub struct Spliced {
     pub filesystem: Filesystem,
     /// The device of the file system.
     pub device: Arc<dyn BlockDevice>,
-}
-
-/// The offset in the image of a byte of a [`Spliced`] device; `None` if the byte is not the
-/// image's.
-pub fn lower_offset(offset: u64) -> Option<u64> {
-    offset.checked_sub(LOWER_FROM)
 }
 
 struct Splice {

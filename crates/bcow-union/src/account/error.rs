@@ -1,0 +1,67 @@
+//! Why space cannot be charged.
+
+use rustix::io::Errno;
+
+use crate::host::errno_of;
+
+/// A charge does not fit below the limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("no space left: {used} of {limit} bytes are used, {wanted} more are needed")]
+pub struct NoSpace {
+    /// Bytes that the charge needs.
+    pub wanted: u64,
+    /// Bytes that are in use.
+    pub used: u64,
+    /// The limit in bytes.
+    pub limit: u64,
+}
+
+/// A limit leaves no room for a reservation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NoRoom {
+    /// The limit of bytes.
+    #[error(transparent)]
+    Bytes(NoSpace),
+    /// The limit of inodes.
+    #[error("no inode left: {used} of {limit} are used")]
+    Inodes {
+        /// Inodes in use.
+        used: u64,
+        /// The largest allowed number of inodes.
+        limit: u64,
+    },
+}
+
+/// The blocks of a file cannot be charged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ChargeError {
+    /// The host failed.
+    #[error("cannot {action}: {errno}")]
+    Host {
+        /// The action that failed.
+        action: &'static str,
+        /// The host's errno.
+        errno: Errno,
+    },
+    /// The size limit leaves no room.
+    #[error(transparent)]
+    NoSpace(#[from] NoSpace),
+}
+
+impl ChargeError {
+    /// An error of the host during `action`.
+    pub fn host(action: &'static str, error: &std::io::Error) -> ChargeError {
+        ChargeError::Host {
+            action,
+            errno: errno_of(error),
+        }
+    }
+
+    /// The errno that a program gets.
+    pub fn errno(&self) -> Errno {
+        match self {
+            ChargeError::Host { errno, .. } => *errno,
+            ChargeError::NoSpace(_) => Errno::NOSPC,
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Why an upper cannot be read.
+
+use bcow_erofs::reader::ErofsError;
+use rustix::io::Errno;
+
+use crate::upper::{META, MarkError, ReadMarksError};
+
+/// An upper cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read {}", show(path))]
+pub struct ChangesError {
+    /// The path in the tree, without a leading slash.
+    pub path: Vec<u8>,
+    /// The cause.
+    #[source]
+    pub problem: Problem,
+}
+
+/// Why an object of an upper cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// The host failed.
+    #[error("the host: {0}")]
+    Host(#[source] Errno),
+    /// A mark is damaged.
+    #[error(transparent)]
+    Mark(#[from] MarkError),
+    /// The image cannot be read.
+    #[error("the image: {0}")]
+    Image(#[source] ErofsError),
+    /// The object of the image that this one continues does not exist.
+    #[error("the image has no {what} that it could continue")]
+    NoLower {
+        /// The type of the missing object.
+        what: &'static str,
+    },
+    /// An entry of the index is not the file of its inode number.
+    #[error("{META}/index/{nid:016x} is not the file that this inode of the image became")]
+    Index {
+        /// The image's inode number.
+        nid: u64,
+    },
+    /// A sketch's map is missing or damaged.
+    #[error("{0}")]
+    Sketch(String),
+    /// The files in total are larger than an image can address.
+    #[error("the files of the upper are larger than an image can address (7 TiB)")]
+    TooLarge,
+    /// The upper has more files than the caller allows.
+    #[error("the upper has more than {allowed} files")]
+    TooMany {
+        /// The largest allowed number of files.
+        allowed: u64,
+    },
+}
+
+impl From<Errno> for Problem {
+    fn from(errno: Errno) -> Self {
+        Problem::Host(errno)
+    }
+}
+
+impl From<ErofsError> for Problem {
+    fn from(error: ErofsError) -> Self {
+        Problem::Image(error)
+    }
+}
+
+impl From<ReadMarksError> for Problem {
+    fn from(error: ReadMarksError) -> Self {
+        match error {
+            ReadMarksError::Io(errno) => Problem::Host(errno),
+            ReadMarksError::Mark(error) => Problem::Mark(error),
+        }
+    }
+}
+
+fn show(path: &[u8]) -> String {
+    match path {
+        [] => "the root".into(),
+        path => format!("{:?}", String::from_utf8_lossy(path)),
+    }
+}

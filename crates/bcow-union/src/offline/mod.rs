@@ -1,0 +1,16 @@
+//! Reads and checks uppers that are not mounted.
+//!
+//! [`Changes`] is the layer that an upper makes over its image. [`check`] finds damage and leaks.
+
+mod addresses;
+mod body;
+mod changes;
+pub mod check;
+mod error;
+mod sketched;
+mod splice;
+
+pub use addresses::{LOWER_FROM, lower_offset};
+pub use changes::{Changes, Scope};
+pub use error::{ChangesError, Problem};
+pub use splice::{SpliceError, Spliced, Store};
