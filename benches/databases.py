@@ -1,4 +1,5 @@
-"""Databases whose data directory lies in the image, for benches/union.py: time to the first answer, then transactions."""
+"""Databases whose data directory lies in the image, for benches/union.py: time to the first answer,
+then transactions."""
 
 import os
 import pathlib
@@ -22,7 +23,8 @@ class Server:
 
     def __init__(self, bench):
         self.bench, self.process, self.log = bench, None, bench.work / f"{self.part}.log"
-        self.user = next(pwd.getpwnam(name) for name in USERS if name in {entry.pw_name for entry in pwd.getpwall()})
+        self.user = next(pwd.getpwnam(name) for name in USERS
+                         if name in {entry.pw_name for entry in pwd.getpwall()})
         # Short, since a socket's path has at most 108 bytes.
         self.sockets = bench.work / "s"
         self.sockets.mkdir(exist_ok=True)
@@ -39,21 +41,25 @@ class Server:
         return str(versions[-1]) if versions else shutil.which(name)
 
     def command(self, name, *arguments):
-        return ["setpriv", f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}", "--clear-groups", "--", self.where(name), *map(str, arguments)]
+        return ["setpriv", f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}",
+                "--clear-groups", "--", self.where(name), *map(str, arguments)]
 
     def does(self, name, *arguments):
         """Runs a client or a tool as that user; its output."""
-        done = subprocess.run(self.command(name, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/",
+        done = subprocess.run(self.command(name, *arguments), stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, cwd="/",
                               env={**os.environ, "HOME": "/"})
         if done.returncode != 0:
-            raise Failed(f"{name}: exit {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
+            raise Failed(
+                f"{name}: exit {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
         return done.stdout
 
     def start(self, data):
         """Seconds from the start of the server to its first answer."""
         begin = time.monotonic()
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(self.serve(data), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
+            self.process = subprocess.Popen(self.serve(data), stdin=subprocess.DEVNULL, stdout=log,
+                                            stderr=log, cwd="/")
         while True:
             try:
                 self.ask()
@@ -94,14 +100,17 @@ class Postgres(Server):
         return ["-h", self.sockets, "-U", "bench"]
 
     def serve(self, data):
-        return self.command("postgres", "-D", data, "-k", self.sockets, "-c", "listen_addresses=", "-c", "shared_buffers=64MB")
+        return self.command("postgres", "-D", data, "-k", self.sockets, "-c", "listen_addresses=",
+                            "-c", "shared_buffers=64MB")
 
     def ask(self):
         self.does("psql", *self.login(), "-X", "-c", "select count(*) from pg_class", "postgres")
 
     def transactions(self):
-        said = self.does("pgbench", *self.login(), "-n", "-c", 4, "-j", 2, "-T", max(1, round(self.bench.args.seconds)), "postgres")
-        return float(re.search(r"tps = ([\d.]+)", said)[1]), float(re.search(r"latency average = ([\d.]+)", said)[1])
+        said = self.does("pgbench", *self.login(), "-n", "-c", 4, "-j", 2, "-T",
+                         max(1, round(self.bench.args.seconds)), "postgres")
+        return (float(re.search(r"tps = ([\d.]+)", said)[1]),
+                float(re.search(r"latency average = ([\d.]+)", said)[1]))
 
     def shut_down(self):
         # Fast: clients are thrown out, a checkpoint is written.
@@ -113,7 +122,8 @@ class MariaDb(Server):
     programs = ("mariadbd", "mariadb-install-db", "mariadb", "sysbench")
 
     def prepare(self, data):
-        self.does("mariadb-install-db", "--no-defaults", f"--datadir={data}", "--auth-root-authentication-method=normal", "--skip-test-db")
+        self.does("mariadb-install-db", "--no-defaults", f"--datadir={data}",
+                  "--auth-root-authentication-method=normal", "--skip-test-db")
         self.start(data)
         try:
             self.does("mariadb", *self.login(), "-e", "create database sbtest")
@@ -125,19 +135,25 @@ class MariaDb(Server):
         return ["--no-defaults", f"--socket={self.sockets}/m", "--user=root"]
 
     def serve(self, data):
-        return self.command("mariadbd", "--no-defaults", f"--datadir={data}", f"--socket={self.sockets}/m", f"--pid-file={self.sockets}/m.pid",
-                            "--skip-networking", "--innodb-buffer-pool-size=128M", "--innodb-log-file-size=32M")
+        return self.command("mariadbd", "--no-defaults", f"--datadir={data}",
+                            f"--socket={self.sockets}/m", f"--pid-file={self.sockets}/m.pid",
+                            "--skip-networking", "--innodb-buffer-pool-size=128M",
+                            "--innodb-log-file-size=32M")
 
     def ask(self):
-        self.does("mariadb", *self.login(), "-e", "select count(*) from information_schema.tables where table_schema='sbtest'")
+        self.does("mariadb", *self.login(), "-e",
+                  "select count(*) from information_schema.tables where table_schema='sbtest'")
 
     def sysbench(self, *what):
-        return self.does("sysbench", "oltp_read_write", "--db-driver=mysql", f"--mysql-socket={self.sockets}/m", "--mysql-user=root", "--tables=8",
+        return self.does("sysbench", "oltp_read_write", "--db-driver=mysql",
+                         f"--mysql-socket={self.sockets}/m", "--mysql-user=root", "--tables=8",
                          f"--table-size={10_000 * self.bench.args.scale}", *what)
 
     def transactions(self):
-        said = self.sysbench("--threads=4", f"--time={max(1, round(self.bench.args.seconds))}", "run")
-        return float(re.search(r"transactions:\s+\d+\s+\(([\d.]+) per sec", said)[1]), float(re.search(r"avg:\s+([\d.]+)", said)[1])
+        said = self.sysbench("--threads=4", f"--time={max(1, round(self.bench.args.seconds))}",
+                             "run")
+        return (float(re.search(r"transactions:\s+\d+\s+\(([\d.]+) per sec", said)[1]),
+                float(re.search(r"avg:\s+([\d.]+)", said)[1]))
 
     def shut_down(self):
         self.does("mariadb", *self.login(), "-e", "shutdown")
@@ -176,7 +192,8 @@ def measure(bench, kind):
                     note("daemon: peak memory", "MiB", one.rss() / MIB or None)
                 with subject.instance(tree) as one:
                     run(["find", one.path, "-type", "f", "-exec", "cat", "{}", "+"])
-                    note("start to first answer, lower cached", "ms", server.start(one.path / "data") * 1e3)
+                    note("start to first answer, lower cached", "ms",
+                         server.start(one.path / "data") * 1e3)
                     server.stop()
                     stored = one.upper_bytes()
                     note("upper after start and shutdown", "MiB", stored and stored / MIB)
@@ -185,8 +202,10 @@ def measure(bench, kind):
 
         bench.rounds(each)
         size = file_bytes(tree)
-    bench.results.show(kind.part, f"{kind.title}: {size / MIB:,.0f} MiB in the image", bench.everyone)
+    bench.results.show(kind.part, f"{kind.title}: {size / MIB:,.0f} MiB in the image",
+                       bench.everyone)
 
 
 def file_bytes(tree):
-    return sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(tree) for name in names)
+    return sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(tree)
+               for name in names)

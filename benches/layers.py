@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Measures layers and stacks: conversion in parallel, rebuilds, lookups through many layers, sizes.
 
-    benches/layers.py --layout DIR:REF --tar FLAT.tar [--bcow target/release/bcow] [--work DIR] [--rounds 3]
-                      [--only parallel|rebuild|lookup|size] [--files 20000] [--layers 1,10,100,500,1000]
+    benches/layers.py --layout DIR:REF --tar FLAT.tar [--bcow target/release/bcow]
+                      [--work DIR] [--rounds 3] [--only parallel|rebuild|lookup|size]
+                      [--files 20000] [--layers 1,10,100,500,1000]
 
-Prints Markdown tables. The layers of the first two are made of the flat tar's files, dealt out so that all are of one
-size, and compressed with gzip. The best of --rounds counts. Needs root (mounts, dropping the page cache). A peer
-that is not installed, or cannot do what is asked, is named and left out.
+Prints Markdown tables. The layers of the first two are made of the flat tar's files, dealt out so
+that all are of one size, and compressed with gzip. The best of --rounds counts. Needs root (mounts,
+dropping the page cache). A peer that is not installed, or cannot do what is asked, is named and
+left out.
 """
 
 import argparse
@@ -29,8 +31,8 @@ TOP = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP / "fixtures" / "oci"), str(TOP / "tests" / "oracle")]
 import ocilib  # noqa: E402
 import overlay  # noqa: E402
-from measure import (MIB, Failed, best, daemon_of, disk_bytes, drop_caches, have, machine, process_cpu, run,  # noqa: E402
-                     table)
+from measure import (MIB, Failed, best, daemon_of, disk_bytes, drop_caches,  # noqa: E402
+                     have, machine, process_cpu, run, table)
 
 
 def gzip_of(path):
@@ -42,7 +44,8 @@ def gzip_of(path):
 
 
 def deal(tar, count, directory):
-    """The files of a tar, dealt out to `count` tars of about one size. The first has all that is no file."""
+    """The files of a tar, dealt out to `count` tars of about one size. The first has all that is no
+    file."""
     paths = [directory / f"part-{number}.tar" for number in range(count)]
     outs = [tarfile.open(path, "w", format=tarfile.PAX_FORMAT) for path in paths]
     filled, where = [0] * count, {}
@@ -65,7 +68,8 @@ def deal(tar, count, directory):
 def aside(function, *arguments):
     """Does something in a process of its own, and gives what it returns (as JSON has it).
 
-    What it took of memory would count as every later command's: that of a command is counted from the process that starts it.
+    What it took of memory would count as every later command's: that of a command is counted from
+    the process that starts it.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -94,7 +98,8 @@ def small_files(files, count, directory):
             for folder in range(files // 1000):
                 out.write(ocilib.entry(b"d%03d/" % folder, ocilib.DIR))
             for file in range(number, files, count):
-                out.write(ocilib.entry(b"d%03d/file-%d" % (file // 1000, file), data=b"%d\n" % file))
+                out.write(ocilib.entry(b"d%03d/file-%d" % (file // 1000, file),
+                                       data=b"%d\n" % file))
             out.write(ocilib.END)
     return paths
 
@@ -110,7 +115,8 @@ def make_layout(tars, path):
     for tar in tars:
         diff_ids.append(digest_of(tar))
         packed = gzip_of(tar)
-        descriptor = {"mediaType": ocilib.MEDIA_TAR_GZIP, "digest": digest_of(packed), "size": packed.stat().st_size}
+        descriptor = {"mediaType": ocilib.MEDIA_TAR_GZIP, "digest": digest_of(packed),
+                      "size": packed.stat().st_size}
         packed.rename(layout.blob_path(descriptor["digest"]))
         blobs.append(descriptor)
     layout.index([(layout.manifest(blobs, diff_ids), "t", None)])
@@ -157,11 +163,13 @@ class Bench:
 
                 cost = costs[name, jobs] = best(self.args.rounds, once)
                 one = costs[name, "1"]
-                rows.append([f"five layers of {size / 5e6:.0f} MB {name}, {jobs} CPU{'s' * (jobs != '1')}", f"{cost.cpu:.2f}",
-                             f"{cost.wall:.2f}", f"{one.wall / cost.wall:.2f}", f"{cost.rss / MIB:.0f}"])
+                rows.append([f"five layers of {size / 5e6:.0f} MB {name}, {jobs} "
+                             f"CPU{'s' * (jobs != '1')}", f"{cost.cpu:.2f}", f"{cost.wall:.2f}",
+                             f"{one.wall / cost.wall:.2f}", f"{cost.rss / MIB:.0f}"])
             remove(out)
             out.unlink(missing_ok=True)
-        table("### Layers in parallel", ["what", "CPU s", "wall s", "times as fast", "peak RSS MiB"], rows)
+        table("### Layers in parallel",
+              ["what", "CPU s", "wall s", "times as fast", "peak RSS MiB"], rows)
         remove(parts)
 
     # Twenty layers, one of them new.
@@ -171,9 +179,11 @@ class Bench:
         parts.mkdir()
         rows = self.rebuild_of("the image", aside(deal, self.args.tar, 20, parts), parts)
         parts.mkdir()
-        rows += self.rebuild_of("200,000 small files", aside(small_files, 200_000, 20, parts), parts)
-        table("### Twenty layers, one of them changed", ["of", "what is converted", "CPU s", "wall s", "of the whole", "merge ms",
-                                                       "inodes", "merge ms / 100,000", "peak RSS MiB"], rows)
+        rows += self.rebuild_of("200,000 small files", aside(small_files, 200_000, 20, parts),
+                                parts)
+        table("### Twenty layers, one of them changed",
+              ["of", "what is converted", "CPU s", "wall s", "of the whole", "merge ms", "inodes",
+               "merge ms / 100,000", "peak RSS MiB"], rows)
 
     def rebuild_of(self, what, tars, parts):
         tars = [pathlib.Path(path) for path in tars]
@@ -187,7 +197,8 @@ class Bench:
         cache, warm, base, out = (self.work / name for name in ("cache", "warm", "base", "out"))
         self.convert(before, f"oci:{base}:t", "--cache", cache)
         rows, whole = [], None
-        for name, source, kind in (("all twenty layers", after, "fresh"), ("that layer alone", alone, "fresh"),
+        for name, source, kind in (("all twenty layers", after, "fresh"),
+                                   ("that layer alone", alone, "fresh"),
                                    ("one layer is new, 19 in the cache", after, "cache"),
                                    ("one layer is new, 19 in the layout", after, "layout"),
                                    ("nothing is new, all in the layout", before, "layout"),
@@ -213,8 +224,9 @@ class Bench:
             cost = best(self.args.rounds, once)
             whole = whole or cost
             entries, merge = self.said["stack"]["entries"], min(merges)
-            rows.append([what, name, f"{cost.cpu:.2f}", f"{cost.wall:.2f}", f"{cost.wall / whole.wall:.3f}", f"{merge}",
-                         f"{entries:,}", f"{merge * 1e5 / entries:.0f}", f"{cost.rss / MIB:.0f}"])
+            rows.append([what, name, f"{cost.cpu:.2f}", f"{cost.wall:.2f}",
+                         f"{cost.wall / whole.wall:.3f}", f"{merge}", f"{entries:,}",
+                         f"{merge * 1e5 / entries:.0f}", f"{cost.rss / MIB:.0f}"])
         for directory in (cache, warm, base, out, parts):
             remove(directory)
         return rows
@@ -244,8 +256,10 @@ class Bench:
             (unpacked / "e").mkdir()
             for number, files in enumerate(layers):
                 folders = sorted({os.path.dirname(path) for path in files})
-                tars.append(b"".join([ocilib.entry(f"{folder}/".encode(), ocilib.DIR) for folder in folders]
-                                     + [ocilib.entry(path.encode(), data=data) for path, data in files.items()]) + ocilib.END)
+                tars.append(b"".join([ocilib.entry(f"{folder}/".encode(), ocilib.DIR)
+                                      for folder in folders]
+                                     + [ocilib.entry(path.encode(), data=data)
+                                        for path, data in files.items()]) + ocilib.END)
                 (unpacked / str(number)).mkdir()
                 for folder in folders:
                     (unpacked / str(number) / folder).mkdir()
@@ -259,23 +273,32 @@ class Bench:
             self.convert(source, f"oci:{directory / 'plain'}:t", "--plain")
             mnt = directory / "mnt"
             mnt.mkdir()
-            for name, mount in (("**bcow mount** of the stack, zstd", lambda: run([self.args.bcow, "mount", f"oci:{directory / 'zstd'}:t", mnt])),
-                                ("**plain stack**, kernel mount, a device per layer", lambda: mount_plain(directory / "plain", mnt)),
-                                ("overlayfs, a directory per layer", lambda: overlay.mount_overlay(
-                                    unpacked, [str(n) for n in reversed(range(count))] + ["e"] * (count == 1), mnt))):
+            for name, mount in (
+                    ("**bcow mount** of the stack, zstd",
+                     lambda: run([self.args.bcow, "mount", f"oci:{directory / 'zstd'}:t", mnt])),
+                    ("**plain stack**, kernel mount, a device per layer",
+                     lambda: mount_plain(directory / "plain", mnt)),
+                    ("overlayfs, a directory per layer", lambda: overlay.mount_overlay(
+                         unpacked, [str(n) for n in reversed(range(count))] + ["e"] * (count == 1),
+                         mnt))):
                 try:
                     rows.append([name, str(count), *self.storm(mount, mnt, paths)])
                 except (Failed, OSError, ValueError) as error:
-                    rows.append([name, str(count), "-", "-", "-", "-", f"refused: {str(error).strip().splitlines()[-1][:80]}"])
+                    rows.append([name, str(count), "-", "-", "-", "-",
+                                 f"refused: {str(error).strip().splitlines()[-1][:80]}"])
             if count == self.args.layers[0]:
-                rows.append(["*a directory of ext4, no mount*", "-", *self.storm(lambda: mnt.rmdir() or mnt.symlink_to(unpacked / "0"), mnt, paths)])
+                rows.append(["*a directory of ext4, no mount*", "-",
+                             *self.storm(lambda: mnt.rmdir() or mnt.symlink_to(unpacked / "0"), mnt,
+                                         paths)])
             remove(directory)
         rows.sort(key=lambda row: row[0])
         table(f"### open, fstat and close of {self.args.files:,} random paths (microseconds each)",
-              ["mount", "layers", "cold, wall", "cold, CPU", "warm, wall", "warm, CPU", "mount ms"], rows)
+              ["mount", "layers", "cold, wall", "cold, CPU", "warm, wall", "warm, CPU", "mount ms"],
+              rows)
 
     def storm(self, mount, mnt, paths):
-        """Microseconds for each path, cold and warm, and milliseconds to mount; the best of the rounds."""
+        """Microseconds for each path, cold and warm, and milliseconds to mount; the best of the
+        rounds."""
         samples = []
         for _ in range(self.args.rounds):
             drop_caches()
@@ -286,13 +309,15 @@ class Bench:
             pid = daemon_of(str(mnt))
             try:
                 for _ in range(2):
-                    cpu, begin = process_cpu(pid) if pid else 0, (time.monotonic(), time.process_time())
+                    cpu, begin = process_cpu(pid) if pid else 0, (
+                        time.monotonic(), time.process_time())
                     for path in paths:
                         file = os.open(f"{mnt}/{path}", os.O_RDONLY)
                         os.fstat(file)
                         os.close(file)
                     spent = time.process_time() - begin[1] + (process_cpu(pid) - cpu if pid else 0)
-                    sample += [(time.monotonic() - begin[0]) * 1e6 / len(paths), spent * 1e6 / len(paths)]
+                    sample += [(time.monotonic() - begin[0]) * 1e6 / len(paths),
+                               spent * 1e6 / len(paths)]
             finally:
                 if mnt.is_symlink():
                     mnt.unlink()
@@ -311,11 +336,14 @@ class Bench:
         rows, gzip_bytes = [], None
 
         def row(name, size, cost=None, note=""):
-            rows.append([name, f"{size / 1e6:.1f}", f"{size / gzip_bytes:.2f}", f"{cost.cpu:.2f}" if cost else "-",
-                         f"{cost.wall:.2f}" if cost else "-", f"{cost.rss / MIB:.0f}" if cost else "-", note])
+            rows.append([name, f"{size / 1e6:.1f}", f"{size / gzip_bytes:.2f}",
+                         f"{cost.cpu:.2f}" if cost else "-", f"{cost.wall:.2f}" if cost else "-",
+                         f"{cost.rss / MIB:.0f}" if cost else "-", note])
 
-        for options, name in (([], "**layers and stack**, zstd 3"), (["--compress", "zstd:9"], "**layers and stack**, zstd 9"),
-                              (["--block-size", "1M"], "**layers and stack**, zstd 3, 1 MiB blocks"),
+        for options, name in (([], "**layers and stack**, zstd 3"),
+                              (["--compress", "zstd:9"], "**layers and stack**, zstd 9"),
+                              (["--block-size", "1M"],
+                               "**layers and stack**, zstd 3, 1 MiB blocks"),
                               (["--dedup-lower"], "**layers and stack**, zstd 3, --dedup-lower"),
                               (["--plain"], "**layers and stack**, --plain")):
             def once():
@@ -326,10 +354,12 @@ class Bench:
             if gzip_bytes is None:
                 gzip_bytes = sum(layer["source_bytes"] for layer in self.said["layers"])
                 row(f"*the source:* {len(self.said['layers'])} gzip layers", gzip_bytes)
-            stack, layers = self.said["stack"]["file_bytes"], sum(layer["file_bytes"] for layer in self.said["layers"])
+            stack, layers = self.said["stack"]["file_bytes"], sum(
+                layer["file_bytes"] for layer in self.said["layers"])
             row(name, stack + layers, cost, f"stack {stack / 1e6:.2f} MB")
         remove(out)
-        for options, name in (([], "**bcow**, flattened, zstd 3"), (["--plain"], "**bcow**, flattened, --plain")):
+        for options, name in (([], "**bcow**, flattened, zstd 3"),
+                              (["--plain"], "**bcow**, flattened, --plain")):
             cost = best(1, lambda: self.convert(source, out, *options))
             row(name, disk_bytes(out), cost, "what upper layers hide is not in it")
             out.unlink()
@@ -349,11 +379,13 @@ class Bench:
             remove(tree)
         else:
             print("not installed, left out: mkfs.erofs")
-        table("### Sizes", ["what", "MB", "of the gzip layers", "CPU s", "wall s", "peak RSS MiB", ""], rows)
+        table("### Sizes",
+              ["what", "MB", "of the gzip layers", "CPU s", "wall s", "peak RSS MiB", ""], rows)
 
 
 def mount_plain(layout, mnt):
-    """Mounts a plain stack by the kernel's mount interface that takes each option on its own: a page holds few devices."""
+    """Mounts a plain stack by the kernel's mount interface that takes each option on its own: a
+    page holds few devices."""
     index = json.loads((layout / "index.json").read_text())
     blob = lambda digest: str(layout / "blobs" / digest.replace(":", "/"))
     manifest = json.loads(pathlib.Path(blob(index["manifests"][0]["digest"])).read_text())
@@ -387,14 +419,18 @@ def mount_plain(layout, mnt):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", required=True, help="an OCI layout, DIR:REF, with gzip layers")
-    parser.add_argument("--tar", required=True, type=pathlib.Path, help="the same image as one flat tar")
+    parser.add_argument("--tar", required=True, type=pathlib.Path,
+                        help="the same image as one flat tar")
     parser.add_argument("--bcow", type=pathlib.Path, default=pathlib.Path("target/release/bcow"))
-    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()), help="where output may go")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()),
+                        help="where output may go")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=int, default=20000)
-    parser.add_argument("--layers", type=lambda text: [int(one) for one in text.split(",")], default=[1, 10, 100, 500, 1000])
+    parser.add_argument("--layers", type=lambda text: [int(one) for one in text.split(",")],
+                        default=[1, 10, 100, 500, 1000])
     parser.add_argument("--only", choices=["parallel", "rebuild", "lookup", "size"])
     args = parser.parse_args()
     args.bcow, args.tar = args.bcow.resolve(), args.tar.resolve()

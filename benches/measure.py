@@ -1,4 +1,5 @@
-"""What the measuring programs share: running a command and what it cost, tables, mounts' daemons."""
+"""What the measuring programs share: running a command and what it cost, tables, mounts'
+daemons."""
 
 import contextlib
 import os
@@ -24,13 +25,15 @@ class Cost:
 def run(command, stdin=None, stdout=subprocess.DEVNULL):
     """Runs a command to its end and returns its cost, its children's included."""
     start = time.monotonic()
-    process = subprocess.Popen(list(map(str, command)), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
+    process = subprocess.Popen(list(map(str, command)), stdin=stdin, stdout=stdout,
+                               stderr=subprocess.PIPE)
     errors = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     wall = time.monotonic() - start
     if process.returncode != 0:
-        raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n{errors.decode(errors='replace')[-2000:]}")
+        raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n"
+                     f"{errors.decode(errors='replace')[-2000:]}")
     return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
@@ -50,7 +53,8 @@ def disk_bytes(path):
 
 def machine():
     """One line about where this was measured."""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo")
+                if line.startswith("model name")), "?")
     return f"{os.cpu_count()} cores, {cpu}, Linux {os.uname().release}"
 
 
@@ -77,7 +81,8 @@ def process_rss(pid):
 
 
 def daemon_of(marker):
-    """The newest process whose command line holds the mount point; 0 for a mount of the kernel's own."""
+    """The newest process whose command line holds the mount point; 0 for a mount of the kernel's
+    own."""
     newest = 0
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():

@@ -12,7 +12,8 @@ RATES = ("MB/s", "per s", "IOPS")
 def shown(value):
     if value == 0:
         return "0"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+    return (f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+            if value >= 0.1 else f"{value:.3f}")
 
 
 def mib(amount):
@@ -37,9 +38,11 @@ class Results:
                 continue
             middle = {name: statistics.median(list_) for name, list_ in values.items()}
             cells = [shown(middle[one.name]) if one.name in middle else "-" for one in everyone]
-            rows.append([row, unit, *cells, times(middle, "native", unit), times(middle, "overlay", unit), papers.said(part, row)])
+            rows.append([row, unit, *cells, times(middle, "native", unit),
+                         times(middle, "overlay", unit), papers.said(part, row)])
         if rows:
-            table(f"### {title}", ["", "unit", *[one.title for one in everyone], "against ext4", "against overlayfs", "the paper"], rows)
+            table(f"### {title}", ["", "unit", *[one.title for one in everyone], "against ext4",
+                                   "against overlayfs", "the paper"], rows)
 
 
 def times(middle, rival, unit):

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Measures `bcow serve` beside qemu-nbd on qcow2 with a backing file, and nbdkit on a plain file, in one run.
+"""Measures `bcow serve` beside qemu-nbd on qcow2 with a backing file, and nbdkit on a plain file,
+in one run.
 
-All serve a Unix socket, through the page cache, and make a flush durable; all are asked by the same client (fio's nbd engine,
-nbdcopy, and a few lines of Python for the first reply). Each round gives each server a fresh overlay on the same base, one
-server after the other, in turn; rounds are interleaved, the table has medians. Bases are not compressed: 64 KiB clusters in qcow2, its default, 4 KiB
-blocks in BCoW, whose checksums are compared at each read (qcow2 has none). nbdkit has no copy-on-write: it gets a copy
-of the base, and stands for what the protocol alone costs.
+All serve a Unix socket, through the page cache, and make a flush durable; all are asked by the same
+client (fio's nbd engine, nbdcopy, and a few lines of Python for the first reply). Each round gives
+each server a fresh overlay on the same base, one server after the other, in turn; rounds are
+interleaved, the table has medians. Bases are not compressed: 64 KiB clusters in qcow2, its default,
+4 KiB blocks in BCoW, whose checksums are compared at each read (qcow2 has none). nbdkit has no
+copy-on-write: it gets a copy of the base, and stands for what the protocol alone costs.
 
     cargo build --release --bin bcow
     benches/serve.py --work DIR [--rounds 5] [--seconds 2] [--json FILE]
@@ -33,21 +35,27 @@ OWNED = 256 * MIB
 VM = 1 << 40
 
 # name, the row's title, unit, options of fio. `first` rows begin on ranges that only the base has.
-JOBS = [
-    ("randread-1", "random 4 KiB read, depth 1", "IOPS", dict(rw="randread", bs="4k", iodepth=1)),
-    ("randread-32", "random 4 KiB read, depth 32", "IOPS", dict(rw="randread", bs="4k", iodepth=32)),
-    ("read", "sequential 1 MiB read, depth 4", "MB/s", dict(rw="read", bs="1m", iodepth=4)),
-    ("first-1", "first 4 KiB write into a backed range, depth 1", "IOPS",
-     dict(rw="randwrite", bs="4k", iodepth=1, offset=OWNED, size=512 * MIB)),
-    ("first-32", "first 4 KiB write into a backed range, depth 32", "IOPS",
-     dict(rw="randwrite", bs="4k", iodepth=32, offset=OWNED + 512 * MIB, size=128 * MIB, io_size=96 * MIB, time_based=False)),
-    ("part-1", "first 1 KiB write (part of a block), depth 1", "IOPS",
-     dict(rw="randwrite", bs="1k", blockalign="4k", iodepth=1, offset=OWNED + 640 * MIB, size=128 * MIB)),
-    ("write", "sequential 1 MiB write, depth 4", "MB/s", dict(rw="write", bs="1m", iodepth=4, size=OWNED)),
-    ("randwrite-1", "random 4 KiB write, depth 1", "IOPS", dict(rw="randwrite", bs="4k", iodepth=1, size=OWNED)),
-    ("randwrite-32", "random 4 KiB write, depth 32", "IOPS", dict(rw="randwrite", bs="4k", iodepth=32, size=OWNED)),
-    ("flush", "4 KiB write and flush, depth 1", "IOPS", dict(rw="randwrite", bs="4k", iodepth=1, size=OWNED, fsync=1)),
-]
+JOBS = [("randread-1", "random 4 KiB read, depth 1", "IOPS",
+         dict(rw="randread", bs="4k", iodepth=1)),
+        ("randread-32", "random 4 KiB read, depth 32", "IOPS",
+         dict(rw="randread", bs="4k", iodepth=32)),
+        ("read", "sequential 1 MiB read, depth 4", "MB/s", dict(rw="read", bs="1m", iodepth=4)),
+        ("first-1", "first 4 KiB write into a backed range, depth 1", "IOPS",
+         dict(rw="randwrite", bs="4k", iodepth=1, offset=OWNED, size=512 * MIB)),
+        ("first-32", "first 4 KiB write into a backed range, depth 32", "IOPS",
+         dict(rw="randwrite", bs="4k", iodepth=32, offset=OWNED + 512 * MIB, size=128 * MIB,
+              io_size=96 * MIB, time_based=False)),
+        ("part-1", "first 1 KiB write (part of a block), depth 1", "IOPS",
+         dict(rw="randwrite", bs="1k", blockalign="4k", iodepth=1, offset=OWNED + 640 * MIB,
+              size=128 * MIB)),
+        ("write", "sequential 1 MiB write, depth 4", "MB/s",
+         dict(rw="write", bs="1m", iodepth=4, size=OWNED)),
+        ("randwrite-1", "random 4 KiB write, depth 1", "IOPS",
+         dict(rw="randwrite", bs="4k", iodepth=1, size=OWNED)),
+        ("randwrite-32", "random 4 KiB write, depth 32", "IOPS",
+         dict(rw="randwrite", bs="4k", iodepth=32, size=OWNED)),
+        ("flush", "4 KiB write and flush, depth 1", "IOPS",
+         dict(rw="randwrite", bs="4k", iodepth=1, size=OWNED, fsync=1))]
 
 
 class Client:
@@ -82,7 +90,8 @@ class Client:
 
 
 class Server:
-    """A server on a socket; `start` measures from the start of the process to the first byte read."""
+    """A server on a socket; `start` measures from the start of the process to the first byte
+    read."""
 
     name = None
 
@@ -93,7 +102,8 @@ class Server:
     def start(self, file):
         self.socket.unlink(missing_ok=True)
         begin = time.monotonic()
-        self.process = subprocess.Popen([str(part) for part in self.command(file)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen([str(part) for part in self.command(file)],
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         while True:
             try:
                 client = Client(self.socket)
@@ -167,7 +177,8 @@ class QemuNbd(Server):
         return path
 
     def command(self, file):
-        return ["qemu-nbd", "-f", "qcow2", "-t", "-e", "8", "--cache=writeback", "--discard=unmap", "-k", self.socket, file]
+        return ["qemu-nbd", "-f", "qcow2", "-t", "-e", "8", "--cache=writeback", "--discard=unmap",
+                "-k", self.socket, file]
 
 
 class Nbdkit(Server):
@@ -209,9 +220,11 @@ class Bench:
         self.values.setdefault(row, {}).setdefault(server.name, []).append(value)
 
     def make_base(self):
-        """A disk that is neither empty nor compressible to nothing: random pieces between text-like ones."""
+        """A disk that is neither empty nor compressible to nothing: random pieces between text-like
+        ones."""
         with open(self.work / "base.raw", "wb") as file:
-            text = b"".join(b"%08x the quick brown fox jumps over it\n" % n for n in range(MIB // 46))
+            text = (b"".join(b"%08x the quick brown fox jumps over it\n" % n
+                             for n in range(MIB // 46)))
             text += bytes(MIB - len(text))
             for n in range(BASE // MIB):
                 file.write(os.urandom(MIB) if n % 2 else text[n:] + text[:n])
@@ -220,8 +233,9 @@ class Bench:
 
     def fio(self, server, name, options):
         options = {"size": BASE, "offset": 0, "time_based": True, **options}
-        command = ["fio", f"--name={name}", "--ioengine=nbd", f"--uri=nbd+unix:///?socket={server.socket}", "--thread",
-                   "--output-format=json", "--randrepeat=1", "--refill_buffers", "--percentile_list=50:90:99:99.9"]
+        command = ["fio", f"--name={name}", "--ioengine=nbd",
+                   f"--uri=nbd+unix:///?socket={server.socket}", "--thread", "--output-format=json",
+                   "--randrepeat=1", "--refill_buffers", "--percentile_list=50:90:99:99.9"]
         if options.pop("time_based"):
             command += ["--time_based", f"--runtime={self.args.seconds}"]
         command += [f"--{key}={value}" for key, value in options.items()]
@@ -236,7 +250,8 @@ class Bench:
             raise Failed(f"fio {name} on {server.name}: error {job['error']}")
         side = job["read"] if options["rw"].endswith("read") else job["write"]
         cpu = process_cpu(server.process.pid) - cpu
-        client = end.children_user + end.children_system - begin.children_user - begin.children_system
+        client = (end.children_user + end.children_system - begin.children_user
+                  - begin.children_system)
         return side, job["sync"], cpu, client
 
     def round(self, server):
@@ -247,50 +262,67 @@ class Bench:
                 if self.args.only and name not in self.args.only:
                     continue
                 if name == "randwrite-1" and self.args.only:
-                    self.fio(server, "prepare", dict(rw="write", bs="1m", iodepth=4, size=OWNED, time_based=False))
+                    self.fio(server, "prepare",
+                             dict(rw="write", bs="1m", iodepth=4, size=OWNED, time_based=False))
                 side, sync, cpu, client = self.fio(server, name, options)
-                self.note((name, title, unit), server, side["bw_bytes"] / 1e6 if unit == "MB/s" else side["iops"])
-                self.note((name, f"{title}: server CPU", "us"), server, cpu / side["total_ios"] * 1e6)
-                self.note((name, f"{title}: client CPU", "us"), server, client / side["total_ios"] * 1e6)
+                self.note((name, title, unit), server,
+                          side["bw_bytes"] / 1e6 if unit == "MB/s" else side["iops"])
+                self.note((name, f"{title}: server CPU", "us"), server,
+                          cpu / side["total_ios"] * 1e6)
+                self.note((name, f"{title}: client CPU", "us"), server,
+                          client / side["total_ios"] * 1e6)
                 if name in ("first-1", "part-1", "randread-1", "randwrite-1"):
                     for percent in ("50.000000", "99.000000", "99.900000"):
-                        self.note((name, f"{title}: p{float(percent):g}", "us"), server, side["clat_ns"]["percentile"][percent] / 1e3)
+                        self.note((name, f"{title}: p{float(percent):g}", "us"), server,
+                                  side["clat_ns"]["percentile"][percent] / 1e3)
                 if name == "flush":
                     for percent in ("50.000000", "99.000000", "99.900000"):
-                        self.note((name, f"flush: p{float(percent):g}", "us"), server, sync["lat_ns"]["percentile"][percent] / 1e3)
+                        self.note((name, f"flush: p{float(percent):g}", "us"), server,
+                                  sync["lat_ns"]["percentile"][percent] / 1e3)
             if not self.args.only or "copy" in self.args.only:
                 uri = f"nbd+unix:///?socket={server.socket}"
                 cpu = process_cpu(server.process.pid)
                 cost = run(["nbdcopy", uri, "null:"])
-                self.note(("copy", "nbdcopy of the whole disk", "MB/s"), server, BASE / 1e6 / cost.wall)
-                self.note(("copy", "nbdcopy: server CPU", "s"), server, process_cpu(server.process.pid) - cpu)
-            self.note(("memory", "server memory after all of this (peak)", "MiB"), server, process_rss(server.process.pid) / MIB)
+                self.note(("copy", "nbdcopy of the whole disk", "MB/s"), server,
+                          BASE / 1e6 / cost.wall)
+                self.note(("copy", "nbdcopy: server CPU", "s"), server,
+                          process_cpu(server.process.pid) - cpu)
+            self.note(("memory", "server memory after all of this (peak)", "MiB"), server,
+                      process_rss(server.process.pid) / MIB)
         finally:
             server.stop()
-        self.note(("space", "file on disk after all of this", "MiB"), server, disk_bytes(disk) / MIB)
+        self.note(("space", "file on disk after all of this", "MiB"), server,
+                  disk_bytes(disk) / MIB)
         disk.unlink()
 
     def start_up(self, server):
-        """A disk of 1 TB: empty, and with some GB in one piece and 64 MiB in 4 KiB pieces all over it."""
+        """A disk of 1 TB: empty, and with some GB in one piece and 64 MiB in 4 KiB pieces all over
+        it."""
         disk = server.large()
         for _ in range(self.args.rounds):
-            self.note(("start", "start to first reply, 1 TB, empty", "ms"), server, server.start(disk) * 1e3)
+            self.note(("start", "start to first reply, 1 TB, empty", "ms"), server,
+                      server.start(disk) * 1e3)
             server.stop()
         server.start(disk)
         try:
-            self.fio(server, "fill", dict(rw="write", bs="1m", iodepth=4, size=self.args.fill << 30, time_based=False))
-            self.fio(server, "scatter", dict(rw="randwrite", bs="4k", iodepth=32, size=VM, io_size=64 * MIB, time_based=False, norandommap=1))
+            self.fio(server, "fill", dict(rw="write", bs="1m", iodepth=4, size=self.args.fill << 30,
+                                          time_based=False))
+            self.fio(server, "scatter", dict(rw="randwrite", bs="4k", iodepth=32, size=VM,
+                                             io_size=64 * MIB, time_based=False, norandommap=1))
         finally:
             server.stop()
         for _ in range(self.args.rounds):
-            self.note(("start", f"start to first reply, 1 TB, {self.args.fill} GiB and 16,384 places written", "ms"), server, server.start(disk) * 1e3)
-            self.note(("start", "memory then (peak)", "MiB"), server, process_rss(server.process.pid) / MIB)
+            self.note(("start", f"start to first reply, 1 TB, {self.args.fill} GiB and 16,384 "
+                                "places written", "ms"), server, server.start(disk) * 1e3)
+            self.note(("start", "memory then (peak)", "MiB"), server,
+                      process_rss(server.process.pid) / MIB)
             server.stop()
         disk.unlink()
 
     def show(self):
         names = [server.name for server in self.servers]
-        print(f"\n| | unit | {' | '.join(names)} | {names[0]} / qemu-nbd |\n|{'---|' * (len(names) + 3)}")
+        print(f"\n| | unit | {' | '.join(names)} | {names[0]} / qemu-nbd |\n"
+              f"|{'---|' * (len(names) + 3)}")
         rival = QemuNbd.name
         for (_, title, unit), values in self.values.items():
             middle = {name: statistics.median(values[name]) for name in names if name in values}
@@ -300,11 +332,13 @@ class Bench:
                 better_high = unit in ("IOPS", "MB/s")
                 factor = middle[names[0]] / middle[rival]
                 ratio = f"{factor if better_high else 1 / factor:.2f}"
-            cells = [f"{middle[name]:,.0f}" if middle.get(name, 0) >= 100 else f"{middle[name]:.1f}" if name in middle else "-" for name in names]
+            cells = [f"{middle[name]:,.0f}" if middle.get(name, 0) >= 100 else f"{middle[name]:.1f}"
+                     if name in middle else "-" for name in names]
             print(f"| {title} | {unit} | {' | '.join(cells)} | {ratio} |")
         if self.args.json:
-            self.args.json.write_text(json.dumps([{"job": job, "what": title, "unit": unit, "values": values}
-                                                  for (job, title, unit), values in self.values.items()], indent=1))
+            self.args.json.write_text(json.dumps([{"job": job, "what": title, "unit": unit,
+                                                   "values": values} for (job, title, unit), values
+                                                  in self.values.items()], indent=1))
 
     def run(self):
         self.make_base()
@@ -322,15 +356,21 @@ class Bench:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bcow", type=pathlib.Path, default=pathlib.Path("target/release/bcow"))
-    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()), help="where disks may go: 12 GB")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()),
+                        help="where disks may go: 12 GB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2, help="for each workload")
     parser.add_argument("--fill", type=int, default=4, help="GiB in the large disk")
-    parser.add_argument("--layouts", type=lambda text: [one for one in text.split(",") if one], default=["auto"])
-    parser.add_argument("--compressed", action="store_true", help="also a disk over a base of 64 KiB blocks compressed with zstd")
-    parser.add_argument("--only", type=lambda text: text.split(","), help="some workloads: " + ", ".join([job[0] for job in JOBS] + ["copy", "start"]))
+    parser.add_argument("--layouts", type=lambda text: [one for one in text.split(",") if one],
+                        default=["auto"])
+    parser.add_argument("--compressed", action="store_true",
+                        help="also a disk over a base of 64 KiB blocks compressed with zstd")
+    parser.add_argument("--only", type=lambda text: text.split(","),
+                        help="some workloads: " +
+                             ", ".join([job[0] for job in JOBS] + ["copy", "start"]))
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     args.bcow = args.bcow.resolve()

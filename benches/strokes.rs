@@ -65,9 +65,16 @@ fn figures(mut times: Vec<u64>, whole: Duration) -> String {
             .unwrap_or(0)
     };
     format!(
-        "{{\"count\":{},\"seconds\":{:.6},\"first\":{first},\"mean\":{},\"mean_of_rest\":{},\"p50\":{},\"p99\":{},\"p999\":{},\"max\":{}}}",
-        times.len(), whole.as_secs_f64(), times.iter().sum::<u64>() / count as u64, rest / (count as u64 - 1).max(1),
-        at(0.5), at(0.99), at(0.999), at(1.0)
+        "{{\"count\":{},\"seconds\":{:.6},\"first\":{first},\"mean\":{},\"mean_of_rest\":{},\
+         \"p50\":{},\"p99\":{},\"p999\":{},\"max\":{}}}",
+        times.len(),
+        whole.as_secs_f64(),
+        times.iter().sum::<u64>() / count as u64,
+        rest / (count as u64 - 1).max(1),
+        at(0.5),
+        at(0.99),
+        at(0.999),
+        at(1.0)
     )
 }
 

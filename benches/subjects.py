@@ -1,4 +1,5 @@
-"""The file systems that benches/union.py compares: each shows a directory as a writable tree and keeps what changes apart."""
+"""The file systems that benches/union.py compares: each shows a directory as a writable tree and
+keeps what changes apart."""
 
 import contextlib
 import os
@@ -15,7 +16,8 @@ DISK = 200 << 30
 
 
 def stored_bytes(directory):
-    """What the files and directories below a directory take on the disk, names of one inode once."""
+    """What the files and directories below a directory take on the disk, names of one inode
+    once."""
     total, seen = 0, set()
     for path, folders, files in os.walk(directory):
         for name in [*folders, *files]:
@@ -37,8 +39,8 @@ def remove(path):
 
 
 def thin(directory):
-    """Frees the space of large files. Small ones stay until everything goes: for minutes ext4 passes over each inode that was
-    just freed, and whoever creates files next pays for it."""
+    """Frees the space of large files. Small ones stay until everything goes: for minutes ext4
+    passes over each inode that was just freed, and whoever creates files next pays for it."""
     for path, _, names in os.walk(directory):
         for name in names:
             file = os.path.join(path, name)
@@ -64,7 +66,8 @@ def unmount_below(directory):
 def runs(process):
     """Whether a process has not ended; whether somebody has taken notice does not matter."""
     try:
-        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+                != "Z")
     except OSError:
         return False
 
@@ -104,7 +107,8 @@ class Instance:
 
 
 class Subject:
-    """One kind of file system. `lower` makes of a directory what it takes for its lower, once for each directory."""
+    """One kind of file system. `lower` makes of a directory what it takes for its lower, once for
+    each directory."""
 
     name = ""
     title = ""
@@ -198,7 +202,8 @@ class Overlay(Subject):
 
 
 class OverlayErofs(Overlay):
-    """The lower is an image, as composefs and others have it: uncompressed EROFS on a loop device."""
+    """The lower is an image, as composefs and others have it: uncompressed EROFS on a loop
+    device."""
 
     name, title = "overlay-erofs", "overlayfs on EROFS"
 
@@ -222,7 +227,8 @@ class OverlayErofs(Overlay):
 
 
 class OverlayReflink(Overlay):
-    """Lower and upper on one file system that shares blocks: a copy-up clones. It is in a file, on a loop device."""
+    """Lower and upper on one file system that shares blocks: a copy-up clones. It is in a file, on
+    a loop device."""
 
     kind, make = "", []
     by_free_space = True
@@ -270,7 +276,8 @@ class OverlayReflink(Overlay):
 
 
 class OverlayXfs(OverlayReflink):
-    name, title, kind, make = "overlay-xfs", "overlayfs on xfs, reflinks", "xfs", ["-q", "-m", "reflink=1"]
+    name, title, kind, make = "overlay-xfs", "overlayfs on xfs, reflinks", "xfs", [
+        "-q", "-m", "reflink=1"]
 
 
 class OverlayBtrfs(OverlayReflink):
@@ -285,7 +292,9 @@ class FuseOverlay(Subject):
         return None if shutil.which("fuse-overlayfs") else "fuse-overlayfs is not installed"
 
     def attach(self, lower, directory, options=(), **rest):
-        fields = [f"lowerdir={lower},upperdir={directory}/upper,workdir={directory}/work,allow_other", *options]
+        fields = [
+            f"lowerdir={lower},upperdir={directory}/upper,workdir={directory}/work,allow_other",
+            *options]
         run(["fuse-overlayfs", "-o", ",".join(fields), directory / "mnt"])
 
 
@@ -303,12 +312,14 @@ class Bcow(Subject):
 
     def make_lower(self, tree):
         image = self.home / f"{tree.name}.bcow"
-        run([self.bench.bcow, "convert", f"dir:{tree}", image, "--no-verify", *self.convert_options, *self.bench.convert_options])
+        run([self.bench.bcow, "convert", f"dir:{tree}", image, "--no-verify", *self.convert_options,
+             *self.bench.convert_options])
         return image
 
     def attach(self, lower, directory, options=(), **rest):
-        run([self.bench.bcow, "mount", lower, directory / "mnt", "--upper", directory / "upper", "-o", "allow_other,suid,dev",
-             *self.mount_options, *self.bench.mount_options, *options])
+        run([self.bench.bcow, "mount", lower, directory / "mnt", "--upper", directory / "upper",
+             "-o", "allow_other,suid,dev", *self.mount_options, *self.bench.mount_options,
+             *options])
 
     def unmount(self, instance):
         run([self.bench.bcow, "umount", instance.path])
@@ -333,4 +344,5 @@ class BcowPlain(Bcow):
     convert_options = ["--plain"]
 
 
-ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowPacked, BcowWriteback, BcowPlain]
+ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowPacked,
+       BcowWriteback, BcowPlain]

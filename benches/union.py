@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Measures writable mounts: bcow beside ext4, overlayfs (on ext4, of EROFS, on xfs and btrfs with reflinks) and fuse-overlayfs, in one run.
+"""Measures writable mounts: bcow beside ext4, overlayfs (on ext4, of EROFS, on xfs and btrfs with
+reflinks) and fuse-overlayfs, in one run.
 
     cargo build --release --bin bcow
-    benches/union.py --work DIR [--only write-once,fio,...] [--subjects native,overlay,bcow] [--rounds 3] [--json FILE]
+    benches/union.py --work DIR [--only write-once,fio,...] [--subjects native,overlay,bcow]
+                     [--rounds 3] [--json FILE]
 
-Each subject gets the same files as its lower, and a fresh upper for each sample; subjects take turns within a round, tables have
-medians over the rounds. Defaults take some minutes; the papers' sizes are asked for by options. Prints Markdown, a row beside what the
-paper has measured for it, and writes JSON. Needs root (mounts, dropping the page cache), rustc and what is to be measured;
+Each subject gets the same files as its lower, and a fresh upper for each sample; subjects take
+turns within a round, tables have medians over the rounds. Defaults take some minutes; the papers'
+sizes are asked for by options. Prints Markdown, a row beside what the paper has measured for it,
+and writes JSON. Needs root (mounts, dropping the page cache), rustc and what is to be measured;
 what is missing is named and left out. "Cold": with the page cache dropped and a new daemon.
 """
 
@@ -30,13 +33,15 @@ from measure import Failed, machine, run
 from results import Results
 
 HERE = pathlib.Path(__file__).resolve().parent
-PARTS = {"write-once": workloads.write_once, "write-many": workloads.write_many, "fio": workloads.fio, "storms": workloads.storms,
-         "instances": workloads.instances, "append": workloads.append, "sync": workloads.sync,
+PARTS = {"write-once": workloads.write_once, "write-many": workloads.write_many,
+         "fio": workloads.fio, "storms": workloads.storms, "instances": workloads.instances,
+         "append": workloads.append, "sync": workloads.sync,
          "postgres": lambda bench: databases.measure(bench, databases.Postgres),
          "mariadb": lambda bench: databases.measure(bench, databases.MariaDb)}
 
 def size_of(text):
-    return int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]] if text[-1] in "KMG" else int(text)
+    return (int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]] if text[-1] in "KMG"
+            else int(text))
 
 
 def sizes_of(text):
@@ -64,8 +69,10 @@ class Bench:
 
     def stroke(self, what, **arguments):
         """Lets strokes.rs do something; its answer."""
-        command = [str(self.strokes), what, *[f"{name}={value}" for name, value in arguments.items()]]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [str(self.strokes), what,
+                   *[f"{name}={value}" for name, value in arguments.items()]]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)
         if done.returncode != 0:
             raise Failed(f"{' '.join(command)}: {done.stderr.strip()}")
         return json.loads(done.stdout)
@@ -97,7 +104,8 @@ class Bench:
                 (tree / f"d{directory:03}" / f"f{file:03}").write_bytes(data[:size])
 
     def rounds(self, each):
-        """Everyone in turn, in another order each round. Who fails is named, and left out of the rest of the part."""
+        """Everyone in turn, in another order each round. Who fails is named, and left out of the
+        rest of the part."""
         failed = set()
         for number in range(self.args.rounds):
             turn = number % len(self.everyone)
@@ -128,34 +136,48 @@ class Bench:
 
     def save(self):
         if self.args.json:
-            self.args.json.write_text(json.dumps(
-                [{"part": part, "what": row, "unit": unit, "paper": papers.said(part, row), "values": values}
-                 for (part, row, unit), values in self.results.values.items()], indent=1))
+            self.args.json.write_text(json.dumps([{"part": part, "what": row, "unit": unit,
+                                                   "paper": papers.said(part, row),
+                                                   "values": values} for (part, row, unit), values
+                                                  in self.results.values.items()], indent=1))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [kind.name for kind in subjects.ALL]
     words = lambda text: text.split(",")
     parser.add_argument("--bcow", type=pathlib.Path, default=pathlib.Path("target/release/bcow"))
-    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()), help="where lowers and uppers go: eight times the largest tree")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()),
+                        help="where lowers and uppers go: eight times the largest tree")
     parser.add_argument("--only", type=words, help="some parts: " + ", ".join(PARTS))
-    parser.add_argument("--subjects", type=words, default=[name for name in names if name not in ("bcow-plain", "bcow-writeback")], help="some of: " + ", ".join(names))
+    parser.add_argument("--subjects", type=words, default=[
+                            name for name in names if name not in ("bcow-plain", "bcow-writeback")],
+                        help="some of: " + ", ".join(names))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--sizes", type=sizes_of, default=sizes_of("1K,64K,4M,100M"), help="write-once; the papers': 1K,64K,4M,100M,1G,10G")
-    parser.add_argument("--many-size", type=size_of, default=size_of("128M"), help="write-many; the paper's: 2G")
+    parser.add_argument("--sizes", type=sizes_of, default=sizes_of("1K,64K,4M,100M"),
+                        help="write-once; the papers': 1K,64K,4M,100M,1G,10G")
+    parser.add_argument("--many-size", type=size_of, default=size_of("128M"),
+                        help="write-many; the paper's: 2G")
     parser.add_argument("--fio-size", type=size_of, default=size_of("64M"), help="the paper's: 40G")
-    parser.add_argument("--fio-random", type=size_of, default=size_of("32M"), help="at most this much at random in small pieces")
+    parser.add_argument("--fio-random", type=size_of, default=size_of("32M"),
+                        help="at most this much at random in small pieces")
     parser.add_argument("--storm-files", type=int, default=5000)
-    parser.add_argument("--instances", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 5, 10, 20])
-    parser.add_argument("--instance-files", type=int, default=100, help="to be written in each instance")
-    parser.add_argument("--append-size", type=size_of, default=size_of("16M"), help="the paper's: 2G")
+    parser.add_argument("--instances", type=lambda text: [int(one) for one in text.split(",")],
+                        default=[1, 2, 5, 10, 20])
+    parser.add_argument("--instance-files", type=int, default=100,
+                        help="to be written in each instance")
+    parser.add_argument("--append-size", type=size_of, default=size_of("16M"),
+                        help="the paper's: 2G")
     parser.add_argument("--sync-files", type=int, default=500)
-    parser.add_argument("--scale", type=int, default=5, help="of the databases: pgbench's scale, and as many times 10,000 rows in each of sysbench's 8 tables")
+    parser.add_argument("--scale", type=int, default=5,
+                        help="of the databases: pgbench's scale, and the number of 10,000 rows in "
+                             "each of sysbench's 8 tables")
     parser.add_argument("--seconds", type=float, default=5, help="of pgbench and sysbench")
     parser.add_argument("--mount-options", type=str.split, default=[], help="more for bcow mount")
-    parser.add_argument("--convert-options", type=str.split, default=[], help="more for bcow convert")
+    parser.add_argument("--convert-options", type=str.split, default=[],
+                        help="more for bcow convert")
     args = parser.parse_args()
     unknown = set(args.only or []) - set(PARTS) | set(args.subjects) - set(names)
     if unknown:

@@ -36,16 +36,19 @@ def write_once(bench):
                     files = [one.path / f"{name}-{number}" for number in range(count(size))]
                     before = one.upper_bytes()
                     note(f"{name}: first write, cold", "us",
-                         statistics.median(bench.stroke("touch", file=file, at=size // 2)["first"] for file in files) / 1e3)
+                         statistics.median(bench.stroke("touch", file=file, at=size // 2)["first"]
+                                           for file in files) / 1e3)
                     for file in files:
                         bench.stroke("sync", file=file)
                     after = one.upper_bytes()
-                    note(f"{name}: upper after it", "KiB", after and (after - before) / 1024 / len(files))
-                    note(f"{name}: write to the same block again", "us",
-                         bench.stroke("touch", file=files[0], at=size // 2, rounds=500)["p50"] / 1e3)
+                    note(f"{name}: upper after it", "KiB",
+                         after and (after - before) / 1024 / len(files))
+                    note(f"{name}: write to the same block again", "us", bench.stroke(
+                             "touch", file=files[0], at=size // 2, rounds=500)["p50"] / 1e3)
                     if size >= 4 * MIB:
                         note(f"{name}: first write to another block", "us",
-                             bench.stroke("touch", file=files[0], at=size // 4, step=4096, rounds=200)["p50"] / 1e3)
+                             bench.stroke("touch", file=files[0], at=size // 4, step=4096,
+                                          rounds=200)["p50"] / 1e3)
             with subject.instance(tree) as one:
                 bench.stroke("touch", file=one.path / "other")
                 for name, size in bench.args.sizes:
@@ -53,7 +56,8 @@ def write_once(bench):
                     for file in files:
                         run(["cat", file])
                     note(f"{name}: first write, lower cached", "us",
-                         statistics.median(bench.stroke("touch", file=file, at=size // 2)["first"] for file in files) / 1e3)
+                         statistics.median(bench.stroke("touch", file=file, at=size // 2)["first"]
+                                           for file in files) / 1e3)
 
         bench.rounds(each)
     bench.results.show("write-once", "Write-once: open, write 1 byte, close", bench.everyone)
@@ -75,39 +79,48 @@ def write_many(bench):
                 cpu, rss = one.cpu(), one.rss()
                 many = bench.stroke("strew", file=big)
                 note("lower cold: all writes", "s", many["seconds"])
-                note("lower cold: mean of the writes after the first", "us", many["mean_of_rest"] / 1e3)
+                note("lower cold: mean of the writes after the first", "us",
+                     many["mean_of_rest"] / 1e3)
                 note("lower cold: p99", "us", many["p99"] / 1e3)
                 note("lower cold: first write", "us", many["first"] / 1e3)
-                note("then 20 % of the blocks read at once: mean", "us", bench.stroke("probe", file=big)["mean"] / 1e3)
+                note("then 20 % of the blocks read at once: mean", "us",
+                     bench.stroke("probe", file=big)["mean"] / 1e3)
                 note("then fsync", "s", bench.stroke("sync", file=big)["seconds"])
-                note("then 20 % of the blocks read: mean", "us", bench.stroke("probe", file=big, seed=8)["mean"] / 1e3)
+                note("then 20 % of the blocks read: mean", "us",
+                     bench.stroke("probe", file=big, seed=8)["mean"] / 1e3)
                 drop_caches()
-                note("then 20 % of the blocks read, cache dropped: mean", "us", bench.stroke("probe", file=big, seed=9)["mean"] / 1e3)
+                note("then 20 % of the blocks read, cache dropped: mean", "us",
+                     bench.stroke("probe", file=big, seed=9)["mean"] / 1e3)
                 note("daemon: CPU for all of this", "s", one.daemon and one.cpu() - cpu or None)
-                note("daemon: peak memory, more than after mounting", "MiB", one.daemon and (one.rss() - rss) / MIB or None)
+                note("daemon: peak memory, more than after mounting", "MiB",
+                     one.daemon and (one.rss() - rss) / MIB or None)
                 note("upper after it", "MiB", mib(one.upper_bytes()))
                 one.unmount()
                 one.mount()
                 run(["cat", big])
-                note("mounted again, the same writes: mean", "us", bench.stroke("strew", file=big)["mean"] / 1e3)
+                note("mounted again, the same writes: mean", "us",
+                     bench.stroke("strew", file=big)["mean"] / 1e3)
             with subject.instance(tree) as one:
                 big = one.path / "big"
                 run(["cat", big])
                 many = bench.stroke("strew", file=big)
                 note("lower cached: all writes", "s", many["seconds"])
-                note("lower cached: mean of the writes after the first", "us", many["mean_of_rest"] / 1e3)
+                note("lower cached: mean of the writes after the first", "us",
+                     many["mean_of_rest"] / 1e3)
                 note("lower cached: first write", "us", many["first"] / 1e3)
             with subject.instance(tree) as one:
                 big = one.path / "big"
                 run(["cat", big])
                 count = max(1, bench.args.many_size // 4096 // 20)
                 many = bench.stroke("strew", file=big, random=1, count=count)
-                note("lower cached: 5 % of the blocks at random: mean of the writes after the first", "us", many["mean_of_rest"] / 1e3)
+                note("lower cached: 5 % of the blocks at random: mean of the writes after the "
+                     "first", "us", many["mean_of_rest"] / 1e3)
                 bench.stroke("sync", file=big)
                 note("upper after 5 % of the blocks", "MiB", mib(one.upper_bytes()))
 
         bench.rounds(each)
-    bench.results.show("write-many", f"Write-many: 410 bytes in every 4 KiB of {bench.args.many_size // MIB:,} MiB", bench.everyone)
+    bench.results.show("write-many", "Write-many: 410 bytes in every 4 KiB of "
+                                     f"{bench.args.many_size // MIB:,} MiB", bench.everyone)
 
 
 def fio(bench):
@@ -116,10 +129,12 @@ def fio(bench):
         print("left out: fio: not installed")
         return
     jobs = [(f"{how} {what} of {size}", dict(rw=rw, bs=size.lower()))
-            for what, kinds in (("writes", (("sequential", "write"), ("random", "randwrite"))), ("reads", (("sequential", "read"), ("random", "randread"))))
+            for what, kinds in (("writes", (("sequential", "write"), ("random", "randwrite"))),
+                                ("reads", (("sequential", "read"), ("random", "randread"))))
             for how, rw in kinds for size in ("4K", "64K", "1M")]
     jobs += [("sequential writes of 1K of each 4K", dict(rw="write:3k", bs="1k", part=4)),
-             ("random writes of 1K of each 4K", dict(rw="randwrite", bs="1k", blockalign="4k", part=4))]
+             ("random writes of 1K of each 4K",
+              dict(rw="randwrite", bs="1k", blockalign="4k", part=4))]
     with bench.tree("fio") as tree:
         bench.stroke("make", file=tree / "data", size=bench.args.fio_size)
         bench.prepare(tree)
@@ -130,14 +145,18 @@ def fio(bench):
                     drop_caches()
                     for when in ("first", "again"):
                         side, both = fio_job(bench, one.path / "data", options)
-                        bench.results.note("fio", f"{title}, {when}", "MB/s", subject, side["bw_bytes"] / 1e6)
+                        bench.results.note("fio", f"{title}, {when}", "MB/s", subject,
+                                           side["bw_bytes"] / 1e6)
                         if options["bs"] in ("4k", "1k"):
-                            bench.results.note("fio", f"{title}, {when}: p99", "us", subject, side["clat_ns"]["percentile"]["99.000000"] / 1e3)
+                            bench.results.note("fio", f"{title}, {when}: p99", "us", subject,
+                                               side["clat_ns"]["percentile"]["99.000000"] / 1e3)
                         if when == "first" and "read" not in options["rw"]:
-                            bench.results.note("fio", f"{title}, {when}: CPU, daemon's and fio's", "s", subject, both + one.cpu())
+                            bench.results.note("fio", f"{title}, {when}: CPU, daemon's and fio's",
+                                               "s", subject, both + one.cpu())
 
         bench.rounds(each)
-    bench.results.show("fio", f"fio, one thread, a file of {bench.args.fio_size // MIB:,} MiB", bench.everyone)
+    bench.results.show("fio", f"fio, one thread, a file of {bench.args.fio_size // MIB:,} MiB",
+                       bench.everyone)
 
 
 def fio_job(bench, file, options):
@@ -149,13 +168,16 @@ def fio_job(bench, file, options):
         amount = min(amount, bench.args.fio_random)
     report = bench.work / "fio.json"
     before = os.times()
-    run(["fio", "--name=job", f"--filename={file}", f"--size={size}", f"--io_size={amount}", "--ioengine=psync", "--thread", "--allow_file_create=0", "--invalidate=0",
-         "--fallocate=none", "--output-format=json", f"--output={report}", "--randseed=7", *[f"--{name}={value}" for name, value in options.items()]])
+    run(["fio", "--name=job", f"--filename={file}", f"--size={size}", f"--io_size={amount}",
+         "--ioengine=psync", "--thread", "--allow_file_create=0", "--invalidate=0",
+         "--fallocate=none", "--output-format=json", f"--output={report}", "--randseed=7",
+         *[f"--{name}={value}" for name, value in options.items()]])
     after = os.times()
     said = report.read_text()
     # It puts its warnings before.
     job = json.loads(said[said.index("{\n"):])["jobs"][0]
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    spent = (after.children_user + after.children_system - before.children_user
+             - before.children_system)
     return job["read" if "read" in options["rw"] else "write"], spent
 
 
@@ -171,7 +193,8 @@ def storms(bench):
                 bench.results.note("storms", row, "ms", subject, seconds * 1e3)
 
             def storm(root, what, **more):
-                return bench.stroke("each", root=root, do=what, directories=directories, files=files, **more)["seconds"]
+                return bench.stroke("each", root=root, do=what, directories=directories,
+                                    files=files, **more)["seconds"]
 
             with subject.instance(tree) as one:
                 path = one.path
@@ -194,20 +217,27 @@ def storms(bench):
                 note("chmod -R of all", bench.seconds("chmod", "-R", "g+w", path))
                 note("chmod -R of all, again", bench.seconds("chmod", "-R", "g-w", path))
                 note("chown -R of all", bench.seconds("chown", "-R", "1234:1234", path))
-                bench.results.note("storms", "upper after all of this", "MiB", subject, mib(one.upper_bytes()))
-                note("rm -rf of all, changed", bench.seconds("find", path, "-mindepth", "1", "-delete"))
+                bench.results.note("storms", "upper after all of this", "MiB", subject,
+                                   mib(one.upper_bytes()))
+                note("rm -rf of all, changed",
+                     bench.seconds("find", path, "-mindepth", "1", "-delete"))
             with subject.instance(tree) as one:
-                note("rm -rf of all, as they were", bench.seconds("rm", "-rf", *sorted(one.path.iterdir())))
-                bench.results.note("storms", "upper after it", "MiB", subject, mib(one.upper_bytes()))
+                note("rm -rf of all, as they were",
+                     bench.seconds("rm", "-rf", *sorted(one.path.iterdir())))
+                bench.results.note("storms", "upper after it", "MiB", subject,
+                                   mib(one.upper_bytes()))
 
         bench.rounds(each)
-    bench.results.show("storms", f"Trees: {bench.args.storm_files:,} files of 3,000 bytes in {directories} directories", bench.everyone)
+    bench.results.show("storms", f"Trees: {bench.args.storm_files:,} files of 3,000 bytes in "
+                                 f"{directories} directories", bench.everyone)
 
 
 def together(bench, commands):
-    """Runs commands of strokes.rs that begin at the same moment; seconds until the last has ended, and their answers."""
+    """Runs commands of strokes.rs that begin at the same moment; seconds until the last has ended,
+    and their answers."""
     read, write = os.pipe()
-    running = [subprocess.Popen([str(bench.strokes), *map(str, command), "wait=1"], stdin=read, stdout=subprocess.PIPE, text=True, close_fds=True)
+    running = [subprocess.Popen([str(bench.strokes), *map(str, command), "wait=1"], stdin=read,
+                                stdout=subprocess.PIPE, text=True, close_fds=True)
                for command in commands]
     os.close(read)
     time.sleep(0.1)
@@ -235,11 +265,17 @@ def instances(bench):
                         bench.stroke("each", root=one.path, do="read", directories=2, files=files)
                     for what, more in (("write", dict(bytes=4096)), ("unlink", {})):
                         # Files of d000 are written; of all, those of d000 too, are unlinked.
-                        words = dict(do=what, directories=1 if what == "write" else 2, files=files, **more)
-                        wall, _ = together(bench, [["each", f"root={one.path}", *[f"{name}={value}" for name, value in words.items()]] for one in ones])
+                        words = dict(do=what, directories=1 if what == "write" else 2, files=files,
+                                     **more)
+                        wall, _ = together(bench,
+                                           [["each", f"root={one.path}",
+                                             *[f"{name}={value}" for name, value in words.items()]]
+                                            for one in ones])
                         number = files * words["directories"]
-                        title = "first write of 4 KiB to files of 128 KiB" if what == "write" else "unlink of files of the lower, half of them written"
-                        bench.results.note("instances", f"{title}, {count} at once: each instance", "per s", subject, number / wall)
+                        title = ("first write of 4 KiB to files of 128 KiB" if what == "write"
+                                 else "unlink of files of the lower, half of them written")
+                        bench.results.note("instances", f"{title}, {count} at once: each instance",
+                                           "per s", subject, number / wall)
 
         bench.rounds(each)
     bench.results.show("instances", "Instances of one image at once", bench.everyone)
@@ -257,20 +293,28 @@ def append(bench):
                     ones = [stack.enter_context(subject.instance(tree)) for _ in range(count)]
                     drop_caches()
                     wall, _ = together(bench, [["append", f"file={one.path}/log"] for one in ones])
-                    bench.results.note("append", f"{count} at once: until all have ended", "s", subject, wall)
+                    bench.results.note("append", f"{count} at once: until all have ended", "s",
+                                       subject, wall)
                     # Where free space is what counts, the first one's is everybody's.
-                    stored = [one.upper_bytes() for one in (ones[:1] if subject.by_free_space else ones)]
-                    bench.results.note("append", f"{count} at once: uppers after it", "MiB", subject, mib(None if None in stored else sum(stored)))
+                    stored = [one.upper_bytes()
+                              for one in (ones[:1] if subject.by_free_space else ones)]
+                    bench.results.note("append", f"{count} at once: uppers after it", "MiB",
+                                       subject, mib(None if None in stored else sum(stored)))
 
         bench.rounds(each)
-    bench.results.show("append", f"Appending 1 MiB to a file of {bench.args.append_size // MIB:,} MiB", bench.everyone)
+    bench.results.show("append",
+                       f"Appending 1 MiB to a file of {bench.args.append_size // MIB:,} MiB",
+                       bench.everyone)
 
 
 def sync(bench):
     """What durability of the first changes costs, by policy."""
     files = bench.args.sync_files
-    policies = {"overlay": [("default", ()), ("volatile", ("volatile",))], "fuse-overlayfs": [("default", ()), ("volatile", ("volatile",))],
-                "bcow": [(policy, ("--sync", policy)) for policy in ("strict", "batch=10", "batch=50", "volatile")], "native": [("", ())]}
+    policies = {"overlay": [("default", ()), ("volatile", ("volatile",))],
+                "fuse-overlayfs": [("default", ()), ("volatile", ("volatile",))],
+                "bcow": [(policy, ("--sync", policy))
+                         for policy in ("strict", "batch=10", "batch=50", "volatile")],
+                "native": [("", ())]}
     with bench.tree("sync") as tree:
         bench.small_files(tree, files // 100, 100, 8000)
         (tree / "large").mkdir()
@@ -281,18 +325,22 @@ def sync(bench):
         def each(subject):
             for policy, options in policies.get(subject.name, []):
                 with subject.instance(tree, options=options) as one:
-                    bench.stroke("each", root=one.path, do="read", directories=files // 100, files=100)
+                    bench.stroke("each", root=one.path, do="read", directories=files // 100,
+                                 files=100)
                     name = f"{subject.title} {policy}".strip()
                     cost = rows.setdefault(name, {})
 
                     def note(what, value):
                         cost.setdefault(what, []).append(value)
-                        bench.results.note("sync", f"{what}, {policy or 'as it is'}", "ms", subject, value)
+                        bench.results.note("sync", f"{what}, {policy or 'as it is'}", "ms", subject,
+                                           value)
 
-                    small = bench.stroke("each", root=one.path, do="write", directories=files // 100, files=100)
+                    small = bench.stroke("each", root=one.path, do="write",
+                                         directories=files // 100, files=100)
                     note("8 KB, all", small["seconds"] * 1e3)
                     note("8 KB, p50 us", small["p50"] / 1e3)
-                    large = bench.stroke("each", root=one.path / "large", do="write", directories=files // 500, files=100)
+                    large = bench.stroke("each", root=one.path / "large", do="write",
+                                         directories=files // 500, files=100)
                     note("128 KiB, all", large["seconds"] * 1e3)
                     start = time.monotonic()
                     run(["sync", "-f", one.path])
@@ -302,6 +350,8 @@ def sync(bench):
 
         bench.rounds(each)
         head = list(dict.fromkeys(what for cost in rows.values() for what in cost))
-        table(f"### Synchronising: {files:,} files of 8 KB and {files // 500 * 100:,} of 128 KiB, 1 byte into each, ms", ["", *head],
-              [[name, *[shown(statistics.median(cost[what])) if what in cost else "-" for what in head]] for name, cost in rows.items()])
+        table(f"### Synchronising: {files:,} files of 8 KB and {files // 500 * 100:,} of 128 KiB, "
+              "1 byte into each, ms", ["", *head],
+              [[name, *[shown(statistics.median(cost[what])) if what in cost else "-"
+                        for what in head]] for name, cost in rows.items()])
         print(papers.said("sync", "all"), flush=True)

@@ -9,21 +9,21 @@ wrong. "Section n" is a section of bcow-v1.md.
     reader.py check   FILE                    the full check of section 12
     reader.py extract FILE OUT                the address space, as a sparse file
 
-    --store DIR   where backings by digest may be looked up (may be given more than once)
-    --names DIR   where backings by file name may be looked up, and those by digest for which the metadata
-                  has a name
+    --store DIR   a directory of backings named by digest; may be given more than once
+    --names DIR   a directory of backings named by file name, and of those named by digest for which
+                  the metadata has a file name
 
-Exit codes: 0 ok; 1 rejected, with `error-code: message` on stderr; 2 usage, or something outside the
-file (it cannot be opened, a backing is not found, there is no zstd module).
+Exit codes: 0 ok; 1 rejected, with `error-code: message` on stderr; 2 usage, or something outside
+the file (it cannot be opened, a backing is not found, there is no zstd module).
 
 The output of `map` is text, all numbers are decimal. The first line is
 
     bcow-map-1 size=N region_shift=N regions=N file_bytes=N use=U state=S slot=L generation=N
     incompatible=N read_only_compatible=N compatible=N backings=N
 
-(one line, single spaces), with U one of image, disk, sketch; S one of writable, sealed; L one of A, B.
-Then one line for each root entry that is not a table, and one for each entry of a sub-block table, in
-the order of the address space, nothing merged, and as the record log leaves them:
+(one line, single spaces), with U one of image, disk, sketch; S one of writable, sealed; L one of A,
+B. Then one line for each root entry that is not a table, and one for each entry of a sub-block
+table, in the order of the address space, nothing merged, and as the record log leaves them:
 
     LBA LENGTH absent 0 0
     LBA LENGTH zero 0 0
@@ -32,13 +32,14 @@ the order of the address space, nothing merged, and as the record log leaves the
     LBA LENGTH open UBA STORED 0
     LBA LENGTH window ADDRESS SHOWN INDEX
 
-LBA and LENGTH are in bytes, LENGTH that of the block, or of the region for a root entry. STORED is the
-entry's length, CHECK its check. For a window ADDRESS is the byte offset in the backing, SHOWN the bytes
-shown (sectors times 4096), INDEX that of the backing.
+LBA and LENGTH are in bytes, LENGTH that of the block, or of the region for a root entry. STORED is
+the entry's length, CHECK its check. For a window ADDRESS is the byte offset in the backing, SHOWN
+the bytes shown (sectors times 4096), INDEX that of the backing.
 
 The output of `check` is the line `ok`, or `error-code place`. Places: `file`, `slot-a`, `slot-b`,
-`header`, `root`, `root[region]`, `table[region]`, `table[region][block]`, `backing`, `backing[index]`,
-`metadata`, `free`, `free[index]`, `log[sequence]`, `log[sequence][mapping]`, `merkle[level][hash]`, `merkle`.
+`header`, `root`, `root[region]`, `table[region]`, `table[region][block]`, `backing`,
+`backing[index]`, `metadata`, `free`, `free[index]`, `log[sequence]`, `log[sequence][mapping]`,
+`merkle[level][hash]`, `merkle`.
 """
 
 import argparse
@@ -78,7 +79,7 @@ class Unable(Exception):
     """Something outside the file is missing: no statement about the file."""
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # CRC32C (the text before section 1)
 
 
@@ -135,14 +136,15 @@ def crc32c(data):
 
 
 def crc32c_of_pieces(pieces):
-    """CRC32C of an iterable of bytes. Pieces of 64 KiB keep the big integers in the processor's cache."""
+    """CRC32C of an iterable of bytes. Pieces of 64 KiB keep the big integers in the processor's
+    cache."""
     register = 0xFFFFFFFF
     for piece in pieces:
         register = crc32c_folded(piece, register)
     return register ^ 0xFFFFFFFF
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # zstd frames (section 5, RFC 8878)
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -181,7 +183,8 @@ def walk_frame(data):
     size_bytes = (1 if single_segment else 0, 2, 4, 8)[descriptor >> 6]
     content_size = None
     if size_bytes:
-        content_size = int.from_bytes(need(at, size_bytes), "little") + (256 if size_bytes == 2 else 0)
+        content_size = int.from_bytes(need(at, size_bytes),
+                                      "little") + (256 if size_bytes == 2 else 0)
     at += size_bytes
     blocks = []
     last = False
@@ -213,7 +216,8 @@ def decompress(data, length):
     if library is not None:
         content = library(data, length)
     elif has_checksum or any(kind == 2 for kind, _, _ in blocks):
-        raise Unable("this file needs a zstd module: `zstandard` (python3-zstandard), or Python 3.14")
+        raise Unable(
+            "this file needs a zstd module: `zstandard` (python3-zstandard), or Python 3.14")
     else:
         content = without_library(data, blocks, length)
     if len(content) != length:
@@ -261,7 +265,7 @@ def zstd_library():
     return with_compression_zstd
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Header slots (section 3) and features (section 4)
 
 MAGIC = b"BCoW\r\n\x1a\n"
@@ -291,8 +295,8 @@ HEADER_FIELDS = (
     "use state region_shift merkle_chunk_shift reserved_52 size file_bytes "
     "root_offset root_entries root_crc metadata_offset metadata_bytes metadata_crc "
     "backing_offset backing_bytes backing_crc backing_count reserved_124 "
-    "merkle_offset merkle_bytes merkle_root log_offset log_bytes free_offset free_bytes free_crc reserved_208"
-).split()
+    "merkle_offset merkle_bytes merkle_root log_offset log_bytes free_offset free_bytes free_crc "
+    "reserved_208").split()
 
 
 class Header:
@@ -329,7 +333,8 @@ class Header:
 
 
 def choose_slot(start):
-    """Section 3, "Choosing a slot". `start` is the first 1024 bytes of the file, or what there is of them."""
+    """Section 3, "Choosing a slot". `start` is the first 1024 bytes of the file, or what there is
+    of them."""
     intact = []
     others = []
     magics = 0
@@ -345,7 +350,8 @@ def choose_slot(start):
         if len(slot) < SLOT_BYTES:
             continue
         header = Header(name, slot)
-        if header.slot_bytes == SLOT_BYTES and header.slot_crc == crc32c(slot[:12] + bytes(4) + slot[16:]):
+        if (header.slot_bytes == SLOT_BYTES
+            and header.slot_crc == crc32c(slot[:12] + bytes(4) + slot[16:])):
             if version != VERSION:
                 raise other
             intact.append(header)
@@ -363,7 +369,8 @@ def check_features(header):
     """Section 4: unknown incompatible bits."""
     for bit in range(64):
         if header.incompatible >> bit & 1 and bit not in INCOMPATIBLE:
-            raise Rejected("unknown-feature", "header", f"incompatible feature bit {bit} is not known")
+            raise Rejected("unknown-feature", "header",
+                           f"incompatible feature bit {bit} is not known")
 
 
 def check_fields(h):
@@ -378,13 +385,15 @@ def check_fields(h):
     must(h.state in STATES, f"state {h.state}")
     must(h.use != 1 or h.state == 1, "an image that is not sealed")
     must(12 <= h.region_shift <= 30, f"region_shift {h.region_shift}")
-    must(h.merkle_chunk_shift == 0 or 12 <= h.merkle_chunk_shift <= 20, f"merkle_chunk_shift {h.merkle_chunk_shift}")
+    must(h.merkle_chunk_shift == 0 or 12 <= h.merkle_chunk_shift <= 20,
+         f"merkle_chunk_shift {h.merkle_chunk_shift}")
     must(h.reserved_52 == 0, "the reserved bytes at 52")
     must(h.reserved_124 == 0, "the reserved bytes at 124")
     must(h.reserved_208 == bytes(304), "the reserved bytes at 208")
     must(h.size % SECTOR == 0 and h.size <= 1 << 48, f"size {h.size}")
     must(CONTENT_START <= h.file_bytes <= 1 << 48, f"file_bytes {h.file_bytes}")
-    must(not h.incompatible & RECORDS or h.file_bytes % SECTOR == 0, f"file_bytes {h.file_bytes} beside a log")
+    must(not h.incompatible & RECORDS or h.file_bytes % SECTOR == 0,
+         f"file_bytes {h.file_bytes} beside a log")
     must(h.root_entries == -(-h.size // h.region_bytes), f"root_entries {h.root_entries}")
     must(h.root_entries <= 1 << 22, f"root_entries {h.root_entries}")
     must(h.root_offset % 16 == 0, f"root_offset {h.root_offset}")
@@ -400,32 +409,40 @@ def check_fields(h):
         else:
             must(offset >= CONTENT_START, f"{name}: offset {offset}")
             must(offset + length <= h.file_bytes, f"{name}: ends behind file_bytes")
-            must(not h.incompatible & RECORDS or offset % SECTOR == 0, f"{name}: offset {offset} beside a log")
+            must(not h.incompatible & RECORDS or offset % SECTOR == 0,
+                 f"{name}: offset {offset} beside a log")
     must(h.root_entries or h.root_crc == 0, "root_crc without root table")
     must(h.metadata_bytes or h.metadata_crc == 0, "metadata_crc without metadata")
     must(h.backing_bytes or h.backing_crc == 0, "backing_crc without backing table")
     must(h.free_bytes or h.free_crc == 0, "free_crc without free list")
     # Section 4.
-    must(not h.incompatible & (BACKING | WINDOWS) or h.backing_count >= 1, "backing or windows without backing table")
-    must(not h.incompatible & PLAIN or not h.incompatible & BACKING, "a plain file with the feature backing")
-    must(not h.incompatible & PLAIN or not h.incompatible & RECORDS, "a plain file with the feature records")
-    must(bool(h.read_only_compatible & MERKLE) == bool(h.merkle_chunk_shift), "bit merkle against merkle_chunk_shift")
+    must(not h.incompatible & (BACKING | WINDOWS) or h.backing_count >= 1,
+         "backing or windows without backing table")
+    must(not h.incompatible & PLAIN or not h.incompatible & BACKING,
+         "a plain file with the feature backing")
+    must(not h.incompatible & PLAIN or not h.incompatible & RECORDS,
+         "a plain file with the feature records")
+    must(bool(h.read_only_compatible & MERKLE) == bool(h.merkle_chunk_shift),
+         "bit merkle against merkle_chunk_shift")
     # The record log and the free list.
     must(bool(h.incompatible & RECORDS) == bool(h.log_bytes), "bit records against log_bytes")
     must(h.log_offset % SECTOR == 0, f"log_offset {h.log_offset}")
     must(h.log_bytes % SECTOR == 0 and h.log_bytes <= 64 * MIB, f"log_bytes {h.log_bytes}")
     must(h.free_offset % 16 == 0, f"free_offset {h.free_offset}")
     must(h.free_bytes % 16 == 0 and h.free_bytes <= 16 * MIB, f"free_bytes {h.free_bytes}")
-    must(h.state == 0 or not (h.log_bytes or h.free_bytes), "a record log or free list in a sealed file")
+    must(h.state == 0 or not (h.log_bytes or h.free_bytes),
+         "a record log or free list in a sealed file")
     # Section 9.
     if h.merkle_chunk_shift:
         must(h.state == 1, "a Merkle tree in a file that is not sealed")
         must(h.merkle_bytes and h.merkle_root != bytes(32), "the Merkle tree is not given whole")
-        must(h.merkle_offset + h.merkle_bytes == h.file_bytes, "the Merkle tree does not end the file")
+        must(h.merkle_offset + h.merkle_bytes == h.file_bytes,
+             "the Merkle tree does not end the file")
         wanted = sum(merkle_levels(h.merkle_offset, h.merkle_chunk_shift))
         must(h.merkle_bytes == wanted, f"merkle_bytes {h.merkle_bytes}, not {wanted}")
     else:
-        must(not h.merkle_bytes and h.merkle_root == bytes(32), "Merkle fields without merkle_chunk_shift")
+        must(not h.merkle_bytes and h.merkle_root == bytes(32),
+             "Merkle fields without merkle_chunk_shift")
 
 
 def merkle_levels(covered, chunk_shift):
@@ -437,7 +454,7 @@ def merkle_levels(covered, chunk_shift):
     return lengths
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Entries (section 5)
 
 ENTRY = struct.Struct("<BB6sII")
@@ -472,33 +489,39 @@ def check_entry(entry, header, in_root, code, file_bytes):
     must(in_root or kind not in ("table", "window"), f"kind {kind} in a sub-block table")
     must(entry.reserved == 0, "the reserved byte")
     if kind in ("absent", "zero"):
-        must(entry.address == 0 and entry.length == 0 and entry.check == 0, f"{kind} with other fields than 0")
+        must(entry.address == 0 and entry.length == 0 and entry.check == 0,
+             f"{kind} with other fields than 0")
     elif kind == "window":
         must(header.incompatible & WINDOWS, "a window without the feature windows")
         must(entry.address % SECTOR == 0, f"address {entry.address}")
         must(entry.length >= 1, "a window of no sectors")
         # Section 8. Whether it lies within the backing's size is asked once the backing table is
         # read.
-        must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has", "window-range")
+        must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has",
+             "window-range")
         must(entry.check < header.backing_count, f"backing {entry.check}", "window-range")
     else:
         plain = header.incompatible & PLAIN
         at_zero = entry.address == 0 and plain and kind == "raw"
         # Section 10, "Places".
-        must(not header.incompatible & RECORDS or entry.address % SECTOR == 0, f"address {entry.address} beside a log")
+        must(not header.incompatible & RECORDS or entry.address % SECTOR == 0,
+             f"address {entry.address} beside a log")
         must(entry.address >= CONTENT_START or at_zero, f"address {entry.address}")
         must(entry.address + entry.length <= file_bytes, "the stored range ends behind file_bytes")
         if kind == "table":
             must(entry.address % 16 == 0, f"address {entry.address}")
             return
-        must(not in_root or header.region_shift <= 24, f"a block of a region of shift {header.region_shift}")
+        must(not in_root or header.region_shift <= 24,
+             f"a block of a region of shift {header.region_shift}")
         if kind == "raw":
-            must(entry.length == entry.block_length, f"length {entry.length}, not {entry.block_length}")
+            must(entry.length == entry.block_length,
+                 f"length {entry.length}, not {entry.block_length}")
             must(not plain or entry.address == entry.lba, "UBA is not LBA in a plain file")
         elif kind == "open":
             must(header.incompatible & RECORDS, "an open block without the feature records")
             must(not plain, "an open block in a plain file")
-            must(entry.length == entry.block_length, f"length {entry.length}, not {entry.block_length}")
+            must(entry.length == entry.block_length,
+                 f"length {entry.length}, not {entry.block_length}")
             must(entry.check == 0, "the check of an open block")
         else:
             must(header.incompatible & ZSTD, "a zstd block without the feature zstd")
@@ -506,7 +529,7 @@ def check_entry(entry, header, in_root, code, file_bytes):
             must(1 <= entry.length < entry.block_length, f"length {entry.length}")
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sub-block tables (section 7) and backing tables (section 8)
 
 TABLE_HEADER = struct.Struct("<4sB3sQ")
@@ -532,7 +555,8 @@ def decode_backing(table, index, header):
         if not condition:
             raise Rejected("backing-entry", place, message)
 
-    kind, reserved, name_bytes, name_offset, size, reserved_16, digest = BACKING_ENTRY.unpack_from(table, 64 * index)
+    kind, reserved, name_bytes, name_offset, size, reserved_16, digest = BACKING_ENTRY.unpack_from(
+        table, 64 * index)
     must(kind in (1, 2), f"kind {kind}")
     must(reserved == 0 and reserved_16 == bytes(16), "reserved bytes")
     must(size % SECTOR == 0 and size <= 1 << 48, f"size {size}")
@@ -560,7 +584,7 @@ def is_file_name(name):
     return 1 <= length <= 255 and "/" not in name and "\0" not in name and name not in (".", "..")
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Records and free list (section 10)
 
 RECORD = struct.Struct("<4sIQQIIQQ")
@@ -607,7 +631,8 @@ class Record:
         self.sequence, self.bytes = sequence, len(raw)
         *_, count, size, self.file_bytes = RECORD.unpack_from(raw)
         mapped = MAPPING_BYTES * count
-        must(len(raw) == -(-(RECORD.size + mapped) // 16) * 16, f"{len(raw)} bytes for {count} mappings")
+        must(len(raw) == -(-(RECORD.size + mapped) // 16) * 16,
+             f"{len(raw)} bytes for {count} mappings")
         must(size == header.size, f"size {size}")
         must(least_file_bytes <= self.file_bytes <= 1 << 48, f"file_bytes {self.file_bytes}")
         must(self.file_bytes % SECTOR == 0, f"file_bytes {self.file_bytes}")
@@ -638,7 +663,7 @@ def decode_free_list(raw, header):
     return ranges
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Metadata (section 13)
 
 
@@ -661,7 +686,7 @@ def decode_metadata(raw):
     return value
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The file
 
 
@@ -699,7 +724,8 @@ class Bcow:
         check_features(self.header)
         check_fields(self.header)
         if self.real_bytes < self.header.file_bytes:
-            raise Rejected("truncated", "file", f"{self.real_bytes} bytes of {self.header.file_bytes}")
+            raise Rejected("truncated", "file",
+                           f"{self.real_bytes} bytes of {self.header.file_bytes}")
 
     def read_at(self, offset, length):
         self.file.seek(offset)
@@ -715,7 +741,8 @@ class Bcow:
     def section(self, name, offset, length, crc):
         """The bytes of a section, after its CRC (section 15, rule 2)."""
         if crc32c_of_pieces(self.pieces_at(offset, length)) != crc:
-            raise Rejected(f"{name}-crc", name, f"the CRC of the {length} bytes at {offset} is wrong")
+            raise Rejected(f"{name}-crc", name,
+                           f"the CRC of the {length} bytes at {offset} is wrong")
         return self.read_at(offset, length)
 
     # Section 6
@@ -774,7 +801,8 @@ class Bcow:
                 for store in self.stores
                 for form in ((digest,), ("sha256", digest), ("blobs", "sha256", digest))
             ]
-            candidates += [os.path.join(directory, name) for name in self.names_of(digest) for directory in self.names]
+            candidates += [os.path.join(directory, name) for name in self.names_of(digest)
+                           for directory in self.names]
         else:
             candidates = [os.path.join(directory, wanted.name) for directory in self.names]
         for path in candidates:
@@ -792,11 +820,14 @@ class Bcow:
                 error.path = error.path or path
                 raise
             if below.header.size != wanted.size:
-                raise Rejected("backing-entry", place, f"size {below.header.size}, not {wanted.size}")
+                raise Rejected("backing-entry", place,
+                               f"size {below.header.size}, not {wanted.size}")
             if wanted.kind == 2 and wanted.digest not in (bytes(32), below.identity()):
-                raise Rejected("backing-entry", place, f"identity {below.identity().hex()}: it has changed since")
+                raise Rejected("backing-entry", place,
+                               f"identity {below.identity().hex()}: it has changed since")
             return
-        raise Unable(f"{self.path}: {place} ({wanted}) is not in a directory that --store or --names gives")
+        raise Unable(
+            f"{self.path}: {place} ({wanted}) is not in a directory that --store or --names gives")
 
     def names_of(self, digest):
         """Section 13, `backings`: the file names that the metadata has for a backing by digest."""
@@ -805,7 +836,8 @@ class Bcow:
         except Rejected:
             return  # damaged metadata says nothing; the digest alone is looked for
         for one in described if isinstance(described, list) else []:
-            name = one.get("name") if isinstance(one, dict) and one.get("digest") == f"sha256:{digest}" else None
+            name = (one.get("name")
+                    if isinstance(one, dict) and one.get("digest") == f"sha256:{digest}" else None)
             if isinstance(name, str) and is_file_name(name):
                 yield name
 
@@ -834,7 +866,8 @@ class Bcow:
         for record in records:
             for entry in record.stored():
                 if entry.address + entry.length > self.real_bytes:
-                    raise Rejected("truncated", "file", f"{self.real_bytes} bytes, {entry.place} needs more")
+                    raise Rejected("truncated", "file",
+                                   f"{self.real_bytes} bytes, {entry.place} needs more")
         for record in records:
             for mapping in record.mappings:
                 self.apply(mapping)
@@ -876,13 +909,16 @@ class Bcow:
         shift, name = self.shape(mapping.region)
         if shift is None:
             if name not in ("absent", "zero") or mapping.shift > 24:
-                raise Rejected("record", mapping.place, f"shift {mapping.shift} in a region that is {name}")
+                raise Rejected("record", mapping.place,
+                               f"shift {mapping.shift} in a region that is {name}")
         elif mapping.shift != shift and (mapping.stores or mapping.shift < shift):
-            raise Rejected("record", mapping.place, f"shift {mapping.shift} in a region of block_shift {shift}")
+            raise Rejected("record", mapping.place,
+                           f"shift {mapping.shift} in a region of block_shift {shift}")
         self.mappings.setdefault(mapping.region, []).append(mapping)
 
     def shape(self, region):
-        """block_shift of a region, or None and the kind of its root entry, as the mappings leave it."""
+        """block_shift of a region, or None and the kind of its root entry, as the mappings leave
+        it."""
         mappings = self.mappings.get(region, [])
         root_entry = self.root_entry(region)
         if mappings and mappings[0].whole:
@@ -895,7 +931,8 @@ class Bcow:
         h = self.header
         raw = self.read_at(h.free_offset, h.free_bytes)
         if h.free_bytes and crc32c(raw) != h.free_crc:
-            raise Rejected("free-list", "free", f"the CRC of the {h.free_bytes} bytes at {h.free_offset} is wrong")
+            raise Rejected("free-list", "free",
+                           f"the CRC of the {h.free_bytes} bytes at {h.free_offset} is wrong")
         return decode_free_list(raw, h)
 
     # Section 13
@@ -923,9 +960,11 @@ class Bcow:
 
         offset, length = root_entry.address, root_entry.length
         if crc32c_of_pieces(self.pieces_at(offset, length)) != root_entry.check:
-            raise Rejected("table-crc", place, f"the CRC of the {length} bytes at {offset} is wrong")
+            raise Rejected("table-crc", place,
+                           f"the CRC of the {length} bytes at {offset} is wrong")
         must(length >= TABLE_HEADER.size, f"{length} bytes")
-        magic, block_shift, reserved, index = TABLE_HEADER.unpack(self.read_at(offset, TABLE_HEADER.size))
+        magic, block_shift, reserved, index = TABLE_HEADER.unpack(
+            self.read_at(offset, TABLE_HEADER.size))
         must(magic == TABLE_MAGIC, "the magic")
         must(12 <= block_shift <= min(24, h.region_shift), f"block_shift {block_shift}")
         must(reserved == bytes(3), "the reserved bytes")
@@ -996,7 +1035,8 @@ class Bcow:
             # Section 11. An address of 0 has passed check_entry only in a plain file.
             stored = bytes(SLOTS_END) + stored[SLOTS_END:]
         if crc32c(stored) != entry.check:
-            raise Rejected("block-crc", entry.place, f"the CRC of the {entry.length} bytes at {entry.address} is wrong")
+            raise Rejected("block-crc", entry.place,
+                           f"the CRC of the {entry.length} bytes at {entry.address} is wrong")
         if entry.name == "raw":
             return stored
         try:
@@ -1005,7 +1045,8 @@ class Bcow:
             raise Rejected("block-data", entry.place, str(error)) from None
 
     def copy(self, start, end, write, shift):
-        """Call write(at + shift, bytes) for the bytes start..end of the address space; what is not written is zero."""
+        """Call write(at + shift, bytes) for the bytes start..end of the address space; what is not
+        written is zero."""
         for entry in self.entries(start, end):
             first = max(start, entry.lba)
             last = min(end, entry.lba + entry.block_length)
@@ -1056,7 +1097,7 @@ class Bcow:
             raise Rejected("merkle", "merkle", "the last level is not merkle_root")
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The full check (section 12)
 
 
@@ -1072,8 +1113,10 @@ class Ranges:
         if length == 0 or (share is not None and self.shareable.get((start, length)) == share):
             return
         at = bisect.bisect_right(self.starts, start)
-        if (at and self.ends[at - 1] > start) or (at < len(self.starts) and self.starts[at] < start + length):
-            raise Rejected("overlap", place, f"the stored range at {start} of {length} bytes overlaps another")
+        if (at and self.ends[at - 1]
+            > start) or (at < len(self.starts) and self.starts[at] < start + length):
+            raise Rejected("overlap", place,
+                           f"the stored range at {start} of {length} bytes overlaps another")
         self.starts.insert(at, start)
         self.ends.insert(at, start + length)
         if share is not None:
@@ -1127,7 +1170,7 @@ def full_check(file):
             file.backing(index)
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Commands
 
 
@@ -1144,10 +1187,9 @@ def info_of(file):
         if name != "magic" and not name.startswith("reserved"):
             info[name] = value.hex() if isinstance(value, bytes) else value
     info["use"], info["state"] = USES[h.use], STATES[h.state]
-    info["backings"] = [
-        {"size": b.size, **({"sha256": b.digest.hex()} if b.kind == 1 else {"name": b.name, "identity": b.digest.hex()})}
-        for b in file.backings
-    ]
+    info["backings"] = [{"size": b.size, **({"sha256": b.digest.hex()} if b.kind == 1
+                                            else {"name": b.name, "identity": b.digest.hex()})}
+                        for b in file.backings]
     info["records"] = file.last_sequence
     info["identity"] = file.identity().hex()
     info["metadata"] = file.metadata()
@@ -1156,12 +1198,11 @@ def info_of(file):
 
 def map_lines(file):
     h = file.header
-    yield (
-        f"bcow-map-1 size={h.size} region_shift={h.region_shift} regions={h.root_entries} "
-        f"file_bytes={h.file_bytes} use={USES[h.use]} state={STATES[h.state]} slot={h.slot} "
-        f"generation={h.generation} incompatible={h.incompatible} "
-        f"read_only_compatible={h.read_only_compatible} compatible={h.compatible} backings={h.backing_count}"
-    )
+    yield (f"bcow-map-1 size={h.size} region_shift={h.region_shift} regions={h.root_entries} "
+           f"file_bytes={h.file_bytes} use={USES[h.use]} state={STATES[h.state]} slot={h.slot} "
+           f"generation={h.generation} incompatible={h.incompatible} "
+           f"read_only_compatible={h.read_only_compatible} compatible={h.compatible} "
+           f"backings={h.backing_count}")
     for e in file.entries(0, h.size):
         if e.name in ("absent", "zero"):
             yield f"{e.lba} {e.block_length} {e.name} 0 0"
@@ -1207,9 +1248,9 @@ def command_extract(args):
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, function in (
         ("info", command_info),

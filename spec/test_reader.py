@@ -25,11 +25,10 @@ sys.path[:0] = [str(HERE), str(VECTORS)]
 import generate  # noqa: E402
 import reader  # noqa: E402
 
-CODES = set(
-    "not-bcow version header-crc header-field unknown-feature truncated root-crc root-entry table-crc table-header "
-    "table-entry block-crc block-data metadata-crc metadata-json backing-crc backing-entry window-range merkle "
-    "record free-list overlap".split()
-)
+CODES = set("not-bcow version header-crc header-field unknown-feature truncated root-crc "
+            "root-entry table-crc table-header "
+            "table-entry block-crc block-data metadata-crc metadata-json backing-crc backing-entry "
+            "window-range merkle " "record free-list overlap".split())
 NEEDS_ZSTD = {
     "valid/zstd-checksum",
     "valid/zstd-compressed-block",
@@ -90,7 +89,8 @@ class Vectors(unittest.TestCase):
                 self.assertEqual(run("check", path), (0, "ok\n", ""))
                 self.assertEqual(run("info", path)[0], 0)
                 if path.stem not in ("backing-by-name-unused", "backing-name-with-identity"):
-                    self.assertEqual(run("check", path, "--store", VECTORS / "valid/store"), (0, "ok\n", ""))
+                    self.assertEqual(run("check", path, "--store", VECTORS / "valid/store"),
+                                     (0, "ok\n", ""))
 
     def test_maps_are_as_expected(self):
         for path in vectors("valid"):
@@ -111,7 +111,8 @@ class Vectors(unittest.TestCase):
     def test_content_is_as_expected(self):
         for path in vectors("valid"):
             with self.subTest(path.stem):
-                self.assertEqual(run("extract", path, self.out, "--store", VECTORS / "valid/store")[0], 0)
+                self.assertEqual(
+                    run("extract", path, self.out, "--store", VECTORS / "valid/store")[0], 0)
                 digest = hashlib.sha256(self.out.read_bytes()).hexdigest()
                 self.assertEqual(digest + "\n", path.with_suffix(".sha256").read_text())
 
@@ -132,7 +133,8 @@ class Vectors(unittest.TestCase):
             with self.subTest(path.stem):
                 self.assertEqual(run("check", path)[:2], (0, "ok\n"))
                 code, _, err = run("extract", path, self.out, "--store", VECTORS / "refused/store")
-                self.assertEqual((code, err.split(":")[0]), (1, path.with_suffix(".code").read_text().strip()))
+                self.assertEqual((code, err.split(":")[0]),
+                                 (1, path.with_suffix(".code").read_text().strip()))
                 self.assertFalse(self.out.exists())
 
     def test_backing_is_not_opened_without_permission(self):
@@ -193,11 +195,13 @@ class Other(unittest.TestCase):
         source = random.Random(7)
         seen = set()
         for _ in range(400):
-            field = source.choice([name for name, form, _ in generate.SLOT[4:] if form != "32s" and form != "304s"])
+            field = source.choice([name for name, form, _ in generate.SLOT[4:]
+                                   if form != "32s" and form != "304s"])
             form = {name: form for name, form, _ in generate.SLOT}[field]
             bits = {"B": 8, "I": 32, "Q": 64}[form]
             index = source.randrange(2)
-            entry = source.choice([("kind", 8), ("address", 48), ("length", 32), ("check", 32), ("reserved", 8)])
+            entry = source.choice([("kind", 8), ("address", 48), ("length", 32), ("check", 32),
+                                   ("reserved", 8)])
             value = source.getrandbits(source.randrange(1, entry[1] + 1))
             hooks = source.choice([{}, {"root": generate.set_entry(index, **{entry[0]: value})}])
             hooks = hooks or {"table": generate.in_table(index, **{entry[0]: value})}
@@ -213,9 +217,11 @@ class Other(unittest.TestCase):
         data = generate.small(regions=[whole, generate.Raw(bytes(4096))], root=half).build()
         self.assertEqual(self.code_of(data), "overlap")
         self.assertEqual(run("extract", self.path, self.out)[0], 0)
-        in_table = generate.in_table(1, kind=2, address=6144, length=4096, check=generate.crc32c(noise[2048:6144]))
+        in_table = generate.in_table(1, kind=2, address=6144, length=4096,
+                                     check=generate.crc32c(noise[2048:6144]))
         table = generate.Table(12, [generate.Zero(), generate.Zero()])
-        self.assertEqual(self.code_of(generate.small(regions=[whole, table], size=16384, table=in_table).build()), "overlap")
+        self.assertEqual(self.code_of(generate.small(regions=[whole, table], size=16384,
+                                                     table=in_table).build()), "overlap")
 
     def chain(self, depth):
         """A file with `depth` files below it; gives the lowest one's content."""
@@ -224,7 +230,8 @@ class Other(unittest.TestCase):
         content = bytes(below.content)
         for _ in range(depth):
             (Path(self.directory.name) / hashlib.sha256(data).hexdigest()).write_bytes(data)
-            data = generate.File([generate.Absent(content)], backings=[generate.by_digest(data, 4096)]).build()
+            data = generate.File([generate.Absent(content)],
+                                 backings=[generate.by_digest(data, 4096)]).build()
         self.path.write_bytes(data)
         return content
 
@@ -240,7 +247,8 @@ class Other(unittest.TestCase):
         below = generate.File([generate.Raw(generate.noise("name", 4096))])
         (Path(self.directory.name) / "low.bcow").write_bytes(below.build())
         backing = generate.backing_entry(2, name_bytes=8, name_offset=64)
-        top = generate.File([generate.Absent(below.content)], use=3, state=0, backings=[backing], names=b"low.bcow")
+        top = generate.File([generate.Absent(below.content)], use=3, state=0, backings=[backing],
+                            names=b"low.bcow")
         self.path.write_bytes(top.build())
         self.assertEqual(run("extract", self.path, self.out, "--names", self.directory.name)[0], 0)
         self.assertEqual(self.out.read_bytes(), bytes(below.content))
@@ -252,7 +260,8 @@ class Other(unittest.TestCase):
         described = {"digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "name": name}
         metadata = json.dumps({"backings": [described]}).encode()
         window = generate.Window(0, 0, 1, bytes(below.content))
-        return generate.File([window], use=1, chunk_shift=12, metadata=metadata, backings=[generate.by_digest(data, 4096)])
+        return generate.File([window], use=1, chunk_shift=12, metadata=metadata,
+                             backings=[generate.by_digest(data, 4096)])
 
     def test_backing_by_digest_is_found_under_the_name_in_the_metadata(self):
         below = generate.File([generate.Raw(generate.noise("name", 4096))])
@@ -272,7 +281,8 @@ class Other(unittest.TestCase):
         place = Path(self.directory.name) / "below"
         place.mkdir()
         (Path(self.directory.name) / "low.bcow").write_bytes(below.build())
-        for name in ("../low.bcow", str(place.parent / "low.bcow"), "..", "", "low.bcow\0", 7, None):
+        for name in ("../low.bcow", str(place.parent / "low.bcow"), "..", "", "low.bcow\0", 7,
+                     None):
             self.path.write_bytes(self.over(below, name).build())
             self.assertEqual(run("extract", self.path, self.out, "--names", place)[0], 2, name)
 
@@ -283,7 +293,8 @@ class Other(unittest.TestCase):
 
         def extract(identity):
             backing = generate.backing_entry(2, name_bytes=8, name_offset=64, digest=identity)
-            top = generate.File([generate.Absent(b"x")], use=3, state=0, backings=[backing], names=b"low.bcow")
+            top = generate.File([generate.Absent(b"x")], use=3, state=0, backings=[backing],
+                                names=b"low.bcow")
             self.path.write_bytes(top.build())
             code, _, err = run("extract", self.path, self.out, "--names", self.directory.name)
             return code, err.split(":")[0]
@@ -299,7 +310,8 @@ class Other(unittest.TestCase):
         self.assertEqual(extract(empty), (1, "backing-entry"))
         self.assertEqual(extract(identity()), (0, ""))
         # A record that does not count changes nothing.
-        torn = generate.File([generate.Zero()], records=[record], damage=generate.flip(("logged[1][0]", 7)), **options)
+        torn = generate.File([generate.Zero()], records=[record],
+                             damage=generate.flip(("logged[1][0]", 7)), **options)
         low.write_bytes(torn.build())
         self.assertEqual(identity(), empty)
         sealed = generate.File([generate.Zero()], chunk_shift=12)

@@ -1,7 +1,8 @@
-"""Random sequences of operations on a writable mount and on a plain directory, which must not be told apart.
+"""Random sequences of operations on a writable mount and on a plain directory, which must not be
+told apart.
 
-A Generator proposes the next operation by what the model shows; a Pair does it on both sides and judges. What may differ stands in
-EXCEPTIONS, and nowhere else.
+A Generator proposes the next operation by what the model shows; a Pair does it on both sides and
+judges. What may differ stands in EXCEPTIONS, and nowhere else.
 """
 
 import os
@@ -17,18 +18,20 @@ from operations import NoSlot, Side
 SLOTS, DIRECT = 8, 6
 LIST_SLOTS = MAP_KEYS = 3
 MOST_BYTES = 3 << 20
-NAMES = ["a", "b", "new", "x" * 255, "\udcfe", "two words", "entry-007", "file", "sub", "hundred", ".wh.a", "..c"]
-XATTRS = ["user.one", "user.two", "user.dir", "user." + "n" * 60, "trusted.three", "security.test", "user.overlay.x", "trusted.overlay.opaque",
-          "trusted.overlay.metacopy", "trusted.overlay.overlay.y", "trusted.bcow.sketch", "user.bcow.x"]
+NAMES = ["a", "b", "new", "x" * 255, "\udcfe", "two words", "entry-007", "file", "sub", "hundred",
+         ".wh.a", "..c"]
+XATTRS = ["user.one", "user.two", "user.dir", "user." + "n" * 60, "trusted.three", "security.test",
+          "user.overlay.x", "trusted.overlay.opaque", "trusted.overlay.metacopy",
+          "trusted.overlay.overlay.y", "trusted.bcow.sketch", "user.bcow.x"]
 WHITEOUT = os.makedev(0, 0)
 
 # (subject, operation, answer of the model, answer of the mount): why. Answers are errno names or
 # "ok".
-EXCEPTIONS = {
-    ("bcow", "tmpfile", "ok", "EOPNOTSUPP"): "docs/semantics.md: the library that speaks FUSE has no such request",
-    ("fuse-overlayfs", "tmpfile", "ok", "EOPNOTSUPP"): "it has no O_TMPFILE",
-    ("overlayfs", "set_xattr", "ok", "EOPNOTSUPP"): "attributes with overlayfs's own names have to be escaped by who writes them",
-}
+EXCEPTIONS = {("bcow", "tmpfile", "ok", "EOPNOTSUPP"):
+                  "docs/semantics.md: the library that speaks FUSE has no such request",
+              ("fuse-overlayfs", "tmpfile", "ok", "EOPNOTSUPP"): "it has no O_TMPFILE",
+              ("overlayfs", "set_xattr", "ok", "EOPNOTSUPP"):
+                  "attributes with overlayfs's own names have to be escaped by who writes them"}
 
 
 class Mismatch(Exception):
@@ -88,14 +91,16 @@ class Pair:
         """What only the two together can say."""
         one, two = self.model.seen, self.mount.seen
         if name in ("stat", "fstat"):
-            path = self.model.at(arguments["path"]) if name == "stat" else f"/proc/self/fd/{self.model.files[arguments['slot']]}"
+            path = (self.model.at(arguments["path"]) if name == "stat"
+                    else f"/proc/self/fd/{self.model.files[arguments['slot']]}")
             self.same_inode(one, two, path, arguments.get("follow", True))
         elif name == "seek_hole":
             for side in (one, two):
                 self.true_hole(*side)
         elif name in ("open_list", "rewind"):
             now = self.listed(arguments["slot"])
-            self.lists[arguments["slot"]] = {"always": set(now), "ever": set(now), "model": [], "mount": []}
+            self.lists[arguments["slot"]] = {"always": set(now), "ever": set(now), "model": [],
+                                             "mount": []}
         elif name == "next":
             for who, seen in (("model", one), ("mount", two)):
                 self.read_list(who, *seen)
@@ -115,11 +120,14 @@ class Pair:
             os.close(fd)
         tail = data[offset:]
         if what == "data":
-            right = not tail.strip(b"\0") if found is None else offset <= found < len(data) and not data[offset:found].strip(b"\0")
+            right = (not tail.strip(b"\0") if found is None
+                     else offset <= found < len(data) and not data[offset:found].strip(b"\0"))
         else:
-            right = not tail if found is None else offset <= found <= len(data) and (found == len(data) or data[found] == 0)
+            right = (not tail if found is None
+                     else offset <= found <= len(data) and (found == len(data) or data[found] == 0))
         if not right:
-            raise Mismatch(f"SEEK_{what.upper()} from {offset} found {found} in a file of {len(data)} bytes")
+            raise Mismatch(
+                f"SEEK_{what.upper()} from {offset} found {found} in a file of {len(data)} bytes")
 
     def listed(self, slot):
         try:
@@ -138,7 +146,8 @@ class Pair:
         if not entries:
             for name in sorted(kept["always"]):
                 if told.count(name) != 1:
-                    raise Mismatch(f"{who} listed {name!r} {told.count(name)} times, which was there all along")
+                    raise Mismatch(f"{who} listed {name!r} {told.count(name)} times, which was "
+                                   "there all along")
 
     def remount(self):
         self.model.forget_all()
@@ -150,10 +159,13 @@ class Pair:
         """Both trees, with everything that can be asked, and whether times moved together."""
         operations.settle_clock()
         (want, ours), (got, theirs) = self.model.snapshot(), self.mount.snapshot()
-        found = [f"{path!r}: only in the {'model' if path in want else 'mount'}" for path in sorted(want.keys() ^ got.keys())]
+        found = [f"{path!r}: only in the {'model' if path in want else 'mount'}"
+                 for path in sorted(want.keys() ^ got.keys())]
         for path in sorted(want.keys() & got.keys()):
-            found += [f"{path!r}: {field}: expected {want[path].get(field)}, got {got[path].get(field)}"
-                      for field in sorted(want[path].keys() | got[path].keys()) if want[path].get(field) != got[path].get(field)]
+            found += [
+                f"{path!r}: {field}: expected {want[path].get(field)}, got {got[path].get(field)}"
+                for field in sorted(want[path].keys() | got[path].keys())
+                if want[path].get(field) != got[path].get(field)]
         if found:
             raise Mismatch(f"{len(found)} differences:\n" + "\n".join(found[:20]))
         for path, info in ours.items():
@@ -167,13 +179,15 @@ class Pair:
             key = path, info.st_ino
             if stat.S_ISFIFO(info.st_mode):
                 continue  # As in facts.
-            times[key] = (info.st_mtime_ns, info.st_ctime_ns), (theirs[path].st_mtime_ns, theirs[path].st_ctime_ns)
+            times[key] = ((info.st_mtime_ns, info.st_ctime_ns),
+                          (theirs[path].st_mtime_ns, theirs[path].st_ctime_ns))
             if key not in self.times:
                 continue
             before, then = self.times[key]
             now, later = times[key]
             if (now[0] != before[0]) != (later[0] != then[0]):
-                raise Mismatch(f"{path!r}: mtime {'moved' if later[0] != then[0] else 'stayed'}, in the model it did not")
+                raise Mismatch(f"{path!r}: mtime {'moved' if later[0] != then[0] else 'stayed'}, "
+                               "in the model it did not")
             # A mount may have more reasons for a new ctime than the model, but none less.
             if now[1] != before[1] and later[1] == then[1]:
                 raise Mismatch(f"{path!r}: ctime stayed, in the model it moved")
@@ -222,7 +236,8 @@ class Generator:
     def file(self):
         if self.random.random() < 0.3:
             # Large ones: sketches.
-            large = [path for path, info in self.entries.items() if stat.S_ISREG(info.st_mode) and info.st_size > 64 << 10]
+            large = [path for path, info in self.entries.items()
+                     if stat.S_ISREG(info.st_mode) and info.st_size > 64 << 10]
             if large:
                 return self.random.choice(sorted(large))
         return self.pick(stat.S_IFREG)
@@ -240,7 +255,8 @@ class Generator:
 
     def slot(self):
         """One that is open, most of the time."""
-        return self.random.choice(sorted(self.pair.model.files) or [0]) if self.random.random() < 0.95 else self.random.randrange(SLOTS)
+        return (self.random.choice(sorted(self.pair.model.files) or [0])
+                if self.random.random() < 0.95 else self.random.randrange(SLOTS))
 
     def place(self, slot):
         """An offset and a length, in and around the file of a slot."""
@@ -250,23 +266,31 @@ class Generator:
             size = 5000
         size = min(size, MOST_BYTES)
         pick = self.random.choice
-        offset = pick([0, size, self.random.randint(0, size), self.random.randint(0, size), self.random.randint(0, size) // 4096 * 4096,
-                       max(0, size - self.random.randint(0, 5000)), size + self.random.randint(0, 20_000)])
-        length = pick([1, 7, self.random.randint(1, 4096), 4096, self.random.randint(1, 20_000), 16_384, self.random.randint(1, 150_000)])
+        offset = pick([0, size, self.random.randint(0, size), self.random.randint(0, size),
+                       self.random.randint(0, size) // 4096 * 4096,
+                       max(0, size - self.random.randint(0, 5000)),
+                       size + self.random.randint(0, 20_000)])
+        length = pick([1, 7, self.random.randint(1, 4096), 4096, self.random.randint(1, 20_000),
+                       16_384, self.random.randint(1, 150_000)])
         if slot >= DIRECT:
             return offset // 4096 * 4096, (length + 4095) // 4096 * 4096
         return offset, length
 
     def mode(self):
-        return self.random.choice([0o644, 0o600, 0o755, 0o777, 0o666, 0, 0o4755, 0o2755, 0o6777, 0o1777, 0o2644])
+        return self.random.choice([0o644, 0o600, 0o755, 0o777, 0o666, 0, 0o4755, 0o2755, 0o6777,
+                                   0o1777, 0o2644])
 
     def owner(self):
-        """Who shall have a file, and which group; one of them at least: what chown(-1, -1) does to ctime is an exception."""
+        """Who shall have a file, and which group; one of them at least: what chown(-1, -1) does to
+        ctime is an exception."""
         pick = self.random.choice
-        return pick([{"uid": pick([0, 1000, 1001, 70_000]), "gid": pick([-1, 0, 1000, 1001])}, {"uid": -1, "gid": pick([0, 1000, 1001])}])
+        return pick([{"uid": pick([0, 1000, 1001, 70_000]), "gid": pick([-1, 0, 1000, 1001])},
+                     {"uid": -1, "gid": pick([0, 1000, 1001])}])
 
     def time(self):
-        return self.random.choice([None, "now", 0, 1, operations.NOW_BEGINS - 1 - self.random.randrange(10 ** 18), 10 ** 18 + 5])
+        return self.random.choice([None, "now", 0, 1,
+                                   operations.NOW_BEGINS - 1 - self.random.randrange(10 ** 18),
+                                   10 ** 18 + 5])
 
     def fresh(self):
         self.tag += 1
@@ -285,20 +309,23 @@ class Generator:
                 flags.append("O_EXCL")
             if chance() < 0.6:
                 path = self.new()
-        flags += [flag for flag, how in (("O_TRUNC", 0.1), ("O_APPEND", 0.15), ("O_NOFOLLOW", 0.1), ("O_SYNC", 0.05), ("O_DIRECTORY", 0.02)) if chance() < how]
+        flags += [flag for flag, how in (("O_TRUNC", 0.1), ("O_APPEND", 0.15), ("O_NOFOLLOW", 0.1),
+                                         ("O_SYNC", 0.05), ("O_DIRECTORY", 0.02)) if chance() < how]
         if slot >= DIRECT:
             # Without O_APPEND, which would write where the file ends, aligned or not.
             flags = [flag for flag in flags if flag != "O_APPEND"] + ["O_DIRECT"]
         return "open", {"slot": slot, "path": path, "flags": "|".join(flags), "mode": self.mode()}
 
     def tmpfile(self):
-        return "tmpfile", {"slot": self.random.randrange(DIRECT), "path": self.folder(), "mode": self.mode()}
+        return ("tmpfile",
+                {"slot": self.random.randrange(DIRECT), "path": self.folder(), "mode": self.mode()})
 
     def link_open(self):
         return "link_open", {"slot": self.slot(), "new": self.new()}
 
     def on_slot(self):
-        return self.random.choice(["close", "fsync", "fdatasync", "drop_pages", "fstat", "fstat", "syncfs"]), {"slot": self.slot()}
+        return self.random.choice(["close", "fsync", "fdatasync", "drop_pages", "fstat", "fstat",
+                                   "syncfs"]), {"slot": self.slot()}
 
     def pread(self):
         slot = self.slot()
@@ -318,7 +345,8 @@ class Generator:
         slot = self.slot()
         if self.random.random() < 0.5:
             return "lseek", {"slot": slot, "offset": self.place(slot)[0], "whence": os.SEEK_SET}
-        return "seek_hole", {"slot": slot, "offset": self.place(slot)[0], "what": self.random.choice(["data", "hole"])}
+        return ("seek_hole", {"slot": slot, "offset": self.place(slot)[0],
+                              "what": self.random.choice(["data", "hole"])})
 
     def ftruncate(self):
         slot = self.slot()
@@ -328,7 +356,8 @@ class Generator:
         slot = self.slot()
         offset, length = self.place(slot)
         keep, punch, zero = syscalls.KEEP_SIZE, syscalls.PUNCH_HOLE, syscalls.ZERO_RANGE
-        mode = self.random.choice([0, keep, punch | keep, punch | keep, punch | keep, zero, zero | keep, punch])
+        mode = self.random.choice([0, keep, punch | keep, punch | keep, punch | keep, zero,
+                                   zero | keep, punch])
         if mode in (0, keep) and not self.pair.subject.reserves:
             mode = zero | mode
         return "fallocate", {"slot": slot, "mode": mode, "offset": offset, "length": length}
@@ -336,16 +365,19 @@ class Generator:
     def copy_range(self):
         slot, to = (min(self.slot(), DIRECT - 1) for _ in range(2))
         offset, length = self.place(slot)
-        return "copy_range", {"slot": slot, "offset": offset, "to": to, "at": self.place(to)[0], "length": length}
+        return ("copy_range", {"slot": slot, "offset": offset, "to": to, "at": self.place(to)[0],
+                               "length": length})
 
     def map(self):
         key, slot = self.random.randrange(MAP_KEYS), self.slot()
         offset, length = self.place(slot)
-        return self.random.choice([
-            ("map", {"slot": slot, "key": key, "writable": self.random.random() < 0.8}),
-            ("map_read", {"key": key, "offset": offset, "length": length}),
-            ("map_write", {"key": key, "offset": offset, "tag": self.fresh(), "length": length, "sync": self.random.random() < 0.5}),
-            ("map_write", {"key": key, "offset": offset, "tag": self.fresh(), "length": length, "sync": True})])
+        return self.random.choice(
+            [("map", {"slot": slot, "key": key, "writable": self.random.random() < 0.8}),
+             ("map_read", {"key": key, "offset": offset, "length": length}),
+             ("map_write", {"key": key, "offset": offset, "tag": self.fresh(), "length": length,
+                            "sync": self.random.random() < 0.5}),
+             ("map_write",
+              {"key": key, "offset": offset, "tag": self.fresh(), "length": length, "sync": True})])
 
     def slot_attributes(self):
         return self.random.choice([("fchmod", {"slot": self.slot(), "mode": self.mode()}),
@@ -355,12 +387,16 @@ class Generator:
         return "stat", {"path": self.some(), "follow": self.random.random() < 0.5}
 
     def make(self):
-        return self.random.choice([
-            ("mkdir", {"path": self.some(0.8), "mode": self.mode()}),
-            ("mkdir", {"path": self.some(0.8), "mode": self.mode()}),
-            ("symlink", {"target": self.random.choice(["nowhere", "d0", "d0/hundred", "a", "t" * 1000, "."]), "path": self.some(0.8)}),
-            ("mknod", {"path": self.some(0.8), "mode": self.random.choice([stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFREG, stat.S_IFSOCK]) | self.mode(),
-                       "rdev": self.random.choice([(1, 3), (0, 1), (259, 300_000)])})])
+        return self.random.choice(
+            [("mkdir", {"path": self.some(0.8), "mode": self.mode()}),
+             ("mkdir", {"path": self.some(0.8), "mode": self.mode()}),
+             ("symlink",
+              {"target": self.random.choice(["nowhere", "d0", "d0/hundred", "a", "t" * 1000, "."]),
+               "path": self.some(0.8)}),
+             ("mknod", {"path": self.some(0.8),
+                        "mode": self.random.choice([stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK,
+                                                    stat.S_IFREG, stat.S_IFSOCK]) | self.mode(),
+                        "rdev": self.random.choice([(1, 3), (0, 1), (259, 300_000)])})])
 
     def link(self):
         return "link", {"path": self.some(0.05), "new": self.some(0.8)}
@@ -371,53 +407,71 @@ class Generator:
     def rmdir(self):
         empty = [path for path, info in self.entries.items() if stat.S_ISDIR(info.st_mode)
                  and not any(other.startswith(path + "/") for other in self.entries)]
-        return "rmdir", {"path": self.random.choice(sorted(empty) or ["a"]) if self.random.random() < 0.6 else self.some(0.05)}
+        return ("rmdir", {"path": self.random.choice(sorted(empty) or ["a"])
+                                  if self.random.random() < 0.6 else self.some(0.05)})
 
     def rename(self):
         flags = self.random.choice([0, 0, 0, syscalls.RENAME_NOREPLACE, syscalls.RENAME_EXCHANGE])
         path = self.folder() if self.random.random() < 0.3 else self.some(0.05)
-        return "rename", {"path": path, "new": self.some(0.2 if flags == syscalls.RENAME_EXCHANGE else 0.6), "flags": flags}
+        return ("rename",
+                {"path": path, "new": self.some(0.2 if flags == syscalls.RENAME_EXCHANGE else 0.6),
+                 "flags": flags})
 
     def empty_folder(self):
         """Everything in a directory goes, so that it can go itself: over some steps."""
-        inside = [path for path, info in self.entries.items() if path.startswith(("d0/sub/", "setgid/", "d1/")) and not stat.S_ISDIR(info.st_mode)]
+        inside = [path for path, info in self.entries.items() if path.startswith(
+                      ("d0/sub/", "setgid/", "d1/")) and not stat.S_ISDIR(info.st_mode)]
         return "unlink", {"path": self.random.choice(sorted(inside) or ["a"])}
 
     def attributes(self):
-        return self.random.choice([
-            ("chmod", {"path": self.some(0.05), "mode": self.mode()}),
-            ("chown", {"path": self.some(0.05), **self.owner(), "follow": self.random.random() < 0.5}),
-            ("utimens", {"path": self.some(0.05), "atime": self.time(), "mtime": self.time(), "follow": self.random.random() < 0.5}),
-            ("truncate", {"path": self.file(), "size": self.random.choice([0, 1, 4096, 50_000, self.random.randint(0, 500_000)])})])
+        return self.random.choice(
+            [("chmod", {"path": self.some(0.05), "mode": self.mode()}),
+             ("chown",
+              {"path": self.some(0.05), **self.owner(), "follow": self.random.random() < 0.5}),
+             ("utimens", {"path": self.some(0.05), "atime": self.time(), "mtime": self.time(),
+                          "follow": self.random.random() < 0.5}),
+             ("truncate", {"path": self.file(), "size": self.random.choice(
+                               [0, 1, 4096, 50_000, self.random.randint(0, 500_000)])})])
 
     def xattr(self):
         path, name = self.some(0.03), self.random.choice(XATTRS)
-        which = self.random.choice(["set", "set", "set", "acl", "capability", "get", "list", "remove"])
+        which = self.random.choice(["set", "set", "set", "acl", "capability", "get", "list",
+                                    "remove"])
         if which == "set":
-            return "set_xattr", {"path": path, "name": name, "tag": self.fresh(), "length": self.random.choice([0, 1, 20, 200]),
-                                 "flags": self.random.choice([0, 0, 0, os.XATTR_CREATE, os.XATTR_REPLACE])}
+            return ("set_xattr",
+                    {"path": path, "name": name, "tag": self.fresh(),
+                     "length": self.random.choice([0, 1, 20, 200]),
+                     "flags": self.random.choice([0, 0, 0, os.XATTR_CREATE, os.XATTR_REPLACE])})
         if which == "acl":
-            return "set_xattr", {"path": path, "name": self.random.choice([syscalls.ACCESS_ACL, syscalls.ACCESS_ACL, syscalls.DEFAULT_ACL]),
-                                 "tag": self.random.choice(["small", "users", "narrow", "broken"]), "length": 0, "flags": 0}
+            return ("set_xattr",
+                    {"path": path, "name": self.random.choice(
+                         [syscalls.ACCESS_ACL, syscalls.ACCESS_ACL, syscalls.DEFAULT_ACL]),
+                     "tag": self.random.choice(["small", "users", "narrow", "broken"]), "length": 0,
+                     "flags": 0})
         if which == "capability":
-            return "set_xattr", {"path": self.file(), "name": "security.capability", "tag": "capability", "length": 0, "flags": 0}
+            return ("set_xattr", {"path": self.file(), "name": "security.capability",
+                                  "tag": "capability", "length": 0, "flags": 0})
         if which == "list":
             return "list_xattrs", {"path": path}
         if self.random.random() < 0.5:
-            names = os.listxattr(self.pair.model.at(path), follow_symlinks=False) if path in self.entries else []
+            names = os.listxattr(self.pair.model.at(path),
+                                 follow_symlinks=False) if path in self.entries else []
             name = self.random.choice(sorted(names) or [name])
         return ("get_xattr" if which == "get" else "remove_xattr"), {"path": path, "name": name}
 
     def ask(self):
         path = self.some()
-        return self.random.choice([("list", {"path": self.folder()}), ("readlink", {"path": path}), ("statvfs", {"path": path}),
-                                   ("access", {"path": path, "mode": self.random.choice([os.O_RDONLY, os.O_WRONLY, os.O_RDWR])})])
+        return self.random.choice([("list", {"path": self.folder()}), ("readlink", {"path": path}),
+                                   ("statvfs", {"path": path}),
+                                   ("access", {"path": path, "mode": self.random.choice(
+                                                   [os.O_RDONLY, os.O_WRONLY, os.O_RDWR])})])
 
     def read_list(self):
         slot = self.random.randrange(LIST_SLOTS)
-        return self.random.choice([("open_list", {"slot": slot, "path": self.random.choice(["many", self.folder()])})]
-                                  + [("next", {"slot": slot, "room": self.random.choice([300, 700, 2000, 70_000])})] * 4
-                                  + [("rewind", {"slot": slot})])
+        return self.random.choice(
+            [("open_list", {"slot": slot, "path": self.random.choice(["many", self.folder()])})]
+            + [("next", {"slot": slot, "room": self.random.choice([300, 700, 2000, 70_000])})] * 4
+            + [("rewind", {"slot": slot})])
 
     def crowd(self):
         """Entries of a large directory come and go."""
@@ -427,7 +481,8 @@ class Generator:
             return "unlink", {"path": path}
         return "mknod", {"path": path, "mode": stat.S_IFREG | 0o644, "rdev": (0, 0)}
 
-    MAKERS, WEIGHTS = zip(
-        (open, 14), (tmpfile, 1), (link_open, 1), (on_slot, 8), (pread, 8), (pwrite, 14), (write, 4), (seek, 4), (ftruncate, 4), (fallocate, 5),
-        (copy_range, 3), (map, 6), (slot_attributes, 2), (stat, 5), (make, 7), (link, 4), (unlink, 4), (rmdir, 2), (rename, 8), (empty_folder, 2),
-        (attributes, 6), (xattr, 6), (ask, 4), (read_list, 5), (crowd, 3))
+    MAKERS, WEIGHTS = zip((open, 14), (tmpfile, 1), (link_open, 1), (on_slot, 8), (pread, 8),
+                          (pwrite, 14), (write, 4), (seek, 4), (ftruncate, 4), (fallocate, 5),
+                          (copy_range, 3), (map, 6), (slot_attributes, 2), (stat, 5), (make, 7),
+                          (link, 4), (unlink, 4), (rmdir, 2), (rename, 8), (empty_folder, 2),
+                          (attributes, 6), (xattr, 6), (ask, 4), (read_list, 5), (crowd, 3))

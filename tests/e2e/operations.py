@@ -1,8 +1,9 @@
 """Operations on a file system as plain data, and a Side that does them and tells how each ended.
 
-An operation is [name, {arguments}]: what a sequence was can be printed, kept and replayed. Files that are open have slots. What a Side
-answers can be compared between two file systems: inode numbers, times of now and what POSIX leaves open are not in it, but judged by
-`Pair`, which knows both.
+An operation is [name, {arguments}]: what a sequence was can be printed, kept and replayed. Files
+that are open have slots. What a Side answers can be compared between two file systems: inode
+numbers, times of now and what POSIX leaves open are not in it, but judged by `Pair`, which knows
+both.
 """
 
 import errno
@@ -19,12 +20,16 @@ import syscalls
 PAGE = 4096
 # Times before this were set by somebody, later ones are of now.
 NOW_BEGINS = 1_500_000_000 * 10 ** 9
-FLAGS = {name: getattr(os, name) for name in ("O_RDONLY", "O_WRONLY", "O_RDWR", "O_CREAT", "O_EXCL", "O_TRUNC", "O_APPEND", "O_DIRECTORY",
-                                              "O_NOFOLLOW", "O_DIRECT", "O_SYNC", "O_PATH", "O_NOATIME")}
-VALUES = {"small": syscalls.simple_acl(6, 4, 0), "users": syscalls.simple_acl(7, 5, 1, mask=5, users=((1000, 7), (1001, 0)), groups=((1001, 4),)),
-        "narrow": syscalls.simple_acl(6, 6, 6, mask=0, users=((1000, 6),)), "broken": b"\x02\0\0\0\x01\0",
-        # Not a list, but a value that the kernel looks at too: a capability of a program.
-        "capability": struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)}
+FLAGS = {name: getattr(os, name) for name
+               in ("O_RDONLY", "O_WRONLY", "O_RDWR", "O_CREAT", "O_EXCL", "O_TRUNC", "O_APPEND",
+                   "O_DIRECTORY", "O_NOFOLLOW", "O_DIRECT", "O_SYNC", "O_PATH", "O_NOATIME")}
+VALUES = {"small": syscalls.simple_acl(6, 4, 0),
+          "users": syscalls.simple_acl(7, 5, 1, mask=5, users=((1000, 7), (1001, 0)),
+                                       groups=((1001, 4),)),
+          "narrow": syscalls.simple_acl(6, 6, 6, mask=0, users=((1000, 6),)),
+          "broken": b"\x02\0\0\0\x01\0",
+          # No ACL: a capability of a program, which the kernel interprets too.
+          "capability": struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)}
 USERS = {"root": (0, 0), "alice": (1000, 1000), "bob": (1001, 1001)}
 
 
@@ -46,8 +51,8 @@ def time_of(nanoseconds):
 
 
 def facts(info):
-    """What two file systems must agree on; a directory's size and link count are its file system's own affair, and the kernel does not tell a
-    mount that a pipe was written to."""
+    """What two file systems must agree on; a directory's size and link count are its file system's
+    own affair, and the kernel does not tell a mount that a pipe was written to."""
     fact = {"mode": oct(info.st_mode), "uid": info.st_uid, "gid": info.st_gid}
     if not stat.S_ISFIFO(info.st_mode):
         fact["mtime"] = time_of(info.st_mtime_ns)
@@ -70,7 +75,8 @@ class Side:
         return os.path.join(self.root, path) if path != "." else self.root
 
     def do(self, name, arguments):
-        """How an operation ends: ["ok", value], or ["E...", None]; a NoSlot for those without one."""
+        """How an operation ends: ["ok", value], or ["E...", None]; a NoSlot for those without
+        one."""
         arguments = dict(arguments)
         who, umask = arguments.pop("who", "root"), arguments.pop("umask", 0o022)
         self.seen = None
@@ -130,7 +136,8 @@ class Side:
 
     def into_room(self, length, read):
         """The digest of what is read into memory that is aligned, as O_DIRECT wants it."""
-        with mmap.mmap(-1, max(length, 1)) as room, memoryview(room) as whole, whole[:length] as view:
+        with (mmap.mmap(-1, max(length, 1)) as room, memoryview(room) as whole,
+              whole[:length] as view):
             done = read(view)
             return digest(view[:done])
 
@@ -142,7 +149,8 @@ class Side:
         return [done, os.lseek(self.file(slot), 0, os.SEEK_CUR)]
 
     def from_room(self, tag, length, write):
-        with mmap.mmap(-1, max(length, 1)) as room, memoryview(room) as whole, whole[:length] as view:
+        with (mmap.mmap(-1, max(length, 1)) as room, memoryview(room) as whole,
+              whole[:length] as view):
             view[:] = value_of(tag, length)
             return write(view)
 
@@ -154,7 +162,8 @@ class Side:
         if stat.S_ISDIR(os.fstat(self.file(slot)).st_mode):
             raise IsADirectoryError(errno.EISDIR, "a directory's holes are nobody's affair")
         try:
-            found = os.lseek(self.file(slot), offset, os.SEEK_DATA if what == "data" else os.SEEK_HOLE)
+            found = os.lseek(self.file(slot), offset,
+                             os.SEEK_DATA if what == "data" else os.SEEK_HOLE)
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
@@ -233,7 +242,8 @@ class Side:
         return length
 
     def mapped(self, key):
-        """A mapping, whether it can be written, and how much of it can be touched: past the file's end is a signal."""
+        """A mapping, whether it can be written, and how much of it can be touched: past the file's
+        end is a signal."""
         if key not in self.maps:
             raise NoSlot
         kept, writable = self.maps[key]
@@ -306,7 +316,8 @@ class Side:
 
     def do_statvfs(self, path):
         info = os.statvfs(self.at(path))
-        sane = info.f_bavail <= info.f_bfree <= info.f_blocks and info.f_ffree <= info.f_files and info.f_bsize >= 512
+        sane = (info.f_bavail <= info.f_bfree <= info.f_blocks and info.f_ffree <= info.f_files
+                and info.f_bsize >= 512)
         return [sane, info.f_namemax, bool(info.f_flag & os.ST_RDONLY)]
 
     # Directories that are read bit by bit.
@@ -331,7 +342,8 @@ class Side:
     # Everything.
 
     def entries(self):
-        """Every path below the root with what lstat says, parents first, without following anything."""
+        """Every path below the root with what lstat says, parents first, without following
+        anything."""
         found = {".": os.lstat(self.root)}
         waiting = ["."]
         while waiting:
@@ -349,7 +361,8 @@ class Side:
         for path, info in entries.items():
             fact = facts(info)
             fact["xattrs"] = {name: os.getxattr(self.at(path), name, follow_symlinks=False).hex()
-                              for name in sorted(os.listxattr(self.at(path), follow_symlinks=False))}
+                                    for name
+                                    in sorted(os.listxattr(self.at(path), follow_symlinks=False))}
             if stat.S_ISREG(info.st_mode):
                 if info.st_ino not in read:
                     with open(self.at(path), "rb", buffering=0) as file:

@@ -41,7 +41,8 @@ def promise(*sentences):
 def made():
     """The promises about writable mounts: each list item of that section."""
     section = page().partition("\n## Writable mounts\n")[2].partition("\n## ")[0]
-    return [words(item) for item in re.findall(r"^- (.*?)(?=^- |^#|^$)", section, re.MULTILINE | re.DOTALL)]
+    return [words(item)
+            for item in re.findall(r"^- (.*?)(?=^- |^#|^$)", section, re.MULTILINE | re.DOTALL)]
 
 
 def untested():

@@ -4,9 +4,10 @@
     sequences.py SEED            prints the layers of a sequence
     sequences.py SEED LAYOUT     writes them as an OCI layout
 
-A sequence depends on its seed alone. Seed 0 is no dice: it has every change of type into every other one, in every way
-of writing it. A generator proposes entries that suit what the layers so far show; entries that fit nowhere (a file below
-a file) are refused by the truth, tests/oracle/overlay.py, and left out.
+A sequence depends on its seed alone. Seed 0 is no dice: it has every change of type into every
+other one, in every way of writing it. A generator proposes entries that suit what the layers so far
+show; entries that fit nowhere (a file below a file) are refused by the truth,
+tests/oracle/overlay.py, and left out.
 """
 
 import dataclasses
@@ -23,12 +24,14 @@ from overlay import Entry  # noqa: E402
 
 NS = ocilib.EPOCH * 10 ** 9
 # Few names, so that layers meet; the later ones seldom.
-NAMES = [b"a", b"b", b"c", b"d", b"lib", b"usr"] * 6 + [
-    b"\xff\xfe", b"new\nline", b"sp ace", b"gr\xc3\xbcn", b"n" * 255, b".wh", b".whx", b"...", b"-", b"a:b,c", b"~"]
+NAMES = ([b"a", b"b", b"c", b"d", b"lib", b"usr"] * 6
+         + [b"\xff\xfe", b"new\nline", b"sp ace", b"gr\xc3\xbcn", b"n" * 255, b".wh", b".whx",
+            b"...", b"-", b"a:b,c", b"~"])
 MODES = [0o644] * 6 + [0o600, 0o755, 0o4755, 0o2755, 0o1777, 0o6711, 0o000, 0o777]
 TYPEFLAGS = {"file": ocilib.REG, "dir": ocilib.DIR, "symlink": ocilib.SYM, "char": ocilib.CHR,
              "block": ocilib.BLK, "fifo": ocilib.FIFO, "hardlink": ocilib.LINK}
-ACL = ocilib.acl([(1, 7, 0xFFFFFFFF), (2, 6, 1000), (4, 4, 0xFFFFFFFF), (16, 6, 0xFFFFFFFF), (32, 0, 0xFFFFFFFF)])
+ACL = ocilib.acl([(1, 7, 0xFFFFFFFF), (2, 6, 1000), (4, 4, 0xFFFFFFFF), (16, 6, 0xFFFFFFFF),
+                  (32, 0, 0xFFFFFFFF)])
 ACL_MODE = 0o760
 
 
@@ -56,12 +59,14 @@ class Generator:
         self.below = {}
 
     def layers(self):
-        """Proposes, unpacks, and gives the entries of each layer that were accepted, layer by layer."""
+        """Proposes, unpacks, and gives the entries of each layer that were accepted, layer by
+        layer."""
         count = self.random.randint(30, 60) if self.long else self.random.randint(2, 8)
         done = []
         for _ in range(count):
             with self.stack.mounted() as self.where:
-                self.below = {os.fsencode(path): entry for path, entry in overlay.tree.dump(self.where, ghosts=True).items()}
+                self.below = {os.fsencode(path): entry for path, entry in overlay.tree.dump(
+                                  self.where, ghosts=True).items()}
                 proposed = self.layer(done)
             done.append(self.stack.unpack(proposed))
         return done
@@ -75,7 +80,8 @@ class Generator:
         self.entries, self.fresh = [], []
         if self.random.random() < 0.15:
             self.add(self.directory(b"."))
-        steps = self.random.randint(1, 3) if self.long else self.random.randint(4, 14) if done else self.random.randint(8, 24)
+        steps = (self.random.randint(1, 3) if self.long else self.random.randint(4, 14) if done
+                 else self.random.randint(8, 24))
         for _ in range(steps):
             self.random.choice(self.STEPS)(self)
         if self.random.random() < 0.2:
@@ -89,7 +95,8 @@ class Generator:
 
     def lower(self, *kinds):
         """A path that the layers below show, or a new one."""
-        found = [path for path, entry in self.below.items() if path != b"." and (not kinds or entry["type"] in kinds)]
+        found = [path for path, entry in self.below.items()
+                 if path != b"." and (not kinds or entry["type"] in kinds)]
         return self.random.choice(sorted(found)) if found else self.new()
 
     def folder(self):
@@ -110,7 +117,8 @@ class Generator:
         return self.lower() if self.random.random() < 0.6 else self.new()
 
     def own(self):
-        mine = [entry.path for entry in self.entries if entry.kind not in ("dir", "hardlink") and b".wh." not in entry.path]
+        mine = [entry.path for entry in self.entries
+                if entry.kind not in ("dir", "hardlink") and b".wh." not in entry.path]
         return self.random.choice(mine) if mine else self.lower("file", "symlink", "char", "fifo")
 
     # What.
@@ -124,9 +132,11 @@ class Generator:
 
     def meta(self, kind):
         pick = self.random.choice
-        xattrs, mode = {}, 0o777 if kind == "symlink" else pick(MODES) if kind != "dir" else pick([0o755] * 4 + MODES)
+        xattrs, mode = {}, 0o777 if kind == "symlink" else pick(MODES) if kind != "dir" else pick(
+            [0o755] * 4 + MODES)
         if self.random.random() < 0.3:
-            xattrs[pick(["trusted.bin", "trusted.other", "security.test"])] = self.random.randbytes(pick([1, 5, 300])) + b"\n"
+            xattrs[pick(["trusted.bin", "trusted.other",
+                         "security.test"])] = self.random.randbytes(pick([1, 5, 300])) + b"\n"
         if kind in ("file", "dir") and self.random.random() < 0.3:
             xattrs[pick(["user.a", "user.b"])] = pick([b"1", b"value", b"\0\xff"])
         if kind == "file" and self.random.random() < 0.1:
@@ -135,9 +145,12 @@ class Generator:
             xattrs["system.posix_acl_access"], mode = ACL, ACL_MODE
         if self.random.random() < 0.05:
             # What a layer may not say: the truth drops it too.
-            xattrs[pick(["trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.bcow.implicit", "trusted.bcow.link"])] = b"y"
-        return {"mode": mode, "uid": pick([0] * 4 + [1, 1000, 65534, 3000000]), "gid": pick([0] * 4 + [1, 50, 3000000]),
-                "mtime": pick([0, NS, NS + 1, NS + self.random.randrange(10 ** 9), 10 ** 9]), "xattrs": tuple(xattrs.items())}
+            xattrs[pick(["trusted.overlay.opaque", "trusted.overlay.redirect",
+                         "trusted.bcow.implicit", "trusted.bcow.link"])] = b"y"
+        return {"mode": mode, "uid": pick([0] * 4 + [1, 1000, 65534, 3000000]),
+                "gid": pick([0] * 4 + [1, 50, 3000000]),
+                "mtime": pick([0, NS, NS + 1, NS + self.random.randrange(10 ** 9), 10 ** 9]),
+                "xattrs": tuple(xattrs.items())}
 
     def directory(self, path):
         if path != b".":
@@ -147,11 +160,13 @@ class Generator:
     def target(self):
         """Of a symbolic link: somewhere inside, up and down, or nowhere."""
         path = self.some()
-        return self.random.choice([path, b"/" + path, path.rpartition(b"/")[2], b"../" + path, b"nowhere", b"."])
+        return self.random.choice([path, b"/" + path, path.rpartition(b"/")[2], b"../" + path,
+                                   b"nowhere", b"."])
 
     def thing(self, path, kind=None):
         """An entry of some kind at a path."""
-        kind = kind or self.random.choice(["file"] * 5 + ["dir"] * 3 + ["symlink"] * 2 + ["char", "block", "fifo"])
+        kind = (kind or self.random.choice(["file"] * 5 + ["dir"] * 3 + ["symlink"] * 2
+                                           + ["char", "block", "fifo"]))
         if kind == "dir":
             return self.directory(path)
         more = {}
@@ -165,7 +180,8 @@ class Generator:
         return Entry(path, kind, **self.meta(kind), **more)
 
     def copy_of(self, path, to):
-        return dataclasses.replace(overlay.entry_of(os.path.join(os.fsencode(self.where), path)), path=to)
+        return dataclasses.replace(overlay.entry_of(os.path.join(os.fsencode(self.where), path)),
+                                   path=to)
 
     # Steps.
 
@@ -226,7 +242,8 @@ class Generator:
 
     def link_below(self):
         path = self.lower("file", "symlink", "char", "block", "fifo")
-        self.add(Entry(self.new(), "hardlink", link=self.random.choice([b"", b"", b"./", b"/"]) + path))
+        self.add(Entry(self.new(), "hardlink",
+                       link=self.random.choice([b"", b"", b"./", b"/"]) + path))
         if self.random.random() < 0.3:
             self.add(Entry(self.new(), "hardlink", link=self.entries[-1].path))
         if self.random.random() < 0.3:
@@ -256,7 +273,9 @@ class Generator:
     def symlinked_folder(self):
         """A link to a directory, and entries whose path leads through it."""
         path, to = self.new(), self.folder()
-        self.add(Entry(path, "symlink", link=b"/" + to if self.random.random() < 0.5 or b"/" in path else to or b".", mode=0o777))
+        self.add(Entry(path, "symlink",
+                       link=b"/" + to if self.random.random() < 0.5 or b"/" in path else to or b".",
+                       mode=0o777))
         for _ in range(self.random.randint(0, 3)):
             inside = join(path, self.random.choice(NAMES))
             self.add(self.random.choice([self.thing, whiteout])(inside))
@@ -279,30 +298,36 @@ class Generator:
         else:
             self.add(self.thing(join(path, self.random.choice(NAMES))))
 
-    STEPS = [make_something] * 4 + [make_folder_with_content] * 3 + [change_content, change_attributes, change_type, delete] * 2 + [
-        delete_nothing, make_opaque, make_root_opaque, link_inside, link_below, link_below, link_before_target, rename,
-        rename, symlinked_folder, through_lower_symlink, again, smaller_folder]
+    STEPS = ([make_something] * 4 + [make_folder_with_content] * 3
+             + [change_content, change_attributes, change_type, delete] * 2
+             + [delete_nothing, make_opaque, make_root_opaque, link_inside, link_below, link_below,
+                link_before_target, rename, rename, symlinked_folder, through_lower_symlink, again,
+                smaller_folder])
 
 
 def matrix():
-    """Every type below every other type, with the ways to write the change; then all of it changed back."""
+    """Every type below every other type, with the ways to write the change; then all of it changed
+    back."""
     xattrs = (("user.layer", b"0"),)
     kinds = {
         "absent": lambda path, layer: [],
         "file": lambda path, layer: [Entry(path, "file", b"layer %d" % layer, mtime=NS + layer)],
         "empty": lambda path, layer: [Entry(path, "dir", mode=0o750 + layer, mtime=NS)],
-        "full": lambda path, layer: [Entry(path, "dir", mode=0o700, xattrs=xattrs), Entry(path + b"/%d" % layer, data=b"in"),
-                                     Entry(path + b"/same", data=b"%d" % layer), Entry(path + b"/sub/deep/%d" % layer)],
-        "implied": lambda path, layer: [Entry(path + b"/%d" % layer, data=b"in"), Entry(path + b"/sub/%d" % layer)],
-        "opaque": lambda path, layer: [opaque(path), Entry(path, "dir", mode=0o711), Entry(path + b"/%d" % layer)],
+        "full": lambda path, layer: [
+            Entry(path, "dir", mode=0o700, xattrs=xattrs), Entry(path + b"/%d" % layer, data=b"in"),
+            Entry(path + b"/same", data=b"%d" % layer), Entry(path + b"/sub/deep/%d" % layer)],
+        "implied": lambda path, layer: [Entry(path + b"/%d" % layer, data=b"in"),
+                                        Entry(path + b"/sub/%d" % layer)],
+        "opaque": lambda path, layer: [opaque(path), Entry(path, "dir", mode=0o711),
+                                       Entry(path + b"/%d" % layer)],
         "opaque-implied": lambda path, layer: [opaque(path), Entry(path + b"/%d" % layer)],
         "opaque-empty": lambda path, layer: [opaque(path)],
-        "symlink": lambda path, layer: [Entry(path, "symlink", link=b"../other", mode=0o777, mtime=NS)],
+        "symlink":
+            lambda path, layer: [Entry(path, "symlink", link=b"../other", mode=0o777, mtime=NS)],
         "char": lambda path, layer: [Entry(path, "char", rdev=(1, 3 + layer))],
         "block": lambda path, layer: [Entry(path, "block", rdev=(7, layer))],
         "fifo": lambda path, layer: [Entry(path, "fifo", mode=0o620, uid=5)],
-        "hardlink": lambda path, layer: [Entry(path, "hardlink", link=b"other/file")],
-    }
+        "hardlink": lambda path, layer: [Entry(path, "hardlink", link=b"other/file")]}
     ways = {
         "plain": lambda path, entries: entries,
         "before": lambda path, entries: [whiteout(path)] + entries,
@@ -334,16 +359,18 @@ def tar(entries):
     out = []
     for one in entries:
         path = one.path + b"/" if one.kind == "dir" else one.path
-        out.append(ocilib.entry(path, TYPEFLAGS[one.kind], one.data, one.mode, one.uid, one.gid, one.mtime, one.link,
-                                one.rdev, one.xattrs))
+        out.append(ocilib.entry(path, TYPEFLAGS[one.kind], one.data, one.mode, one.uid, one.gid,
+                                one.mtime, one.link, one.rdev, one.xattrs))
     return b"".join(out) + ocilib.END
 
 
 def write_layout(layers, path, tag="t", pack=None):
-    """An OCI layout with one image, of uncompressed layers or of what `pack` makes of them; adds to one that is there."""
+    """An OCI layout with one image, of uncompressed layers or of what `pack` makes of them; adds to
+    one that is there."""
     layout = ocilib.Layout(path)
     tars = [tar(entries) for entries in layers]
-    media = ocilib.MEDIA_TAR if pack is None else {ocilib.gz: ocilib.MEDIA_TAR_GZIP, ocilib.zst: ocilib.MEDIA_TAR_ZSTD}[pack]
+    media = (ocilib.MEDIA_TAR if pack is None
+             else {ocilib.gz: ocilib.MEDIA_TAR_GZIP, ocilib.zst: ocilib.MEDIA_TAR_ZSTD}[pack])
     blobs = [layout.blob(pack(data) if pack else data, media) for data in tars]
     layout.index([(layout.manifest(blobs, [ocilib.digest_of(data) for data in tars]), tag, None)])
     return f"oci:{path}:{tag}"
@@ -360,8 +387,9 @@ def main():
         print(f"layer {number}:")
         for one in entries:
             fields = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-            shown = {name: value if len(repr(value)) < 60 else f"{len(value)} bytes" for name, value in fields.items()
-                     if name not in ("path", "kind") and value != getattr(Entry(b""), name)}
+            shown = {name: value if len(repr(value)) < 60 else f"{len(value)} bytes"
+                           for name, value in fields.items()
+                           if name not in ("path", "kind") and value != getattr(Entry(b""), name)}
             print(f"    {one.kind:8} {one.path[:60]!r} {shown or ''}")
 
 

@@ -1,12 +1,15 @@
-"""Writable views of a tree, to be judged alike: bcow's in all its kinds, and those of others to judge the judges.
+"""Writable views of a tree, to be judged alike: bcow's in all its kinds, and those of others to
+judge the judges.
 
-A Lower is a directory and the image made of it. A Subject shows it at `where`, and keeps what is written in `upper`, which outlives
-unmounting. BCOW_SUBJECTS names those to test, separated by spaces:
+A Lower is a directory and the image made of it. A Subject shows it at `where`, and keeps what is
+written in `upper`, which outlives unmounting. BCOW_SUBJECTS names those to test, separated by
+spaces:
 
     plain             a copy on the same file system, no union at all
     overlayfs         the kernel's, with redirected directories, metadata copies and the index
     fuse-overlayfs
-    bcow[+OPTION...]  options as `bcow mount` has them, without the dashes, or of -o: bcow+sketch=packed+sync=volatile+writeback
+    bcow[+OPTION...]  options of `bcow mount` without the dashes, or of its -o:
+                      bcow+sketch=packed+sync=volatile+writeback
 """
 
 import contextlib
@@ -38,7 +41,8 @@ class Lower:
     """A tree in a directory, and the image of it."""
 
     def __init__(self, directory, plant):
-        self.tree, self.image = os.path.join(directory, "lower"), os.path.join(directory, "image.bcow")
+        self.tree, self.image = os.path.join(directory, "lower"), os.path.join(
+            directory, "image.bcow")
         os.mkdir(self.tree)
         plant(self.tree)
 
@@ -108,11 +112,13 @@ class Overlay(Subject):
 
     def mount(self):
         run("mount", "-t", "overlay", "overlay", "-o",
-            f"lowerdir={self.lower.tree},upperdir={self.upper},workdir={self.work},{self.options}", self.where)
+            f"lowerdir={self.lower.tree},upperdir={self.upper},workdir={self.work},{self.options}",
+            self.where)
 
 
 class Foreground(Subject):
-    """A program of ours in the foreground that serves the mount, so that its end and its last words are known."""
+    """A program of ours in the foreground that serves the mount, so that its end and its last words
+    are known."""
 
     daemon = True
     process = user = None
@@ -123,21 +129,25 @@ class Foreground(Subject):
     def start(self):
         """Starts mounting; whether that succeeds is the caller's to find out."""
         self.log = tempfile.TemporaryFile()
-        options = {} if self.user is None else {"user": self.user, "group": self.user, "extra_groups": []}
-        self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True,
-                                        **options)
+        options = ({} if self.user is None
+                   else {"user": self.user, "group": self.user, "extra_groups": []})
+        self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=self.log,
+                                        stderr=self.log, start_new_session=True, **options)
 
     def mount(self):
         self.start()
         deadline = time.monotonic() + 60
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"`{' '.join(self.command())}` did not mount, code {self.process.poll()}:\n{self.said()}")
+                raise AssertionError(f"`{' '.join(self.command())}` did not mount, code "
+                                     f"{self.process.poll()}:\n{self.said()}")
             time.sleep(0.002)
 
     def answers(self):
-        """Whether it is mounted. A dead mount may still be there, and then none, until this one takes its place."""
-        return is_mounted(self.where) and syscalls.code_of(os.statvfs, self.where) not in ("ENOTCONN", "ECONNABORTED") and is_mounted(self.where)
+        """Whether it is mounted. A dead mount may still be there, and then none, until this one
+        takes its place."""
+        return is_mounted(self.where) and syscalls.code_of(os.statvfs, self.where) not in (
+            "ENOTCONN", "ECONNABORTED") and is_mounted(self.where)
 
     def said(self):
         self.log.seek(0)
@@ -178,7 +188,9 @@ class Foreground(Subject):
 
 class FuseOverlay(Foreground, Overlay):
     def command(self):
-        return ["fuse-overlayfs", "-f", "-o", f"lowerdir={self.lower.tree},upperdir={self.upper},workdir={self.work},allow_other", self.where]
+        return ["fuse-overlayfs", "-f", "-o",
+                f"lowerdir={self.lower.tree},upperdir={self.upper},workdir={self.work},allow_other",
+                self.where]
 
     def kill(self):
         super().kill()
@@ -216,7 +228,8 @@ class Bcow(Foreground):
 
 
 def subject(name, lower, directory):
-    kind = {"plain": Plain, "overlayfs": Overlay, "fuse-overlayfs": FuseOverlay, "bcow": Bcow}[name.split("+")[0]]
+    kind = {"plain": Plain, "overlayfs": Overlay, "fuse-overlayfs": FuseOverlay, "bcow": Bcow}[
+        name.split("+")[0]]
     return kind(name, lower, directory)
 
 
@@ -245,21 +258,24 @@ def shown(name, lower, mount=True):
 
 
 def content(tag, length):
-    """Bytes that follow from a tag, none of them zero, so that what was never written is told from what was."""
+    """Bytes that follow from a tag, none of them zero, so that what was never written is told from
+    what was."""
     piece = random.Random(str(tag)).randbytes(min(length, 4 << 20)).replace(b"\0", b"\1")
     return (piece * (length // max(1, len(piece)) + 1))[:length]
 
 
 def plant(top):
-    """The lower tree of most tests: each type, sizes around every threshold, hardlinks, holes, xattrs, ACLs, odd names."""
+    """The lower tree of most tests: each type, sizes around every threshold, hardlinks, holes,
+    xattrs, ACLs, odd names."""
     def at(*names):
         return os.path.join(top, *names)
 
     for name in ("d0", "d0/sub", "d0/sub/deep", "d1", "d2", "many", "empty", "sticky", "setgid"):
         os.mkdir(at(name))
-    sizes = {"d0/zero": 0, "d0/one": 1, "d0/hundred": 100, "d0/sub/4095": 4095, "d0/sub/4096": 4096, "d0/sub/4097": 4097,
-             "d1/small": LARGE, "d1/large": LARGE + 1, "d1/odd": 100_003, "d2/blocks": 75 * 4096, "d2/big": (1 << 20) + 123,
-             "d0/sub/deep/file": 200_000, "top": 10_000, "setgid/tool": 70_000, "sticky/others": 300}
+    sizes = {"d0/zero": 0, "d0/one": 1, "d0/hundred": 100, "d0/sub/4095": 4095, "d0/sub/4096": 4096,
+             "d0/sub/4097": 4097, "d1/small": LARGE, "d1/large": LARGE + 1, "d1/odd": 100_003,
+             "d2/blocks": 75 * 4096, "d2/big": (1 << 20) + 123, "d0/sub/deep/file": 200_000,
+             "top": 10_000, "setgid/tool": 70_000, "sticky/others": 300}
     for name, size in sizes.items():
         with open(at(name), "wb") as file:
             file.write(content(name, size))
@@ -275,7 +291,8 @@ def plant(top):
             file.write(content(first, 90_000 if others[-1] == "three" else 500))
         for other in others:
             os.link(at(first), at(other))
-    for name, target in (("link", "d0/hundred"), ("d0/link", "sub"), ("dangling", "nowhere"), ("d1/self", "self"), ("long-link", "d0/" * 300)):
+    for name, target in (("link", "d0/hundred"), ("d0/link", "sub"), ("dangling", "nowhere"),
+                         ("d1/self", "self"), ("long-link", "d0/" * 300)):
         os.symlink(target, at(name))
     os.link(at("link"), at("d1/link"), follow_symlinks=False)
     os.mkfifo(at("fifo"), 0o640)
@@ -292,14 +309,19 @@ def plant(top):
     os.setxattr(at("d2/big"), "user.two", bytes(range(200)))
     os.setxattr(at("d2/big"), "trusted.three", b"3")
     os.setxattr(at("d0"), "user.dir", b"")
-    os.setxattr(at("d1/large"), syscalls.ACCESS_ACL, syscalls.simple_acl(6, 4, 0, mask=6, users=((1000, 6),)))
-    os.setxattr(at("d1"), syscalls.DEFAULT_ACL, syscalls.simple_acl(7, 5, 0, mask=7, users=((1000, 7),), groups=((1001, 5),)))
-    for name, uid, gid, mode in (("d2/blocks", 1000, 1000, 0o644), ("setgid", 0, 1001, 0o2775), ("setgid/tool", 1000, 1001, 0o6755),
-                                 ("sticky", 0, 0, 0o1777), ("sticky/others", 1001, 1001, 0o666), ("d0/sub", 1000, 1000, 0o755),
-                                 ("d2", 0, 0, 0o777), ("empty", 1000, 1000, 0o700), ("d0/one", 0, 0, 0o400)):
+    os.setxattr(at("d1/large"), syscalls.ACCESS_ACL,
+                syscalls.simple_acl(6, 4, 0, mask=6, users=((1000, 6),)))
+    os.setxattr(at("d1"), syscalls.DEFAULT_ACL,
+                syscalls.simple_acl(7, 5, 0, mask=7, users=((1000, 7),), groups=((1001, 5),)))
+    for name, uid, gid, mode in (("d2/blocks", 1000, 1000, 0o644), ("setgid", 0, 1001, 0o2775),
+                                 ("setgid/tool", 1000, 1001, 0o6755), ("sticky", 0, 0, 0o1777),
+                                 ("sticky/others", 1001, 1001, 0o666),
+                                 ("d0/sub", 1000, 1000, 0o755), ("d2", 0, 0, 0o777),
+                                 ("empty", 1000, 1000, 0o700), ("d0/one", 0, 0, 0o400)):
         os.chown(at(name), uid, gid)
         os.chmod(at(name), mode)
     for path, folders, files in os.walk(top, topdown=False):
         for number, name in enumerate(sorted(files + folders)):
-            syscalls.utimens(os.path.join(path, name), EPOCH + number, EPOCH + number * 10 ** 9, follow=False)
+            syscalls.utimens(os.path.join(path, name), EPOCH + number, EPOCH + number * 10 ** 9,
+                             follow=False)
     syscalls.utimens(top, EPOCH, EPOCH)

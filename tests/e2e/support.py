@@ -33,7 +33,8 @@ os.environ["PATH"] += os.pathsep + os.pathsep.join(("/usr/local/sbin", "/usr/sbi
 
 
 def missing(reason):
-    """A requirement that is not there: a visible skip at home, an error in CI, which must have it."""
+    """A requirement that is not there: a visible skip at home, an error in CI, which must have
+    it."""
     if os.environ.get("CI"):
         raise AssertionError(f"CI lacks what this test needs: {reason}")
     raise unittest.SkipTest(reason)
@@ -77,8 +78,9 @@ class Result:
         self.seconds, self.peak_bytes = seconds, peak_bytes
 
     def __str__(self):
-        return f"`{' '.join(self.command)}` ended with {self.code}\n{self.out.decode(errors='replace')[-2000:]}" \
-               f"{self.err.decode(errors='replace')[-4000:]}"
+        return (f"`{' '.join(self.command)}` ended with {self.code}\n"
+                f"{self.out.decode(errors='replace')[-2000:]}"
+                f"{self.err.decode(errors='replace')[-4000:]}")
 
 
 def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file_bytes=None):
@@ -93,9 +95,9 @@ def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         begin = time.monotonic()
         options = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-        process = subprocess.Popen(command, stdin=stdin or subprocess.DEVNULL, stdout=out, stderr=err,
-                                   env={**os.environ, **(env or {})}, preexec_fn=limit, start_new_session=True,
-                                   **options)
+        process = subprocess.Popen(command, stdin=stdin or subprocess.DEVNULL, stdout=out,
+                                   stderr=err, env={**os.environ, **(env or {})}, preexec_fn=limit,
+                                   start_new_session=True, **options)
         usage = None
         while usage is None:
             pid, status, spent = os.wait4(process.pid, os.WNOHANG)
@@ -111,8 +113,8 @@ def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         err.seek(0)
-        result = Result(command, process.returncode, out.read(), err.read(), time.monotonic() - begin,
-                        usage.ru_maxrss * 1024)
+        result = Result(command, process.returncode, out.read(), err.read(),
+                        time.monotonic() - begin, usage.ru_maxrss * 1024)
     if check and result.code != 0:
         raise AssertionError(str(result))
     return result
@@ -125,7 +127,8 @@ def bcow(*arguments, user=None, **options):
 
 
 def for_everyone(path):
-    """A name for a path that an ordinary user can reach, should the checkout be in a private directory."""
+    """A name for a path that an ordinary user can reach, should the checkout be in a private
+    directory."""
     directory, name = os.path.split(os.path.abspath(path))
     return os.path.join(reachable(directory), name)
 
@@ -173,7 +176,8 @@ def mounted(image, *options, user=None):
 
 @contextlib.contextmanager
 def kernel_mounted(image, how, options=""):
-    """A kernel mount of an EROFS image: `file` by mount(2) on the file itself, `loop` through a loop device.
+    """A kernel mount of an EROFS image: `file` by mount(2) on the file itself, `loop` through a
+    loop device.
 
     mount(8) would make a loop device silently, so the file-backed mount calls the kernel directly.
     """
@@ -183,7 +187,8 @@ def kernel_mounted(image, how, options=""):
             run("mount", "-t", "erofs", "-o", "ro,loop", image, where)
         else:
             libc = ctypes.CDLL(None, use_errno=True)
-            if libc.mount(os.fsencode(image), os.fsencode(where), b"erofs", ctypes.c_ulong(1), os.fsencode(options)) != 0:
+            if libc.mount(os.fsencode(image), os.fsencode(where), b"erofs", ctypes.c_ulong(1),
+                          os.fsencode(options)) != 0:
                 code = ctypes.get_errno()
                 raise AssertionError(f"mount(2) of {image} as erofs: {os.strerror(code)}")
         yield where
@@ -198,11 +203,13 @@ def assert_same_tree(test, first, second, **rules):
     a, b = (side if isinstance(side, dict) else tree.dump(side) for side in (first, second))
     found = list(tree.differences(a, b, **rules))
     if found:
-        test.fail(f"{len(found)} differences between {len(a)} and {len(b)} entries:\n" + "\n".join(found[:30]))
+        test.fail(f"{len(found)} differences between {len(a)} and {len(b)} entries:\n" +
+                  "\n".join(found[:30]))
 
 
 def assert_refused(test, result, *mention, code=1):
-    """Fails unless a command ended with this code and one error, which mentions all this (regular expressions)."""
+    """Fails unless a command ended with this code and one error, which mentions all this (regular
+    expressions)."""
     message = result.err.decode(errors="replace")
     test.assertEqual(result.code, code, str(result))
     test.assertNotIn("panicked", message)
@@ -216,7 +223,8 @@ def image(name):
     """The real or the small image as (layout directory, tag); made on first use."""
     need("debootstrap", "chroot", "tar", root=True)
     maker = os.path.join(TOP, "tests", "images", "make-real-image")
-    done = subprocess.run([sys.executable, maker] + (["--small"] if name == "small" else []), stdout=subprocess.PIPE)
+    done = subprocess.run([sys.executable, maker] + (["--small"] if name == "small" else []),
+                          stdout=subprocess.PIPE)
     if done.returncode:
         raise AssertionError(f"make-real-image ended with {done.returncode}")
     directory, tag = done.stdout.decode().strip()[len("oci:"):].rsplit(":", 1)
@@ -225,7 +233,8 @@ def image(name):
 
 @functools.cache
 def unpacked(name):
-    """The same image as umoci unpacks it, and the dump of that tree. It stays until the tests end."""
+    """The same image as umoci unpacks it, and the dump of that tree. It stays until the tests
+    end."""
     need("umoci")
     directory, tag = image(name)
     bundle = os.path.join(WORK, f"umoci-{name}")

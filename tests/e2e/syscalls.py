@@ -30,7 +30,8 @@ def checked(result, what=None):
 
 
 def rename(old, new, flags=0):
-    checked(libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags)), new)
+    checked(libc.renameat2(AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new),
+                           ctypes.c_uint(flags)), new)
 
 
 def fallocate(fd, mode, offset, length):
@@ -49,12 +50,14 @@ def utimens(path, atime, mtime, follow=True):
         return (0, UTIME_NOW) if time == "now" else divmod(time, 10 ** 9)
 
     times = struct.pack("qqqq", *spec(atime), *spec(mtime))
-    checked(libc.utimensat(AT_FDCWD, os.fsencode(path), times, 0 if follow else AT_SYMLINK_NOFOLLOW), path)
+    checked(libc.utimensat(AT_FDCWD, os.fsencode(path), times,
+                           0 if follow else AT_SYMLINK_NOFOLLOW), path)
 
 
 def link_descriptor(fd, new):
     """Gives a file that is open a name, one that never had any too."""
-    checked(libc.linkat(AT_FDCWD, f"/proc/self/fd/{fd}".encode(), AT_FDCWD, os.fsencode(new), AT_SYMLINK_FOLLOW), new)
+    checked(libc.linkat(AT_FDCWD, f"/proc/self/fd/{fd}".encode(), AT_FDCWD, os.fsencode(new),
+                        AT_SYMLINK_FOLLOW), new)
 
 
 def directory_entries(fd, room):
@@ -73,31 +76,37 @@ def directory_entries(fd, room):
 class Control(ctypes.Structure):
     """One request of asynchronous I/O (struct iocb)."""
 
-    _fields_ = [("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_int), ("opcode", ctypes.c_uint16),
-                ("priority", ctypes.c_int16), ("fd", ctypes.c_uint32), ("buffer", ctypes.c_uint64), ("length", ctypes.c_uint64),
-                ("offset", ctypes.c_int64), ("reserved", ctypes.c_uint64), ("flags", ctypes.c_uint32), ("event_fd", ctypes.c_uint32)]
+    _fields_ = [("data", ctypes.c_uint64), ("key", ctypes.c_uint32), ("rw_flags", ctypes.c_int),
+                ("opcode", ctypes.c_uint16), ("priority", ctypes.c_int16), ("fd", ctypes.c_uint32),
+                ("buffer", ctypes.c_uint64), ("length", ctypes.c_uint64),
+                ("offset", ctypes.c_int64), ("reserved", ctypes.c_uint64),
+                ("flags", ctypes.c_uint32), ("event_fd", ctypes.c_uint32)]
 
 
 class Event(ctypes.Structure):
     """How one ended (struct io_event)."""
 
-    _fields_ = [("data", ctypes.c_uint64), ("control", ctypes.c_uint64), ("result", ctypes.c_int64), ("result2", ctypes.c_int64)]
+    _fields_ = [("data", ctypes.c_uint64), ("control", ctypes.c_uint64), ("result", ctypes.c_int64),
+                ("result2", ctypes.c_int64)]
 
 
 class AsynchronousWrites:
-    """Writes that the kernel is asked for at once (io_submit), and that end later (io_getevents)."""
+    """Writes that the kernel is asked for at once (io_submit), and that end later
+    (io_getevents)."""
 
     def __init__(self, most):
         self.most, self.pending, self.context = most, {}, ctypes.c_ulong()
         checked(libc.syscall(IO_SETUP, most, ctypes.byref(self.context)))
 
     def submit(self, fd, buffer, pieces):
-        """Writes pieces (offset, length) of a buffer, a writable mapping, each at its own offset in the file."""
+        """Writes pieces (offset, length) of a buffer, a writable mapping, each at its own offset in
+        the file."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        controls = [Control(data=offset, opcode=IOCB_CMD_PWRITE, fd=fd, buffer=address + offset, length=length, offset=offset)
-                    for offset, length in pieces]
+        controls = [Control(data=offset, opcode=IOCB_CMD_PWRITE, fd=fd, buffer=address + offset,
+                            length=length, offset=offset) for offset, length in pieces]
         addresses = (ctypes.c_void_p * len(controls))(*map(ctypes.addressof, controls))
-        done = checked(libc.syscall(IO_SUBMIT, self.context, ctypes.c_long(len(controls)), addresses))
+        done = checked(libc.syscall(IO_SUBMIT, self.context, ctypes.c_long(len(controls)),
+                                    addresses))
         self.pending.update((control.data, control.length) for control in controls[:done])
         return done
 
@@ -105,7 +114,8 @@ class AsynchronousWrites:
         """Until all have ended. Fails unless each wrote its whole piece."""
         events = (Event * self.most)()
         while self.pending:
-            count = checked(libc.syscall(IO_GETEVENTS, self.context, ctypes.c_long(1), ctypes.c_long(self.most), events, None))
+            count = checked(libc.syscall(IO_GETEVENTS, self.context, ctypes.c_long(1),
+                                         ctypes.c_long(self.most), events, None))
             for event in events[:count]:
                 if event.result != self.pending.pop(event.data):
                     raise AssertionError(f"the write at {event.data} ended with {event.result}")

@@ -1,7 +1,8 @@
-"""Containers run on a writable mount: packages are installed in them, servers and databases run, and after mounting again all is there.
+"""Containers run on a writable mount: packages are installed in them, servers and databases run,
+and after mounting again all is there.
 
-The root is the real image, of Debian. Packages are downloaded once, with the machine's own apt, and installed in containers
-that have no network.
+The root is the real image, of Debian. Packages are downloaded once, with the machine's own apt, and
+installed in containers that have no network.
 """
 
 import contextlib
@@ -16,20 +17,24 @@ import support
 from support import bcow, image, is_mounted, need, run
 
 # What docker and podman give a container that asks for nothing.
-CAPABILITIES = ["CAP_" + name for name in ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD", "NET_RAW", "SETGID", "SETUID", "SETFCAP",
-                                           "SETPCAP", "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE")]
+CAPABILITIES = ["CAP_" + name for name in ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD",
+                                           "NET_RAW", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
+                                           "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE")]
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends {} install {}\n"
 # Whether pgbench's four tables agree, which they do as long as each transaction is there as a whole
 # or not at all.
-AGREE = """select a.sum = b.sum and b.sum = t.sum and t.sum = coalesce(h.sum, 0) and h.count >= {} from
+AGREE = """select a.sum = b.sum and b.sum = t.sum and t.sum = coalesce(h.sum, 0) and h.count >= {}
+    from
     (select sum(abalance) from pgbench_accounts) a, (select sum(bbalance) from pgbench_branches) b,
-    (select sum(tbalance) from pgbench_tellers) t, (select sum(delta), count(*) from pgbench_history) h"""
+    (select sum(tbalance) from pgbench_tellers) t,
+    (select sum(delta), count(*) from pgbench_history) h"""
 POSTGRES = """
     data=/var/lib/postgresql/15/main
     as_postgres() { setpriv --reuid=postgres --regid=postgres --init-groups -- "$@"; }
     mkdir -p /run/postgresql && chown postgres /run/postgresql
     as_postgres /usr/lib/postgresql/15/bin/pg_ctl -w -D $data -l /tmp/postgres.log \\
-        -o "-c config_file=/etc/postgresql/15/main/postgresql.conf" start || { cat /tmp/postgres.log; exit 1; }
+        -o "-c config_file=/etc/postgresql/15/main/postgresql.conf" start ||
+        { cat /tmp/postgres.log; exit 1; }
     sql() { as_postgres psql -X -A -t -v ON_ERROR_STOP=1 -c "$1" postgres; }
     bench() { as_postgres /usr/lib/postgresql/15/bin/pgbench "$@" postgres; }
     stop() { as_postgres /usr/lib/postgresql/15/bin/pg_ctl -w -D $data -m fast stop; }
@@ -37,7 +42,8 @@ POSTGRES = """
 MARIADB = """
     mkdir -p /run/mysqld && chown games /run/mysqld
     # Aio may be forbidden in a container, and is not what is tested.
-    mariadbd --no-defaults --user=games --datadir=/srv/mariadb --socket=/run/mysqld/s --skip-networking --innodb-use-native-aio=0 2>/tmp/mariadb.log &
+    mariadbd --no-defaults --user=games --datadir=/srv/mariadb --socket=/run/mysqld/s \\
+        --skip-networking --innodb-use-native-aio=0 2>/tmp/mariadb.log &
     sql() { mariadb --no-defaults --socket=/run/mysqld/s --user=root -N -e "$1"; }
     tries=0
     until sql 'select 1' >/dev/null 2>&1; do
@@ -48,12 +54,15 @@ MARIADB = """
 """
 
 
-SETS = {"nginx": ["nginx"], "mariadb": ["mariadb-server-core", "mariadb-client-core"], "again": ["--reinstall", "coreutils"]}
+SETS = {"nginx": ["nginx"], "mariadb": ["mariadb-server-core", "mariadb-client-core"],
+        "again": ["--reinstall", "coreutils"]}
 
 
 def packages(root):
-    """A directory with .deb files for each of SETS: what is to be installed on top of what is in a root. Kept beside the images."""
-    there = os.path.join(os.environ.get("BCOW_IMAGES") or os.path.join(support.TOP, "target", "images"), "packages")
+    """A directory with .deb files for each of SETS: what is to be installed on top of what is in a
+    root. Kept beside the images."""
+    there = os.path.join(
+        os.environ.get("BCOW_IMAGES") or os.path.join(support.TOP, "target", "images"), "packages")
     if os.path.exists(there):
         return there
     need("apt-get")
@@ -61,9 +70,12 @@ def packages(root):
         # Of the image's release, whatever the machine's own is; with keys and proxies of the
         # machine's own apt.
         apt = ["apt-get", "-q", "-y", "--no-install-recommends"]
-        for option in (f"Dir::State::status={root}/var/lib/dpkg/status", f"Dir::Etc::sourcelist={root}/etc/apt/sources.list", "Dir::Etc::sourceparts=/dev/null",
-                       f"Dir::State::lists={work}/lists", "Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=", "APT::Sandbox::User=root",
-                       "Acquire::Languages=none", "Debug::NoLocking=true"):
+        for option in (f"Dir::State::status={root}/var/lib/dpkg/status",
+                       f"Dir::Etc::sourcelist={root}/etc/apt/sources.list",
+                       "Dir::Etc::sourceparts=/dev/null", f"Dir::State::lists={work}/lists",
+                       "Dir::Cache::pkgcache=", "Dir::Cache::srcpkgcache=",
+                       "APT::Sandbox::User=root", "Acquire::Languages=none",
+                       "Debug::NoLocking=true"):
             apt += ["-o", option]
         os.makedirs(os.path.join(work, "lists", "partial"))
         run(*apt, "update")
@@ -86,7 +98,8 @@ class Writable:
         os.mkdir(self.upper)
 
     def mount(self):
-        bcow("mount", self.image, self.where, "--upper", self.upper, "--sketch", self.sketch, "-o", "allow_other,suid,dev", timeout=60)
+        bcow("mount", self.image, self.where, "--upper", self.upper, "--sketch", self.sketch, "-o",
+             "allow_other,suid,dev", timeout=60)
 
     def unmount(self):
         """And looks whether the upper is clean."""
@@ -98,7 +111,8 @@ class Writable:
         self.mount()
 
     def stored_bytes(self):
-        return sum(os.lstat(os.path.join(path, name)).st_blocks * 512 for path, _, names in os.walk(self.upper) for name in names)
+        return sum(os.lstat(os.path.join(path, name)).st_blocks * 512
+                   for path, _, names in os.walk(self.upper) for name in names)
 
 
 class Containers(unittest.TestCase):
@@ -129,22 +143,26 @@ class Containers(unittest.TestCase):
             shutil.rmtree(directory, ignore_errors=True)
 
     def runc(self, where, script, *binds):
-        """Runs a script as root of a container on a directory; its output. The container has Docker's capabilities and no network but its own."""
+        """Runs a script as root of a container on a directory; its output. The container has
+        Docker's capabilities and no network but its own."""
         bundle = tempfile.mkdtemp(prefix="bundle-", dir=self.directory)
         run("runc", "spec", "--bundle", bundle)
         config = os.path.join(bundle, "config.json")
         with open(config) as file:
             spec = json.load(file)
         process = spec["process"]
-        process.update(terminal=False, args=["/bin/sh", "-ec", script], capabilities={kind: CAPABILITIES for kind in ("bounding", "effective", "permitted")})
+        process.update(terminal=False, args=["/bin/sh", "-ec", script], capabilities={
+                           kind: CAPABILITIES for kind in ("bounding", "effective", "permitted")})
         process["env"] = ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LC_ALL=C.UTF-8"]
         spec["root"] = {"path": where, "readonly": False}
         for source, inside, *options in [(self.packages, "/mnt", "ro"), *binds]:
-            spec["mounts"].append({"destination": inside, "type": "bind", "source": source, "options": ["rbind", *options]})
+            spec["mounts"].append({"destination": inside, "type": "bind", "source": source,
+                                   "options": ["rbind", *options]})
         with open(config, "w") as file:
             json.dump(spec, file)
         try:
-            return run("runc", "--root", os.path.join(bundle, "state"), "run", "--bundle", bundle, os.path.basename(bundle), timeout=300).out.decode()
+            return run("runc", "--root", os.path.join(bundle, "state"), "run", "--bundle", bundle,
+                       os.path.basename(bundle), timeout=300).out.decode()
         finally:
             shutil.rmtree(bundle, ignore_errors=True)
 
@@ -153,14 +171,17 @@ class Containers(unittest.TestCase):
         home = os.path.join(self.directory, "podman")
         # It refuses one with more than 50 characters.
         run_root = tempfile.mkdtemp(prefix="bcow-", dir="/run")
-        command = ["podman", f"--root={home}/root", f"--runroot={run_root}", f"--tmpdir={home}/tmp", "--storage-driver=vfs", "--runtime=runc",
-                   "--cgroup-manager=cgroupfs", "--events-backend=none", "run", "--rm", "--log-driver=none", "--network=none",
-                   "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024", f"--volume={self.packages}:/mnt:ro", "--env=LC_ALL=C.UTF-8",
-                   "--rootfs", where, "/bin/sh", "-ec", script]
+        command = ["podman", f"--root={home}/root", f"--runroot={run_root}", f"--tmpdir={home}/tmp",
+                   "--storage-driver=vfs", "--runtime=runc", "--cgroup-manager=cgroupfs",
+                   "--events-backend=none", "run", "--rm", "--log-driver=none", "--network=none",
+                   "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024",
+                   f"--volume={self.packages}:/mnt:ro", "--env=LC_ALL=C.UTF-8", "--rootfs", where,
+                   "/bin/sh", "-ec", script]
         try:
             return run(*command, timeout=300).out.decode()
         finally:
-            subprocess.run(["umount", "-l", f"{home}/root/vfs"], stderr=subprocess.DEVNULL, check=False)
+            subprocess.run(["umount", "-l", f"{home}/root/vfs"], stderr=subprocess.DEVNULL,
+                           check=False)
             shutil.rmtree(run_root, ignore_errors=True)
 
     def assert_installed(self, where, *names):
@@ -170,10 +191,13 @@ class Containers(unittest.TestCase):
             self.assertEqual(run("chroot", where, "dpkg", "--verify", name).out.decode(), "")
 
     def test_runc_installs_packages_and_a_server_runs(self):
-        fetch = "python3 -c 'import urllib.request as u; print(u.urlopen(\"http://127.0.0.1/\").read().decode())'"
+        fetch = ("python3 -c 'import urllib.request as u; "
+                 "print(u.urlopen(\"http://127.0.0.1/\").read().decode())'")
         serve = f"nginx; {fetch}; nginx -s quit; tail -n 1 /var/log/nginx/access.log"
         with self.writable() as one:
-            out = self.runc(one.where, INSTALL.format("", "/mnt/nginx/*.deb") + INSTALL.format("--reinstall", "/mnt/again/*.deb") + "nginx -t\n" + serve)
+            out = self.runc(one.where, INSTALL.format("", "/mnt/nginx/*.deb")
+                                       + INSTALL.format("--reinstall", "/mnt/again/*.deb") +
+                                       "nginx -t\n" + serve)
             self.assertIn("Welcome to nginx", out)
             one.remount()
             self.assert_installed(one.where, "nginx", "nginx-common", "coreutils")
@@ -187,11 +211,16 @@ class Containers(unittest.TestCase):
     def test_podman_installs_mariadb_which_keeps_its_data(self):
         with self.writable(sketch="packed") as one:
             out = self.podman(one.where, INSTALL.format("", "/mnt/mariadb/*.deb")
-                              + "mariadb-install-db --no-defaults --user=games --datadir=/srv/mariadb --skip-test-db >/dev/null\n" + MARIADB
+                              + "mariadb-install-db --no-defaults --user=games "
+                                "--datadir=/srv/mariadb --skip-test-db >/dev/null\n" + MARIADB
                               + """
-                sql 'create database d; create table d.t (id int primary key auto_increment, what varchar(200)) engine=innodb'
-                sql "insert into d.t (what) select repeat(uuid(), 5) from information_schema.columns"
-                sql 'update d.t set what = md5(what) where id % 3 = 0; delete from d.t where id % 7 = 0'
+                sql 'create database d'
+                sql 'create table d.t (id int primary key auto_increment, what varchar(200))
+                     engine=innodb'
+                sql 'insert into d.t (what) select repeat(uuid(), 5)
+                     from information_schema.columns'
+                sql 'update d.t set what = md5(what) where id % 3 = 0'
+                sql 'delete from d.t where id % 7 = 0'
                 sql 'select "sum", count(*), sum(crc32(what)) from d.t; shutdown'
                 wait""")
             told = [line for line in out.splitlines() if line.startswith("sum")]
@@ -200,29 +229,34 @@ class Containers(unittest.TestCase):
             one.remount()
             self.assert_installed(one.where, "mariadb-server-core", "mariadb-client-core")
             again = self.runc(one.where, MARIADB + """
-                sql 'select "sum", count(*), sum(crc32(what)) from d.t; check table d.t extended; shutdown'
+                sql 'select "sum", count(*), sum(crc32(what)) from d.t; check table d.t extended
+                     ; shutdown'
                 wait""")
             self.assertIn(told[0], again)
             self.assertIn("status\tOK", again)
 
     def test_postgresql_with_its_data_in_the_image_passes_pgbench(self):
         with self.writable() as one:
-            out = self.runc(one.where, POSTGRES + "bench -i -q -s 3; bench -n -c 2 -j 2 -T 2; " + f'sql "{AGREE.format(10)}"; stop')
+            out = self.runc(one.where, POSTGRES + "bench -i -q -s 3; bench -n -c 2 -j 2 -T 2; " +
+                                       f'sql "{AGREE.format(10)}"; stop')
             self.assertIn("\nt\n", out)
             one.remount()
-            self.assertIn("\nt\n", self.runc(one.where, POSTGRES + f'sql "{AGREE.format(10)}"; stop'))
+            self.assertIn("\nt\n",
+                          self.runc(one.where, POSTGRES + f'sql "{AGREE.format(10)}"; stop'))
             # Now with tables of some size in the image itself.
             made = os.path.join(self.directory, "data.bcow")
             cluster = os.path.join(one.where, "var/lib/postgresql")
             bcow("convert", "--no-verify", f"dir:{cluster}", made)
-            in_image = sum(os.lstat(os.path.join(path, name)).st_size for path, _, names in os.walk(cluster) for name in names)
+            in_image = sum(os.lstat(os.path.join(path, name)).st_size
+                           for path, _, names in os.walk(cluster) for name in names)
             for sketch in ("sparse", "packed"):
                 with self.subTest(sketch=sketch), self.writable(made, sketch) as data:
                     self.session_on_data_of_the_image(one, data, in_image)
 
     def session_on_data_of_the_image(self, one, data, in_image):
         def session(script):
-            return self.runc(one.where, POSTGRES + script + f'\nsql "{AGREE.format(10)}"; stop', (data.where, "/var/lib/postgresql"))
+            return self.runc(one.where, POSTGRES + script + f'\nsql "{AGREE.format(10)}"; stop',
+                             (data.where, "/var/lib/postgresql"))
 
         self.assertIn("\nt\n", session("bench -n -S -c 2 -t 50"))
         self.assertLess(data.stored_bytes(), in_image // 4, "a start copies no tables")
@@ -231,7 +265,8 @@ class Containers(unittest.TestCase):
         self.assertRegex(out, r"number of failed transactions: 0 ")
         data.remount()
         # Reads every page of every table and index.
-        self.assertIn("\nt\n", session("as_postgres vacuumdb --all --freeze --analyze --quiet; as_postgres reindexdb --all --quiet"))
+        self.assertIn("\nt\n", session("as_postgres vacuumdb --all --freeze --analyze --quiet; "
+                                       "as_postgres reindexdb --all --quiet"))
         data.remount()
         self.assertIn("\nt\n", session(""))
 

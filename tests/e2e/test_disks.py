@@ -108,7 +108,8 @@ class Conversion(Directory):
                 run("qemu-img", "compare", "disk.qcow2", "direct.qcow2")
 
     def test_the_same_disk_gives_the_same_bytes(self):
-        write("disk.raw", random.Random(2).randbytes(3 * MEBIBYTE) + bytes(5 * MEBIBYTE) + b"end" * 4096)
+        write("disk.raw",
+              random.Random(2).randbytes(3 * MEBIBYTE) + bytes(5 * MEBIBYTE) + b"end" * 4096)
         for jobs in ("1", "3"):
             bcow("convert", "raw:disk.raw", f"{jobs}.bcow", "-j", jobs)
         self.assertEqual(read("1.bcow"), read("3.bcow"))
@@ -122,7 +123,8 @@ class Conversion(Directory):
 
         def overlay(name, backing, form="raw"):
             # As a file that came from elsewhere: the name is never opened here.
-            run("qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", form, name, "1M")
+            run("qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", form, name,
+                "1M")
 
         overlay("good.qcow2", "base.raw")
         self.refused("convert", "qcow2:good.qcow2", "x.bcow", mention=("base.raw", "--backing-dir"))
@@ -131,19 +133,24 @@ class Conversion(Directory):
         self.assertEqual(read("x.raw"), read("allowed/base.raw"))
         os.unlink("x.bcow")
         os.unlink("x.raw")
-        for name in (secret, "../secret", f"json:{{\"driver\":\"file\",\"filename\":\"{secret}\"}}", f"file:{secret}",
-                     "nbd://localhost/x"):
+        for name in (secret, "../secret", f"json:{{\"driver\":\"file\",\"filename\":\"{secret}\"}}",
+                     f"file:{secret}", "nbd://localhost/x"):
             with self.subTest(name=name):
                 overlay("bad.qcow2", name)
-                self.refused("convert", "qcow2:bad.qcow2", "x.bcow", "--backing-dir", "allowed", mention=("names another file",))
+                self.refused("convert", "qcow2:bad.qcow2", "x.bcow", "--backing-dir", "allowed",
+                             mention=("names another file",))
         os.symlink(secret, "allowed/link.raw")
         overlay("bad.qcow2", "link.raw")
-        self.refused("convert", "qcow2:bad.qcow2", "x.bcow", "--backing-dir", "allowed", mention=("link.raw",))
+        self.refused("convert", "qcow2:bad.qcow2", "x.bcow", "--backing-dir", "allowed",
+                     mention=("link.raw",))
         # A file below itself.
         overlay("allowed/self.qcow2", "self.qcow2", "qcow2")
-        self.refused("convert", "qcow2:allowed/self.qcow2", "x.bcow", "--backing-dir", "allowed", mention=("more than 64 files",))
-        run("qemu-img", "create", "-q", "-f", "qcow2", "-o", f"data_file={secret},data_file_raw=on", "data.qcow2", "1M")
-        self.refused("convert", "qcow2:data.qcow2", "x.bcow", mention=("data file", "--backing-dir"))
+        self.refused("convert", "qcow2:allowed/self.qcow2", "x.bcow", "--backing-dir", "allowed",
+                     mention=("more than 64 files",))
+        run("qemu-img", "create", "-q", "-f", "qcow2", "-o", f"data_file={secret},data_file_raw=on",
+            "data.qcow2", "1M")
+        self.refused("convert", "qcow2:data.qcow2", "x.bcow",
+                     mention=("data file", "--backing-dir"))
 
     def test_damaged_qcow2_ends_in_an_error(self):
         need("qemu-img")
@@ -156,13 +163,14 @@ class Conversion(Directory):
             for _ in range(rounds.randrange(1, 4)):
                 # Mostly where the header and the tables are.
                 at = rounds.randrange(rounds.choice((120, 4096, len(bad) - 4)))
-                bad[at:at + 4] = struct.pack(">I", rounds.choice((0, 1, 0x7fffffff, 0xffffffff, rounds.getrandbits(32))))
+                bad[at:at + 4] = struct.pack(
+                    ">I", rounds.choice((0, 1, 0x7fffffff, 0xffffffff, rounds.getrandbits(32))))
             if rounds.randrange(4) == 0:
                 del bad[rounds.randrange(len(bad)):]
             with open("bad.qcow2", "wb") as file:
                 file.write(bad)
-            result = bcow("convert", "qcow2:bad.qcow2", "x.bcow", "--force", "--no-verify", check=False,
-                          timeout=60)
+            result = bcow("convert", "qcow2:bad.qcow2", "x.bcow", "--force", "--no-verify",
+                          check=False, timeout=60)
             self.assertIn(result.code, (0, 1), str(result))
             self.assertNotIn(b"panicked", result.err)
             self.assertLess(result.peak_bytes, 512 * MEBIBYTE)
@@ -171,10 +179,13 @@ class Conversion(Directory):
         write("disk.raw", bytes(8192))
         bcow("convert", "raw:disk.raw", "disk.bcow")
         self.refused("convert", "disk.raw", "x.bcow", mention=("raw:disk.raw",), code=2)
-        self.refused("convert", "raw:disk.raw", "raw:disk.raw", mention=("which the disk is read from",))
-        self.refused("convert", "disk.bcow", "raw:./disk.bcow", mention=("which the disk is read from",))
+        self.refused("convert", "raw:disk.raw", "raw:disk.raw",
+                     mention=("which the disk is read from",))
+        self.refused("convert", "disk.bcow", "raw:./disk.bcow",
+                     mention=("which the disk is read from",))
         self.refused("convert", "raw:disk.raw", "x.bcow", "--plain", mention=("--plain",), code=2)
-        self.refused("convert", "raw:disk.raw", "oci:layout", mention=("images, not disks",), code=2)
+        self.refused("convert", "raw:disk.raw", "oci:layout", mention=("images, not disks",),
+                     code=2)
         self.refused("convert", "raw:-", "x.bcow", code=2)
         self.refused("convert", "raw:.", "x.bcow", mention=("it is a directory",))
         self.refused("convert", "qcow2:disk.raw", "x.bcow", mention=("it is no qcow2 image",))
@@ -188,7 +199,8 @@ class Chains(Directory):
     def setUp(self):
         super().setUp()
         noise = random.Random(7)
-        one = bytearray(noise.randbytes(6 * MEBIBYTE) + bytes(3 * MEBIBYTE) + noise.randbytes(MEBIBYTE // 2))
+        one = bytearray(noise.randbytes(6 * MEBIBYTE) + bytes(3 * MEBIBYTE)
+                        + noise.randbytes(MEBIBYTE // 2))
         two = bytearray(one)
         # Where they differ: whole sectors, parts of them, zeros here and there.
         two[40960:45056] = noise.randbytes(4096)
@@ -213,7 +225,8 @@ class Chains(Directory):
     def own(self, disk):
         """Bytes that a disk has itself, by its map."""
         extents = json.loads(bcow("map", "--json", disk).out)["extents"]
-        return sum(extent["length"] for extent in extents if extent.get("file", 0) == 0 and extent["kind"] != "hole")
+        return sum(extent["length"] for extent in extents
+                   if extent.get("file", 0) == 0 and extent["kind"] != "hole")
 
     def overlay(self, name="disk.bcow", backing="two.bcow"):
         """A disk that shows `one` over a backing that has `two`, so it has itself what differs."""
@@ -265,7 +278,8 @@ class Chains(Directory):
         self.assertTrue(self.content("base.bcow") == self.one)
         self.assertTrue(self.content("disk.bcow") == self.one)
         self.assertEqual(self.own("disk.bcow"), 0)
-        self.refused("convert", "other.bcow", "raw:x", mention=("backing base.bcow", "has changed since"))
+        self.refused("convert", "other.bcow", "raw:x",
+                     mention=("backing base.bcow", "has changed since"))
         for disk in ("base.bcow", "disk.bcow"):
             bcow("fsck", "--data", disk)
         # The backing grows with the disk.
@@ -322,7 +336,8 @@ class Chains(Directory):
         self.refused("resize", "disk.bcow", "4M", mention=("--shrink",))
         bcow("resize", "disk.bcow", "4M", "--shrink")
         bcow("resize", "disk.bcow", str(size))
-        self.assertTrue(self.content("disk.bcow") == self.one[:4 * MEBIBYTE] + bytes(size - 4 * MEBIBYTE))
+        self.assertTrue(self.content("disk.bcow")
+                        == self.one[:4 * MEBIBYTE] + bytes(size - 4 * MEBIBYTE))
         self.refused("resize", "disk.bcow", "4097", mention=("multiples of 4096",), code=2)
         self.refused("resize", "disk.bcow", "-1T", "--shrink", code=2)
         self.refused("create", "disk.bcow", "-s", "1M", mention=("not overwriting",))
@@ -348,7 +363,8 @@ class Chains(Directory):
         good = read("one.bcow")
 
         def refused(*mention):
-            for command in (("convert", "disk.bcow", "raw:x"), ("resize", "disk.bcow", "+1M"), ("commit", "disk.bcow", "x")):
+            for command in (("convert", "disk.bcow", "raw:x"), ("resize", "disk.bcow", "+1M"),
+                            ("commit", "disk.bcow", "x")):
                 self.refused(*command, mention=("one.bcow", *mention))
 
         os.replace("two.bcow", "one.bcow")
@@ -385,9 +401,11 @@ class Chains(Directory):
         os.rename("one.bcow", f"store/{digest}")
         self.assertTrue(self.content("disk.bcow", "--store", "store") == self.one)
         write(f"store/{digest}", b"!", at=5000)
-        self.refused("convert", "disk.bcow", "raw:x", "--store", "store", mention=("its digest is",))
+        self.refused("convert", "disk.bcow", "raw:x", "--store", "store",
+                     mention=("its digest is",))
         bcow("create", "-s", "1M", "changes.bcow")
-        self.refused("create", "-b", "changes.bcow", "--by-digest", "new.bcow", mention=("can be written",))
+        self.refused("create", "-b", "changes.bcow", "--by-digest", "new.bcow",
+                     mention=("can be written",))
 
     def test_chains_of_64_files_and_no_more(self):
         bcow("create", "-s", "1M", "0.bcow")
@@ -403,14 +421,15 @@ class Chains(Directory):
         bcow("create", "-b", "disk.bcow", "top.bcow")
         with open("disk.bcow", "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            for command in (("resize", "disk.bcow", "+1M"), ("compact", "disk.bcow"), ("seal", "disk.bcow"),
-                            ("convert", "disk.bcow", "raw:x"), ("convert", "raw:one.raw", "disk.bcow"),
-                            ("resize", "top.bcow", "+1M")):
+            for command in (("resize", "disk.bcow", "+1M"), ("compact", "disk.bcow"),
+                            ("seal", "disk.bcow"), ("convert", "disk.bcow", "raw:x"),
+                            ("convert", "raw:one.raw", "disk.bcow"), ("resize", "top.bcow", "+1M")):
                 self.refused(*command, mention=("in use by another program",))
             file.seek(1024)
             file.write(b"bcow serve, process 7\0")
             file.flush()
-            self.refused("resize", "disk.bcow", "+1M", mention=("written by bcow serve, process 7",))
+            self.refused("resize", "disk.bcow", "+1M",
+                         mention=("written by bcow serve, process 7",))
             bcow("convert", "-U", "disk.bcow", "raw:x")
         bcow("resize", "top.bcow", "+1M")
 

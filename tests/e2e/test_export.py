@@ -1,13 +1,13 @@
-"""What bcow exports, taken by tools that are not ours, is the tree that umoci unpacks from the source."""
+"""What bcow exports, taken by tools that are not ours, is the tree that umoci unpacks from the
+source."""
 
 import json
 import os
 import shutil
 import unittest
 
-from support import (
-    PEAK_BYTES, WORK, assert_same_tree, bcow, image, kernel_at_least, kernel_mounted, mounted, need, run, unpacked,
-)
+from support import (PEAK_BYTES, WORK, assert_same_tree, bcow, image, kernel_at_least,
+                     kernel_mounted, mounted, need, run, unpacked)
 from test_merge import scratch, stack as overlays
 import sequences
 import tree
@@ -56,7 +56,8 @@ class Exported:
 
     def to_layout(self, source, name, *options):
         layout = self.path(name)
-        exported = bcow("export", source, "--to", f"oci:{layout}:t", "--compress", self.COMPRESS, *options)
+        exported = bcow("export", source, "--to", f"oci:{layout}:t", "--compress", self.COMPRESS,
+                        *options)
         self.assertLess(exported.peak_bytes, PEAK_BYTES, str(exported))
         return layout
 
@@ -87,14 +88,16 @@ class Export(Exported, unittest.TestCase):
             exported = bcow("export", source, "--to", "tar", "-o", archive)
             self.assertLess(exported.peak_bytes, PEAK_BYTES, str(exported))
             os.makedirs(where)
-            run("tar", "-C", where, "--xattrs", "--xattrs-include=*", "--numeric-owner", "-xpf", archive)
+            run("tar", "-C", where, "--xattrs", "--xattrs-include=*", "--numeric-owner", "-xpf",
+                archive)
             assert_same_tree(self, self.reference, where)
             shutil.rmtree(where)
         # However it was stored.
         run("cmp", self.path("0.tar"), self.path("1.tar"))
 
     def test_an_archive_converts_to_the_same_tree_and_exports_to_the_same_bytes(self):
-        first, second, again = self.path("first.tar"), self.path("second.tar"), self.path("again.bcow")
+        first, second, again = self.path("first.tar"), self.path("second.tar"), self.path(
+            "again.bcow")
         bcow("export", self.stack, "--to", "tar", "-o", first)
         bcow("convert", f"tar:{first}", again)
         bcow("diff", self.flat, again)
@@ -121,7 +124,8 @@ class Export(Exported, unittest.TestCase):
         archive, layout = self.path("oci.tar"), self.path("from-archive")
         bcow("export", self.stack, "--to", f"oci-archive:{archive}:t", "--compress", self.COMPRESS)
         found = json.loads(run("skopeo", "inspect", f"oci-archive:{archive}:t").out)
-        self.assertEqual(len(found["Layers"]), len(self.manifest(self.source.split(":")[1])[0]["layers"]))
+        self.assertEqual(len(found["Layers"]),
+                         len(self.manifest(self.source.split(":")[1])[0]["layers"]))
         run("skopeo", "copy", "--quiet", f"oci-archive:{archive}:t", f"oci:{layout}:t")
         assert_same_tree(self, self.reference, self.umoci(layout))
         # Members in order, and nothing of this machine in them.
@@ -198,7 +202,8 @@ class ExportOfTheRealImage(Exported, unittest.TestCase):
 
 
 class Sequences(unittest.TestCase):
-    """Generated layers, exported and unpacked by umoci, against the kernel's overlayfs; see test_merge.py."""
+    """Generated layers, exported and unpacked by umoci, against the kernel's overlayfs; see
+    test_merge.py."""
 
     SEEDS = range(60)
     # A link in the place of a directory above its own target: no order of entries says that.

@@ -1,4 +1,5 @@
-"""What goes wrong around bcow: full disks, wrong files, wrong places, signals. One clear error, nothing left."""
+"""What goes wrong around bcow: full disks, wrong files, wrong places, signals. One clear error,
+nothing left."""
 
 import fcntl
 import os
@@ -10,7 +11,8 @@ import tempfile
 import termios
 import unittest
 
-from support import BCOW, TOP, WORK, assert_refused, assert_same_tree, bcow, is_mounted, mounted, need, run, until
+from support import (BCOW, TOP, WORK, assert_refused, assert_same_tree, bcow, is_mounted, mounted,
+                     need, run, until)
 import tree
 from sequences import ocilib
 
@@ -46,7 +48,8 @@ class Failures(unittest.TestCase):
         os.makedirs(small)
         run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small)
         try:
-            result = bcow("convert", "--compress", "none", self.source, os.path.join(small, "out.bcow"), check=False)
+            result = bcow("convert", "--compress", "none", self.source,
+                          os.path.join(small, "out.bcow"), check=False)
             self.refused(result, r"(?i)no space left|full")
             self.assertEqual(os.listdir(small), [])
         finally:
@@ -66,13 +69,14 @@ class Failures(unittest.TestCase):
         where = self.path("interrupted")
         os.makedirs(where)
         read, write = os.pipe()
-        process = subprocess.Popen([BCOW, "convert", "tar:-", os.path.join(where, "out.bcow")], stdin=read,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([BCOW, "convert", "tar:-", os.path.join(where, "out.bcow")],
+                                   stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(read)
         try:
             # Where it has read the beginning of a file, the image is in the making.
             os.write(write, ocilib.entry(b"large", ocilib.REG, bytes(1 << 20))[:60_000])
-            until(lambda: fcntl.ioctl(write, termios.FIONREAD, bytes(4)) == bytes(4), "what was written is read")
+            until(lambda: fcntl.ioctl(write, termios.FIONREAD, bytes(4)) == bytes(4),
+                  "what was written is read")
             process.send_signal(signal.SIGINT)
             self.assertNotEqual(process.wait(60), 0)
         finally:
@@ -90,14 +94,18 @@ class Failures(unittest.TestCase):
 
     def test_mount_of_a_file_that_is_not_there(self):
         where = tempfile.mkdtemp(dir=self.directory)
-        self.refused(bcow("mount", self.path("absent.bcow"), where, check=False), r"absent\.bcow", r"(?i)no such")
+        self.refused(bcow("mount", self.path("absent.bcow"), where, check=False), r"absent\.bcow",
+                     r"(?i)no such")
 
     def test_mount_onto_what_is_no_directory(self):
-        self.refused(bcow("mount", self.image, self.path("a-file", b""), check=False), r"a-file", r"(?i)directory")
-        self.refused(bcow("mount", self.image, self.path("no-directory"), check=False), r"no-directory", r"(?i)no such")
+        self.refused(bcow("mount", self.image, self.path("a-file", b""), check=False), r"a-file",
+                     r"(?i)directory")
+        self.refused(bcow("mount", self.image, self.path("no-directory"), check=False),
+                     r"no-directory", r"(?i)no such")
 
     def test_umount_of_what_is_not_mounted(self):
-        self.refused(bcow("umount", tempfile.mkdtemp(dir=self.directory), check=False), r"(?i)not mounted|no.*mount")
+        self.refused(bcow("umount", tempfile.mkdtemp(dir=self.directory), check=False),
+                     r"(?i)not mounted|no.*mount")
 
     def test_truncated_image_is_refused_by_all(self):
         with open(self.image, "rb") as data:
@@ -111,13 +119,15 @@ class Failures(unittest.TestCase):
                 self.assertIn(bcow("fsck", cut, check=False).code, (4, 8))
 
     def test_every_damaged_byte_is_found_or_harmless(self):
-        """No single flipped byte makes a mount give wrong data: it is refused, is EIO, or does not matter."""
+        """No single flipped byte makes a mount give wrong data: it is refused, is EIO, or does not
+        matter."""
         with open(self.image, "rb") as data:
             whole = data.read()
         with mounted(self.image) as where:
             good = tree.dump(where)
         step = max(1, len(whole) // 60)
-        for at in list(range(0, 64, 4)) + list(range(512, 560, 8)) + list(range(4096, len(whole), step)):
+        for at in list(range(0, 64,
+                             4)) + list(range(512, 560, 8)) + list(range(4096, len(whole), step)):
             damaged = bytearray(whole)
             damaged[at] ^= 0x5A
             path = self.path("damaged.bcow", bytes(damaged))
@@ -132,13 +142,14 @@ class Failures(unittest.TestCase):
                 except OSError as error:
                     self.assertEqual(error.errno, 5, f"byte {at}: {error}")
                 else:
-                    self.assertEqual(list(tree.differences(good, seen)), [], f"byte {at} was damaged")
+                    self.assertEqual(list(tree.differences(good, seen)), [],
+                                     f"byte {at} was damaged")
             finally:
                 bcow("umount", where)
 
     def test_usage_errors_exit_with_2(self):
-        for arguments in (["convert"], ["mount", "x"], ["convert", "a", "b", "--block-size", "5K"], ["nonsense"],
-                          ["convert", "--no-such-option", "a", "b"]):
+        for arguments in (["convert"], ["mount", "x"], ["convert", "a", "b", "--block-size", "5K"],
+                          ["nonsense"], ["convert", "--no-such-option", "a", "b"]):
             with self.subTest(arguments=arguments):
                 self.assertEqual(bcow(*arguments, check=False).code, 2)
         self.assertEqual(bcow("fsck", check=False).code, 16)
@@ -147,8 +158,8 @@ class Failures(unittest.TestCase):
         for number in (signal.SIGTERM, signal.SIGINT):
             with self.subTest(signal=number):
                 where = tempfile.mkdtemp(dir=self.directory)
-                process = subprocess.Popen([BCOW, "mount", "-f", self.image, where], stdout=subprocess.DEVNULL,
-                                           stderr=subprocess.DEVNULL)
+                process = subprocess.Popen([BCOW, "mount", "-f", self.image, where],
+                                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                 try:
                     until(lambda: process.poll() is not None or is_mounted(where), "mounted")
                     self.assertIsNone(process.poll(), "bcow mount -f ended by itself")
@@ -162,8 +173,8 @@ class Failures(unittest.TestCase):
 
     def test_foreground_daemon_ends_when_unmounted(self):
         where = tempfile.mkdtemp(dir=self.directory)
-        process = subprocess.Popen([BCOW, "mount", "-f", self.image, where], stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([BCOW, "mount", "-f", self.image, where],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             until(lambda: process.poll() is not None or is_mounted(where), "mounted")
             run("umount", where)
@@ -217,7 +228,8 @@ class Advice(unittest.TestCase):
         found = bcow("fsck", "--data", store, check=False)
         # skopeo takes what is there for what it should be.
         self.assertEqual(found.code, 4, found.out)
-        self.assertIn(f"hint: the damaged file is {layer}: remove it before copying", found.err.decode())
+        self.assertIn(f"hint: the damaged file is {layer}: remove it before copying",
+                      found.err.decode())
         os.remove(layer)
         run(*copy)
         bcow("fsck", "--data", store)
@@ -233,9 +245,10 @@ class Advice(unittest.TestCase):
         self.assertEqual(found.code, 4, found.out)
         socket = self.path("socket")
         line = next(line for line in found.err.decode().splitlines() if line.startswith("hint: "))
-        serve, salvage = (command.split() for command in line.replace("'", "").replace("SOCKET", socket).replace("SAVED.raw", saved)
-                          .split("`")[1::2])
-        server = subprocess.Popen([BCOW, *serve[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        serve, salvage = (command.split() for command in line.replace("'", "").replace(
+                              "SOCKET", socket).replace("SAVED.raw", saved).split("`")[1::2])
+        server = subprocess.Popen([BCOW, *serve[1:]], stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             self.assertTrue(server.stdout.readline())
             run(*salvage)
@@ -247,7 +260,8 @@ class Advice(unittest.TestCase):
             got = file.read()
         self.assertEqual(len(got), len(content))
         # All but one block.
-        differs = [at for at in range(0, len(content), 65536) if got[at:at + 65536] != content[at:at + 65536]]
+        differs = [at for at in range(0, len(content), 65536)
+                   if got[at:at + 65536] != content[at:at + 65536]]
         self.assertEqual(len(differs), 1, differs)
 
 

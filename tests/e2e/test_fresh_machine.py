@@ -12,8 +12,8 @@ from support import BCOW, TOP, WORK, need
 
 # The tests, by package and name, that do other things as root than as an ordinary user, or call
 # programs of the machine.
-TESTS = {"cli/cli", "bcow-fuse/daemon", "bcow-fuse/mounted_tree", "bcow-fuse/writable", "bcow-oci/all",
-         "bcow-union/upper"}
+TESTS = {"cli/cli", "bcow-fuse/daemon", "bcow-fuse/mounted_tree", "bcow-fuse/writable",
+         "bcow-oci/all", "bcow-union/upper"}
 
 
 def test_programs():

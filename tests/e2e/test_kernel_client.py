@@ -1,7 +1,8 @@
-"""What real kernels do with a disk that bcow serves: file systems made, filled, cut off, remounted and checked.
+"""What real kernels do with a disk that bcow serves: file systems made, filled, cut off, remounted
+and checked.
 
-Three ways to a kernel, none of which needs a module of the machine's own: User-Mode Linux with nbd.ko, a virtual machine with
-virtio-blk on qemu's NBD client, and nbdfuse with a loop device.
+Three ways to a kernel, none of which needs a module of the machine's own: User-Mode Linux with
+nbd.ko, a virtual machine with virtio-blk on qemu's NBD client, and nbdfuse with a loop device.
 """
 
 import contextlib
@@ -31,10 +32,12 @@ class Served:
     """A running `bcow serve`."""
 
     def __init__(self, *arguments):
-        self.process = subprocess.Popen([BCOW, "serve", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen([BCOW, "serve", *arguments], stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.PIPE)
         first = self.process.stdout.readline().decode()
         if not first:
-            raise AssertionError(f"bcow serve {' '.join(arguments)} ended with {self.process.wait()}")
+            raise AssertionError(
+                f"bcow serve {' '.join(arguments)} ended with {self.process.wait()}")
         match = re.search(r":(\d+)(?:/|$)", first.strip())
         self.port = int(match.group(1)) if match else None
 
@@ -91,27 +94,32 @@ class KernelClients(unittest.TestCase):
             return name, arguments
 
         def connected(server, files):
-            return {kind: step("connect", device=device, port=server.port, export=os.path.basename(files[kind]))
-                    for kind, device, _ in each}
+            return {kind: step("connect", device=device, port=server.port,
+                               export=os.path.basename(files[kind])) for kind, device, _ in each}
 
         # Filled, reconnected, and the power cut while mounted; then the server is killed.
         with served(*disks.values(), *listen, end=signal.SIGKILL) as server:
             connect = connected(server, disks)
             steps = [step("network")]
             for kind, device, at in each:
-                steps += [connect[kind], step("make", device=device, kind=kind), step("attach", device=device, kind=kind, where=at),
+                steps += [connect[kind], step("make", device=device, kind=kind),
+                          step("attach", device=device, kind=kind, where=at),
                           step("fill", where=at, prefix="a", count=FILES), step("detach", where=at),
-                          step("disconnect", device=device), connect[kind], step("attach", device=device, kind=kind, where=at),
-                          step("verify", where=at, prefix="a", count=FILES), step("remove", where=at, prefix="a", count=FILES, kept=3),
+                          step("disconnect", device=device), connect[kind],
+                          step("attach", device=device, kind=kind, where=at),
+                          step("verify", where=at, prefix="a", count=FILES),
+                          step("remove", where=at, prefix="a", count=FILES, kept=3),
                           step("fill", where=at, prefix="b", count=DURABLE, durable=True)]
             values = uml.boot(steps)
             for (name, _), value in zip(steps, values):
                 if name == "connect":
-                    self.assertEqual((value["bytes"], value["read_only"], value["discard"]), (320 * MIB, False, True))
+                    self.assertEqual((value["bytes"], value["read_only"], value["discard"]),
+                                     (320 * MIB, False, True))
                     self.assertEqual((value["write_cache"], value["fua"]), ("write back", True))
 
         def verified(kind, device, at):
-            return [step("attach", device=device, kind=kind, where=at), step("verify", where=at, prefix="a", count=FILES, kept=3),
+            return [step("attach", device=device, kind=kind, where=at),
+                    step("verify", where=at, prefix="a", count=FILES, kept=3),
                     step("verify", where=at, prefix="b", count=DURABLE)]
 
         # Everything that was made durable is there, the file systems' logs are replayed, and all is
@@ -120,24 +128,30 @@ class KernelClients(unittest.TestCase):
             connect = connected(server, disks)
             steps = [step("network")]
             for kind, device, at in each:
-                steps += [connect[kind], *verified(kind, device, at), step("fill", where=at, prefix="c", count=DURABLE),
-                          step("detach", where=at), step("check", device=device, kind=kind), step("disconnect", device=device)]
+                steps += [connect[kind], *verified(kind, device, at),
+                          step("fill", where=at, prefix="c", count=DURABLE),
+                          step("detach", where=at), step("check", device=device, kind=kind),
+                          step("disconnect", device=device)]
             uml.boot(steps)
         self.assert_clean(*disks.values())
 
         # The disks as backings: changes go into a file of their own, the backing stays what it is.
-        uppers = {kind: self.create("-b", disk, self.path(f"{kind}-upper.bcow")) for kind, disk in disks.items()}
+        uppers = {kind: self.create("-b", disk, self.path(f"{kind}-upper.bcow"))
+                        for kind, disk in disks.items()}
         before = {kind: sha256(disk) for kind, disk in disks.items()}
         with served(*uppers.values(), *listen) as server:
             connect = connected(server, uppers)
             steps = [step("network")]
             for kind, device, at in each:
-                steps += [connect[kind], *verified(kind, device, at), step("verify", where=at, prefix="c", count=DURABLE),
-                          step("remove", where=at, prefix="a", count=FILES, kept=9), step("fill", where=at, prefix="d", count=DURABLE),
-                          step("detach", where=at), step("attach", device=device, kind=kind, where=at),
-                          step("verify", where=at, prefix="a", count=FILES, kept=9),
-                          step("verify", where=at, prefix="d", count=DURABLE), step("detach", where=at),
-                          step("check", device=device, kind=kind), step("disconnect", device=device)]
+                steps += [
+                    connect[kind], *verified(kind, device, at),
+                    step("verify", where=at, prefix="c", count=DURABLE),
+                    step("remove", where=at, prefix="a", count=FILES, kept=9),
+                    step("fill", where=at, prefix="d", count=DURABLE),
+                    step("detach", where=at), step("attach", device=device, kind=kind, where=at),
+                    step("verify", where=at, prefix="a", count=FILES, kept=9),
+                    step("verify", where=at, prefix="d", count=DURABLE), step("detach", where=at),
+                    step("check", device=device, kind=kind), step("disconnect", device=device)]
             uml.boot(steps)
         self.assert_clean(*uppers.values())
         self.assertEqual({kind: sha256(disk) for kind, disk in disks.items()}, before)
@@ -173,10 +187,11 @@ class KernelClients(unittest.TestCase):
             ("detach", {"where": at}),
             bcow_in_guest("detach", device),
         ])
-        self.assertEqual((values[2]["bytes"], values[2]["read_only"], values[2]["discard"], values[2]["fua"]),
-                         (64 * MIB, False, True, True))
-        for step, mention in ((3, "attached already, by process"), (4, "being written by bcow attach"),
-                              (8, f"mounted at {at}"), (11, "is not attached")):
+        self.assertEqual((values[2]["bytes"], values[2]["read_only"], values[2]["discard"],
+                          values[2]["fua"]), (64 * MIB, False, True, True))
+        for step, mention in ((3, "attached already, by process"),
+                              (4, "being written by bcow attach"), (8, f"mounted at {at}"),
+                              (11, "is not attached")):
             self.assertIn(mention, values[step])
         self.assertTrue(values[14]["read_only"])
 
@@ -208,9 +223,10 @@ class KernelClients(unittest.TestCase):
                     for seed, config in ((1, ""), (2, "[opsize]\nmax = 9999\nalign = 1\n")):
                         with open(self.path("fsx.toml"), "w") as file:
                             file.write("flen = 4194304\n" + config)
-                        run("fsx", "-q", "-N", str(OPERATIONS), "-S", str(seed), "-f", self.path("fsx.toml"), "-P", self.dir,
-                            os.path.join(at, f"x{seed}"))
-                    run("cp", "-a", os.path.join(support.TOP, "crates"), os.path.join(support.TOP, "docs"), at)
+                        run("fsx", "-q", "-N", str(OPERATIONS), "-S", str(seed), "-f",
+                            self.path("fsx.toml"), "-P", self.dir, os.path.join(at, f"x{seed}"))
+                    run("cp", "-a", os.path.join(support.TOP, "crates"),
+                        os.path.join(support.TOP, "docs"), at)
                     run("fstrim", at)
                     run("sync", "-f", at)
                 finally:
@@ -236,11 +252,13 @@ class KernelClients(unittest.TestCase):
         with contextlib.ExitStack() as stack:
             stack.enter_context(served(disk, "--socket", self.socket))
             at = stack.enter_context(tempfile.TemporaryDirectory(dir=self.dir))
-            fuse = subprocess.Popen(["nbdfuse", f"{at}/disk", f"nbd+unix:///?socket={self.socket}"], stdin=subprocess.DEVNULL)
+            fuse = subprocess.Popen(["nbdfuse", f"{at}/disk", f"nbd+unix:///?socket={self.socket}"],
+                                    stdin=subprocess.DEVNULL)
             stack.callback(fuse.wait)
             stack.callback(subprocess.run, ["umount", "-l", at])
             uml.wait_for(f"{at}/disk", fuse)
-            device = run("losetup", "--find", "--show", "--direct-io=on", f"{at}/disk").out.decode().strip()
+            device = run("losetup", "--find", "--show", "--direct-io=on",
+                         f"{at}/disk").out.decode().strip()
             stack.callback(run, "losetup", "--detach", device)
             work(device)
             run("blockdev", "--flushbufs", device)

@@ -1,7 +1,7 @@
 """Images in layers: what is shared, what is kept, and what goes wrong around both.
 
-The images are tiny layouts, made here. Trees are compared in test_merge.py and test_registry.py; here it is about blobs,
-digests, caches, layouts.
+The images are tiny layouts, made here. Trees are compared in test_merge.py and test_registry.py;
+here it is about blobs, digests, caches, layouts.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ import subprocess
 import time
 import unittest
 
-from support import BCOW, NOBODY, PEAK_BYTES, WORK, assert_refused, bcow, for_everyone, image, need, run
+from support import (BCOW, NOBODY, PEAK_BYTES, WORK, assert_refused, bcow, for_everyone, image,
+                     need, run)
 import sequences
 from sequences import ocilib
 from overlay import Entry
@@ -25,7 +26,8 @@ LAYER, STACK = "application/vnd.bcow.layer.v1", "application/vnd.bcow.stack.v1"
 
 
 def part(number, size=300_000):
-    """A layer with content of its own: some that compresses, some that does not, and small files."""
+    """A layer with content of its own: some that compresses, some that does not, and small
+    files."""
     noise = random.Random(number)
     name = b"part-%d" % number
     return [Entry(name, "dir"), Entry(name + b"/noise", data=noise.randbytes(size)),
@@ -95,7 +97,8 @@ class Layout:
                 manifest = json.load(text)
             for one in [manifest["config"], *manifest["layers"]]:
                 if os.path.getsize(self.blob_path(one["digest"])) != one["size"]:
-                    raise AssertionError(f"{self.path}: blob {one['digest']} has another size than its manifest says")
+                    raise AssertionError(f"{self.path}: blob {one['digest']} has another size than "
+                                         "its manifest says")
 
 
 class Layers(unittest.TestCase):
@@ -107,7 +110,8 @@ class Layers(unittest.TestCase):
         os.makedirs(cls.top)
         cls.parts = [part(number) for number in range(6)]
         cls.a = sequences.write_layout(cls.parts[:4], os.path.join(cls.top, "source-a"))
-        cls.b = sequences.write_layout(cls.parts[:3] + [cls.parts[5]], os.path.join(cls.top, "source-b"))
+        cls.b = sequences.write_layout(cls.parts[:3] + [cls.parts[5]],
+                                       os.path.join(cls.top, "source-b"))
 
     @classmethod
     def tearDownClass(cls):
@@ -127,7 +131,8 @@ class Layers(unittest.TestCase):
         return sequences.write_layout(layers, self.path(name), **options)
 
     def convert(self, source, name, *options, tag="t", **more):
-        """Converts into a layout of this test; gives the layout and the report, with what was said on standard error."""
+        """Converts into a layout of this test; gives the layout and the report, with what was said
+        on standard error."""
         layout = Layout(self.path(name))
         result = bcow("convert", "--json", source, f"oci:{layout.path}:{tag}", *options, **more)
         report = json.loads(result.out)
@@ -155,7 +160,8 @@ class Layers(unittest.TestCase):
                 config = one.read()
                 self.assertEqual(config, two.read())
         self.assertEqual([one["mediaType"] for one in manifest["layers"]], [LAYER] * 4 + [STACK])
-        for one, old, diff_id in zip(manifest["layers"], before["layers"], json.loads(config)["rootfs"]["diff_ids"]):
+        for one, old, diff_id in zip(manifest["layers"], before["layers"],
+                                     json.loads(config)["rootfs"]["diff_ids"]):
             said = set(one["annotations"].values())
             self.assertLessEqual({old["digest"], diff_id}, said)
         self.assertEqual(layout.entry("t")["digest"], report["manifest"])
@@ -169,9 +175,11 @@ class Layers(unittest.TestCase):
         self.assertNotEqual(both.layers("a")[3], both.layers("b")[3])
         self.assertEqual(self.made(two), ["layout"] * 3 + ["converted"])
         self.assertEqual(self.made(three), ["converted"] * 4)
-        self.assertEqual(two["manifest"], three["manifest"], "what a layout had already shows in the result")
+        self.assertEqual(two["manifest"], three["manifest"],
+                         "what a layout had already shows in the result")
         for digest in both.layers("b") + [both.stack("b")]:
-            with open(both.blob_path(digest), "rb") as here, open(alone.blob_path(digest), "rb") as there:
+            with (open(both.blob_path(digest), "rb") as here,
+                  open(alone.blob_path(digest), "rb") as there):
                 self.assertTrue(here.read() == there.read())
         # Five layers, and for each image a stack, a configuration and a manifest.
         self.assertEqual(len(os.listdir(os.path.join(both.path, "blobs/sha256"))), 5 + 2 * 3)
@@ -179,11 +187,13 @@ class Layers(unittest.TestCase):
 
     def test_a_layer_is_the_same_blob_wherever_it_stands(self):
         _, one = self.convert(self.source([self.parts[0], self.parts[1]], "one"), "out-one")
-        _, two = self.convert(self.source([self.parts[4], self.parts[1], self.parts[0]], "two"), "out-two")
+        _, two = self.convert(self.source([self.parts[4], self.parts[1], self.parts[0]], "two"),
+                              "out-two")
         self.assertEqual(self.digests(one), self.digests(two)[:0:-1])
 
     def test_a_layer_that_is_listed_twice_is_stored_once(self):
-        layout, report = self.convert(self.source([self.parts[0], self.parts[1], self.parts[0]], "source"), "out")
+        layout, report = self.convert(self.source([self.parts[0], self.parts[1], self.parts[0]],
+                                                  "source"), "out")
         digests = layout.layers("t")
         self.assertEqual(digests[0], digests[2])
         self.assertEqual(bcow("cat", f"oci:{layout.path}:t", "/last").out, b"0")
@@ -191,9 +201,11 @@ class Layers(unittest.TestCase):
 
     def test_digests_do_not_depend_on_threads_or_runs(self):
         directory, tag = image("small")
-        reports = [self.convert(f"oci:{directory}:{tag}", f"out-{n}", "-j", str(n))[1] for n in (1, 2, 7)]
+        reports = [self.convert(f"oci:{directory}:{tag}", f"out-{n}", "-j", str(n))[1]
+                   for n in (1, 2, 7)]
         reports.append(self.convert(f"oci:{directory}:{tag}", "out-again")[1])
-        self.assertEqual(len({report["manifest"] for report in reports}), 1, [self.digests(r) for r in reports])
+        self.assertEqual(len({report["manifest"] for report in reports}), 1,
+                         [self.digests(r) for r in reports])
 
     def test_cache_hits_and_misses_give_the_same_digests(self):
         cache = self.path("cache")
@@ -203,21 +215,25 @@ class Layers(unittest.TestCase):
         _, half = self.convert(self.b, "half", "--cache", cache)
         _, again = self.convert(self.a, "warm", "--cache", cache)
         self.assertEqual([self.made(one) for one in (without, cold, warm, half, again)],
-                         [["converted"] * 4, ["converted"] * 4, ["cache"] * 4, ["cache"] * 3 + ["converted"], ["layout"] * 4])
+                         [["converted"] * 4, ["converted"] * 4, ["cache"] * 4,
+                          ["cache"] * 3 + ["converted"], ["layout"] * 4])
         self.assertEqual(len({one["manifest"] for one in (without, cold, warm, again)}), 1)
         Layout(self.path("warm")).check()
 
     def test_a_recompressed_source_reuses_its_layers(self):
         cache = self.path("cache")
-        reports = [self.convert(self.source(self.parts[:4], name, pack=pack), f"out-{name}", "--cache", cache)[1]
+        reports = [self.convert(self.source(self.parts[:4], name, pack=pack), f"out-{name}",
+                                "--cache", cache)[1]
                    for name, pack in (("plain", None), ("gzip", ocilib.gz), ("zstd", ocilib.zst))]
-        self.assertEqual([self.made(one) for one in reports], [["converted"] * 4, ["cache"] * 4, ["cache"] * 4])
+        self.assertEqual([self.made(one) for one in reports],
+                         [["converted"] * 4, ["cache"] * 4, ["cache"] * 4])
         self.assertEqual(self.digests(reports[0]), self.digests(reports[1]))
         self.assertEqual(self.digests(reports[0]), self.digests(reports[2]))
 
     def test_cache_keeps_layers_of_other_options_apart(self):
         cache = self.path("cache")
-        ways = [[], ["--compress", "none"], ["--compress", "zstd:7"], ["--block-size", "64K"], ["--plain"]]
+        ways = [[], ["--compress", "none"], ["--compress", "zstd:7"], ["--block-size", "64K"],
+                ["--plain"]]
         fresh = [self.convert(self.a, f"fresh-{n}", *way)[1] for n, way in enumerate(ways)]
         self.assertEqual(len({one["manifest"] for one in fresh}), len(ways))
         for expected in ("converted", "cache"):
@@ -230,7 +246,8 @@ class Layers(unittest.TestCase):
 
     def entries(self, cache):
         """The layers of a cache."""
-        return sorted(os.path.join(at, name) for at, _, names in os.walk(cache) for name in names if name.endswith(".bcow"))
+        return sorted(os.path.join(at, name) for at, _, names in os.walk(cache) for name in names
+                      if name.endswith(".bcow"))
 
     def damages(self, whole, other):
         """Ways a file may have rotted, as (what, new content)."""
@@ -246,8 +263,8 @@ class Layers(unittest.TestCase):
         yield "longer", whole + b"\0"
         yield "zeros", bytes(size)
         yield "another layer", other
-        for what, at in (("the header", 8), ("the second header", 520), ("the data", size // 3), ("the tables", size * 9 // 10),
-                         ("the end", size - 5)):
+        for what, at in (("the header", 8), ("the second header", 520), ("the data", size // 3),
+                         ("the tables", size * 9 // 10), ("the end", size - 5)):
             yield f"a bit of {what} flipped", flipped(at)
 
     def test_rotten_cache_entries_are_dropped_remade_and_reported(self):
@@ -265,7 +282,8 @@ class Layers(unittest.TestCase):
                 self.assertRegex(report["said"], r"(?i)cache")
                 self.assertIn(os.path.basename(one[0]), report["said"])
                 Layout(self.path(f"out-{n}")).check()
-                self.assertEqual({path: content(path) for path in self.entries(cache)}, dict([one, two]))
+                self.assertEqual({path: content(path) for path in self.entries(cache)},
+                                 dict([one, two]))
                 _, report = self.convert(source, f"again-{n}", "--cache", cache)
                 self.assertEqual((self.made(report), report["said"]), (["cache"] * 2, ""))
 
@@ -337,12 +355,14 @@ class Layers(unittest.TestCase):
         layout = Layout(self.path("source"))
         self.source(self.parts[:3], "source")
         good = layout.manifest("t")
-        for what, order in (("swapped", [1, 0, 2]), ("one missing", [0, 1]), ("one twice", [0, 1, 2, 2])):
+        for what, order in (("swapped", [1, 0, 2]), ("one missing", [0, 1]),
+                            ("one twice", [0, 1, 2, 2])):
             with self.subTest(what=what):
                 manifest = dict(good, layers=[good["layers"][n] for n in order])
                 writer = ocilib.Layout(layout.path)
                 writer.index([(writer.json_blob(manifest, ocilib.MEDIA_MANIFEST), "t", None)])
-                result = bcow("convert", f"oci:{layout.path}:t", f"oci:{self.path('out')}:t", check=False)
+                result = bcow("convert", f"oci:{layout.path}:t", f"oci:{self.path('out')}:t",
+                              check=False)
                 self.refused(result, r"(?i)diffID|2 layers.*3|4 layers.*3")
                 self.assertFalse(os.path.exists(self.path("out")))
 
@@ -353,8 +373,10 @@ class Layers(unittest.TestCase):
         manifest = layout.manifest("t")
         writer = ocilib.Layout(layout.path)
         other = writer.blob(ocilib.gz(sequences.tar(self.parts[2])), ocilib.MEDIA_TAR_GZIP)
-        writer.index([(writer.json_blob(dict(manifest, layers=[manifest["layers"][0], other]), ocilib.MEDIA_MANIFEST), "t", None)])
-        result = bcow("convert", f"oci:{layout.path}:t", f"oci:{self.path('out')}:t", "--cache", cache, check=False)
+        writer.index([(writer.json_blob(dict(manifest, layers=[manifest["layers"][0], other]),
+                                        ocilib.MEDIA_MANIFEST), "t", None)])
+        result = bcow("convert", f"oci:{layout.path}:t", f"oci:{self.path('out')}:t", "--cache",
+                      cache, check=False)
         self.refused(result, r"(?i)diff.?id")
         _, report = self.convert(self.source(self.parts[:2], "good"), "out", "--cache", cache)
         _, fresh = self.convert(self.source(self.parts[:2], "good"), "fresh")
@@ -367,9 +389,11 @@ class Layers(unittest.TestCase):
             with open(self.path(name), "w") as out:
                 out.write("precious")
         before = tree_bytes(self.directory)
-        for name, mention in (("full", r"layout"), ("file", r"(?i)director"), ("not/there", r"(?i)no such")):
+        for name, mention in (("full", r"layout"), ("file", r"(?i)director"),
+                              ("not/there", r"(?i)no such")):
             with self.subTest(name=name):
-                self.refused(bcow("convert", self.a, f"oci:{self.path(name)}:t", check=False), re.escape(self.path(name)), mention)
+                self.refused(bcow("convert", self.a, f"oci:{self.path(name)}:t", check=False),
+                             re.escape(self.path(name)), mention)
                 self.assertEqual(tree_bytes(self.directory), before)
 
     def test_other_images_of_the_destination_stay(self):
@@ -377,7 +401,8 @@ class Layers(unittest.TestCase):
         self.source(self.parts[:2], "layout", tag="ordinary")
         index = source.index()
         index["annotations"] = {"org.example.kept": "yes"}
-        index["manifests"].append({"mediaType": "application/vnd.example", "digest": "sha256:" + "0" * 64, "size": 0, "data": "e30="})
+        index["manifests"].append({"mediaType": "application/vnd.example",
+                                   "digest": "sha256:" + "0" * 64, "size": 0, "data": "e30="})
         with open(os.path.join(source.path, "index.json"), "w") as out:
             json.dump(index, out)
         blobs = tree_bytes(os.path.join(source.path, "blobs"))
@@ -415,12 +440,14 @@ class Layers(unittest.TestCase):
         for umask, file_mode, directory_mode in (("022", 0o644, 0o755), ("077", 0o600, 0o700)):
             with self.subTest(umask=umask):
                 out, cache = self.path(f"out-{umask}"), self.path(f"cache-{umask}")
-                run("sh", "-c", f'umask {umask}; exec "$@"', "sh", BCOW, "-q", "convert", self.a, f"oci:{out}:t", "--cache", cache)
+                run("sh", "-c", f'umask {umask}; exec "$@"', "sh", BCOW, "-q", "convert", self.a,
+                    f"oci:{out}:t", "--cache", cache)
                 for top in (out, cache):
                     for at, directories, files in os.walk(top):
                         self.assertEqual(os.stat(at).st_mode & 0o7777, directory_mode, at)
                         for name in files:
-                            self.assertEqual(os.stat(os.path.join(at, name)).st_mode & 0o7777, file_mode, name)
+                            self.assertEqual(os.stat(os.path.join(at, name)).st_mode & 0o7777,
+                                             file_mode, name)
 
     def test_no_privilege_is_needed(self):
         mine = self.path("nobody")
@@ -435,10 +462,12 @@ class Layers(unittest.TestCase):
     # Several, and sudden ends.
 
     def test_several_converters_share_a_cache_and_a_layout(self):
-        sources = [self.source(self.parts[n:n + 3], f"source-{n}") for n in range(3)] + [self.a, self.b, self.a]
+        sources = [self.source(self.parts[n:n + 3], f"source-{n}")
+                   for n in range(3)] + [self.a, self.b, self.a]
         cache, out = self.path("cache"), self.path("out")
-        running = [subprocess.Popen([BCOW, "-q", "convert", source, f"oci:{out}:tag-{n}", "--cache", cache],
-                                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for n, source in enumerate(sources)]
+        running = [subprocess.Popen([BCOW, "-q", "convert", source, f"oci:{out}:tag-{n}", "--cache",
+                                     cache], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                   for n, source in enumerate(sources)]
         for process in running:
             _, said = process.communicate(timeout=120)
             self.assertEqual((process.returncode, said), (0, b""))
@@ -450,10 +479,12 @@ class Layers(unittest.TestCase):
         self.check_cache(cache)
 
     def check_cache(self, cache):
-        """Every entry of a cache is what its name says; what is not complete has no entry's name."""
+        """Every entry of a cache is what its name says; what is not complete has no entry's
+        name."""
         for path in self.entries(cache):
             with open(path, "rb") as data:
-                self.assertEqual(hashlib.file_digest(data, "sha256").hexdigest() + ".bcow", os.path.basename(path))
+                self.assertEqual(hashlib.file_digest(data, "sha256").hexdigest() + ".bcow",
+                                 os.path.basename(path))
 
     def test_killed_converters_leave_nothing_that_is_wrong(self):
         cache, out = self.path("cache"), self.path("out")
@@ -468,8 +499,9 @@ class Layers(unittest.TestCase):
             if n % 6 == 0:
                 shutil.rmtree(cache, ignore_errors=True)
                 shutil.rmtree(out, ignore_errors=True)
-            process = subprocess.Popen([BCOW, "-q", "convert", source, f"oci:{out}:t{n % 6}", "--cache", cache],
-                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            process = subprocess.Popen([BCOW, "-q", "convert", source, f"oci:{out}:t{n % 6}",
+                                        "--cache", cache], stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.PIPE)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(dice.uniform(0, whole * 1.1))
             process.kill()
@@ -486,8 +518,8 @@ class Layers(unittest.TestCase):
         self.assertGreater(killed, 5, "hardly one was killed while it worked")
 
     def test_a_thousand_layers(self):
-        layers = [[Entry(b"same", data=b"%d" % n), Entry(b"d/own-%d" % n, data=b"%d" % n)] + ([Entry(b".wh.gone-%d" % n)] * (n % 3 == 0))
-                  for n in range(1000)]
+        layers = [[Entry(b"same", data=b"%d" % n), Entry(b"d/own-%d" % n, data=b"%d" % n)]
+                  + ([Entry(b".wh.gone-%d" % n)] * (n % 3 == 0)) for n in range(1000)]
         layout, report = self.convert(self.source(layers, "source"), "out", timeout=120)
         self.assertLess(report["result"].peak_bytes, PEAK_BYTES)
         self.assertEqual(len(report["layers"]), 1000)
@@ -506,8 +538,9 @@ class Layers(unittest.TestCase):
         bcow("fsck", "--data", name)
         one, two = layout.layers("t")
         whole, other = content(layout.blob_path(one)), content(layout.blob_path(two))
-        for what, data in (("missing", None), ("emptied", b""), ("cut", whole[:len(whole) // 2]), ("cut by a byte", whole[:-1]),
-                           ("another layer", other), ("no image", b"x" * len(whole))):
+        for what, data in (("missing", None), ("emptied", b""), ("cut", whole[:len(whole) // 2]),
+                           ("cut by a byte", whole[:-1]), ("another layer", other),
+                           ("no image", b"x" * len(whole))):
             os.unlink(layout.blob_path(one))
             if data is not None:
                 with open(layout.blob_path(one), "wb") as blob:
@@ -515,7 +548,8 @@ class Layers(unittest.TestCase):
             mnt, out = self.path("mnt"), self.path("tree")
             os.makedirs(mnt, exist_ok=True)
             with self.subTest(what=what):
-                for command in (["mount", name, mnt], ["cat", name, "/part-0/noise"], ["extract", name, out]):
+                for command in (["mount", name, mnt], ["cat", name, "/part-0/noise"],
+                                ["extract", name, out]):
                     result = bcow(*command, check=False, timeout=60)
                     self.refused(result, one[len("sha256:"):][:12], r"(?m)^hint:")
                 self.assertFalse(os.path.exists(out))

@@ -1,4 +1,5 @@
-"""The tiny layouts of fixtures/oci: the odd ones convert to the expected tree, the bad ones are refused.
+"""The tiny layouts of fixtures/oci: the odd ones convert to the expected tree, the bad ones are
+refused.
 
 One test per case, named after it.
 """
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import unittest
 
-from support import PEAK_BYTES, TOP, WORK, assert_same_tree, bcow, kernel_at_least, kernel_mounted, mounted, need, run
+from support import (PEAK_BYTES, TOP, WORK, assert_same_tree, bcow, kernel_at_least, kernel_mounted,
+                     mounted, need, run)
 import tree
 
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
@@ -40,8 +42,8 @@ class Layouts(unittest.TestCase):
         with open(os.path.join(case, "source")) as source:
             source, *more = source.read().format(dir=case).split()
         image = os.path.join(self.out, name + ".bcow")
-        return case, image, bcow("convert", source, image, *more, *options, check=False, timeout=SECONDS,
-                                 file_bytes=FILE_BYTES)
+        return (case, image, bcow("convert", source, image, *more, *options, check=False,
+                                  timeout=SECONDS, file_bytes=FILE_BYTES))
 
     def good(self, name):
         case, image, result = self.convert(name)
@@ -77,7 +79,8 @@ class Layouts(unittest.TestCase):
 
 
 def add_tests():
-    listed = subprocess.run([sys.executable, GENERATOR, "--list"], stdout=subprocess.PIPE, check=True).stdout.decode()
+    listed = subprocess.run([sys.executable, GENERATOR, "--list"], stdout=subprocess.PIPE,
+                            check=True).stdout.decode()
     for line in listed.splitlines():
         name = line.split()[0]
         kind = "bad" if name.startswith(("bad-", "bomb-")) else "good"

@@ -1,7 +1,7 @@
 """Generated sequences of layers, merged by bcow and by the kernel's overlayfs: the same tree.
 
-What is generated and what the truth is: sequences.py, tests/oracle/overlay.py. A sequence that fails is cut down to a few
-entries before it is shown; `sequences.py SEED` prints the whole.
+What is generated and what the truth is: sequences.py, tests/oracle/overlay.py. A sequence that
+fails is cut down to a few entries before it is shown; `sequences.py SEED` prints the whole.
 
 $BCOW_SEEDS is a range of seeds to try instead, as `1000-1999`.
 """
@@ -27,7 +27,8 @@ SHRINK_SECONDS = 40
 
 @contextlib.contextmanager
 def scratch():
-    """A tmpfs with a directory for bcow's images on a disk beside it, for the kernel mounts no images on a tmpfs."""
+    """A tmpfs with a directory for bcow's images on a disk beside it, for the kernel mounts no
+    images on a tmpfs."""
     directory = tempfile.mkdtemp(prefix="merge-", dir=WORK)
     ram = os.path.join(directory, "ram")
     os.mkdir(ram)
@@ -40,7 +41,8 @@ def scratch():
 
 
 def flattened(source, directory):
-    """The tree of one image of all layers; mounted by the kernel, which is quicker than starting a daemon."""
+    """The tree of one image of all layers; mounted by the kernel, which is quicker than starting a
+    daemon."""
     image = os.path.join(directory, "image.bcow")
     if kernel_at_least(6, 12):
         bcow("convert", "--plain", "-j1", source, image)
@@ -107,7 +109,8 @@ def differences(expected, layers, way, directory, ram):
     layout, out = os.path.join(ram, "layout"), os.path.join(directory, "out")
     os.makedirs(out)
     try:
-        return list(tree.differences(expected, WAYS[way](sequences.write_layout(layers, layout), out)))
+        return list(tree.differences(expected,
+                                     WAYS[way](sequences.write_layout(layers, layout), out)))
     except AssertionError as error:
         return [str(error)]
     finally:
@@ -130,7 +133,8 @@ def check(seed):
         for way in ways():
             found = differences(expected, layers, way, directory, ram)
             if found:
-                return f"seed {seed}, {way}:\n" + "\n".join(found[:5]) + "\n" + smaller(layers, way, directory, ram)
+                return (f"seed {seed}, {way}:\n" + "\n".join(found[:5]) +
+                        "\n" + smaller(layers, way, directory, ram))
     return None
 
 
@@ -158,12 +162,15 @@ def smaller(layers, way, directory, ram):
             size = len(entries)
             while size:
                 for at in range(0, len(entries), size):
-                    yield current[:number] + [entries[:at] + entries[at + size:]] + current[number + 1:]
+                    yield (current[:number] + [entries[:at] + entries[at + size:]]
+                           + current[number + 1:])
                 size //= 2
             for at, one in enumerate(entries):
-                plain = overlay.Entry(one.path, one.kind, link=one.link, rdev=one.rdev, mode=0o777 if one.kind == "symlink" else 0o644)
+                plain = overlay.Entry(one.path, one.kind, link=one.link, rdev=one.rdev,
+                                      mode=0o777 if one.kind == "symlink" else 0o644)
                 if one.kind != "dir" and plain != one:
-                    yield current[:number] + [entries[:at] + [plain] + entries[at + 1:]] + current[number + 1:]
+                    yield (current[:number] + [entries[:at] + [plain] + entries[at + 1:]]
+                           + current[number + 1:])
 
     layers, found = fails(layers)
     progress = True
@@ -176,7 +183,8 @@ def smaller(layers, way, directory, ram):
             if now and weight(candidate) < weight(layers):
                 layers, found, progress = candidate, now, True
                 break
-    shown = [f"  layer {number}: {one.kind} {short(one.path)!r}" + (f" -> {short(one.link)!r}" if one.link else "")
+    shown = [f"  layer {number}: {one.kind} {short(one.path)!r}"
+             + (f" -> {short(one.link)!r}" if one.link else "")
              for number, entries in enumerate(layers) for one in entries]
     return "cut down to:\n" + "\n".join(shown + found[:5])
 
@@ -194,7 +202,8 @@ class Merge(unittest.TestCase):
         # Processes, not threads: the truth changes its working directory.
         with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
             failed = [message for message in pool.map(check, seeds) if message]
-        self.assertEqual(failed, [], f"{len(failed)} of {len(seeds)} sequences:\n" + "\n\n".join(failed[:5]))
+        self.assertEqual(failed, [],
+                         f"{len(failed)} of {len(seeds)} sequences:\n" + "\n\n".join(failed[:5]))
 
 
 if __name__ == "__main__":

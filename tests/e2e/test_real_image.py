@@ -11,8 +11,9 @@ import subprocess
 import sys
 import unittest
 
-from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone, image, kernel_at_least,
-                     kernel_mounted, layer_bytes, mounted, need, need_kernel, run, unpacked)
+from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone, image,
+                     kernel_at_least, kernel_mounted, layer_bytes, mounted, need, need_kernel, run,
+                     unpacked)
 import tree
 
 
@@ -38,7 +39,8 @@ class RealImage(unittest.TestCase):
         cls.directory = os.path.join(WORK, cls.NAME)
         shutil.rmtree(cls.directory, ignore_errors=True)
         os.makedirs(cls.directory)
-        cls.compressed, cls.plain = (os.path.join(cls.directory, name) for name in ("zstd.bcow", "plain.bcow"))
+        cls.compressed, cls.plain = (os.path.join(cls.directory, name)
+                                     for name in ("zstd.bcow", "plain.bcow"))
         cls.conversion = bcow("convert", cls.source, cls.compressed, "--compress", "zstd:3")
         cls.plain_conversion = bcow("convert", cls.source, cls.plain, "--plain")
 
@@ -60,7 +62,8 @@ class RealImage(unittest.TestCase):
         os.link(self.compressed, link)
         os.chmod(link, 0o644)
         with mounted(link, user=NOBODY) as where:
-            dumped = run("/usr/bin/python3", for_everyone(tree.__file__), "dump", where, user=NOBODY).out
+            dumped = run("/usr/bin/python3", for_everyone(tree.__file__), "dump", where,
+                         user=NOBODY).out
             seen = {entry["path"]: entry for entry in map(json.loads, dumped.splitlines())}
         assert_same_tree(self, self.reference, seen)
 
@@ -90,9 +93,11 @@ class RealImage(unittest.TestCase):
 
     def test_the_second_reader_gives_the_same_address_space(self):
         for image_file in (self.compressed, self.plain):
-            ours, theirs = (os.path.join(self.directory, name) for name in ("ours.raw", "theirs.raw"))
+            ours, theirs = (os.path.join(self.directory, name)
+                            for name in ("ours.raw", "theirs.raw"))
             bcow("export", image_file, "--to", "raw", "-o", ours)
-            run(os.environ.get("BCOW_PYTHON", sys.executable), READER, "extract", image_file, theirs, timeout=600)
+            run(os.environ.get("BCOW_PYTHON", sys.executable), READER, "extract", image_file,
+                theirs, timeout=600)
             compared = same_bytes(ours, theirs)
             self.assertEqual(compared.returncode, 0, compared.stdout.decode())
             os.unlink(ours)
@@ -144,7 +149,8 @@ class RealImage(unittest.TestCase):
             with open(os.path.join(bundle, "config.json"), "w") as config:
                 json.dump(spec, config)
             state = os.path.join(self.directory, "runc")
-            self.assertIn(b"30\n", run("runc", "--root", state, "run", "--bundle", bundle, f"bcow-{os.getpid()}").out)
+            self.assertIn(b"30\n", run("runc", "--root", state, "run", "--bundle", bundle,
+                                       f"bcow-{os.getpid()}").out)
             shutil.rmtree(bundle)
 
     def test_image_is_as_large_as_it_should_be_for_a_test(self):
@@ -152,7 +158,8 @@ class RealImage(unittest.TestCase):
 
     def program(self):
         return ["/usr/bin/python3", "-B", "-c",
-                "import numpy, pandas; print(int(pandas.DataFrame({'x': numpy.arange(5) ** 2}).x.sum()))"]
+                "import numpy, pandas; print(int(pandas.DataFrame({'x': numpy.arange(5) ** "
+                "2}).x.sum()))"]
 
 
 if __name__ == "__main__":

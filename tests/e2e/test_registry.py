@@ -1,6 +1,7 @@
 """A real image in layers, through a real registry and back: the same blobs, and umoci's tree.
 
-The registry is Debian's docker-registry (CNCF distribution) on a port of this machine's own, for the length of the tests.
+The registry is Debian's docker-registry (CNCF distribution) on a port of this machine's own, for
+the length of the tests.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ def registry(directory):
     with open(config, "w") as out:
         out.write(CONFIG % (os.path.join(directory, "storage"), port))
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(["docker-registry", "serve", config], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        server = subprocess.Popen(["docker-registry", "serve", config], stdin=subprocess.DEVNULL,
+                                  stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + 30
             while True:
@@ -44,7 +46,8 @@ def registry(directory):
                 except OSError as error:
                     if server.poll() is not None or time.monotonic() > deadline:
                         log.seek(0)
-                        raise AssertionError(f"docker-registry does not answer: {error}\n{log.read().decode()}") from error
+                        raise AssertionError(f"docker-registry does not answer: {error}\n"
+                                             f"{log.read().decode()}") from error
                     time.sleep(0.05)
             yield f"127.0.0.1:{port}"
         finally:
@@ -63,13 +66,16 @@ class Registry(unittest.TestCase):
         cls.directory = os.path.join(WORK, "registry")
         shutil.rmtree(cls.directory, ignore_errors=True)
         os.makedirs(cls.directory)
-        cls.layout, cls.pulled = (os.path.join(cls.directory, name) for name in ("layout", "pulled"))
+        cls.layout, cls.pulled = (os.path.join(cls.directory, name)
+                                  for name in ("layout", "pulled"))
         cls.source = f"oci:{directory}:{tag}"
         cls.conversion = bcow("convert", cls.source, f"oci:{cls.layout}:tag")
         with registry(cls.directory) as address:
-            for source, destination in ((f"oci:{cls.layout}:tag", f"docker://{address}/team/image:1"),
-                                        (f"docker://{address}/team/image:1", f"oci:{cls.pulled}:tag")):
-                run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false", "--dest-tls-verify=false", source, destination)
+            for source, destination in (
+                    (f"oci:{cls.layout}:tag", f"docker://{address}/team/image:1"),
+                    (f"docker://{address}/team/image:1", f"oci:{cls.pulled}:tag")):
+                run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false",
+                    "--dest-tls-verify=false", source, destination)
         shutil.rmtree(os.path.join(cls.directory, "storage"))
 
     @classmethod

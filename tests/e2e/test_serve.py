@@ -1,4 +1,5 @@
-"""NBD clients of others against `bcow serve`: qemu-img, qemu-io, nbdinfo, nbdcopy, nbdsh, nbdfuse; TLS; hostile ones."""
+"""NBD clients of others against `bcow serve`: qemu-img, qemu-io, nbdinfo, nbdcopy, nbdsh, nbdfuse;
+TLS; hostile ones."""
 
 import contextlib
 import itertools
@@ -37,12 +38,14 @@ class Served:
 
     def __init__(self, *arguments, exports=1, wrapper=(), **options):
         self.log = tempfile.TemporaryFile()
-        self.process = subprocess.Popen([*wrapper, BCOW, "serve", *arguments], stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.PIPE, stderr=self.log, **options)
+        self.process = subprocess.Popen([*wrapper, BCOW, "serve", *arguments],
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=self.log, **options)
         self.uris = [self.process.stdout.readline().decode().strip() for _ in range(exports)]
         if not all(self.uris):
             code = self.process.wait(timeout=60)
-            raise AssertionError(f"bcow serve {' '.join(arguments)} ended with {code}: {self.said()}")
+            raise AssertionError(
+                f"bcow serve {' '.join(arguments)} ended with {code}: {self.said()}")
         self.uri = self.uris[0]
 
     def said(self):
@@ -76,7 +79,8 @@ def served(*arguments, **options):
 
 
 class Serve(unittest.TestCase):
-    """Each class with a directory, the same disk as raw, sealed and writable in it; each test in it."""
+    """Each class with a directory, the same disk as raw, sealed and writable in it; each test in
+    it."""
 
     @classmethod
     def setUpClass(cls):
@@ -134,15 +138,17 @@ class Readers(Serve):
     """A sealed disk."""
 
     def test_nbdinfo_says_what_the_server_can(self):
-        with served(self.sealed, "--socket", self.socket(), "--description", "a disk of tests") as server:
+        with served(self.sealed, "--socket", self.socket(), "--description",
+                    "a disk of tests") as server:
             info = json.loads(run("nbdinfo", "--json", server.uri).out)
             export = info["exports"][0]
             self.assertEqual(export["export-size"], SIZE)
             self.assertEqual(export["description"], "a disk of tests")
             self.assertEqual(export["contexts"], ["base:allocation", "qemu:allocation-depth"])
-            for key, value in {"is_read_only": True, "can_multi_conn": True, "can_cache": True, "can_df": True,
-                               "can_flush": True, "can_trim": False, "can_zero": False, "is_rotational": False,
-                               "block_size_minimum": 1, "block_size_preferred": 4096,
+            for key, value in {"is_read_only": True, "can_multi_conn": True, "can_cache": True,
+                               "can_df": True, "can_flush": True, "can_trim": False,
+                               "can_zero": False, "is_rotational": False, "block_size_minimum": 1,
+                               "block_size_preferred": 4096,
                                "block_size_maximum": 32 * MIB}.items():
                 self.assertEqual(export[key], value, key)
             self.assertEqual(run("nbdinfo", "--size", server.uri).out.strip(), str(SIZE).encode())
@@ -151,14 +157,17 @@ class Readers(Serve):
 
     def test_several_exports_are_listed_and_found_by_name(self):
         other = self.writable("other one.bcow")
-        with served(self.sealed, other, "--export", f"third/ä={self.sealed}", "--socket", self.socket(),
-                    "--description", "first", exports=3) as server:
-            info = json.loads(run("nbdinfo", "--json", "--list", re.sub(r"///[^?]*", "///", server.uri)).out)
-            self.assertEqual([(export["export-name"], export.get("description")) for export in info["exports"]],
-                             [("sealed.bcow", "first"), ("other one.bcow", None), ("third/ä", None)])
+        with served(self.sealed, other, "--export", f"third/ä={self.sealed}", "--socket",
+                    self.socket(), "--description", "first", exports=3) as server:
+            info = json.loads(
+                run("nbdinfo", "--json", "--list", re.sub(r"///[^?]*", "///", server.uri)).out)
+            self.assertEqual(
+                [(export["export-name"], export.get("description")) for export in info["exports"]],
+                [("sealed.bcow", "first"), ("other one.bcow", None), ("third/ä", None)])
             for uri, read_only in zip(server.uris, (True, False, True)):
                 export = json.loads(run("nbdinfo", "--json", uri).out)["exports"][0]
-                self.assertEqual((export["export-size"], export["is_read_only"]), (SIZE, read_only), uri)
+                self.assertEqual((export["export-size"], export["is_read_only"]), (SIZE, read_only),
+                                 uri)
             listed = run("qemu-nbd", "--list", "-k", self.socket()).out.decode()
             self.assertIn("exports available: 3", listed)
             missing = run("nbdinfo", re.sub(r"///[^?]*", "///fourth", server.uri), check=False)
@@ -175,8 +184,10 @@ class Readers(Serve):
                 expected.append((extent["offset"], extent["length"], *kind))
         with served(self.sealed, "--socket", self.socket()) as server:
             told = json.loads(run("nbdinfo", "--json", "--map", server.uri).out)
-            self.assertEqual([(e["offset"], e["length"], e["type"], e["description"]) for e in told], expected)
-            depth = json.loads(run("nbdinfo", "--json", "--map=qemu:allocation-depth", server.uri).out)
+            self.assertEqual(
+                [(e["offset"], e["length"], e["type"], e["description"]) for e in told], expected)
+            depth = json.loads(
+                run("nbdinfo", "--json", "--map=qemu:allocation-depth", server.uri).out)
             self.assertEqual([(e["offset"], e["length"], e["type"]) for e in depth],
                              [(at, length, 0 if kind else 1) for at, length, kind, _ in expected])
             # And qemu, which asks in its own way: data where we say data.
@@ -188,9 +199,11 @@ class Readers(Serve):
         with served(self.sealed, "--socket", self.socket()) as server:
             self.assertIn(f"({SIZE} bytes)", run("qemu-img", "info", server.uri).out.decode())
             run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, server.uri)
-            run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", server.uri, self.at("copy.qcow2"))
+            run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", server.uri,
+                self.at("copy.qcow2"))
             run("qemu-img", "compare", self.raw, self.at("copy.qcow2"))
-            for options in ((), ("--connections=4", "--requests=64"), ("--synchronous",), ("--allocated",)):
+            for options in ((), ("--connections=4", "--requests=64"), ("--synchronous",),
+                            ("--allocated",)):
                 copy = self.at("copy.raw")
                 run("nbdcopy", *options, server.uri, copy)
                 with open(copy, "rb") as file:
@@ -234,9 +247,10 @@ class Writers(Serve):
         expected[2 * MIB:2 * MIB + 65536] = bytes(65536)
         expected[3 * MIB:4 * MIB] = bytes(MIB)
         with served(disk, "--socket", self.socket()) as server:
-            qemu_io(server.uri, "write -P 0x11 12345 70000", "write -f -P 0x22 10M 4M", "write -z 1M 1M",
-                    "write -z -u 2M 64k", "discard 3M 1M", "flush",
-                    "read -P 0x11 12345 70000", "read -P 0x22 10M 4M", "read -P 0 1M 1M", "read -P 0 2M 64k")
+            qemu_io(server.uri, "write -P 0x11 12345 70000", "write -f -P 0x22 10M 4M",
+                    "write -z 1M 1M", "write -z -u 2M 64k", "discard 3M 1M", "flush",
+                    "read -P 0x11 12345 70000", "read -P 0x22 10M 4M", "read -P 0 1M 1M",
+                    "read -P 0 2M 64k")
             run("nbdinfo", "--can", "fua", server.uri)
             run("nbdinfo", "--can", "zero", server.uri)
             run("nbdinfo", "--can", "trim", server.uri)
@@ -244,16 +258,19 @@ class Writers(Serve):
         bcow("fsck", disk)
 
     def test_whole_disks_are_copied_in(self):
-        other = random.Random(7).randbytes(3 * MIB) + bytes(40 * MIB) + random.Random(8).randbytes(SIZE - 43 * MIB)
+        other = (random.Random(7).randbytes(3 * MIB) + bytes(40 * MIB)
+                 + random.Random(8).randbytes(SIZE - 43 * MIB))
         with open(self.at("other.raw"), "wb") as file:
             file.write(other)
         for command in (("nbdcopy", "--flush", self.at("other.raw")),
                         ("nbdcopy", "--connections=4", "--flush", self.at("other.raw")),
-                        ("qemu-img", "convert", "-n", "-f", "raw", "-O", "raw", self.at("other.raw"))):
+                        ("qemu-img", "convert", "-n", "-f", "raw", "-O", "raw",
+                         self.at("other.raw"))):
             disk = self.writable("copied.bcow")
             with served(disk, "--socket", self.socket()) as server:
                 run(*command, server.uri)
-                run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.at("other.raw"), server.uri)
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.at("other.raw"),
+                    server.uri)
             self.assert_same_content(disk, other)
             self.doCleanups()
 
@@ -275,17 +292,21 @@ h.cache(1 << 20, 0)
 h.flush()
 for flags in (0, nbd.CMD_FLAG_REQ_ONE):
     found = {}
-    h.block_status(64 << 20, 0, lambda name, at, extents, error: found.update({name: extents}), flags)
+    h.block_status(64 << 20, 0,
+                   lambda name, at, extents, error: found.update({name: extents}), flags)
     assert set(found) == {"base:allocation", "qemu:allocation-depth"}, found
     assert (len(found["base:allocation"]) == 2) == bool(flags), found
 pieces = []
-h.pread_structured(1 << 20, 19 << 20, lambda data, at, status, error: pieces.append((at, len(data), status)), nbd.CMD_FLAG_DF)
+def add(data, at, status, error):
+    pieces.append((at, len(data), status))
+h.pread_structured(1 << 20, 19 << 20, add, nbd.CMD_FLAG_DF)
 assert pieces == [(19 << 20, 1 << 20, nbd.READ_DATA)], pieces
 pieces.clear()
-h.pread_structured(1 << 20, 19 << 20, lambda data, at, status, error: pieces.append((at, len(data), status)))
+h.pread_structured(1 << 20, 19 << 20, add)
 assert pieces == [(19 << 20, 1 << 20, nbd.READ_HOLE)], pieces
 h.set_strict_mode(0)
-for bad in (lambda: h.pread(1, 64 << 20), lambda: h.pwrite(b"z", 64 << 20), lambda: h.trim(1, 64 << 20),
+for bad in (lambda: h.pread(1, 64 << 20), lambda: h.pwrite(b"z", 64 << 20),
+            lambda: h.trim(1, 64 << 20),
             lambda: h.zero(4096, 0, nbd.CMD_FLAG_FAST_ZERO | nbd.CMD_FLAG_NO_HOLE)):
     try:
         bad()
@@ -296,8 +317,8 @@ h.shutdown()
 """
         with served(disk, "--socket", self.socket()) as server:
             # Its first line names python3 by the PATH, and has to find Debian's.
-            run("nbdsh", "--base-allocation", "-c", "h.add_meta_context('qemu:allocation-depth')", "-u", server.uri,
-                "-c", script, env={"PATH": f"/usr/bin:{os.environ['PATH']}"})
+            run("nbdsh", "--base-allocation", "-c", "h.add_meta_context('qemu:allocation-depth')",
+                "-u", server.uri, "-c", script, env={"PATH": f"/usr/bin:{os.environ['PATH']}"})
 
     def test_nbdfuse_makes_a_file_of_it(self):
         need("nbdfuse", "fusermount3", fuse=True)
@@ -324,7 +345,8 @@ h.shutdown()
 
     def test_snapshots_forget(self):
         disk = self.writable()
-        with served(disk, self.sealed, "--snapshot", "--socket", self.socket(), exports=2) as server:
+        with served(disk, self.sealed, "--snapshot", "--socket", self.socket(),
+                    exports=2) as server:
             for uri in server.uris:
                 qemu_io(uri, "write -P 0x55 1M 1M", "write -P 0x56 30M 4k", "flush")
                 # It is one overlay for all clients.
@@ -335,7 +357,8 @@ h.shutdown()
     def test_read_only_means_it(self):
         disk = self.writable()
         with served(disk, "--read-only", "--socket", self.socket()) as server:
-            self.assertTrue(json.loads(run("nbdinfo", "--json", server.uri).out)["exports"][0]["is_read_only"])
+            self.assertTrue(
+                json.loads(run("nbdinfo", "--json", server.uri).out)["exports"][0]["is_read_only"])
             run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, server.uri)
 
     def test_a_flush_on_one_connection_covers_another(self):
@@ -366,8 +389,9 @@ for number in range(1, 1 << 20):
     print(number, flush=True)
 """
         with served(disk, "--socket", self.socket()) as server:
-            client = subprocess.Popen(["nbdsh", "-u", server.uri, "-c", script], stdout=subprocess.PIPE,
-                                      stderr=subprocess.DEVNULL, env={**os.environ, "PATH": "/usr/bin:/bin"})
+            client = subprocess.Popen(["nbdsh", "-u", server.uri, "-c", script],
+                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                      env={**os.environ, "PATH": "/usr/bin:/bin"})
             lines = iter(client.stdout.readline, b"")
             for _ in range(500):
                 next(lines)
@@ -385,7 +409,8 @@ for number in range(1, 1 << 20):
     def test_a_second_writer_is_refused_by_name_of_the_first(self):
         disk = self.writable()
         with served(disk, "--socket", self.socket()) as server:
-            result = bcow("serve", disk, "--socket", self.at("second.sock"), check=False, timeout=60)
+            result = bcow("serve", disk, "--socket", self.at("second.sock"), check=False,
+                          timeout=60)
             assert_refused(self, result, "bcow serve", str(server.process.pid))
             self.assertFalse(os.path.exists(self.at("second.sock")))
 
@@ -409,7 +434,8 @@ class Doors(Serve):
         with served(self.sealed, "--socket", self.socket()) as server:
             run("nbdinfo", "--size", server.uri)
         before = os.stat(self.raw)
-        assert_refused(self, bcow("serve", self.sealed, "--socket", self.raw, check=False), "no socket")
+        assert_refused(self, bcow("serve", self.sealed, "--socket", self.raw, check=False),
+                       "no socket")
         self.assertEqual(os.stat(self.raw), before)
 
     def test_without_a_place_the_socket_is_in_the_runtime_directory(self):
@@ -421,7 +447,8 @@ class Doors(Serve):
         self.assertEqual(os.listdir(os.path.join(runtime, "bcow")), [])
 
     def test_tcp(self):
-        with served(self.sealed, "--listen", "127.0.0.1:0", "--listen", "[::1]:0", exports=2) as server:
+        with served(self.sealed, "--listen", "127.0.0.1:0", "--listen", "[::1]:0",
+                    exports=2) as server:
             for uri in server.uris:
                 run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, uri)
             self.assertEqual(server.said(), "")
@@ -431,8 +458,9 @@ class Doors(Serve):
     def test_systemd_passes_sockets(self):
         need("systemd-socket-activate")
         path = self.socket()
-        manager = subprocess.Popen(["systemd-socket-activate", "-l", path, BCOW, "serve", self.sealed,
-                                    "--exit-on-idle", "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        manager = subprocess.Popen(["systemd-socket-activate", "-l", path, BCOW, "serve",
+                                    self.sealed, "--exit-on-idle", "1"], stdout=subprocess.PIPE,
+                                   stderr=subprocess.DEVNULL)
         try:
             until(lambda: os.path.exists(path), "systemd-socket-activate listens")
             uri = f"nbd+unix:///?socket={path}"
@@ -454,8 +482,9 @@ class Doors(Serve):
             listener.settimeout(30)
             reader, writer = os.pipe()
             pid_file = self.at("pid")
-            with served(self.sealed, "--socket", self.socket(), "--ready-fd", str(writer), "--pid-file", pid_file,
-                        pass_fds=[writer], env={**os.environ, "NOTIFY_SOCKET": notify}) as server:
+            with served(self.sealed, "--socket", self.socket(), "--ready-fd", str(writer),
+                        "--pid-file", pid_file, pass_fds=[writer],
+                        env={**os.environ, "NOTIFY_SOCKET": notify}) as server:
                 os.close(writer)
                 self.assertEqual(os.read(reader, 10), b"\n")
                 self.assertEqual(listener.recv(100), b"READY=1")
@@ -491,30 +520,32 @@ class Tls(Serve):
         os.mkdir(cls.certificates)
         in_it = {"cwd": cls.certificates, "check": True, "stderr": subprocess.DEVNULL}
         for ca in ("ca", "other"):
-            subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{ca}-key.pem",
-                            "-out", f"{ca}-cert.pem", "-days", "3", "-subj", f"/CN={ca}",
-                            "-addext", "keyUsage=keyCertSign"], **in_it)
+            subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout",
+                            f"{ca}-key.pem", "-out", f"{ca}-cert.pem", "-days", "3", "-subj",
+                            f"/CN={ca}", "-addext", "keyUsage=keyCertSign"], **in_it)
         for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
             use = "serverAuth" if name == "server" else "clientAuth"
             with open(os.path.join(cls.certificates, "extensions"), "w") as file:
                 file.write("subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=CA:FALSE\n"
                            f"extendedKeyUsage={use}\n")
-            subprocess.run(["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}-key.pem", "-out",
-                            "request", "-subj", f"/CN={name}"], **in_it)
-            subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", f"{ca}-cert.pem", "-CAkey",
-                            f"{ca}-key.pem", "-CAcreateserial", "-out", f"{name}-cert.pem", "-days", "3", "-extfile",
-                            "extensions"], **in_it)
+            subprocess.run(["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout",
+                            f"{name}-key.pem", "-out", "request", "-subj", f"/CN={name}"], **in_it)
+            subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", f"{ca}-cert.pem",
+                            "-CAkey", f"{ca}-key.pem", "-CAcreateserial", "-out",
+                            f"{name}-cert.pem", "-days", "3", "-extfile", "extensions"], **in_it)
         # Without extensions openssl makes a certificate of version 1.
-        subprocess.run(["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", "old-key.pem", "-out", "request",
-                        "-subj", "/CN=old"], **in_it)
-        subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", "ca-cert.pem", "-CAkey", "ca-key.pem",
-                        "-CAcreateserial", "-out", "old-cert.pem", "-days", "3"], **in_it)
+        subprocess.run(["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-keyout", "old-key.pem",
+                        "-out", "request", "-subj", "/CN=old"], **in_it)
+        subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", "ca-cert.pem", "-CAkey",
+                        "ca-key.pem", "-CAcreateserial", "-out", "old-cert.pem", "-days", "3"],
+                       **in_it)
         # A client has a directory, with names that GnuTLS's users agree on.
         for name in ("anonymous", "stranger", "old"):
             os.mkdir(os.path.join(cls.certificates, name))
             os.symlink("../ca-cert.pem", os.path.join(cls.certificates, name, "ca-cert.pem"))
         for name, part in itertools.product(("stranger", "old"), ("cert", "key")):
-            os.symlink(f"../{name}-{part}.pem", os.path.join(cls.certificates, name, f"client-{part}.pem"))
+            os.symlink(f"../{name}-{part}.pem",
+                       os.path.join(cls.certificates, name, f"client-{part}.pem"))
 
     def options(self, *more, ca=True):
         at = lambda name: os.path.join(self.certificates, name)
@@ -527,7 +558,8 @@ class Tls(Serve):
 
     def test_nbdinfo_nbdcopy_and_qemu(self):
         disk = self.writable()
-        with served(disk, "--socket", self.socket(), "--listen", "127.0.0.1:0", *self.options(), exports=2) as server:
+        with served(disk, "--socket", self.socket(), "--listen", "127.0.0.1:0", *self.options(),
+                    exports=2) as server:
             for uri in server.uris:
                 info = json.loads(run("nbdinfo", "--json", self.with_certificates(uri)).out)
                 self.assertTrue(info["TLS"])
@@ -538,8 +570,10 @@ class Tls(Serve):
             port = re.search(r":(\d+)/", server.uris[1]).group(1)
             run("qemu-io", "--object",
                 f"tls-creds-x509,id=tls,dir={self.certificates},endpoint=client,verify-peer=yes",
-                "-c", "write -P 0x31 1M 2M", "-c", "read -P 0x31 1M 2M", "-c", "flush", "--image-opts",
-                f"driver=raw,file.driver=nbd,file.host=127.0.0.1,file.port={port},file.tls-creds=tls")
+                "-c", "write -P 0x31 1M 2M", "-c", "read -P 0x31 1M 2M", "-c", "flush",
+                "--image-opts",
+                "driver=raw,file.driver=nbd,file.host=127.0.0.1,"
+                f"file.port={port},file.tls-creds=tls")
         expected = bytearray(self.content)
         expected[MIB:3 * MIB] = b"\x31" * (2 * MIB)
         self.assert_same_content(disk, bytes(expected))
@@ -547,7 +581,8 @@ class Tls(Serve):
     def test_who_has_no_good_certificate_stays_out(self):
         with served(self.sealed, "--socket", self.socket(), *self.options()) as server:
             for directory in ("anonymous", "stranger"):
-                result = run("nbdinfo", "--size", self.with_certificates(server.uri, directory), check=False)
+                result = run("nbdinfo", "--size", self.with_certificates(server.uri, directory),
+                             check=False)
                 self.assertNotEqual(result.code, 0, directory)
             run("nbdinfo", "--size", self.with_certificates(server.uri))
         with served(self.sealed, "--socket", self.socket(), *self.options(ca=False)) as server:
@@ -560,32 +595,40 @@ class Tls(Serve):
                 result = run("nbdinfo", *command, check=False)
                 self.assertNotEqual(result.code, 0)
                 self.assertNotIn(str(SIZE).encode(), result.out)
-        with served(self.sealed, "--socket", self.socket(), *self.options("--tls", "allow")) as server:
+        with served(self.sealed, "--socket", self.socket(),
+                    *self.options("--tls", "allow")) as server:
             run("nbdinfo", "--size", server.uri.replace("nbds+", "nbd+"))
             run("nbdinfo", "--size", self.with_certificates(server.uri))
 
     def test_the_log_says_why_a_client_was_refused(self):
-        certificate = subprocess.run(["openssl", "x509", "-in", "old-cert.pem", "-noout", "-text"], cwd=self.certificates,
-                                     capture_output=True, check=True)
+        certificate = subprocess.run(["openssl", "x509", "-in", "old-cert.pem", "-noout", "-text"],
+                                     cwd=self.certificates, capture_output=True, check=True)
         self.assertIn(b"Version: 1 ", certificate.stdout)
-        for directory, why in (("old", "not of X.509 version 3"), ("anonymous", "no certificate"), (None, "no TLS")):
-            with self.subTest(directory), served(self.sealed, "--listen", "127.0.0.1:0", *self.options()) as server:
-                uri = self.with_certificates(server.uri, directory) if directory else server.uri.replace("nbds", "nbd")
+        for directory, why in (("old", "not of X.509 version 3"), ("anonymous", "no certificate"),
+                               (None, "no TLS")):
+            with (self.subTest(directory),
+                  served(self.sealed, "--listen", "127.0.0.1:0", *self.options()) as server):
+                uri = (self.with_certificates(server.uri, directory) if directory
+                       else server.uri.replace("nbds", "nbd"))
                 self.assertNotEqual(run("nbdinfo", "--size", uri, check=False).code, 0)
-                until(lambda: "is refused" in server.said(), "the refusal is in the log", seconds=30)
+                until(lambda: "is refused" in server.said(), "the refusal is in the log",
+                      seconds=30)
                 lines = [line for line in server.said().splitlines() if "is refused" in line]
                 self.assertEqual(len(lines), 1, lines)
                 self.assertIn(why, lines[0])
                 self.assertIn("from 127.0.0.1:", lines[0])
 
     def test_what_is_slipped_in_before_tls_is_not_answered(self):
-        """CVE-2021-3716: a man in the middle adds options behind STARTTLS, for the server to take them as the client's."""
+        """CVE-2021-3716: a man in the middle adds options behind STARTTLS, for the server to take
+        them as the client's."""
         list_option = b"IHAVEOPT" + struct.pack(">II", 3, 0)
-        with served(self.sealed, "--socket", self.socket(), *self.options("--tls", "allow")) as server:
+        with served(self.sealed, "--socket", self.socket(),
+                    *self.options("--tls", "allow")) as server:
             with socket.socket(socket.AF_UNIX) as client:
                 client.settimeout(30)
                 client.connect(self.socket())
-                client.sendall(struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 5, 0) + list_option)
+                client.sendall(struct.pack(">I", 3) +
+                               b"IHAVEOPT" + struct.pack(">II", 5, 0) + list_option)
                 said = b""
                 with contextlib.suppress(ConnectionResetError):
                     while piece := client.recv(4096):
@@ -601,12 +644,13 @@ class Crowds(Serve):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        with served(self.sealed, "--socket", self.socket(), "--request-timeout", "5", "--handshake-timeout", "5",
-                    "--max-clients", "900") as server:
+        with served(self.sealed, "--socket", self.socket(), "--request-timeout", "5",
+                    "--handshake-timeout", "5", "--max-clients", "900") as server:
             # Compact requests with simple replies: the server has to have the whole read before it
             # answers.
             hello = struct.pack(">I", 3) + b"IHAVEOPT" + struct.pack(">II", 1, 0)
-            greedy = b"".join(struct.pack(">IHHQQI", 0x25609513, 0, 0, n, 0, 32 * MIB) for n in range(20))
+            greedy = (b"".join(struct.pack(">IHHQQI", 0x25609513, 0, 0, n, 0, 32 * MIB)
+                               for n in range(20)))
             crowd = []
             for _ in range(1000):
                 client = socket.socket(socket.AF_UNIX)

@@ -1,12 +1,13 @@
-"""Every source that convert takes, made by tools that are not ours, gives the tree that umoci unpacks."""
+"""Every source that convert takes, made by tools that are not ours, gives the tree that umoci
+unpacks."""
 
 import os
 import shutil
 import subprocess
 import unittest
 
-from support import (NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, image, mounted, need, run,
-                     unpacked)
+from support import (NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, image,
+                     mounted, need, run, unpacked)
 
 
 class Sources(unittest.TestCase):
@@ -66,8 +67,9 @@ class Sources(unittest.TestCase):
         self.check(f"docker-archive:{self.path('docker.tar')}")
 
     def tar(self, *options):
-        return subprocess.Popen(["tar", "--create", "--format=pax", "--xattrs", "--xattrs-include=*", "--numeric-owner",
-                                 "--sparse", *options, "--directory", self.rootfs, "."], stdout=subprocess.PIPE)
+        return subprocess.Popen(["tar", "--create", "--format=pax", "--xattrs",
+                                 "--xattrs-include=*", "--numeric-owner", "--sparse", *options,
+                                 "--directory", self.rootfs, "."], stdout=subprocess.PIPE)
 
     def test_tar_on_standard_input(self):
         with self.tar() as packer:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""A Debian image kept layer by layer: the stack is the tree that umoci unpacks, however it is read, and by whom."""
+"""A Debian image kept layer by layer: the stack is the tree that umoci unpacks, however it is read,
+and by whom."""
 
 import json
 import os
@@ -8,8 +9,8 @@ import sys
 import tempfile
 import unittest
 
-from support import (READER, WORK, assert_same_tree, bcow, image, is_mounted, mounted, need, need_kernel, run,
-                     unpacked)
+from support import (READER, WORK, assert_same_tree, bcow, image, is_mounted, mounted, need,
+                     need_kernel, run, unpacked)
 
 KINDS = {"compressed": [], "plain": ["--plain"], "dedup": ["--dedup-lower"]}
 
@@ -34,7 +35,8 @@ class Stacks(unittest.TestCase):
         shown = json.loads(bcow("inspect", "--json", self.name(kind)).out)
         with open(os.path.join(self.layout, "index.json")) as index:
             manifests = json.load(index)["manifests"]
-        [manifest] = [one for one in manifests if one["annotations"]["org.opencontainers.image.ref.name"] == kind]
+        [manifest] = [one for one in manifests
+                      if one["annotations"]["org.opencontainers.image.ref.name"] == kind]
         with open(os.path.join(self.layout, "blobs", *manifest["digest"].split(":"))) as text:
             digests = [layer["digest"] for layer in json.load(text)["layers"]]
         self.assertEqual(digests[:-1], [layer["digest"] for layer in shown["stack"]["layers"]])
@@ -51,13 +53,15 @@ class Stacks(unittest.TestCase):
             self.assertEqual({one["verdict"] for one in json.loads(out)["files"]}, {"clean"})
 
     def test_inspect_accounts_for_every_name_and_byte_of_the_tree(self):
-        shown = json.loads(bcow("inspect", "--json", self.name("compressed")).out)["stack"]["layers"]
+        shown = json.loads(bcow("inspect", "--json", self.name("compressed")).out)["stack"][
+            "layers"]
         names = json.loads(bcow("ls", "-R", "-a", "--json", self.name("compressed")).out)["entries"]
         files = {entry["inode"]: entry["size"] for entry in names if entry["type"] == "file"}
         self.assertEqual(sum(layer["adds"]["entries"] for layer in shown), len(names))
         self.assertEqual(sum(layer["adds"]["bytes"] for layer in shown), sum(files.values()))
         for what in ("entries", "bytes"):
-            self.assertEqual(sum(layer["hides"][what] for layer in shown), sum(layer["hidden"][what] for layer in shown))
+            self.assertEqual(sum(layer["hides"][what] for layer in shown),
+                             sum(layer["hidden"][what] for layer in shown))
 
     def test_the_kernel_mounts_a_plain_stack_by_the_printed_line(self):
         need("losetup", root=True)
@@ -77,7 +81,8 @@ class Stacks(unittest.TestCase):
 
     def test_the_second_reader_gives_the_same_address_space(self):
         for kind in KINDS:
-            ours, theirs = (os.path.join(self.directory, name) for name in ("ours.raw", "theirs.raw"))
+            ours, theirs = (os.path.join(self.directory, name)
+                            for name in ("ours.raw", "theirs.raw"))
             stack = self.blobs(kind)[-1]
             bcow("export", self.name(kind), "--to", "raw", "-o", ours)
             python = os.environ.get("BCOW_PYTHON", sys.executable)

@@ -1,11 +1,14 @@
-"""The process of a writable mount is killed at random while programs write: the next mount has all that was synchronized, no block that
-is half of one thing and half of another, and every name that a program was told of.
+"""The process of a writable mount is killed at random while programs write: the next mount has all
+that was synchronized, no block that is half of one thing and half of another, and every name that a
+program was told of.
 
-Then with the machine's power instead: what the host's file system had not yet given to its disk is lost too.
+Then with the machine's power instead: what the host's file system had not yet given to its disk is
+lost too.
 
-A round mounts, lets writers work for a moment, kills, mounts again and looks at everything; the next round goes on from there. After a
-few rounds the upper is checked by `bcow fsck` and a new one is begun. BCOW_CRASHES=2000 does so many rounds for each kind and
-policy, and a quarter as many power cuts, BCOW_SEED=N others.
+A round mounts, lets writers work for a moment, kills, mounts again and looks at everything; the
+next round goes on from there. After a few rounds the upper is checked by `bcow fsck` and a new one
+is begun. BCOW_CRASHES=2000 does so many rounds for each kind and policy, and a quarter as many
+power cuts, BCOW_SEED=N others.
 """
 
 import concurrent.futures
@@ -29,7 +32,8 @@ from support import run
 
 ROUNDS = int(os.environ.get("BCOW_CRASHES") or 10)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
-KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed", "bcow+sketch=auto+sync=batch=8", "bcow+sketch=sparse+sync=volatile")
+KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed", "bcow+sketch=auto+sync=batch=8",
+         "bcow+sketch=sparse+sync=volatile")
 DURABLE = tuple(kind for kind in KINDS if "volatile" not in kind)
 # Rounds with one upper.
 LIFE = 5
@@ -68,7 +72,8 @@ def apply(content, kind, offset, what):
 
 
 class File:
-    """What happened to a file: its content when this began, what was done since, and how much of that was synchronized."""
+    """What happened to a file: its content when this began, what was done since, and how much of
+    that was synchronized."""
 
     def __init__(self, content):
         self.content, self.events, self.synced = content, [], 0
@@ -80,7 +85,8 @@ class File:
         apply(self.now, kind, offset, what)
 
     def check(self, have, name, synchronizes=True):
-        """Every byte is the synchronized one, or of something that was done later; so is the size."""
+        """Every byte is the synchronized one, or of something that was done later; so is the
+        size."""
         done = self.synced if synchronizes else 0
         base, later = bytearray(self.content), self.events[done:]
         for event in self.events[:done]:
@@ -108,22 +114,30 @@ class File:
                 self.check_page(have, base, later, min(zeroed, default=most), start, end, name)
 
     def check_page(self, have, base, later, zero_from, start, end, name):
-        near = [(offset, what) for kind, offset, what in later if kind == "data" and offset < end and offset + len(what) > start]
+        near = [(offset, what) for kind, offset, what in later
+                if kind == "data" and offset < end and offset + len(what) > start]
         for at in range(start, end):
-            if have[at] != base[at] and not any(offset <= at < offset + len(what) and what[at - offset] == have[at] for offset, what in near) \
-                    and not (have[at] == 0 and at >= zero_from):
-                raise Wrong(f"{name}: byte {at} (block {at // PAGE}, byte {at % PAGE} of it) is {have[at]}, expected {base[at]}"
-                            f" or one of {len(near)} later writes; around it {bytes(have[max(start, at - 4):at + 8])}; {len(self.content)} bytes at "
-                            f"first, {len(have)} now; {self.synced} of {len(self.events)} synchronized; about it: {self.about(at, have[at])}")
+            if (have[at] != base[at]
+                and not any(offset <= at < offset + len(what) and what[at - offset] == have[at]
+                            for offset, what in near) and not (have[at] == 0 and at >= zero_from)):
+                raise Wrong(f"{name}: byte {at} (block {at // PAGE}, byte {at % PAGE} of it) is "
+                            f"{have[at]}, expected {base[at]}"
+                            f" or one of {len(near)} later writes; around it "
+                            f"{bytes(have[max(start, at - 4):at + 8])}; {len(self.content)} bytes "
+                            "at " f"first, {len(have)} now; {self.synced} of {len(self.events)} "
+                            f"synchronized; about it: {self.about(at, have[at])}")
 
     def about(self, at, value):
-        """The calls that had to do with a byte: number, what, offset, length, and whether it put the value there that was found."""
+        """The calls that had to do with a byte: number, what, offset, length, and whether it put
+        the value there that was found."""
         return [(number, kind, offset, len(what), kind == "data" and what[at - offset] == value)
-                for number, (kind, offset, what) in enumerate(self.events) if kind == "size" or offset <= at < offset + len(what)]
+                for number, (kind, offset, what) in enumerate(self.events)
+                if kind == "size" or offset <= at < offset + len(what)]
 
 
 class Writer:
-    """Works in a process of its own until the mount is gone. What it does stands in a journal before it is done, since it may end by SIGBUS."""
+    """Works in a process of its own until the mount is gone. What it does stands in a journal
+    before it is done, since it may end by SIGBUS."""
 
     def start(self):
         self.journal = tempfile.TemporaryFile()
@@ -175,18 +189,22 @@ class DataWriter(Writer):
         self.take(kind, name, *what)
 
     def work(self):
-        fds = {name: os.open(os.path.join(self.where, name), os.O_RDWR) for name in sorted(self.files)}
+        fds = {name: os.open(os.path.join(self.where, name), os.O_RDWR)
+                     for name in sorted(self.files)}
         while True:
             name = self.dice.choice(sorted(fds))
             self.step(fds[name], name, self.files[name])
 
     def step(self, fd, name, file):
         dice, size = self.dice, len(file.now)
-        offset = dice.choice([dice.randint(0, size), dice.randint(0, size) // PAGE * PAGE, dice.randint(max(0, size - 5000), size)])
-        length = dice.choice([1, dice.randint(1, 600), dice.randint(1, PAGE), PAGE, dice.randint(1, 20_000)])
+        offset = dice.choice([dice.randint(0, size), dice.randint(0, size) // PAGE * PAGE,
+                              dice.randint(max(0, size - 5000), size)])
+        length = dice.choice([1, dice.randint(1, 600), dice.randint(1, PAGE), PAGE,
+                              dice.randint(1, 20_000)])
         length = min(length, MOST_BYTES - offset)
         data = dice.randbytes(length).replace(b"\0", b"\1")
-        kind = dice.choices(("write", "read", "sync", "datasync", "truncate", "punch", "copy", "map"), (24, 4, 3, 3, 1, 2, 2, 2))[0]
+        kind = dice.choices(("write", "read", "sync", "datasync", "truncate", "punch", "copy",
+                             "map"), (24, 4, 3, 3, 1, 2, 2, 2))[0]
         if kind in ("sync", "datasync"):
             (os.fsync if kind == "sync" else os.fdatasync)(fd)
             self.tell("synced", name, len(file.events))
@@ -196,7 +214,8 @@ class DataWriter(Writer):
                 # What the kernel had, and then the mount was gone: this says so.
                 os.statvfs(self.where)
             if have != want:
-                raise Wrong(f"{name}: {length} bytes from {offset} are not what was written a moment ago")
+                raise Wrong(
+                    f"{name}: {length} bytes from {offset} are not what was written a moment ago")
         elif kind == "write":
             self.tell("data", name, offset, data)
             os.pwrite(fd, data, offset)
@@ -234,7 +253,8 @@ class DataWriter(Writer):
 
 
 class NameWriter(Writer):
-    """Makes, moves and removes names in one directory. What a call returned is there from then on."""
+    """Makes, moves and removes names in one directory. What a call returned is there from then
+    on."""
 
     def __init__(self, where, dice, folder, tree):
         self.where, self.dice, self.folder = where, dice, folder
@@ -251,7 +271,8 @@ class NameWriter(Writer):
         number = 0
         while True:
             number += 1
-            kind = self.dice.choice(("save", "save", "rename", "unlink", "make", "move", "exchange", "link", "remove", "synchronize"))
+            kind = self.dice.choice(("save", "save", "rename", "unlink", "make", "move", "exchange",
+                                     "link", "remove", "synchronize"))
             getattr(self, kind)(number)
             if self.next is not None:
                 self.note("did")
@@ -273,7 +294,8 @@ class NameWriter(Writer):
 
     def take(self, kind, remove=(), add=None):
         if kind == "will":
-            self.next = {path: content for path, content in self.tree.items() if path not in remove} | add
+            self.next = {path: content for path, content in self.tree.items()
+                               if path not in remove} | add
             self.history.append(f"-{sorted(remove)} +{sorted(add)}")
         elif kind == "did":
             self.tree, self.next = self.next, None
@@ -336,7 +358,8 @@ class NameWriter(Writer):
         path, to = self.dice.choice(self.folders()), self.new()
         if to in self.tree or to.startswith(path + "/") or to.count("/") > 4:
             return
-        self.will(self.below(path), {to + other[len(path):]: self.tree[other] for other in self.below(path)})
+        self.will(self.below(path),
+                  {to + other[len(path):]: self.tree[other] for other in self.below(path)})
         os.rename(self.at(path), self.at(to))
 
     def exchange(self, _):
@@ -362,7 +385,8 @@ class NameWriter(Writer):
 
 
 def read_tree(top):
-    """What lies in a directory, as a NameWriter has it; a file that was being saved may be there or not."""
+    """What lies in a directory, as a NameWriter has it; a file that was being saved may be there or
+    not."""
     found = {}
     for path, folders, files in os.walk(top):
         for name in folders:
@@ -376,13 +400,15 @@ def read_tree(top):
 
 
 class Disk:
-    """A small ext4 of its own for uppers, whose power can be cut: what it was not given yet is lost."""
+    """A small ext4 of its own for uppers, whose power can be cut: what it was not given yet is
+    lost."""
 
     # The host's file system does nothing by itself for longer than a round takes.
     OPTIONS = "loop,noauto_da_alloc,commit=300"
 
     def __init__(self, directory):
-        self.image, self.where = os.path.join(directory, "disk.ext4"), os.path.join(directory, "disk")
+        self.image, self.where = os.path.join(directory, "disk.ext4"), os.path.join(
+            directory, "disk")
         with open(self.image, "wb") as file:
             file.truncate(64 << 20)
         run("mkfs.ext4", "-q", "-F", self.image)
@@ -390,7 +416,8 @@ class Disk:
         run("mount", "-o", self.OPTIONS, self.image, self.where)
 
     def cut(self):
-        """Copies the disk as it is at one moment: a copy while which something was written would have later things without earlier ones."""
+        """Copies the disk as it is at one moment: a copy while which something was written would
+        have later things without earlier ones."""
         copy = self.image + ".cut"
         for _ in range(100):
             before = self.written()
@@ -405,7 +432,8 @@ class Disk:
         run("mount", "-o", self.OPTIONS, self.image, self.where)
 
     def written(self):
-        """How many requests its block device is at, and what it has written and discarded until now (Documentation/block/stat.rst)."""
+        """How many requests its block device is at, and what it has written and discarded until now
+        (Documentation/block/stat.rst)."""
         device = os.stat(self.where).st_dev
         with open(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat") as file:
             numbers = [int(number) for number in file.read().split()]
@@ -434,7 +462,8 @@ def life(name, lower, number, count, power):
     for path in (f"data-{n}" for n in range(len(SIZES))):
         with open(os.path.join(lower.tree, path), "rb") as file:
             files[path] = File(file.read())
-    trees = {f"folder-{n}": read_tree(os.path.join(lower.tree, f"folder-{n}")) for n in range(FOLDERS)}
+    trees = {f"folder-{n}": read_tree(os.path.join(lower.tree, f"folder-{n}"))
+                            for n in range(FOLDERS)}
     with contextlib.ExitStack() as stack:
         subject = stack.enter_context(subjects.shown(name, lower, mount=False))
         disk = None
@@ -446,7 +475,8 @@ def life(name, lower, number, count, power):
         stack.callback(lambda: subject.daemon and subject.process and subject.kill())
         subject.mount()
         for round_number in range(count):
-            one_round(subject, disk, dice, f"{number} {round_number}", files, trees, f"folder-{round_number % FOLDERS}")
+            one_round(subject, disk, dice, f"{number} {round_number}", files, trees,
+                      f"folder-{round_number % FOLDERS}")
         # And it stays what it was found to be.
         subject.unmount()
         subject.check()
@@ -462,7 +492,9 @@ def life(name, lower, number, count, power):
 def one_round(subject, disk, dice, label, files, trees, folder):
     """Writers work, the end comes, and what is found is what the next round begins with."""
     names = sorted(files)
-    writers = [DataWriter(subject.where, random.Random(f"{label} {n}"), {path: files[path] for path in names[n::WRITERS]}) for n in range(WRITERS)]
+    writers = [DataWriter(subject.where, random.Random(f"{label} {n}"),
+                          {path: files[path] for path in names[n::WRITERS]})
+               for n in range(WRITERS)]
     writers.append(NameWriter(subject.where, random.Random(label), folder, trees[folder]))
     for writer in writers:
         writer.start()
@@ -488,14 +520,16 @@ def one_round(subject, disk, dice, label, files, trees, folder):
 
 
 def check_names(writer, label, power):
-    """What is there is what the last call left, or what the one in progress would; after a power cut, what any call left since all was
-    made durable."""
+    """What is there is what the last call left, or what the one in progress would; after a power
+    cut, what any call left since all was made durable."""
     have = read_tree(os.path.join(writer.where, writer.folder))
     states = writer.states if power else [writer.tree]
     if have not in [*states, writer.next]:
         near = min(states, key=lambda state: len(differing(state, have)))
-        raise Wrong(f"{label}: {writer.folder}: other than expected: {differing(near, have)}, of {len(states)} states; "
-                    f"the call in progress would have made {sorted(writer.next) if writer.next else None}; before: {writer.history[-8:]}")
+        raise Wrong(f"{label}: {writer.folder}: other than expected: {differing(near, have)}, of "
+                    f"{len(states)} states; " "the call in progress would have made "
+                    f"{sorted(writer.next) if writer.next else None}; "
+                    f"before: {writer.history[-8:]}")
     return have
 
 
@@ -529,7 +563,8 @@ class Crashes(unittest.TestCase):
     def test_what_was_synchronized_is_there_after_a_kill(self):
         names = subjects.chosen(KINDS)
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
-            found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names), [ROUNDS] * len(names))
+            found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names),
+                             [ROUNDS] * len(names))
             self.assertEqual([wrong for wrong in found if wrong], [])
 
     @promise("or the machine crashed, the next mount of the same upper recovers automatically")
@@ -537,5 +572,6 @@ class Crashes(unittest.TestCase):
         support.need("mkfs.ext4")
         names = subjects.chosen(DURABLE)
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
-            found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names), [ROUNDS // 4 + 2] * len(names), [True] * len(names))
+            found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names),
+                             [ROUNDS // 4 + 2] * len(names), [True] * len(names))
             self.assertEqual([wrong for wrong in found if wrong], [])

@@ -1,5 +1,6 @@
-"""What goes wrong around a writable mount: uppers that cannot be one, full and limited space, damage below and above. Clear errors, nothing
-lost, no wrong bytes, and what is not concerned goes on."""
+"""What goes wrong around a writable mount: uppers that cannot be one, full and limited space,
+damage below and above. Clear errors, nothing lost, no wrong bytes, and what is not concerned goes
+on."""
 
 import concurrent.futures
 import contextlib
@@ -27,8 +28,10 @@ class Refusals(UnionCase):
     tools = ("mkfs.ext4",)
 
     def refused(self, upper, *mention, image=None):
-        """Fails unless mounting with this upper is refused with one clear error, and leaves nothing."""
-        result = bcow("mount", image or self.lower.make_image(), self.where, "--upper", upper, check=False, timeout=60)
+        """Fails unless mounting with this upper is refused with one clear error, and leaves
+        nothing."""
+        result = bcow("mount", image or self.lower.make_image(), self.where, "--upper", upper,
+                      check=False, timeout=60)
         assert_refused(self, result, *mention)
         self.assertFalse(is_mounted(self.where))
 
@@ -54,7 +57,8 @@ class Refusals(UnionCase):
         with open(file, "w"):
             pass
         self.refused(file, "file", r"(?i)directory")
-        self.refused(os.path.join(self.mount.directory, "absent", "upper"), "absent", r"(?i)no such")
+        self.refused(os.path.join(self.mount.directory, "absent", "upper"), "absent",
+                     r"(?i)no such")
         self.refused(self.lower.make_image(), r"(?i)directory")
 
     @promise("An upper has one writer at a time: bcow refuses a second mount and names the process "
@@ -78,7 +82,8 @@ class Refusals(UnionCase):
         self.mount.mount()
         self.assertEqual(self.read("kept"), b"kept")
 
-    @promise("bcow refuses an upper that is inside the upper of an active mount, or that contains such an upper.")
+    @promise("bcow refuses an upper that is inside the upper of an active mount, or that contains "
+             "such an upper.")
     def test_an_upper_inside_another_and_around_it(self):
         self.mount.mount()
         os.mkdir(os.path.join(self.where, "sub"))
@@ -96,10 +101,12 @@ class Refusals(UnionCase):
         os.mkdir(around)
         run("mount", "--bind", directory, around)
         self.addCleanup(run, "umount", around)
-        for upper in (inside, os.path.join(self.upper, ".bcow", "new"), os.path.join(bound, "new"), directory, around):
+        for upper in (inside, os.path.join(self.upper, ".bcow", "new"), os.path.join(bound, "new"),
+                      directory, around):
             with self.subTest(upper):
                 result = bcow("mount", self.lower.image, other, "--upper", upper, check=False)
-                assert_refused(self, result, upper, self.upper, str(self.mount.process.pid), self.where)
+                assert_refused(self, result, upper, self.upper, str(self.mount.process.pid),
+                               self.where)
                 self.assertFalse(is_mounted(other))
         for path in (bound, directory):
             self.assertFalse(os.path.exists(os.path.join(path, ".bcow")))
@@ -128,7 +135,8 @@ class Space(UnionCase):
     tools = ("mkfs.ext4",)
 
     def fill(self, name, total, data=b"f" * 65_536):
-        """Writes a new file until there is no more room, or this many bytes: how many were written."""
+        """Writes a new file until there is no more room, or this many bytes: how many were
+        written."""
         fd = self.open(name, os.O_WRONLY | os.O_CREAT)
         done = 0
         try:
@@ -142,8 +150,10 @@ class Space(UnionCase):
         return done
 
     def wait_for_room(self, room=1 << 20):
-        """The kernel tells the mount a little later that a file without a name is not open any more."""
-        until(lambda: os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize >= room, "room after a file was removed")
+        """The kernel tells the mount a little later that a file without a name is not open any
+        more."""
+        until(lambda: os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize >= room,
+              "room after a file was removed")
 
     @promise("If the host's file system is full or fails, the system call that depends on it fails "
              "with the same error, ENOSPC or EIO. Existing data is not lost. When space is "
@@ -164,7 +174,8 @@ class Space(UnionCase):
         dice, refused = random.Random(3), 0
         for _ in range(400):
             name = dice.choice(names)
-            offset, length = dice.randrange(len(want[name]) - 5000), dice.choice([1, 700, 4096, 5000])
+            offset, length = dice.randrange(len(want[name]) - 5000), dice.choice(
+                [1, 700, 4096, 5000])
             data = dice.randbytes(length)
             try:
                 with open(self.at(name), "r+b", buffering=0) as file:
@@ -174,7 +185,8 @@ class Space(UnionCase):
                 self.assertEqual(error.errno, errno.ENOSPC)
                 refused += 1
         self.assertGreater(refused, 50)
-        for call in (lambda: self.write("d0/new-file", bytes(20_000)), lambda: self.fill("more", 1 << 20)):
+        for call in (lambda: self.write("d0/new-file", bytes(20_000)),
+                     lambda: self.fill("more", 1 << 20)):
             with contextlib.suppress(OSError):
                 call()
         for name in names:
@@ -211,18 +223,21 @@ class Space(UnionCase):
             if number == 250:
                 # Only bytes that the host has to spare by itself are left.
                 self.assertLess(len(done), 250)
-        before = {name: os.lstat(self.at(name)) for name in ("d0/hundred", "d1/small", BIG, "d0/sub", "link")}
+        before = {name: os.lstat(self.at(name))
+                        for name in ("d0/hundred", "d1/small", BIG, "d0/sub", "link")}
         for name, info in before.items():
             for call in (lambda path=self.at(name): os.chown(path, 7, 7, follow_symlinks=False),
                          lambda path=self.at(name): os.rename(path, path + "-moved"),
-                         lambda path=self.at(name): os.link(path, path + "-linked", follow_symlinks=False)):
+                         lambda path=self.at(name): os.link(
+                             path, path + "-linked", follow_symlinks=False)):
                 code = syscalls.code_of(call)
                 self.assertIn(code, ("ENOSPC", None, "EPERM"))
         # Whatever could be done was done, the rest is as before; nothing is both or neither.
         for name, info in before.items():
             there = [path for path in (name, name + "-moved") if os.path.lexists(self.at(path))]
             self.assertEqual(len(there), 1, name)
-            self.assertEqual(os.lstat(self.at(there[0])).st_size, info.st_size) if name != "d0/sub" else None
+            self.assertEqual(os.lstat(self.at(there[0])).st_size,
+                             info.st_size) if name != "d0/sub" else None
             if name in ("d0/hundred", BIG):
                 self.assertEqual(self.read(there[0]), self.original(name))
         os.unlink(self.at("filler"))
@@ -236,7 +251,8 @@ class Space(UnionCase):
     @promise("If no program has the removed file open, the room is available at once, also on a "
              "full host file system.")
     def test_what_was_removed_makes_room_at_once(self):
-        """The mount learns a little later that nobody has a file open any more, and then the host takes its time to free it."""
+        """The mount learns a little later that nobody has a file open any more, and then the host
+        takes its time to free it."""
         self.mount.upper = self.upper = os.path.join(self.disk(128), "upper")
         os.mkdir(self.upper)
         self.mount.mount()
@@ -304,7 +320,8 @@ class Space(UnionCase):
         self.mount.mount()
 
         def until_full(*calls):
-            """Does these calls for one number after the other until one finds no room: how often."""
+            """Does these calls for one number after the other until one finds no room: how
+            often."""
             for number in range(20_000):
                 for call in calls:
                     code = syscalls.code_of(call, self.at(f"{call.__name__}-{number}"))
@@ -367,7 +384,8 @@ class Space(UnionCase):
         self.assertEqual((info.f_files, info.f_ffree), (16_384, 16_384 - 20))
 
     def changed_on_a_full_disk(self, mib, fill):
-        """Removes and renames what was copied up, with nothing left on the disk before each step."""
+        """Removes and renames what was copied up, with nothing left on the disk before each
+        step."""
         disk = self.disk(mib)
         self.mount.upper = self.upper = os.path.join(disk, "upper")
         os.mkdir(self.upper)
@@ -383,8 +401,9 @@ class Space(UnionCase):
             os.sync()
         self.write("new", b"new")
         gone = []
-        for call, *names in ((os.unlink, "d0/hundred"), (os.rename, "d1/small", "d1/moved"), (os.unlink, BIG), (os.unlink, "new"),
-                             (os.unlink, "d1/moved"), (os.rmdir, "d0/sub")):
+        for call, *names in ((os.unlink, "d0/hundred"), (os.rename, "d1/small", "d1/moved"),
+                             (os.unlink, BIG), (os.unlink, "new"), (os.unlink, "d1/moved"),
+                             (os.rmdir, "d0/sub")):
             fill(disk)
             with self.subTest(call=call.__name__, names=names):
                 for name in os.listdir(self.at("d0/sub")) if call is os.rmdir else ():
@@ -416,7 +435,8 @@ class Space(UnionCase):
         def fill(disk):
             os.makedirs(os.path.join(disk, "filler"), exist_ok=True)
             for size in (1 << 20, 4096, 1):
-                with open(os.path.join(disk, "filler", "bytes"), "ab", buffering=0) as file, contextlib.suppress(OSError):
+                with (open(os.path.join(disk, "filler", "bytes"), "ab", buffering=0) as file,
+                      contextlib.suppress(OSError)):
                     while True:
                         file.write(bytes(size))
             os.sync()
@@ -426,7 +446,8 @@ class Space(UnionCase):
     @promise("Writing to many large files costs a few blocks for each file (data, attributes and "
              "map), not the size of the files.")
     def test_many_large_files(self):
-        tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(self.mount.directory, "many.bcow")
+        tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(
+            self.mount.directory, "many.bcow")
         os.mkdir(tree)
         count, size = 60, 8 << 20
         for number in range(count):
@@ -474,7 +495,8 @@ class LastFlush(UnionCase):
 
     def fail(self):
         """From now on the disk takes nothing that it has no place for yet."""
-        with open(os.path.join(self.memory, "filler"), "wb", buffering=0) as file, contextlib.suppress(OSError):
+        with (open(os.path.join(self.memory, "filler"), "wb", buffering=0) as file,
+              contextlib.suppress(OSError)):
             while True:
                 file.write(bytes(1 << 20))
 
@@ -497,7 +519,8 @@ class LastFlush(UnionCase):
         return want
 
     def assert_told(self, result, *mention):
-        assert_refused(self, result, "is unmounted, but not all that was written is in the upper", re.escape(self.upper), *mention)
+        assert_refused(self, result, "is unmounted, but not all that was written is in the upper",
+                       re.escape(self.upper), *mention)
         self.assertFalse(is_mounted(self.where))
 
     def lose(self, user=None):
@@ -510,11 +533,14 @@ class LastFlush(UnionCase):
                 with contextlib.suppress(OSError), open(self.at(name), "ab", buffering=0) as file:
                     file.write(os.urandom(2 << 20))
         else:
-            run("sh", "-c", f"head -c 2000000 /dev/urandom > {self.at('mine', 'new')}", user=self.mount.user, check=False)
+            run("sh", "-c", f"head -c 2000000 /dev/urandom > {self.at('mine', 'new')}",
+                user=self.mount.user, check=False)
         result = bcow("umount", self.where, check=False, user=user, timeout=60)
-        self.assert_told(result, "caused by: (Input/output error|No space left on device|Read-only file system)\n")
+        self.assert_told(result, "caused by: (Input/output error|No space left on device|Read-only "
+                                 "file system)\n")
         self.assertEqual(self.mount.process.wait(timeout=60), 1)
-        self.assertRegex(self.mount.let_go(), f"cannot make durable all that was written to the upper {re.escape(self.upper)}")
+        self.assertRegex(self.mount.let_go(), "cannot make durable all that was written to the "
+                                              f"upper {re.escape(self.upper)}")
         return want
 
     @promise("If the host fails to make them durable, `bcow umount` fails and prints the reason; "
@@ -538,7 +564,8 @@ class LastFlush(UnionCase):
             os.fsync(file.fileno())
         # Its place alone is where the disk fails.
         with open(os.path.join(self.upper, "victim"), "rb") as file:
-            block = struct.unpack("i", fcntl.ioctl(file.fileno(), self.FIBMAP, struct.pack("i", 0)))[0]
+            block = struct.unpack("i",
+                                  fcntl.ioctl(file.fileno(), self.FIBMAP, struct.pack("i", 0)))[0]
             at = block * os.statvfs(self.upper).f_bsize
         run("sync", "-f", self.upper)
         image = os.path.join(self.memory, "disk.ext4")
@@ -555,9 +582,11 @@ class LastFlush(UnionCase):
             with open(self.at("many", f"entry-{number:03}"), "ab", buffering=0) as file:
                 file.write(b"copied")
         marked = [os.path.join(self.upper, "many", f"entry-{number:03}") for number in range(4)]
-        until(lambda: not any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked), "the copies are whole")
+        until(lambda: not any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked),
+              "the copies are whole")
         os.unlink(os.path.join(self.memory, "filler"))
-        self.assert_told(bcow("umount", self.where, check=False, timeout=60), "caused by: (Input/output error|No space left on device)\n")
+        self.assert_told(bcow("umount", self.where, check=False, timeout=60),
+                         "caused by: (Input/output error|No space left on device)\n")
         self.assertEqual(self.mount.process.wait(timeout=60), 1)
         self.mount.let_go()
 
@@ -573,13 +602,15 @@ class LastFlush(UnionCase):
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 try:
                     result = pool.submit(bcow, "umount", self.where, check=False, timeout=60)
-                    until(lambda: result.done() or self.name_of(process) == "bcow-closing", "the mount is about to close")
+                    until(lambda: result.done() or self.name_of(process) == "bcow-closing",
+                          "the mount is about to close")
                     self.assertFalse(result.done(), "it did not wait")
                     process.kill()
                 finally:
                     fcntl.ioctl(disk, self.THAW, 0)
                 process.wait(timeout=60)
-                self.assert_told(result.result(), f"process {process.pid}, which served it, ended before it was done")
+                self.assert_told(result.result(), f"process {process.pid}, which served it, ended "
+                                                  "before it was done")
         finally:
             os.close(disk)
         self.mount.let_go()
@@ -627,7 +658,8 @@ class Damage(UnionCase):
     mounts = False
 
     def damaged_image(self, *names):
-        """A copy of an uncompressed image in which the second mebibyte of each of these files is not what it was."""
+        """A copy of an uncompressed image in which the second mebibyte of each of these files is
+        not what it was."""
         image = os.path.join(self.mount.directory, "damaged.bcow")
         bcow("convert", "--compress", "none", "--block-size", "4K", f"dir:{self.lower.tree}", image)
         with open(image, "r+b") as file:
@@ -650,7 +682,8 @@ class Damage(UnionCase):
         fd = self.opened("d1/odd")
         os.pwrite(fd, b"elsewhere", 4)
         os.fsync(fd)
-        self.assertEqual(os.pread(fd, 100, 0), self.original("d1/odd")[:4] + b"elsewhere" + self.original("d1/odd")[13:100])
+        self.assertEqual(os.pread(fd, 100, 0), self.original("d1/odd")[:4] +
+                                               b"elsewhere" + self.original("d1/odd")[13:100])
         with contextlib.suppress(OSError):
             os.pwrite(fd, b"inside", 41_000)
         self.assert_error("EIO", os.pread, fd, 4096, 40_960)
@@ -660,7 +693,8 @@ class Damage(UnionCase):
             file.write(b"lives")
             os.fsync(file.fileno())
         self.assertEqual(self.read(BIG), b"lives" + self.original(BIG)[5:])
-        self.assertRegex(self.mount.said(), r"damaged.bcow at \S+: /d1/odd: cannot read at byte \d+: .*checksum")
+        self.assertRegex(self.mount.said(),
+                         r"damaged.bcow at \S+: /d1/odd: cannot read at byte \d+: .*checksum")
         # Written over as a whole, the block is no concern any more.
         whole = os.urandom(4096 * 40)
         offset = 0
@@ -712,7 +746,8 @@ class Damage(UnionCase):
             return path
         # Which of the maps is BIG's stands in its mark.
         mark = os.getxattr(os.path.join(self.upper, BIG), "trusted.bcow.sketch")
-        path = os.path.join(self.upper, ".bcow", "maps", f"{int.from_bytes(mark[8:16], 'little'):016x}")
+        path = os.path.join(self.upper, ".bcow", "maps",
+                            f"{int.from_bytes(mark[8:16], 'little'):016x}")
         with open(path, "r+b") as file:
             size = os.fstat(file.fileno()).st_size
             self.assertGreater(size, 100)

@@ -1,7 +1,9 @@
-"""Several programs at the same large files at once: fio writes by asynchronous, direct, mapped and buffered writes and verifies what it
-reads back, while others read and map the same files. What the mount shows then, the next mount shows too.
+"""Several programs at the same large files at once: fio writes by asynchronous, direct, mapped and
+buffered writes and verifies what it reads back, while others read and map the same files. What the
+mount shows then, the next mount shows too.
 
-BCOW_FIO_ROUNDS=100 does so many rounds for each subject, BCOW_SEED=N begins elsewhere. `plain` and `overlayfs` judge the trial.
+BCOW_FIO_ROUNDS=100 does so many rounds for each subject, BCOW_SEED=N begins elsewhere. `plain` and
+`overlayfs` judge the trial.
 """
 
 import contextlib
@@ -54,13 +56,16 @@ def plant(top):
 
 
 def job(name, dice):
-    """One file, and how it is written. Only where no two writes meet may several be under way: fio itself does not know their order."""
+    """One file, and how it is written. Only where no two writes meet may several be under way: fio
+    itself does not know their order."""
     engine = dice.choice(["libaio", "libaio", "io_uring", "psync", "pvsync2", "mmap"])
     direct = engine != "mmap" and dice.random() < 0.6
     sizes = ["4k", "8k", "64k"] if direct or engine == "mmap" else ["4k", "3k", "512", "100k"]
-    lines = {"filename": name, "ioengine": engine, "direct": int(direct), "bs": dice.choice(sizes), "iodepth": dice.choice([1, 8, 32]),
-             "rw": dice.choice(["write", "randwrite", "randwrite", "randrw"]), "verify": dice.choice(["crc32c", "md5"]),
-             "fsync": dice.choice([0, 0, 50]), "number_ios": 400}
+    lines = {"filename": name, "ioengine": engine, "direct": int(direct), "bs": dice.choice(sizes),
+             "iodepth": dice.choice([1, 8, 32]),
+             "rw": dice.choice(["write", "randwrite", "randwrite", "randrw"]),
+             "verify": dice.choice(["crc32c", "md5"]), "fsync": dice.choice([0, 0, 50]),
+             "number_ios": 400}
     return f"[{name}]\n" + "".join(f"{key}={value}\n" for key, value in lines.items())
 
 
@@ -70,7 +75,9 @@ def readers(paths, dice):
     running = []
     try:
         for path in paths:
-            running.append(subprocess.Popen([sys.executable, "-c", READER, path, dice.choice(["read", "mapped"])], stdout=subprocess.PIPE))
+            running.append(subprocess.Popen([sys.executable, "-c", READER, path,
+                                             dice.choice(["read", "mapped"])],
+                                            stdout=subprocess.PIPE))
         for process in running:
             process.stdout.readline()
         yield
@@ -105,11 +112,14 @@ class Verified(unittest.TestCase):
         written = dice.sample(LOWER + NEW, 4)
         script = os.path.join(subject.directory, "jobs.fio")
         with open(script, "w") as file:
-            file.write(f"[global]\ndirectory={subject.where}\nsize={SIZE}\nrandseed={seed}\ndo_verify=1\nverify_fatal=1\nverify_backlog=32\n"
+            file.write(f"[global]\ndirectory={subject.where}\nsize={SIZE}\nrandseed={seed}\n"
+                       "do_verify=1\nverify_fatal=1\nverify_backlog=32\n"
                        "verify_state_save=0\nallow_mounted_write=1\nthread=1\n")
             file.writelines(job(name, dice) for name in written)
-        with readers([os.path.join(subject.where, name) for name in written if name in LOWER], dice):
-            run("fio", script, f"--aux-path={subject.directory}", f"--output={script}.out", timeout=1200)
+        with readers([os.path.join(subject.where, name) for name in written if name in LOWER],
+                     dice):
+            run("fio", script, f"--aux-path={subject.directory}", f"--output={script}.out",
+                timeout=1200)
         before = sums(subject.where)
         subject.remount()
         self.assertEqual(sums(subject.where), before)
@@ -118,7 +128,8 @@ class Verified(unittest.TestCase):
         for name in self.names:
             for number in range(ROUNDS):
                 seed = SEED * 100_000 + number
-                with self.subTest(subject=name, seed=seed), subjects.shown(name, self.lower) as subject:
+                with (self.subTest(subject=name, seed=seed),
+                      subjects.shown(name, self.lower) as subject):
                     self.round(subject, seed)
                     subject.unmount()
                     subject.check()

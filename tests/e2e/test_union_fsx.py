@@ -1,7 +1,8 @@
-"""Large files of the lower tree under every way to write to a file, each byte compared with a copy in memory: sketches, both kinds.
+"""Large files of the lower tree under every way to write to a file, each byte compared with a copy
+in memory: sketches, both kinds.
 
-fsx of crates.io begins with an empty file, and is run too; what begins with a lower file's bytes is here. BCOW_SKETCH_OPERATIONS=2000000
-does so many for each kind, BCOW_SEED=N begins elsewhere.
+fsx of crates.io begins with an empty file, and is run too; what begins with a lower file's bytes is
+here. BCOW_SKETCH_OPERATIONS=2000000 does so many for each kind, BCOW_SEED=N begins elsewhere.
 """
 
 import concurrent.futures
@@ -24,7 +25,8 @@ OPERATIONS = int(os.environ.get("BCOW_SKETCH_OPERATIONS") or 12_000)
 # written is no sketch any more.
 TURN = (50, 400, 2500)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
-SIZES = (subjects.LARGE + 1, 75 * 4096, 300_001, (1 << 20) + 4095, 2 << 20, 5_000_011, 777_777, 150_000)
+SIZES = (subjects.LARGE + 1, 75 * 4096, 300_001, (1 << 20) + 4095, 2 << 20, 5_000_011, 777_777,
+         150_000)
 MOST_BYTES = 6 << 20
 PAGE = 4096
 FSX = """
@@ -59,7 +61,8 @@ def plant(top):
             # Holes of the lower file: zeros that are nowhere stored.
             with open(path, "r+b") as file:
                 for at in range(50_000, size, 170_000):
-                    syscalls.fallocate(file.fileno(), syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, at, 60_001)
+                    syscalls.fallocate(file.fileno(), syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, at,
+                                       60_001)
     with open(os.path.join(top, "source"), "wb") as file:
         file.write(subjects.content("source", 400_000))
 
@@ -114,8 +117,11 @@ class Exerciser:
 
     def place(self, most=40_000):
         dice, size = self.dice, len(self.want)
-        offset = dice.choice([dice.randint(0, size), dice.randint(0, size), dice.randint(0, size) // PAGE * PAGE, max(0, size - dice.randint(0, 9000))])
-        length = dice.choice([1, dice.randint(1, 500), dice.randint(1, PAGE), PAGE, dice.randint(1, 3 * PAGE), dice.randint(1, most)])
+        offset = dice.choice([dice.randint(0, size), dice.randint(0, size),
+                              dice.randint(0, size) // PAGE * PAGE,
+                              max(0, size - dice.randint(0, 9000))])
+        length = dice.choice([1, dice.randint(1, 500), dice.randint(1, PAGE), PAGE,
+                              dice.randint(1, 3 * PAGE), dice.randint(1, most)])
         return offset, length
 
     def bytes(self, length):
@@ -124,9 +130,12 @@ class Exerciser:
     def same(self, offset, have, length):
         want = self.want[offset:offset + length]
         if have != want:
-            at = next((n for n, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
-            raise Wrong(f"byte {offset + at} ({(offset + at) // PAGE} * 4096 + {(offset + at) % PAGE}): expected {bytes(want[at:at + 8])}, "
-                        f"got {bytes(have[at:at + 8])}; {len(want)} bytes expected, {len(have)} read")
+            at = next((n for n, (a, b) in enumerate(zip(have, want)) if a != b),
+                      min(len(have), len(want)))
+            raise Wrong(
+                f"byte {offset + at} ({(offset + at) // PAGE} * 4096 + {(offset + at) % PAGE}): "
+                f"expected {bytes(want[at:at + 8])}, "
+                f"got {bytes(have[at:at + 8])}; {len(want)} bytes expected, {len(have)} read")
 
     def put(self, offset, data):
         if len(self.want) < offset:
@@ -208,7 +217,8 @@ class Exerciser:
         self.put(offset, data)
 
     def truncate(self):
-        size = self.dice.choice([self.place()[0], max(0, len(self.want) - self.dice.randint(0, 9000))])
+        size = self.dice.choice([self.place()[0],
+                                 max(0, len(self.want) - self.dice.randint(0, 9000))])
         self.note(size)
         os.ftruncate(self.fd, size)
         del self.want[size:]
@@ -233,7 +243,8 @@ class Exerciser:
         if offset + length > MOST_BYTES:
             return
         self.note(offset, length, keep)
-        syscalls.fallocate(self.fd, syscalls.ZERO_RANGE | (syscalls.KEEP_SIZE if keep else 0), offset, length)
+        syscalls.fallocate(self.fd, syscalls.ZERO_RANGE | (syscalls.KEEP_SIZE if keep else 0),
+                           offset, length)
         end = min(offset + length, len(self.want)) if keep else offset + length
         if end > offset:
             self.put(offset, bytes(end - offset))
@@ -259,7 +270,8 @@ class Exerciser:
         self.note(offset, at, length, inside)
         done = 0
         while done < length:
-            now = os.copy_file_range(self.fd if inside else self.other, self.fd, length - done, offset + done, at + done)
+            now = os.copy_file_range(self.fd if inside else self.other, self.fd, length - done,
+                                     offset + done, at + done)
             if now == 0:
                 raise Wrong(f"copied {done} of {length} bytes")
             done += now
@@ -319,9 +331,11 @@ class Exerciser:
         self.done.append(["whole"])
         self.same(0, os.pread(self.fd, MOST_BYTES + 1, 0), MOST_BYTES + 1)
 
-    NAMES, WEIGHTS = zip(("read", 12), ("write", 26), ("append", 2), ("read_direct", 3), ("write_direct", 3), ("map_read", 6), ("map_write", 8),
-                         ("truncate", 1), ("extend", 1), ("punch", 3), ("zero", 2), ("allocate", 2), ("copy", 5), ("holes", 4), ("sync", 1),
-                         ("datasync", 1), ("drop_pages", 1), ("reopen", 1.5), ("remount", 0.15), ("attributes", 1.5))
+    NAMES, WEIGHTS = zip(("read", 12), ("write", 26), ("append", 2), ("read_direct", 3),
+                         ("write_direct", 3), ("map_read", 6), ("map_write", 8), ("truncate", 1),
+                         ("extend", 1), ("punch", 3), ("zero", 2), ("allocate", 2), ("copy", 5),
+                         ("holes", 4), ("sync", 1), ("datasync", 1), ("drop_pages", 1),
+                         ("reopen", 1.5), ("remount", 0.15), ("attributes", 1.5))
 
 
 def exercise(name, lower, seed, operations):
@@ -356,7 +370,8 @@ class Sketches(unittest.TestCase):
     def test_every_byte_is_what_was_written_or_the_lower_one(self):
         names = subjects.chosen()
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
-            found = pool.map(exercise, names, [self.lower] * len(names), [SEED] * len(names), [OPERATIONS] * len(names))
+            found = pool.map(exercise, names, [self.lower] * len(names), [SEED] * len(names),
+                             [OPERATIONS] * len(names))
             self.assertEqual([wrong for wrong in found if wrong], [])
 
     def test_fsx_of_others_finds_nothing(self):
@@ -370,5 +385,6 @@ class Sketches(unittest.TestCase):
                 for file in ("file-5", "new"):
                     artifacts = stack.enter_context(tempfile.TemporaryDirectory(dir=support.WORK))
                     with self.subTest(subject=name, file=file):
-                        run("fsx", "-f", configuration, "-N", str(max(2000, OPERATIONS // 10)), "-S", str(SEED), "-P", artifacts,
-                            os.path.join(subject.where, file), timeout=36_000)
+                        run("fsx", "-f", configuration, "-N", str(max(2000, OPERATIONS // 10)),
+                            "-S", str(SEED), "-P", artifacts, os.path.join(subject.where, file),
+                            timeout=36_000)

@@ -1,7 +1,8 @@
-"""Random sequences of system calls on a writable mount give what they give on a plain directory: every answer, and the tree in the end.
+"""Random sequences of system calls on a writable mount give what they give on a plain directory:
+every answer, and the tree in the end.
 
-BCOW_MODEL_SEEDS=1000-9999 looks at other and more sequences, BCOW_MODEL_LENGTH=300 at longer ones. A sequence that fails is cut
-down and printed; BCOW_MODEL_REPLAY=FILE does what was printed again.
+BCOW_MODEL_SEEDS=1000-9999 looks at other and more sequences, BCOW_MODEL_LENGTH=300 at longer ones.
+A sequence that fails is cut down and printed; BCOW_MODEL_REPLAY=FILE does what was printed again.
 """
 
 import concurrent.futures
@@ -58,7 +59,8 @@ def play(name, lower, seed=None, sequence=None):
     _, status = os.waitpid(child, 0)
     if status:
         # What it did is in the journal that it kept.
-        return journal(child), f"the client ended with {os.waitstatus_to_exitcode(status)} (14: not done in {SECONDS} s)"
+        return (journal(child), f"the client ended with {os.waitstatus_to_exitcode(status)} (14: "
+                                f"not done in {SECONDS} s)")
     return pickle.loads(told)
 
 
@@ -77,10 +79,12 @@ def inside(name, lower, seed, sequence, done):
     pair = None
     notes = journal_path(os.getpid())
     try:
-        with subjects.shown("plain", lower) as copy, subjects.shown(name, lower) as subject, open(notes, "w") as log:
+        with (subjects.shown("plain", lower) as copy, subjects.shown(name, lower) as subject,
+              open(notes, "w") as log):
             try:
                 pair = model.Pair(subject, copy.where)
-                steps = model.Generator(seed, pair).sequence(LENGTH) if sequence is None else sequence
+                steps = model.Generator(seed,
+                                        pair).sequence(LENGTH) if sequence is None else sequence
                 for step in steps:
                     done.append(list(step))
                     log.write(json.dumps(step) + "\n")
@@ -162,7 +166,8 @@ class Model(unittest.TestCase):
         # Processes, since each forks again.
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
             names, numbers = zip(*work)
-            for (name, seed), (done, wrong) in zip(work, pool.map(play, names, [self.lower] * len(work), numbers)):
+            for (name, seed), (done, wrong) in zip(
+                    work, pool.map(play, names, [self.lower] * len(work), numbers)):
                 if wrong:
                     failed.append((name, seed, done, wrong))
         for name, seed, done, wrong in failed[:5]:
@@ -176,10 +181,12 @@ class Model(unittest.TestCase):
         self.assertEqual([(name, seed) for name, seed, *_ in failed], [])
 
     def test_what_many_do_at_once_is_the_same_after_mounting_again(self):
-        """Nobody waits for ever, and what the tree was like in the end it still is when the upper is read anew."""
+        """Nobody waits for ever, and what the tree was like in the end it still is when the upper
+        is read anew."""
         for name in subjects.chosen():
             with self.subTest(subject=name), subjects.shown(name, self.lower) as subject:
-                running = [multiprocessing.Process(target=crowd, args=(subject.where, seed, LENGTH)) for seed in range(CROWD)]
+                running = [multiprocessing.Process(target=crowd, args=(subject.where, seed, LENGTH))
+                           for seed in range(CROWD)]
                 for one in running:
                     one.start()
                 for one in running:
@@ -193,8 +200,10 @@ class Model(unittest.TestCase):
                 subject.remount()
                 again, numbers = operations.Side(subject.where).snapshot()
                 self.assertEqual([f"{path!r}: {again.get(path)} instead of {seen.get(path)}"
-                                  for path in sorted(again.keys() | seen.keys()) if again.get(path) != seen.get(path)], [])
-                self.assertEqual({path: info.st_ino for path, info in numbers.items()}, {path: info.st_ino for path, info in inodes.items()})
+                                  for path in sorted(again.keys() | seen.keys())
+                                  if again.get(path) != seen.get(path)], [])
+                self.assertEqual({path: info.st_ino for path, info in numbers.items()},
+                                 {path: info.st_ino for path, info in inodes.items()})
                 subject.unmount()
                 subject.check()
 

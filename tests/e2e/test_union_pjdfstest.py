@@ -1,4 +1,5 @@
-"""pjdfstest, which asks for what POSIX says case by case: no case fails on a writable mount that passes on overlayfs over ext4."""
+"""pjdfstest, which asks for what POSIX says case by case: no case fails on a writable mount that
+passes on overlayfs over ext4."""
 
 import os
 import re
@@ -56,7 +57,8 @@ class Pjdfstest(unittest.TestCase):
     def outcome(self, name):
         """Each case with `ok`, `skipped` or `FAILED`, and all that was said."""
         with subjects.shown(name, self.lower) as subject:
-            told = run("pjdfstest", "-c", self.configuration, "-s", self.other, "-p", subject.where, check=False, timeout=300,
+            told = run("pjdfstest", "-c", self.configuration, "-s", self.other, "-p", subject.where,
+                       check=False, timeout=300,
                        env={"LD_PRELOAD": self.preload, "RUST_BACKTRACE": "0"})
         text = told.out.decode(errors="replace")
         return dict(re.findall(r"^([a-z_0-9:]+) +(ok|skipped|FAILED)$", text, re.MULTILINE)), text
@@ -70,5 +72,6 @@ class Pjdfstest(unittest.TestCase):
                 found, text = self.outcome(name)
                 worse = sorted(case for case in passed if found.get(case) != "ok")
                 lines = text.splitlines()
-                said = "\n".join("\n".join(lines[at:at + 3]) for at, line in enumerate(lines) if line.split(" ")[0] in worse)
+                said = ("\n".join("\n".join(lines[at:at + 3]) for at, line in enumerate(lines)
+                                  if line.split(" ")[0] in worse))
                 self.assertEqual(worse, [], said)

@@ -1,4 +1,5 @@
-"""Writable mounts without privilege: as an ordinary user through fusermount3, and as root of a user namespace."""
+"""Writable mounts without privilege: as an ordinary user through fusermount3, and as root of a user
+namespace."""
 
 import concurrent.futures
 import hashlib
@@ -37,7 +38,8 @@ def plant(top):
     for name in ("alone", "first", "third"):
         os.symlink(name, os.path.join(home, "links", name))
     for name, other in (("first", "second"), ("third", "fourth"), ("third", "fifth")):
-        os.link(os.path.join(home, "links", name), os.path.join(home, "links", other), follow_symlinks=False)
+        os.link(os.path.join(home, "links", name), os.path.join(home, "links", other),
+                follow_symlinks=False)
     os.mkdir(os.path.join(home, "folder"))
     for name in ("one", "two"):
         with open(os.path.join(home, "folder", name), "wb") as file:
@@ -58,9 +60,9 @@ class Rootless(UnionCase):
 
     def user(self, program, *arguments):
         """Runs lines of Python as the user; what they print."""
-        head = ("import os, sys, stat\nsys.dont_write_bytecode = True\n"
-                f"sys.path.insert(0, {support.reachable(os.path.dirname(os.path.abspath(__file__)))!r})\nimport syscalls\n"
-                f"os.chdir({self.where!r})\n")
+        head = ("import os, sys, stat\nsys.dont_write_bytecode = True\n" "sys.path.insert(0, "
+                f"{support.reachable(os.path.dirname(os.path.abspath(__file__)))!r})\n"
+                "import syscalls\n" f"os.chdir({self.where!r})\n")
         return run(sys.executable, "-c", head + program, *arguments, user=NOBODY).out.decode()
 
     def work(self):
@@ -90,28 +92,34 @@ os.link('home/small', 'home/small-too')
     def test_an_ordinary_user(self):
         self.mount.mount()
         self.work()
-        program = "print([oct(os.stat(n).st_mode) for n in ('home/new/file', 'home/pipe')], [os.lstat('d2/big').st_uid, os.lstat('d2/blocks').st_uid])"
+        program = ("print([oct(os.stat(n).st_mode) for n in ('home/new/file', 'home/pipe')], "
+                   "[os.lstat('d2/big').st_uid, os.lstat('d2/blocks').st_uid])")
         want = "['0o100000', '0o10640'] [0, 1000]"
         self.assertEqual(self.user(program).strip(), want)
         self.mount.remount()
         self.assertEqual(self.user(program).strip(), want)
         big = bytearray(self.original(BIG))
         big[300_001:300_008] = b"written"
-        self.assertEqual(self.user("import hashlib; print(hashlib.sha256(open('home/big', 'rb').read()).hexdigest())").strip(),
+        self.assertEqual(self.user("import hashlib; print(hashlib.sha256(open('home/big', "
+                                   "'rb').read()).hexdigest())").strip(),
                          hashlib.sha256(big).hexdigest())
-        self.assertEqual(self.user("print(open('home/small').read(), os.stat('home/small-too').st_nlink, os.stat('home/small').st_mtime_ns, "
-                                   "os.getxattr('home/small', 'user.x'), sorted(os.listdir('home/moved')))").strip(),
-                         "small and more 2 6 b'y' ['one']")
+        self.assertEqual(
+            self.user("print(open('home/small').read(), os.stat('home/small-too').st_nlink, "
+                      "os.stat('home/small').st_mtime_ns, " "os.getxattr('home/small', 'user.x'), "
+                      "sorted(os.listdir('home/moved')))").strip(),
+            "small and more 2 6 b'y' ['one']")
         # On the host everything is the user's, and says what it stands for.
         for path, folders, files in os.walk(self.upper):
             for name in folders + files:
-                self.assertEqual(os.lstat(os.path.join(path, name)).st_uid, NOBODY, os.path.join(path, name))
+                self.assertEqual(os.lstat(os.path.join(path, name)).st_uid, NOBODY,
+                                 os.path.join(path, name))
                 names = os.listxattr(os.path.join(path, name), follow_symlinks=False)
                 self.assertFalse([one for one in names if one.startswith("trusted.")])
         stored = os.path.join(self.upper, "home")
 
         def override(name):
-            uid, gid, mode, kind = os.getxattr(os.path.join(stored, name), OVERRIDE).decode().split(":")
+            uid, gid, mode, kind = os.getxattr(os.path.join(stored, name), OVERRIDE).decode().split(
+                ":")
             return int(uid), int(gid), int(mode, 8), kind
 
         self.assertEqual(override("new/file"), (NOBODY, NOBODY, 0, "file"))
@@ -124,13 +132,18 @@ os.link('home/small', 'home/small-too')
 
     def test_symbolic_links(self):
         self.mount.mount()
-        show = "print([(n, os.readlink('home/links/' + n), os.lstat('home/links/' + n).st_nlink) for n in sorted(os.listdir('home/links'))])"
-        self.assertEqual(self.user("os.rename('home/links/alone', 'home/links/moved'); os.unlink('home/links/first')\n"
-                                   "os.symlink('new', 'home/links/new'); os.rename('home/links/new', 'home/links/third')\n"
-                                   "print(syscalls.code_of(os.rename, 'home/links/fourth', 'home/links/other'))").strip(), "EPERM")
+        show = ("print([(n, os.readlink('home/links/' + n), os.lstat('home/links/' + n).st_nlink) "
+                "for n in sorted(os.listdir('home/links'))])")
+        self.assertEqual(self.user("os.rename('home/links/alone', 'home/links/moved'); "
+                                   "os.unlink('home/links/first')\n"
+                                   "os.symlink('new', 'home/links/new'); "
+                                   "os.rename('home/links/new', 'home/links/third')\n"
+                                   "print(syscalls.code_of(os.rename, 'home/links/fourth', "
+                                   "'home/links/other'))").strip(), "EPERM")
         for _ in range(2):
-            self.assertEqual(self.user(show).strip(), "[('fifth', 'third', 3), ('fourth', 'third', 3), ('moved', 'alone', 1), "
-                                                      "('second', 'first', 2), ('third', 'new', 1)]")
+            self.assertEqual(self.user(show).strip(),
+                             "[('fifth', 'third', 3), ('fourth', 'third', 3), ('moved', 'alone', "
+                             "1), " "('second', 'first', 2), ('third', 'new', 1)]")
             self.mount.remount()
         self.user("import shutil; shutil.rmtree('home/links')")
         self.mount.remount()
@@ -151,8 +164,8 @@ os.mkdir('home/folder/closed', 0o555)
 os.mkdir('home/folder/shut', 0)
 """
         self.user(program)
-        show = ("print(open('home/folder/object').read(), *(oct(os.stat('home/folder/' + n).st_mode & 0o7777) "
-                "for n in ('object', 'none', 'closed', 'shut')))")
+        show = ("print(open('home/folder/object').read(), *(oct(os.stat('home/folder/' + "
+                "n).st_mode & 0o7777) " "for n in ('object', 'none', 'closed', 'shut')))")
         want = "object 0o444 0o0 0o555 0o0"
         self.assertEqual(self.user(show).strip(), want)
         self.mount.remount()
@@ -175,7 +188,8 @@ os.mkdir('home/folder/shut', 0)
 
         support.bcow("convert", f"dir:{tree}", image)
         told = mount()
-        self.assertRegex(told, r"warning: .*root's\.bcow belongs to root, and nobody cannot write to it")
+        self.assertRegex(told,
+                         r"warning: .*root's\.bcow belongs to root, and nobody cannot write to it")
         (line,) = re.findall("(unshare -rm -- .*)$", told, re.MULTILINE)
         # What the user types in the shell that the line starts.
         commands = f"echo new > {self.where}/file; echo made > {self.where}/made; exit"
@@ -201,13 +215,16 @@ os.mkdir('home/folder/shut', 0)
         told = self.user("""
 def code(function, *arguments):
     return syscalls.code_of(function, *arguments)
-print(code(os.open, 'd0/hundred', os.O_WRONLY), code(os.chown, 'home/small', 0, 0), code(os.unlink, 'd0/hundred'),
-      code(os.mknod, 'home/device', stat.S_IFCHR | 0o600, os.makedev(1, 3)), code(os.setxattr, 'home/small', 'trusted.x', b''))
+print(code(os.open, 'd0/hundred', os.O_WRONLY), code(os.chown, 'home/small', 0, 0),
+      code(os.unlink, 'd0/hundred'),
+      code(os.mknod, 'home/device', stat.S_IFCHR | 0o600, os.makedev(1, 3)),
+      code(os.setxattr, 'home/small', 'trusted.x', b''))
 """)
         self.assertEqual(told.split(), ["EACCES", "EPERM", "EACCES", "EPERM", "EPERM"])
 
     def test_other_tools_read_the_upper(self):
-        """fuse-overlayfs, which rootless podman uses, shows the same tree of the upper where there is no sketch."""
+        """fuse-overlayfs, which rootless podman uses, shows the same tree of the upper where there
+        is no sketch."""
         self.mount.mount()
         self.user("""
 open('home/small', 'ab').write(b' and more')
@@ -226,8 +243,8 @@ os.unlink('home/big')
             os.mkdir(path)
             os.chown(path, NOBODY, NOBODY)
         seen = for_everyone(seen)
-        run("fuse-overlayfs", "-o", f"lowerdir={for_everyone(self.lower.tree)},upperdir={self.upper},workdir={for_everyone(work)}",
-            seen, user=NOBODY)
+        run("fuse-overlayfs", "-o", f"lowerdir={for_everyone(self.lower.tree)},"
+            f"upperdir={self.upper},workdir={for_everyone(work)}", seen, user=NOBODY)
         try:
             have = self.user_home(seen)
         finally:
@@ -236,7 +253,8 @@ os.unlink('home/big')
         self.assertEqual(have, want)
 
     def user_home(self, where):
-        """What the user sees of the part of the tree that was changed: type, mode, owner, size, link, content."""
+        """What the user sees of the part of the tree that was changed: type, mode, owner, size,
+        link, content."""
         return json.loads(self.user("""
 import json
 seen = {}
@@ -244,7 +262,8 @@ for path, folders, files in os.walk(sys.argv[1]):
     for name in ['.', *folders, *files]:
         full = os.path.join(path, name)
         info = os.lstat(full)
-        entry = seen[os.path.relpath(full, sys.argv[1])] = [oct(info.st_mode), info.st_uid, info.st_gid]
+        entry = [oct(info.st_mode), info.st_uid, info.st_gid]
+        seen[os.path.relpath(full, sys.argv[1])] = entry
         if stat.S_ISREG(info.st_mode):
             entry += [info.st_size, open(full, 'rb').read().decode('latin-1')]
         elif stat.S_ISLNK(info.st_mode):
@@ -263,13 +282,15 @@ def children():
 
 
 class UserNamespace(UnionCase):
-    """Root of a user namespace, as in rootless podman: it mounts by itself, gives files away inside, and has no `trusted.` attributes."""
+    """Root of a user namespace, as in rootless podman: it mounts by itself, gives files away
+    inside, and has no `trusted.` attributes."""
 
     mounts = False
     SHIFT = 200_000
 
     def inside(self, *command):
-        """What a command prints that runs as root of a new user namespace, which has 65536 ids of the host's, and of a mount namespace."""
+        """What a command prints that runs as root of a new user namespace, which has 65536 ids of
+        the host's, and of a mount namespace."""
         def enter():
             syscalls.checked(syscalls.libc.unshare(NEW_USER | NEW_MOUNTS))
             os.write(ready[1], b"x")
@@ -280,7 +301,8 @@ class UserNamespace(UnionCase):
         ready, mapped = os.pipe(), os.pipe()
         with tempfile.TemporaryFile() as out:
             def start():
-                return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, preexec_fn=enter)
+                return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out,
+                                        stderr=subprocess.STDOUT, preexec_fn=enter)
 
             # Popen returns once the command runs, and that waits for its ids.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -332,7 +354,8 @@ cd /
 {for_everyone(support.BCOW)} umount {where}
 """)
         told = self.inside("sh", script).split("\n")
-        self.assertEqual(told[:4], ["d0/hundred 1000 1001 644", "d2/big 0 0 711", "made 1001 0 755", "d9/odd 0 0 644"])
+        self.assertEqual(told[:4], ["d0/hundred 1000 1001 644", "d2/big 0 0 711", "made 1001 0 755",
+                                    "d9/odd 0 0 644"])
         self.assertNotIn("many", told)
         stored = os.stat(os.path.join(self.upper, "d0/hundred"))
         self.assertEqual((stored.st_uid, stored.st_gid), (self.SHIFT + 1000, self.SHIFT + 1001))

@@ -82,7 +82,8 @@ class Bytes(UnionCase):
         self.assertEqual(self.read("moved"), self.original(BIG))
         self.assertEqual(self.read("linked"), self.original(BIG))
         info = os.stat(self.at("moved"))
-        self.assertEqual((info.st_mode & 0o7777, info.st_uid, info.st_gid, info.st_mtime_ns, info.st_nlink), (0o640, 1000, 1001, 2, 2))
+        self.assertEqual((info.st_mode & 0o7777, info.st_uid, info.st_gid, info.st_mtime_ns,
+                          info.st_nlink), (0o640, 1000, 1001, 2, 2))
         self.assertEqual(os.getxattr(self.at("linked"), "user.x"), b"y")
         self.assertEqual(self.read("d9/large"), self.original("d1/large"))
 
@@ -140,7 +141,8 @@ class Bytes(UnionCase):
             want.extend(bytes(49_990))
         else:
             self.assert_error("EOPNOTSUPP", syscalls.fallocate, fd, 0, size - 10, 50_000)
-            self.assert_error("EOPNOTSUPP", syscalls.fallocate, fd, syscalls.KEEP_SIZE, size - 10, 50_000)
+            self.assert_error("EOPNOTSUPP", syscalls.fallocate, fd, syscalls.KEEP_SIZE, size - 10,
+                              50_000)
             self.assertEqual(os.fstat(fd).st_size, size)
         syscalls.fallocate(fd, syscalls.ZERO_RANGE, 5000, 5000)
         want[5000:10_000] = bytes(5000)
@@ -176,14 +178,16 @@ class Bytes(UnionCase):
         fd, want = self.opened("d2/holes"), self.original("d2/holes")
         os.pwrite(fd, b"x", 0)
         want[0:1] = b"x"
-        syscalls.fallocate(fd, syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, 500_000 // 4096 * 4096, 16_384)
+        syscalls.fallocate(fd, syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, 500_000 // 4096 * 4096,
+                           16_384)
         want[499_712:516_096] = bytes(16_384)
         made = holes(fd)
         for begin, end in made:
             self.assertEqual(want[begin:end].strip(b"\0"), b"")
         # Those of the image but for where a written block ends, and the one that was made.
         for begin, end in known:
-            self.assertTrue(any(first <= begin + 4096 and end - 4096 <= last for first, last in made), (begin, end, made))
+            self.assertTrue(any(first <= begin + 4096 and end - 4096 <= last
+                                for first, last in made), (begin, end, made))
         self.assertTrue(any(first <= 500_000 and 515_000 <= last for first, last in made), made)
         self.assert_error("ENXIO", os.lseek, fd, len(want), os.SEEK_DATA)
 
@@ -193,15 +197,17 @@ class Bytes(UnionCase):
         name, pieces, size = "d2/three", 300, 100
         writers = []
         for number in range(4):
-            program = (f"import os\nfd = os.open({self.at(name)!r}, os.O_WRONLY | os.O_APPEND)\n"
-                       f"for n in range({pieces}): os.write(fd, b'%d%03d' % ({number}, n) * {size // 4})")
+            program = (
+                f"import os\nfd = os.open({self.at(name)!r}, os.O_WRONLY | os.O_APPEND)\n"
+                f"for n in range({pieces}): os.write(fd, b'%d%03d' % ({number}, n) * {size // 4})")
             writers.append(subprocess.Popen([sys.executable, "-c", program]))
         self.assertEqual([writer.wait() for writer in writers], [0] * 4)
         before, have = self.original(name), self.read(name)
         self.assertEqual(have[:len(before)], before)
         tail = have[len(before):]
         found = sorted(tail[at:at + size] for at in range(0, len(tail), size))
-        self.assertEqual(found, sorted(b"%d%03d" % (number, n) * (size // 4) for number in range(4) for n in range(pieces)))
+        self.assertEqual(found, sorted(b"%d%03d" % (number, n) * (size // 4) for number in range(4)
+                                       for n in range(pieces)))
 
     @promise("Shared mappings are writable and coherent with `read` and `write`, and `msync` makes "
              "their changes durable. Writing to a program that is running fails with ETXTBSY.")
@@ -260,7 +266,8 @@ class Bytes(UnionCase):
         self.write("new")
         new = self.opened("new")
         copy(to, 0, new, 0, len(want))
-        self.assertEqual((self.read("d1/odd"), self.read("new"), self.read(BIG)), (want, want, data))
+        self.assertEqual((self.read("d1/odd"), self.read("new"), self.read(BIG)),
+                         (want, want, data))
 
     @promise("An unlinked file exists until its last descriptor is closed. Its space is then free.")
     def test_files_without_a_name(self):
@@ -281,7 +288,8 @@ class Bytes(UnionCase):
                 self.write(name, b"another")
                 self.assertEqual(os.pread(reader, 2 << 20, 0), want)
                 os.ftruncate(fd, 20)
-                self.assertEqual((os.pread(reader, 100, 0), self.read(name)), (want[:20], b"another"))
+                self.assertEqual((os.pread(reader, 100, 0), self.read(name)),
+                                 (want[:20], b"another"))
                 os.close(fd)
                 os.close(reader)
                 os.unlink(self.at(name))
@@ -292,7 +300,8 @@ class Bytes(UnionCase):
         """docs/shortcomings.md says so."""
         fd = self.opened(BIG)
         for request in (FS_IOC_GETFLAGS, FS_IOC_SETFLAGS):
-            self.assertIn(syscalls.code_of(fcntl.ioctl, fd, request, bytearray(8)), ("ENOTTY", "EOPNOTSUPP"))
+            self.assertIn(syscalls.code_of(fcntl.ioctl, fd, request, bytearray(8)),
+                          ("ENOTTY", "EOPNOTSUPP"))
 
     @promise("`O_TMPFILE` fails with EOPNOTSUPP. Programs then create a named file and unlink it.")
     def test_unnamed_files(self):
@@ -312,20 +321,26 @@ class AsynchronousWriting(UnionCase):
     SIZE, PIECE = 1 << 20, 4096
 
     def cycles(self, name, turns, between):
-        """Writes the whole file again and again, in more pieces than the mount's process is asked for at once, and compares what a
-        descriptor and a mapping show of it. `between` is called with the buffered descriptor while the kernel has the writes."""
-        direct, buffered = self.opened(name, os.O_RDWR | os.O_DIRECT), self.opened(name, os.O_RDONLY)
+        """Writes the whole file again and again, in more pieces than the mount's process is asked
+        for at once, and compares what a descriptor and a mapping show of it. `between` is called
+        with the buffered descriptor while the kernel has the writes."""
+        direct, buffered = self.opened(name, os.O_RDWR | os.O_DIRECT), self.opened(
+            name, os.O_RDONLY)
         pieces = [(offset, self.PIECE) for offset in range(0, self.SIZE, self.PIECE)]
-        with contextlib.closing(syscalls.AsynchronousWrites(len(pieces))) as writes, mmap.mmap(-1, self.SIZE) as room, \
-                mmap.mmap(buffered, self.SIZE, mmap.MAP_SHARED, mmap.PROT_READ) as shown:
+        with (contextlib.closing(syscalls.AsynchronousWrites(len(pieces))) as writes,
+              mmap.mmap(-1, self.SIZE) as room,
+              mmap.mmap(buffered, self.SIZE, mmap.MAP_SHARED, mmap.PROT_READ) as shown):
             for turn in range(turns):
                 room[:] = content((name, turn), self.SIZE)
                 self.assertEqual(writes.submit(direct, room, pieces), len(pieces))
                 between(buffered)
                 writes.wait()
-                for what, have in (("read", os.pread(buffered, self.SIZE, 0)), ("mapping", shown[:])):
-                    old = [offset for offset, length in pieces if have[offset:offset + length] != room[offset:offset + length]]
-                    self.assertEqual(old, [], f"turn {turn}: the {what} shows what was there before at these offsets")
+                for what, have in (("read", os.pread(buffered, self.SIZE, 0)),
+                                   ("mapping", shown[:])):
+                    old = [offset for offset, length in pieces
+                           if have[offset:offset + length] != room[offset:offset + length]]
+                    self.assertEqual(old, [], f"turn {turn}: the {what} shows what was there "
+                                              "before at these offsets")
 
     def files(self):
         self.write("new", b"n" * self.SIZE)
@@ -347,8 +362,9 @@ class AsynchronousWriting(UnionCase):
     def test_asynchronous_writes_are_seen_by_a_process_that_reads_all_the_time(self):
         for name in self.files():
             with self.subTest(name=name):
-                reader = subprocess.Popen(["sh", "-c", 'echo; while :; do cat "$0" >/dev/null; done', self.at(name)],
-                                          stdout=subprocess.PIPE)
+                reader = subprocess.Popen(["sh", "-c",
+                                           'echo; while :; do cat "$0" >/dev/null; done',
+                                           self.at(name)], stdout=subprocess.PIPE)
                 try:
                     reader.stdout.readline()
                     self.cycles(name, 10, lambda buffered: None)
@@ -371,18 +387,22 @@ class Names(UnionCase):
              "RENAME_EXCHANGE.",
              "`RENAME_WHITEOUT` fails with EINVAL, as in overlayfs.")
     def test_directories_are_renamed(self):
-        inside = {name: os.stat(self.at("d0", name), follow_symlinks=False).st_ino for name in os.listdir(self.at("d0"))}
+        inside = {name: os.stat(self.at("d0", name), follow_symlinks=False).st_ino
+                        for name in os.listdir(self.at("d0"))}
         inode = os.stat(self.at("d0")).st_ino
         os.rename(self.at("d0"), self.at("d1/moved"))
         os.mkdir(self.at("target"))
         os.rename(self.at("d1/moved"), self.at("target"))
-        self.assert_error("EEXIST", syscalls.rename, self.at("target"), self.at("d1"), syscalls.RENAME_NOREPLACE)
+        self.assert_error("EEXIST", syscalls.rename, self.at("target"), self.at("d1"),
+                          syscalls.RENAME_NOREPLACE)
         self.assert_error("ENOTEMPTY", os.rename, self.at("target"), self.at("d1"))
         self.assert_error("EINVAL", os.rename, self.at("target"), self.at("target/sub/x"))
         syscalls.rename(self.at("target"), self.at("d1"), syscalls.RENAME_EXCHANGE)
-        self.assert_error("EINVAL", syscalls.rename, self.at("top"), self.at("else"), syscalls.RENAME_WHITEOUT)
+        self.assert_error("EINVAL", syscalls.rename, self.at("top"), self.at("else"),
+                          syscalls.RENAME_WHITEOUT)
         for again in (False, True):
-            self.assertEqual({name: os.stat(self.at("d1", name), follow_symlinks=False).st_ino for name in os.listdir(self.at("d1"))}, inside)
+            self.assertEqual({name: os.stat(self.at("d1", name), follow_symlinks=False).st_ino
+                                    for name in os.listdir(self.at("d1"))}, inside)
             self.assertEqual(os.stat(self.at("d1")).st_ino, inode)
             self.assertEqual(self.read("d1/sub/deep/file"), self.original("d0/sub/deep/file"))
             self.assertEqual(self.read("target/odd"), self.original("d1/odd"))
@@ -408,17 +428,21 @@ class Names(UnionCase):
         os.chmod(self.at("fourth"), 0o600)
         for again in (False, True):
             infos = [os.stat(self.at(name)) for name in names]
-            self.assertEqual({(info.st_ino, info.st_nlink, info.st_mode & 0o7777) for info in infos}, {(infos[0].st_ino, 4, 0o600)})
+            self.assertEqual({(info.st_ino, info.st_nlink, info.st_mode & 0o7777)
+                              for info in infos}, {(infos[0].st_ino, 4, 0o600)})
             self.assertEqual([self.read(name) for name in names], [want] * 4)
             if not again:
                 self.remount()
         os.unlink(self.at("three"))
-        self.assertEqual({os.stat(self.at(name)).st_nlink for name in names if name != "three"}, {3})
+        self.assertEqual({os.stat(self.at(name)).st_nlink for name in names if name != "three"},
+                         {3})
         self.remount()
-        self.assertEqual({os.stat(self.at(name)).st_nlink for name in names if name != "three"}, {3})
+        self.assertEqual({os.stat(self.at(name)).st_nlink for name in names if name != "three"},
+                         {3})
         # Links of a link, too, and of one that only lost a name.
         os.unlink(self.at("d1/link"))
-        self.assertEqual((os.lstat(self.at("link")).st_nlink, os.stat(self.at("d0/pair")).st_nlink), (1, 2))
+        self.assertEqual((os.lstat(self.at("link")).st_nlink, os.stat(self.at("d0/pair")).st_nlink),
+                         (1, 2))
         os.unlink(self.at("d0/pair"))
         self.assertEqual(os.stat(self.at("d1/pair")).st_nlink, 1)
         self.remount()
@@ -430,13 +454,15 @@ class Names(UnionCase):
     def test_inode_numbers_stay(self):
         os.mkdir(self.at("made"))
         self.write("made/file", b"x")
-        names = [BIG, "d0/hundred", "d2/three", "three", "link", "fifo", "null", "d1", "made", "made/file", "d0/sub", "d0/sub/deep/file"]
+        names = [BIG, "d0/hundred", "d2/three", "three", "link", "fifo", "null", "d1", "made",
+                 "made/file", "d0/sub", "d0/sub/deep/file"]
 
         def numbers(paths):
             return [os.lstat(self.at(path)).st_ino for path in paths]
 
         before = numbers(names)
-        listed = {path: {entry.name: entry.inode() for entry in os.scandir(self.at(path))} for path in (".", "d1", "d2", "made")}
+        listed = {path: {entry.name: entry.inode() for entry in os.scandir(self.at(path))}
+                        for path in (".", "d1", "d2", "made")}
         for path in names:
             os.chown(self.at(path), 5, 6, follow_symlinks=False)
         for path in (BIG, "d0/hundred", "three", "made/file"):
@@ -451,8 +477,11 @@ class Names(UnionCase):
         self.assertEqual(numbers(names), before)
         for path, entries in listed.items():
             for entry in os.scandir(self.at("d8" if path == "d1" else path)):
-                self.assertEqual(entry.inode(), entry.stat(follow_symlinks=False).st_ino, entry.path)
-                self.assertEqual(entry.inode(), entries.get("d1" if entry.name == "d8" else entry.name, entry.inode()), entry.path)
+                self.assertEqual(entry.inode(), entry.stat(follow_symlinks=False).st_ino,
+                                 entry.path)
+                self.assertEqual(entry.inode(), entries.get(
+                                     "d1" if entry.name == "d8" else entry.name, entry.inode()),
+                                 entry.path)
 
     @promise("If entries are added and removed while a program lists a directory, the listing "
              "contains each entry that existed all the time exactly once. It contains no entry "
@@ -461,7 +490,8 @@ class Names(UnionCase):
         kept = {f"kept-{number}" for number in range(500)}
         for name in kept:
             self.write(f"many/{name}")
-        kept |= {name for name in os.listdir(self.at("many")) if name.startswith("entry-") and int(name[6:]) % 3 == 0}
+        kept |= {name for name in os.listdir(self.at("many"))
+                 if name.startswith("entry-") and int(name[6:]) % 3 == 0}
         dice = random.Random(1)
         for turn in range(6):
             if turn == 3:
@@ -471,7 +501,8 @@ class Names(UnionCase):
             while entries := syscalls.directory_entries(fd, dice.choice([200, 500, 3000])):
                 told += [name for name, _, _ in entries]
                 for _ in range(4):
-                    name = dice.choice([f"entry-{dice.randrange(40) * 3 + 1:03}", f"fresh-{dice.randrange(200)}"])
+                    name = dice.choice([f"entry-{dice.randrange(40) * 3 + 1:03}",
+                                        f"fresh-{dice.randrange(200)}"])
                     if os.path.exists(self.at("many", name)):
                         os.rename(self.at("many", name), self.at("many", name + "~"))
                         os.unlink(self.at("many", name + "~"))
@@ -486,7 +517,8 @@ class Names(UnionCase):
              "nested deeper than one path can express (PATH_MAX).")
     def test_names_and_depths_at_the_limits(self):
         every = bytes(set(range(1, 256)) - {ord("/")})
-        for name in (every[:127], every[127:], b"\xff" * 255, b"." * 255, b"\n", b".wh.x", b".wh..wh..opq"):
+        for name in (every[:127], every[127:], b"\xff" * 255, b"." * 255, b"\n", b".wh.x",
+                     b".wh..wh..opq"):
             path = os.fsencode(self.where) + b"/" + name
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
             os.rename(path, path)
@@ -546,13 +578,15 @@ class Names(UnionCase):
     @promise("Creating a character device 0:0 fails with EPERM, because this device is a whiteout "
              "in the upper. overlayfs refuses it too.")
     def test_whiteouts_cannot_be_made(self):
-        self.assert_error("EPERM", os.mknod, self.at("top-white"), stat.S_IFCHR | 0o600, os.makedev(0, 0))
+        self.assert_error("EPERM", os.mknod, self.at("top-white"), stat.S_IFCHR | 0o600,
+                          os.makedev(0, 0))
         os.mknod(self.at("zero-block"), stat.S_IFBLK | 0o600, os.makedev(0, 0))
         os.mknod(self.at("null-too"), stat.S_IFCHR | 0o666, os.makedev(1, 3))
         self.remount()
         with open(self.at("null-too"), "wb") as device:
             device.write(b"away")
-        self.assertEqual((os.stat(self.at("zero-block")).st_rdev, os.stat(self.at("null-too")).st_rdev), (0, os.makedev(1, 3)))
+        self.assertEqual((os.stat(self.at("zero-block")).st_rdev,
+                          os.stat(self.at("null-too")).st_rdev), (0, os.makedev(1, 3)))
 
     @promise("A character device 0:0 of the image can be removed. Changing, linking or renaming it "
              "fails with EPERM, because its copy in the upper would be a whiteout. If the upper "
@@ -560,7 +594,8 @@ class Names(UnionCase):
              "device.")
     def test_whiteouts_of_the_image_stay(self):
         self.mount.unmount()
-        tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(self.mount.directory, "zero.bcow")
+        tree, image = os.path.join(self.mount.directory, "tree"), os.path.join(
+            self.mount.directory, "zero.bcow")
         os.mkdir(tree)
         os.mknod(os.path.join(tree, "zero"), stat.S_IFCHR | 0o600, os.makedev(0, 0))
         support.bcow("convert", f"dir:{tree}", image)
@@ -570,7 +605,8 @@ class Names(UnionCase):
         self.mount.mount()
         before = os.lstat(self.at("zero"))
         self.assertEqual((before.st_rdev, stat.S_ISCHR(before.st_mode)), (0, True))
-        for call, *arguments in ((os.chmod, 0o666), (os.chown, 7, 7), (os.utime,), (os.link, self.at("two")), (os.rename, self.at("two")),
+        for call, *arguments in ((os.chmod, 0o666), (os.chown, 7, 7), (os.utime,),
+                                 (os.link, self.at("two")), (os.rename, self.at("two")),
                                  (os.setxattr, "trusted.x", b"y")):
             self.assert_error("EPERM", call, self.at("zero"), *arguments)
         self.remount()
@@ -611,18 +647,22 @@ class Attributes(UnionCase):
              "`allow_other`.")
     def test_access_is_checked(self):
         def denied(function, *arguments):
-            self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, function, *arguments), "EACCES")
+            self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, function, *arguments),
+                             "EACCES")
 
         denied(self.open, "d0/one", os.O_RDONLY)
         denied(self.open, "d0/hundred", os.O_WRONLY)
         denied(self.write, "d0/new")
         denied(os.unlink, self.at("d0/hundred"))
-        self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chmod, self.at("top"), 0o777), "EPERM")
-        self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chown, self.at("d2/blocks"), 0, 0), "EPERM")
+        self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chmod, self.at("top"), 0o777),
+                         "EPERM")
+        self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chown, self.at("d2/blocks"),
+                                          0, 0), "EPERM")
         # By owner, by ACL, and no more once that is taken away.
         os.close(self.as_somebody(ALICE, self.open, "d2/blocks", os.O_RDWR))
         os.close(self.as_somebody(ALICE, self.open, "d1/large", os.O_RDWR))
-        os.setxattr(self.at("d1/large"), syscalls.ACCESS_ACL, syscalls.simple_acl(6, 4, 0, mask=6, users=((1001, 6),)))
+        os.setxattr(self.at("d1/large"), syscalls.ACCESS_ACL,
+                    syscalls.simple_acl(6, 4, 0, mask=6, users=((1001, 6),)))
         denied(self.open, "d1/large", os.O_RDWR)
         os.close(self.as_somebody(BOB, self.open, "d1/large", os.O_RDWR))
         self.remount()
@@ -638,14 +678,16 @@ class Attributes(UnionCase):
         for again in (False, True):
             info, directory = os.stat(self.at("d2/hers")), os.stat(self.at("d2/her-directory"))
             self.assertEqual((info.st_uid, info.st_gid, info.st_mode & 0o7777), (*ALICE, 0o640))
-            self.assertEqual((directory.st_uid, directory.st_gid, directory.st_mode & 0o7777), (*ALICE, 0o700))
+            self.assertEqual((directory.st_uid, directory.st_gid, directory.st_mode & 0o7777),
+                             (*ALICE, 0o700))
             if not again:
                 self.remount()
         # d1 has a default ACL in the image, d2 is given one.
         default = syscalls.simple_acl(7, 5, 1, mask=7, users=((1001, 6),))
         os.setxattr(self.at("d2"), syscalls.DEFAULT_ACL, default)
-        shutil.copytree(self.lower.tree, os.path.join(self.mount.directory, "plain"), symlinks=True, copy_function=shutil.copy2,
-                        ignore=lambda path, names: [name for name in names if not os.path.isdir(os.path.join(path, name))])
+        shutil.copytree(self.lower.tree, os.path.join(self.mount.directory, "plain"), symlinks=True,
+                        copy_function=shutil.copy2, ignore=lambda path, names: [
+                            name for name in names if not os.path.isdir(os.path.join(path, name))])
         plain = os.path.join(self.mount.directory, "plain")
         os.setxattr(os.path.join(plain, "d2"), syscalls.DEFAULT_ACL, default)
         for folder in ("d1", "d2"):
@@ -667,7 +709,8 @@ class Attributes(UnionCase):
         self.as_somebody(ALICE, os.mkdir, self.at("setgid/directory"))
         self.as_somebody(ALICE, self.write, "setgid/directory/file", mode=0o666)
         os.symlink("x", self.at("setgid/link"))
-        for name, mode in (("file", 0o644), ("directory", 0o2755), ("directory/file", 0o644), ("link", 0o777)):
+        for name, mode in (("file", 0o644), ("directory", 0o2755), ("directory/file", 0o644),
+                           ("link", 0o777)):
             info = os.lstat(self.at("setgid", name))
             self.assertEqual((info.st_gid, info.st_mode & 0o7777), (1001, mode), name)
 
@@ -677,8 +720,10 @@ class Attributes(UnionCase):
         self.as_somebody(ALICE, self.write, "sticky/hers")
         for name in ("sticky/others", "sticky/hers"):
             who = ALICE if name == "sticky/others" else BOB
-            self.assertEqual(self.as_somebody(who, syscalls.code_of, os.unlink, self.at(name)), "EPERM")
-            self.assertEqual(self.as_somebody(who, syscalls.code_of, os.rename, self.at(name), self.at("sticky/x")), "EPERM")
+            self.assertEqual(self.as_somebody(who, syscalls.code_of, os.unlink, self.at(name)),
+                             "EPERM")
+            self.assertEqual(self.as_somebody(who, syscalls.code_of, os.rename, self.at(name),
+                                              self.at("sticky/x")), "EPERM")
         self.as_somebody(BOB, os.rename, self.at("sticky/others"), self.at("sticky/mine"))
         self.as_somebody(BOB, os.unlink, self.at("sticky/mine"))
         os.unlink(self.at("sticky/hers"))
@@ -704,7 +749,8 @@ class Attributes(UnionCase):
                 os.close(fd)
 
         for name in ("setgid/tool", "d2/made"):
-            for how in (write, grow, lambda path: os.truncate(self.at(path), 5), lambda path: os.chown(self.at(path), 1000, 1000)):
+            for how in (write, grow, lambda path: os.truncate(self.at(path), 5),
+                        lambda path: os.chown(self.at(path), 1000, 1000)):
                 if name == "d2/made":
                     self.write(name, b"made")
                 os.chown(self.at(name), 1000, 1000)
@@ -723,7 +769,9 @@ class Attributes(UnionCase):
         os.chmod(self.at("setgid/tool"), 0o6777)
         os.setxattr(self.at("setgid/tool"), "security.capability", capability)
         os.chown(self.at("setgid/tool"), 5, 5)
-        self.assertEqual((oct(mode("setgid/tool")), "security.capability" in os.listxattr(self.at("setgid/tool"))), (oct(0o777), False))
+        self.assertEqual((oct(mode("setgid/tool")),
+                          "security.capability" in os.listxattr(self.at("setgid/tool"))),
+                         (oct(0o777), False))
         os.setxattr(self.at("setgid/tool"), "security.capability", capability)
         self.remount()
         self.assertEqual(os.getxattr(self.at("setgid/tool"), "security.capability"), capability)
@@ -733,21 +781,26 @@ class Attributes(UnionCase):
              "the host's file system provides (4 KiB on ext4). Setting an attribute that does not "
              "fit fails with ENOSPC or E2BIG.")
     def test_extended_attributes(self):
-        for name, attribute in (("d0/hundred", "user.new"), ("d1", "trusted.new"), ("link", "trusted.new"), ("null", "security.new"),
+        for name, attribute in (("d0/hundred", "user.new"), ("d1", "trusted.new"),
+                                ("link", "trusted.new"), ("null", "security.new"),
                                 ("d2/big", "user." + "x" * 250), ("fifo", "trusted." + "y" * 230)):
             path = self.at(name)
             had = set(os.listxattr(path, follow_symlinks=False))
             os.setxattr(path, attribute, b"1" * 100, os.XATTR_CREATE, follow_symlinks=False)
-            self.assert_error("EEXIST", os.setxattr, path, attribute, b"2", os.XATTR_CREATE, follow_symlinks=False)
+            self.assert_error("EEXIST", os.setxattr, path, attribute, b"2", os.XATTR_CREATE,
+                              follow_symlinks=False)
             os.setxattr(path, attribute, b"", os.XATTR_REPLACE, follow_symlinks=False)
             self.assertEqual(set(os.listxattr(path, follow_symlinks=False)), had | {attribute})
-        self.assert_error("EPERM", os.setxattr, self.at("link"), "user.x", b"", follow_symlinks=False)
+        self.assert_error("EPERM", os.setxattr, self.at("link"), "user.x", b"",
+                          follow_symlinks=False)
         self.assert_error("EPERM", os.setxattr, self.at("fifo"), "user.x", b"")
         self.assert_error("ENODATA", os.removexattr, self.at("d0/hundred"), "user.none")
-        self.assert_error("ENODATA", os.setxattr, self.at("d0/hundred"), "user.none", b"", os.XATTR_REPLACE)
+        self.assert_error("ENODATA", os.setxattr, self.at("d0/hundred"), "user.none", b"",
+                          os.XATTR_REPLACE)
         self.assert_error("ENODATA", os.getxattr, self.at("d0/hundred"), "user.none")
         self.assert_error("EOPNOTSUPP", os.setxattr, self.at("d0/hundred"), "other.x", b"")
-        self.assertIn(syscalls.code_of(os.setxattr, self.at("top"), "user.much", bytes(65_536)), ("ENOSPC", "E2BIG", None))
+        self.assertIn(syscalls.code_of(os.setxattr, self.at("top"), "user.much", bytes(65_536)),
+                      ("ENOSPC", "E2BIG", None))
         self.assert_error("E2BIG", os.setxattr, self.at("top"), "user.more", bytes(65_537))
         os.removexattr(self.at("d2/big"), "user.two")
         self.remount()
@@ -771,8 +824,10 @@ class Attributes(UnionCase):
              "`trusted.overlay.opaque`) are ordinary attributes in the mount. The upper stores "
              "them separately from its own attributes, and they have no special effect.")
     def test_names_of_marks_are_the_containers(self):
-        names = ["trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy", "trusted.overlay.origin", "trusted.overlay.nlink",
-                 "trusted.overlay.overlay.x", "trusted.bcow.sketch", "trusted.bcow.bcow.y", "user.overlay.opaque", "user.containers.override_stat"]
+        names = ["trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy",
+                 "trusted.overlay.origin", "trusted.overlay.nlink", "trusted.overlay.overlay.x",
+                 "trusted.bcow.sketch", "trusted.bcow.bcow.y", "user.overlay.opaque",
+                 "user.containers.override_stat"]
         seen = sorted(os.listdir(self.at("d2")))
         for path in ("d2", BIG, "d0/hundred"):
             for name in names:
@@ -788,7 +843,8 @@ class Attributes(UnionCase):
             self.assertEqual(self.read(BIG), want)
             for name in names:
                 self.assertEqual(os.getxattr(self.at(BIG), name), b"/made/up")
-            self.assertEqual(sorted(os.listxattr(self.at(BIG))), sorted(["user.two", "trusted.three", *names]))
+            self.assertEqual(sorted(os.listxattr(self.at(BIG))),
+                             sorted(["user.two", "trusted.three", *names]))
             if not again:
                 self.remount()
         for name in names:
@@ -885,7 +941,8 @@ class Attributes(UnionCase):
         with open(self.at(BIG), "r+b") as file:
             file.write(b"changed")
         os.chown(self.at("link"), 7, 7, follow_symlinks=False)
-        names = ["new-file", "new-directory", "new-link", "d0", "d0/hundred", BIG, "link", "d2", "."]
+        names = ["new-file", "new-directory", "new-link", "d0", "d0/hundred", BIG, "link", "d2",
+                 "."]
 
         def times():
             return {name: os.lstat(self.at(name)).st_atime_ns for name in names}
@@ -922,14 +979,16 @@ class Attributes(UnionCase):
         self.assertEqual(os.stat(self.at(BIG)).st_blocks, whole)
         with open(self.at(BIG), "r+b") as file:
             file.write(b"x")
-        self.assertTrue(whole <= os.stat(self.at(BIG)).st_blocks <= whole + 64, os.stat(self.at(BIG)).st_blocks)
+        self.assertTrue(whole <= os.stat(self.at(BIG)).st_blocks <= whole + 64,
+                        os.stat(self.at(BIG)).st_blocks)
         # Nor does a file with holes, or none but holes, count them.
         self.assertLess(os.stat(self.at("d2/hollow")).st_blocks, 8)
         holes = os.stat(self.at("d2/holes")).st_blocks
         self.assertLess(holes, 200)
         os.chmod(self.at("d2/holes"), 0o600)
         # The host may need a block for the attributes.
-        self.assertTrue(holes <= os.stat(self.at("d2/holes")).st_blocks <= holes + 8, os.stat(self.at("d2/holes")).st_blocks)
+        self.assertTrue(holes <= os.stat(self.at("d2/holes")).st_blocks <= holes + 8,
+                        os.stat(self.at("d2/holes")).st_blocks)
 
     @promise("The link count of a directory that exists in both the image and the upper is 1, as "
              "in overlayfs.")
@@ -945,13 +1004,15 @@ class Attributes(UnionCase):
             fcntl.flock(one, fcntl.LOCK_EX)
             self.assert_error("EAGAIN", fcntl.flock, two, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(two, b"x", 0)  # The file is copied up with the lock held.
-            self.assert_error("EAGAIN", fcntl.flock, self.opened(name), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self.assert_error("EAGAIN", fcntl.flock, self.opened(name),
+                              fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(one, fcntl.LOCK_UN)
             fcntl.flock(two, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.lockf(one, fcntl.LOCK_EX, 10, 5)
             other = (f"import fcntl, sys\nfile = open({self.at(name)!r}, 'r+b')\n"
                      "for length, start in ((5, 0), (5, 7)):\n"
-                     "    try:\n        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)\n        print('free')\n"
+                     "    try:\n        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, "
+                     "start)\n        print('free')\n"
                      "    except BlockingIOError:\n        print('locked')\n")
             told = run(sys.executable, "-c", other).out.split()
             self.assertEqual(told, [b"free", b"locked"])
@@ -1014,10 +1075,13 @@ class InOtherHands(UnionCase):
             self.assertEqual(file.read(), self.original("d1/odd"))
 
     def overlay(self):
-        """The kernel's overlayfs of the upper over the extracted image; read-only, lest it change the upper."""
+        """The kernel's overlayfs of the upper over the extracted image; read-only, lest it change
+        the upper."""
         seen = os.path.join(self.mount.directory, "seen")
         os.mkdir(seen)
-        run("mount", "-t", "overlay", "-o", f"ro,lowerdir={self.upper}:{self.lower.tree},metacopy=on,redirect_dir=on,xino=off", "overlay", seen)
+        run("mount", "-t", "overlay", "-o",
+            f"ro,lowerdir={self.upper}:{self.lower.tree},metacopy=on,redirect_dir=on,xino=off",
+            "overlay", seen)
         return seen
 
 

@@ -1,7 +1,7 @@
 """Uppers of writable mounts while they are not mounted: diff, commit and fsck.
 
-The uppers are bcow's, and the kernel's overlayfs's, which have the same form but for sketches: what bcow says of one is
-compared with what the mount showed.
+The uppers are bcow's, and the kernel's overlayfs's, which have the same form but for sketches: what
+bcow says of one is compared with what the mount showed.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ import tempfile
 import unittest
 
 import support
-from support import NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, is_mounted, need, run, until
+from support import (NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, is_mounted,
+                     need, run, until)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -39,7 +40,8 @@ def read(path):
 
 def make_lower(top):
     os.makedirs(top)
-    for directory in ("etc", "usr/lib/deep/er", "var/lib/data", "gone/with/it", "moved/inside", "swap-a", "swap-b", "empty"):
+    for directory in ("etc", "usr/lib/deep/er", "var/lib/data", "gone/with/it", "moved/inside",
+                      "swap-a", "swap-b", "empty"):
         os.makedirs(os.path.join(top, directory))
     write(f"{top}/etc/config", b"one\n" * 100)
     write(f"{top}/etc/setuid", b"#!/bin/sh\n", 0o4755)
@@ -126,7 +128,8 @@ class Uppers:
             run("umount", f"{cls.top}/merged")
         shutil.rmtree(cls.top, ignore_errors=True)
         os.makedirs(cls.top)
-        cls.lower, cls.upper, cls.merged = (os.path.join(cls.top, name) for name in ("lower", "up", "merged"))
+        cls.lower, cls.upper, cls.merged = (os.path.join(cls.top, name)
+                                            for name in ("lower", "up", "merged"))
         make_lower(cls.lower)
         for name in ("up", "work", "merged"):
             os.mkdir(os.path.join(cls.top, name))
@@ -156,7 +159,8 @@ class Uppers:
         summaries = []
         for arguments in ((self.after,), ("--upper", self.upper)):
             found = json.loads(bcow("diff", self.base, *arguments, "--json", check=False).out)
-            summaries.append({key: found["summary"][key] for key in ("added", "removed", "changed", "retyped")})
+            summaries.append({key: found["summary"][key]
+                                   for key in ("added", "removed", "changed", "retyped")})
             names = {entry["path"] for entry in found["entries"] if "path" in entry}
             self.assertIn("/usr/lib/renamed/inside/file", names)
         self.assertEqual(*summaries)
@@ -170,11 +174,13 @@ class Uppers:
 
     def test_what_is_not_changed_is_not_read(self):
         """The file that changed is one of three megabytes; only what may differ is compared."""
-        found = json.loads(bcow("diff", self.base, "--upper", self.upper, "--json", check=False).out)
+        found = json.loads(
+            bcow("diff", self.base, "--upper", self.upper, "--json", check=False).out)
         self.assertLess(found["summary"]["compared_bytes"], 5 << 20)
 
     def commit(self, destination, *options, **others):
-        return bcow("commit", self.base, "--upper", self.upper, destination, *options, env=EPOCH, **others)
+        return bcow("commit", self.base, "--upper", self.upper, destination, *options, env=EPOCH,
+                    **others)
 
     def assert_shows_the_union(self, image, *options):
         found = bcow("diff", self.after, image, *options, check=False)
@@ -206,7 +212,8 @@ class Uppers:
         os.mkdir(elsewhere)
         moved = shutil.move(merged, elsewhere)
         refused = bcow("cat", moved, "/etc/unchanged", check=False)
-        assert_refused(self, refused, os.path.basename(self.base), "is not there", elsewhere, "--store")
+        assert_refused(self, refused, os.path.basename(self.base), "is not there", elsewhere,
+                       "--store")
         for option in ("--store", "--backing-dir"):
             self.assert_shows_the_union(moved, option, os.path.dirname(self.base))
         self.assert_shows_the_union(moved, "--store", self.store())
@@ -227,7 +234,8 @@ class Uppers:
         finally:
             bcow("umount", where, timeout=60)
         # Written to, committed, and shown with both.
-        upper, second, whole = self.path("on-top-upper"), self.path("on-top-2.bcow"), self.path("on-top-whole.bcow")
+        upper, second, whole = self.path("on-top-upper"), self.path("on-top-2.bcow"), self.path(
+            "on-top-whole.bcow")
         where = self.layered(layer, ("--upper", upper))
         try:
             write(f"{where}/etc/on-top", b"new")
@@ -297,8 +305,8 @@ class Uppers:
         listed = run("tar", "-tf", layer).out
         self.assertIn(b".wh.gone", listed)
         self.assertIn(b"swap-a/.wh..wh..opq", listed)
-        run("tar", "-C", where, "--xattrs", "--xattrs-include=*", "--overwrite", "-xpf", layer, "etc/config", "holes",
-            "new-1", "etc/new-2", "disk", "var/lib/other-elsewhere")
+        run("tar", "-C", where, "--xattrs", "--xattrs-include=*", "--overwrite", "-xpf", layer,
+            "etc/config", "holes", "new-1", "etc/new-2", "disk", "var/lib/other-elsewhere")
         for path, content in (("new-1", b"n" * 70000), ("var/lib/other-elsewhere", b"o" * 100000)):
             self.assertEqual(read(f"{where}/{path}"), content)
         self.assertEqual(os.getxattr(f"{where}/etc/config", "user.new"), b"\0binary\xff")
@@ -309,10 +317,13 @@ class Uppers:
         target = self.path("refused.bcow")
         refused = bcow("commit", self.base, "--upper", self.path("nowhere"), target, check=False)
         assert_refused(self, refused, "there is no such directory")
-        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, self.base, check=False), "is made of it")
-        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, check=False), "nothing to write", code=2)
-        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, "tar:x", "--merge", check=False), "--merge",
-                       code=2)
+        assert_refused(self,
+                       bcow("commit", self.base, "--upper", self.upper, self.base, check=False),
+                       "is made of it")
+        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, check=False),
+                       "nothing to write", code=2)
+        assert_refused(self, bcow("commit", self.base, "--upper", self.upper, "tar:x", "--merge",
+                                  check=False), "--merge", code=2)
         damaged = self.path("damaged")
         run("cp", "-a", self.upper, damaged)
         os.setxattr(f"{damaged}/usr/lib/renamed", "trusted.overlay.redirect", b"/not/../plain")
@@ -328,7 +339,8 @@ class OfOverlayfs(Uppers, unittest.TestCase):
     @contextlib.contextmanager
     def union(cls):
         run("mount", "-t", "overlay", "overlay", "-o",
-            f"lowerdir={cls.lower},upperdir={cls.upper},workdir={cls.top}/work,{OVERLAY}", cls.merged)
+            f"lowerdir={cls.lower},upperdir={cls.upper},workdir={cls.top}/work,{OVERLAY}",
+            cls.merged)
         try:
             yield
         finally:
@@ -342,7 +354,8 @@ class OfBcow(Uppers, unittest.TestCase):
     @classmethod
     @contextlib.contextmanager
     def union(cls):
-        bcow("mount", cls.base, cls.merged, "--upper", cls.upper, "--sketch", cls.SKETCH, timeout=60)
+        bcow("mount", cls.base, cls.merged, "--upper", cls.upper, "--sketch", cls.SKETCH,
+             timeout=60)
         try:
             yield
         finally:
@@ -379,8 +392,8 @@ class OfBcow(Uppers, unittest.TestCase):
         finally:
             bcow("umount", self.merged)
         bcow("commit", f"oci:{layout}:stack", "--upper", upper, f"oci:{layout}:third", env=EPOCH)
-        before, after = (json.loads(run("skopeo", "inspect", "--raw", f"oci:{layout}:{name}").out) for name in
-                         ("plain", "third"))
+        before, after = (json.loads(run("skopeo", "inspect", "--raw", f"oci:{layout}:{name}").out)
+                         for name in ("plain", "third"))
         self.assertEqual(after["layers"][:-1], before["layers"])
         config = json.loads(run("skopeo", "inspect", "--config", f"oci:{layout}:third").out)
         self.assertEqual(len(config["rootfs"]["diff_ids"]), 3)
@@ -388,7 +401,8 @@ class OfBcow(Uppers, unittest.TestCase):
         run("umoci", "unpack", "--image", f"{layout}:third", bundle)
         self.assertEqual(read(f"{bundle}/rootfs/etc/unchanged"), b"u" * 5000 + b"changed after all")
         self.assertFalse(os.path.exists(f"{bundle}/rootfs/holes"))
-        assert_refused(self, bcow("commit", f"oci:{layout}:stack", "--upper", upper, f"oci:{layout}:stack", check=False),
+        assert_refused(self, bcow("commit", f"oci:{layout}:stack", "--upper", upper,
+                                  f"oci:{layout}:stack", check=False),
                        "take the name of the one that it is made of")
 
     def test_an_upper_in_use_is_refused_by_name_of_who_uses_it(self):
@@ -397,12 +411,15 @@ class OfBcow(Uppers, unittest.TestCase):
                             ("commit", self.base, "--upper", self.upper, "tar:-")):
                 result = bcow(*command, check=False)
                 self.assertNotIn(result.code, (0, 1) if command[0] == "diff" else (0,), str(result))
-                self.assertRegex(result.err.decode(), r"it is being written by .*mount.*process [0-9]+")
+                self.assertRegex(result.err.decode(),
+                                 r"it is being written by .*mount.*process [0-9]+")
 
     def test_an_upper_of_another_image_is_refused_by_both_names(self):
         result = bcow("diff", self.after, "--upper", self.upper, check=False)
-        assert_refused(self, result, "belongs to the image .*base.bcow", "not to .*after.bcow", code=2)
-        assert_refused(self, bcow("fsck", self.upper, self.after, check=False), "belongs to the image", code=8)
+        assert_refused(self, result, "belongs to the image .*base.bcow", "not to .*after.bcow",
+                       code=2)
+        assert_refused(self, bcow("fsck", self.upper, self.after, check=False),
+                       "belongs to the image", code=8)
 
     def test_only_what_changed_of_a_large_file_is_in_a_layer(self):
         layer = self.path("accurate.bcow")
@@ -414,9 +431,11 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertEqual(shown, wanted)
 
     def test_fsck_finds_nothing_in_a_sound_upper(self):
-        self.assertRegex(self.fsck(self.upper), r"clean \([0-9]+ directories, [0-9]+ files, [0-9]+ whiteouts, 2 sketches\)")
+        self.assertRegex(self.fsck(self.upper), r"clean \([0-9]+ directories, [0-9]+ files, [0-9]+ "
+                                                r"whiteouts, 2 sketches\)")
         found = json.loads(self.fsck(self.upper, "--json"))
-        self.assertEqual((found["verdict"], found["findings"], found["upper"]["sketches"]), ("clean", [], 2))
+        self.assertEqual((found["verdict"], found["findings"], found["upper"]["sketches"]),
+                         ("clean", [], 2))
 
     def test_fsck_finds_nothing_when_a_mount_has_ended_in_order(self):
         for end in ("umount", "SIGTERM", "SIGINT"):
@@ -425,7 +444,8 @@ class OfBcow(Uppers, unittest.TestCase):
                     upper = self.path(f"ended-{end}-{foreground}")
                     options = ("--upper", upper, "--sketch", self.SKETCH)
                     if foreground:
-                        program = subprocess.Popen([support.BCOW, "mount", "-f", self.base, self.merged, *options])
+                        program = subprocess.Popen([support.BCOW, "mount", "-f", self.base,
+                                                    self.merged, *options])
                     else:
                         bcow("mount", self.base, self.merged, *options, timeout=60)
                     until(lambda: is_mounted(self.merged), "mounted")
@@ -453,8 +473,10 @@ class OfBcow(Uppers, unittest.TestCase):
                     self.assertEqual(os.listdir(f"{upper}/.bcow/work"), [])
 
     def test_acls_of_the_directory_around_are_on_nothing_that_a_container_made(self):
-        entries = [(0x01, 0xFFFFFFFF), (0x02, 1000), (0x04, 0xFFFFFFFF), (0x10, 0xFFFFFFFF), (0x20, 0xFFFFFFFF)]
-        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", tag, 7, who) for tag, who in entries)
+        entries = [(0x01, 0xFFFFFFFF), (0x02, 1000), (0x04, 0xFFFFFFFF), (0x10, 0xFFFFFFFF),
+                   (0x20, 0xFFFFFFFF)]
+        acl = struct.pack("<I",
+                          2) + b"".join(struct.pack("<HHI", tag, 7, who) for tag, who in entries)
         for user in (None, NOBODY):
             with self.subTest(user=user):
                 around = tempfile.mkdtemp(prefix="shared-", dir=WORK)
@@ -466,12 +488,14 @@ class OfBcow(Uppers, unittest.TestCase):
                     run("chown", "-R", f"{user}:{user}", around)
                 bcow("convert", f"dir:{around}/tree", f"{around}/base.bcow")
                 os.setxattr(around, "system.posix_acl_default", acl)
-                upper, where, image = (os.path.join(around, name) for name in ("upper", "mnt", "base.bcow"))
+                upper, where, image = (os.path.join(around, name)
+                                       for name in ("upper", "mnt", "base.bcow"))
                 if user is not None:
                     upper, where, image = (for_everyone(path) for path in (upper, where, image))
                 bcow("mount", image, where, "--upper", upper, user=user, timeout=60)
                 try:
-                    script = 'cd "$1"; mkdir -m 750 made; touch made/new root directory/secret; getfattr -dm- . made made/new root directory directory/secret'
+                    script = ('cd "$1"; mkdir -m 750 made; touch made/new root directory/secret; '
+                              'getfattr -dm- . made made/new root directory directory/secret')
                     shown = run("sh", "-ec", script, "sh", where, user=user).out.decode()
                 finally:
                     bcow("umount", where, user=user, timeout=60)
@@ -481,7 +505,8 @@ class OfBcow(Uppers, unittest.TestCase):
                         names = os.listxattr(os.path.join(place, name), follow_symlinks=False)
                         held = [name for name in names if "posix_acl" in name]
                         # What lies directly in .bcow is no part of the tree.
-                        self.assertTrue(not held or place.endswith("/.bcow") and name in files, (place, name, held))
+                        self.assertTrue(not held or place.endswith("/.bcow") and name in files,
+                                        (place, name, held))
                 self.assertNotIn("system.posix_acl_default", os.listxattr(upper))
                 shutil.rmtree(around)
 
@@ -505,7 +530,8 @@ class OfBcow(Uppers, unittest.TestCase):
         os.link(f"{upper}/.bcow/index/{entry}", os.path.join(upper, ".bcow", "work", "link"))
         os.setxattr(f"{upper}/.bcow/index/{entry}", "trusted.overlay.nlink", b"U+9")
         # Of a file that the image has one name for.
-        number = int.from_bytes(os.getxattr(f"{upper}/etc/config", "trusted.overlay.origin")[21:], "little")
+        number = int.from_bytes(os.getxattr(f"{upper}/etc/config", "trusted.overlay.origin")[21:],
+                                "little")
         spare = f"{upper}/.bcow/index/{number:016x}"
         run("cp", "-a", f"{upper}/etc/config", spare)
         os.setxattr(spare, "trusted.overlay.nlink", b"U-1")
@@ -530,24 +556,30 @@ class OfBcow(Uppers, unittest.TestCase):
             return lambda upper: os.setxattr(f"{upper}/{path}", f"trusted.{name}", value)
 
         damages = {
-            "upper-sketch-map": [lambda upper: os.unlink(self.sketch(upper)), lambda upper: flip(self.sketch(upper), 600),
-                                 lambda upper: flip(self.sketch(upper), 20), lambda upper: os.truncate(self.sketch(upper), 512)],
-            "upper-mark": [mark("bcow.sketch", b"?" * 40), mark("overlay.metacopy", b"\1"), mark("overlay.origin", b"\0\xfb"),
+            "upper-sketch-map": [lambda upper: os.unlink(self.sketch(upper)),
+                                 lambda upper: flip(self.sketch(upper), 600),
+                                 lambda upper: flip(self.sketch(upper), 20),
+                                 lambda upper: os.truncate(self.sketch(upper), 512)],
+            "upper-mark": [mark("bcow.sketch", b"?" * 40), mark("overlay.metacopy", b"\1"),
+                           mark("overlay.origin", b"\0\xfb"),
                            mark("overlay.redirect", b"a/b", "usr/lib/renamed")],
-            "upper-mark-misplaced": [lambda upper: os.removexattr(f"{upper}/var/lib/data/table", "trusted.bcow.sketch"),
-                                     mark("overlay.opaque", b"y")],
-            "upper-origin": [mark("overlay.origin", bytes([0, 0xfb, 29, 0, 0xbc]) + bytes(16) + b"\xff" * 8)],
-            "upper-record": [lambda upper: os.truncate(f"{upper}/.bcow/instance.json", 20)],
-        }
+            "upper-mark-misplaced":
+                [lambda upper: os.removexattr(f"{upper}/var/lib/data/table", "trusted.bcow.sketch"),
+                 mark("overlay.opaque", b"y")],
+            "upper-origin": [mark("overlay.origin",
+                                  bytes([0, 0xfb, 29, 0, 0xbc]) + bytes(16) + b"\xff" * 8)],
+            "upper-record": [lambda upper: os.truncate(f"{upper}/.bcow/instance.json", 20)]}
         for code, ways in damages.items():
             for number, damage in enumerate(ways):
                 upper = self.copy(f"{code}-{number}")
                 damage(upper)
-                before = run("find", upper, "-type", "f", "-size", "-9M", "-exec", "sha256sum", "{}", "+").out
+                before = run("find", upper, "-type", "f", "-size", "-9M", "-exec", "sha256sum",
+                             "{}", "+").out
                 with self.subTest(code=code, number=number):
                     self.assertIn(f"error {code}: ", self.fsck(upper, code=4))
                     self.fsck(upper, "--repair", code=4)
-                    after = run("find", upper, "-type", "f", "-size", "-9M", "-exec", "sha256sum", "{}", "+").out
+                    after = run("find", upper, "-type", "f", "-size", "-9M", "-exec", "sha256sum",
+                                "{}", "+").out
                     self.assertEqual(before, after)
                 shutil.rmtree(upper)
 
@@ -555,10 +587,12 @@ class OfBcow(Uppers, unittest.TestCase):
         upper = self.copy("volatile")
         write(f"{upper}/.bcow/volatile", b"another boot\n")
         self.assertIn("error upper-volatile: .bcow/volatile", self.fsck(upper, code=4))
-        assert_refused(self, bcow("commit", self.base, "--upper", upper, "tar:-", check=False), "volatile")
+        assert_refused(self, bcow("commit", self.base, "--upper", upper, "tar:-", check=False),
+                       "volatile")
 
     def test_overlayfs_shows_the_same_but_for_sketches(self):
-        """Those it refuses, rather than showing holes. The root's mode is kept where it does not look."""
+        """Those it refuses, rather than showing holes. The root's mode is kept where it does not
+        look."""
         upper, work = self.copy("for-overlayfs"), self.path("work-2")
         shutil.rmtree(f"{upper}/.bcow")
         os.mkdir(work)
@@ -576,8 +610,10 @@ class OfBcow(Uppers, unittest.TestCase):
                 shutil.copy(f"{self.lower}/{path}", f"{upper}/{path}")
             run("umount", self.merged)
             run("mount", "-t", "overlay", "overlay", "-o", options, self.merged)
-            ignore = ["mode:.", "mtime:.", "mtime:var/lib/data", "nlink:usr/linked-2", "nlink:usr/lib/renamed/linked-3"]
-            ignore += [f"{field}:{path}" for field in ("mtime", "sha256", "size") for path in sketches]
+            ignore = ["mode:.", "mtime:.", "mtime:var/lib/data", "nlink:usr/linked-2",
+                      "nlink:usr/lib/renamed/linked-3"]
+            ignore += [f"{field}:{path}" for field in ("mtime", "sha256", "size")
+                       for path in sketches]
             assert_same_tree(self, shown, self.merged, ignore=ignore)
         finally:
             run("umount", self.merged)
@@ -589,7 +625,8 @@ class OfBcow(Uppers, unittest.TestCase):
         try:
             os.mkdir(f"{where}/given")
             for name in ("given", "new"):
-                refused = bcow("mount", self.base, self.merged, "--upper", f"{where}/{name}", check=False)
+                refused = bcow("mount", self.base, self.merged, "--upper", f"{where}/{name}",
+                               check=False)
                 assert_refused(self, refused, "no extended attributes")
             self.assertEqual((os.listdir(where), os.listdir(f"{where}/given")), (["given"], []))
         finally:
@@ -618,7 +655,8 @@ class OfBcowPacked(Uppers, unittest.TestCase):
 
 
 class Rootless(unittest.TestCase):
-    """An upper of a user without privilege: marks are user.*, owners and devices are in an attribute."""
+    """An upper of a user without privilege: marks are user.*, owners and devices are in an
+    attribute."""
 
     def test_what_a_user_changed_is_told_by_diff_and_kept_by_commit(self):
         need("fusermount3", "setpriv", root=True, fuse=True)
@@ -653,7 +691,8 @@ class Rootless(unittest.TestCase):
             bcow("convert", f"dir:{merged}", after, user=NOBODY)
         finally:
             bcow("umount", merged, user=NOBODY)
-        self.assertIn(b"user.overlay.origin", os.fsencode("\n".join(os.listxattr(f"{top}/user/up/etc/config"))))
+        self.assertIn(b"user.overlay.origin",
+                      os.fsencode("\n".join(os.listxattr(f"{top}/user/up/etc/config"))))
         for user in (NOBODY, None):
             whole = bcow("diff", base, after, user=user, check=False)
             quick = bcow("diff", base, "--upper", upper, user=user, check=False)

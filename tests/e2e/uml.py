@@ -1,7 +1,7 @@
 """A Linux kernel as an ordinary process (User-Mode Linux), to be a client of what bcow serves.
 
-The guest sees the host's files, read-only. Its network is a user-mode one (slirp4netns), so that neither a network device nor
-root is needed: the host is 10.0.2.2 there.
+The guest sees the host's files, read-only. Its network is a user-mode one (slirp4netns), so that
+neither a network device nor root is needed: the host is 10.0.2.2 there.
 """
 
 import contextlib
@@ -23,11 +23,13 @@ class GuestFailed(AssertionError):
 
 
 def need():
-    support.need("linux.uml", "slirp4netns", "nbd-client", "gcc", "mkfs.ext4", "mkfs.xfs", "mkfs.btrfs")
+    support.need("linux.uml", "slirp4netns", "nbd-client", "gcc", "mkfs.ext4", "mkfs.xfs",
+                 "mkfs.btrfs")
 
 
 def boot(steps, timeout=120):
-    """Boots a guest that does the steps (see guest/init.py) and loses its power; returns the value of each."""
+    """Boots a guest that does the steps (see guest/init.py) and loses its power; returns the value
+    of each."""
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="uml-", dir=support.WORK))
         # The name of a Unix socket has at most 107 bytes, and a checkout may lie deep.
@@ -35,25 +37,28 @@ def boot(steps, timeout=120):
         with open(os.path.join(scratch, "steps"), "w") as file:
             json.dump([[name, arguments] for name, arguments in steps], file)
         preload = os.path.join(scratch, "xstate.so")
-        support.run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", preload, os.path.join(HERE, "xstate.c"))
+        support.run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", preload,
+                    os.path.join(HERE, "xstate.c"))
         wire = os.path.join(short, "net")
         with open(os.path.join(scratch, "network"), "wb") as log:
-            network = subprocess.Popen(["slirp4netns", "--target-type=bess", wire], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            network = subprocess.Popen(["slirp4netns", "--target-type=bess", wire],
+                                       stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        start_new_session=True)
         stack.callback(network.wait)
         # It is two processes.
         stack.callback(os.killpg, network.pid, signal.SIGKILL)
         wait_for(wire, network)
-        command = ["linux.uml", f"mem={MEMORY}", "root=none", "rootfstype=hostfs", "rootflags=/", "ro", "quiet",
-                   "con=null", "con0=null,fd:1", "ssl=null", f"uml_dir={short}",
-                   f"vec0:transport=bess,dst={wire},depth=128,gro=1",
-                   "init=/usr/bin/python3", "--", os.path.join(HERE, "init.py"), os.path.join(scratch, "steps")]
+        command = ["linux.uml", f"mem={MEMORY}", "root=none", "rootfstype=hostfs", "rootflags=/",
+                   "ro", "quiet", "con=null", "con0=null,fd:1", "ssl=null", f"uml_dir={short}",
+                   f"vec0:transport=bess,dst={wire},depth=128,gro=1", "init=/usr/bin/python3", "--",
+                   os.path.join(HERE, "init.py"), os.path.join(scratch, "steps")]
         environment = {"LD_PRELOAD": preload, "HOME": short}
         guest = support.run(*command, timeout=timeout, check=False, env=environment)
         text = guest.out.decode(errors="replace")
     results = [json.loads(line[2:]) for line in text.splitlines() if line.startswith("@ ")]
     if len(results) != len(steps):
-        raise GuestFailed(f"the guest did {len(results)} of {len(steps)} steps:\n{text[-6000:]}{guest.err.decode(errors='replace')[-2000:]}")
+        raise GuestFailed(f"the guest did {len(results)} of {len(steps)} steps:\n"
+                          f"{text[-6000:]}{guest.err.decode(errors='replace')[-2000:]}")
     return [result["value"] for result in results]
 
 

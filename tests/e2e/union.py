@@ -1,4 +1,5 @@
-"""What the test cases of writable mounts share: one lower tree for a class, one mount for a test."""
+"""What the test cases of writable mounts share: one lower tree for a class, one mount for a
+test."""
 
 import os
 import shutil
@@ -82,7 +83,8 @@ class UnionCase(unittest.TestCase):
         self.assertEqual(syscalls.code_of(function, *arguments, **options), code)
 
     def stored(self):
-        """Bytes of file content that the upper takes on the host; where it has them, in blocks of 4 KiB."""
+        """Bytes of file content that the upper takes on the host; where it has them, in blocks of 4
+        KiB."""
         total = 0
         for path, _, files in os.walk(self.upper):
             for name in files:
@@ -99,8 +101,10 @@ class UnionCase(unittest.TestCase):
         self.mount.upper = self.upper = support.for_everyone(self.upper)
 
     def disk(self, mib, options="loop", at=None):
-        """A small ext4 of its own, in a file in the directory `at`, for the length of the test: the directory where it is mounted."""
-        image, where = os.path.join(at or self.mount.directory, "disk.ext4"), os.path.join(self.mount.directory, "disk")
+        """A small ext4 of its own, in a file in the directory `at`, for the length of the test: the
+        directory where it is mounted."""
+        image, where = os.path.join(at or self.mount.directory, "disk.ext4"), os.path.join(
+            self.mount.directory, "disk")
         with open(image, "wb") as file:
             file.truncate(mib << 20)
         support.run("mkfs.ext4", "-q", "-F", "-m", "0", image)

@@ -1,4 +1,5 @@
-"""A virtual machine without acceleration (qemu's tcg): Debian's kernel, busybox, and disks on virtio-blk."""
+"""A virtual machine without acceleration (qemu's tcg): Debian's kernel, busybox, and disks on
+virtio-blk."""
 
 import functools
 import os
@@ -20,7 +21,8 @@ def need():
 
 @functools.cache
 def kernel():
-    done = subprocess.run([os.path.join(support.TOP, "tests", "images", "fetch-kernel")], stdout=subprocess.PIPE)
+    done = subprocess.run([os.path.join(support.TOP, "tests", "images", "fetch-kernel")],
+                          stdout=subprocess.PIPE)
     if done.returncode:
         raise AssertionError(f"fetch-kernel ended with {done.returncode}")
     return done.stdout.decode().strip()
@@ -49,7 +51,8 @@ def modules(directory):
 
 @functools.cache
 def initramfs():
-    """The first root file system: busybox, the file systems' tools with their libraries, modules, and init.sh."""
+    """The first root file system: busybox, the file systems' tools with their libraries, modules,
+    and init.sh."""
     path = os.path.join(support.WORK, "initramfs")
     with tempfile.TemporaryDirectory(prefix="initramfs-", dir=support.WORK) as root:
         def put(source, where):
@@ -63,7 +66,8 @@ def initramfs():
             program = shutil.which(tool)
             put(program, f"/bin/{tool}")
             # A program without libraries makes ldd fail.
-            for library in re.findall(r"(/\S+) \(0x", support.run("ldd", program, check=False).out.decode()):
+            for library in re.findall(r"(/\S+) \(0x",
+                                      support.run("ldd", program, check=False).out.decode()):
                 put(library, library)
         order = modules(os.path.join(kernel(), "modules"))
         for module in order:
@@ -71,21 +75,26 @@ def initramfs():
         with open(f"{root}/modules/order", "w") as file:
             file.writelines(os.path.basename(module) + "\n" for module in order)
         with open(path, "wb") as out:
-            names = subprocess.run(["find", ".", "-print0"], cwd=root, stdout=subprocess.PIPE, check=True).stdout
-            subprocess.run(["cpio", "--quiet", "-0", "-o", "-H", "newc"], cwd=root, input=names, stdout=out, check=True)
+            names = subprocess.run(["find", ".", "-print0"], cwd=root, stdout=subprocess.PIPE,
+                                   check=True).stdout
+            subprocess.run(["cpio", "--quiet", "-0", "-o", "-H", "newc"], cwd=root, input=names,
+                           stdout=out, check=True)
     return path
 
 
 def boot(mode, disks, timeout=240):
-    """Boots with the disks, given as {file system: NBD address}, and returns what the guest said of each."""
-    command = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "256", "-nodefaults", "-no-user-config", "-display", "none",
-               "-serial", "stdio", "-no-reboot", "-kernel", os.path.join(kernel(), "vmlinuz"), "-initrd", initramfs(),
-               "-append", f"console=ttyS0 quiet panic=-1 mode={mode} disks={','.join(disks)}"]
+    """Boots with the disks, given as {file system: NBD address}, and returns what the guest said of
+    each."""
+    command = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "256", "-nodefaults",
+               "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot", "-kernel",
+               os.path.join(kernel(), "vmlinuz"), "-initrd", initramfs(), "-append",
+               f"console=ttyS0 quiet panic=-1 mode={mode} disks={','.join(disks)}"]
     for address in disks.values():
         command += ["-drive", f"file={address},format=raw,if=virtio,discard=unmap,cache=none"]
     result = support.run(*command, timeout=timeout)
     said = [line.strip() for line in result.out.decode(errors="replace").splitlines()]
     lines = [line[2:] for line in said if line.startswith("@ ")]
     if len(lines) != len(disks) + 1 or lines[-1] != "done":
-        raise AssertionError(f"the machine did not do `{mode}`:\n" + "\n".join(said[-60:]) + result.err.decode(errors="replace"))
+        raise AssertionError(f"the machine did not do `{mode}`:\n" +
+                             "\n".join(said[-60:]) + result.err.decode(errors="replace"))
     return lines[:-1]

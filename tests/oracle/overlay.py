@@ -1,14 +1,18 @@
 """The kernel's overlayfs as the judge of merged layers.
 
-A Stack takes layers as lists of tar entries, unpacks each into a directory of its own in overlayfs's form (whiteout: a
-character device 0:0; opaque directory: trusted.overlay.opaque), and mounts them. What the mount shows is the expected
-tree. The unpacker is independent of bcow; where a layer cannot be put into overlayfs's form, it does as follows:
+A Stack takes layers as lists of tar entries, unpacks each into a directory of its own in
+overlayfs's form (whiteout: a character device 0:0; opaque directory: trusted.overlay.opaque), and
+mounts them. What the mount shows is the expected tree. The unpacker is independent of bcow; where a
+layer cannot be put into overlayfs's form, it does as follows:
 
-- A hardlink to a file of a lower layer is unpacked as a copy of what the mount of the lower layers shows there, and
-  noted: which names share an inode is then known across layers (inside a layer the file system knows it).
-- A directory that the layer does not list gets the attributes that the mount of the lower layers shows at its path, if
-  the layer lets a directory through there; otherwise 0755, root's, of 1970. (mkdir alone would make it look new.)
-- The kernel ignores an opaque mark on the root of a layer: the layers below it are then left out of the mount.
+- A hardlink to a file of a lower layer is unpacked as a copy of what the mount of the lower layers
+  shows there, and noted: which names share an inode is then known across layers (inside a layer the
+  file system knows it).
+- A directory that the layer does not list gets the attributes that the mount of the lower layers
+  shows at its path, if the layer lets a directory through there; otherwise 0755, root's, of 1970.
+  (mkdir alone would make it look new.)
+- The kernel ignores an opaque mark on the root of a layer: the layers below it are then left out of
+  the mount.
 
 It needs root, and a directory on a tmpfs with xattrs: of its inode numbers none is used twice.
 """
@@ -71,7 +75,8 @@ def is_whiteout(info):
 def mount_overlay(directory, lowers, where):
     """Mounts directories that lie in `directory`, uppermost first, by their short names.
 
-    Changes into it for that: mount(2) takes one page of options, which 500 absolute paths would not fit.
+    Changes into it for that: mount(2) takes one page of options, which 500 absolute paths would not
+    fit.
     """
     back = os.open(".", os.O_RDONLY)
     try:
@@ -79,7 +84,8 @@ def mount_overlay(directory, lowers, where):
         data = b"lowerdir=" + b":".join(os.fsencode(name) for name in lowers)
         if len(data) >= 4096:
             raise ValueError("too many layers for one page of mount options")
-        if libc.mount(b"overlay", os.fsencode(where), b"overlay", ctypes.c_ulong(MS_RDONLY), data) != 0:
+        if libc.mount(b"overlay", os.fsencode(where), b"overlay", ctypes.c_ulong(MS_RDONLY),
+                      data) != 0:
             code = ctypes.get_errno()
             raise OSError(code, f"overlay mount of {len(lowers)} layers: {os.strerror(code)}")
     finally:
@@ -169,7 +175,8 @@ class UnresolvedLinks(Exception):
 
 
 class Layer:
-    """One layer while it is unpacked. Places in it are tuples of names: no link among the directories."""
+    """One layer while it is unpacked. Places in it are tuples of names: no link among the
+    directories."""
 
     def __init__(self, stack):
         self.stack = stack
@@ -224,7 +231,8 @@ class Layer:
             raise
 
     def walk(self, names, made=None):
-        """The place of the directory that a path leads to. With `made`, it is made, and what was made is noted there."""
+        """The place of the directory that a path leads to. With `made`, it is made, and what was
+        made is noted there."""
         todo, at, links = list(reversed(names)), (), 0
         while todo:
             name = todo.pop()
@@ -338,7 +346,8 @@ class Layer:
         os.rename(aside, self.full(place))
 
     def link_pending(self):
-        """Links that waited: to a file of this layer if there is one now, else to a lower layer's."""
+        """Links that waited: to a file of this layer if there is one now, else to a lower
+        layer's."""
         waiting = [place for place in self.pending if self.is_pending(place)]
         for last_chance in (False, True):
             progress = True
@@ -448,7 +457,8 @@ class Layer:
 
 
 def follow(top, target):
-    """What a path names in a tree, links followed inside of it, but for the last. None for a directory."""
+    """What a path names in a tree, links followed inside of it, but for the last. None for a
+    directory."""
     todo, at, links = list(reversed(names_of(target))), [], 0
     while todo:
         name = todo.pop()
@@ -478,7 +488,8 @@ def follow(top, target):
 
 
 def entry_of(full, path=b""):
-    """An entry that makes a copy of an existing file, link, device or (without its content) directory."""
+    """An entry that makes a copy of an existing file, link, device or (without its content)
+    directory."""
     info = os.lstat(full)
     kind = tree.TYPES[stat.S_IFMT(info.st_mode)]
     data = b""
@@ -487,9 +498,10 @@ def entry_of(full, path=b""):
             data = source.read()
     xattrs = tuple((name, os.getxattr(full, name, follow_symlinks=False))
                    for name in sorted(os.listxattr(full, follow_symlinks=False)))
-    return Entry(path, kind, data, stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid, info.st_mtime_ns,
-                 os.readlink(full) if kind == "symlink" else b"",
-                 (os.major(info.st_rdev), os.minor(info.st_rdev)) if kind in ("char", "block") else (0, 0), xattrs)
+    return Entry(path, kind, data, stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid,
+                 info.st_mtime_ns, os.readlink(full) if kind == "symlink" else b"",
+                 (os.major(info.st_rdev), os.minor(info.st_rdev)) if kind in ("char", "block")
+                 else (0, 0), xattrs)
 
 
 def make(full, entry):

@@ -10,11 +10,11 @@
 diff exits 0 when the trees are equal, 1 when they differ, 2 when they could not be read.
 
 An entry has: path, type, mode (octal), uid, gid, mtime (nanoseconds), xattrs (name to hex), and as
-its type has it: size, sha256, target, rdev, nlink (of what is no directory), links (the names of one
-inode inside the tree, where there are several). Names that are no UTF-8 keep their bytes as Python's
-surrogate escapes. A field that is missing on one side is not compared, so that an expectation
-written by hand need not say everything. A directory's size and nlink belong to its file system and
-are not dumped; inode numbers, atime and ctime neither.
+its type has it: size, sha256, target, rdev, nlink (of what is no directory), links (the names of
+one inode inside the tree, where there are several). Names that are no UTF-8 keep their bytes as
+Python's surrogate escapes. A field that is missing on one side is not compared, so that an
+expectation written by hand need not say everything. A directory's size and nlink belong to its file
+system and are not dumped; inode numbers, atime and ctime neither.
 
 Used as a module: dump(directory) gives the entries, differences(a, b) what tells them apart.
 """
@@ -58,8 +58,8 @@ def content(path):
 def dump(directory, ghosts=False):
     """Every entry below a directory, itself included as `.`, by path.
 
-    With `ghosts`, names that are listed but are not there are left out, as overlayfs has them: it lists whiteouts of a
-    directory that only one layer has.
+    With `ghosts`, names that are listed but are not there are left out, as overlayfs has them: it
+    lists whiteouts of a directory that only one layer has.
     """
     top = os.fsencode(directory)
     entries, inodes, hashed = {}, {}, {}
@@ -68,7 +68,8 @@ def dump(directory, ghosts=False):
         info = os.lstat(full)
         kind = TYPES[stat.S_IFMT(info.st_mode)]
         entry = {"path": text(path), "type": kind, "mode": f"{stat.S_IMODE(info.st_mode):04o}",
-                 "uid": info.st_uid, "gid": info.st_gid, "mtime": info.st_mtime_ns, "xattrs": xattrs(full)}
+                 "uid": info.st_uid, "gid": info.st_gid, "mtime": info.st_mtime_ns,
+                 "xattrs": xattrs(full)}
         inode = (info.st_dev, info.st_ino)
         if kind != "dir":
             entry["nlink"] = info.st_nlink
@@ -117,7 +118,8 @@ def differences(a, b, ignore_xattrs=(), ignore=()):
     somewhere = {tuple(rule.split(":", 1)) for rule in ignore if ":" in rule}
 
     def ignored(name):
-        return any(name == rule or (rule.endswith("*") and name.startswith(rule[:-1])) for rule in ignore_xattrs)
+        return any(name == rule or (rule.endswith("*") and name.startswith(rule[:-1]))
+                   for rule in ignore_xattrs)
 
     for path in sorted(a.keys() | b.keys()):
         if path not in b:
@@ -136,12 +138,14 @@ def differences(a, b, ignore_xattrs=(), ignore=()):
                 two = {name: value for name, value in two.items() if not ignored(name)}
                 for name in sorted(one.keys() | two.keys()):
                     if one.get(name) != two.get(name):
-                        yield f"{path!r}: xattr {name!r}: {show(one.get(name))} became {show(two.get(name))}"
+                        yield (f"{path!r}: xattr {name!r}: {show(one.get(name))} became "
+                               f"{show(two.get(name))}")
             elif one != two:
                 yield f"{path!r}: {field}: {show(one)} became {show(two)}"
         for side, entry in (("first", left), ("second", right)):
             if "read" in entry:
-                yield f"{path!r}: {side}: size says {entry['size']}, reading gives {entry['read']} bytes"
+                yield (f"{path!r}: {side}: size says {entry['size']}, reading gives "
+                       f"{entry['read']} bytes")
 
 
 def show(value):
@@ -152,7 +156,8 @@ def show(value):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("dump")
     one.add_argument("directory")

@@ -1,8 +1,9 @@
-"""The first and only process of a guest: does the steps it is given, tells each result in a line, and cuts the power.
+"""The first and only process of a guest: does the steps it is given, tells each result in a line,
+and cuts the power.
 
-The steps stand in a JSON file, which the host shares: [[name, {arguments}], ...]. A line of output that begins with `@ ` is a
-result, one with `! ` the end by an error. What a file holds follows from its name, so that nothing has to be remembered
-between two boots.
+The steps stand in a JSON file, which the host shares: [[name, {arguments}], ...]. A line of output
+that begins with `@ ` is a result, one with `! ` the end by an error. What a file holds follows from
+its name, so that nothing has to be remembered between two boots.
 """
 
 import ctypes
@@ -19,7 +20,8 @@ import time
 import traceback
 
 libc = ctypes.CDLL(None, use_errno=True)
-os.environ.update(PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", LC_ALL="C", HOME="/tmp")
+os.environ.update(PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", LC_ALL="C",
+                  HOME="/tmp")
 POWER_OFF = 0x4321FEDC
 INIT_MODULE = 175
 FITRIM = 0xC0185879
@@ -33,12 +35,13 @@ def call(result, what):
 
 def mount(source, where, kind, flags=0, options=""):
     os.makedirs(where, exist_ok=True)
-    call(libc.mount(source.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()),
-         f"mount {source} {where}")
+    call(libc.mount(source.encode(), where.encode(), kind.encode(), ctypes.c_ulong(flags),
+                    options.encode()), f"mount {source} {where}")
 
 
 def tool(*command, ok=(0,)):
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     text = done.stdout.decode(errors="replace")
     if done.returncode not in ok:
         raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{text}")
@@ -46,10 +49,12 @@ def tool(*command, ok=(0,)):
 
 
 def network():
-    """A fixed address on the interface that ends in the host's user-mode network; the host is 10.0.2.2."""
+    """A fixed address on the interface that ends in the host's user-mode network; the host is
+    10.0.2.2."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for request, address in ((0x8916, "10.0.2.100"), (0x891C, "255.255.255.0")):
-            fcntl.ioctl(control, request, struct.pack("16sHH4s8x", b"vec0", socket.AF_INET, 0, socket.inet_aton(address)))
+            fcntl.ioctl(control, request, struct.pack(
+                            "16sHH4s8x", b"vec0", socket.AF_INET, 0, socket.inet_aton(address)))
         fcntl.ioctl(control, 0x8914, struct.pack("16sH22x", b"vec0", 0x41))
 
 
@@ -79,7 +84,8 @@ def device_facts(device):
         with open(f"/sys/block/{name}/{path}") as file:
             return file.read().strip()
 
-    return {"bytes": int(fact("size")) * 512, "read_only": fact("ro") == "1", "discard": fact("queue/discard_max_bytes") != "0",
+    return {"bytes": int(fact("size")) * 512, "read_only": fact("ro") == "1",
+            "discard": fact("queue/discard_max_bytes") != "0",
             "write_cache": fact("queue/write_cache"), "fua": fact("queue/fua") == "1"}
 
 
@@ -101,7 +107,8 @@ def detach(where):
 
 
 def check(device, kind):
-    return tool(*{"ext4": ["fsck.ext4", "-f", "-n"], "xfs": ["xfs_repair", "-n"], "btrfs": ["btrfs", "check"]}[kind], device)
+    return tool(*{"ext4": ["fsck.ext4", "-f", "-n"], "xfs": ["xfs_repair", "-n"],
+                  "btrfs": ["btrfs", "check"]}[kind], device)
 
 
 def content(name):
@@ -111,7 +118,8 @@ def content(name):
     for _ in range(dice.randrange(6)):
         length = dice.choice((1, 511, 4096, 5000, 65536, 100_001, 700_000))
         kind = dice.randrange(4)
-        pieces.append(bytes(length) if kind == 0 else dice.randbytes(64) * (length // 64) if kind == 1 else dice.randbytes(length))
+        pieces.append(bytes(length) if kind == 0 else dice.randbytes(64) * (length // 64)
+                      if kind == 1 else dice.randbytes(length))
     return b"".join(pieces)
 
 
@@ -143,7 +151,8 @@ def fill(where, prefix, count, durable=False):
 
 
 def verify(where, prefix, count, kept=1):
-    """Reads back what fill wrote, past the page cache; of `kept` names one is there, the others were removed."""
+    """Reads back what fill wrote, past the page cache; of `kept` names one is there, the others
+    were removed."""
     total, sums = 0, hashlib.sha256()
     for number, name in enumerate(names(prefix, count)):
         if number % kept:
@@ -155,8 +164,10 @@ def verify(where, prefix, count, kept=1):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             have = file.read()
         if hashlib.sha256(have).digest() != hashlib.sha256(want).digest():
-            first = next((at for at, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
-            raise RuntimeError(f"{where}/{name}: {len(have)} bytes of {len(want)}, different from byte {first}")
+            first = next((at for at, (a, b) in enumerate(zip(have, want)) if a != b),
+                         min(len(have), len(want)))
+            raise RuntimeError(
+                f"{where}/{name}: {len(have)} bytes of {len(want)}, different from byte {first}")
         sums.update(have)
         total += len(have)
     return {"bytes": total, "sha256": sums.hexdigest()}
@@ -181,8 +192,9 @@ def synchronize(where):
     os.close(directory)
 
 
-STEPS = {step.__name__: step for step in (network, host, connect, disconnect, device_facts, command, make, attach, detach, check,
-                                          fill, verify, remove, synchronize)}
+STEPS = {step.__name__: step for step
+                        in (network, host, connect, disconnect, device_facts, command, make, attach,
+                            detach, check, fill, verify, remove, synchronize)}
 
 
 def main(path):
@@ -193,13 +205,15 @@ def main(path):
     mount("sys", "/sys", "sysfs")
     mount("tmp", "/tmp", "tmpfs")
     mount("run", "/run", "tmpfs")
-    with open(f"/usr/lib/uml/modules/{os.uname().release}/kernel/drivers/block/nbd.ko", "rb") as module:
+    with open(f"/usr/lib/uml/modules/{os.uname().release}/kernel/drivers/block/nbd.ko",
+              "rb") as module:
         code = module.read()
         call(libc.syscall(INIT_MODULE, code, len(code), b"nbds_max=8"), "nbd.ko")
     for name, arguments in steps:
         begin = time.monotonic()
         value = STEPS[name](**arguments)
-        print("@", json.dumps({"step": name, "value": value, "seconds": round(time.monotonic() - begin, 2)}), flush=True)
+        print("@", json.dumps({"step": name, "value": value,
+                               "seconds": round(time.monotonic() - begin, 2)}), flush=True)
 
 
 try:

@@ -1,7 +1,8 @@
 #!/bin/busybox sh
-# The first process of a virtual machine with one or more disks. `mode=` on the kernel's command line says what to do with each:
-# `make` a file system and fill it, or `verify` what is on it. Ends by switching the power off, without unmounting what
-# was written last. The host looks for the lines that begin with `@`.
+# The first process of a virtual machine with one or more disks. `mode=` on the kernel's command line
+# is `make` (make a file system on each disk and fill it) or `verify` (compare its content). The
+# process ends by switching the power off, without unmounting what was written last. The host looks
+# for the lines that begin with `@`.
 export PATH=/bin
 fail() {
     echo "! $*"
@@ -46,7 +47,8 @@ for kind in $(echo "$disks" | busybox tr , ' '); do
         count=0
         while [ $count -lt 20 ]; do
             count=$((count + 1))
-            busybox dd if=/dev/urandom of="$at/random$count" bs=$((count * 1777)) count=$count 2>/dev/null || fail dd
+            busybox dd if=/dev/urandom of="$at/random$count" bs=$((count * 1777)) \
+                count=$count 2>/dev/null || fail dd
             busybox dd if=/dev/zero of="$at/zero$count" bs=4096 count=$count 2>/dev/null || fail dd
         done
         busybox cp -r /modules "$at" || fail cp
@@ -70,7 +72,9 @@ for kind in $(echo "$disks" | busybox tr , ' '); do
         esac || fail "fsck of $kind"
         ;;
     esac
-    echo "@ $kind $mode $(busybox cat /sys/block/vd$letter/queue/write_cache), discard $(busybox cat /sys/block/vd$letter/queue/discard_max_bytes)"
+    queue=/sys/block/vd$letter/queue
+    cache=$(busybox cat $queue/write_cache)
+    echo "@ $kind $mode $cache, discard $(busybox cat $queue/discard_max_bytes)"
 done
 echo "@ done"
 busybox poweroff -f

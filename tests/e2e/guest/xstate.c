@@ -1,7 +1,9 @@
-/* Lets User-Mode Linux run on processors whose extended state outgrew its buffer (AMX: 11 KB, the buffer has 2.7).
+/* Lets User-Mode Linux run on processors whose extended state outgrew its buffer (AMX: 11 KB, the
+   buffer has 2.7).
 
-   The host takes the state of a traced process only as a whole. What the caller's buffer holds is laid over the state
-   as it is; the rest, which the caller never saw, stays with its process. Preloaded into the UML kernel. */
+   The host takes the state of a traced process only as a whole. The content of the caller's buffer
+   replaces the first part of the current state; the rest, which the caller never saw, stays with its
+   process. Preloaded into the UML kernel. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdarg.h>
@@ -31,7 +33,8 @@ long ptrace(enum __ptrace_request request, ...)
     va_end(rest);
 
     long result = host(request, pid, where, data);
-    /* Not asked for its error, EFAULT: signal handlers of the UML kernel change errno at any moment. */
+    /* The error, EFAULT, is not checked: signal handlers of the UML kernel change errno at any
+       moment. */
     if (result == 0 || request != SETREGSET || (long)where != XSTATE)
         return result;
     struct iovec *given = data, all = { whole, sizeof whole };

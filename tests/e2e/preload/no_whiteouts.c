@@ -1,4 +1,5 @@
-/* Preloaded into pjdfstest: its character devices are 0:0, which is a whiteout to every overlay; they become /dev/null's. */
+/* Preloaded into pjdfstest: its character devices are 0:0, which is a whiteout to every overlay. They
+   get the number of /dev/null. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/stat.h>
