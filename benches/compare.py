@@ -6,8 +6,8 @@
 
 Prints Markdown tables: CPU seconds (user + system, children included), wall seconds, peak memory
 and output size of each conversion, and of each mount. The best of --rounds counts, because machines
-are shared. Ratios to the physical limit (`zstd -3` of the same tar) stand beside the figures. Needs
-root (mounts, dropping the page cache). A peer that is not installed is named and left out.
+are shared. The tables include ratios to the physical limit (`zstd -3` of the same tar). Needs root
+(mounts, dropping the page cache). A peer that is not installed is named and left out.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def layer_files(layout):
 
 
 def conversions(args):
-    """Name, peer or ours, command, output (None: standard output is thrown away)."""
+    """Each conversion: name, command, output (None: standard output is discarded)."""
     tar, out = str(args.tar), args.work / "out"
     bcow = [str(args.bcow), "-q", "convert"]
     listed = [
@@ -153,7 +153,8 @@ def bench_growth(args):
 
 
 def mounts(args):
-    """Name, command that mounts on MNT (None for a directory as it is), how it is unmounted."""
+    """Each mount: name, the command that mounts on MNT (None for a plain directory), the command
+    that unmounts."""
     work, mnt = args.work, str(args.work / "mnt")
     loop = ["mount", "-o", "ro,loop"]
     listed = [("kernel EROFS, uncompressed (bcow --plain file, loop)",

@@ -1,4 +1,4 @@
-"""Databases whose data directory lies in the image, for benches/union.py: time to the first answer,
+"""Databases with their data directory in the image, for benches/union.py: time to the first answer,
 then transactions."""
 
 import os
@@ -11,12 +11,13 @@ import time
 
 from measure import MIB, Failed, drop_caches, run
 
-# Servers refuse to be root. These own what is in the image, too.
-USERS = ("postgres", "mysql", "nobody")
+# Database servers refuse to run as root. One of these users also owns the files in the image.
+USERS = ("postgres", "mysql", pwd.getpwuid(65534).pw_name)
 
 
 class Server:
-    """A database server on a data directory. The files belong to an ordinary user, who runs it."""
+    """A database server on a data directory. The same ordinary user owns the files and runs the
+    server."""
 
     part = ""
     programs = ()
@@ -44,8 +45,8 @@ class Server:
         return ["setpriv", f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}",
                 "--clear-groups", "--", self.where(name), *map(str, arguments)]
 
-    def does(self, name, *arguments):
-        """Runs a client or a tool as that user; its output."""
+    def run_tool(self, name, *arguments):
+        """Runs a client or a tool as that user; returns its output."""
         done = subprocess.run(self.command(name, *arguments), stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True, cwd="/",
                               env={**os.environ, "HOME": "/"})
@@ -88,11 +89,13 @@ class Postgres(Server):
     programs = ("initdb", "postgres", "psql", "pgbench")
 
     def prepare(self, data):
-        self.does("initdb", "-D", data, "-U", "bench", "--auth=trust", "--no-locale", "-E", "UTF8")
+        self.run_tool("initdb", "-D", data, "-U", "bench", "--auth=trust", "--no-locale", "-E",
+                      "UTF8")
         self.start(data)
         try:
-            self.does("pgbench", *self.login(), "-i", "-q", "-s", self.bench.args.scale, "postgres")
-            self.does("psql", *self.login(), "-c", "checkpoint", "postgres")
+            self.run_tool("pgbench", *self.login(), "-i", "-q", "-s", self.bench.args.scale,
+                          "postgres")
+            self.run_tool("psql", *self.login(), "-c", "checkpoint", "postgres")
         finally:
             self.stop()
 
@@ -104,16 +107,17 @@ class Postgres(Server):
                             "-c", "shared_buffers=64MB")
 
     def ask(self):
-        self.does("psql", *self.login(), "-X", "-c", "select count(*) from pg_class", "postgres")
+        self.run_tool("psql", *self.login(), "-X", "-c", "select count(*) from pg_class",
+                      "postgres")
 
     def transactions(self):
-        said = self.does("pgbench", *self.login(), "-n", "-c", 4, "-j", 2, "-T",
+        output = self.run_tool("pgbench", *self.login(), "-n", "-c", 4, "-j", 2, "-T",
                          max(1, round(self.bench.args.seconds)), "postgres")
-        return (float(re.search(r"tps = ([\d.]+)", said)[1]),
-                float(re.search(r"latency average = ([\d.]+)", said)[1]))
+        return (float(re.search(r"tps = ([\d.]+)", output)[1]),
+                float(re.search(r"latency average = ([\d.]+)", output)[1]))
 
     def shut_down(self):
-        # Fast: clients are thrown out, a checkpoint is written.
+        # Fast shutdown: the server disconnects its clients and writes a checkpoint.
         self.process.send_signal(2)
 
 
@@ -122,11 +126,11 @@ class MariaDb(Server):
     programs = ("mariadbd", "mariadb-install-db", "mariadb", "sysbench")
 
     def prepare(self, data):
-        self.does("mariadb-install-db", "--no-defaults", f"--datadir={data}",
+        self.run_tool("mariadb-install-db", "--no-defaults", f"--datadir={data}",
                   "--auth-root-authentication-method=normal", "--skip-test-db")
         self.start(data)
         try:
-            self.does("mariadb", *self.login(), "-e", "create database sbtest")
+            self.run_tool("mariadb", *self.login(), "-e", "create database sbtest")
             self.sysbench("prepare", "--threads=2")
         finally:
             self.stop()
@@ -141,22 +145,22 @@ class MariaDb(Server):
                             "--innodb-log-file-size=32M")
 
     def ask(self):
-        self.does("mariadb", *self.login(), "-e",
+        self.run_tool("mariadb", *self.login(), "-e",
                   "select count(*) from information_schema.tables where table_schema='sbtest'")
 
     def sysbench(self, *what):
-        return self.does("sysbench", "oltp_read_write", "--db-driver=mysql",
+        return self.run_tool("sysbench", "oltp_read_write", "--db-driver=mysql",
                          f"--mysql-socket={self.sockets}/m", "--mysql-user=root", "--tables=8",
                          f"--table-size={10_000 * self.bench.args.scale}", *what)
 
     def transactions(self):
-        said = self.sysbench("--threads=4", f"--time={max(1, round(self.bench.args.seconds))}",
+        output = self.sysbench("--threads=4", f"--time={max(1, round(self.bench.args.seconds))}",
                              "run")
-        return (float(re.search(r"transactions:\s+\d+\s+\(([\d.]+) per sec", said)[1]),
-                float(re.search(r"avg:\s+([\d.]+)", said)[1]))
+        return (float(re.search(r"transactions:\s+\d+\s+\(([\d.]+) per sec", output)[1]),
+                float(re.search(r"avg:\s+([\d.]+)", output)[1]))
 
     def shut_down(self):
-        self.does("mariadb", *self.login(), "-e", "shutdown")
+        self.run_tool("mariadb", *self.login(), "-e", "shutdown")
 
 
 def measure(bench, kind):
@@ -203,7 +207,7 @@ def measure(bench, kind):
         bench.rounds(each)
         size = file_bytes(tree)
     bench.results.show(kind.part, f"{kind.title}: {size / MIB:,.0f} MiB in the image",
-                       bench.everyone)
+                       bench.measured)
 
 
 def file_bytes(tree):

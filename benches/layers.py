@@ -5,10 +5,10 @@
                       [--work DIR] [--rounds 3] [--only parallel|rebuild|lookup|size]
                       [--files 20000] [--layers 1,10,100,500,1000]
 
-Prints Markdown tables. The layers of the first two are made of the flat tar's files, dealt out so
-that all are of one size, and compressed with gzip. The best of --rounds counts. Needs root (mounts,
-dropping the page cache). A peer that is not installed, or cannot do what is asked, is named and
-left out.
+Prints Markdown tables. The layers of the first two parts have the flat tar's files, distributed to
+layers of equal size and compressed with gzip. The best of --rounds counts. Needs root (mounts,
+dropping the page cache). A peer that is not installed, or that lacks the feature, is named and left
+out.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from measure import (MIB, Failed, best, daemon_of, disk_bytes, drop_caches,  # n
 
 
 def gzip_of(path):
-    """Compresses a file, and gives the new path."""
+    """Compresses a file; returns the new path."""
     out = path.with_suffix(".gz")
     with open(out, "wb") as stream:
         run(["pigz" if have("pigz") else "gzip", "-n", "-6", "-c", path], stdout=stream)
@@ -44,8 +44,8 @@ def gzip_of(path):
 
 
 def deal(tar, count, directory):
-    """The files of a tar, dealt out to `count` tars of about one size. The first has all that is no
-    file."""
+    """Distributes the files of a tar to `count` tars of about equal size. The first also has all
+    other entries."""
     paths = [directory / f"part-{number}.tar" for number in range(count)]
     outs = [tarfile.open(path, "w", format=tarfile.PAX_FORMAT) for path in paths]
     filled, where = [0] * count, {}
@@ -66,10 +66,10 @@ def deal(tar, count, directory):
 
 
 def aside(function, *arguments):
-    """Does something in a process of its own, and gives what it returns (as JSON has it).
+    """Calls a function in its own process; returns its result (through JSON).
 
-    What it took of memory would count as every later command's: that of a command is counted from
-    the process that starts it.
+    Otherwise its memory would count as that of every later command: the peak of a command includes
+    that of the process that starts it.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -91,7 +91,7 @@ def aside(function, *arguments):
 
 
 def small_files(files, count, directory):
-    """Tars of small files, whose directories are in all layers."""
+    """Tars of small files, with the same directories in all layers."""
     paths = [directory / f"part-{number}.tar" for number in range(count)]
     for number, path in enumerate(paths):
         with open(path, "wb") as out:
@@ -110,7 +110,7 @@ def digest_of(path):
 
 
 def make_layout(tars, path):
-    """An OCI layout of gzip layers; gives the source."""
+    """An OCI layout of gzip layers; returns the source argument."""
     layout, blobs, diff_ids = ocilib.Layout(str(path)), [], []
     for tar in tars:
         diff_ids.append(digest_of(tar))
@@ -133,13 +133,13 @@ class Bench:
         self.report = args.work / "report.json"
 
     def convert(self, *arguments, cpus=None):
-        """One conversion's cost, with its report."""
+        """The cost of one conversion; stores its report."""
         command = [self.args.bcow, "convert", "--json", *arguments]
         if cpus:
             command = ["taskset", "-c", cpus, *command]
         with open(self.report, "wb") as out:
             cost = run(command, stdout=out)
-        self.said = json.loads(self.report.read_text())
+        self.reported = json.loads(self.report.read_text())
         return cost
 
     # Five layers, one and two processors.
@@ -210,7 +210,7 @@ class Bench:
                 remove(warm)
                 options = []
                 if kind == "cache":
-                    # Hard links will do: a conversion replaces files and never writes into them.
+                    # Hardlinks are enough: a conversion replaces files and never writes into them.
                     run(["cp", "-al", cache, warm])
                     options = ["--cache", warm]
                 elif kind != "fresh":
@@ -218,12 +218,12 @@ class Bench:
                 if kind == "unverified":
                     options.append("--no-verify")
                 cost = self.convert(source, f"oci:{out}:t", *options)
-                merges.append(self.said["merge_milliseconds"])
+                merges.append(self.reported["merge_milliseconds"])
                 return cost
 
             cost = best(self.args.rounds, once)
             whole = whole or cost
-            entries, merge = self.said["stack"]["entries"], min(merges)
+            entries, merge = self.reported["stack"]["entries"], min(merges)
             rows.append([what, name, f"{cost.cpu:.2f}", f"{cost.wall:.2f}",
                          f"{cost.wall / whole.wall:.3f}", f"{merge}", f"{entries:,}",
                          f"{merge * 1e5 / entries:.0f}", f"{cost.rss / MIB:.0f}"])
@@ -234,7 +234,7 @@ class Bench:
     # Lookups.
 
     def tree(self, count, rng):
-        """Entries of `count` layers that hold all the files between them."""
+        """Entries of `count` layers that together hold all files."""
         layers = [{} for _ in range(count)]
         paths = []
         for number in range(self.args.files):
@@ -352,10 +352,10 @@ class Bench:
 
             cost = best(self.args.rounds if not options else 1, once)
             if gzip_bytes is None:
-                gzip_bytes = sum(layer["source_bytes"] for layer in self.said["layers"])
-                row(f"*the source:* {len(self.said['layers'])} gzip layers", gzip_bytes)
-            stack, layers = self.said["stack"]["file_bytes"], sum(
-                layer["file_bytes"] for layer in self.said["layers"])
+                gzip_bytes = sum(layer["source_bytes"] for layer in self.reported["layers"])
+                row(f"*the source:* {len(self.reported['layers'])} gzip layers", gzip_bytes)
+            stack, layers = self.reported["stack"]["file_bytes"], sum(
+                layer["file_bytes"] for layer in self.reported["layers"])
             row(name, stack + layers, cost, f"stack {stack / 1e6:.2f} MB")
         remove(out)
         for options, name in (([], "**bcow**, flattened, zstd 3"),
@@ -384,8 +384,8 @@ class Bench:
 
 
 def mount_plain(layout, mnt):
-    """Mounts a plain stack by the kernel's mount interface that takes each option on its own: a
-    page holds few devices."""
+    """Mounts a plain stack by fsconfig(2), which takes each option in its own call: the option page
+    of mount(2) holds few devices."""
     index = json.loads((layout / "index.json").read_text())
     blob = lambda digest: str(layout / "blobs" / digest.replace(":", "/"))
     manifest = json.loads(pathlib.Path(blob(index["manifests"][0]["digest"])).read_text())
@@ -410,7 +410,7 @@ def mount_plain(layout, mnt):
         call(fsconfig, context, CREATE, None, None, 0)
         mount = call(fsmount, context, 0, 1)
         try:
-            # The descriptor itself is what is moved: MOVE_MOUNT_F_EMPTY_PATH.
+            # Moves the mount of the descriptor itself: MOVE_MOUNT_F_EMPTY_PATH.
             call(move_mount, mount, b"", -100, os.fsencode(str(mnt)), 4)
         finally:
             os.close(mount)

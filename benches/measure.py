@@ -1,5 +1,4 @@
-"""What the measuring programs share: running a command and what it cost, tables, mounts'
-daemons."""
+"""Shared parts of the benchmarks: the cost of a command, tables, the daemons of mounts."""
 
 import contextlib
 import os
@@ -12,18 +11,18 @@ MIB = 1 << 20
 
 
 class Failed(Exception):
-    """A command that did not end well."""
+    """A command failed."""
 
 
 class Cost:
-    """What a run took."""
+    """The cost of a run."""
 
     def __init__(self, wall, cpu, rss):
         self.wall, self.cpu, self.rss = wall, cpu, rss
 
 
 def run(command, stdin=None, stdout=subprocess.DEVNULL):
-    """Runs a command to its end and returns its cost, its children's included."""
+    """Runs a command to its end; returns its cost, including its children."""
     start = time.monotonic()
     process = subprocess.Popen(list(map(str, command)), stdin=stdin, stdout=stdout,
                                stderr=subprocess.PIPE)
@@ -52,7 +51,7 @@ def disk_bytes(path):
 
 
 def machine():
-    """One line about where this was measured."""
+    """One line about the machine."""
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo")
                 if line.startswith("model name")), "?")
     return f"{os.cpu_count()} cores, {cpu}, Linux {os.uname().release}"
@@ -81,8 +80,7 @@ def process_rss(pid):
 
 
 def daemon_of(marker):
-    """The newest process whose command line holds the mount point; 0 for a mount of the kernel's
-    own."""
+    """The newest process with the mount point in its command line; 0 for a kernel mount."""
     newest = 0
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():

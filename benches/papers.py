@@ -1,8 +1,8 @@
-"""What the papers have measured, for the rows of benches/union.py. Their machines were others:
-E5-2630 v4 and NVMe, mostly."""
+"""The papers' measurements for the rows of benches/union.py, on other machines: mostly E5-2630 v4
+and NVMe."""
 
-# (part, beginning of the row) -> what the paper says. The longest beginning that fits counts.
-SAID = {
+# (part, prefix of the row) -> the paper's result. The longest matching prefix counts.
+RESULTS = {
     ("write-once", "1K: first write, cold"): "BAOverlay Fig. 7: 170 to 180 us; overlay2 3,595; "
                                              "AUFS 225; native 22. TranslayFS Fig. 10: 336 to 339 "
                                              "us",
@@ -65,8 +65,8 @@ SAID = {
         "BAOverlay Fig. 12, MongoDB with 20 GB: overlay2 stalls for 14 s at the start"}
 
 
-def said(part, row):
-    fits = [beginning for of, beginning in SAID if of == part and row.startswith(beginning)]
-    # A row about another side of the same thing is not the paper's.
-    return (SAID[part, max(fits, key=len)]
+def result(part, row):
+    fits = [beginning for of, beginning in RESULTS if of == part and row.startswith(beginning)]
+    # The paper has no result for rows with these endings.
+    return (RESULTS[part, max(fits, key=len)]
             if fits and not row.endswith((": p99", "fio's", " s: mean")) else "-")

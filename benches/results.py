@@ -1,11 +1,11 @@
-"""What benches/union.py has measured: values by row and subject, and their tables."""
+"""The results of benches/union.py: values by row and subject, and their tables."""
 
 import statistics
 
 import papers
 from measure import MIB, table
 
-# Of these more is better, of all other units less.
+# Units in which more is better; in all other units less is better.
 RATES = ("MB/s", "per s", "IOPS")
 
 
@@ -26,27 +26,27 @@ class Results:
         self.values = {}
 
     def note(self, part, row, unit, subject, value):
-        # A row keeps its place, though the first to come to it has nothing to say.
+        # A row keeps its place even if the first subject has no value for it.
         values = self.values.setdefault((part, row, unit), {})
         if value is not None:
             values.setdefault(subject.name, []).append(value)
 
-    def show(self, part, title, everyone):
+    def show(self, part, title, measured):
         rows = []
         for (of, row, unit), values in self.values.items():
             if of != part or not values:
                 continue
             middle = {name: statistics.median(list_) for name, list_ in values.items()}
-            cells = [shown(middle[one.name]) if one.name in middle else "-" for one in everyone]
+            cells = [shown(middle[one.name]) if one.name in middle else "-" for one in measured]
             rows.append([row, unit, *cells, times(middle, "native", unit),
-                         times(middle, "overlay", unit), papers.said(part, row)])
+                         times(middle, "overlay", unit), papers.result(part, row)])
         if rows:
-            table(f"### {title}", ["", "unit", *[one.title for one in everyone], "against ext4",
+            table(f"### {title}", ["", "unit", *[one.title for one in measured], "against ext4",
                                    "against overlayfs", "the paper"], rows)
 
 
 def times(middle, rival, unit):
-    """How many times better bcow is than a rival."""
+    """The factor by which bcow is better than a rival."""
     ours, theirs = middle.get("bcow"), middle.get(rival)
     if not ours or not theirs:
         return "-"

@@ -2,12 +2,12 @@
 """Measures `bcow serve` beside qemu-nbd on qcow2 with a backing file, and nbdkit on a plain file,
 in one run.
 
-All serve a Unix socket, through the page cache, and make a flush durable; all are asked by the same
-client (fio's nbd engine, nbdcopy, and a few lines of Python for the first reply). Each round gives
-each server a fresh overlay on the same base, one server after the other, in turn; rounds are
-interleaved, the table has medians. Bases are not compressed: 64 KiB clusters in qcow2, its default,
-4 KiB blocks in BCoW, whose checksums are compared at each read (qcow2 has none). nbdkit has no
-copy-on-write: it gets a copy of the base, and stands for what the protocol alone costs.
+All servers use a Unix socket and the page cache, and make a flush durable. All have the same
+clients: fio's nbd engine, nbdcopy, and a few lines of Python for the first reply. In each round
+each server in turn gets a fresh overlay on the same base; the tables have medians over the rounds.
+Bases are not compressed: qcow2 has 64 KiB clusters, its default; BCoW has 4 KiB blocks, and
+compares their checksums at each read (qcow2 has none). nbdkit has no copy-on-write: it gets a copy
+of the base, and shows the cost of the protocol alone.
 
     cargo build --release --bin bcow
     benches/serve.py --work DIR [--rounds 5] [--seconds 2] [--json FILE]
@@ -30,11 +30,11 @@ import time
 from measure import MIB, Failed, disk_bytes, machine, process_cpu, process_rss, run, table
 
 BASE = 1024 * MIB
-# What is written again and again is a part of the disk that was written before.
+# Repeated writes go to a part of the disk that was written before.
 OWNED = 256 * MIB
 VM = 1 << 40
 
-# name, the row's title, unit, options of fio. `first` rows begin on ranges that only the base has.
+# Name, the row's title, unit, options of fio. `first` rows write ranges that only the base stores.
 JOBS = [("randread-1", "random 4 KiB read, depth 1", "IOPS",
          dict(rw="randread", bs="4k", iodepth=1)),
         ("randread-32", "random 4 KiB read, depth 32", "IOPS",
@@ -59,7 +59,7 @@ JOBS = [("randread-1", "random 4 KiB read, depth 1", "IOPS",
 
 
 class Client:
-    """As much of NBD as the time to a first reply needs."""
+    """The part of NBD that the time to a first reply needs."""
 
     def __init__(self, path):
         self.socket = socket.socket(socket.AF_UNIX)
@@ -220,8 +220,7 @@ class Bench:
         self.values.setdefault(row, {}).setdefault(server.name, []).append(value)
 
     def make_base(self):
-        """A disk that is neither empty nor compressible to nothing: random pieces between text-like
-        ones."""
+        """A disk of moderate compressibility: random pieces between text-like ones."""
         with open(self.work / "base.raw", "wb") as file:
             text = (b"".join(b"%08x the quick brown fox jumps over it\n" % n
                              for n in range(MIB // 46)))
@@ -328,7 +327,7 @@ class Bench:
             middle = {name: statistics.median(values[name]) for name in names if name in values}
             ratio = "-"
             if rival in middle and names[0] in middle and middle[names[0]] and middle[rival]:
-                # Of what is better when it is less, the inverse: above 1 is always better.
+                # The inverse for units in which less is better: a ratio above 1 is always better.
                 better_high = unit in ("IOPS", "MB/s")
                 factor = middle[names[0]] / middle[rival]
                 ratio = f"{factor if better_high else 1 / factor:.2f}"

@@ -1,5 +1,5 @@
 """The file systems that benches/union.py compares: each shows a directory as a writable tree and
-keeps what changes apart."""
+stores changes separately."""
 
 import contextlib
 import os
@@ -16,8 +16,7 @@ DISK = 200 << 30
 
 
 def stored_bytes(directory):
-    """What the files and directories below a directory take on the disk, names of one inode
-    once."""
+    """The disk space of the files and directories below a directory; an inode counts once."""
     total, seen = 0, set()
     for path, folders, files in os.walk(directory):
         for name in [*folders, *files]:
@@ -30,7 +29,7 @@ def stored_bytes(directory):
 
 
 def remove(path):
-    """Removes a tree, and is sure of it: what stays behind would count as the next one's."""
+    """Removes a tree; fails if a part stays, since that would count for the next subject."""
     path = pathlib.Path(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -39,8 +38,8 @@ def remove(path):
 
 
 def thin(directory):
-    """Frees the space of large files. Small ones stay until everything goes: for minutes ext4
-    passes over each inode that was just freed, and whoever creates files next pays for it."""
+    """Frees the space of large files. Small files stay until the end: for minutes ext4 skips each
+    recently freed inode, which slows the creation of later files."""
     for path, _, names in os.walk(directory):
         for name in names:
             file = os.path.join(path, name)
@@ -56,7 +55,8 @@ def kernel_knows(name):
 
 
 def unmount_below(directory):
-    """Takes away what an error has left mounted, lest removing the directory go into it."""
+    """Unmounts what an error has left mounted, so that the removal of the directory does not enter
+    a mount."""
     table = pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
     for where in reversed([line.split()[4] for line in table]):
         if pathlib.Path(where).is_relative_to(directory):
@@ -64,7 +64,7 @@ def unmount_below(directory):
 
 
 def runs(process):
-    """Whether a process has not ended; whether somebody has taken notice does not matter."""
+    """Whether a process has not ended. A zombie has ended."""
     try:
         return (pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
                 != "Z")
@@ -73,7 +73,7 @@ def runs(process):
 
 
 class Instance:
-    """One writable tree: where it is mounted, its upper, and how it is mounted again."""
+    """One writable tree: its mount point, its upper, and its remount."""
 
     def __init__(self, subject, path, upper, again):
         self.subject, self.path, self.upper, self._again = subject, pathlib.Path(path), upper, again
@@ -91,7 +91,7 @@ class Instance:
             return
         self.subject.unmount(self)
         self.mounted = False
-        # A daemon may have something to finish; until it is gone its upper is not.
+        # A daemon may still be working; its upper is in use until the daemon ends.
         until = time.monotonic() + 120
         while self.daemon and runs(self.daemon) and time.monotonic() < until:
             time.sleep(0.002)
@@ -107,13 +107,13 @@ class Instance:
 
 
 class Subject:
-    """One kind of file system. `lower` makes of a directory what it takes for its lower, once for
-    each directory."""
+    """One kind of file system. `lower` makes its kind of lower from a directory, once for each
+    directory."""
 
     name = ""
     title = ""
     has_daemon = False
-    # What an upper takes is told by the free space of the file system it is in.
+    # Whether the size of an upper is measured by the free space of its file system.
     by_free_space = False
 
     def __init__(self, bench):
@@ -122,7 +122,7 @@ class Subject:
         self.home.mkdir()
 
     def missing(self):
-        """Why it cannot be measured here, or nothing."""
+        """The reason why it cannot be measured here, or None."""
 
     def lower(self, tree):
         if tree not in self.lowers:
@@ -133,13 +133,13 @@ class Subject:
         return tree
 
     def drop(self, tree):
-        """Frees what was made of a tree."""
+        """Removes the lower that was made from a tree."""
         made = self.lowers.pop(tree, tree)
         if made != tree:
             made.unlink()
 
     def where(self):
-        """Where uppers go."""
+        """The directory of uppers."""
         return self.home
 
     @contextlib.contextmanager
@@ -159,7 +159,7 @@ class Subject:
             thin(directory)
 
     def before(self, instance):
-        """What is to be known before the first change."""
+        """Records the state before the first change."""
 
     def attach(self, lower, directory, **options):
         raise NotImplementedError
@@ -171,7 +171,7 @@ class Subject:
         return stored_bytes(instance.upper)
 
 class Native(Subject):
-    """A copy of the tree, changed in place: what no union can be better than."""
+    """A copy of the tree, changed in place: the limit for every union."""
 
     name, title = "native", "ext4"
 
@@ -180,7 +180,7 @@ class Native(Subject):
         if not any(mnt.iterdir()):
             shutil.copystat(lower, mnt)
             run(["cp", "-a", "--sparse=never", f"{lower}/.", mnt])
-            # A copy just made is in the page cache and not on the disk: the others' lowers are on
+            # A fresh copy is in the page cache and not on the disk, but the others' lowers are on
             # the disk.
             os.sync()
 
@@ -196,7 +196,7 @@ class Overlay(Subject):
 
     def attach(self, lower, directory, options=(), **rest):
         fields = [f"lowerdir={lower},upperdir={directory}/upper,workdir={directory}/work", *options]
-        # One that was volatile once is refused from then on, unless this is taken away.
+        # overlayfs refuses an upper of a volatile mount until this directory is removed.
         remove(directory / "work" / "work" / "incompat")
         run(["mount", "-t", "overlay", "overlay", "-o", ",".join(fields), directory / "mnt"])
 
@@ -256,7 +256,7 @@ class OverlayReflink(Overlay):
         return copy
 
     def drop(self, tree):
-        """With all that was made of it."""
+        """Removes the tree and everything made from it."""
         self.lowers.pop(tree)
         run(["umount", self.home / "disk"])
         (self.home / "disk").rmdir()
@@ -271,7 +271,7 @@ class OverlayReflink(Overlay):
         instance.free = self.free()
 
     def upper_bytes(self, instance):
-        # Shared blocks count in st_blocks, so what is free has to say.
+        # st_blocks includes shared blocks, so the free space is measured.
         return instance.free - self.free()
 
 
@@ -331,14 +331,14 @@ class BcowPacked(Bcow):
 
 
 class BcowWriteback(Bcow):
-    """Writes are collected in the kernel's page cache."""
+    """With the kernel's write-back cache."""
 
     name, title = "bcow-writeback", "**bcow**, writeback"
     mount_options = ["-o", "writeback"]
 
 
 class BcowPlain(Bcow):
-    """Of an image that is not compressed."""
+    """With an uncompressed image."""
 
     name, title = "bcow-plain", "**bcow**, plain image"
     convert_options = ["--plain"]

@@ -8,9 +8,9 @@ reflinks) and fuse-overlayfs, in one run.
 
 Each subject gets the same files as its lower, and a fresh upper for each sample; subjects take
 turns within a round, tables have medians over the rounds. Defaults take some minutes; the papers'
-sizes are asked for by options. Prints Markdown, a row beside what the paper has measured for it,
-and writes JSON. Needs root (mounts, dropping the page cache), rustc and what is to be measured;
-what is missing is named and left out. "Cold": with the page cache dropped and a new daemon.
+sizes are asked for by options. Prints Markdown, with the paper's result beside each row, and writes
+JSON. Needs root (mounts, dropping the page cache), rustc and the measured programs; a missing
+program is named and left out. "Cold": with the page cache dropped and a new daemon.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Bench:
         self.results, self.failures = Results(), []
         self.strokes = self.work / "strokes"
         run(["rustc", "--edition", "2021", "-O", "-o", self.strokes, HERE / "strokes.rs"])
-        self.everyone = []
+        self.measured = []
         for kind in subjects.ALL:
             if kind.name in args.subjects:
                 one = kind(self)
@@ -63,12 +63,12 @@ class Bench:
                 if lack:
                     print(f"left out: {one.name}: {lack}", flush=True)
                 else:
-                    self.everyone.append(one)
+                    self.measured.append(one)
 
-    # What the parts are made of.
+    # Operations of the parts.
 
     def stroke(self, what, **arguments):
-        """Lets strokes.rs do something; its answer."""
+        """Runs a command of strokes.rs; returns its result."""
         command = [str(self.strokes), what,
                    *[f"{name}={value}" for name, value in arguments.items()]]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -82,19 +82,20 @@ class Bench:
 
     @contextlib.contextmanager
     def tree(self, name):
-        """A directory for a lower; what subjects made of it goes with it."""
+        """A directory for a lower; it is removed together with the lowers that subjects made from
+        it."""
         path = self.work / name
         path.mkdir()
         try:
             yield path
         finally:
-            for subject in self.everyone:
+            for subject in self.measured:
                 if path in subject.lowers:
                     subject.drop(path)
             subjects.thin(path)
 
     def small_files(self, tree, directories, files, size):
-        """d000/f000 and so on, each of its own content."""
+        """d000/f000 and so on, each with its own content."""
         noise = os.urandom(size // 2 + 8)
         for directory in range(directories):
             (tree / f"d{directory:03}").mkdir()
@@ -104,12 +105,12 @@ class Bench:
                 (tree / f"d{directory:03}" / f"f{file:03}").write_bytes(data[:size])
 
     def rounds(self, each):
-        """Everyone in turn, in another order each round. Who fails is named, and left out of the
-        rest of the part."""
+        """The subjects in turn, in another order in each round. A subject that fails is named, and
+        left out of the rest of the part."""
         failed = set()
         for number in range(self.args.rounds):
-            turn = number % len(self.everyone)
-            for subject in self.everyone[turn:] + self.everyone[:turn]:
+            turn = number % len(self.measured)
+            for subject in self.measured[turn:] + self.measured[:turn]:
                 if subject.name in failed:
                     continue
                 try:
@@ -120,8 +121,8 @@ class Bench:
                     print(f"FAILED: {subject.name}: {str(error).strip()[-600:]}", flush=True)
 
     def prepare(self, tree):
-        """Lowers are made beforehand, so that no round pays for them."""
-        for subject in self.everyone:
+        """Makes the lowers first, so that no round includes that time."""
+        for subject in self.measured:
             subject.lower(tree)
         os.sync()
 
@@ -137,7 +138,7 @@ class Bench:
     def save(self):
         if self.args.json:
             self.args.json.write_text(json.dumps([{"part": part, "what": row, "unit": unit,
-                                                   "paper": papers.said(part, row),
+                                                   "paper": papers.result(part, row),
                                                    "values": values} for (part, row, unit), values
                                                   in self.results.values.items()], indent=1))
 
@@ -187,7 +188,7 @@ def main():
     args.bcow = args.bcow.resolve()
     print(f"{machine()}; {args.rounds} rounds; union.py {' '.join(sys.argv[1:])}", flush=True)
     args.work = pathlib.Path(tempfile.mkdtemp(prefix="bcow-bench-", dir=args.work.resolve()))
-    # Servers of the databases run as ordinary users below it.
+    # Database servers run as ordinary users below it.
     args.work.chmod(0o755)
     code = 1
     try:

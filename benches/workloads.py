@@ -1,4 +1,4 @@
-"""What benches/union.py has subjects do: the papers' workloads, one function each."""
+"""The workloads of benches/union.py, which are the papers' workloads: one function each."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def write_once(bench):
 
             with subject.instance(tree) as one:
                 drop_caches()
-                # What the very first change costs is of the mount, not of a file.
+                # The very first change has a cost of the mount, not of a file.
                 bench.stroke("touch", file=one.path / "other")
                 for name, size in bench.args.sizes:
                     files = [one.path / f"{name}-{number}" for number in range(count(size))]
@@ -60,11 +60,12 @@ def write_once(bench):
                                            for file in files) / 1e3)
 
         bench.rounds(each)
-    bench.results.show("write-once", "Write-once: open, write 1 byte, close", bench.everyone)
+    bench.results.show("write-once", "Write-once: open, write 1 byte, close", bench.measured)
 
 
 def write_many(bench):
-    """Some bytes into each block of a large file, then reads: with fills to be done, and done."""
+    """Writes some bytes into each block of a large file, then reads: before and after the
+    background completes the blocks."""
     with bench.tree("many") as tree:
         bench.stroke("make", file=tree / "big", size=bench.args.many_size)
         bench.prepare(tree)
@@ -120,11 +121,11 @@ def write_many(bench):
 
         bench.rounds(each)
     bench.results.show("write-many", "Write-many: 410 bytes in every 4 KiB of "
-                                     f"{bench.args.many_size // MIB:,} MiB", bench.everyone)
+                                     f"{bench.args.many_size // MIB:,} MiB", bench.measured)
 
 
 def fio(bench):
-    """Reads and writes of a file of the lower, untouched and once more."""
+    """Reads and writes of a file of the lower: the first time and again."""
     if not have("fio"):
         print("left out: fio: not installed")
         return
@@ -156,13 +157,13 @@ def fio(bench):
 
         bench.rounds(each)
     bench.results.show("fio", f"fio, one thread, a file of {bench.args.fio_size // MIB:,} MiB",
-                       bench.everyone)
+                       bench.measured)
 
 
 def fio_job(bench, file, options):
     options = dict(options)
     size = bench.args.fio_size
-    # A partial job touches each block once, and so writes a quarter of the size.
+    # A job of partial blocks touches each block once, and so writes a quarter of the size.
     amount = size // options.pop("part", 1)
     if options["bs"] in ("4k", "1k") and options["rw"].startswith("rand"):
         amount = min(amount, bench.args.fio_random)
@@ -173,16 +174,16 @@ def fio_job(bench, file, options):
          "--fallocate=none", "--output-format=json", f"--output={report}", "--randseed=7",
          *[f"--{name}={value}" for name, value in options.items()]])
     after = os.times()
-    said = report.read_text()
-    # It puts its warnings before.
-    job = json.loads(said[said.index("{\n"):])["jobs"][0]
+    output = report.read_text()
+    # fio prints its warnings first.
+    job = json.loads(output[output.index("{\n"):])["jobs"][0]
     spent = (after.children_user + after.children_system - before.children_user
              - before.children_system)
     return job["read" if "read" in options["rw"] else "write"], spent
 
 
 def storms(bench):
-    """Many small files: looked at, read, made, changed and removed."""
+    """Many small files: stat, read, create, change and remove."""
     directories, files = bench.args.storm_files // 100, 100
     with bench.tree("storms") as tree:
         bench.small_files(tree, directories, files, 3000)
@@ -207,7 +208,7 @@ def storms(bench):
                 drop_caches()
                 note("reading all files, cold", storm(path, "read"))
                 note("reading all files", storm(path, "read"))
-                # As many as a tenth of the files.
+                # A tenth of the files.
                 new = dict(prefix="n", bytes=1024, count=bench.args.storm_files // 10)
                 note("creating a tenth as many, 1 KiB each", storm(path, "create", **new))
                 note("unlinking them", storm(path, "unlink", **new))
@@ -229,12 +230,12 @@ def storms(bench):
 
         bench.rounds(each)
     bench.results.show("storms", f"Trees: {bench.args.storm_files:,} files of 3,000 bytes in "
-                                 f"{directories} directories", bench.everyone)
+                                 f"{directories} directories", bench.measured)
 
 
 def together(bench, commands):
-    """Runs commands of strokes.rs that begin at the same moment; seconds until the last has ended,
-    and their answers."""
+    """Runs commands of strokes.rs that begin at the same moment; returns the seconds until the last
+    has ended, and their results."""
     read, write = os.pipe()
     running = [subprocess.Popen([str(bench.strokes), *map(str, command), "wait=1"], stdin=read,
                                 stdout=subprocess.PIPE, text=True, close_fds=True)
@@ -278,7 +279,7 @@ def instances(bench):
                                            "per s", subject, number / wall)
 
         bench.rounds(each)
-    bench.results.show("instances", "Instances of one image at once", bench.everyone)
+    bench.results.show("instances", "Instances of one image at once", bench.measured)
 
 
 def append(bench):
@@ -295,7 +296,7 @@ def append(bench):
                     wall, _ = together(bench, [["append", f"file={one.path}/log"] for one in ones])
                     bench.results.note("append", f"{count} at once: until all have ended", "s",
                                        subject, wall)
-                    # Where free space is what counts, the first one's is everybody's.
+                    # If the free space is measured, the first instance's value is that of all.
                     stored = [one.upper_bytes()
                               for one in (ones[:1] if subject.by_free_space else ones)]
                     bench.results.note("append", f"{count} at once: uppers after it", "MiB",
@@ -304,11 +305,11 @@ def append(bench):
         bench.rounds(each)
     bench.results.show("append",
                        f"Appending 1 MiB to a file of {bench.args.append_size // MIB:,} MiB",
-                       bench.everyone)
+                       bench.measured)
 
 
 def sync(bench):
-    """What durability of the first changes costs, by policy."""
+    """The cost of durability of the first changes, by policy."""
     files = bench.args.sync_files
     policies = {"overlay": [("default", ()), ("volatile", ("volatile",))],
                 "fuse-overlayfs": [("default", ()), ("volatile", ("volatile",))],
@@ -354,4 +355,4 @@ def sync(bench):
               "1 byte into each, ms", ["", *head],
               [[name, *[shown(statistics.median(cost[what])) if what in cost else "-"
                         for what in head]] for name, cost in rows.items()])
-        print(papers.said("sync", "all"), flush=True)
+        print(papers.result("sync", "all"), flush=True)

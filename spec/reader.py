@@ -58,7 +58,7 @@ SECTOR = 4096  # section 1
 SLOT_BYTES = 512  # section 3
 CONTENT_START = 4096  # section 2: everything but the slots lies here or later
 SLOTS_END = 1024
-PIECE = 64 * KIB  # how much is read at a time where the size does not matter
+PIECE = 64 * KIB  # bytes of one read where the size does not matter
 
 
 class Rejected(Exception):
@@ -151,7 +151,7 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class BadFrame(Exception):
-    """Not exactly one zstd frame of the wanted length."""
+    """The data is not exactly one zstd frame of the wanted length."""
 
 
 def walk_frame(data):
@@ -256,8 +256,8 @@ def zstd_library():
 
     def with_compression_zstd(data, length):
         try:
-            # One byte more than wanted: a frame that is too long shows, one that is far too long
-            # stops.
+            # One byte more than wanted: this detects a frame that is too long, and limits one that
+            # is far too long.
             return zstd.ZstdDecompressor().decompress(data, max_length=length + 1)
         except zstd.ZstdError as error:
             raise BadFrame(str(error)) from None
@@ -462,7 +462,7 @@ KINDS = {0: "absent", 1: "zero", 2: "raw", 3: "zstd", 4: "table", 5: "window", 6
 
 
 class Entry:
-    """One entry: what it says, and where it stands."""
+    """One entry: its fields and its place."""
 
     def __init__(self, raw, place, lba, block_length):
         self.kind, self.reserved, address, self.length, self.check = ENTRY.unpack(raw)
@@ -478,7 +478,7 @@ class Entry:
 
 
 def check_entry(entry, header, in_root, code, file_bytes):
-    """Sections 5, 6 and 11, as far as the entry and the header alone can tell."""
+    """Sections 5, 6 and 11, as far as the entry and the header alone decide."""
 
     def must(condition, message, code=code):
         if not condition:
@@ -495,8 +495,7 @@ def check_entry(entry, header, in_root, code, file_bytes):
         must(header.incompatible & WINDOWS, "a window without the feature windows")
         must(entry.address % SECTOR == 0, f"address {entry.address}")
         must(entry.length >= 1, "a window of no sectors")
-        # Section 8. Whether it lies within the backing's size is asked once the backing table is
-        # read.
+        # Section 8. The check against the backing's size follows after the backing table is read.
         must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has",
              "window-range")
         must(entry.check < header.backing_count, f"backing {entry.check}", "window-range")
@@ -576,7 +575,7 @@ def decode_backing(table, index, header):
 
 
 def is_file_name(name):
-    """Section 8: what a file name may be."""
+    """Section 8: the rules of file names."""
     try:
         length = len(name.encode("utf-8"))
     except UnicodeEncodeError:
@@ -593,7 +592,7 @@ MAPPING_BYTES = 24
 
 
 class Mapping:
-    """One mapping of a record: what it says, and the entry it brings."""
+    """One mapping of a record: its fields and its entry."""
 
     def __init__(self, raw, place, header, file_bytes):
         def must(condition, message):
@@ -697,7 +696,7 @@ class Bcow:
         self.path = path
         self.stores, self.names, self.depth = list(stores), list(names), depth
         self._table = (None, None)  # the last one used: (region, (block_shift, entries))
-        self.mappings = {}  # what the records map, in order, by region
+        self.mappings = {}  # the records' mappings, in order, by region
         self.last_sequence = 0
         self._backings = {}  # the open ones, by index
         self.file = open(path, "rb")
@@ -784,7 +783,8 @@ class Bcow:
                     raise Rejected("window-range", entry.place, f"the backing has {size} bytes")
 
     def backing(self, index):
-        """The open backing `index`: looked up only where the user said (section 15, rule 3)."""
+        """The open backing `index`: looked up only in the user's directories (section 15, rule
+        3)."""
         if index not in self._backings:
             self.open_backing(index)
         return self._backings[index]
@@ -813,7 +813,7 @@ class Bcow:
                     if hashlib.file_digest(file, "sha256").digest() != wanted.digest:
                         raise Rejected("backing-entry", place, f"{path} has another digest")
             below = Bcow(path, self.stores, self.names, self.depth + 1)
-            self._backings[index] = below  # from here on it is closed with this file
+            self._backings[index] = below  # it is closed together with this file
             try:
                 below.load()
             except Rejected as error:
@@ -834,7 +834,7 @@ class Bcow:
         try:
             described = (self.metadata() or {}).get("backings")
         except Rejected:
-            return  # damaged metadata says nothing; the digest alone is looked for
+            return  # damaged metadata names no file; only the digest is used
         for one in described if isinstance(described, list) else []:
             name = (one.get("name")
                     if isinstance(one, dict) and one.get("digest") == f"sha256:{digest}" else None)
@@ -842,7 +842,7 @@ class Bcow:
                 yield name
 
     def identity(self):
-        """Section 8: what the file is recognised by where it is named by file name."""
+        """Section 8: the identity check of a backing by file name."""
         if self.header.merkle_chunk_shift:
             return self.header.merkle_root
         return hashlib.sha256(self.header.raw + struct.pack("<Q", self.last_sequence)).digest()
@@ -903,7 +903,7 @@ class Bcow:
     def apply(self, mapping):
         """Check one mapping against the region as the mappings before left it."""
         if mapping.whole:
-            # What was there before it is of no interest any more.
+            # The earlier content of the place does not matter any more.
             self.mappings[mapping.region] = [mapping]
             return
         shift, name = self.shape(mapping.region)
@@ -1153,7 +1153,7 @@ def full_check(file):
             if entry.name in ("raw", "zstd") and what not in decoded:
                 file.block(entry)
                 decoded.add(what)
-    # What records brought may lie in ranges that were free before.
+    # Blocks of records may be in ranges that were free before.
     ranges, settled = Ranges(), Ranges()
     for start, length, share, place, logged in stored:
         ranges.add(start, length, share, place)
@@ -1163,8 +1163,7 @@ def full_check(file):
         settled.add(start, length, None, f"free[{index}]")
     if header.merkle_chunk_shift:
         file.check_merkle()
-    # Beyond section 12, and only where the user gave directories: are the backings what they should
-    # be?
+    # Beyond section 12, and only if the user gave directories: check the backings' identity.
     if file.stores or file.names:
         for index in range(header.backing_count):
             file.backing(index)
@@ -1228,7 +1227,7 @@ def command_check(args):
 
 
 def command_extract(args):
-    # Nothing stands under the name asked for before all of it is right.
+    # The file gets its name only after all of it is correct.
     part = args.out + ".part"
     try:
         with Bcow(args.file, args.store, args.names) as file, open(part, "wb") as out:

@@ -3,7 +3,7 @@
 
     python3 spec/test_reader.py
 
-Where there is no zstd module the vectors that need one are skipped, and said to be.
+Without a zstd module the tests skip the vectors that need one, and report this.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ import generate  # noqa: E402
 import reader  # noqa: E402
 
 CODES = set("not-bcow version header-crc header-field unknown-feature truncated root-crc "
-            "root-entry table-crc table-header "
-            "table-entry block-crc block-data metadata-crc metadata-json backing-crc backing-entry "
-            "window-range merkle " "record free-list overlap".split())
+            "root-entry table-crc table-header table-entry block-crc block-data metadata-crc "
+            "metadata-json backing-crc backing-entry "
+            "window-range merkle record free-list overlap".split())
 NEEDS_ZSTD = {
     "valid/zstd-checksum",
     "valid/zstd-compressed-block",
@@ -185,7 +185,7 @@ class Other(unittest.TestCase):
             changed[at] ^= 0x10
             code = self.code_of(changed)
             if at < 1024:
-                # The other slot stands in, as it is equal.
+                # The reader uses the other slot, which is equal.
                 self.assertEqual(code, "ok", at)
             else:
                 self.assertIn(code, CODES, at)
@@ -224,7 +224,7 @@ class Other(unittest.TestCase):
                                                      table=in_table).build()), "overlap")
 
     def chain(self, depth):
-        """A file with `depth` files below it; gives the lowest one's content."""
+        """A file with a chain of `depth` backings; returns the content of the lowest."""
         below = generate.File([generate.Raw(generate.noise("chain", 4096))])
         data = below.build()
         content = bytes(below.content)
@@ -271,7 +271,7 @@ class Other(unittest.TestCase):
         self.assertEqual(run("extract", self.path, self.out, "--names", self.directory.name)[0], 0)
         self.assertEqual(self.out.read_bytes(), bytes(below.content))
         self.assertEqual(run("extract", self.path, self.out)[0], 2)
-        # Another file of that name is not taken.
+        # Another file of that name is not used.
         low.write_bytes(generate.File([generate.Raw(generate.noise("other", 4096))]).build())
         code, _, err = run("extract", self.path, self.out, "--names", self.directory.name)
         self.assertEqual((code, err.split(":")[0]), (1, "backing-entry"))

@@ -1,12 +1,11 @@
 #!/usr/bin/python3
-"""A fresh machine: a minimal Debian in namespaces of its own, with Rust and nothing else installed.
+"""Runs a command on a fresh machine: a minimal Debian in its own namespaces, with only Rust added.
 
     tests/e2e/fresh.py [--user] [--keep] [COMMAND...]
 
-runs the command there in a clean clone of this checkout: as root, or as an ordinary user with sudo.
-Without a command it runs scripts/test, as the README asks for. It needs root, debootstrap and the
-Debian mirror that this machine's own apt uses. The minimal system stays in $BCOW_IMAGES, or
-target/images.
+Runs the command there in a clean clone of this checkout: as root, or as an ordinary user with sudo.
+The default command is scripts/test, as in the README. The script needs root, debootstrap and the
+Debian mirror of this machine's apt. The minimal system stays in $BCOW_IMAGES, or target/images.
 """
 
 import argparse
@@ -24,12 +23,13 @@ TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 SUITE = "bookworm"
 # The ordinary user there.
 USER, UID = "someone", 1000
-# Where Rust is there: this machine's, as Debian 12 packages no compiler that is recent enough.
+# The place of the Rust toolchain in the guest. It is this machine's toolchain: the compiler that
+# Debian 12 packages is too old.
 RUST = "/opt/rust"
 
-# Becomes the machine's first process: makes the /dev of a machine without udev, shows there what
-# the caller binds, and changes the root, as no user namespace can be made in a chroot. Then it
-# waits, and so reaps processes whose parent has ended.
+# The machine's first process. It makes the /dev of a machine without udev, mounts the caller's bind
+# mounts, and changes the root (not by chroot: a process in a chroot cannot make a user namespace).
+# Then it waits and reaps orphaned processes.
 BOOT = r"""
 set -e
 root=$1
@@ -73,14 +73,14 @@ wait $!
 
 
 class Machine:
-    """A running system, in whose root commands can be run."""
+    """A running system, with commands to run in its root."""
 
     def __init__(self, directory, binds):
         self.directory = directory
         self.root = os.path.join(directory, "root")
         if not os.path.exists(self.root):
             subprocess.run(["cp", "-a", "--reflink=auto", minimal(), self.root], check=True)
-        # Packages are downloaded once for all machines.
+        # All machines share the downloaded packages.
         binds = {packages(): "/var/cache/apt/archives", **binds}
         listed = os.path.join(directory, "binds")
         with open(listed, "w") as out:
@@ -97,7 +97,7 @@ class Machine:
             self.init = children.read().strip()
 
     def mount_point(self, where):
-        """A directory that every user there can reach."""
+        """A directory that every user of the machine can reach."""
         os.makedirs(self.path(where), exist_ok=True)
         while (where := os.path.dirname(where)) != "/":
             os.chmod(self.path(where), os.stat(self.path(where)).st_mode | 0o111)
@@ -106,20 +106,21 @@ class Machine:
         return os.path.join(self.root, inside.lstrip("/"))
 
     def add_user(self):
-        """An ordinary user, who may call sudo without a password."""
+        """Adds an ordinary user with sudo without a password."""
         for command in ("apt-get -q -y update",
                         "apt-get -q -y install --no-install-recommends sudo",
-                        # As Debian's installer leaves it: the home is the user's alone.
+                        # The mode of a home directory after Debian's installer: private to the
+                        # user.
                         f"useradd --create-home --key HOME_MODE=0700 --uid {UID} {USER}"):
             self.run(*command.split(), check=True, stdout=subprocess.DEVNULL)
         with open(self.path("/etc/sudoers.d/tests"), "w") as out:
             out.write(f"{USER} ALL=(ALL) NOPASSWD: ALL\n")
 
     def check_out(self, user=False):
-        """A clean clone of this checkout, the user's or root's; gives its path there."""
+        """Clones this checkout for the user or for root; returns the path in the machine."""
         where = f"{home(user)}/bcow"
         with tempfile.NamedTemporaryFile("w") as config:
-            # This checkout may be an ordinary user's, and this process is root's.
+            # Git otherwise refuses a checkout of another user: this process runs as root.
             config.write("[safe]\n\tdirectory = *\n")
             config.flush()
             subprocess.run(["git", "clone", "-q", "--no-hardlinks", TOP, self.path(where)],
@@ -129,7 +130,7 @@ class Machine:
         return where
 
     def run(self, *command, user=False, directory="/", env=None, **options):
-        """Runs a command there, in the environment of a new login."""
+        """Runs a command in the machine, in the environment of a new login."""
         path = f"{RUST}/bin:/usr/local/bin:/usr/bin:/bin"
         become = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--init-groups"]
         if not user:
@@ -150,7 +151,7 @@ class Machine:
 
 @contextlib.contextmanager
 def machine(parent, binds=None, rust=None, keep=False):
-    """A machine for the length of a with block; `binds` are directories of this one it has."""
+    """A machine for the length of a with block; `binds` are host directories that it can see."""
     directory = tempfile.mkdtemp(prefix="fresh-", dir=parent)
     fresh = None
     try:
@@ -174,7 +175,8 @@ def images():
 
 
 def packages():
-    """The packages that were downloaded: not the real image's, whose maker runs meanwhile."""
+    """The directory of downloaded packages. It is not that of the real image, whose maker may run
+    at the same time."""
     directory = os.path.join(images(), f"minimal-{SUITE}-debs")
     os.makedirs(os.path.join(directory, "partial"), exist_ok=True)
     return directory
@@ -187,7 +189,7 @@ def sysroot():
 
 
 def minimal():
-    """The smallest system that debootstrap makes; made on first use."""
+    """The smallest system that debootstrap makes; the first use makes it."""
     done = os.path.join(images(), f"minimal-{SUITE}")
     os.makedirs(images(), exist_ok=True)
     with open(os.path.join(images(), "minimal.lock"), "w") as lock:
@@ -201,10 +203,11 @@ def minimal():
             with open(os.path.join(partial, "etc/hosts"), "w") as out:
                 out.write("127.0.0.1 localhost fresh\n::1 localhost\n")
             shutil.copy("/etc/resolv.conf", os.path.join(partial, "etc/resolv.conf"))
-            # Nothing of it has to outlive a power cut, so dpkg need not wait for the disk.
+            # No file has to survive a power cut, so dpkg need not sync.
             with open(os.path.join(partial, "etc/dpkg/dpkg.cfg.d/unsafe-io"), "w") as out:
                 out.write("force-unsafe-io\n")
-            # The network's own certificate authorities, which ca-certificates takes when installed.
+            # The network's own certificate authorities; ca-certificates includes them at its
+            # installation.
             own = "usr/local/share/ca-certificates"
             if os.path.isdir(f"/{own}"):
                 shutil.copytree(f"/{own}", os.path.join(partial, own), dirs_exist_ok=True)
@@ -213,7 +216,7 @@ def minimal():
 
 
 def mirror():
-    """The Debian mirror that make-real-image takes."""
+    """The Debian mirror that make-real-image uses."""
     path = os.path.join(TOP, "tests", "images", "make-real-image")
     loader = importlib.machinery.SourceFileLoader("make_real_image", path)
     spec = importlib.util.spec_from_loader("make_real_image", loader)

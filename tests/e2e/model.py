@@ -1,8 +1,9 @@
-"""Random sequences of operations on a writable mount and on a plain directory, which must not be
-told apart.
+"""Random sequences of operations on a writable mount and on a plain directory must have the same
+results.
 
-A Generator proposes the next operation by what the model shows; a Pair does it on both sides and
-judges. What may differ stands in EXCEPTIONS, and nowhere else.
+The plain directory is the model. A Generator proposes the next operation from the state of the
+model; a Pair runs the operation on both sides and compares. EXCEPTIONS lists every allowed
+difference.
 """
 
 import os
@@ -13,7 +14,7 @@ import operations
 import syscalls
 from operations import NoSlot, Side
 
-# Of so many slots, the last two hold files opened with O_DIRECT: only there are offsets and lengths
+# The number of slots. The last two hold files opened with O_DIRECT, whose offsets and lengths are
 # aligned.
 SLOTS, DIRECT = 8, 6
 LIST_SLOTS = MAP_KEYS = 3
@@ -31,7 +32,7 @@ EXCEPTIONS = {("bcow", "tmpfile", "ok", "EOPNOTSUPP"):
                   "docs/semantics.md: the library that speaks FUSE has no such request",
               ("fuse-overlayfs", "tmpfile", "ok", "EOPNOTSUPP"): "it has no O_TMPFILE",
               ("overlayfs", "set_xattr", "ok", "EOPNOTSUPP"):
-                  "attributes with overlayfs's own names have to be escaped by who writes them"}
+                  "the process that sets attributes with overlayfs's own names has to escape them"}
 
 
 class Mismatch(Exception):
@@ -41,13 +42,13 @@ class Mismatch(Exception):
 class Pair:
     def __init__(self, subject, model):
         self.subject, self.model, self.mount = subject, Side(model), Side(subject.where)
-        # The mount's inode number of each inode of the model. The model's are pinned, lest a number
-        # is used again.
+        # The mount's inode number of each inode of the model. The model's inodes are pinned, so
+        # that no number is reused.
         self.inodes, self.pins = {}, {}
-        # Of each directory that is being read: what it has had all along, what it ever had, and
-        # what each side told.
+        # For each directory stream: the names that were there all the time, the names that were
+        # there at any time, and the names that each side listed.
         self.lists = {}
-        # What the snapshot before this one showed of changes: path and inode -> times.
+        # The change times of the previous snapshot: path and inode -> times.
         self.times = {}
         self.compare()
 
@@ -59,7 +60,7 @@ class Pair:
         self.pins = {}
 
     def step(self, name, arguments):
-        """Does one operation on both sides; a Mismatch if they disagree."""
+        """Runs one operation on both sides; raises Mismatch if the results differ."""
         if name == "remount":
             return self.remount()
         if name == "compare":
@@ -75,10 +76,10 @@ class Pair:
                     side.drop(arguments["slot"])
         elif want[0] == "ok":
             self.judge(name, arguments)
-        for slot, kept in self.lists.items():
+        for slot, names in self.lists.items():
             now = self.listed(slot)
-            kept["always"] &= now
-            kept["ever"] |= now
+            names["always"] &= now
+            names["ever"] |= now
         return want[0]
 
     def answer(self, side, name, arguments):
@@ -88,7 +89,7 @@ class Pair:
             return ["left out", None]
 
     def judge(self, name, arguments):
-        """What only the two together can say."""
+        """The checks that need both sides."""
         one, two = self.model.seen, self.mount.seen
         if name in ("stat", "fstat"):
             path = (self.model.at(arguments["path"]) if name == "stat"
@@ -102,8 +103,8 @@ class Pair:
             self.lists[arguments["slot"]] = {"always": set(now), "ever": set(now), "model": [],
                                              "mount": []}
         elif name == "next":
-            for who, seen in (("model", one), ("mount", two)):
-                self.read_list(who, *seen)
+            for side, seen in (("model", one), ("mount", two)):
+                self.read_list(side, *seen)
 
     def same_inode(self, one, two, path, follow):
         if one.st_ino not in self.inodes:
@@ -131,23 +132,23 @@ class Pair:
 
     def listed(self, slot):
         try:
-            # Another description than the one that is being read from.
+            # Another open file description than the one in use by the stream.
             return set(os.listdir(f"/proc/self/fd/{self.model.lists[slot]}"))
         except FileNotFoundError:
             return set()
 
-    def read_list(self, who, slot, entries):
-        kept = self.lists[slot]
-        told = kept[who]
-        told += [name for name, _, _ in entries if name not in (".", "..")]
-        made_up = set(told) - kept["ever"]
-        if made_up:
-            raise Mismatch(f"{who} listed {sorted(made_up)}, which never was there")
+    def read_list(self, side, slot, entries):
+        names = self.lists[slot]
+        listed = names[side]
+        listed += [name for name, _, _ in entries if name not in (".", "..")]
+        invented = set(listed) - names["ever"]
+        if invented:
+            raise Mismatch(f"the {side} listed {sorted(invented)}, which never existed")
         if not entries:
-            for name in sorted(kept["always"]):
-                if told.count(name) != 1:
-                    raise Mismatch(f"{who} listed {name!r} {told.count(name)} times, which was "
-                                   "there all along")
+            for name in sorted(names["always"]):
+                if listed.count(name) != 1:
+                    raise Mismatch(f"the {side} listed {name!r} {listed.count(name)} times, which "
+                                   "existed all the time")
 
     def remount(self):
         self.model.forget_all()
@@ -156,7 +157,7 @@ class Pair:
         self.subject.remount()
 
     def compare(self):
-        """Both trees, with everything that can be asked, and whether times moved together."""
+        """Compares both trees with all attributes, and which times have changed."""
         operations.settle_clock()
         (want, ours), (got, theirs) = self.model.snapshot(), self.mount.snapshot()
         found = [f"{path!r}: only in the {'model' if path in want else 'mount'}"
@@ -188,7 +189,7 @@ class Pair:
             if (now[0] != before[0]) != (later[0] != then[0]):
                 raise Mismatch(f"{path!r}: mtime {'moved' if later[0] != then[0] else 'stayed'}, "
                                "in the model it did not")
-            # A mount may have more reasons for a new ctime than the model, but none less.
+            # A mount may change a ctime more often than the model, but not less often.
             if now[1] != before[1] and later[1] == then[1]:
                 raise Mismatch(f"{path!r}: ctime stayed, in the model it moved")
         self.times = times
@@ -196,14 +197,14 @@ class Pair:
 
 
 class Generator:
-    """Proposes operations; what it proposes follows from the seed and from what the model shows."""
+    """Proposes operations, which follow from the seed and from the state of the model."""
 
     def __init__(self, seed, pair):
         self.random, self.pair, self.number = random.Random(seed), pair, 0
         self.tag = 0
 
     def sequence(self, length):
-        """Operations, one by one, each to be done before the next is asked for."""
+        """Generates operations one by one; the caller runs each before it takes the next."""
         remounts = set(self.random.sample(range(length), self.random.randint(1, 3)))
         for number in range(length):
             if number in remounts:
@@ -213,8 +214,8 @@ class Generator:
             self.entries = self.pair.model.entries()
             make = self.random.choices(self.MAKERS, self.WEIGHTS)[0]
             name, arguments = make(self)
-            # Whoever lists attributes has CAP_SYS_ADMIN still, which ext4 asks for, and the mount
-            # only the user.
+            # The listing process still has CAP_SYS_ADMIN, which ext4 checks; the mount checks the
+            # user only.
             if self.random.random() < 0.15 and name != "list_xattrs":
                 arguments["who"] = self.random.choice(["alice", "bob"])
             if self.random.random() < 0.1:
@@ -227,7 +228,7 @@ class Generator:
     # What and where.
 
     def pick(self, *kinds):
-        """A path that is there, of these types if there is one."""
+        """An existing path, of one of these types if there is one."""
         paths = [path for path, info in self.entries.items()
                  if path != "." and (not kinds or stat.S_IFMT(info.st_mode) in kinds)
                  and (not path.startswith("many/") or self.random.random() < 0.05)]
@@ -254,7 +255,7 @@ class Generator:
         return self.new() if self.random.random() < new else self.pick()
 
     def slot(self):
-        """One that is open, most of the time."""
+        """A slot: most of the time one with an open file."""
         return (self.random.choice(sorted(self.pair.model.files) or [0])
                 if self.random.random() < 0.95 else self.random.randrange(SLOTS))
 
@@ -281,8 +282,8 @@ class Generator:
                                    0o1777, 0o2644])
 
     def owner(self):
-        """Who shall have a file, and which group; one of them at least: what chown(-1, -1) does to
-        ctime is an exception."""
+        """A new owner and a new group; at least one of them is set, since the effect of chown(-1,
+        -1) on ctime is an exception."""
         pick = self.random.choice
         return pick([{"uid": pick([0, 1000, 1001, 70_000]), "gid": pick([-1, 0, 1000, 1001])},
                      {"uid": -1, "gid": pick([0, 1000, 1001])}])
@@ -312,7 +313,7 @@ class Generator:
         flags += [flag for flag, how in (("O_TRUNC", 0.1), ("O_APPEND", 0.15), ("O_NOFOLLOW", 0.1),
                                          ("O_SYNC", 0.05), ("O_DIRECTORY", 0.02)) if chance() < how]
         if slot >= DIRECT:
-            # Without O_APPEND, which would write where the file ends, aligned or not.
+            # Without O_APPEND, which would write at the end of the file, aligned or not.
             flags = [flag for flag in flags if flag != "O_APPEND"] + ["O_DIRECT"]
         return "open", {"slot": slot, "path": path, "flags": "|".join(flags), "mode": self.mode()}
 
@@ -418,7 +419,7 @@ class Generator:
                  "flags": flags})
 
     def empty_folder(self):
-        """Everything in a directory goes, so that it can go itself: over some steps."""
+        """Removes the content of a directory and then the directory, over some steps."""
         inside = [path for path, info in self.entries.items() if path.startswith(
                       ("d0/sub/", "setgid/", "d1/")) and not stat.S_ISDIR(info.st_mode)]
         return "unlink", {"path": self.random.choice(sorted(inside) or ["a"])}
@@ -474,7 +475,7 @@ class Generator:
             + [("rewind", {"slot": slot})])
 
     def crowd(self):
-        """Entries of a large directory come and go."""
+        """Creates and removes entries of a large directory."""
         number = self.random.randrange(160)
         path = f"many/entry-{number:03}" if "many" in self.entries else self.new()
         if path in self.entries:

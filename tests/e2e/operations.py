@@ -1,9 +1,8 @@
-"""Operations on a file system as plain data, and a Side that does them and tells how each ended.
+"""Operations on a file system as plain data, and a Side that runs them and returns each result.
 
-An operation is [name, {arguments}]: what a sequence was can be printed, kept and replayed. Files
-that are open have slots. What a Side answers can be compared between two file systems: inode
-numbers, times of now and what POSIX leaves open are not in it, but judged by `Pair`, which knows
-both.
+An operation is [name, {arguments}], so that a sequence can be printed, stored and replayed. Open
+files have slots. The results of two Sides can be compared: they leave out inode numbers, current
+times and all that POSIX leaves open. `Pair` checks these with both sides at hand.
 """
 
 import errno
@@ -18,7 +17,7 @@ import subjects
 import syscalls
 
 PAGE = 4096
-# Times before this were set by somebody, later ones are of now.
+# Earlier times were set by an operation; later ones are current times.
 NOW_BEGINS = 1_500_000_000 * 10 ** 9
 FLAGS = {name: getattr(os, name) for name
                in ("O_RDONLY", "O_WRONLY", "O_RDWR", "O_CREAT", "O_EXCL", "O_TRUNC", "O_APPEND",
@@ -34,7 +33,7 @@ USERS = {"root": (0, 0), "alice": (1000, 1000), "bob": (1001, 1001)}
 
 
 class NoSlot(Exception):
-    """The slot of an operation is not open: the operation is left out, on both sides."""
+    """The slot of an operation holds no open file: both sides skip the operation."""
 
 
 def value_of(tag, length):
@@ -51,8 +50,8 @@ def time_of(nanoseconds):
 
 
 def facts(info):
-    """What two file systems must agree on; a directory's size and link count are its file system's
-    own affair, and the kernel does not tell a mount that a pipe was written to."""
+    """The attributes that must agree. A directory's size and link count are specific to its file
+    system, and the kernel does not report writes to a pipe to a mount."""
     fact = {"mode": oct(info.st_mode), "uid": info.st_uid, "gid": info.st_gid}
     if not stat.S_ISFIFO(info.st_mode):
         fact["mtime"] = time_of(info.st_mtime_ns)
@@ -68,15 +67,15 @@ class Side:
 
     def __init__(self, root):
         self.root, self.files, self.lists, self.maps = root, {}, {}, {}
-        # Inode numbers that the last operation showed, and what it saw of SEEK_DATA and SEEK_HOLE.
+        # Inode numbers that the last operation saw, and its results of SEEK_DATA and SEEK_HOLE.
         self.seen = None
 
     def at(self, path):
         return os.path.join(self.root, path) if path != "." else self.root
 
     def do(self, name, arguments):
-        """How an operation ends: ["ok", value], or ["E...", None]; a NoSlot for those without
-        one."""
+        """Runs an operation; returns ["ok", value] or ["E...", None]. Raises NoSlot without an open
+        slot."""
         arguments = dict(arguments)
         who, umask = arguments.pop("who", "root"), arguments.pop("umask", 0o022)
         self.seen = None
@@ -106,7 +105,7 @@ class Side:
         self.seen = info
         return facts(info)
 
-    # Files that are open.
+    # Open files.
 
     def do_open(self, slot, path, flags, mode):
         bits = 0
@@ -135,7 +134,7 @@ class Side:
         return self.into_room(length, lambda room: os.readv(self.file(slot), [room]))
 
     def into_room(self, length, read):
-        """The digest of what is read into memory that is aligned, as O_DIRECT wants it."""
+        """Reads into aligned memory, which O_DIRECT requires; returns the digest."""
         with (mmap.mmap(-1, max(length, 1)) as room, memoryview(room) as whole,
               whole[:length] as view):
             done = read(view)
@@ -158,9 +157,10 @@ class Side:
         return os.lseek(self.file(slot), offset, whence)
 
     def do_seek_hole(self, slot, offset, what):
-        """Where data or a hole begins is the file system's to say; that it is true, Pair sees."""
+        """A file system may choose where data and holes begin; Pair checks that the answer is
+        true."""
         if stat.S_ISDIR(os.fstat(self.file(slot)).st_mode):
-            raise IsADirectoryError(errno.EISDIR, "a directory's holes are nobody's affair")
+            raise IsADirectoryError(errno.EISDIR, "directories have no comparable holes")
         try:
             found = os.lseek(self.file(slot), offset,
                              os.SEEK_DATA if what == "data" else os.SEEK_HOLE)
@@ -189,7 +189,7 @@ class Side:
 
     def do_copy_range(self, slot, offset, to, at, length):
         done, fd, other = 0, self.file(slot), self.file(to)
-        # How much one call copies is open; all of them together is not.
+        # One call may copy any part; all calls together copy everything.
         while done < length:
             now = os.copy_file_range(fd, other, length - done, offset + done, at + done)
             if now == 0:
@@ -198,7 +198,7 @@ class Side:
         return done
 
     def do_drop_pages(self, slot):
-        """What is read next comes from below the kernel's cache."""
+        """Drops the kernel's cache, so that the next read reaches the file system."""
         os.fsync(self.file(slot))
         os.posix_fadvise(self.file(slot), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -215,7 +215,7 @@ class Side:
         syscalls.syncfs(self.file(slot))
 
     def do_map(self, slot, key, writable):
-        """A mapping of the whole file that stays."""
+        """Maps the whole file and keeps the mapping."""
         size = os.fstat(self.file(slot)).st_size
         if size == 0:
             raise NoSlot
@@ -242,8 +242,8 @@ class Side:
         return length
 
     def mapped(self, key):
-        """A mapping, whether it can be written, and how much of it can be touched: past the file's
-        end is a signal."""
+        """A mapping, whether it is writable, and its usable length: access past the file's end
+        raises a signal."""
         if key not in self.maps:
             raise NoSlot
         kept, writable = self.maps[key]
@@ -291,7 +291,7 @@ class Side:
         syscalls.utimens(self.at(path), atime, mtime, follow)
 
     def do_access(self, path, mode):
-        # With the identity of acting_as, which access(2) does not look at.
+        # With the identity of acting_as, which access(2) ignores.
         return syscalls.code_of(self.probe, path, mode)
 
     def probe(self, path, mode):
@@ -320,7 +320,7 @@ class Side:
                 and info.f_bsize >= 512)
         return [sane, info.f_namemax, bool(info.f_flag & os.ST_RDONLY)]
 
-    # Directories that are read bit by bit.
+    # Directory streams, read in parts.
 
     def do_open_list(self, slot, path):
         fd = os.open(self.at(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -329,7 +329,7 @@ class Side:
         self.lists[slot] = fd
 
     def do_next(self, slot, room):
-        """Names come in any order, so Pair has to judge."""
+        """Names have no fixed order, so Pair compares them."""
         if slot not in self.lists:
             raise NoSlot
         self.seen = (slot, syscalls.directory_entries(self.lists[slot], room))
@@ -339,7 +339,7 @@ class Side:
             raise NoSlot
         os.lseek(self.lists[slot], 0, os.SEEK_SET)
 
-    # Everything.
+    # Whole trees.
 
     def entries(self):
         """Every path below the root with what lstat says, parents first, without following
@@ -356,7 +356,7 @@ class Side:
         return found
 
     def snapshot(self):
-        """Every path with all that can be compared, and the lstat results."""
+        """Every path with all comparable attributes, and the lstat results."""
         entries, shown, read = self.entries(), {}, {}
         for path, info in entries.items():
             fact = facts(info)
@@ -375,5 +375,5 @@ class Side:
 
 
 def settle_clock():
-    """Lets the clock that file systems take times from go on: it stands still for up to 10 ms."""
+    """Waits for a tick of the clock that file systems take times from; a tick takes up to 10 ms."""
     time.sleep(0.012)

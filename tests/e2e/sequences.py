@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Generates sequences of layers: everything that layers do to each other, in random order.
+"""Generates sequences of layers with every effect that layers have on each other, in random order.
 
     sequences.py SEED            prints the layers of a sequence
     sequences.py SEED LAYOUT     writes them as an OCI layout
 
-A sequence depends on its seed alone. Seed 0 is no dice: it has every change of type into every
-other one, in every way of writing it. A generator proposes entries that suit what the layers so far
-show; entries that fit nowhere (a file below a file) are refused by the truth,
-tests/oracle/overlay.py, and left out.
+A sequence depends on its seed alone. Seed 0 is not random: it has every change of one type into
+another, in every way to write the change. A generator proposes entries that suit the merged layers
+so far; tests/oracle/overlay.py refuses entries without a valid place (a file below a file), and
+they are left out.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ import overlay  # noqa: E402
 from overlay import Entry  # noqa: E402
 
 NS = ocilib.EPOCH * 10 ** 9
-# Few names, so that layers meet; the later ones seldom.
+# Few names, so that layers change the same paths; the later names are rare.
 NAMES = ([b"a", b"b", b"c", b"d", b"lib", b"usr"] * 6
          + [b"\xff\xfe", b"new\nline", b"sp ace", b"gr\xc3\xbcn", b"n" * 255, b".wh", b".whx",
             b"...", b"-", b"a:b,c", b"~"])
@@ -55,12 +55,11 @@ class Generator:
     def __init__(self, seed, stack):
         self.random, self.stack = random.Random(seed), stack
         self.long = seed % 50 == 7
-        # What the layers below show: path -> entry as the tree's dump has it.
+        # The merged tree of the layers below: path -> entry of the tree's dump.
         self.below = {}
 
     def layers(self):
-        """Proposes, unpacks, and gives the entries of each layer that were accepted, layer by
-        layer."""
+        """Proposes and unpacks the layers; yields the accepted entries of each."""
         count = self.random.randint(30, 60) if self.long else self.random.randint(2, 8)
         done = []
         for _ in range(count):
@@ -91,16 +90,16 @@ class Generator:
     def add(self, *entries):
         self.entries.extend(entries)
 
-    # Where.
+    # Places.
 
     def lower(self, *kinds):
-        """A path that the layers below show, or a new one."""
+        """A path of the merged tree, or a new one."""
         found = [path for path, entry in self.below.items()
                  if path != b"." and (not kinds or entry["type"] in kinds)]
         return self.random.choice(sorted(found)) if found else self.new()
 
     def folder(self):
-        """A directory: the root, a lower one, one of this layer, or one that nobody has listed."""
+        """A directory: the root, a lower one, one of this layer, or one that no layer lists."""
         dice = self.random.random()
         if dice < 0.2:
             return b""
@@ -121,7 +120,7 @@ class Generator:
                 if entry.kind not in ("dir", "hardlink") and b".wh." not in entry.path]
         return self.random.choice(mine) if mine else self.lower("file", "symlink", "char", "fifo")
 
-    # What.
+    # Content and attributes.
 
     def content(self):
         size = self.random.choice([0, 1, 10, 100, 1000, 4095, 4096, 4097, 10000, 70000])
@@ -144,7 +143,7 @@ class Generator:
         if kind in ("file", "dir") and self.random.random() < 0.08:
             xattrs["system.posix_acl_access"], mode = ACL, ACL_MODE
         if self.random.random() < 0.05:
-            # What a layer may not say: the truth drops it too.
+            # A layer must not have this attribute; the judge drops it too.
             xattrs[pick(["trusted.overlay.opaque", "trusted.overlay.redirect",
                          "trusted.bcow.implicit", "trusted.bcow.link"])] = b"y"
         return {"mode": mode, "uid": pick([0] * 4 + [1, 1000, 65534, 3000000]),
@@ -158,7 +157,7 @@ class Generator:
         return Entry(path, "dir", **self.meta("dir"))
 
     def target(self):
-        """Of a symbolic link: somewhere inside, up and down, or nowhere."""
+        """The target of a symbolic link: inside the tree, up and down, or missing."""
         path = self.some()
         return self.random.choice([path, b"/" + path, path.rpartition(b"/")[2], b"../" + path,
                                    b"nowhere", b"."])
@@ -175,7 +174,7 @@ class Generator:
         elif kind == "symlink":
             more["link"] = self.target()
         elif kind != "fifo":
-            # 0:0 is what overlayfs takes for a whiteout.
+            # 0:0 is a whiteout of overlayfs.
             more["rdev"] = self.random.choice([(1, 3), (0, 1), (7, 0), (259, 300000)])
         return Entry(path, kind, **self.meta(kind), **more)
 
@@ -255,7 +254,7 @@ class Generator:
             self.add(Entry(self.new(), "hardlink", link=path), self.thing(path, "file"))
 
     def rename(self):
-        """A path goes and comes back elsewhere, with all that is in it."""
+        """Moves a path with its whole content to another place."""
         path, to = self.lower(), self.new()
         if to.startswith(path + b"/") or path == to:
             return
@@ -284,14 +283,15 @@ class Generator:
         self.add(self.thing(join(self.lower("symlink"), self.random.choice(NAMES))))
 
     def again(self):
-        """A second entry of a name that this layer has already."""
+        """A second entry for a name of this layer."""
         if self.entries:
             path = self.random.choice(self.entries).path
             if b".wh." not in path and path != b".":
                 self.add(self.thing(path))
 
     def smaller_folder(self):
-        """A file where a directory was, or a directory where a file was, with something in it."""
+        """A file in the place of a directory, or a directory with content in the place of a
+        file."""
         path = self.lower("file", "dir")
         if path in self.below and self.below[path]["type"] == "dir":
             self.add(self.thing(path, "file"))
@@ -306,8 +306,8 @@ class Generator:
 
 
 def matrix():
-    """Every type below every other type, with the ways to write the change; then all of it changed
-    back."""
+    """Every type below every other type, with each way to write the change; then every change
+    reverted."""
     xattrs = (("user.layer", b"0"),)
     kinds = {
         "absent": lambda path, layer: [],
@@ -349,7 +349,7 @@ def matrix():
 
 
 def build(seed, stack):
-    """Unpacks the sequence of a seed into a stack, and gives its layers."""
+    """Unpacks the sequence of a seed into a stack; returns its layers."""
     if seed:
         return Generator(seed, stack).layers()
     return [stack.unpack(entries) for entries in matrix()]
@@ -365,8 +365,8 @@ def tar(entries):
 
 
 def write_layout(layers, path, tag="t", pack=None):
-    """An OCI layout with one image, of uncompressed layers or of what `pack` makes of them; adds to
-    one that is there."""
+    """Writes an OCI layout with one image of layers, compressed by `pack` if given; adds to an
+    existing layout."""
     layout = ocilib.Layout(path)
     tars = [tar(entries) for entries in layers]
     media = (ocilib.MEDIA_TAR if pack is None

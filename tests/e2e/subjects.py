@@ -1,8 +1,8 @@
-"""Writable views of a tree, to be judged alike: bcow's in all its kinds, and those of others to
-judge the judges.
+"""Writable mounts of a tree for the same tests: all kinds of bcow's, and other implementations,
+which check the tests themselves.
 
-A Lower is a directory and the image made of it. A Subject shows it at `where`, and keeps what is
-written in `upper`, which outlives unmounting. BCOW_SUBJECTS names those to test, separated by
+A Lower is a directory and the image made of it. A Subject mounts it at `where`, and stores changes
+in `upper`, which survives an unmount. BCOW_SUBJECTS lists the subjects to test, separated by
 spaces:
 
     plain             a copy on the same file system, no union at all
@@ -27,7 +27,7 @@ from support import BCOW, bcow, is_mounted, need, run
 
 KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed")
 SPARSE = ("bcow+sketch=sparse",)
-# From here on a first write makes a sketch.
+# The first write to a file larger than this makes a sketch.
 LARGE = 64 << 10
 # 2001, and a part of a second, so that a copy that loses nanoseconds is seen.
 EPOCH = 1_000_000_000_123_456_789
@@ -53,9 +53,9 @@ class Lower:
 
 
 class Subject:
-    """What all have in common: a directory with `mnt` and `upper`."""
+    """The common part: a directory with `mnt` and `upper`."""
 
-    # Whether files have an end in the mount's own process, which can be killed.
+    # Whether a process serves the mount, which can be killed.
     daemon = False
     # Whether fallocate can reserve space in every file.
     reserves = True
@@ -81,10 +81,10 @@ class Subject:
         self.mount()
 
     def check(self):
-        """Fails unless the upper of what is not mounted is in order."""
+        """Fails unless the unmounted upper is consistent."""
 
     def remove(self):
-        """Whatever state it is in, nothing stays."""
+        """Removes everything, in any state."""
         while is_mounted(self.where):
             subprocess.run(["umount", "-l", self.where], check=False)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -97,7 +97,7 @@ class Plain(Subject):
         run("cp", "-a", self.lower.tree, self.where)
 
     def mount(self):
-        # So that its root is that of a mount too: EBUSY and EXDEV.
+        # So that its root is a mount point too, for EBUSY and EXDEV.
         run("mount", "--bind", self.where, self.where)
 
 
@@ -117,8 +117,8 @@ class Overlay(Subject):
 
 
 class Foreground(Subject):
-    """A program of ours in the foreground that serves the mount, so that its end and its last words
-    are known."""
+    """A foreground process that serves the mount, so that its exit status and its output are
+    known."""
 
     daemon = True
     process = user = None
@@ -127,7 +127,7 @@ class Foreground(Subject):
         raise NotImplementedError
 
     def start(self):
-        """Starts mounting; whether that succeeds is the caller's to find out."""
+        """Starts mounting; the caller checks whether the mount succeeds."""
         self.log = tempfile.TemporaryFile()
         options = ({} if self.user is None
                    else {"user": self.user, "group": self.user, "extra_groups": []})
@@ -140,16 +140,16 @@ class Foreground(Subject):
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"`{' '.join(self.command())}` did not mount, code "
-                                     f"{self.process.poll()}:\n{self.said()}")
+                                     f"{self.process.poll()}:\n{self.output()}")
             time.sleep(0.002)
 
     def answers(self):
-        """Whether it is mounted. A dead mount may still be there, and then none, until this one
-        takes its place."""
+        """Whether the mount is ready. A dead mount may be there first, and then none, until this
+        mount replaces it."""
         return is_mounted(self.where) and syscalls.code_of(os.statvfs, self.where) not in (
             "ENOTCONN", "ECONNABORTED") and is_mounted(self.where)
 
-    def said(self):
+    def output(self):
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
@@ -159,30 +159,30 @@ class Foreground(Subject):
 
     def ended(self):
         code = self.process.wait(timeout=60)
-        said = self.let_go()
-        if code != 0 or "panicked" in said:
-            raise AssertionError(f"the mount's process ended with {code}:\n{said}")
+        output = self.release()
+        if code != 0 or "panicked" in output:
+            raise AssertionError(f"the mount's process ended with {code}:\n{output}")
 
     def kill(self):
-        """Ends the process at once. The dead mount stays, as the kernel has it."""
+        """Kills the process. The kernel keeps the dead mount."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        said = self.let_go()
-        if "panicked" in said:
-            raise AssertionError(f"before it was killed:\n{said}")
+        output = self.release()
+        if "panicked" in output:
+            raise AssertionError(f"before it was killed:\n{output}")
 
-    def let_go(self):
-        """Of a process that has ended; gives its last words."""
-        said = self.said()
+    def release(self):
+        """Releases the process, which has ended; returns its output."""
+        output = self.output()
         self.log.close()
         self.process = None
-        return said
+        return output
 
     def remove(self):
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.let_go()
+            self.release()
         super().remove()
 
 
@@ -215,8 +215,8 @@ class Bcow(Foreground):
 
     def unmount(self):
         done = bcow("umount", self.where, user=self.user, timeout=60)
-        # Another mount namespace that began meanwhile, of a container elsewhere, has the mount
-        # until it ends.
+        # A mount namespace that was made meanwhile (for a container) keeps the mount until that
+        # namespace ends.
         if done.err and b" goes on: " not in done.err:
             raise AssertionError(str(done))
         self.ended()
@@ -234,7 +234,7 @@ def subject(name, lower, directory):
 
 
 def need_for(*names):
-    """What the tests of these subjects need besides bcow."""
+    """Checks the requirements of these subjects besides bcow."""
     need(root=True, fuse=True)
     for name in names:
         if name == "fuse-overlayfs":
@@ -243,7 +243,8 @@ def need_for(*names):
 
 @contextlib.contextmanager
 def shown(name, lower, mount=True):
-    """A subject in a directory of its own for the length of a with block, which must end well."""
+    """A subject in its own directory for the length of a with block; its process must exit with
+    0."""
     directory = tempfile.mkdtemp(prefix="union-", dir=support.WORK)
     os.chmod(directory, 0o755)
     one = subject(name, lower, directory)
@@ -258,8 +259,8 @@ def shown(name, lower, mount=True):
 
 
 def content(tag, length):
-    """Bytes that follow from a tag, none of them zero, so that what was never written is told from
-    what was."""
+    """Bytes that follow from a tag. None is zero, so that a zero means a byte that was never
+    written."""
     piece = random.Random(str(tag)).randbytes(min(length, 4 << 20)).replace(b"\0", b"\1")
     return (piece * (length // max(1, len(piece)) + 1))[:length]
 

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: the program under test, requirements, mounts, images."""
+"""Shared parts of the end-to-end tests: the program under test, requirements, mounts, images."""
 
 import atexit
 import contextlib
@@ -25,23 +25,22 @@ BCOW = os.path.abspath(os.environ.get("BCOW") or os.path.join(TOP, "target", "re
 READER = os.path.join(TOP, "spec", "reader.py")
 WORK = os.path.abspath(os.environ.get("BCOW_E2E") or os.path.join(TOP, "target", "e2e"))
 PEAK_BYTES = 256 << 20
-# A user who owns nothing: what runs as this one runs without privilege.
-NOBODY = 65534
+# The uid of a user who owns no files, for commands without privilege.
+UNPRIVILEGED = 65534
 
 os.makedirs(WORK, exist_ok=True)
 os.environ["PATH"] += os.pathsep + os.pathsep.join(("/usr/local/sbin", "/usr/sbin", "/sbin"))
 
 
 def missing(reason):
-    """A requirement that is not there: a visible skip at home, an error in CI, which must have
-    it."""
+    """Reports a missing requirement: a visible skip, or an error in CI, which must have it."""
     if os.environ.get("CI"):
         raise AssertionError(f"CI lacks what this test needs: {reason}")
     raise unittest.SkipTest(reason)
 
 
 def need(*tools, root=False, fuse=False):
-    """Names what a test needs besides bcow itself."""
+    """Checks the requirements of a test besides bcow itself."""
     for tool in tools:
         if not shutil.which(tool):
             missing(f"{tool} is not installed")
@@ -62,7 +61,7 @@ def need_kernel(major, minor, what):
 
 
 def until(condition, what, seconds=60):
-    """Waits for a condition; that it never comes true is a failure."""
+    """Waits for a condition; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -71,7 +70,7 @@ def until(condition, what, seconds=60):
 
 
 class Result:
-    """How a command ended: code, output, seconds, and its peak memory."""
+    """The result of a command: exit code, output, seconds, and peak memory."""
 
     def __init__(self, command, code, out, err, seconds, peak_bytes):
         self.command, self.code, self.out, self.err = command, code, out, err
@@ -84,9 +83,10 @@ class Result:
 
 
 def run(*command, stdin=None, timeout=600, check=True, env=None, user=None, file_bytes=None):
-    """Runs a command and measures it. With check, anything but 0 is a test failure.
+    """Runs a command and measures it. With `check`, an exit code other than 0 is a test failure.
 
-    file_bytes caps the size of any file it writes, lest a failing test fill the disk.
+    `file_bytes` limits the size of each file that the command writes, so that no test fills the
+    disk.
     """
     def limit():
         if file_bytes is not None:
@@ -127,7 +127,7 @@ def bcow(*arguments, user=None, **options):
 
 
 def for_everyone(path):
-    """A name for a path that an ordinary user can reach, should the checkout be in a private
+    """A path of the same file that an ordinary user can reach, even if the checkout is in a private
     directory."""
     directory, name = os.path.split(os.path.abspath(path))
     return os.path.join(reachable(directory), name)
@@ -146,7 +146,7 @@ def reachable(directory):
 
 
 def is_mounted(where):
-    """Asks the kernel's table: another user's FUSE mount cannot be looked at, even by root."""
+    """Reads the kernel's table: even root cannot stat another user's FUSE mount."""
     with open("/proc/self/mountinfo", "rb") as table:
         places = [line.split()[4] for line in table]
     escaped = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in os.path.abspath(where))
@@ -208,8 +208,8 @@ def assert_same_tree(test, first, second, **rules):
 
 
 def assert_refused(test, result, *mention, code=1):
-    """Fails unless a command ended with this code and one error, which mentions all this (regular
-    expressions)."""
+    """Fails unless a command ended with this code and one error, which matches all these regular
+    expressions."""
     message = result.err.decode(errors="replace")
     test.assertEqual(result.code, code, str(result))
     test.assertNotIn("panicked", message)
@@ -220,7 +220,7 @@ def assert_refused(test, result, *mention, code=1):
 
 @functools.cache
 def image(name):
-    """The real or the small image as (layout directory, tag); made on first use."""
+    """The real or the small image as (layout directory, tag); the first use makes it."""
     need("debootstrap", "chroot", "tar", root=True)
     maker = os.path.join(TOP, "tests", "images", "make-real-image")
     done = subprocess.run([sys.executable, maker] + (["--small"] if name == "small" else []),
@@ -233,7 +233,7 @@ def image(name):
 
 @functools.cache
 def unpacked(name):
-    """The same image as umoci unpacks it, and the dump of that tree. It stays until the tests
+    """The tree that umoci unpacks from the image, and its dump. The tree stays until the tests
     end."""
     need("umoci")
     directory, tag = image(name)
@@ -247,7 +247,7 @@ def unpacked(name):
 
 
 def layer_bytes(name):
-    """The uncompressed size of an image's layers together."""
+    """The total uncompressed size of an image's layers."""
     directory, _ = image(name)
     with open(os.path.join(directory, "index.json")) as index:
         manifest = json.load(index)["manifests"][0]["digest"]

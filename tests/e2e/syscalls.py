@@ -1,4 +1,4 @@
-"""System calls that Python's standard library has not, and one door for credentials."""
+"""System calls that Python's standard library lacks, and calls with another user's credentials."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_
 
 
 def checked(result, what=None):
-    """The result of a call of the C library, or its error as an OSError."""
+    """Calls a function of the C library; raises its error as an OSError."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), what)
@@ -43,7 +43,7 @@ def syncfs(fd):
 
 
 def utimens(path, atime, mtime, follow=True):
-    """Sets times; each is nanoseconds, UTIME_NOW as "now", or None for neither."""
+    """Sets times; each is nanoseconds, "now" (UTIME_NOW), or None (no change)."""
     def spec(time):
         if time is None:
             return 0, UTIME_OMIT
@@ -55,13 +55,14 @@ def utimens(path, atime, mtime, follow=True):
 
 
 def link_descriptor(fd, new):
-    """Gives a file that is open a name, one that never had any too."""
+    """Links an open file, even one that never had a name."""
     checked(libc.linkat(AT_FDCWD, f"/proc/self/fd/{fd}".encode(), AT_FDCWD, os.fsencode(new),
                         AT_SYMLINK_FOLLOW), new)
 
 
 def directory_entries(fd, room):
-    """What one getdents64 of so many bytes gives: (name, inode, type) each; nothing at the end."""
+    """One getdents64 with a buffer of this size: a list of (name, inode, type), empty at the
+    end."""
     buffer = ctypes.create_string_buffer(room)
     length = checked(libc.syscall(GETDENTS64, fd, buffer, room))
     entries, at = [], 0
@@ -84,15 +85,14 @@ class Control(ctypes.Structure):
 
 
 class Event(ctypes.Structure):
-    """How one ended (struct io_event)."""
+    """The result of one request (struct io_event)."""
 
     _fields_ = [("data", ctypes.c_uint64), ("control", ctypes.c_uint64), ("result", ctypes.c_int64),
                 ("result2", ctypes.c_int64)]
 
 
 class AsynchronousWrites:
-    """Writes that the kernel is asked for at once (io_submit), and that end later
-    (io_getevents)."""
+    """Asynchronous writes: submitted together (io_submit), completed later (io_getevents)."""
 
     def __init__(self, most):
         self.most, self.pending, self.context = most, {}, ctypes.c_ulong()
@@ -111,7 +111,7 @@ class AsynchronousWrites:
         return done
 
     def wait(self):
-        """Until all have ended. Fails unless each wrote its whole piece."""
+        """Waits for all. Fails unless each wrote its whole piece."""
         events = (Event * self.most)()
         while self.pending:
             count = checked(libc.syscall(IO_GETEVENTS, self.context, ctypes.c_long(1),
@@ -126,7 +126,7 @@ class AsynchronousWrites:
 
 @contextlib.contextmanager
 def acting_as(uid, gid, umask=0o022):
-    """Makes and asks for files as somebody else would, without that one's capabilities."""
+    """Runs a with block with the file-system credentials of another user, without capabilities."""
     before = os.umask(umask)
     groups = os.getgroups()
     if uid:
@@ -144,7 +144,7 @@ def acting_as(uid, gid, umask=0o022):
 
 
 def acl(*entries):
-    """The bytes of a POSIX ACL of (tag, permissions, id) each."""
+    """The bytes of a POSIX ACL with (tag, permissions, id) entries."""
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
@@ -161,12 +161,12 @@ def simple_acl(owner, group, other, mask=None, users=(), groups=()):
 
 
 def name_of(code):
-    """An errno's name; of two names for one number, the one that file systems use."""
+    """The name of an errno; of two names for one number, the one that file systems use."""
     return "EOPNOTSUPP" if code == errno.EOPNOTSUPP else errno.errorcode[code]
 
 
 def code_of(function, *arguments, **options):
-    """The name of the errno that a call ends with, or None."""
+    """The name of the errno that a call raises, or None."""
     try:
         function(*arguments, **options)
     except OSError as error:

@@ -1,5 +1,5 @@
 """Containers run on a writable mount: packages are installed in them, servers and databases run,
-and after mounting again all is there.
+and their data survives a remount.
 
 The root is the real image, of Debian. Packages are downloaded once, with the machine's own apt, and
 installed in containers that have no network.
@@ -16,13 +16,13 @@ import unittest
 import support
 from support import bcow, image, is_mounted, need, run
 
-# What docker and podman give a container that asks for nothing.
+# The default capabilities of a container in docker and podman.
 CAPABILITIES = ["CAP_" + name for name in ("CHOWN", "DAC_OVERRIDE", "FSETID", "FOWNER", "MKNOD",
                                            "NET_RAW", "SETGID", "SETUID", "SETFCAP", "SETPCAP",
                                            "NET_BIND_SERVICE", "SYS_CHROOT", "KILL", "AUDIT_WRITE")]
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends {} install {}\n"
-# Whether pgbench's four tables agree, which they do as long as each transaction is there as a whole
-# or not at all.
+# Whether pgbench's four tables agree. They do if each transaction is stored as a whole or not at
+# all.
 AGREE = """select a.sum = b.sum and b.sum = t.sum and t.sum = coalesce(h.sum, 0) and h.count >= {}
     from
     (select sum(abalance) from pgbench_accounts) a, (select sum(bbalance) from pgbench_branches) b,
@@ -59,16 +59,15 @@ SETS = {"nginx": ["nginx"], "mariadb": ["mariadb-server-core", "mariadb-client-c
 
 
 def packages(root):
-    """A directory with .deb files for each of SETS: what is to be installed on top of what is in a
-    root. Kept beside the images."""
+    """A directory with .deb files for each of SETS: the packages to install that the root lacks.
+    Kept beside the images."""
     there = os.path.join(
         os.environ.get("BCOW_IMAGES") or os.path.join(support.TOP, "target", "images"), "packages")
     if os.path.exists(there):
         return there
     need("apt-get")
     with tempfile.TemporaryDirectory(dir=os.path.dirname(there)) as work:
-        # Of the image's release, whatever the machine's own is; with keys and proxies of the
-        # machine's own apt.
+        # Packages of the image's release, with the keys and proxies of this machine's apt.
         apt = ["apt-get", "-q", "-y", "--no-install-recommends"]
         for option in (f"Dir::State::status={root}/var/lib/dpkg/status",
                        f"Dir::Etc::sourcelist={root}/etc/apt/sources.list",
@@ -89,7 +88,7 @@ def packages(root):
 
 
 class Writable:
-    """A writable mount whose upper outlives unmounting."""
+    """A writable mount whose upper survives an unmount."""
 
     def __init__(self, made, directory, sketch):
         self.image, self.sketch = made, sketch
@@ -102,7 +101,7 @@ class Writable:
              "allow_other,suid,dev", timeout=60)
 
     def unmount(self):
-        """And looks whether the upper is clean."""
+        """Unmounts and checks that the upper is clean."""
         bcow("umount", self.where, timeout=60)
         bcow("fsck", self.upper)
 
@@ -143,8 +142,8 @@ class Containers(unittest.TestCase):
             shutil.rmtree(directory, ignore_errors=True)
 
     def runc(self, where, script, *binds):
-        """Runs a script as root of a container on a directory; its output. The container has
-        Docker's capabilities and no network but its own."""
+        """Runs a script as root of a container on a directory; returns its output. The container
+        has Docker's capabilities and only a network of its own."""
         bundle = tempfile.mkdtemp(prefix="bundle-", dir=self.directory)
         run("runc", "spec", "--bundle", bundle)
         config = os.path.join(bundle, "config.json")
@@ -167,9 +166,9 @@ class Containers(unittest.TestCase):
             shutil.rmtree(bundle, ignore_errors=True)
 
     def podman(self, where, script):
-        """The same by podman, with all that it sets up by itself."""
+        """The same by podman, with podman's default setup."""
         home = os.path.join(self.directory, "podman")
-        # It refuses one with more than 50 characters.
+        # podman refuses a path of more than 50 characters.
         run_root = tempfile.mkdtemp(prefix="bcow-", dir="/run")
         command = ["podman", f"--root={home}/root", f"--runroot={run_root}", f"--tmpdir={home}/tmp",
                    "--storage-driver=vfs", "--runtime=runc", "--cgroup-manager=cgroupfs",
@@ -185,7 +184,8 @@ class Containers(unittest.TestCase):
             shutil.rmtree(run_root, ignore_errors=True)
 
     def assert_installed(self, where, *names):
-        """By dpkg's own sums. Its last words are the container's: what is listed differs."""
+        """Compares the packages' files with dpkg's checksums, in the container; the output lists
+        differences."""
         for name in names:
             run("chroot", where, "dpkg", "--status", name)
             self.assertEqual(run("chroot", where, "dpkg", "--verify", name).out.decode(), "")
@@ -223,16 +223,16 @@ class Containers(unittest.TestCase):
                 sql 'delete from d.t where id % 7 = 0'
                 sql 'select "sum", count(*), sum(crc32(what)) from d.t; shutdown'
                 wait""")
-            told = [line for line in out.splitlines() if line.startswith("sum")]
-            self.assertEqual(len(told), 1, out)
-            self.assertGreater(int(told[0].split()[1]), 500)
+            sums = [line for line in out.splitlines() if line.startswith("sum")]
+            self.assertEqual(len(sums), 1, out)
+            self.assertGreater(int(sums[0].split()[1]), 500)
             one.remount()
             self.assert_installed(one.where, "mariadb-server-core", "mariadb-client-core")
             again = self.runc(one.where, MARIADB + """
                 sql 'select "sum", count(*), sum(crc32(what)) from d.t; check table d.t extended
                      ; shutdown'
                 wait""")
-            self.assertIn(told[0], again)
+            self.assertIn(sums[0], again)
             self.assertIn("status\tOK", again)
 
     def test_postgresql_with_its_data_in_the_image_passes_pgbench(self):
@@ -243,7 +243,7 @@ class Containers(unittest.TestCase):
             one.remount()
             self.assertIn("\nt\n",
                           self.runc(one.where, POSTGRES + f'sql "{AGREE.format(10)}"; stop'))
-            # Now with tables of some size in the image itself.
+            # Again, with tables of some size in the image itself.
             made = os.path.join(self.directory, "data.bcow")
             cluster = os.path.join(one.where, "var/lib/postgresql")
             bcow("convert", "--no-verify", f"dir:{cluster}", made)

@@ -1,4 +1,5 @@
-"""Disks: into BCoW and out of it, chains, and what changes them. qemu-img is the judge."""
+"""Disks: conversion into BCoW and back, chains, and the commands that change them. qemu-img is the
+judge."""
 
 import fcntl
 import json
@@ -11,7 +12,7 @@ import unittest
 from support import WORK, assert_refused, bcow, need, run
 
 MEBIBYTE = 1 << 20
-# A tree of a real system for the file system in a disk; a larger one where there is time for it.
+# A tree of a real system for the file system in a disk. A larger one takes more time.
 TREE = os.environ.get("BCOW_DISK_TREE", os.path.dirname(os.__file__))
 DISK_BYTES = int(os.environ.get("BCOW_DISK_MIB", "128")) * MEBIBYTE
 
@@ -28,7 +29,7 @@ def read(path):
 
 
 class Directory(unittest.TestCase):
-    """Each test in a directory of its own, as the current one."""
+    """Each test has its own directory as the current directory."""
 
     def setUp(self):
         directory = tempfile.TemporaryDirectory(prefix="disks-", dir=WORK)
@@ -38,7 +39,7 @@ class Directory(unittest.TestCase):
         os.chdir(directory.name)
 
     def refused(self, *arguments, mention=(), code=1):
-        """A command that must fail, say all this, and leave the directory as it was."""
+        """Runs a command that must fail with this message and leave the directory unchanged."""
         names = sorted(os.listdir("."))
         result = bcow(*arguments, check=False)
         assert_refused(self, result, *mention, code=code)
@@ -46,9 +47,9 @@ class Directory(unittest.TestCase):
 
 
 class Conversion(Directory):
-    """raw and qcow2, in and out."""
+    """Conversion from and to raw and qcow2."""
 
-    def test_a_real_disk_goes_round_and_stays_the_same(self):
+    def test_a_real_disk_survives_conversions_unchanged(self):
         need("qemu-img", "mkfs.ext4", "e2fsck")
         with open("disk.raw", "wb") as file:
             file.truncate(DISK_BYTES)
@@ -71,7 +72,7 @@ class Conversion(Directory):
             run("qemu-img", "check", "small.qcow2")
             run("qemu-img", "compare", "disk.raw", "small.qcow2")
             self.assertLess(os.path.getsize("small.qcow2"), os.path.getsize("disk.qcow2"))
-        # What is read by imago was compressed by qemu too.
+        # imago also reads data that qemu compressed.
         run("qemu-img", "convert", "-c", "-O", "qcow2", "disk.raw", "qemu.qcow2")
         bcow("convert", "--force", "qcow2:qemu.qcow2", "raw:again.raw")
         run("qemu-img", "compare", "disk.raw", "again.raw")
@@ -122,7 +123,7 @@ class Conversion(Directory):
         secret = os.path.abspath("secret")
 
         def overlay(name, backing, form="raw"):
-            # As a file that came from elsewhere: the name is never opened here.
+            # A file from another machine: bcow never opens the name.
             run("qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", form, name,
                 "1M")
 
@@ -143,7 +144,7 @@ class Conversion(Directory):
         overlay("bad.qcow2", "link.raw")
         self.refused("convert", "qcow2:bad.qcow2", "x.bcow", "--backing-dir", "allowed",
                      mention=("link.raw",))
-        # A file below itself.
+        # A file that is its own backing.
         overlay("allowed/self.qcow2", "self.qcow2", "qcow2")
         self.refused("convert", "qcow2:allowed/self.qcow2", "x.bcow", "--backing-dir", "allowed",
                      mention=("more than 64 files",))
@@ -161,7 +162,7 @@ class Conversion(Directory):
         for _ in range(60):
             bad = bytearray(good)
             for _ in range(rounds.randrange(1, 4)):
-                # Mostly where the header and the tables are.
+                # Mostly in the header and the tables.
                 at = rounds.randrange(rounds.choice((120, 4096, len(bad) - 4)))
                 bad[at:at + 4] = struct.pack(
                     ">I", rounds.choice((0, 1, 0x7fffffff, 0xffffffff, rounds.getrandbits(32))))
@@ -175,7 +176,7 @@ class Conversion(Directory):
             self.assertNotIn(b"panicked", result.err)
             self.assertLess(result.peak_bytes, 512 * MEBIBYTE)
 
-    def test_what_is_not_asked_for_is_refused(self):
+    def test_ambiguous_and_invalid_conversions_are_refused(self):
         write("disk.raw", bytes(8192))
         bcow("convert", "raw:disk.raw", "disk.bcow")
         self.refused("convert", "disk.raw", "x.bcow", mention=("raw:disk.raw",), code=2)
@@ -194,7 +195,7 @@ class Conversion(Directory):
 
 
 class Chains(Directory):
-    """Disks over disks."""
+    """Disks with a backing disk."""
 
     def setUp(self):
         super().setUp()
@@ -202,7 +203,7 @@ class Chains(Directory):
         one = bytearray(noise.randbytes(6 * MEBIBYTE) + bytes(3 * MEBIBYTE)
                         + noise.randbytes(MEBIBYTE // 2))
         two = bytearray(one)
-        # Where they differ: whole sectors, parts of them, zeros here and there.
+        # The differences: whole sectors, parts of sectors, and zeros on one side.
         two[40960:45056] = noise.randbytes(4096)
         two[MEBIBYTE + 5:MEBIBYTE + 10] = bytes(5)
         two[5 * MEBIBYTE:6 * MEBIBYTE] = bytes(MEBIBYTE)
@@ -223,13 +224,14 @@ class Chains(Directory):
             os.unlink("content.raw")
 
     def own(self, disk):
-        """Bytes that a disk has itself, by its map."""
+        """The bytes that the disk's own file stores, by its map."""
         extents = json.loads(bcow("map", "--json", disk).out)["extents"]
         return sum(extent["length"] for extent in extents
                    if extent.get("file", 0) == 0 and extent["kind"] != "hole")
 
     def overlay(self, name="disk.bcow", backing="two.bcow"):
-        """A disk that shows `one` over a backing that has `two`, so it has itself what differs."""
+        """A disk with content `one` over a backing with content `two`: it stores the
+        differences."""
         bcow("create", "-b", "one.bcow", name)
         bcow("rebase", name, "-b", backing)
 
@@ -244,7 +246,7 @@ class Chains(Directory):
         self.assertTrue(self.content("disk.bcow") == self.one)
         bcow("fsck", "--data", "disk.bcow")
 
-    def test_only_the_reference_changes_if_the_user_wants_that(self):
+    def test_an_unsafe_rebase_changes_only_the_reference(self):
         bcow("create", "-b", "one.bcow", "disk.bcow")
         os.rename("one.bcow", "moved.bcow")
         self.refused("convert", "disk.bcow", "raw:x", mention=("backing one.bcow is not in",))
@@ -254,7 +256,7 @@ class Chains(Directory):
         self.assertTrue(self.content("disk.bcow") == self.two)
         self.assertEqual(self.own("disk.bcow"), 0)
 
-    def test_a_layer_has_what_the_disk_changed(self):
+    def test_a_layer_has_the_changes_of_the_disk(self):
         self.overlay()
         bcow("commit", "disk.bcow", "layer.bcow")
         self.assertTrue(self.content("layer.bcow") == self.one)
@@ -264,7 +266,7 @@ class Chains(Directory):
         self.refused("commit", "disk.bcow", mention=("sealed", "NEW.bcow"))
         self.refused("commit", "layer.bcow", mention=("sealed",))
         bcow("fsck", "--data", "layer.bcow")
-        # A layer is a backing like any other.
+        # A layer can be a backing too.
         bcow("create", "-b", "layer.bcow", "-s", "16M", "top.bcow")
         self.assertTrue(self.content("top.bcow") == self.one + bytes(16 * MEBIBYTE - len(self.one)))
         extents = json.loads(bcow("map", "--json", "top.bcow").out)["extents"]
@@ -289,7 +291,7 @@ class Chains(Directory):
         bcow("create", "-s", "1M", "alone.bcow")
         self.refused("commit", "alone.bcow", mention=("no backing",))
 
-    def test_a_sealed_disk_keeps_its_backing_or_stands_alone(self):
+    def test_a_sealed_disk_keeps_its_backing_or_is_flattened(self):
         self.overlay()
         bcow("seal", "disk.bcow", "-o", "sealed.bcow")
         bcow("seal", "disk.bcow", "--flatten", "-o", "alone.bcow")
@@ -306,7 +308,7 @@ class Chains(Directory):
         self.assertTrue(self.content("alone.bcow") == self.one)
         self.refused("convert", "sealed.bcow", "raw:x", mention=("backing two.bcow is not in",))
 
-    def test_compacting_keeps_everything_but_the_garbage(self):
+    def test_compact_removes_only_unused_blocks(self):
         for layout in ("auto", "performance", "space"):
             with self.subTest(layout=layout):
                 bcow("create", "-b", "one.bcow", "--layout", layout, "disk.bcow")
@@ -320,7 +322,7 @@ class Chains(Directory):
                     bcow("fsck", "--data", "disk.bcow")
                     self.assertLessEqual(os.path.getsize("disk.bcow"), full + 2 * MEBIBYTE)
                     self.assertEqual(os.stat("disk.bcow").st_mode & 0o777, 0o640)
-                # It is still one that can be written.
+                # The compacted disk is still writable.
                 bcow("rebase", "disk.bcow", "-b", "two.bcow")
                 bcow("resize", "disk.bcow", "8M", "--shrink")
                 bcow("compact", "disk.bcow", "-o", "small.bcow")
@@ -328,7 +330,7 @@ class Chains(Directory):
                 os.unlink("disk.bcow")
                 os.unlink("small.bcow")
 
-    def test_sizes_change_as_asked(self):
+    def test_resize_grows_and_shrinks_a_disk(self):
         bcow("create", "-b", "one.bcow", "disk.bcow")
         size = len(self.one)
         bcow("resize", "disk.bcow", "+4M")
@@ -358,7 +360,7 @@ class Chains(Directory):
         self.assertEqual(bcow("diff", "one.bcow", "disk.bcow", check=False).code, 1)
         self.assertEqual(bcow("diff", "one.bcow", "nothing.bcow", check=False).code, 2)
 
-    def test_a_backing_is_what_it_was_or_nothing(self):
+    def test_a_changed_backing_is_refused(self):
         bcow("create", "-b", "one.bcow", "disk.bcow")
         good = read("one.bcow")
 
@@ -413,7 +415,7 @@ class Chains(Directory):
             bcow("create", "-q", "-b", f"{index - 1}.bcow", f"{index}.bcow")
         self.assertEqual(self.content("64.bcow"), bytes(MEBIBYTE))
         self.refused("create", "-b", "64.bcow", "65.bcow", mention=("64 files",))
-        # A disk below itself cannot come about.
+        # No command makes a disk its own backing.
         self.refused("rebase", "--unsafe", "10.bcow", "-b", "20.bcow", mention=("bcow rebase",))
 
     def test_one_writer_at_a_time(self):

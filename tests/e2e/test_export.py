@@ -1,5 +1,4 @@
-"""What bcow exports, taken by tools that are not ours, is the tree that umoci unpacks from the
-source."""
+"""Exports of bcow, read by other tools, have the tree that umoci unpacks from the source."""
 
 import json
 import os
@@ -14,7 +13,7 @@ import tree
 
 
 class Exported:
-    """The conversions are made once; tests share them. These are for images of any size."""
+    """The tests share the conversions. These tests are for images of any size."""
 
     @classmethod
     def setUpClass(cls):
@@ -38,7 +37,7 @@ class Exported:
         return os.path.join(self.directory, name)
 
     def umoci(self, layout):
-        """The tree that umoci makes of an image."""
+        """The tree that umoci unpacks from an image."""
         bundle = self.path("bundle")
         run("umoci", "unpack", "--image", f"{layout}:t", bundle)
         try:
@@ -92,7 +91,7 @@ class Export(Exported, unittest.TestCase):
                 archive)
             assert_same_tree(self, self.reference, where)
             shutil.rmtree(where)
-        # However it was stored.
+        # However the image is stored.
         run("cmp", self.path("0.tar"), self.path("1.tar"))
 
     def test_an_archive_converts_to_the_same_tree_and_exports_to_the_same_bytes(self):
@@ -128,12 +127,12 @@ class Export(Exported, unittest.TestCase):
                          len(self.manifest(self.source.split(":")[1])[0]["layers"]))
         run("skopeo", "copy", "--quiet", f"oci-archive:{archive}:t", f"oci:{layout}:t")
         assert_same_tree(self, self.reference, self.umoci(layout))
-        # Members in order, and nothing of this machine in them.
+        # Members are in order and contain no data of this machine.
         listed = run("tar", "--numeric-owner", "-tvf", archive).out.decode().splitlines()
         self.assertEqual([line.split()[-1] for line in listed[:2]], ["oci-layout", "index.json"])
         for line in listed:
             self.assertRegex(line, r" 0/0 .* 1970-01-01 ")
-        # What is in a layout by itself is in the archive, byte for byte.
+        # The archive contains the same bytes as a layout directory.
         plain = self.to_layout(self.stack, "beside")
         where = self.path("unpacked")
         os.makedirs(where)
@@ -197,7 +196,7 @@ class Export(Exported, unittest.TestCase):
 
 class ExportOfTheRealImage(Exported, unittest.TestCase):
     NAME = "real"
-    # umoci does not read zstd, and more than this takes minutes.
+    # umoci does not read zstd; a larger image takes minutes.
     COMPRESS = "gzip:1"
 
 
@@ -206,7 +205,7 @@ class Sequences(unittest.TestCase):
     test_merge.py."""
 
     SEEDS = range(60)
-    # A link in the place of a directory above its own target: no order of entries says that.
+    # A link in the place of a directory above its own target: no order of entries expresses it.
     UNSPEAKABLE = {18, 52}
 
     def test_umoci_unpacks_what_overlayfs_shows(self):

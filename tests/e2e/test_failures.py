@@ -1,5 +1,5 @@
-"""What goes wrong around bcow: full disks, wrong files, wrong places, signals. One clear error,
-nothing left."""
+"""Failures around bcow (full disks, wrong files, wrong places, signals) give one clear error and
+leave no file behind."""
 
 import fcntl
 import os
@@ -55,7 +55,7 @@ class Failures(unittest.TestCase):
         finally:
             run("umount", small)
 
-    def test_convert_into_a_directory_that_is_not_there(self):
+    def test_convert_into_a_missing_directory_is_refused(self):
         result = bcow("convert", self.source, self.path("not/there/out.bcow"), check=False)
         self.refused(result, r"not/there", r"(?i)no such")
 
@@ -73,7 +73,7 @@ class Failures(unittest.TestCase):
                                    stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(read)
         try:
-            # Where it has read the beginning of a file, the image is in the making.
+            # The conversion has read the beginning of a file, so the image is incomplete.
             os.write(write, ocilib.entry(b"large", ocilib.REG, bytes(1 << 20))[:60_000])
             until(lambda: fcntl.ioctl(write, termios.FIONREAD, bytes(4)) == bytes(4),
                   "what was written is read")
@@ -85,25 +85,25 @@ class Failures(unittest.TestCase):
             os.close(write)
         self.assertEqual(os.listdir(where), [])
 
-    def test_mount_of_what_is_no_bcow_file(self):
+    def test_mount_of_another_file_is_refused(self):
         for name, data in (("empty", b""), ("text", b"hello\n" * 2000), ("zeros", b"\0" * 65536)):
             with self.subTest(name=name):
                 where = tempfile.mkdtemp(dir=self.directory)
                 self.refused(bcow("mount", self.path(name, data), where, check=False), name)
                 self.assertFalse(is_mounted(where))
 
-    def test_mount_of_a_file_that_is_not_there(self):
+    def test_mount_of_a_missing_file_is_refused(self):
         where = tempfile.mkdtemp(dir=self.directory)
         self.refused(bcow("mount", self.path("absent.bcow"), where, check=False), r"absent\.bcow",
                      r"(?i)no such")
 
-    def test_mount_onto_what_is_no_directory(self):
+    def test_mount_onto_a_file_is_refused(self):
         self.refused(bcow("mount", self.image, self.path("a-file", b""), check=False), r"a-file",
                      r"(?i)directory")
         self.refused(bcow("mount", self.image, self.path("no-directory"), check=False),
                      r"no-directory", r"(?i)no such")
 
-    def test_umount_of_what_is_not_mounted(self):
+    def test_umount_of_an_unmounted_directory_is_refused(self):
         self.refused(bcow("umount", tempfile.mkdtemp(dir=self.directory), check=False),
                      r"(?i)not mounted|no.*mount")
 
@@ -119,8 +119,8 @@ class Failures(unittest.TestCase):
                 self.assertIn(bcow("fsck", cut, check=False).code, (4, 8))
 
     def test_every_damaged_byte_is_found_or_harmless(self):
-        """No single flipped byte makes a mount give wrong data: it is refused, is EIO, or does not
-        matter."""
+        """No single flipped byte makes a mount return wrong data: the mount is refused, a read
+        fails with EIO, or the byte has no effect."""
         with open(self.image, "rb") as data:
             whole = data.read()
         with mounted(self.image) as where:
@@ -197,7 +197,7 @@ class Failures(unittest.TestCase):
 
 
 class Advice(unittest.TestCase):
-    """The commands that `fsck` advises mend what is damaged, or save what is left of it."""
+    """The commands that `fsck` advises repair the damage, or save the remaining data."""
 
     def setUp(self):
         need("skopeo", "qemu-img")
@@ -226,7 +226,7 @@ class Advice(unittest.TestCase):
         self.damage(layer, os.path.getsize(layer) // 2)
         run(*copy)
         found = bcow("fsck", "--data", store, check=False)
-        # skopeo takes what is there for what it should be.
+        # skopeo does not verify a blob that exists.
         self.assertEqual(found.code, 4, found.out)
         self.assertIn(f"hint: the damaged file is {layer}: remove it before copying",
                       found.err.decode())
@@ -234,7 +234,7 @@ class Advice(unittest.TestCase):
         run(*copy)
         bcow("fsck", "--data", store)
 
-    def test_what_is_left_of_a_damaged_disk_is_saved(self):
+    def test_the_readable_blocks_of_a_damaged_disk_are_saved(self):
         raw, disk, saved = (self.path(name) for name in ("disk.raw", "disk.bcow", "saved.raw"))
         content = os.urandom(4 << 20)
         with open(raw, "wb") as file:
@@ -259,7 +259,7 @@ class Advice(unittest.TestCase):
         with open(saved, "rb") as file:
             got = file.read()
         self.assertEqual(len(got), len(content))
-        # All but one block.
+        # All except one block.
         differs = [at for at in range(0, len(content), 65536)
                    if got[at:at + 65536] != content[at:at + 65536]]
         self.assertEqual(len(differs), 1, differs)

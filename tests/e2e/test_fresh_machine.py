@@ -10,14 +10,14 @@ import fresh
 import support
 from support import BCOW, TOP, WORK, need
 
-# The tests, by package and name, that do other things as root than as an ordinary user, or call
-# programs of the machine.
+# The tests, by package and name, that behave differently for root and for an ordinary user, or that
+# call programs of the machine.
 TESTS = {"cli/cli", "bcow-fuse/daemon", "bcow-fuse/mounted_tree", "bcow-fuse/writable",
          "bcow-oci/all", "bcow-union/upper"}
 
 
 def test_programs():
-    """The programs of these tests, each with its package's directory, as cargo lists them."""
+    """The executables of these tests, each with its package's directory, from cargo's list."""
     listed = os.environ.get("BCOW_TESTS")
     if not listed:
         support.missing("no list of test programs in BCOW_TESTS; scripts/test makes one")
@@ -36,11 +36,11 @@ class FreshMachine(unittest.TestCase):
     def setUpClass(cls):
         need("debootstrap", "git", "unshare", "nsenter", root=True)
         support.image("small")
-        # The test programs know paths of this checkout.
+        # The test programs contain paths of this checkout.
         binds = {path: path for path in (TOP, WORK, os.path.dirname(BCOW), fresh.images())}
         rust = os.environ.get("BCOW_RUST")
         cls.machine = cls.enterClassContext(fresh.machine(WORK, binds, rust))
-        # Compiled already; that would take a minute and more.
+        # Compiled already; compiling takes more than a minute.
         for program in ("fsx", "pjdfstest"):
             need(program)
             shutil.copy(shutil.which(program), cls.machine.path("/usr/local/bin"))
@@ -64,7 +64,7 @@ class FreshMachine(unittest.TestCase):
         self.demonstrates(users, user=True)
         for user in (False, True):
             env = {"INSTA_WORKSPACE_ROOT": TOP}
-            # With CI set, tests that need root fail rather than say that they are skipped.
+            # With CI set, tests that need root would fail instead of being skipped.
             if not user:
                 env["CI"] = "true"
             for name, (program, package) in tests.items():
@@ -75,19 +75,19 @@ class FreshMachine(unittest.TestCase):
         self.assert_passes("/usr/bin/python3", "-m", "unittest", "test_serve", env=env)
 
     def sets_up(self, what, directory, user=False):
-        """What is done is said before, and a second time there is nothing to do."""
-        said = self.assert_passes("scripts/setup", what, directory=directory, user=user)
-        lines = [line for line in said.splitlines() if line.startswith("setup: ")]
+        """The setup announces each step; a second run has no step to do."""
+        output = self.assert_passes("scripts/setup", what, directory=directory, user=user)
+        lines = [line for line in output.splitlines() if line.startswith("setup: ")]
         self.assertRegex(lines[0], "^setup: Rust is there: ")
         self.assertEqual(lines[1], "setup: these Debian packages are missing:")
         self.assertEqual(lines[-1], "setup: all is there")
-        self.assertEqual("chmod 666 /dev/fuse" in said, what == "test", said)
-        said = self.assert_passes("scripts/setup", what, directory=directory, user=user)
-        self.assertEqual(said.splitlines(), [lines[0], lines[-1]])
+        self.assertEqual("chmod 666 /dev/fuse" in output, what == "test", output)
+        output = self.assert_passes("scripts/setup", what, directory=directory, user=user)
+        self.assertEqual(output.splitlines(), [lines[0], lines[-1]])
 
     def demonstrates(self, directory, user=False):
-        """With the image and the bcow that are there, as making them takes minutes."""
-        said = self.assert_passes("scripts/try", directory=directory, user=user,
+        """With the existing image and bcow, since making them takes minutes."""
+        output = self.assert_passes("scripts/try", directory=directory, user=user,
                                   env={"BCOW": BCOW, "BCOW_IMAGES": fresh.images()})
-        self.assertIn("from the image\n", said)
-        self.assertIn("== That was it.", said)
+        self.assertIn("from the image\n", output)
+        self.assertIn("== That was it.", output)

@@ -1,8 +1,8 @@
-"""What real kernels do with a disk that bcow serves: file systems made, filled, cut off, remounted
-and checked.
+"""Real kernels use a disk that bcow serves: file systems are made, filled, cut off, remounted and
+checked.
 
-Three ways to a kernel, none of which needs a module of the machine's own: User-Mode Linux with
-nbd.ko, a virtual machine with virtio-blk on qemu's NBD client, and nbdfuse with a loop device.
+Three kinds of kernel client, none of which needs a module of this machine's kernel: User-Mode Linux
+with nbd.ko, a virtual machine with virtio-blk on qemu's NBD client, and nbdfuse with a loop device.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from support import BCOW, bcow, run
 
 MIB = 1 << 20
 KINDS = ("ext4", "xfs", "btrfs")
-# Numbers of files: one lot that is deleted in part, one that is made durable file by file, one that
-# is written over the second boot.
+# Numbers of files in three sets: one is deleted in part, one is synced file by file, one is written
+# during the second boot.
 FILES = 40
 DURABLE = 10
-# fsx comes from crates.io; a run is this many operations.
+# fsx comes from crates.io; a run has this number of operations.
 OPERATIONS = int(os.environ.get("BCOW_FSX") or 3000)
 
 
@@ -66,7 +66,7 @@ class KernelClients(unittest.TestCase):
         scratch = tempfile.TemporaryDirectory(prefix="kernel-", dir=support.WORK)
         self.addCleanup(scratch.cleanup)
         self.dir = scratch.name
-        # Unix sockets have short names.
+        # The path of a Unix socket must be short.
         short = tempfile.TemporaryDirectory(prefix="nbd-")
         self.addCleanup(short.cleanup)
         self.socket = os.path.join(short.name, "s")
@@ -84,7 +84,7 @@ class KernelClients(unittest.TestCase):
 
     def test_file_systems_of_a_kernel_with_nbd_outlive_reboots_and_a_killed_server(self):
         uml.need()
-        # Smaller ones mkfs.xfs does not make.
+        # mkfs.xfs refuses smaller disks.
         disks = {kind: self.create("-s", "320M", "--layout", layout, self.path(f"{kind}.bcow"))
                  for kind, layout in zip(KINDS, ("auto", "space", "performance"))}
         each = [(kind, f"/dev/nbd{number}", f"/tmp/{kind}") for number, kind in enumerate(KINDS)]
@@ -97,7 +97,8 @@ class KernelClients(unittest.TestCase):
             return {kind: step("connect", device=device, port=server.port,
                                export=os.path.basename(files[kind])) for kind, device, _ in each}
 
-        # Filled, reconnected, and the power cut while mounted; then the server is killed.
+        # The guest fills the disks and reconnects; its power is cut while they are mounted; then
+        # the server is killed.
         with served(*disks.values(), *listen, end=signal.SIGKILL) as server:
             connect = connected(server, disks)
             steps = [step("network")]
@@ -122,8 +123,8 @@ class KernelClients(unittest.TestCase):
                     step("verify", where=at, prefix="a", count=FILES, kept=3),
                     step("verify", where=at, prefix="b", count=DURABLE)]
 
-        # Everything that was made durable is there, the file systems' logs are replayed, and all is
-        # clean.
+        # All durable data is there, the file systems replay their logs, and the checks find no
+        # error.
         with served(*disks.values(), *listen) as server:
             connect = connected(server, disks)
             steps = [step("network")]
@@ -135,7 +136,7 @@ class KernelClients(unittest.TestCase):
             uml.boot(steps)
         self.assert_clean(*disks.values())
 
-        # The disks as backings: changes go into a file of their own, the backing stays what it is.
+        # The disks as backings: an overlay stores the changes, and the backing does not change.
         uppers = {kind: self.create("-b", disk, self.path(f"{kind}-upper.bcow"))
                         for kind, disk in disks.items()}
         before = {kind: sha256(disk) for kind, disk in disks.items()}
@@ -169,7 +170,7 @@ class KernelClients(unittest.TestCase):
             bcow_in_guest("create", "-s", "64M", disk),
             bcow_in_guest("attach", disk, device),
             ("device_facts", {"device": device}),
-            # Neither the device nor the disk is free, and a mounted device is left alone.
+            # The device and the disk are in use, and `detach` refuses a mounted device.
             bcow_in_guest("attach", disk, device, ok=(1,)),
             bcow_in_guest("attach", disk, "/dev/nbd6", ok=(1,)),
             ("make", {"device": device, "kind": "ext4"}), mounted,
@@ -178,7 +179,7 @@ class KernelClients(unittest.TestCase):
             ("detach", {"where": at}),
             bcow_in_guest("detach", device),
             bcow_in_guest("detach", device, ok=(1,)),
-            # The disk is free as soon as that has returned, and has it all.
+            # When `detach` returns, the disk is free and holds all data.
             bcow_in_guest("fsck", disk),
             bcow_in_guest("attach", "--read-only", disk, device),
             ("device_facts", {"device": device}),
@@ -219,7 +220,7 @@ class KernelClients(unittest.TestCase):
             with tempfile.TemporaryDirectory(dir=self.dir) as at:
                 run("mount", "-t", "ext4", "-o", "discard", device, at)
                 try:
-                    # Half of them in pieces that are no multiple of anything.
+                    # Half of the data in pieces of odd lengths.
                     for seed, config in ((1, ""), (2, "[opsize]\nmax = 9999\nalign = 1\n")):
                         with open(self.path("fsx.toml"), "w") as file:
                             file.write("flen = 4194304\n" + config)
@@ -248,7 +249,7 @@ class KernelClients(unittest.TestCase):
         self.on_loop(disk, look)
 
     def on_loop(self, disk, work):
-        """Does something with a disk as a loop device on what nbdfuse shows of it."""
+        """Calls `work` with a loop device on the file that nbdfuse shows of a disk."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(served(disk, "--socket", self.socket))
             at = stack.enter_context(tempfile.TemporaryDirectory(dir=self.dir))

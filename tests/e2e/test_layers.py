@@ -1,7 +1,7 @@
-"""Images in layers: what is shared, what is kept, and what goes wrong around both.
+"""Images in layers: shared blobs, caches, and failures around both.
 
-The images are tiny layouts, made here. Trees are compared in test_merge.py and test_registry.py;
-here it is about blobs, digests, caches, layouts.
+The images are tiny layouts, made here. test_merge.py and test_registry.py compare trees; this file
+tests blobs, digests, caches and layouts.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import subprocess
 import time
 import unittest
 
-from support import (BCOW, NOBODY, PEAK_BYTES, WORK, assert_refused, bcow, for_everyone, image,
-                     need, run)
+from support import (BCOW, UNPRIVILEGED, PEAK_BYTES, WORK, assert_refused, bcow, for_everyone,
+                     image, need, run)
 import sequences
 from sequences import ocilib
 from overlay import Entry
@@ -26,8 +26,7 @@ LAYER, STACK = "application/vnd.bcow.layer.v1", "application/vnd.bcow.stack.v1"
 
 
 def part(number, size=300_000):
-    """A layer with content of its own: some that compresses, some that does not, and small
-    files."""
+    """A layer with its own content: compressible data, incompressible data, and small files."""
     noise = random.Random(number)
     name = b"part-%d" % number
     return [Entry(name, "dir"), Entry(name + b"/noise", data=noise.randbytes(size)),
@@ -42,7 +41,7 @@ def content(path):
 
 
 def tree_bytes(directory):
-    """Path to content, of all that is in a directory."""
+    """All files below a directory: path -> content."""
     found = {}
     for at, directories, files in os.walk(directory):
         for name in directories + files:
@@ -52,7 +51,7 @@ def tree_bytes(directory):
 
 
 class Layout:
-    """An OCI layout as it is on disk."""
+    """An OCI layout on disk."""
 
     def __init__(self, path):
         self.path = path
@@ -83,10 +82,11 @@ class Layout:
         return self.manifest(tag)["layers"][-1]["digest"]
 
     def check(self):
-        """Every blob is what its name says, and the index speaks only of blobs that are there."""
+        """Fails unless every blob has the digest of its name and every blob of the index exists."""
         blobs = os.path.join(self.path, "blobs", "sha256")
         for name in os.listdir(blobs):
-            # Of one who was killed while it replaced a blob: complete, but without its name yet.
+            # Left by a converter that was killed while it replaced a blob: complete, but still with
+            # a temporary name.
             if name.startswith(".") and name.endswith(".tmp"):
                 continue
             with open(os.path.join(blobs, name), "rb") as data:
@@ -131,12 +131,12 @@ class Layers(unittest.TestCase):
         return sequences.write_layout(layers, self.path(name), **options)
 
     def convert(self, source, name, *options, tag="t", **more):
-        """Converts into a layout of this test; gives the layout and the report, with what was said
-        on standard error."""
+        """Converts into a layout of this test; returns the layout and the report, with standard
+        error."""
         layout = Layout(self.path(name))
         result = bcow("convert", "--json", source, f"oci:{layout.path}:{tag}", *options, **more)
         report = json.loads(result.out)
-        report["said"] = result.err.decode()
+        report["stderr"] = result.err.decode()
         report["result"] = result
         return layout, report
 
@@ -148,7 +148,7 @@ class Layers(unittest.TestCase):
     def digests(self, report):
         return [layer["digest"] for layer in report["layers"]]
 
-    # What is written.
+    # The content of the layout.
 
     def test_manifest_ties_layers_to_their_source_and_keeps_the_configuration(self):
         layout, report = self.convert(self.a, "out")
@@ -181,11 +181,11 @@ class Layers(unittest.TestCase):
             with (open(both.blob_path(digest), "rb") as here,
                   open(alone.blob_path(digest), "rb") as there):
                 self.assertTrue(here.read() == there.read())
-        # Five layers, and for each image a stack, a configuration and a manifest.
+        # Five layers; and a stack, a configuration and a manifest for each image.
         self.assertEqual(len(os.listdir(os.path.join(both.path, "blobs/sha256"))), 5 + 2 * 3)
         both.check()
 
-    def test_a_layer_is_the_same_blob_wherever_it_stands(self):
+    def test_a_layer_is_the_same_blob_in_every_position(self):
         _, one = self.convert(self.source([self.parts[0], self.parts[1]], "one"), "out-one")
         _, two = self.convert(self.source([self.parts[4], self.parts[1], self.parts[0]], "two"),
                               "out-two")
@@ -242,7 +242,7 @@ class Layers(unittest.TestCase):
                 self.assertEqual(self.made(report), [expected] * 4, way)
                 self.assertEqual(report["manifest"], fresh[n]["manifest"], way)
 
-    # A cache that is not as it was left.
+    # Damaged and unusable caches.
 
     def entries(self, cache):
         """The layers of a cache."""
@@ -250,7 +250,7 @@ class Layers(unittest.TestCase):
                       if name.endswith(".bcow"))
 
     def damages(self, whole, other):
-        """Ways a file may have rotted, as (what, new content)."""
+        """Kinds of damage to a file, as (name, new content)."""
         def flipped(at):
             return whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1:]
 
@@ -267,7 +267,7 @@ class Layers(unittest.TestCase):
                          ("the tables", size * 9 // 10), ("the end", size - 5)):
             yield f"a bit of {what} flipped", flipped(at)
 
-    def test_rotten_cache_entries_are_dropped_remade_and_reported(self):
+    def test_damaged_cache_entries_are_dropped_remade_and_reported(self):
         cache = self.path("cache")
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
         _, good = self.convert(source, "good", "--cache", cache)
@@ -279,15 +279,15 @@ class Layers(unittest.TestCase):
                 _, report = self.convert(source, f"out-{n}", "--cache", cache)
                 self.assertEqual(report["manifest"], good["manifest"])
                 self.assertEqual(sorted(self.made(report)), ["cache", "converted"])
-                self.assertRegex(report["said"], r"(?i)cache")
-                self.assertIn(os.path.basename(one[0]), report["said"])
+                self.assertRegex(report["stderr"], r"(?i)cache")
+                self.assertIn(os.path.basename(one[0]), report["stderr"])
                 Layout(self.path(f"out-{n}")).check()
                 self.assertEqual({path: content(path) for path in self.entries(cache)},
                                  dict([one, two]))
                 _, report = self.convert(source, f"again-{n}", "--cache", cache)
-                self.assertEqual((self.made(report), report["said"]), (["cache"] * 2, ""))
+                self.assertEqual((self.made(report), report["stderr"]), (["cache"] * 2, ""))
 
-    def test_rotten_layers_in_the_layout_are_remade(self):
+    def test_damaged_layers_in_the_layout_are_remade(self):
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
         layout, good = self.convert(source, "out")
         one, two = (layout.blob_path(digest) for digest in layout.layers("t"))
@@ -299,14 +299,14 @@ class Layers(unittest.TestCase):
                 _, report = self.convert(source, "out")
                 self.assertEqual(report["manifest"], good["manifest"])
                 self.assertEqual(self.made(report), ["converted", "layout"])
-                self.assertIn(os.path.basename(one), report["said"])
+                self.assertIn(os.path.basename(one), report["stderr"])
                 layout.check()
         os.unlink(one)
         _, report = self.convert(source, "out")
         self.assertEqual(report["manifest"], good["manifest"])
         layout.check()
 
-    def test_rubbish_in_a_cache_does_no_harm(self):
+    def test_foreign_files_in_a_cache_are_ignored(self):
         cache = self.path("cache")
         _, good = self.convert(self.a, "good", "--cache", cache)
         entries = self.entries(cache)
@@ -322,7 +322,7 @@ class Layers(unittest.TestCase):
         self.assertEqual(report["manifest"], good["manifest"])
         Layout(self.path("out")).check()
 
-    def test_a_cache_that_cannot_be_written_is_used_as_it_is(self):
+    def test_a_read_only_cache_is_used_without_changes(self):
         cache = self.path("cache")
         os.makedirs(cache)
         run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", cache)
@@ -331,7 +331,7 @@ class Layers(unittest.TestCase):
             run("mount", "-o", "remount,ro", cache)
             _, report = self.convert(self.a, "out", "--cache", cache)
             self.assertEqual(self.made(report), ["cache"] * 2 + ["converted"] * 2)
-            self.assertRegex(report["said"], r"(?i)warning.*cache.*read-only")
+            self.assertRegex(report["stderr"], r"(?i)warning.*cache.*read-only")
             Layout(self.path("out")).check()
         finally:
             run("umount", cache)
@@ -342,7 +342,7 @@ class Layers(unittest.TestCase):
         run("mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", cache)
         try:
             _, report = self.convert(self.a, "out", "--cache", cache)
-            self.assertRegex(report["said"], r"(?i)warning.*cache.*no space left")
+            self.assertRegex(report["stderr"], r"(?i)warning.*cache.*no space left")
             Layout(self.path("out")).check()
             _, again = self.convert(self.a, "again", "--cache", cache)
             self.assertEqual(report["manifest"], again["manifest"])
@@ -366,7 +366,7 @@ class Layers(unittest.TestCase):
                 self.refused(result, r"(?i)diffID|2 layers.*3|4 layers.*3")
                 self.assertFalse(os.path.exists(self.path("out")))
 
-    def test_a_layer_that_is_not_what_its_diff_id_says_is_not_cached(self):
+    def test_a_layer_with_a_wrong_diff_id_is_not_cached(self):
         cache = self.path("cache")
         layout = Layout(self.path("source"))
         self.source(self.parts[:2], "source", pack=ocilib.gz)
@@ -406,7 +406,7 @@ class Layers(unittest.TestCase):
         with open(os.path.join(source.path, "index.json"), "w") as out:
             json.dump(index, out)
         blobs = tree_bytes(os.path.join(source.path, "blobs"))
-        # The source's own layout is as good a destination as any.
+        # The source's own layout is a valid destination.
         self.convert(f"oci:{source.path}:ordinary", "layout", tag="one")
         self.convert(self.a, "layout", tag="two")
         after = source.index()
@@ -415,12 +415,12 @@ class Layers(unittest.TestCase):
             self.assertIn(entry, after["manifests"])
         self.assertLessEqual(blobs.items(), tree_bytes(os.path.join(source.path, "blobs")).items())
         self.assertEqual(len(after["manifests"]), 4)
-        # The same name again is the new image.
+        # The same name then refers to the new image.
         _, report = self.convert(self.b, "layout", tag="two")
         self.assertEqual(source.entry("two")["digest"], report["manifest"])
         self.assertEqual(len(source.index()["manifests"]), 4)
 
-    def test_a_full_disk_leaves_the_layout_as_it_was(self):
+    def test_a_full_disk_leaves_the_layout_unchanged(self):
         disk = self.path("disk")
         os.makedirs(disk)
         run("mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", disk)
@@ -450,16 +450,17 @@ class Layers(unittest.TestCase):
                                              file_mode, name)
 
     def test_no_privilege_is_needed(self):
-        mine = self.path("nobody")
-        os.makedirs(mine)
-        os.chown(mine, NOBODY, NOBODY)
-        reach = for_everyone(mine)
+        own = self.path("user")
+        os.makedirs(own)
+        os.chown(own, UNPRIVILEGED, UNPRIVILEGED)
+        reach = for_everyone(own)
         source = f"oci:{for_everyone(os.path.join(self.top, 'source-a'))}:t"
-        bcow("convert", source, f"oci:{reach}/out:t", "--cache", f"{reach}/cache", user=NOBODY)
+        bcow("convert", source, f"oci:{reach}/out:t", "--cache", f"{reach}/cache",
+             user=UNPRIVILEGED)
         _, report = self.convert(self.a, "root")
-        self.assertEqual(Layout(os.path.join(mine, "out")).entry("t")["digest"], report["manifest"])
+        self.assertEqual(Layout(os.path.join(own, "out")).entry("t")["digest"], report["manifest"])
 
-    # Several, and sudden ends.
+    # Concurrent and killed converters.
 
     def test_several_converters_share_a_cache_and_a_layout(self):
         sources = [self.source(self.parts[n:n + 3], f"source-{n}")
@@ -479,14 +480,14 @@ class Layers(unittest.TestCase):
         self.check_cache(cache)
 
     def check_cache(self, cache):
-        """Every entry of a cache is what its name says; what is not complete has no entry's
-        name."""
+        """Fails unless every cache entry has the digest of its name; an incomplete file has a
+        temporary name."""
         for path in self.entries(cache):
             with open(path, "rb") as data:
                 self.assertEqual(hashlib.file_digest(data, "sha256").hexdigest() + ".bcow",
                                  os.path.basename(path))
 
-    def test_killed_converters_leave_nothing_that_is_wrong(self):
+    def test_killed_converters_leave_no_damaged_file(self):
         cache, out = self.path("cache"), self.path("out")
         layout = Layout(out)
         source = self.source([part(n, 1_000_000) for n in range(4)], "source", pack=ocilib.gz)
@@ -513,7 +514,7 @@ class Layers(unittest.TestCase):
                 layout.check()
             if n % 6 == 5:
                 _, report = self.convert(source, "out", "--cache", cache)
-                self.assertEqual((report["manifest"], report["said"]), (good["manifest"], ""))
+                self.assertEqual((report["manifest"], report["stderr"]), (good["manifest"], ""))
                 layout.check()
         self.assertGreater(killed, 5, "hardly one was killed while it worked")
 
@@ -529,7 +530,7 @@ class Layers(unittest.TestCase):
         self.assertEqual(bcow("cat", f"oci:{layout.path}:t", "/same").out, b"999")
         self.assertEqual(bcow("cat", f"oci:{layout.path}:t", "/d/own-500").out, b"500")
 
-    # Stacks whose layers are not as they were.
+    # Stacks with changed layers.
 
     def test_damaged_stacks_are_refused_by_digest(self):
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
@@ -558,7 +559,7 @@ class Layers(unittest.TestCase):
                 blob.write(whole)
         bcow("fsck", "--data", name)
 
-    def test_no_damaged_byte_of_a_layer_shows_as_wrong_data(self):
+    def test_no_damaged_byte_of_a_layer_is_read_as_wrong_data(self):
         source = self.source([part(0, 20_000), part(1, 20_000)], "source")
         layout, _ = self.convert(source, "out")
         name, path = f"oci:{layout.path}:t", layout.blob_path(layout.layers("t")[0])

@@ -19,7 +19,7 @@ import tree
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
 CASES = os.path.join(WORK, "layouts")
 SECONDS = 60
-# No case has reason to make a larger file; a bomb that tries is stopped here.
+# No case needs a larger file; this limit stops a decompression bomb.
 FILE_BYTES = 3 << 30
 
 

@@ -1,7 +1,7 @@
-"""Generated sequences of layers, merged by bcow and by the kernel's overlayfs: the same tree.
+"""Generated sequences of layers: bcow and the kernel's overlayfs merge them into the same tree.
 
-What is generated and what the truth is: sequences.py, tests/oracle/overlay.py. A sequence that
-fails is cut down to a few entries before it is shown; `sequences.py SEED` prints the whole.
+sequences.py generates the layers; tests/oracle/overlay.py makes the expected tree. A sequence that
+fails is reduced to a few entries before it is printed; `sequences.py SEED` prints the whole.
 
 $BCOW_SEEDS is a range of seeds to try instead, as `1000-1999`.
 """
@@ -21,14 +21,14 @@ import sequences
 import tree
 
 SEEDS = range(220)
-# How long to look for a smaller example of what failed.
+# The time limit of the reduction of a failing sequence.
 SHRINK_SECONDS = 40
 
 
 @contextlib.contextmanager
 def scratch():
-    """A tmpfs with a directory for bcow's images on a disk beside it, for the kernel mounts no
-    images on a tmpfs."""
+    """A tmpfs, and a directory on a disk for bcow's images: the kernel mounts no image on a
+    tmpfs."""
     directory = tempfile.mkdtemp(prefix="merge-", dir=WORK)
     ram = os.path.join(directory, "ram")
     os.mkdir(ram)
@@ -41,8 +41,7 @@ def scratch():
 
 
 def flattened(source, directory):
-    """The tree of one image of all layers; mounted by the kernel, which is quicker than starting a
-    daemon."""
+    """The tree of one image of all layers. The kernel mounts it, which is faster than a daemon."""
     image = os.path.join(directory, "image.bcow")
     if kernel_at_least(6, 12):
         bcow("convert", "--plain", "-j1", source, image)
@@ -54,7 +53,7 @@ def flattened(source, directory):
 
 
 def stacked(source, directory):
-    """The tree of a stack, as bcow mounts it."""
+    """The tree of a stack that bcow mounts."""
     layout = os.path.join(directory, "layout")
     bcow("convert", "-j1", source, f"oci:{layout}:t")
     bcow("fsck", f"oci:{layout}:t")
@@ -63,11 +62,11 @@ def stacked(source, directory):
 
 
 def plain(source, directory):
-    """The tree of a plain stack that the kernel mounts by itself, with a device for each layer."""
+    """The tree of a plain stack that the kernel mounts, with a device for each layer."""
     layout = os.path.join(directory, "layout")
     bcow("convert", "--plain", "-j1", source, f"oci:{layout}:t")
     *layers, stack = blobs_of(layout)
-    # By short names: mount(2) takes one page of options.
+    # Short names, since mount(2) takes one page of options.
     for number, layer in enumerate(layers):
         os.symlink(layer, os.path.join(directory, str(number)))
     devices = ",".join(f"device={number}" for number in range(len(layers)))
@@ -90,7 +89,7 @@ def blobs_of(layout):
 
 
 def exported(source, directory):
-    """The tree of what a stack is exported as, layer by layer."""
+    """The tree of a stack after an export, layer by layer."""
     layout, out = os.path.join(directory, "layout"), os.path.join(directory, "exported")
     bcow("convert", "-j1", source, f"oci:{layout}:t")
     bcow("export", "-j1", f"oci:{layout}:t", "--to", f"oci:{out}:t", "--compress=none")
@@ -105,7 +104,8 @@ def ways():
 
 
 def differences(expected, layers, way, directory, ram):
-    """What bcow shows otherwise than overlayfs. Its own refusal is a difference too."""
+    """The differences between bcow's tree and overlayfs's. A refusal by bcow is a difference
+    too."""
     layout, out = os.path.join(ram, "layout"), os.path.join(directory, "out")
     os.makedirs(out)
     try:
@@ -125,7 +125,7 @@ def stack(ram):
 
 
 def check(seed):
-    """Tries one sequence; a message if it fails."""
+    """Tries one sequence; returns a message if it fails."""
     with scratch() as (directory, ram):
         with stack(ram) as truth:
             layers = sequences.build(seed, truth)
@@ -139,7 +139,7 @@ def check(seed):
 
 
 def smaller(layers, way, directory, ram):
-    """The same failure with fewer entries, as text."""
+    """Reduces the sequence while it still fails; returns it as text."""
     deadline = time.monotonic() + SHRINK_SECONDS
 
     def weight(layers):
@@ -150,12 +150,13 @@ def smaller(layers, way, directory, ram):
 
     def fails(candidate):
         with stack(ram) as truth:
-            # An entry may need another one that was cut.
+            # An entry may depend on one that was removed.
             candidate = [truth.unpack(entries) for entries in candidate]
             return candidate, differences(truth.dump(), candidate, way, directory, ram)
 
     def cuts(current):
-        """Smaller candidates: layers out, then runs of entries out, then plainer entries."""
+        """Smaller candidates: without layers, then without runs of entries, then with simpler
+        entries."""
         for number in range(len(current)):
             yield current[:number] + current[number + 1:]
         for number, entries in enumerate(current):
@@ -199,7 +200,7 @@ class Merge(unittest.TestCase):
         if "BCOW_SEEDS" in os.environ:
             first, last = os.environ["BCOW_SEEDS"].split("-")
             seeds = range(int(first), int(last) + 1)
-        # Processes, not threads: the truth changes its working directory.
+        # Processes, not threads: the judge changes its working directory.
         with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
             failed = [message for message in pool.map(check, seeds) if message]
         self.assertEqual(failed, [],

@@ -1,7 +1,7 @@
 """A real image of more than 1 GB: converted, mounted, checked, exported, run; against umoci's tree.
 
-The reference is what `umoci unpack` makes of the same layout. No attribute is left out of the
-comparison: see tests/oracle/tree.py for what a tree's dump holds.
+The reference is the tree of `umoci unpack` from the same layout. The comparison includes every
+attribute of the dump (see tests/oracle/tree.py).
 """
 
 import json
@@ -11,9 +11,9 @@ import subprocess
 import sys
 import unittest
 
-from support import (NOBODY, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone, image,
-                     kernel_at_least, kernel_mounted, layer_bytes, mounted, need, need_kernel, run,
-                     unpacked)
+from support import (UNPRIVILEGED, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone,
+                     image, kernel_at_least, kernel_mounted, layer_bytes, mounted, need,
+                     need_kernel, run, unpacked)
 import tree
 
 
@@ -26,7 +26,7 @@ def same_bytes(a, b):
 
 
 class RealImage(unittest.TestCase):
-    """Tests share the conversions, which setUpClass makes once."""
+    """The tests share the conversions of setUpClass."""
 
     NAME = "real"
 
@@ -61,9 +61,9 @@ class RealImage(unittest.TestCase):
         link = os.path.join(self.directory, "readable.bcow")
         os.link(self.compressed, link)
         os.chmod(link, 0o644)
-        with mounted(link, user=NOBODY) as where:
+        with mounted(link, user=UNPRIVILEGED) as where:
             dumped = run("/usr/bin/python3", for_everyone(tree.__file__), "dump", where,
-                         user=NOBODY).out
+                         user=UNPRIVILEGED).out
             seen = {entry["path"]: entry for entry in map(json.loads, dumped.splitlines())}
         assert_same_tree(self, self.reference, seen)
 

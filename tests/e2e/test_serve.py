@@ -1,5 +1,5 @@
-"""NBD clients of others against `bcow serve`: qemu-img, qemu-io, nbdinfo, nbdcopy, nbdsh, nbdfuse;
-TLS; hostile ones."""
+"""Other projects' NBD clients and `bcow serve`: qemu-img, qemu-io, nbdinfo, nbdcopy, nbdsh,
+nbdfuse; TLS; hostile clients."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from support import BCOW, WORK, assert_refused, bcow, need, run, until
 
 MIB = 1 << 20
 SIZE = 64 * MIB
-# Where the disk that most tests use has data.
+# The data ranges of the disk that most tests use.
 DATA = ((0, 5 * MIB), (20 * MIB + 4096, 300_000), (63 * MIB, MIB))
 
 
@@ -45,11 +45,11 @@ class Served:
         if not all(self.uris):
             code = self.process.wait(timeout=60)
             raise AssertionError(
-                f"bcow serve {' '.join(arguments)} ended with {code}: {self.said()}")
+                f"bcow serve {' '.join(arguments)} ended with {code}: {self.output()}")
         self.uri = self.uris[0]
 
-    def said(self):
-        # The server writes where the file's offset is, which must stay.
+    def output(self):
+        # The server writes at the file's offset, which must not change.
         return os.pread(self.log.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def peak_bytes(self):
@@ -61,10 +61,10 @@ class Served:
             self.process.send_signal(how)
         code = self.process.wait(timeout=60)
         self.process.stdout.close()
-        said = self.said()
+        output = self.output()
         self.log.close()
-        if how == signal.SIGTERM and (code != 0 or "panicked" in said):
-            raise AssertionError(f"bcow serve ended with {code}: {said}")
+        if how == signal.SIGTERM and (code != 0 or "panicked" in output):
+            raise AssertionError(f"bcow serve ended with {code}: {output}")
 
 
 @contextlib.contextmanager
@@ -79,8 +79,8 @@ def served(*arguments, **options):
 
 
 class Serve(unittest.TestCase):
-    """Each class with a directory, the same disk as raw, sealed and writable in it; each test in
-    it."""
+    """Each class has a directory with the same disk as raw, sealed and writable file; each test
+    runs in it."""
 
     @classmethod
     def setUpClass(cls):
@@ -114,7 +114,7 @@ class Serve(unittest.TestCase):
         return path
 
     def content_of(self, disk):
-        """What a disk shows, by another way than the server."""
+        """The content of a disk, read without the server."""
         raw = self.at("shown.raw")
         bcow("convert", disk, f"raw:{raw}")
         with open(raw, "rb") as file:
@@ -137,7 +137,7 @@ def qemu_io(uri, *commands, options=()):
 class Readers(Serve):
     """A sealed disk."""
 
-    def test_nbdinfo_says_what_the_server_can(self):
+    def test_nbdinfo_shows_the_features_of_the_server(self):
         with served(self.sealed, "--socket", self.socket(), "--description",
                     "a disk of tests") as server:
             info = json.loads(run("nbdinfo", "--json", server.uri).out)
@@ -183,16 +183,17 @@ class Readers(Serve):
             else:
                 expected.append((extent["offset"], extent["length"], *kind))
         with served(self.sealed, "--socket", self.socket()) as server:
-            told = json.loads(run("nbdinfo", "--json", "--map", server.uri).out)
-            self.assertEqual(
-                [(e["offset"], e["length"], e["type"], e["description"]) for e in told], expected)
+            extents = json.loads(run("nbdinfo", "--json", "--map", server.uri).out)
+            self.assertEqual([(e["offset"], e["length"], e["type"], e["description"])
+                              for e in extents], expected)
             depth = json.loads(
                 run("nbdinfo", "--json", "--map=qemu:allocation-depth", server.uri).out)
             self.assertEqual([(e["offset"], e["length"], e["type"]) for e in depth],
                              [(at, length, 0 if kind else 1) for at, length, kind, _ in expected])
-            # And qemu, which asks in its own way: data where we say data.
-            told = json.loads(run("qemu-img", "map", "--output=json", "-f", "raw", server.uri).out)
-            data = [(e["start"], e["length"]) for e in told if e["data"]]
+            # qemu uses another request; it reports data in the same ranges.
+            extents = json.loads(
+                run("qemu-img", "map", "--output=json", "-f", "raw", server.uri).out)
+            data = [(e["start"], e["length"]) for e in extents if e["data"]]
             self.assertEqual(data, [(at, length) for at, length, kind, _ in expected if kind == 0])
 
     def test_qemu_img_and_nbdcopy_read_every_byte(self):
@@ -216,8 +217,8 @@ class Readers(Serve):
             self.assertNotEqual(result.code, 0)
             qemu_io(server.uri, "read 0 4096", options=["-r"])
 
-    def test_plain_old_clients_get_simple_replies(self):
-        """A handshake as of 2013: EXPORT_NAME, no option before it, simple replies."""
+    def test_old_clients_get_simple_replies(self):
+        """The handshake of 2013: EXPORT_NAME, no option before it, simple replies."""
         with served(self.sealed, "--socket", self.socket()) as server:
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(self.socket())
@@ -274,7 +275,7 @@ class Writers(Serve):
             self.assert_same_content(disk, other)
             self.doCleanups()
 
-    def test_nbdsh_asks_one_by_one(self):
+    def test_nbdsh_requests_give_the_expected_results(self):
         need("nbdsh")
         disk = self.writable()
         script = """
@@ -316,11 +317,11 @@ for bad in (lambda: h.pread(1, 64 << 20), lambda: h.pwrite(b"z", 64 << 20),
 h.shutdown()
 """
         with served(disk, "--socket", self.socket()) as server:
-            # Its first line names python3 by the PATH, and has to find Debian's.
+            # nbdsh finds python3 by the PATH, and needs Debian's.
             run("nbdsh", "--base-allocation", "-c", "h.add_meta_context('qemu:allocation-depth')",
                 "-u", server.uri, "-c", script, env={"PATH": f"/usr/bin:{os.environ['PATH']}"})
 
-    def test_nbdfuse_makes_a_file_of_it(self):
+    def test_nbdfuse_shows_the_disk_as_a_file(self):
         need("nbdfuse", "fusermount3", fuse=True)
         disk = self.writable()
         where = self.at("nbdfuse")
@@ -343,18 +344,18 @@ h.shutdown()
                 fuse.wait(timeout=30)
         self.assert_same_content(disk, bytes(expected))
 
-    def test_snapshots_forget(self):
+    def test_changes_of_a_snapshot_export_are_discarded(self):
         disk = self.writable()
         with served(disk, self.sealed, "--snapshot", "--socket", self.socket(),
                     exports=2) as server:
             for uri in server.uris:
                 qemu_io(uri, "write -P 0x55 1M 1M", "write -P 0x56 30M 4k", "flush")
-                # It is one overlay for all clients.
+                # All clients share one overlay.
                 qemu_io(uri, "read -P 0x55 1M 1M", "read -P 0x56 30M 4k")
         self.assert_same_content(disk, self.content)
         self.assert_same_content(self.sealed, self.content)
 
-    def test_read_only_means_it(self):
+    def test_a_read_only_export_refuses_writes(self):
         disk = self.writable()
         with served(disk, "--read-only", "--socket", self.socket()) as server:
             self.assertTrue(
@@ -381,7 +382,7 @@ other.flush()
     def test_sigterm_in_mid_load_loses_nothing_that_was_answered(self):
         need("nbdsh")
         disk = self.writable()
-        # Writes one by one, each with a number, and notes which were answered.
+        # Writes numbered blocks one by one, and prints the numbers of the answered writes.
         script = f"""
 import sys
 for number in range(1, 1 << 20):
@@ -446,14 +447,14 @@ class Doors(Serve):
             run("nbdinfo", "--size", server.uri)
         self.assertEqual(os.listdir(os.path.join(runtime, "bcow")), [])
 
-    def test_tcp(self):
+    def test_tcp_listens_on_the_given_addresses(self):
         with served(self.sealed, "--listen", "127.0.0.1:0", "--listen", "[::1]:0",
                     exports=2) as server:
             for uri in server.uris:
                 run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, uri)
-            self.assertEqual(server.said(), "")
+            self.assertEqual(server.output(), "")
         with served(self.sealed, "--listen", "0.0.0.0:0") as server:
-            self.assertIn("warning: everybody who reaches 0.0.0.0", server.said())
+            self.assertIn("warning: everybody who reaches 0.0.0.0", server.output())
 
     def test_systemd_passes_sockets(self):
         need("systemd-socket-activate")
@@ -466,8 +467,8 @@ class Doors(Serve):
             uri = f"nbd+unix:///?socket={path}"
             self.assertEqual(run("nbdinfo", "--size", uri).out.strip(), str(SIZE).encode())
             self.assertEqual(manager.stdout.readline().decode().strip(), uri)
-            # It has become the server, and ends when nobody is there any more; the socket is not
-            # its own.
+            # The process becomes the server, and ends when no client is left; it does not own the
+            # socket.
             self.assertEqual(manager.wait(timeout=30), 0)
             self.assertTrue(os.path.exists(path))
         finally:
@@ -475,7 +476,7 @@ class Doors(Serve):
             manager.wait()
             manager.stdout.close()
 
-    def test_service_managers_are_told(self):
+    def test_service_managers_are_notified(self):
         notify = self.at("notify")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.bind(notify)
@@ -494,7 +495,7 @@ class Doors(Serve):
             os.close(reader)
             self.assertFalse(os.path.exists(pid_file))
 
-    def test_nonsense_on_the_command_line(self):
+    def test_invalid_arguments_are_refused(self):
         assert_refused(self, bcow("serve", "--socket", "x", check=False), "required", code=2)
         for arguments, mention in (
                 ((self.sealed, self.sealed), "two exports"),
@@ -539,7 +540,7 @@ class Tls(Serve):
         subprocess.run(["openssl", "x509", "-req", "-in", "request", "-CA", "ca-cert.pem", "-CAkey",
                         "ca-key.pem", "-CAcreateserial", "-out", "old-cert.pem", "-days", "3"],
                        **in_it)
-        # A client has a directory, with names that GnuTLS's users agree on.
+        # A client has a directory, with the usual file names of GnuTLS programs.
         for name in ("anonymous", "stranger", "old"):
             os.mkdir(os.path.join(cls.certificates, name))
             os.symlink("../ca-cert.pem", os.path.join(cls.certificates, name, "ca-cert.pem"))
@@ -578,7 +579,7 @@ class Tls(Serve):
         expected[MIB:3 * MIB] = b"\x31" * (2 * MIB)
         self.assert_same_content(disk, bytes(expected))
 
-    def test_who_has_no_good_certificate_stays_out(self):
+    def test_clients_without_a_valid_certificate_are_refused(self):
         with served(self.sealed, "--socket", self.socket(), *self.options()) as server:
             for directory in ("anonymous", "stranger"):
                 result = run("nbdinfo", "--size", self.with_certificates(server.uri, directory),
@@ -588,7 +589,7 @@ class Tls(Serve):
         with served(self.sealed, "--socket", self.socket(), *self.options(ca=False)) as server:
             run("nbdinfo", "--size", self.with_certificates(server.uri, "anonymous"))
 
-    def test_nothing_is_told_without_tls_unless_allowed(self):
+    def test_requests_without_tls_are_refused_unless_allowed(self):
         with served(self.sealed, "--socket", self.socket(), *self.options()) as server:
             plain = server.uri.replace("nbds+", "nbd+")
             for command in (("--size", plain), ("--list", plain)):
@@ -600,7 +601,7 @@ class Tls(Serve):
             run("nbdinfo", "--size", server.uri.replace("nbds+", "nbd+"))
             run("nbdinfo", "--size", self.with_certificates(server.uri))
 
-    def test_the_log_says_why_a_client_was_refused(self):
+    def test_the_log_names_the_reason_of_a_refusal(self):
         certificate = subprocess.run(["openssl", "x509", "-in", "old-cert.pem", "-noout", "-text"],
                                      cwd=self.certificates, capture_output=True, check=True)
         self.assertIn(b"Version: 1 ", certificate.stdout)
@@ -611,16 +612,16 @@ class Tls(Serve):
                 uri = (self.with_certificates(server.uri, directory) if directory
                        else server.uri.replace("nbds", "nbd"))
                 self.assertNotEqual(run("nbdinfo", "--size", uri, check=False).code, 0)
-                until(lambda: "is refused" in server.said(), "the refusal is in the log",
+                until(lambda: "is refused" in server.output(), "the refusal is in the log",
                       seconds=30)
-                lines = [line for line in server.said().splitlines() if "is refused" in line]
+                lines = [line for line in server.output().splitlines() if "is refused" in line]
                 self.assertEqual(len(lines), 1, lines)
                 self.assertIn(why, lines[0])
                 self.assertIn("from 127.0.0.1:", lines[0])
 
-    def test_what_is_slipped_in_before_tls_is_not_answered(self):
-        """CVE-2021-3716: a man in the middle adds options behind STARTTLS, for the server to take
-        them as the client's."""
+    def test_options_injected_before_tls_are_not_answered(self):
+        """CVE-2021-3716: a man in the middle adds options behind STARTTLS, which the server would
+        attribute to the client."""
         list_option = b"IHAVEOPT" + struct.pack(">II", 3, 0)
         with served(self.sealed, "--socket", self.socket(),
                     *self.options("--tls", "allow")) as server:
@@ -629,16 +630,16 @@ class Tls(Serve):
                 client.connect(self.socket())
                 client.sendall(struct.pack(">I", 3) +
                                b"IHAVEOPT" + struct.pack(">II", 5, 0) + list_option)
-                said = b""
+                output = b""
                 with contextlib.suppress(ConnectionResetError):
                     while piece := client.recv(4096):
-                        said += piece
-            self.assertNotIn(b"sealed.bcow", said)
+                        output += piece
+            self.assertNotIn(b"sealed.bcow", output)
             run("nbdinfo", "--size", self.with_certificates(server.uri))
 
 
 class Crowds(Serve):
-    """Too many clients, and clients that want too much."""
+    """Too many clients, and clients with too many requests."""
 
     def test_a_thousand_clients_with_32_mib_each_in_bounded_memory(self):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -659,8 +660,8 @@ class Crowds(Serve):
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     client.sendall(hello + greedy)
                 crowd.append(client)
-            # Nobody of them takes a reply. All are shown out in the end, and then there is room
-            # again.
+            # None of the clients reads a reply. The server disconnects them after a time, and then
+            # accepts new clients.
             def there_is_room():
                 return run("nbdinfo", "--size", server.uri, check=False).code == 0
             until(there_is_room, "the crowd is gone")
@@ -672,7 +673,7 @@ class Crowds(Serve):
             file.truncate(SIZE)
         bcow("convert", f"raw:{self.at('hole.raw')}", self.at("hole.bcow"))
         with served(self.at("hole.bcow"), "--socket", self.socket(), "--rate", "64K") as server:
-            # The first second's worth is free. At this rate, the whole disk would take 1024
+            # The first second's amount is not delayed. At this rate, the whole disk would take 1024
             # seconds.
             run("nbdcopy", "--connections=1", server.uri, self.at("slow.raw"), timeout=300)
         with served(self.sealed, "--socket", self.socket(), "--rate", "16M") as server:

@@ -1,13 +1,12 @@
-"""Every source that convert takes, made by tools that are not ours, gives the tree that umoci
-unpacks."""
+"""Every kind of source, made by other tools, converts to the tree that umoci unpacks."""
 
 import os
 import shutil
 import subprocess
 import unittest
 
-from support import (NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, image,
-                     mounted, need, run, unpacked)
+from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, for_everyone,
+                     image, mounted, need, run, unpacked)
 
 
 class Sources(unittest.TestCase):
@@ -49,7 +48,8 @@ class Sources(unittest.TestCase):
         self.check(f"oci:{self.path('zstd')}:z")
 
     def test_zstd_chunked_layers_by_skopeo_give_the_tree_or_are_refused(self):
-        """skopeo 1.9 writes out the holes of a sparse file, and keeps the diffID of the layer."""
+        """skopeo 1.9 writes the holes of a sparse file as zeros, and keeps the diffID of the
+        layer."""
         source = f"oci:{self.path('chunked')}:c"
         self.skopeo(source, "--dest-compress", "--dest-compress-format", "zstd:chunked")
         result = bcow("convert", source, self.image, check=False)
@@ -86,14 +86,14 @@ class Sources(unittest.TestCase):
         self.check(f"dir:{self.rootfs}")
 
     def test_conversion_needs_no_privilege(self):
-        mine = self.path("nobody")
-        os.makedirs(mine)
-        os.chown(mine, NOBODY, NOBODY)
+        own = self.path("user")
+        os.makedirs(own)
+        os.chown(own, UNPRIVILEGED, UNPRIVILEGED)
         directory, tag = image("small")
-        theirs = os.path.join(for_everyone(mine), "image.bcow")
-        bcow("convert", f"oci:{for_everyone(directory)}:{tag}", theirs, user=NOBODY)
+        theirs = os.path.join(for_everyone(own), "image.bcow")
+        bcow("convert", f"oci:{for_everyone(directory)}:{tag}", theirs, user=UNPRIVILEGED)
         bcow("convert", self.source, self.image)
-        with open(self.image, "rb") as a, open(os.path.join(mine, "image.bcow"), "rb") as b:
+        with open(self.image, "rb") as a, open(os.path.join(own, "image.bcow"), "rb") as b:
             self.assertTrue(a.read() == b.read(), "root and an ordinary user get different images")
 
     def test_every_block_size_gives_the_same_tree(self):

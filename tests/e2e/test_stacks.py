@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A Debian image kept layer by layer: the stack is the tree that umoci unpacks, however it is read,
-and by whom."""
+"""A Debian image stored layer by layer: every reader of the stack finds the tree that umoci
+unpacks."""
 
 import json
 import os

@@ -1,14 +1,13 @@
-"""The process of a writable mount is killed at random while programs write: the next mount has all
-that was synchronized, no block that is half of one thing and half of another, and every name that a
-program was told of.
+"""The process of a writable mount is killed at random times while programs write. The next mount
+has all synced data, no block with parts of two writes, and every name whose call returned.
 
-Then with the machine's power instead: what the host's file system had not yet given to its disk is
-lost too.
+A power cut is simulated too: data that the host's file system had not yet written to its disk is
+lost as well.
 
-A round mounts, lets writers work for a moment, kills, mounts again and looks at everything; the
-next round goes on from there. After a few rounds the upper is checked by `bcow fsck` and a new one
-is begun. BCOW_CRASHES=2000 does so many rounds for each kind and policy, and a quarter as many
-power cuts, BCOW_SEED=N others.
+A round mounts, lets writers work for a moment, kills, mounts again and checks everything; the next
+round continues from there. After a few rounds `bcow fsck` checks the upper, and a new upper begins.
+BCOW_CRASHES=2000 sets the number of kills for each kind and policy; the number of power cuts is a
+quarter of it. BCOW_SEED=N selects other rounds.
 """
 
 import concurrent.futures
@@ -35,13 +34,13 @@ SEED = int(os.environ.get("BCOW_SEED") or 1)
 KINDS = ("bcow+sketch=sparse", "bcow+sketch=packed", "bcow+sketch=auto+sync=batch=8",
          "bcow+sketch=sparse+sync=volatile")
 DURABLE = tuple(kind for kind in KINDS if "volatile" not in kind)
-# Rounds with one upper.
+# Rounds of one upper.
 LIFE = 5
 SIZES = (70_001, 300_000, 131_072, 1 << 20, 600_017, 2_000_000)
 MOST_BYTES = 3 << 20
 PAGE = 4096
 WRITERS = 3
-# What a file is called while it is written, before it takes another's place.
+# The temporary name of a file before it replaces another.
 SAVING = ".saving"
 FOLDERS = 3
 
@@ -59,7 +58,7 @@ def plant(top):
 
 
 class Wrong(Exception):
-    """Something was lost or made up."""
+    """Data or names were lost or invented."""
 
 
 def apply(content, kind, offset, what):
@@ -72,21 +71,20 @@ def apply(content, kind, offset, what):
 
 
 class File:
-    """What happened to a file: its content when this began, what was done since, and how much of
-    that was synchronized."""
+    """The history of a file: its content at the start, the operations since then, and how many of
+    them were synced."""
 
     def __init__(self, content):
         self.content, self.events, self.synced = content, [], 0
         self.now = bytearray(content)
 
     def did(self, kind, offset, what):
-        """Notes what is about to be done: `size` sets it, `data` writes."""
+        """Records the next operation: `size` sets the size, `data` writes."""
         self.events.append((kind, offset, what))
         apply(self.now, kind, offset, what)
 
     def check(self, have, name, synchronizes=True):
-        """Every byte is the synchronized one, or of something that was done later; so is the
-        size."""
+        """Fails unless every byte, and the size, is the synced one or that of a later operation."""
         done = self.synced if synchronizes else 0
         base, later = bytearray(self.content), self.events[done:]
         for event in self.events[:done]:
@@ -100,7 +98,7 @@ class File:
             else:
                 size = max(size, end)
             sizes.add(size)
-            # Each of them may be missing, or be all that there is.
+            # Any subset of them may be missing.
             sizes.add(max(len(base), end) if kind != "size" else offset)
         most = max(sizes)
         if len(have) not in sizes and not (later and min(sizes) <= len(have) <= most):
@@ -121,23 +119,23 @@ class File:
                 and not any(offset <= at < offset + len(what) and what[at - offset] == have[at]
                             for offset, what in near) and not (have[at] == 0 and at >= zero_from)):
                 raise Wrong(f"{name}: byte {at} (block {at // PAGE}, byte {at % PAGE} of it) is "
-                            f"{have[at]}, expected {base[at]}"
-                            f" or one of {len(near)} later writes; around it "
-                            f"{bytes(have[max(start, at - 4):at + 8])}; {len(self.content)} bytes "
-                            "at " f"first, {len(have)} now; {self.synced} of {len(self.events)} "
-                            f"synchronized; about it: {self.about(at, have[at])}")
+                            f"{have[at]}, expected {base[at]} or one of {len(near)} later writes; "
+                            f"around it {bytes(have[max(start, at - 4):at + 8])}; "
+                            f"{len(self.content)} bytes at first, {len(have)} now; {self.synced} "
+                            f"of {len(self.events)} operations synced; operations on this byte: "
+                            f"{self.about(at, have[at])}")
 
     def about(self, at, value):
-        """The calls that had to do with a byte: number, what, offset, length, and whether it put
-        the value there that was found."""
+        """The calls that touched a byte: number, kind, offset, length, and whether the call wrote
+        the found value."""
         return [(number, kind, offset, len(what), kind == "data" and what[at - offset] == value)
                 for number, (kind, offset, what) in enumerate(self.events)
                 if kind == "size" or offset <= at < offset + len(what)]
 
 
 class Writer:
-    """Works in a process of its own until the mount is gone. What it does stands in a journal
-    before it is done, since it may end by SIGBUS."""
+    """Works in its own process until the mount is gone. A journal records each operation before it
+    begins, since SIGBUS may end the process."""
 
     def start(self):
         self.journal = tempfile.TemporaryFile()
@@ -157,11 +155,11 @@ class Writer:
         self.journal.flush()
 
     def end(self):
-        """In the test's own process: waits for the end."""
+        """In the test's process: waits for the end."""
         os.waitpid(self.child, 0)
 
     def learn(self):
-        """Then takes over what was done."""
+        """Then reads the journal."""
         self.journal.seek(0)
         with self.journal, contextlib.suppress(EOFError):
             while True:
@@ -173,7 +171,7 @@ class Writer:
 
 
 class DataWriter(Writer):
-    """Writes to large lower files in every way, and synchronizes now and then."""
+    """Writes to large lower files in every way, with an occasional sync."""
 
     def __init__(self, where, dice, files):
         self.where, self.dice, self.files = where, dice, files
@@ -211,7 +209,7 @@ class DataWriter(Writer):
         elif kind == "read":
             have, want = os.pread(fd, length, offset), file.now[offset:offset + length]
             if have != want and want.startswith(have):
-                # What the kernel had, and then the mount was gone: this says so.
+                # The kernel had dirty pages when the mount went away: the sync fails.
                 os.statvfs(self.where)
             if have != want:
                 raise Wrong(
@@ -235,7 +233,7 @@ class DataWriter(Writer):
                 self.tell("data", name, offset, bytes(file.now[source:source + length]))
                 done = os.copy_file_range(fd, fd, length, source, offset)
                 if done != length:
-                    os.statvfs(self.where)  # Or the mount was gone, and this says so.
+                    os.statvfs(self.where)  # The mount went away, and the call fails.
                     raise Wrong(f"{name}: copy_file_range copied {done} of {length} bytes")
         elif offset + length <= size and length > 0:
             self.map(fd, name, file, size, offset, data)
@@ -247,21 +245,20 @@ class DataWriter(Writer):
             if self.dice.random() < 0.5:
                 start = offset // PAGE * PAGE
                 room.flush(start, offset + len(data) - start)
-                # msync says it of these pages only: of the file, if all before was synchronized.
+                # msync syncs these pages only; it syncs the file if all earlier writes were synced.
                 if file.synced == len(file.events) - 1:
                     self.tell("synced", name, len(file.events))
 
 
 class NameWriter(Writer):
-    """Makes, moves and removes names in one directory. What a call returned is there from then
-    on."""
+    """Creates, renames and removes names in one directory. The result of a call is durable when it
+    returns."""
 
     def __init__(self, where, dice, folder, tree):
         self.where, self.dice, self.folder = where, dice, folder
-        # path -> content of a file, None of a directory; and what the call in progress would make
-        # of it.
+        # path -> content of a file, None for a directory; and the same after the call in progress.
         self.tree, self.next, self.history = tree, None, []
-        # What the tree was like since all of it was last made durable.
+        # The states of the tree since the last sync of all of it.
         self.states = [tree]
 
     def at(self, path):
@@ -315,7 +312,8 @@ class NameWriter(Writer):
         self.take("synced")
 
     def save(self, number):
-        """As editors and databases do: a new file, synchronized, over the old one."""
+        """Replaces a file like an editor or a database: writes a new file, syncs it, renames it
+        over the old one."""
         path = self.dice.choice([self.new(), *self.files()[:3]])
         if path in self.folders():
             return
@@ -352,7 +350,7 @@ class NameWriter(Writer):
             os.mkdir(self.at(path))
 
     def move(self, _):
-        """A directory with all that is in it; a lower one too."""
+        """Removes a directory with its content; a lower one too."""
         if not self.folders():
             return
         path, to = self.dice.choice(self.folders()), self.new()
@@ -385,8 +383,8 @@ class NameWriter(Writer):
 
 
 def read_tree(top):
-    """What lies in a directory, as a NameWriter has it; a file that was being saved may be there or
-    not."""
+    """The content of a directory in a NameWriter's form. The temporary file of a replacement may be
+    there or not."""
     found = {}
     for path, folders, files in os.walk(top):
         for name in folders:
@@ -400,10 +398,10 @@ def read_tree(top):
 
 
 class Disk:
-    """A small ext4 of its own for uppers, whose power can be cut: what it was not given yet is
-    lost."""
+    """A small ext4 for uppers with simulated power cuts: data that was not yet written to its
+    device is lost."""
 
-    # The host's file system does nothing by itself for longer than a round takes.
+    # The commit interval of the host's file system is longer than a round.
     OPTIONS = "loop,noauto_da_alloc,commit=300"
 
     def __init__(self, directory):
@@ -416,8 +414,8 @@ class Disk:
         run("mount", "-o", self.OPTIONS, self.image, self.where)
 
     def cut(self):
-        """Copies the disk as it is at one moment: a copy while which something was written would
-        have later things without earlier ones."""
+        """Copies the disk at one moment. A copy during which a write happened could have later
+        writes without earlier ones."""
         copy = self.image + ".cut"
         for _ in range(100):
             before = self.written()
@@ -432,7 +430,7 @@ class Disk:
         run("mount", "-o", self.OPTIONS, self.image, self.where)
 
     def written(self):
-        """How many requests its block device is at, and what it has written and discarded until now
+        """The block device's requests in flight, and its total of written and discarded sectors
         (Documentation/block/stat.rst)."""
         device = os.stat(self.where).st_dev
         with open(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat") as file:
@@ -444,7 +442,7 @@ class Disk:
 
 
 def rounds(name, lower, seed, count, power=False):
-    """So many rounds with one kind of mount; what went wrong, or nothing."""
+    """Runs `count` rounds with one kind of mount; returns the failure, or None."""
     done = 0
     while done < count:
         number = seed * 1_000_000 + done
@@ -471,13 +469,13 @@ def life(name, lower, number, count, power):
             disk = Disk(subject.directory)
             stack.callback(disk.remove)
             subject.upper = os.path.join(disk.where, "upper")
-        # Before the disk goes.
+        # Runs before the disk is unmounted.
         stack.callback(lambda: subject.daemon and subject.process and subject.kill())
         subject.mount()
         for round_number in range(count):
             one_round(subject, disk, dice, f"{number} {round_number}", files, trees,
                       f"folder-{round_number % FOLDERS}")
-        # And it stays what it was found to be.
+        # A further mount finds the same.
         subject.unmount()
         subject.check()
         subject.mount()
@@ -490,7 +488,8 @@ def life(name, lower, number, count, power):
 
 
 def one_round(subject, disk, dice, label, files, trees, folder):
-    """Writers work, the end comes, and what is found is what the next round begins with."""
+    """The writers work until the crash; the state that the next mount shows is the start of the
+    next round."""
     names = sorted(files)
     writers = [DataWriter(subject.where, random.Random(f"{label} {n}"),
                           {path: files[path] for path in names[n::WRITERS]})
@@ -516,20 +515,20 @@ def one_round(subject, disk, dice, label, files, trees, folder):
     trees[folder] = check_names(writers[-1], label, bool(disk))
     for path, tree in trees.items():
         if path != folder and read_tree(os.path.join(subject.where, path)) != tree:
-            raise Wrong(f"{label}: {path} changed, and nobody did anything there")
+            raise Wrong(f"{label}: {path} changed without an operation")
 
 
 def check_names(writer, label, power):
-    """What is there is what the last call left, or what the one in progress would; after a power
-    cut, what any call left since all was made durable."""
+    """Fails unless the tree is the result of the last call, or of the call in progress; after a
+    power cut, the result of any call since the last sync of all of it."""
     have = read_tree(os.path.join(writer.where, writer.folder))
     states = writer.states if power else [writer.tree]
     if have not in [*states, writer.next]:
         near = min(states, key=lambda state: len(differing(state, have)))
         raise Wrong(f"{label}: {writer.folder}: other than expected: {differing(near, have)}, of "
-                    f"{len(states)} states; " "the call in progress would have made "
+                    f"{len(states)} states; the call in progress leads to "
                     f"{sorted(writer.next) if writer.next else None}; "
-                    f"before: {writer.history[-8:]}")
+                    f"last calls: {writer.history[-8:]}")
     return have
 
 
@@ -560,7 +559,7 @@ class Crashes(unittest.TestCase):
              "This mode loses no data that a program has synchronized with fsync.",
              "If only the process is killed, no name and no file that is stored whole is lost, but "
              "recent writes to sketches may be lost.")
-    def test_what_was_synchronized_is_there_after_a_kill(self):
+    def test_synced_data_survives_a_kill(self):
         names = subjects.chosen(KINDS)
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
             found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names),
@@ -568,7 +567,7 @@ class Crashes(unittest.TestCase):
             self.assertEqual([wrong for wrong in found if wrong], [])
 
     @promise("or the machine crashed, the next mount of the same upper recovers automatically")
-    def test_what_was_synchronized_is_there_after_a_power_cut(self):
+    def test_synced_data_survives_a_power_cut(self):
         support.need("mkfs.ext4")
         names = subjects.chosen(DURABLE)
         with concurrent.futures.ProcessPoolExecutor(2) as pool:

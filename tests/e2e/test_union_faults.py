@@ -1,6 +1,6 @@
-"""What goes wrong around a writable mount: uppers that cannot be one, full and limited space,
-damage below and above. Clear errors, nothing lost, no wrong bytes, and what is not concerned goes
-on."""
+"""Failures around a writable mount: unusable uppers, full and limited space, a damaged image, a
+damaged upper. Errors are clear, no data is lost, no byte is wrong, and unaffected files keep
+working."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ import tempfile
 
 import syscalls
 from promises import promise
-from support import NOBODY, assert_refused, bcow, is_mounted, run, until
+from support import UNPRIVILEGED, assert_refused, bcow, is_mounted, run, until
 from union import UnionCase
 
 BIG = "d2/big"
@@ -28,8 +28,8 @@ class Refusals(UnionCase):
     tools = ("mkfs.ext4",)
 
     def refused(self, upper, *mention, image=None):
-        """Fails unless mounting with this upper is refused with one clear error, and leaves
-        nothing."""
+        """Fails unless mounting with this upper is refused with one clear error and leaves no
+        file."""
         result = bcow("mount", image or self.lower.make_image(), self.where, "--upper", upper,
                       check=False, timeout=60)
         assert_refused(self, result, *mention)
@@ -37,14 +37,14 @@ class Refusals(UnionCase):
 
     @promise("bcow refuses an upper on a read-only file system, or on a file system without "
              "extended attributes, before it mounts anything.")
-    def test_an_upper_that_cannot_be_written(self):
+    def test_an_upper_that_cannot_be_written_is_refused(self):
         disk = self.disk(16)
         os.mkdir(os.path.join(disk, "upper"))
         run("mount", "-o", "remount,ro", disk)
         self.refused(os.path.join(disk, "upper"), "disk/upper", r"(?i)read-only")
         self.assertEqual(os.listdir(os.path.join(disk, "upper")), [])
 
-    def test_an_upper_without_attributes(self):
+    def test_an_upper_without_extended_attributes_is_refused(self):
         where = os.path.join(self.mount.directory, "ramfs")
         os.mkdir(where)
         run("mount", "-t", "ramfs", "ramfs", where)
@@ -52,7 +52,7 @@ class Refusals(UnionCase):
         self.refused(where, "ramfs", r"(?i)attribute")
         self.assertEqual(os.listdir(where), [])
 
-    def test_an_upper_that_is_none(self):
+    def test_a_path_that_cannot_be_an_upper_is_refused(self):
         file = os.path.join(self.mount.directory, "file")
         with open(file, "w"):
             pass
@@ -90,11 +90,11 @@ class Refusals(UnionCase):
         directory = os.path.dirname(self.upper)
         bound = os.path.join(directory, "bound")
         os.mkdir(bound)
-        # Not in any of the uppers.
+        # Outside of the uppers.
         other = tempfile.mkdtemp(dir=os.path.dirname(directory))
         self.addCleanup(os.rmdir, other)
         inside = os.path.join(self.upper, "sub")
-        # The path to it does not lead through the upper.
+        # Its path does not lead through the upper.
         run("mount", "--bind", inside, bound)
         self.addCleanup(run, "umount", bound)
         around = os.path.join(directory, "around")
@@ -120,7 +120,7 @@ class Refusals(UnionCase):
         self.mount.mount()
         self.write("kept", b"kept")
         self.mount.kill()
-        # In the same boot nothing is lost.
+        # In the same boot no data is lost.
         self.mount.mount()
         self.assertEqual(self.read("kept"), b"kept")
         self.mount.kill()
@@ -135,8 +135,8 @@ class Space(UnionCase):
     tools = ("mkfs.ext4",)
 
     def fill(self, name, total, data=b"f" * 65_536):
-        """Writes a new file until there is no more room, or this many bytes: how many were
-        written."""
+        """Writes a new file of up to `total` bytes, until the disk is full; returns the number of
+        bytes."""
         fd = self.open(name, os.O_WRONLY | os.O_CREAT)
         done = 0
         try:
@@ -150,15 +150,14 @@ class Space(UnionCase):
         return done
 
     def wait_for_room(self, room=1 << 20):
-        """The kernel tells the mount a little later that a file without a name is not open any
-        more."""
+        """The kernel reports the last close of an unlinked file to the mount with a short delay."""
         until(lambda: os.statvfs(self.where).f_bavail * os.statvfs(self.where).f_frsize >= room,
               "room after a file was removed")
 
     @promise("If the host's file system is full or fails, the system call that depends on it fails "
              "with the same error, ENOSPC or EIO. Existing data is not lost. When space is "
              "available again, the mount continues to work normally.")
-    def test_a_full_disk(self):
+    def test_writes_on_a_full_disk_fail_and_resume_after_space_is_freed(self):
         self.mount.upper = self.upper = os.path.join(self.disk(24), "upper")
         os.mkdir(self.upper)
         self.mount.mount()
@@ -191,7 +190,7 @@ class Space(UnionCase):
                 call()
         for name in names:
             self.assertEqual(self.read(name), want[name], name)
-        # Room again: everything can be made durable, and goes on.
+        # There is room again: every sync succeeds, and writes continue.
         os.unlink(self.at("filler"))
         self.wait_for_room()
         for name in names:
@@ -221,7 +220,7 @@ class Space(UnionCase):
                 os.mkdir(path)
                 done.append(path)
             if number == 250:
-                # Only bytes that the host has to spare by itself are left.
+                # Only the host's own reserve is left.
                 self.assertLess(len(done), 250)
         before = {name: os.lstat(self.at(name))
                         for name in ("d0/hundred", "d1/small", BIG, "d0/sub", "link")}
@@ -232,7 +231,7 @@ class Space(UnionCase):
                              path, path + "-linked", follow_symlinks=False)):
                 code = syscalls.code_of(call)
                 self.assertIn(code, ("ENOSPC", None, "EPERM"))
-        # Whatever could be done was done, the rest is as before; nothing is both or neither.
+        # Each change happened as a whole or not at all.
         for name, info in before.items():
             there = [path for path in (name, name + "-moved") if os.path.lexists(self.at(path))]
             self.assertEqual(len(there), 1, name)
@@ -250,9 +249,9 @@ class Space(UnionCase):
 
     @promise("If no program has the removed file open, the room is available at once, also on a "
              "full host file system.")
-    def test_what_was_removed_makes_room_at_once(self):
-        """The mount learns a little later that nobody has a file open any more, and then the host
-        takes its time to free it."""
+    def test_a_removed_file_frees_its_space_at_once(self):
+        """The kernel reports the last close to the mount with a delay, and the host then needs time
+        to free the space."""
         self.mount.upper = self.upper = os.path.join(self.disk(128), "upper")
         os.mkdir(self.upper)
         self.mount.mount()
@@ -274,7 +273,7 @@ class Space(UnionCase):
         self.mount.options.append(f"--size-limit={limit}")
         self.mount.mount()
         fd = self.opened(BIG)
-        # Blocks of a sketch count as they are stored, and once.
+        # A stored block of a sketch counts once.
         blocks = (1 << 20) // PAGE
         want = self.original(BIG)
         for _ in range(2):
@@ -289,8 +288,8 @@ class Space(UnionCase):
         self.assert_error("ENOSPC", os.pwrite, fd, b"yyy", PAGE + 50)
         self.assertEqual(self.read(BIG), want)
         if "sparse" in self.kind:
-            # What is stored already is written over in its place. A packed sketch may need a block
-            # to change its tables.
+            # A stored block is overwritten in place. A packed sketch may need a block to change its
+            # tables.
             os.pwrite(fd, b"zzz", 0)
             want[:3] = b"zzz"
             self.assertEqual(self.read(BIG), want)
@@ -307,7 +306,7 @@ class Space(UnionCase):
         again = self.fill("filler", 1 << 30, b"f" * PAGE)
         self.assertLess(abs(again - written), 256 << 10)
         self.assertEqual(self.read(BIG), want)
-        # Punched out, cut off: room again.
+        # A punched hole and a truncation free space.
         os.unlink(self.at("filler"))
         os.ftruncate(fd, 4096)
         self.wait_for_room(again + taken - (256 << 10))
@@ -320,8 +319,8 @@ class Space(UnionCase):
         self.mount.mount()
 
         def until_full(*calls):
-            """Does these calls for one number after the other until one finds no room: how
-            often."""
+            """Makes these calls for 0, 1, 2, ... until one fails with ENOSPC; returns that
+            number."""
             for number in range(20_000):
                 for call in calls:
                     code = syscalls.code_of(call, self.at(f"{call.__name__}-{number}"))
@@ -346,12 +345,12 @@ class Space(UnionCase):
                 info = os.statvfs(self.where)
                 self.assertLess(info.f_bavail * info.f_frsize, 32 << 10)
                 taken = int(run("du", "-s", "--block-size=1", self.upper).out.split()[0])
-                # An empty upper's own, and a directory's growth.
+                # The size of an empty upper, and a directory's growth.
                 self.assertLess(taken, limit + (64 << 10))
                 for entry in os.listdir(self.where):
                     if entry.startswith(way.__name__):
                         (os.rmdir if way is os.mkdir else os.unlink)(self.at(entry))
-                # What the directory grew by for thousands of names it keeps on the host.
+                # A directory on the host does not shrink after thousands of names.
                 self.wait_for_room(limit // 2 if way is not name else 0)
 
     @promise("With `--inode-limit`, and with `--size-limit` alone, the number of inodes in the "
@@ -368,7 +367,7 @@ class Space(UnionCase):
             self.assert_error("ENOSPC", call, self.at("more"))
         self.assert_error("ENOSPC", os.chmod, self.at("d0/hundred"), 0o600)
         self.assert_error("ENOSPC", os.rename, self.at("d0"), self.at("d9"))
-        # A second name needs none.
+        # A hardlink needs no inode.
         os.link(self.at("file-0"), self.at("another"))
         os.rename(self.at("file-1"), self.at("file-2"))
         os.mkdir(self.at("more"))
@@ -384,8 +383,7 @@ class Space(UnionCase):
         self.assertEqual((info.f_files, info.f_ffree), (16_384, 16_384 - 20))
 
     def changed_on_a_full_disk(self, mib, fill):
-        """Removes and renames what was copied up, with nothing left on the disk before each
-        step."""
+        """Removes and renames copied-up files, with a full disk before each step."""
         disk = self.disk(mib)
         self.mount.upper = self.upper = os.path.join(disk, "upper")
         os.mkdir(self.upper)
@@ -397,7 +395,7 @@ class Space(UnionCase):
         os.chmod(self.at("d0/sub"), 0o700)
         shutil.rmtree(self.at("d0/sub/deep"))
         with contextlib.suppress(OSError):
-            # A sketch's map, and all that is to be written yet.
+            # A sketch's map, and its dirty blocks.
             os.sync()
         self.write("new", b"new")
         gone = []
@@ -476,7 +474,7 @@ class PackedSpace(Space):
 
 
 class LastFlush(UnionCase):
-    """What `bcow umount` says when what was written cannot be kept in the end."""
+    """The messages of `bcow umount` after written data could not be stored."""
 
     mounts = False
     tools = ("mkfs.ext4",)
@@ -484,7 +482,7 @@ class LastFlush(UnionCase):
 
     def setUp(self):
         super().setUp()
-        # A disk that fails when this memory is full.
+        # A disk that fails when this tmpfs is full.
         self.memory = os.path.join(self.mount.directory, "memory")
         os.mkdir(self.memory)
         run("mount", "-t", "tmpfs", "-o", "size=80M", "tmpfs", self.memory)
@@ -494,14 +492,14 @@ class LastFlush(UnionCase):
         os.mkdir(self.upper)
 
     def fail(self):
-        """From now on the disk takes nothing that it has no place for yet."""
+        """From now on the disk fails each write to an unallocated block."""
         with (open(os.path.join(self.memory, "filler"), "wb", buffering=0) as file,
               contextlib.suppress(OSError)):
             while True:
                 file.write(bytes(1 << 20))
 
     def recover(self):
-        """The disk is as after a restart of the machine, and works."""
+        """The disk works again, with its state after a restart of the machine."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.memory, "filler"))
         disk = os.path.join(self.mount.directory, "disk")
@@ -510,7 +508,7 @@ class LastFlush(UnionCase):
         run("mount", "-o", "loop", os.path.join(self.memory, "disk.ext4"), disk)
 
     def synchronised(self):
-        """Writes to a file and synchronises it; what it is then."""
+        """Writes to a file and syncs it; returns its content."""
         with open(self.at(BIG), "r+b", buffering=0) as file:
             os.pwrite(file.fileno(), b"synchronised", 500_000)
             os.fsync(file.fileno())
@@ -518,16 +516,16 @@ class LastFlush(UnionCase):
         want[500_000:500_012] = b"synchronised"
         return want
 
-    def assert_told(self, result, *mention):
+    def assert_reported(self, result, *mention):
         assert_refused(self, result, "is unmounted, but not all that was written is in the upper",
                        re.escape(self.upper), *mention)
         self.assertFalse(is_mounted(self.where))
 
     def lose(self, user=None):
-        """Writes what the disk will not take, and unmounts. What was written before that."""
+        """Writes data that the disk cannot store, and unmounts; returns the content before that."""
         want = self.synchronised() if self.mount.user is None else None
         self.fail()
-        # The host may notice at once that it cannot write its journal, and write no more at all.
+        # The host's file system may fail to write its journal at once, and then becomes read-only.
         if self.mount.user is None:
             for name in (BIG, "new"):
                 with contextlib.suppress(OSError), open(self.at(name), "ab", buffering=0) as file:
@@ -536,16 +534,16 @@ class LastFlush(UnionCase):
             run("sh", "-c", f"head -c 2000000 /dev/urandom > {self.at('mine', 'new')}",
                 user=self.mount.user, check=False)
         result = bcow("umount", self.where, check=False, user=user, timeout=60)
-        self.assert_told(result, "caused by: (Input/output error|No space left on device|Read-only "
-                                 "file system)\n")
+        self.assert_reported(result, "caused by: (Input/output error|No space left on "
+                                     "device|Read-only " "file system)\n")
         self.assertEqual(self.mount.process.wait(timeout=60), 1)
-        self.assertRegex(self.mount.let_go(), "cannot make durable all that was written to the "
+        self.assertRegex(self.mount.release(), "cannot make durable all that was written to the "
                                               f"upper {re.escape(self.upper)}")
         return want
 
     @promise("If the host fails to make them durable, `bcow umount` fails and prints the reason; "
              "umount(8) does not report the failure.")
-    def test_who_unmounts_is_told(self):
+    def test_unmount_reports_data_that_was_not_stored(self):
         self.mount.mount()
         want = self.lose()
         self.recover()
@@ -555,14 +553,14 @@ class LastFlush(UnionCase):
         self.mount.unmount()
         self.mount.check()
 
-    def test_the_disk_failed_long_before(self):
+    def test_unmount_reports_an_earlier_disk_failure(self):
         self.mount.options.append("--sync=batch=4")
         self.mount.mount()
         size = 64 << 10
         self.write("victim", b"v" * size)
         with open(self.at("victim"), "rb") as file:
             os.fsync(file.fileno())
-        # Its place alone is where the disk fails.
+        # The disk fails only at the place of this file.
         with open(os.path.join(self.upper, "victim"), "rb") as file:
             block = struct.unpack("i",
                                   fcntl.ioctl(file.fileno(), self.FIBMAP, struct.pack("i", 0)))[0]
@@ -575,9 +573,10 @@ class LastFlush(UnionCase):
         run("fallocate", "-p", "-o", str(at), "-l", str(size), image)
         self.fail()
         with open(self.at("victim"), "r+b", buffering=0) as file:
-            # A loop device says nothing of a write of which it could write the beginning.
+            # A loop device reports no error for a partly completed write.
             os.pwrite(file.fileno(), b"l" * (size // 2), -at % PAGE)
-        # Whoever synchronises the disk for others is told first.
+        # The kernel reports the error to the first process that syncs the file system: here the
+        # mount's background.
         for number in range(4):
             with open(self.at("many", f"entry-{number:03}"), "ab", buffering=0) as file:
                 file.write(b"copied")
@@ -585,12 +584,12 @@ class LastFlush(UnionCase):
         until(lambda: not any("trusted.overlay.metacopy" in os.listxattr(path) for path in marked),
               "the copies are whole")
         os.unlink(os.path.join(self.memory, "filler"))
-        self.assert_told(bcow("umount", self.where, check=False, timeout=60),
+        self.assert_reported(bcow("umount", self.where, check=False, timeout=60),
                          "caused by: (Input/output error|No space left on device)\n")
         self.assertEqual(self.mount.process.wait(timeout=60), 1)
-        self.mount.let_go()
+        self.mount.release()
 
-    def test_the_process_is_killed_meanwhile(self):
+    def test_unmount_reports_that_the_process_was_killed(self):
         self.mount.mount()
         want = self.synchronised()
         with open(self.at(BIG), "r+b", buffering=0) as file:
@@ -609,11 +608,11 @@ class LastFlush(UnionCase):
                 finally:
                     fcntl.ioctl(disk, self.THAW, 0)
                 process.wait(timeout=60)
-                self.assert_told(result.result(), f"process {process.pid}, which served it, ended "
-                                                  "before it was done")
+                self.assert_reported(result.result(), f"process {process.pid}, which served it, "
+                                                      "ended " "before it was done")
         finally:
             os.close(disk)
-        self.mount.let_go()
+        self.mount.release()
         self.mount.mount()
         have = self.read(BIG)
         if have[900_000:900_004] == b"lost":
@@ -632,34 +631,34 @@ class PackedLastFlush(LastFlush):
 
 
 class LastFlushOfAUser(LastFlush):
-    """The same of a mount that is an ordinary user's, whom alone the kernel lets in."""
+    """The same with a mount of an ordinary user, which no other user can access."""
 
     tools = ("mkfs.ext4", "fusermount3")
 
     @staticmethod
     def plant(top):
         os.mkdir(os.path.join(top, "mine"))
-        os.chown(os.path.join(top, "mine"), NOBODY, NOBODY)
+        os.chown(os.path.join(top, "mine"), UNPRIVILEGED, UNPRIVILEGED)
 
     def setUp(self):
         super().setUp()
         self.give_to_ordinary_user()
 
-    def test_who_unmounts_is_told(self):
-        for user in (NOBODY, None):
+    def test_unmount_reports_data_that_was_not_stored(self):
+        for user in (UNPRIVILEGED, None):
             self.mount.mount()
             self.lose(user)
             self.recover()
 
-    test_the_disk_failed_long_before = test_the_process_is_killed_meanwhile = None
+    test_unmount_reports_an_earlier_disk_failure = None
+    test_unmount_reports_that_the_process_was_killed = None
 
 
 class Damage(UnionCase):
     mounts = False
 
     def damaged_image(self, *names):
-        """A copy of an uncompressed image in which the second mebibyte of each of these files is
-        not what it was."""
+        """A copy of an uncompressed image with a changed second mebibyte in each of these files."""
         image = os.path.join(self.mount.directory, "damaged.bcow")
         bcow("convert", "--compress", "none", "--block-size", "4K", f"dir:{self.lower.tree}", image)
         with open(image, "r+b") as file:
@@ -678,7 +677,7 @@ class Damage(UnionCase):
         self.mount.lower = type("Other", (), {"make_image": lambda _: image})()
         self.mount.mount()
         self.assert_error("EIO", self.read, "d1/odd")
-        # A partial write into the damaged block cannot be completed; one into another can.
+        # A partial write into the damaged block cannot be completed; one into another block can.
         fd = self.opened("d1/odd")
         os.pwrite(fd, b"elsewhere", 4)
         os.fsync(fd)
@@ -688,14 +687,14 @@ class Damage(UnionCase):
             os.pwrite(fd, b"inside", 41_000)
         self.assert_error("EIO", os.pread, fd, 4096, 40_960)
         self.assert_error("EIO", os.fsync, fd)
-        # The rest lives, and can be written to.
+        # The rest is readable and writable.
         with open(self.at(BIG), "r+b", buffering=0) as file:
             file.write(b"lives")
             os.fsync(file.fileno())
         self.assertEqual(self.read(BIG), b"lives" + self.original(BIG)[5:])
-        self.assertRegex(self.mount.said(),
+        self.assertRegex(self.mount.output(),
                          r"damaged.bcow at \S+: /d1/odd: cannot read at byte \d+: .*checksum")
-        # Written over as a whole, the block is no concern any more.
+        # An overwrite of the whole block repairs it.
         whole = os.urandom(4096 * 40)
         offset = 0
         os.pwrite(fd, whole[:len(self.original("d1/odd"))], offset)
@@ -723,8 +722,8 @@ class Damage(UnionCase):
         self.assertEqual(self.read("d1/odd")[7:14], b"written")
         self.assertEqual(self.read("d0/hundred"), self.original("d0/hundred"))
         self.assertEqual(syscalls.code_of(self.write_some, BIG), "EIO")
-        self.assertRegex(self.mount.said(), f"{os.path.basename(damaged)}|inode {inode}: ")
-        # It can be removed, which is what there is to do.
+        self.assertRegex(self.mount.output(), f"{os.path.basename(damaged)}|inode {inode}: ")
+        # The file can be removed, which is the only remedy.
         os.unlink(self.at(BIG))
         self.assertFalse(os.path.exists(self.at(BIG)))
 
@@ -737,14 +736,14 @@ class Damage(UnionCase):
             os.close(fd)
 
     def damage_map(self, kind):
-        """Damages what says which blocks of BIG are there; gives its path."""
+        """Damages the map of BIG's stored blocks; returns the map's path."""
         if "packed" in kind:
             path = os.path.join(self.upper, BIG)
             with open(path, "r+b") as file:
                 file.seek(0)
                 file.write(b"\xa5" * 1024)
             return path
-        # Which of the maps is BIG's stands in its mark.
+        # BIG's mark names its map.
         mark = os.getxattr(os.path.join(self.upper, BIG), "trusted.bcow.sketch")
         path = os.path.join(self.upper, ".bcow", "maps",
                             f"{int.from_bytes(mark[8:16], 'little'):016x}")
@@ -757,7 +756,7 @@ class Damage(UnionCase):
             file.write(bytes(byte ^ 0x5A for byte in data))
         return path
 
-    def test_files_are_open_when_the_process_dies(self):
+    def test_the_next_mount_works_after_the_process_died_with_open_files(self):
         self.mount.mount()
         fd = self.open(BIG)
         os.pwrite(fd, b"durable", 100_000)
@@ -766,7 +765,7 @@ class Damage(UnionCase):
         self.mount.kill()
         self.assert_error("ENOTCONN", os.fsync, fd)
         self.assert_error("ENOTCONN", os.statvfs, self.where)
-        # The next mount clears the dead one away; who had files open there has them no more.
+        # The next mount removes the dead one; descriptors of the dead mount return errors.
         self.mount.mount()
         self.assert_error("ENOTCONN", os.fsync, fd)
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""Several programs at the same large files at once: fio writes by asynchronous, direct, mapped and
-buffered writes and verifies what it reads back, while others read and map the same files. What the
-mount shows then, the next mount shows too.
+"""Several programs use the same large files at the same time: fio writes (asynchronous, direct,
+mapped and buffered) and verifies, while other processes read and map the same files. The next mount
+shows the same content.
 
-BCOW_FIO_ROUNDS=100 does so many rounds for each subject, BCOW_SEED=N begins elsewhere. `plain` and
-`overlayfs` judge the trial.
+BCOW_FIO_ROUNDS=100 sets the rounds for each subject, BCOW_SEED=N the first seed. The subjects
+`plain` and `overlayfs` check the test itself.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ def plant(top):
 
 
 def job(name, dice):
-    """One file, and how it is written. Only where no two writes meet may several be under way: fio
-    itself does not know their order."""
+    """One file, and the way to write it. Several writes are in flight only if no two overlap: fio
+    does not know their order."""
     engine = dice.choice(["libaio", "libaio", "io_uring", "psync", "pvsync2", "mmap"])
     direct = engine != "mmap" and dice.random() < 0.6
     sizes = ["4k", "8k", "64k"] if direct or engine == "mmap" else ["4k", "3k", "512", "100k"]
@@ -71,7 +71,7 @@ def job(name, dice):
 
 @contextlib.contextmanager
 def readers(paths, dice):
-    """Processes that read and map these files all the time."""
+    """Processes that continuously read and map these files."""
     running = []
     try:
         for path in paths:
@@ -124,7 +124,7 @@ class Verified(unittest.TestCase):
         subject.remount()
         self.assertEqual(sums(subject.where), before)
 
-    def test_what_fio_wrote_it_reads_back_while_others_read(self):
+    def test_fio_verifies_its_writes_while_others_read(self):
         for name in self.names:
             for number in range(ROUNDS):
                 seed = SEED * 100_000 + number

@@ -1,8 +1,9 @@
-"""Large files of the lower tree under every way to write to a file, each byte compared with a copy
-in memory: sketches, both kinds.
+"""Both kinds of sketches: large files of the lower tree under every kind of write, with each byte
+compared with a copy in memory.
 
-fsx of crates.io begins with an empty file, and is run too; what begins with a lower file's bytes is
-here. BCOW_SKETCH_OPERATIONS=2000000 does so many for each kind, BCOW_SEED=N begins elsewhere.
+The fsx of crates.io begins with an empty file; a test runs it too. The operations here begin with a
+lower file's content. BCOW_SKETCH_OPERATIONS=2000000 sets the number for each kind, BCOW_SEED=N the
+first seed.
 """
 
 import concurrent.futures
@@ -21,8 +22,8 @@ from promises import promise
 from support import run
 
 OPERATIONS = int(os.environ.get("BCOW_SKETCH_OPERATIONS") or 12_000)
-# Operations on one file, after which the next one's turn is: a file of which every block was
-# written is no sketch any more.
+# Operations on one file before the next file: a file with every block written is no sketch any
+# more.
 TURN = (50, 400, 2500)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
 SIZES = (subjects.LARGE + 1, 75 * 4096, 300_001, (1 << 20) + 4095, 2 << 20, 5_000_011, 777_777,
@@ -58,7 +59,7 @@ def plant(top):
         with open(path, "wb") as file:
             file.write(subjects.content(path[-6:], size))
         if number % 3 == 2:
-            # Holes of the lower file: zeros that are nowhere stored.
+            # Holes of the lower file: zeros without storage.
             with open(path, "r+b") as file:
                 for at in range(50_000, size, 170_000):
                     syscalls.fallocate(file.fileno(), syscalls.PUNCH_HOLE | syscalls.KEEP_SIZE, at,
@@ -68,11 +69,11 @@ def plant(top):
 
 
 class Wrong(Exception):
-    """The file is not what was written."""
+    """The content differs from the written content."""
 
 
 class Exerciser:
-    """One file, what it ought to hold, and the last things done to it."""
+    """One file, its expected content, and its last operations."""
 
     def __init__(self, subject, name, dice):
         self.subject, self.name, self.dice = subject, name, dice
@@ -110,7 +111,7 @@ class Exerciser:
         finally:
             self.close()
 
-    # What is done is noted first, with its arguments.
+    # Each operation is recorded first, with its arguments.
 
     def note(self, *arguments):
         self.done[-1] += arguments
@@ -260,7 +261,7 @@ class Exerciser:
             self.want.extend(bytes(offset + length - len(self.want)))
 
     def copy(self):
-        """From one place of the file to another, or from another lower file."""
+        """Copies from one place of the file to another, or from another lower file."""
         (at, _), (offset, length) = self.place(), self.place()
         inside = self.dice.random() < 0.5
         have = self.want if inside else self.source
@@ -278,7 +279,7 @@ class Exerciser:
         self.put(at, bytes(have[offset:offset + length]))
 
     def holes(self):
-        """What is said to be a hole reads as zeros."""
+        """A reported hole reads as zeros."""
         size = len(self.want)
         at = self.dice.randint(0, size)
         self.note(at)
@@ -317,7 +318,7 @@ class Exerciser:
             self.open()
 
     def attributes(self):
-        """Changes that write nothing, between those that do."""
+        """Changes without content, between writes."""
         os.fchmod(self.fd, self.dice.choice([0o600, 0o644]))
         os.utime(self.fd, ns=(subjects.EPOCH, subjects.EPOCH + len(self.done)))
         if os.fstat(self.fd).st_mtime_ns != subjects.EPOCH + len(self.done):
@@ -339,7 +340,7 @@ class Exerciser:
 
 
 def exercise(name, lower, seed, operations):
-    """So many operations on files of one subject; what went wrong, or nothing."""
+    """Runs `count` operations on files of one subject; returns the failure, or None."""
     done, number = 0, seed * 1000
     while done < operations:
         with subjects.shown(name, lower) as subject:
@@ -367,15 +368,15 @@ class Sketches(unittest.TestCase):
         cls.lower.make_image()
 
     @promise("Unmounting makes all changes durable, except with `--sync volatile`.")
-    def test_every_byte_is_what_was_written_or_the_lower_one(self):
+    def test_every_byte_is_the_written_one_or_the_lower_one(self):
         names = subjects.chosen()
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
             found = pool.map(exercise, names, [self.lower] * len(names), [SEED] * len(names),
                              [OPERATIONS] * len(names))
             self.assertEqual([wrong for wrong in found if wrong], [])
 
-    def test_fsx_of_others_finds_nothing(self):
-        """It truncates what it begins with: a lower file, and a new one."""
+    def test_the_fsx_of_crates_io_finds_no_error(self):
+        """fsx truncates its file first: a lower file, and a new one."""
         support.need("fsx")
         configuration = os.path.join(self.directory, "fsx.toml")
         with open(configuration, "w") as file:

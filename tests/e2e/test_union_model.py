@@ -1,8 +1,8 @@
-"""Random sequences of system calls on a writable mount give what they give on a plain directory:
-every answer, and the tree in the end.
+"""Random sequences of system calls have the same results on a writable mount and on a plain
+directory: every return value, and the final tree.
 
-BCOW_MODEL_SEEDS=1000-9999 looks at other and more sequences, BCOW_MODEL_LENGTH=300 at longer ones.
-A sequence that fails is cut down and printed; BCOW_MODEL_REPLAY=FILE does what was printed again.
+BCOW_MODEL_SEEDS=1000-9999 runs other and more sequences, BCOW_MODEL_LENGTH=300 longer ones. A
+sequence that fails is reduced and printed; BCOW_MODEL_REPLAY=FILE runs the printed sequence again.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from promises import promise
 LENGTH = int(os.environ.get("BCOW_MODEL_LENGTH") or 120)
 SEEDS = os.environ.get("BCOW_MODEL_SEEDS") or "1-16"
 SECONDS = 120
-# Processes that work on one mount at the same time.
+# The number of processes that use one mount at the same time.
 CROWD = 6
 
 
@@ -36,7 +36,7 @@ def seeds():
 
 
 def play(name, lower, seed=None, sequence=None):
-    """Does a sequence in a process of its own: (operations done, what was wrong or None)."""
+    """Runs a sequence in its own process; returns (operations, the failure or None)."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -55,13 +55,13 @@ def play(name, lower, seed=None, sequence=None):
             os._exit(0)
     os.close(writer)
     with open(reader, "rb") as result:
-        told = result.read()
+        data = result.read()
     _, status = os.waitpid(child, 0)
     if status:
-        # What it did is in the journal that it kept.
+        # The journal of the process has its operations.
         return (journal(child), f"the client ended with {os.waitstatus_to_exitcode(status)} (14: "
                                 f"not done in {SECONDS} s)")
-    return pickle.loads(told)
+    return pickle.loads(data)
 
 
 def journal_path(process):
@@ -101,7 +101,7 @@ def inside(name, lower, seed, sequence, done):
 
 
 def shrink(name, lower, sequence, wrong):
-    """Leaves out what can be left out while the sequence still fails."""
+    """Removes operations while the sequence still fails."""
     size = max(1, len(sequence) // 2)
     tries = 300
     while size and tries:
@@ -119,7 +119,7 @@ def shrink(name, lower, sequence, wrong):
 
 
 class Alone(operations.Side):
-    """One of several that change the same tree, with nothing to compare with."""
+    """One of several processes that change the same tree, without a model."""
 
     def __init__(self, root):
         super().__init__(root)
@@ -127,7 +127,7 @@ class Alone(operations.Side):
         self.reserves = False
 
     def entries(self):
-        """What was there a moment ago."""
+        """A path that existed a moment ago."""
         found = {}
         for path, folders, files in os.walk(self.root):
             for name in folders + files:
@@ -138,10 +138,10 @@ class Alone(operations.Side):
 
 
 def crowd(where, seed, steps):
-    """Does calls, whatever becomes of them."""
+    """Makes calls and ignores their errors."""
     one = Alone(where)
     for name, arguments in model.Generator(seed, one).sequence(steps):
-        # What another one cuts off under a mapping is a signal.
+        # A truncation by another process under a mapping raises a signal.
         if name not in ("compare", "remount", "map", "map_read", "map_write"):
             with contextlib.suppress(operations.NoSlot):
                 one.do(name, arguments)
@@ -160,7 +160,7 @@ class Model(unittest.TestCase):
 
     @promise("A writable mount answers each system call like a plain directory on ext4: with the "
              "same result or the same error.")
-    def test_sequences_are_answered_as_by_a_plain_directory(self):
+    def test_sequences_have_the_results_of_a_plain_directory(self):
         work = [(name, seed) for seed in seeds() for name in subjects.chosen()]
         failed = []
         # Processes, since each forks again.
@@ -180,9 +180,8 @@ class Model(unittest.TestCase):
                           + "\n".join(map(json.dumps, done)) + f"\n{wrong}")
         self.assertEqual([(name, seed) for name, seed, *_ in failed], [])
 
-    def test_what_many_do_at_once_is_the_same_after_mounting_again(self):
-        """Nobody waits for ever, and what the tree was like in the end it still is when the upper
-        is read anew."""
+    def test_concurrent_changes_survive_a_remount(self):
+        """No process hangs, and the next mount shows the final tree."""
         for name in subjects.chosen():
             with self.subTest(subject=name), subjects.shown(name, self.lower) as subject:
                 running = [multiprocessing.Process(target=crowd, args=(subject.where, seed, LENGTH))

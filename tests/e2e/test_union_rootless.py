@@ -1,10 +1,11 @@
-"""Writable mounts without privilege: as an ordinary user through fusermount3, and as root of a user
+"""Writable mounts without privilege: of an ordinary user through fusermount3, and of root in a user
 namespace."""
 
 import concurrent.futures
 import hashlib
 import json
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -16,7 +17,7 @@ import subjects
 import support
 import syscalls
 from promises import promise
-from support import NOBODY, for_everyone, run
+from support import UNPRIVILEGED, for_everyone, run
 from union import UnionCase
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
@@ -25,7 +26,7 @@ BIG = "home/big"
 
 
 def plant(top):
-    """A tree of which a part is the user's."""
+    """A tree with a part that the user owns."""
     subjects.plant(top)
     home = os.path.join(top, "home")
     os.mkdir(home)
@@ -33,7 +34,7 @@ def plant(top):
         file.write(subjects.content("big", 500_000))
     with open(os.path.join(home, "small"), "wb") as file:
         file.write(b"small")
-    # Symbolic links with several names, which nothing can be noted on.
+    # Symbolic links with several names, which cannot have user attributes.
     os.mkdir(os.path.join(home, "links"))
     for name in ("alone", "first", "third"):
         os.symlink(name, os.path.join(home, "links", name))
@@ -46,7 +47,7 @@ def plant(top):
             file.write(os.fsencode(name))
     for path, folders, files in os.walk(home):
         for name in [".", *files]:
-            os.chown(os.path.join(path, name), NOBODY, NOBODY, follow_symlinks=False)
+            os.chown(os.path.join(path, name), UNPRIVILEGED, UNPRIVILEGED, follow_symlinks=False)
 
 
 class Rootless(UnionCase):
@@ -59,11 +60,11 @@ class Rootless(UnionCase):
         self.give_to_ordinary_user()
 
     def user(self, program, *arguments):
-        """Runs lines of Python as the user; what they print."""
-        head = ("import os, sys, stat\nsys.dont_write_bytecode = True\n" "sys.path.insert(0, "
-                f"{support.reachable(os.path.dirname(os.path.abspath(__file__)))!r})\n"
-                "import syscalls\n" f"os.chdir({self.where!r})\n")
-        return run(sys.executable, "-c", head + program, *arguments, user=NOBODY).out.decode()
+        """Runs lines of Python as the user; returns their output."""
+        here = support.reachable(os.path.dirname(os.path.abspath(__file__)))
+        head = ("import os, sys, stat\nsys.dont_write_bytecode = True\n"
+                f"sys.path.insert(0, {here!r})\nimport syscalls\nos.chdir({self.where!r})\n")
+        return run(sys.executable, "-c", head + program, *arguments, user=UNPRIVILEGED).out.decode()
 
     def work(self):
         self.user("""
@@ -89,7 +90,7 @@ os.link('home/small', 'home/small-too')
              "`user.containers.override_stat`, which podman and containers-storage read. The files "
              "on the host belong to the user who mounted. Symbolic links cannot have this "
              "attribute: a symbolic link in the upper belongs to the user who mounted.")
-    def test_an_ordinary_user(self):
+    def test_an_ordinary_user_changes_files_and_finds_them_again(self):
         self.mount.mount()
         self.work()
         program = ("print([oct(os.stat(n).st_mode) for n in ('home/new/file', 'home/pipe')], "
@@ -105,13 +106,14 @@ os.link('home/small', 'home/small-too')
                          hashlib.sha256(big).hexdigest())
         self.assertEqual(
             self.user("print(open('home/small').read(), os.stat('home/small-too').st_nlink, "
-                      "os.stat('home/small').st_mtime_ns, " "os.getxattr('home/small', 'user.x'), "
+                      "os.stat('home/small').st_mtime_ns, os.getxattr('home/small', 'user.x'), "
                       "sorted(os.listdir('home/moved')))").strip(),
             "small and more 2 6 b'y' ['one']")
-        # On the host everything is the user's, and says what it stands for.
+        # On the host the user owns every file, and an attribute holds the file's owner in the
+        # mount.
         for path, folders, files in os.walk(self.upper):
             for name in folders + files:
-                self.assertEqual(os.lstat(os.path.join(path, name)).st_uid, NOBODY,
+                self.assertEqual(os.lstat(os.path.join(path, name)).st_uid, UNPRIVILEGED,
                                  os.path.join(path, name))
                 names = os.listxattr(os.path.join(path, name), follow_symlinks=False)
                 self.assertFalse([one for one in names if one.startswith("trusted.")])
@@ -122,15 +124,15 @@ os.link('home/small', 'home/small-too')
                 ":")
             return int(uid), int(gid), int(mode, 8), kind
 
-        self.assertEqual(override("new/file"), (NOBODY, NOBODY, 0, "file"))
-        self.assertEqual(override("new"), (NOBODY, NOBODY, 0o700, "dir"))
-        self.assertEqual(override("pipe"), (NOBODY, NOBODY, 0o640, "pipe"))
+        self.assertEqual(override("new/file"), (UNPRIVILEGED, UNPRIVILEGED, 0, "file"))
+        self.assertEqual(override("new"), (UNPRIVILEGED, UNPRIVILEGED, 0o700, "dir"))
+        self.assertEqual(override("pipe"), (UNPRIVILEGED, UNPRIVILEGED, 0o640, "pipe"))
         self.assertTrue(stat.S_ISREG(os.lstat(os.path.join(stored, "pipe")).st_mode))
         self.assertEqual(os.lstat(os.path.join(stored, "new/file")).st_mode & 0o777, 0o600)
         self.mount.unmount()
         self.mount.check()
 
-    def test_symbolic_links(self):
+    def test_symbolic_links_with_several_names_work(self):
         self.mount.mount()
         show = ("print([(n, os.readlink('home/links/' + n), os.lstat('home/links/' + n).st_nlink) "
                 "for n in sorted(os.listdir('home/links'))])")
@@ -151,8 +153,8 @@ os.link('home/small', 'home/small-too')
         self.mount.unmount()
         self.mount.check()
 
-    def test_modes_that_keep_the_owner_out(self):
-        """Git makes its objects read-only from the start."""
+    def test_modes_without_owner_permission_work(self):
+        """Git creates its objects read-only."""
         self.mount.mount()
         program = """
 os.umask(0)
@@ -165,7 +167,7 @@ os.mkdir('home/folder/shut', 0)
 """
         self.user(program)
         show = ("print(open('home/folder/object').read(), *(oct(os.stat('home/folder/' + "
-                "n).st_mode & 0o7777) " "for n in ('object', 'none', 'closed', 'shut')))")
+                "n).st_mode & 0o7777) for n in ('object', 'none', 'closed', 'shut')))")
         want = "object 0o444 0o0 0o555 0o0"
         self.assertEqual(self.user(show).strip(), want)
         self.mount.remount()
@@ -178,41 +180,42 @@ os.mkdir('home/folder/shut', 0)
             file.write("old")
         image = for_everyone(os.path.join(self.mount.directory, "root's.bcow"))
         arguments = ["mount", image, self.where, "--upper", self.upper]
-        # The line names the program as bcow.
+        # The line calls the program `bcow`.
         path = {"PATH": os.path.dirname(for_everyone(support.BCOW)) + ":" + os.environ["PATH"]}
 
         def mount(*options):
-            result = run(for_everyone(support.BCOW), *arguments, *options, user=NOBODY)
-            run(for_everyone(support.BCOW), "umount", self.where, user=NOBODY)
+            result = run(for_everyone(support.BCOW), *arguments, *options, user=UNPRIVILEGED)
+            run(for_everyone(support.BCOW), "umount", self.where, user=UNPRIVILEGED)
             return result.err.decode()
 
         support.bcow("convert", f"dir:{tree}", image)
-        told = mount()
-        self.assertRegex(told,
-                         r"warning: .*root's\.bcow belongs to root, and nobody cannot write to it")
-        (line,) = re.findall("(unshare -rm -- .*)$", told, re.MULTILINE)
-        # What the user types in the shell that the line starts.
+        output = mount()
+        name = pwd.getpwuid(UNPRIVILEGED).pw_name
+        self.assertRegex(output,
+                         rf"warning: .*root's\.bcow belongs to root, and {name} cannot write to it")
+        (line,) = re.findall("(unshare -rm -- .*)$", output, re.MULTILINE)
+        # The user's input to the shell that the line starts.
         commands = f"echo new > {self.where}/file; echo made > {self.where}/made; exit"
         with tempfile.TemporaryFile() as typed:
             typed.write(commands.encode())
             typed.seek(0)
-            run("sh", "-c", line, stdin=typed, env=path, user=NOBODY)
+            run("sh", "-c", line, stdin=typed, env=path, user=UNPRIVILEGED)
         self.assertFalse(support.is_mounted(self.where))
         for name, want in (("file", "new\n"), ("made", "made\n")):
             with open(os.path.join(self.upper, name)) as file:
                 self.assertEqual(file.read(), want)
         self.assertEqual(mount("-o", "ro"), "")
-        # Theirs.
-        os.chown(tree, NOBODY, NOBODY)
+        # An image whose root directory the user owns.
+        os.chown(tree, UNPRIVILEGED, UNPRIVILEGED)
         support.bcow("convert", "--force", f"dir:{tree}", image)
         shutil.rmtree(self.upper)
         os.mkdir(self.upper)
-        os.chown(self.upper, NOBODY, NOBODY)
+        os.chown(self.upper, UNPRIVILEGED, UNPRIVILEGED)
         self.assertEqual(mount(), "")
 
-    def test_what_the_user_may_not(self):
+    def test_operations_without_permission_are_refused(self):
         self.mount.mount()
-        told = self.user("""
+        output = self.user("""
 def code(function, *arguments):
     return syscalls.code_of(function, *arguments)
 print(code(os.open, 'd0/hundred', os.O_WRONLY), code(os.chown, 'home/small', 0, 0),
@@ -220,9 +223,9 @@ print(code(os.open, 'd0/hundred', os.O_WRONLY), code(os.chown, 'home/small', 0, 
       code(os.mknod, 'home/device', stat.S_IFCHR | 0o600, os.makedev(1, 3)),
       code(os.setxattr, 'home/small', 'trusted.x', b''))
 """)
-        self.assertEqual(told.split(), ["EACCES", "EPERM", "EACCES", "EPERM", "EPERM"])
+        self.assertEqual(output.split(), ["EACCES", "EPERM", "EACCES", "EPERM", "EPERM"])
 
-    def test_other_tools_read_the_upper(self):
+    def test_fuse_overlayfs_reads_the_upper(self):
         """fuse-overlayfs, which rootless podman uses, shows the same tree of the upper where there
         is no sketch."""
         self.mount.mount()
@@ -241,10 +244,10 @@ os.unlink('home/big')
         work, seen = (os.path.join(self.mount.directory, name) for name in ("work", "seen"))
         for path in (work, seen):
             os.mkdir(path)
-            os.chown(path, NOBODY, NOBODY)
+            os.chown(path, UNPRIVILEGED, UNPRIVILEGED)
         seen = for_everyone(seen)
         run("fuse-overlayfs", "-o", f"lowerdir={for_everyone(self.lower.tree)},"
-            f"upperdir={self.upper},workdir={for_everyone(work)}", seen, user=NOBODY)
+            f"upperdir={self.upper},workdir={for_everyone(work)}", seen, user=UNPRIVILEGED)
         try:
             have = self.user_home(seen)
         finally:
@@ -253,8 +256,8 @@ os.unlink('home/big')
         self.assertEqual(have, want)
 
     def user_home(self, where):
-        """What the user sees of the part of the tree that was changed: type, mode, owner, size,
-        link, content."""
+        """The user's view of the changed part of the tree: type, mode, owner, size, link,
+        content."""
         return json.loads(self.user("""
 import json
 seen = {}
@@ -273,7 +276,7 @@ print(json.dumps(seen))
 
 
 def children():
-    """Processes that this one started, from whichever thread."""
+    """Child processes of this process, from any thread."""
     found = set()
     for task in os.listdir("/proc/self/task"):
         with open(f"/proc/self/task/{task}/children") as own:
@@ -289,8 +292,8 @@ class UserNamespace(UnionCase):
     SHIFT = 200_000
 
     def inside(self, *command):
-        """What a command prints that runs as root of a new user namespace, which has 65536 ids of
-        the host's, and of a mount namespace."""
+        """Runs a command as root of a new mount namespace and a new user namespace with 65536 ids
+        of the host; returns its output."""
         def enter():
             syscalls.checked(syscalls.libc.unshare(NEW_USER | NEW_MOUNTS))
             os.write(ready[1], b"x")
@@ -304,7 +307,7 @@ class UserNamespace(UnionCase):
                 return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out,
                                         stderr=subprocess.STDOUT, preexec_fn=enter)
 
-            # Popen returns once the command runs, and that waits for its ids.
+            # Popen returns when the command runs; the command waits for its ids.
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 before = children()
                 started = pool.submit(start)
@@ -318,14 +321,14 @@ class UserNamespace(UnionCase):
             for fd in (*ready, *mapped):
                 os.close(fd)
             out.seek(0)
-            told = out.read().decode()
-        self.assertEqual(code, 0, told)
-        return told
+            output = out.read().decode()
+        self.assertEqual(code, 0, output)
+        return output
 
     def test_root_of_a_user_namespace(self):
         lower, directory = for_everyone(self.lower.image), for_everyone(self.mount.directory)
-        # The image's owners are those inside the namespace; what lies on the host belongs to ids of
-        # the range that it has.
+        # The image's owners are ids inside the namespace; the files on the host belong to ids of
+        # its range.
         for path in (self.where, self.upper):
             os.chown(path, self.SHIFT, self.SHIFT)
         script = os.path.join(directory, "inside")
@@ -353,10 +356,10 @@ ls
 cd /
 {for_everyone(support.BCOW)} umount {where}
 """)
-        told = self.inside("sh", script).split("\n")
-        self.assertEqual(told[:4], ["d0/hundred 1000 1001 644", "d2/big 0 0 711", "made 1001 0 755",
-                                    "d9/odd 0 0 644"])
-        self.assertNotIn("many", told)
+        output = self.inside("sh", script).split("\n")
+        self.assertEqual(output[:4], ["d0/hundred 1000 1001 644", "d2/big 0 0 711",
+                                      "made 1001 0 755", "d9/odd 0 0 644"])
+        self.assertNotIn("many", output)
         stored = os.stat(os.path.join(self.upper, "d0/hundred"))
         self.assertEqual((stored.st_uid, stored.st_gid), (self.SHIFT + 1000, self.SHIFT + 1001))
         for path, folders, files in os.walk(self.upper):

@@ -31,7 +31,7 @@ ALICE, BOB = (1000, 1000), (1001, 1001)
 BIG = "d2/big"
 # linux/fs.h, of 64 bits.
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x8008_6601, 0x4008_6602
-# Attributes and journals that the upper needs for a file that is touched.
+# Space for attributes and journals of a changed file in the upper.
 OVERHEAD = 32 << 10
 
 
@@ -49,7 +49,7 @@ class Bytes(UnionCase):
     @promise("A read sees all earlier writes, through any descriptor, name or mapping. This "
              "includes descriptors and mappings that were opened for reading before the first "
              "write.")
-    def test_readers_see_what_is_written_after_they_opened(self):
+    def test_readers_see_writes_after_their_open(self):
         for name in (BIG, "d0/hundred", "d2/three"):
             with self.subTest(name=name):
                 want = self.original(name)
@@ -66,7 +66,7 @@ class Bytes(UnionCase):
 
     @promise("Opening for writing, chmod, chown, utimens, rename, link and setting extended "
              "attributes copy no file content, for files of any size.")
-    def test_changes_that_write_nothing_copy_nothing(self):
+    def test_changes_of_metadata_copy_no_content(self):
         before = self.stored()
         os.close(self.open(BIG))
         os.close(self.open(BIG, os.O_WRONLY | os.O_APPEND))
@@ -109,7 +109,7 @@ class Bytes(UnionCase):
 
     @promise("A range that was truncated or punched out reads as zeros from then on. Content of "
              "the image does not reappear there when the file grows again.")
-    def test_what_is_cut_off_stays_cut_off(self):
+    def test_truncated_and_punched_content_does_not_reappear(self):
         want = self.original(BIG)
         for how in ("as it was mounted", "mounted again"):
             with self.subTest(how=how):
@@ -184,7 +184,7 @@ class Bytes(UnionCase):
         made = holes(fd)
         for begin, end in made:
             self.assertEqual(want[begin:end].strip(b"\0"), b"")
-        # Those of the image but for where a written block ends, and the one that was made.
+        # The holes of the image, except for the end of a written block, and the new hole.
         for begin, end in known:
             self.assertTrue(any(first <= begin + 4096 and end - 4096 <= last
                                 for first, last in made), (begin, end, made))
@@ -321,9 +321,9 @@ class AsynchronousWriting(UnionCase):
     SIZE, PIECE = 1 << 20, 4096
 
     def cycles(self, name, turns, between):
-        """Writes the whole file again and again, in more pieces than the mount's process is asked
-        for at once, and compares what a descriptor and a mapping show of it. `between` is called
-        with the buffered descriptor while the kernel has the writes."""
+        """Writes the whole file repeatedly, in more pieces than the kernel sends to the mount's
+        process at once, and compares the content through a descriptor and a mapping. Calls
+        `between` with the buffered descriptor while the writes are in flight."""
         direct, buffered = self.opened(name, os.O_RDWR | os.O_DIRECT), self.opened(
             name, os.O_RDONLY)
         pieces = [(offset, self.PIECE) for offset in range(0, self.SIZE, self.PIECE)]
@@ -350,7 +350,7 @@ class AsynchronousWriting(UnionCase):
              "later read sees it.")
     def test_asynchronous_writes_are_seen_by_readers_that_read_meanwhile(self):
         def read(buffered):
-            # Page by page, those first that are written last.
+            # Page by page; the pages that are written last come first.
             os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_RANDOM)
             for offset in range(self.SIZE - self.PIECE, -1, -self.PIECE):
                 os.pread(buffered, 1, offset)
@@ -359,7 +359,7 @@ class AsynchronousWriting(UnionCase):
             with self.subTest(name=name):
                 self.cycles(name, 3, read)
 
-    def test_asynchronous_writes_are_seen_by_a_process_that_reads_all_the_time(self):
+    def test_asynchronous_writes_are_seen_by_a_continuous_reader(self):
         for name in self.files():
             with self.subTest(name=name):
                 reader = subprocess.Popen(["sh", "-c",
@@ -409,7 +409,7 @@ class Names(UnionCase):
             self.assertFalse(os.path.lexists(self.at("d0")))
             if not again:
                 self.remount()
-        # What is made where the old one was has nothing of it.
+        # A new directory at the old path is empty.
         os.mkdir(self.at("d0"))
         self.assertEqual(os.listdir(self.at("d0")), [])
         self.remount()
@@ -497,9 +497,9 @@ class Names(UnionCase):
             if turn == 3:
                 self.remount()
             fd = os.open(self.at("many"), os.O_RDONLY | os.O_DIRECTORY)
-            ever, told = set(os.listdir(self.at("many"))), []
+            ever, listed = set(os.listdir(self.at("many"))), []
             while entries := syscalls.directory_entries(fd, dice.choice([200, 500, 3000])):
-                told += [name for name, _, _ in entries]
+                listed += [name for name, _, _ in entries]
                 for _ in range(4):
                     name = dice.choice([f"entry-{dice.randrange(40) * 3 + 1:03}",
                                         f"fresh-{dice.randrange(200)}"])
@@ -510,8 +510,8 @@ class Names(UnionCase):
                         self.write(f"many/{name}")
                     ever |= {name, name + "~"}
             os.close(fd)
-            self.assertEqual({name: told.count(name) for name in kept}, dict.fromkeys(kept, 1))
-            self.assertLessEqual(set(told) - {".", ".."}, ever)
+            self.assertEqual({name: listed.count(name) for name in kept}, dict.fromkeys(kept, 1))
+            self.assertLessEqual(set(listed) - {".", ".."}, ever)
 
     @promise("A name has up to 255 bytes of any value except `/` and zero. Directories can be "
              "nested deeper than one path can express (PATH_MAX).")
@@ -527,7 +527,7 @@ class Names(UnionCase):
         self.assert_error("ENAMETOOLONG", os.mkdir, self.at("x" * 256))
         self.assert_error("ENAMETOOLONG", os.rename, self.at("top"), self.at("x" * 256))
         self.assert_error("ENAMETOOLONG", os.stat, self.at("x" * 256))
-        # A name of the image as long as that can still be changed, moved and removed.
+        # A name of that length in the image can still be changed, renamed and removed.
         long = "d2/" + "n" * 255
         with open(self.at(long), "ab") as file:
             file.write(b"more")
@@ -658,7 +658,7 @@ class Attributes(UnionCase):
                          "EPERM")
         self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chown, self.at("d2/blocks"),
                                           0, 0), "EPERM")
-        # By owner, by ACL, and no more once that is taken away.
+        # Access by owner and by ACL, and no access after the ACL is removed.
         os.close(self.as_somebody(ALICE, self.open, "d2/blocks", os.O_RDWR))
         os.close(self.as_somebody(ALICE, self.open, "d1/large", os.O_RDWR))
         os.setxattr(self.at("d1/large"), syscalls.ACCESS_ACL,
@@ -823,7 +823,7 @@ class Attributes(UnionCase):
     @promise("Attributes whose names overlayfs or bcow uses in the upper (such as "
              "`trusted.overlay.opaque`) are ordinary attributes in the mount. The upper stores "
              "them separately from its own attributes, and they have no special effect.")
-    def test_names_of_marks_are_the_containers(self):
+    def test_containers_can_use_the_names_of_marks(self):
         names = ["trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy",
                  "trusted.overlay.origin", "trusted.overlay.nlink", "trusted.overlay.overlay.x",
                  "trusted.bcow.sketch", "trusted.bcow.bcow.y", "user.overlay.opaque",
@@ -878,7 +878,7 @@ class Attributes(UnionCase):
         self.assertGreater(third[0], second[0])
         self.assertGreaterEqual(third[0], begin - 20_000_000)
         time.sleep(0.05)
-        # Neither the filling of blocks, nor synchronizing, nor mounting again moves them.
+        # Neither the completion of blocks, nor a sync, nor a remount changes the times.
         self.assertEqual(times(), third)
         fd = self.open(BIG)
         os.fsync(fd)
@@ -886,8 +886,8 @@ class Attributes(UnionCase):
         self.assertEqual(times()[0], third[0])
         self.remount()
         self.assertEqual(times()[0], third[0])
-        # Nobody asks before the block is completed: by the background, by who reads it, or at the
-        # end.
+        # No stat happens before the block is completed: by the background, by a read, or at the
+        # unmount.
         def read_all():
             time.sleep(0.008)
             self.read(BIG)
@@ -918,7 +918,7 @@ class Attributes(UnionCase):
         self.assertGreater(os.stat(self.at("d2")).st_mtime_ns, moment)
 
     def test_reading_does_not_change_the_access_time(self):
-        """On a host that notes each reading."""
+        """On a host with strict access times."""
         self.mount.unmount()
         memory = os.path.join(self.mount.directory, "noting")
         os.mkdir(memory)
@@ -981,12 +981,12 @@ class Attributes(UnionCase):
             file.write(b"x")
         self.assertTrue(whole <= os.stat(self.at(BIG)).st_blocks <= whole + 64,
                         os.stat(self.at(BIG)).st_blocks)
-        # Nor does a file with holes, or none but holes, count them.
+        # Holes do not count, even in a file without data.
         self.assertLess(os.stat(self.at("d2/hollow")).st_blocks, 8)
         holes = os.stat(self.at("d2/holes")).st_blocks
         self.assertLess(holes, 200)
         os.chmod(self.at("d2/holes"), 0o600)
-        # The host may need a block for the attributes.
+        # The host may use a block for the attributes.
         self.assertTrue(holes <= os.stat(self.at("d2/holes")).st_blocks <= holes + 8,
                         os.stat(self.at("d2/holes")).st_blocks)
 
@@ -1003,7 +1003,7 @@ class Attributes(UnionCase):
             one, two = self.opened(name), self.opened(name)
             fcntl.flock(one, fcntl.LOCK_EX)
             self.assert_error("EAGAIN", fcntl.flock, two, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(two, b"x", 0)  # The file is copied up with the lock held.
+            os.pwrite(two, b"x", 0)  # The copy-up happens while the lock is held.
             self.assert_error("EAGAIN", fcntl.flock, self.opened(name),
                               fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.flock(one, fcntl.LOCK_UN)
@@ -1014,8 +1014,8 @@ class Attributes(UnionCase):
                      "    try:\n        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, "
                      "start)\n        print('free')\n"
                      "    except BlockingIOError:\n        print('locked')\n")
-            told = run(sys.executable, "-c", other).out.split()
-            self.assertEqual(told, [b"free", b"locked"])
+            states = run(sys.executable, "-c", other).out.split()
+            self.assertEqual(states, [b"free", b"locked"])
 
 
 class InOtherHands(UnionCase):
@@ -1075,8 +1075,8 @@ class InOtherHands(UnionCase):
             self.assertEqual(file.read(), self.original("d1/odd"))
 
     def overlay(self):
-        """The kernel's overlayfs of the upper over the extracted image; read-only, lest it change
-        the upper."""
+        """The kernel's overlayfs of the upper over the extracted image; read-only, so that it does
+        not change the upper."""
         seen = os.path.join(self.mount.directory, "seen")
         os.mkdir(seen)
         run("mount", "-t", "overlay", "-o",
@@ -1105,5 +1105,5 @@ class Space(UnionCase):
         here = os.statvfs(self.where)
         self.assertEqual(here.f_blocks * here.f_frsize, 50 << 20)
         self.assertTrue(39 << 20 <= here.f_bavail * here.f_frsize <= 40 << 20, here)
-        # The least that a size limit brings, and the file.
+        # The minimum with a size limit, and the file.
         self.assertEqual((here.f_files, here.f_ffree), (4096, 4095))

@@ -1,7 +1,7 @@
-"""Uppers of writable mounts while they are not mounted: diff, commit and fsck.
+"""Unmounted uppers: diff, commit and fsck.
 
-The uppers are bcow's, and the kernel's overlayfs's, which have the same form but for sketches: what
-bcow says of one is compared with what the mount showed.
+The uppers are bcow's and overlayfs's, which have the same form except for sketches. The tests
+compare bcow's output with the tree that the mount showed.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import tempfile
 import unittest
 
 import support
-from support import (NOBODY, WORK, assert_refused, assert_same_tree, bcow, for_everyone, is_mounted,
-                     need, run, until)
+from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, for_everyone,
+                     is_mounted, need, run, until)
 import tree
 
 OVERLAY = "metacopy=on,redirect_dir=on,index=off,xino=off"
@@ -72,7 +72,7 @@ def make_lower(top):
 
 
 def change(top):
-    """What a container might do."""
+    """Typical changes of a container."""
     with open(f"{top}/etc/config", "ab") as file:
         file.write(b"two\n")
     os.setxattr(f"{top}/etc/config", "user.new", b"\0binary\xff")
@@ -118,7 +118,7 @@ def change(top):
 
 
 class Uppers:
-    """Tests of an upper, by whatever it was made: what the mount showed is what bcow says of it."""
+    """Tests of an upper of any origin: bcow's output agrees with the tree that the mount showed."""
 
     @classmethod
     def setUpClass(cls):
@@ -139,7 +139,7 @@ class Uppers:
         cls.after = os.path.join(cls.top, "after.bcow")
         with cls.union():
             change(cls.merged)
-        # As it is found when mounted again.
+        # The tree after a remount.
         with cls.union():
             bcow("convert", f"dir:{cls.merged}", cls.after)
 
@@ -150,7 +150,7 @@ class Uppers:
     def path(self, name):
         return os.path.join(self.top, name)
 
-    def test_diff_says_what_comparing_whole_trees_says(self):
+    def test_diff_agrees_with_a_comparison_of_whole_trees(self):
         for options in ((), ("--content",), ("--metadata",), ("--null",)):
             whole = bcow("diff", self.base, self.after, *options, check=False)
             quick = bcow("diff", self.base, "--upper", self.upper, *options, check=False)
@@ -172,8 +172,9 @@ class Uppers:
         result = bcow("diff", self.base, "--upper", empty, check=False)
         self.assertEqual((result.code, result.out), (0, b""), str(result))
 
-    def test_what_is_not_changed_is_not_read(self):
-        """The file that changed is one of three megabytes; only what may differ is compared."""
+    def test_unchanged_content_is_not_read(self):
+        """The changed file is one of three megabytes; the comparison reads only data that may
+        differ."""
         found = json.loads(
             bcow("diff", self.base, "--upper", self.upper, "--json", check=False).out)
         self.assertLess(found["summary"]["compared_bytes"], 5 << 20)
@@ -187,7 +188,7 @@ class Uppers:
         self.assertEqual((found.code, found.out), (0, b""), str(found))
 
     def store(self):
-        """A directory where the image is found by its digest."""
+        """A store directory in which the image is found by its digest."""
         where = self.path("store")
         os.makedirs(where, exist_ok=True)
         digest = run("sha256sum", self.base).out.decode().split()[0]
@@ -195,17 +196,17 @@ class Uppers:
             os.link(self.base, f"{where}/{digest}")
         return where
 
-    def test_an_image_of_the_changes_that_stands_alone(self):
+    def test_commit_flatten_makes_an_independent_image(self):
         flat = self.path("flat.bcow")
         self.commit(flat, "--flatten")
         self.assert_shows_the_union(flat)
         self.assertEqual(bcow("fsck", "--data", flat).code, 0)
 
-    def test_an_image_of_the_changes_over_the_image_below(self):
+    def test_commit_merge_makes_an_overlay_of_the_image(self):
         merged = self.path("merged.bcow")
         self.commit(merged, "--merge")
         self.assert_shows_the_union(merged)
-        # The file of three megabytes is copied up whole by overlayfs; all else is small.
+        # overlayfs copies up the whole file of three megabytes; all other files are small.
         self.assertLess(os.path.getsize(merged), 5 << 20)
         bcow("fsck", "--data", merged)
         elsewhere = self.path("elsewhere")
@@ -233,7 +234,7 @@ class Uppers:
                 assert_same_tree(self, where, after)
         finally:
             bcow("umount", where, timeout=60)
-        # Written to, committed, and shown with both.
+        # Written to and committed; then mounted with both layers.
         upper, second, whole = self.path("on-top-upper"), self.path("on-top-2.bcow"), self.path(
             "on-top-whole.bcow")
         where = self.layered(layer, ("--upper", upper))
@@ -248,7 +249,7 @@ class Uppers:
         commit = ("commit", self.base, "--layer", layer, "--upper", upper)
         bcow(*commit, second, env=EPOCH)
         bcow(*commit, whole, "--flatten", env=EPOCH)
-        # Blocks that did not change are in the image and the first layer.
+        # Unchanged blocks are in the image and in the first layer.
         self.assertLess(os.path.getsize(second), 1 << 20)
         where = self.layered(layer, second, ())
         try:
@@ -258,7 +259,7 @@ class Uppers:
             self.assertFalse(os.path.lexists(f"{where}/new-1"))
         finally:
             bcow("umount", where, timeout=60)
-        # The upper belongs to the image with the layer, and to neither by itself.
+        # The upper belongs to the image together with the layer, not to either alone.
         refused = bcow("mount", self.base, where, "--upper", upper, check=False)
         assert_refused(self, refused, "another image|belongs to")
 
@@ -270,7 +271,7 @@ class Uppers:
         self.assertEqual(direct, through)
         self.assertEqual(bcow("fsck", "--data", layer).code, 0)
 
-    def test_what_is_written_depends_on_nothing_else(self):
+    def test_output_depends_on_the_tree_alone(self):
         outputs = []
         for number, jobs in enumerate(("1", "4")):
             names = [self.path(f"same-{number}{end}") for end in (".bcow", ".flat", ".tar")]
@@ -288,7 +289,7 @@ class Uppers:
         bundle = self.path("bundle")
         run("umoci", "unpack", "--image", f"{layout}:t", bundle)
         with self.union():
-            # overlayfs goes on counting names that are gone.
+            # overlayfs still counts removed names.
             links = [f"nlink:{path}" for path in ("usr/linked-2", "usr/lib/renamed/linked-3")]
             assert_same_tree(self, os.path.join(bundle, "rootfs"), self.merged, ignore=links)
         config = json.loads(run("skopeo", "inspect", "--config", f"oci:{layout}:t").out)
@@ -313,7 +314,7 @@ class Uppers:
         self.assertEqual(os.stat(f"{where}/new-1").st_ino, os.stat(f"{where}/etc/new-2").st_ino)
         self.assertLess(os.stat(f"{where}/holes").st_blocks, 1000)
 
-    def test_nothing_is_left_of_a_commit_that_is_refused(self):
+    def test_a_refused_commit_leaves_no_file(self):
         target = self.path("refused.bcow")
         refused = bcow("commit", self.base, "--upper", self.path("nowhere"), target, check=False)
         assert_refused(self, refused, "there is no such directory")
@@ -372,7 +373,7 @@ class OfBcow(Uppers, unittest.TestCase):
         return where
 
     def sketch(self, upper):
-        """The map of the one sketch that has blocks."""
+        """The map of the only sketch with blocks."""
         names = os.listdir(f"{upper}/.bcow/maps")
         self.assertEqual(len(names), 1)
         return f"{upper}/.bcow/maps/{names[0]}"
@@ -405,7 +406,7 @@ class OfBcow(Uppers, unittest.TestCase):
                                   f"oci:{layout}:stack", check=False),
                        "take the name of the one that it is made of")
 
-    def test_an_upper_in_use_is_refused_by_name_of_who_uses_it(self):
+    def test_an_upper_in_use_is_refused_with_the_name_of_its_user(self):
         with self.union():
             for command in (("diff", self.base, "--upper", self.upper), ("fsck", self.upper),
                             ("commit", self.base, "--upper", self.upper, "tar:-")):
@@ -454,7 +455,7 @@ class OfBcow(Uppers, unittest.TestCase):
                         (holder,) = re.findall(rb"process ([0-9]+)", lock.read()[1024:1280])
                     for name in ("linked-1", "etc/unchanged"):
                         os.unlink(f"{self.merged}/{name}")
-                    # Records of a map that is appended to.
+                    # Records appended to a map.
                     for block in (1, 20):
                         with open(f"{self.merged}/var/lib/data/table", "r+b") as file:
                             file.seek(block * 4096)
@@ -472,12 +473,12 @@ class OfBcow(Uppers, unittest.TestCase):
                     self.assertEqual((found["verdict"], found["findings"]), ("clean", []))
                     self.assertEqual(os.listdir(f"{upper}/.bcow/work"), [])
 
-    def test_acls_of_the_directory_around_are_on_nothing_that_a_container_made(self):
+    def test_acls_of_the_parent_directory_are_not_inherited(self):
         entries = [(0x01, 0xFFFFFFFF), (0x02, 1000), (0x04, 0xFFFFFFFF), (0x10, 0xFFFFFFFF),
                    (0x20, 0xFFFFFFFF)]
         acl = struct.pack("<I",
                           2) + b"".join(struct.pack("<HHI", tag, 7, who) for tag, who in entries)
-        for user in (None, NOBODY):
+        for user in (None, UNPRIVILEGED):
             with self.subTest(user=user):
                 around = tempfile.mkdtemp(prefix="shared-", dir=WORK)
                 os.chmod(around, 0o755)
@@ -504,13 +505,13 @@ class OfBcow(Uppers, unittest.TestCase):
                     for name in directories + files:
                         names = os.listxattr(os.path.join(place, name), follow_symlinks=False)
                         held = [name for name in names if "posix_acl" in name]
-                        # What lies directly in .bcow is no part of the tree.
+                        # Files directly in .bcow are not part of the tree.
                         self.assertTrue(not held or place.endswith("/.bcow") and name in files,
                                         (place, name, held))
                 self.assertNotIn("system.posix_acl_default", os.listxattr(upper))
                 shutil.rmtree(around)
 
-    def test_fsck_finds_the_image_by_itself_or_says_that_it_is_gone(self):
+    def test_fsck_finds_the_image_or_reports_it_missing(self):
         self.assertEqual(bcow("fsck", self.upper).err, b"")
         moved = self.path("moved-away.bcow")
         os.rename(self.base, moved)
@@ -520,16 +521,15 @@ class OfBcow(Uppers, unittest.TestCase):
         finally:
             os.rename(moved, self.base)
 
-    def test_fsck_removes_what_nothing_needs(self):
+    def test_fsck_removes_unreferenced_files(self):
         upper = self.copy("leaky")
         write(f"{upper}/.bcow/maps/00000000000000aa", b"x" * 512)
         os.makedirs(os.path.join(upper, ".bcow", "work", "left", "over"))
-        # A temporary is a link like others until it is removed, which must not make the number of
-        # names wrong.
+        # A temporary file is a hardlink; its removal must not make the link count wrong.
         (entry,) = os.listdir(f"{upper}/.bcow/index")
         os.link(f"{upper}/.bcow/index/{entry}", os.path.join(upper, ".bcow", "work", "link"))
         os.setxattr(f"{upper}/.bcow/index/{entry}", "trusted.overlay.nlink", b"U+9")
-        # Of a file that the image has one name for.
+        # A hardlink to a file with one name in the image.
         number = int.from_bytes(os.getxattr(f"{upper}/etc/config", "trusted.overlay.origin")[21:],
                                 "little")
         spare = f"{upper}/.bcow/index/{number:016x}"
@@ -544,7 +544,7 @@ class OfBcow(Uppers, unittest.TestCase):
         self.assertEqual(os.listdir(f"{upper}/.bcow/work"), [])
         self.sketch(upper)
 
-    def test_fsck_names_what_is_damaged_and_leaves_it(self):
+    def test_fsck_names_damage_and_does_not_change_it(self):
         def flip(path, offset):
             with open(path, "r+b") as file:
                 file.seek(offset)
@@ -590,9 +590,9 @@ class OfBcow(Uppers, unittest.TestCase):
         assert_refused(self, bcow("commit", self.base, "--upper", upper, "tar:-", check=False),
                        "volatile")
 
-    def test_overlayfs_shows_the_same_but_for_sketches(self):
-        """Those it refuses, rather than showing holes. The root's mode is kept where it does not
-        look."""
+    def test_overlayfs_shows_the_same_tree_except_for_sketches(self):
+        """overlayfs refuses sketches, and so does not show holes. bcow stores the root's mode in an
+        attribute that overlayfs ignores."""
         upper, work = self.copy("for-overlayfs"), self.path("work-2")
         shutil.rmtree(f"{upper}/.bcow")
         os.mkdir(work)
@@ -618,7 +618,7 @@ class OfBcow(Uppers, unittest.TestCase):
         finally:
             run("umount", self.merged)
 
-    def test_nothing_is_left_where_there_can_be_no_upper(self):
+    def test_a_refused_upper_leaves_no_file(self):
         where = self.path("ramfs")
         os.makedirs(f"{where}/given", exist_ok=True)
         run("mount", "-t", "ramfs", "ramfs", where)
@@ -632,7 +632,7 @@ class OfBcow(Uppers, unittest.TestCase):
         finally:
             run("umount", where)
 
-    def test_a_whiteout_of_nothing_is_noted(self):
+    def test_fsck_warns_of_a_whiteout_without_a_target(self):
         upper = self.copy("white")
         os.mknod(f"{upper}/etc/nothing", stat.S_IFCHR, os.makedev(0, 0))
         self.assertIn("warning upper-whiteout: etc/nothing", self.fsck(upper))
@@ -655,16 +655,16 @@ class OfBcowPacked(Uppers, unittest.TestCase):
 
 
 class Rootless(unittest.TestCase):
-    """An upper of a user without privilege: marks are user.*, owners and devices are in an
-    attribute."""
+    """An upper of an ordinary user: marks are user.* attributes; an attribute holds owners and
+    device numbers."""
 
-    def test_what_a_user_changed_is_told_by_diff_and_kept_by_commit(self):
+    def test_diff_shows_and_commit_stores_the_changes_of_a_user(self):
         need("fusermount3", "setpriv", root=True, fuse=True)
         top = os.path.join(WORK, "upper-rootless")
         shutil.rmtree(top, ignore_errors=True)
         make_lower(f"{top}/lower")
         os.makedirs(f"{top}/user/merged")
-        run("chown", "-hR", f"{NOBODY}:{NOBODY}", top)
+        run("chown", "-hR", f"{UNPRIVILEGED}:{UNPRIVILEGED}", top)
         base, after = f"{top}/base.bcow", f"{top}/user/after.bcow"
         bcow("convert", f"dir:{top}/lower", base)
         base, after, merged, upper = (for_everyone(path) for path in
@@ -681,25 +681,25 @@ class Rootless(unittest.TestCase):
             mkdir -m 1777 sticky
             rm null link
             """
-        bcow("mount", base, merged, "--upper", upper, user=NOBODY, timeout=60)
+        bcow("mount", base, merged, "--upper", upper, user=UNPRIVILEGED, timeout=60)
         try:
-            run("sh", "-ec", script, "sh", merged, user=NOBODY)
+            run("sh", "-ec", script, "sh", merged, user=UNPRIVILEGED)
         finally:
-            bcow("umount", merged, user=NOBODY)
-        bcow("mount", base, merged, "--upper", upper, user=NOBODY, timeout=60)
+            bcow("umount", merged, user=UNPRIVILEGED)
+        bcow("mount", base, merged, "--upper", upper, user=UNPRIVILEGED, timeout=60)
         try:
-            bcow("convert", f"dir:{merged}", after, user=NOBODY)
+            bcow("convert", f"dir:{merged}", after, user=UNPRIVILEGED)
         finally:
-            bcow("umount", merged, user=NOBODY)
+            bcow("umount", merged, user=UNPRIVILEGED)
         self.assertIn(b"user.overlay.origin",
                       os.fsencode("\n".join(os.listxattr(f"{top}/user/up/etc/config"))))
-        for user in (NOBODY, None):
+        for user in (UNPRIVILEGED, None):
             whole = bcow("diff", base, after, user=user, check=False)
             quick = bcow("diff", base, "--upper", upper, user=user, check=False)
             self.assertEqual((quick.code, quick.out), (1, whole.out), str(quick))
             self.assertEqual(bcow("fsck", upper, base, user=user).code, 0)
         flat = f"{top}/user/flat.bcow"
-        bcow("commit", base, "--upper", upper, for_everyone(flat), "--flatten", user=NOBODY)
+        bcow("commit", base, "--upper", upper, for_everyone(flat), "--flatten", user=UNPRIVILEGED)
         found = bcow("diff", after, flat, check=False)
         self.assertEqual((found.code, found.out), (0, b""), str(found))
         self.assertIn(b"4711", bcow("ls", "--json", flat, "/etc/config").out)

@@ -1,4 +1,4 @@
-"""A Linux kernel as an ordinary process (User-Mode Linux), to be a client of what bcow serves.
+"""A Linux kernel as an ordinary process (User-Mode Linux), as a client of `bcow serve`.
 
 The guest sees the host's files, read-only. Its network is a user-mode one (slirp4netns), so that
 neither a network device nor root is needed: the host is 10.0.2.2 there.
@@ -19,7 +19,7 @@ MEMORY = "256M"
 
 
 class GuestFailed(AssertionError):
-    """A guest that did not do all its steps."""
+    """A guest did not complete its steps."""
 
 
 def need():
@@ -28,11 +28,11 @@ def need():
 
 
 def boot(steps, timeout=120):
-    """Boots a guest that does the steps (see guest/init.py) and loses its power; returns the value
-    of each."""
+    """Boots a guest that runs the steps (see guest/init.py) and then loses power; returns their
+    values."""
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="uml-", dir=support.WORK))
-        # The name of a Unix socket has at most 107 bytes, and a checkout may lie deep.
+        # The path of a Unix socket has at most 107 bytes, and the path of a checkout may be long.
         short = stack.enter_context(tempfile.TemporaryDirectory(prefix="uml-"))
         with open(os.path.join(scratch, "steps"), "w") as file:
             json.dump([[name, arguments] for name, arguments in steps], file)
@@ -45,7 +45,7 @@ def boot(steps, timeout=120):
                                        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                        start_new_session=True)
         stack.callback(network.wait)
-        # It is two processes.
+        # slirp4netns has two processes.
         stack.callback(os.killpg, network.pid, signal.SIGKILL)
         wait_for(wire, network)
         command = ["linux.uml", f"mem={MEMORY}", "root=none", "rootfstype=hostfs", "rootflags=/",

@@ -1,4 +1,4 @@
-"""What the test cases of writable mounts share: one lower tree for a class, one mount for a
+"""The base of the test cases of writable mounts: one lower tree for a class, one mount for a
 test."""
 
 import os
@@ -12,13 +12,13 @@ import syscalls
 
 
 class UnionCase(unittest.TestCase):
-    """Each test has a mount of its own of the class's tree, at `self.where`."""
+    """Each test has its own mount of the class's tree, at `self.where`."""
 
     kind = "bcow+sketch=sparse"
     plant = staticmethod(subjects.plant)
-    # What the tests need that is not the mount: programs.
+    # Programs that the tests need.
     tools = ()
-    # Not mounted by setUp: for tests that want to say how.
+    # Whether setUp mounts. A test with its own options mounts by itself.
     mounts = True
 
     @classmethod
@@ -43,7 +43,7 @@ class UnionCase(unittest.TestCase):
         return os.path.join(self.where, *names)
 
     def below(self, *names):
-        """The same in the lower tree, as it lies on the host."""
+        """A path of the lower tree on the host."""
         return os.path.join(self.lower.tree, *names)
 
     def read(self, name):
@@ -62,7 +62,7 @@ class UnionCase(unittest.TestCase):
         return os.open(self.at(name), flags, mode)
 
     def opened(self, name, flags=os.O_RDWR):
-        """Open until the test ends, or mounts again."""
+        """Opens a file until the test ends or remounts."""
         self.descriptors.append(self.open(name, flags))
         return self.descriptors[-1]
 
@@ -79,12 +79,11 @@ class UnionCase(unittest.TestCase):
             return bytearray(file.read())
 
     def assert_error(self, code, function, *arguments, **options):
-        """Fails unless a call ends with this errno, named."""
+        """Fails unless a call raises the errno of this name."""
         self.assertEqual(syscalls.code_of(function, *arguments, **options), code)
 
     def stored(self):
-        """Bytes of file content that the upper takes on the host; where it has them, in blocks of 4
-        KiB."""
+        """Bytes that the upper's files occupy on the host, in blocks of 4 KiB."""
         total = 0
         for path, _, files in os.walk(self.upper):
             for name in files:
@@ -92,8 +91,8 @@ class UnionCase(unittest.TestCase):
         return total
 
     def give_to_ordinary_user(self):
-        """The mount will be an ordinary user's, and so are its directories."""
-        user = support.NOBODY
+        """Makes the mount and its directories an ordinary user's."""
+        user = support.UNPRIVILEGED
         self.mount.user, self.mount.access = user, None
         for path in (self.where, self.upper):
             os.chown(path, user, user)
@@ -101,8 +100,8 @@ class UnionCase(unittest.TestCase):
         self.mount.upper = self.upper = support.for_everyone(self.upper)
 
     def disk(self, mib, options="loop", at=None):
-        """A small ext4 of its own, in a file in the directory `at`, for the length of the test: the
-        directory where it is mounted."""
+        """Mounts a small ext4 for the length of the test; its file is in the directory `at`.
+        Returns the mount point."""
         image, where = os.path.join(at or self.mount.directory, "disk.ext4"), os.path.join(
             self.mount.directory, "disk")
         with open(image, "wb") as file:

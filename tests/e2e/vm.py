@@ -29,13 +29,13 @@ def kernel():
 
 
 def modules(directory):
-    """The files of the modules and of what they depend on, in the order in which they load."""
+    """The files of the modules and of their dependencies, in load order."""
     files = {name[:-3].replace("-", "_"): os.path.join(place, name)
              for place, _, names in os.walk(directory) for name in names if name.endswith(".ko")}
     order = []
 
     def visit(name):
-        # What is not a file is built into the kernel.
+        # A module without a file is built into the kernel.
         if name not in files or files[name] in order:
             return
         with open(files[name], "rb") as file:
@@ -83,7 +83,7 @@ def initramfs():
 
 
 def boot(mode, disks, timeout=240):
-    """Boots with the disks, given as {file system: NBD address}, and returns what the guest said of
+    """Boots with the disks, given as {file system: NBD address}; returns the guest's output for
     each."""
     command = ["qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", "256", "-nodefaults",
                "-no-user-config", "-display", "none", "-serial", "stdio", "-no-reboot", "-kernel",

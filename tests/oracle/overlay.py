@@ -1,20 +1,20 @@
 """The kernel's overlayfs as the judge of merged layers.
 
-A Stack takes layers as lists of tar entries, unpacks each into a directory of its own in
-overlayfs's form (whiteout: a character device 0:0; opaque directory: trusted.overlay.opaque), and
-mounts them. What the mount shows is the expected tree. The unpacker is independent of bcow; where a
-layer cannot be put into overlayfs's form, it does as follows:
+A Stack takes layers as lists of tar entries, unpacks each into its own directory in overlayfs's
+form (whiteout: a character device 0:0; opaque directory: trusted.overlay.opaque), and mounts them.
+The mount shows the expected tree. The unpacker is independent of bcow. Overlayfs cannot express
+some layers; the unpacker then does the following:
 
-- A hardlink to a file of a lower layer is unpacked as a copy of what the mount of the lower layers
-  shows there, and noted: which names share an inode is then known across layers (inside a layer the
-  file system knows it).
-- A directory that the layer does not list gets the attributes that the mount of the lower layers
-  shows at its path, if the layer lets a directory through there; otherwise 0755, root's, of 1970.
-  (mkdir alone would make it look new.)
-- The kernel ignores an opaque mark on the root of a layer: the layers below it are then left out of
-  the mount.
+- A hardlink to a file of a lower layer is unpacked as a copy of that file in the mount of the lower
+  layers, and recorded: the record tells which names share an inode across layers (inside a layer
+  the file system has that information).
+- A directory that the layer does not list gets the attributes of the same path in the mount of the
+  lower layers, if the layer does not hide a directory there; otherwise mode 0755, owner root, and a
+  time of 1970. (mkdir alone would give it a current time.)
+- The kernel ignores an opaque mark on the root of a layer: the mount then leaves out the layers
+  below it.
 
-It needs root, and a directory on a tmpfs with xattrs: of its inode numbers none is used twice.
+It needs root, and a directory on a tmpfs with xattrs: a tmpfs never reuses an inode number.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ import tree
 
 MS_RDONLY, MNT_DETACH, ENOENT = 1, 2, 2
 OPAQUE = "trusted.overlay.opaque"
-# A layer's own bookkeeping never comes from an archive.
+# These attributes are overlayfs's own; they are never taken from an archive.
 DROPPED = ("trusted.overlay.", "user.overlay.", "trusted.bcow.")
-# Symbolic links that one path may pass, as in the kernel.
+# The limit of symbolic links in one path, as in the kernel.
 MAX_LINKS = 40
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Refused(Exception):
-    """An entry that fits nowhere: below a file, or a link to nothing."""
+    """An entry without a valid place: below a file, or a link to a missing target."""
 
 
 class Circle(Refused):
@@ -75,8 +75,8 @@ def is_whiteout(info):
 def mount_overlay(directory, lowers, where):
     """Mounts directories that lie in `directory`, uppermost first, by their short names.
 
-    Changes into it for that: mount(2) takes one page of options, which 500 absolute paths would not
-    fit.
+    Changes the working directory to it: mount(2) takes one page of options, and 500 absolute paths
+    would not fit.
     """
     back = os.open(".", os.O_RDONLY)
     try:
@@ -103,7 +103,7 @@ def unmount(where):
 
 
 class Stack:
-    """Layers, lowest first, above two empty directories (overlayfs wants that many at least)."""
+    """Layers, lowest first, above two empty directories (the minimum of overlayfs)."""
 
     EMPTY = ("e", "f")
 
@@ -115,9 +115,9 @@ class Stack:
             attributes(full, UNLISTED)
         os.makedirs(os.path.join(directory, "mnt"))
         self.count = 0
-        # The lowest layer that is seen: the last one whose root is opaque.
+        # The lowest visible layer: the last one with an opaque root.
         self.lowest = 0
-        # Inode of a copy -> inode of the file that it stands for.
+        # Inode of a copy -> inode of the original file.
         self.same = {}
 
     def path(self, layer):
@@ -135,7 +135,7 @@ class Stack:
             unmount(where)
 
     def unpack(self, entries):
-        """Puts a layer on top, and gives back the entries that fit."""
+        """Adds a layer on top; returns the accepted entries."""
         entries = list(entries)
         while True:
             layer = Layer(self)
@@ -162,7 +162,7 @@ class Stack:
                 groups.setdefault(self.same.get(inode, inode), []).append(path)
         for names in groups.values():
             for path in names:
-                # Not what the file system says: a layer's hidden names do not count.
+                # Not the file system's link count: hidden names of a layer do not count.
                 entries[path]["nlink"] = len(names)
                 entries[path]["links"] = sorted(names)
         return entries
@@ -175,25 +175,25 @@ class UnresolvedLinks(Exception):
 
 
 class Layer:
-    """One layer while it is unpacked. Places in it are tuples of names: no link among the
+    """A layer during unpacking. A place is a tuple of names without a link among the
     directories."""
 
     def __init__(self, stack):
         self.stack = stack
         self.top = os.fsencode(stack.path(stack.count))
         os.mkdir(self.top)
-        # Listed directories, with their attributes; all others are implicit.
+        # Listed directories, with their attributes; all other directories are implicit.
         self.directories = {}
-        # Directories that are opaque for a mark in them, and places that have had a whiteout.
+        # Directories with an opaque mark in them, and places that had a whiteout.
         self.marked, self.whited = set(), set()
-        # Links whose target was not there yet: place -> (entry, inode of the placeholder).
+        # Links without a target yet: place -> (entry, inode of the placeholder).
         self.pending = {}
 
     def full(self, place):
         return os.path.join(self.top, *place)
 
     def unpack(self, entries):
-        # Mounted once for all questions about what is below.
+        # The mount of the layers below, made once.
         with self.stack.mounted() as self.below:
             accepted = []
             for entry in entries:
@@ -215,7 +215,7 @@ class Layer:
             return
         made = []
         try:
-            # Directories are made where there are none; links of this layer are followed.
+            # Makes missing directories, and follows links of this layer.
             parent, name = self.walk(names[:-1], made), names[-1]
             if name == b".wh..wh..opq":
                 self.marked.add(parent)
@@ -231,8 +231,8 @@ class Layer:
             raise
 
     def walk(self, names, made=None):
-        """The place of the directory that a path leads to. With `made`, it is made, and what was
-        made is noted there."""
+        """The place of the directory that a path leads to. With `made`, missing directories are
+        made and recorded there."""
         todo, at, links = list(reversed(names)), (), 0
         while todo:
             name = todo.pop()
@@ -331,7 +331,7 @@ class Layer:
         if source is not None and not self.is_pending(source):
             self.link(source, place)
             return
-        # Whatever it turns out to be, it is no directory, and takes the place now.
+        # The entry is no directory in any case, and takes the place now.
         self.remove(place)
         os.close(os.open(self.full(place), os.O_CREAT | os.O_EXCL))
         self.pending[place] = (entry, self.lstat(place).st_ino)
@@ -339,14 +339,14 @@ class Layer:
     def link(self, source, place):
         if source == place:
             return
-        # The source may lie in a directory whose place the link takes.
+        # The source may be in a directory that the link replaces.
         aside = os.path.join(os.fsencode(self.stack.directory), b"link")
         os.link(self.full(source), aside, follow_symlinks=False)
         self.remove(place)
         os.rename(aside, self.full(place))
 
     def link_pending(self):
-        """Links that waited: to a file of this layer if there is one now, else to a lower
+        """Resolves pending links: to a file of this layer if there is one now, otherwise to a lower
         layer's."""
         waiting = [place for place in self.pending if self.is_pending(place)]
         for last_chance in (False, True):
@@ -376,7 +376,7 @@ class Layer:
         if not last_chance:
             found = follow(os.fsencode(self.below), entry.link)
         else:
-            # The way there may lead through a link of this layer and end in a lower one.
+            # The path may lead through a link of this layer and end in a lower layer.
             found = self.follow_merged(entry.link)
         if found is None:
             return False
@@ -421,7 +421,7 @@ class Layer:
         return None
 
     def lower(self, place):
-        """The path of what the lower layers show at a place, if this layer lets it through."""
+        """The path in the mount of the lower layers, unless this layer hides it."""
         for length in range(len(place) + 1):
             part = place[:length]
             if part in self.whited or (part in self.marked and length < len(place)):
@@ -440,7 +440,7 @@ class Layer:
         return full
 
     def finish(self):
-        """What can be set only when nothing is made in the directories any more."""
+        """Sets the attributes of directories, after the last change in them."""
         if () in self.marked:
             self.stack.lowest = self.stack.count
         for at, _, _ in os.walk(self.top):
@@ -457,7 +457,7 @@ class Layer:
 
 
 def follow(top, target):
-    """What a path names in a tree, links followed inside of it, but for the last. None for a
+    """Resolves a path in a tree: follows links inside of it except for the last. None for a
     directory."""
     todo, at, links = list(reversed(names_of(target))), [], 0
     while todo:
@@ -488,8 +488,7 @@ def follow(top, target):
 
 
 def entry_of(full, path=b""):
-    """An entry that makes a copy of an existing file, link, device or (without its content)
-    directory."""
+    """An entry for a copy of an existing file, link, device or (without its content) directory."""
     info = os.lstat(full)
     kind = tree.TYPES[stat.S_IFMT(info.st_mode)]
     data = b""
@@ -505,7 +504,7 @@ def entry_of(full, path=b""):
 
 
 def make(full, entry):
-    """Makes anything but a directory or a hardlink."""
+    """Makes an entry of any type except directory and hardlink."""
     if entry.kind == "file":
         with open(full, "xb") as out:
             out.write(entry.data)
@@ -518,7 +517,8 @@ def make(full, entry):
 
 
 def attributes(full, entry):
-    """Owner before mode before xattrs: each takes something away from those before."""
+    """Owner, then mode, then xattrs: chown clears set-id bits and capabilities, chmod changes
+    ACLs."""
     os.lchown(full, entry.uid, entry.gid)
     if entry.kind != "symlink":
         os.chmod(full, entry.mode)

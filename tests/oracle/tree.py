@@ -9,14 +9,14 @@
 
 diff exits 0 when the trees are equal, 1 when they differ, 2 when they could not be read.
 
-An entry has: path, type, mode (octal), uid, gid, mtime (nanoseconds), xattrs (name to hex), and as
-its type has it: size, sha256, target, rdev, nlink (of what is no directory), links (the names of
-one inode inside the tree, where there are several). Names that are no UTF-8 keep their bytes as
+An entry has: path, type, mode (octal), uid, gid, mtime (nanoseconds), xattrs (name to hex), and,
+depending on its type: size, sha256, target, rdev, nlink (not for directories), links (the names of
+one inode inside the tree, if there are several). Names that are not UTF-8 keep their bytes as
 Python's surrogate escapes. A field that is missing on one side is not compared, so that an
-expectation written by hand need not say everything. A directory's size and nlink belong to its file
-system and are not dumped; inode numbers, atime and ctime neither.
+expectation written by hand need not be complete. The dump leaves out a directory's size and nlink,
+which depend on the file system, and inode numbers, atime and ctime.
 
-Used as a module: dump(directory) gives the entries, differences(a, b) what tells them apart.
+As a module: dump(directory) returns the entries, differences(a, b) the lines of a diff.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def text(name):
 
 
 def xattrs(path):
-    """All xattrs of a path itself. The kernel gives names; none is filtered."""
+    """All xattrs of a path itself, without a filter."""
     try:
         names = os.listxattr(path, follow_symlinks=False)
     except OSError as error:
@@ -46,7 +46,7 @@ def xattrs(path):
 
 
 def content(path):
-    """The SHA-256 of what reading a file gives, and how many bytes that is."""
+    """The SHA-256 of a file's content, and the number of bytes."""
     digest, length = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as data:
         while chunk := data.read(1 << 20):
@@ -58,8 +58,8 @@ def content(path):
 def dump(directory, ghosts=False):
     """Every entry below a directory, itself included as `.`, by path.
 
-    With `ghosts`, names that are listed but are not there are left out, as overlayfs has them: it
-    lists whiteouts of a directory that only one layer has.
+    With `ghosts`, leaves out names that are listed but do not exist: overlayfs lists the whiteouts
+    of a directory that only one layer has.
     """
     top = os.fsencode(directory)
     entries, inodes, hashed = {}, {}, {}
@@ -80,7 +80,7 @@ def dump(directory, ghosts=False):
                 hashed[inode] = content(full)
             entry["sha256"], length = hashed[inode]
             if length != info.st_size:
-                entry["read"] = length  # A file that reads shorter or longer than it says.
+                entry["read"] = length  # The content is shorter or longer than the file's size.
         elif kind == "symlink":
             entry["target"] = text(os.readlink(full))
         elif kind in ("char", "block"):
@@ -113,7 +113,7 @@ def load(path):
 
 
 def differences(a, b, ignore_xattrs=(), ignore=()):
-    """Lines that say how tree b differs from tree a; empty when it does not."""
+    """One line for each difference between tree a and tree b."""
     everywhere = {rule for rule in ignore if ":" not in rule}
     somewhere = {tuple(rule.split(":", 1)) for rule in ignore if ":" in rule}
 

@@ -1,9 +1,9 @@
-"""The first and only process of a guest: does the steps it is given, tells each result in a line,
-and cuts the power.
+"""The first and only process of a guest: runs a list of steps, prints each result as a line, and
+cuts the power.
 
-The steps stand in a JSON file, which the host shares: [[name, {arguments}], ...]. A line of output
-that begins with `@ ` is a result, one with `! ` the end by an error. What a file holds follows from
-its name, so that nothing has to be remembered between two boots.
+The steps are in a JSON file, which the host shares: [[name, {arguments}], ...]. A line of output
+that begins with `@ ` is a result; a line that begins with `! ` is an error that ended the run. The
+content of a file follows from its name, so that two boots need no shared state.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ def tool(*command, ok=(0,)):
 
 
 def network():
-    """A fixed address on the interface that ends in the host's user-mode network; the host is
+    """Sets a fixed address on the interface to the host's user-mode network; the host is
     10.0.2.2."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for request, address in ((0x8916, "10.0.2.100"), (0x891C, "255.255.255.0")):
@@ -59,7 +59,7 @@ def network():
 
 
 def host(where, path):
-    """A directory of the host, for writing."""
+    """Mounts a directory of the host for writing."""
     mount("none", where, "hostfs", options=path)
 
 
@@ -128,12 +128,12 @@ def names(prefix, count):
 
 
 def fill(where, prefix, count, durable=False):
-    """Writes files; one that is made durable is on the disk before the next is begun."""
+    """Writes files; a durable file is on the disk before the next file is begun."""
     total = 0
     for name in names(prefix, count):
         data = content(name)
         with open(f"{where}/{name}", "wb") as file:
-            # Out of order, so that the file system has to rewrite and allocate between.
+            # Out of order, so that the file system has to rewrite blocks and allocate between them.
             middle = len(data) // 2
             file.seek(middle)
             file.write(data[middle:])
@@ -151,8 +151,8 @@ def fill(where, prefix, count, durable=False):
 
 
 def verify(where, prefix, count, kept=1):
-    """Reads back what fill wrote, past the page cache; of `kept` names one is there, the others
-    were removed."""
+    """Compares the files that fill wrote, past the page cache. One of `kept` files exists; the
+    others were removed."""
     total, sums = 0, hashlib.sha256()
     for number, name in enumerate(names(prefix, count)):
         if number % kept:
@@ -174,7 +174,7 @@ def verify(where, prefix, count, kept=1):
 
 
 def remove(where, prefix, count, kept):
-    """Removes all but one of `kept` files and gives their space back to the disk."""
+    """Removes all but one of `kept` files and discards their blocks."""
     for number, name in enumerate(names(prefix, count)):
         if number % kept and os.path.exists(f"{where}/{name}"):
             os.unlink(f"{where}/{name}")
@@ -198,7 +198,7 @@ STEPS = {step.__name__: step for step
 
 
 def main(path):
-    # The host's /tmp is hidden soon.
+    # A later mount hides the host's /tmp.
     with open(path) as file:
         steps = json.load(file)
     mount("proc", "/proc", "proc")
@@ -222,5 +222,5 @@ except BaseException:
     for line in traceback.format_exc().splitlines():
         print("!", line)
 sys.stdout.flush()
-# Nothing is unmounted or synchronized: what a step did not make durable is lost, as in a power cut.
+# No unmount and no sync: data that no step made durable is lost, as in a power cut.
 libc.reboot(POWER_OFF)
