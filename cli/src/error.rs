@@ -40,7 +40,6 @@ pub struct CommandError {
     causes: Vec<String>,
     hint: Option<String>,
     exit: u8,
-    in_image: bool,
 }
 
 impl CommandError {
@@ -52,7 +51,6 @@ impl CommandError {
             causes: Vec::new(),
             hint: None,
             exit: exit::FAILED,
-            in_image: false,
         }
     }
 
@@ -81,17 +79,6 @@ impl CommandError {
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
-    }
-
-    /// What failed is a part of the image that cannot be read; others may be intact.
-    pub fn in_image(mut self) -> Self {
-        self.in_image = true;
-        self
-    }
-
-    /// Whether the failure is an unreadable part of the image, and not a failure of the host.
-    pub fn is_in_image(&self) -> bool {
-        self.in_image
     }
 
     /// Ends the process with this status rather than [`exit::FAILED`].

@@ -120,8 +120,7 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        let image = OpenImage::find(name, &[], stores, options)?;
-        image.complete()
+        OpenImage::find(name, &[], stores, options)?.complete()
     }
 
     /// The image, if nothing is missing of it.
@@ -146,19 +145,27 @@ impl OpenImage {
         OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
     }
 
-    /// Opens an image of which only the tree and the tables are needed: layers that are missing or
-    /// do not match cause a warning.
+    /// Opens an image with `layers` on top, of which only the tree and the tables are needed: layers
+    /// of their stacks that are missing or do not match cause a warning.
     pub fn open_without_content(
         name: &Path,
+        layers: &LayerArgs,
         stores: &StoreArgs,
         ui: &Ui,
     ) -> Result<Self, CommandError> {
+        let options = OpenOptions::default();
+        OpenImage::open_parts(name, &layers.layers, stores, &options, &|image| {
+            image.warn_of_problems(ui);
+            Ok(image)
+        })
+    }
+
+    fn warn_of_problems(&self, ui: &Ui) {
         const MOST: usize = 10;
-        let image = OpenImage::find(name, &[], stores, &OpenOptions::default())?;
-        for problem in image.problems.iter().take(MOST) {
+        for problem in self.problems.iter().take(MOST) {
             ui.warning(&problem.text);
         }
-        let problems = &image.opened.problems;
+        let problems = &self.opened.problems;
         for problem in problems.iter().take(MOST) {
             ui.warning(problem);
         }
@@ -168,7 +175,6 @@ impl OpenImage {
                 Count((problems.len() - MOST) as u64)
             ));
         }
-        Ok(image)
     }
 
     /// Opens the image that the user calls `name` with `layers` on top, the lowest first, as one
@@ -179,7 +185,19 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        let base = OpenImage::open_with(name, stores, options)?;
+        OpenImage::open_parts(name, layers, stores, options, &OpenImage::complete)
+    }
+
+    /// Opens an image with `layers` on top; `check` judges whether what is missing of each is
+    /// needed.
+    fn open_parts(
+        name: &Path,
+        layers: &[PathBuf],
+        stores: &StoreArgs,
+        options: &OpenOptions,
+        check: &dyn Fn(OpenImage) -> Result<OpenImage, CommandError>,
+    ) -> Result<Self, CommandError> {
+        let base = check(OpenImage::find(name, &[], stores, options)?)?;
         if layers.is_empty() {
             return Ok(base);
         }
@@ -198,7 +216,7 @@ impl OpenImage {
         for layer in layers {
             // What the layer shows of those below it, it finds there.
             let given: Vec<PathBuf> = parts.iter().flat_map(OpenImage::files).collect();
-            let image = OpenImage::find(layer, &given, stores, options)?.complete()?;
+            let image = check(OpenImage::find(layer, &given, stores, options)?)?;
             let metadata = image.metadata()?;
             let Some(described) = metadata.get("layer") else {
                 return Err(cannot(layer)
@@ -647,9 +665,7 @@ impl Tree {
         path: &[u8],
         read: impl FnOnce(&Filesystem) -> Result<T, ErofsError>,
     ) -> Result<T, CommandError> {
-        read(&self.filesystem)
-            .context(|| self.cannot_read(path))
-            .map_err(CommandError::in_image)
+        read(&self.filesystem).context(|| self.cannot_read(path))
     }
 
     /// The file system's reader, for good.

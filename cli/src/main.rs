@@ -22,7 +22,6 @@ mod size;
 mod stat;
 mod ui;
 mod upper;
-mod walk;
 
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
@@ -49,11 +48,12 @@ use crate::ui::{ColorWhen, Ui, UiOptions};
 Exit status: 0 done, 1 failed, 2 usage; `bcow fsck` and `bcow diff`: as fsck(8) and diff(1).",
     after_long_help = "\
 Exit status:
-  0    done
-  1    failed
-  2    the command line is invalid
-  130  interrupted
-  141  the reader of standard output closed it
+  0         done
+  1         failed
+  2         the command line is invalid
+  130       interrupted by a signal
+  129, 143  ended by SIGHUP or SIGTERM without cleanup, if the work did not stop in two seconds
+  141       the reader of standard output closed it, as in `bcow ls IMG | head`
 `bcow fsck` and `bcow diff` have the statuses of fsck(8) and diff(1); see their help.
 
 Environment:

@@ -1,9 +1,9 @@
-//! Sizes as people write them (`4K`, `1MiB`) and as people read them (`1.5 MiB`).
+//! Sizes as users write them (`4K`, `1MiB`) and as users read them (`1.5 MiB`).
 
 use std::fmt;
 
-/// Parses a size in bytes: a number with an optional unit. Units are powers of 1024 whether they are
-/// spelt `K`, `KB` or `KiB`, as in qemu-img, because that is what block sizes are made of.
+/// Parses a size in bytes: a number with an optional unit. Units are powers of 1024, spelt `K`, `KB`
+/// or `KiB`, as in qemu-img: block sizes are powers of two.
 pub fn parse(text: &str) -> Result<u64, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);
@@ -28,7 +28,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "the size does not fit 64 bits".to_owned())
 }
 
-/// Bytes for people: three significant digits and a binary unit.
+/// Bytes with three significant digits and a binary unit.
 #[derive(Debug, Clone, Copy)]
 pub struct Human(pub u64);
 
@@ -40,7 +40,7 @@ impl fmt::Display for Human {
         }
         let mut value = self.0 as f64 / 1024.0;
         let mut unit = 0;
-        // 1023.95 would print as 1024.0; the next unit says it better.
+        // 1023.95 would print as 1024.0.
         while value >= 1023.95 && unit + 1 < UNITS.len() {
             value /= 1024.0;
             unit += 1;
@@ -55,7 +55,7 @@ impl fmt::Display for Human {
     }
 }
 
-/// A count for people, with thousands apart: `12,345`.
+/// A count with separated thousands: `12,345`.
 #[derive(Debug, Clone, Copy)]
 pub struct Count(pub u64);
 
@@ -73,12 +73,17 @@ impl fmt::Display for Count {
     }
 }
 
-/// `1 block`, `2 blocks`; for words whose plural is formed by an s.
+/// `1 block`, `2 blocks`, `2 entries`, `2 sketches`; for words with a regular plural.
 pub fn plural(count: u64, word: &str) -> String {
-    match count {
-        1 => format!("1 {word}"),
-        n => format!("{} {word}s", Count(n)),
-    }
+    let (stem, ending) = match word {
+        _ if count == 1 => (word, ""),
+        _ if word.ends_with("ch") => (word, "es"),
+        _ => match word.strip_suffix('y') {
+            Some(stem) => (stem, "ies"),
+            None => (word, "s"),
+        },
+    };
+    format!("{} {stem}{ending}", Count(count))
 }
 
 #[cfg(test)]
@@ -96,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn invalid_sizes_are_refused() {
         for text in [
             "",
             "K",
@@ -128,5 +133,17 @@ mod tests {
         assert_eq!(Count(0).to_string(), "0");
         assert_eq!(Count(1234567).to_string(), "1,234,567");
         assert_eq!(Count(123).to_string(), "123");
+    }
+
+    #[test]
+    fn counts_have_the_plural_of_their_word() {
+        for (count, word, text) in [
+            (0, "block", "0 blocks"),
+            (1, "entry", "1 entry"),
+            (2, "directory", "2 directories"),
+            (1234, "sketch", "1,234 sketches"),
+        ] {
+            assert_eq!(plural(count, word), text);
+        }
     }
 }

@@ -19,7 +19,7 @@ use crate::error::{CommandError, exit};
 use crate::image::{self, Form, OpenImage, StoreArgs};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::place::{self, Destination, Layout};
-use crate::size::{self, Count, Human, plural};
+use crate::size::{self, Human, plural};
 use crate::ui::{Progress, Ui};
 
 /// Make an image from a container image, an archive or a directory, or convert a disk
@@ -413,7 +413,7 @@ fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError
         out,
         "{}: {layers}, {}, {} of file content{saved}, {} on disk{}",
         destination.display(),
-        entries(report.entries),
+        plural(report.entries, "entry"),
         Human(report.content_bytes),
         Human(report.file_bytes),
         if report.verified { ", verified" } else { "" }
@@ -438,7 +438,7 @@ fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), Co
             "layer {}: {}, {}, {} of file content{lower}{made}",
             i + 1,
             Human(layer.file_bytes),
-            entries(layer.entries),
+            plural(layer.entries, "entry"),
             Human(layer.content_bytes),
         )?;
     }
@@ -450,18 +450,10 @@ fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), Co
         "{name}: {layers} of {} in all, a stack of {} with {}{}",
         Human(bytes),
         Human(report.stack.file_bytes),
-        entries(report.stack.entries),
+        plural(report.stack.entries, "entry"),
         if report.verified { ", verified" } else { "" }
     )?;
     out.finish()
-}
-
-/// `1 entry`, `2 entries`.
-fn entries(count: u64) -> String {
-    match count {
-        1 => "1 entry".to_owned(),
-        n => format!("{} entries", Count(n)),
-    }
 }
 
 impl bcow_oci::Progress for Progress<'_> {

@@ -17,6 +17,7 @@ use serde_json::{Map, Value, json};
 
 use crate::error::{CommandError, exit};
 use crate::image::{LayerArgs, OpenImage, StoreArgs, Tree};
+use crate::size::plural;
 use crate::ui::{Output, Ui};
 use crate::upper::{self, Joined};
 use crate::{names, stat};
@@ -43,7 +44,14 @@ use crate::{names, stat};
 /// On a terminal, the command quotes unusual names as GNU ls does; otherwise it prints the bytes of
 /// a name unchanged.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Exit status: 0 no differences, 1 differences, 2 error.")]
+#[command(
+    after_help = "Exit status: 0 no differences, 1 differences, 2 error.",
+    after_long_help = "\
+Exit status, as in diff(1):
+  0  no differences
+  1  differences
+  2  error: an unreadable image, a damaged block, an invalid command line"
+)]
 pub struct Args {
     /// The first image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
@@ -190,7 +198,7 @@ fn trouble(error: &DiffError, a: &Tree, b: &Tree) -> CommandError {
 
 fn told_in_words(summary: &DiffSummary) -> String {
     if summary.is_same() {
-        return format!("no difference in {} paths", summary.same);
+        return format!("no difference in {}", plural(summary.same, "path"));
     }
     format!(
         "{} added, {} removed, {} changed, {} of another type, {} the same",

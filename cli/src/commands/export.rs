@@ -22,7 +22,7 @@ use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::new_file::NewFile;
 use crate::place::{Destination, Layout};
-use crate::size::{Count, Human};
+use crate::size::{Human, plural};
 use crate::ui::{Progress, Ui};
 
 /// Write the content of an image in another form
@@ -179,9 +179,9 @@ fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(),
         ..
     } = report;
     ui.status(format_args!(
-        "{}: {} entries exported, {} of file content",
+        "{}: {} exported, {} of file content",
         output.display(),
-        Count(entries),
+        plural(entries, "entry"),
         Human(content_bytes)
     ));
     Ok(())
@@ -274,13 +274,10 @@ fn oci(args: &Args, image: &OpenImage, layout: &Layout, ui: &Ui) -> Result<(), C
     .map_err(|error| export_failure(image, &error))?;
     drop(progress);
     let stored = report.layers.iter().map(|layer| layer.stored_bytes).sum();
-    let layers = match report.layers.len() {
-        1 => "1 layer".to_owned(),
-        n => format!("{} layers", Count(n as u64)),
-    };
     ui.status(format_args!(
-        "{}: {layers} exported, {}, manifest {}",
+        "{}: {} exported, {}, manifest {}",
         layout.without_reference(),
+        plural(report.layers.len() as u64, "layer"),
         Human(stored),
         report.manifest
     ));
@@ -399,10 +396,11 @@ fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
     match superblock.blocks.checked_mul(superblock.block_bytes.into()) {
         Some(bytes) if bytes <= size => Ok(bytes),
         _ => Err(CommandError::new(format!(
-            "cannot export {}: its EROFS superblock claims {} blocks of {} bytes, the address space has {size} bytes",
+            "cannot export {}: its EROFS superblock claims {} of {}, the address space has {}",
             image.path().display(),
-            superblock.blocks,
-            superblock.block_bytes
+            plural(superblock.blocks, "block"),
+            plural(superblock.block_bytes.into(), "byte"),
+            plural(size, "byte")
         ))),
     }
 }

@@ -3,15 +3,15 @@
 mod upper;
 
 use std::fs::File;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::check::{self, CheckOptions};
 use bcow::format::compatible;
-use bcow::{BlockDevice, Image, Mapping, OpenOptions};
+use bcow::{Image, OpenOptions};
 use bcow_erofs::check as erofs_check;
-use bcow_erofs::reader::{ExtentSource, FileType, Filesystem, Inode};
+use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
+use bcow_erofs::reader::Filesystem;
 use bcow_oci::store::{self, Places};
 use bcow_oci::{Digest, ImageName};
 use serde_json::{Value, json};
@@ -19,12 +19,11 @@ use serde_json::{Value, json};
 use crate::disks::{is_disk, lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
-    StoreArgs, Tree, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
+    LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
 };
 use crate::names::{self, printable};
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
-use crate::walk::{Entries, Seen, join};
 
 /// Check an image, a disk or an upper, and repair it
 ///
@@ -35,7 +34,7 @@ use crate::walk::{Entries, Seen, join};
 /// The command also checks the upper of a writable mount, if no process is writing to the upper:
 /// its marks, its sketches (partly written files) and their maps, and orphan files. If BELOW or the
 /// recorded path names the upper's image, the command also checks the upper's references to that
-/// image.
+/// image. If the upper was mounted with layers, name them with --layer.
 ///
 /// The command prints one line for each finding: severity, code, place and description. Codes are
 /// stable. Section 12 of the format specification lists the codes of the format. Codes of the file
@@ -44,10 +43,10 @@ use crate::walk::{Entries, Seen, join};
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Exit status, as in fsck(8):
-  0   no errors
+  0   no errors; there may be warnings
   1   all errors were repaired
   4   errors remain
-  8   the check could not be done (also: not a BCoW file, or a file of a newer version)
+  8   the check failed: the file is missing, unreadable, not a BCoW file, or of a newer version
   16  the command line is invalid")]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST; or the directory of an upper
@@ -70,6 +69,8 @@ pub struct Args {
     /// Print JSON (schema bcow.fsck/1)
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    layers: LayerArgs,
     #[command(flatten)]
     stores: StoreArgs,
 }
@@ -98,6 +99,20 @@ impl From<check::Finding> for Finding {
             code: found.code,
             place: found.place,
             message: found.message,
+        }
+    }
+}
+
+impl From<DamagedFile<'_>> for Finding {
+    fn from(file: DamagedFile<'_>) -> Self {
+        Finding {
+            error: true,
+            code: "file-data",
+            place: names::quoted(&file.path),
+            message: format!(
+                "cannot be read from byte {} on: {}",
+                file.offset, file.range.error
+            ),
         }
     }
 }
@@ -141,9 +156,12 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if upper::is_upper(&args.image) {
         return upper::run(args, ui);
     }
-    if args.below.is_some() {
-        let usage = format!("{} is no upper of a writable mount", args.image.display());
-        return Err(CommandError::usage(usage).hint("only an upper has an image to be named"));
+    if args.below.is_some() || !args.layers.layers.is_empty() {
+        let usage = format!(
+            "{} is not the upper of a writable mount",
+            args.image.display()
+        );
+        return Err(CommandError::usage(usage).hint("BELOW and --layer name the image of an upper"));
     }
     let stores = args.stores.directories()?;
     let places = Places {
@@ -228,6 +246,8 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
 
 /// The place of findings about lower files, as recorded in the upper file.
 const BACKING_TABLE: &str = "backing table";
+/// Limit on findings about files with damaged content.
+const MOST_FILES: usize = 1000;
 /// Codes of the findings that `--repair` repairs.
 const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
@@ -570,112 +590,17 @@ fn check_tree(
     findings.extend(found.into_iter().map(Finding::from));
     let inodes = filesystem.superblock().inodes;
     if read_files {
-        let bad = bad_ranges(&image);
-        for (range, problem) in &bad {
+        let unreadable = unreadable_ranges(&image);
+        for UnreadableRange { bytes, error } in &unreadable {
             tracing::debug!(
-                "{}: bytes {}..{} of the address space cannot be read: {problem}",
+                "{}: bytes {}..{} of the address space cannot be read: {error}",
                 path.display(),
-                range.start,
-                range.end
+                bytes.start,
+                bytes.end
             );
         }
-        name_files(&Tree::new(path, filesystem), &bad, findings);
+        let damaged = damaged_files(&filesystem, &unreadable, MOST_FILES);
+        findings.extend(damaged.into_iter().map(Finding::from));
     }
     Ok(Some(inodes))
-}
-
-/// The parts of the address space that cannot be read, in order, each with the reason.
-fn bad_ranges(image: &Image) -> Vec<(Range<u64>, String)> {
-    let mut bad = Vec::new();
-    let header = image.header();
-    let mut at = 0;
-    while at < header.size {
-        match image.map(at) {
-            Ok(extent) => {
-                let stored = matches!(
-                    extent.mapping,
-                    Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. }
-                );
-                let end = extent.offset + extent.length;
-                if stored
-                    && let Err(error) = image.read_with(extent.offset, extent.length, &mut |_| {})
-                {
-                    bad.push((extent.offset..end, error.to_string()));
-                }
-                at = end;
-            }
-            // The region's table is damaged, and with it all of the region is lost.
-            Err(error) => {
-                let end = ((at >> header.region_shift) + 1) << header.region_shift;
-                bad.push((at..end, error.to_string()));
-                at = end;
-            }
-        }
-    }
-    bad
-}
-
-/// Tells which files lie in bad ranges. Looks at maps only: files of a hostile image can be longer
-/// than anybody can wait, and all of them in the same place.
-fn name_files(tree: &Tree, bad: &[(Range<u64>, String)], findings: &mut Vec<Finding>) {
-    const MOST: usize = 1000;
-    let mut named = 0;
-    let mut seen = Seen::default();
-    // Directories that cannot be read are in the findings already; the walk goes on without them.
-    let Ok(root) = tree.inode(tree.filesystem().root(), b"/") else {
-        return;
-    };
-    let mut stack = vec![(b"/".to_vec(), Entries::new(root))];
-    while let Some((path, entries)) = stack.last_mut() {
-        let Ok(Some(entry)) = entries.next(tree, path) else {
-            stack.pop();
-            continue;
-        };
-        let path = join(path, &entry.name);
-        let Ok(inode) = tree.inode(entry.nid, &path) else {
-            continue;
-        };
-        match inode.kind {
-            FileType::Directory if seen.enter(tree, inode.nid, &path).is_ok() => {
-                stack.push((path, Entries::new(inode)));
-            }
-            FileType::Regular => {
-                if let Some((offset, problem)) = first_bad(tree, &inode, bad) {
-                    findings.push(Finding {
-                        error: true,
-                        code: "file-data",
-                        place: names::quoted(&path),
-                        message: format!("cannot be read from byte {offset} on: {problem}"),
-                    });
-                    named += 1;
-                }
-            }
-            _ => {}
-        }
-        if named == MOST {
-            return;
-        }
-    }
-}
-
-/// The first byte of a file that lies in a bad range, and why.
-fn first_bad<'b>(
-    tree: &Tree,
-    inode: &Inode,
-    bad: &'b [(Range<u64>, String)],
-) -> Option<(u64, &'b str)> {
-    for extent in tree.filesystem().extents(inode, 0) {
-        let extent = extent.ok()?;
-        let ExtentSource::Device { offset } = extent.source else {
-            continue;
-        };
-        let next = bad.partition_point(|(range, _)| range.end <= offset);
-        if let Some((range, problem)) = bad.get(next)
-            && range.start < offset.saturating_add(extent.length)
-        {
-            let into = range.start.saturating_sub(offset);
-            return Some((extent.offset + into, problem));
-        }
-    }
-    None
 }

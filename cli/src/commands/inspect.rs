@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use self::disk::DiskFacts;
 use self::stack::Stack;
 use crate::error::CommandError;
-use crate::image::{OpenImage, StoreArgs};
+use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::names::{self, printable};
-use crate::size::{Count, Human};
+use crate::size::{Count, Human, plural};
 use crate::stat::full_time;
 use crate::ui::{Output, Ui};
 
@@ -54,7 +54,8 @@ pub struct Args {
 
 /// Inspects. For a damaged image, shows the readable part, and then fails.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
+    let image =
+        OpenImage::open_without_content(&args.image, &LayerArgs::default(), &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {
         return stack::tell_mount_command(&image, directory, ui);
     }
@@ -510,7 +511,7 @@ fn list(items: &[String]) -> String {
 
 fn exact(bytes: u64) -> String {
     match bytes {
-        0..1024 => format!("{bytes} bytes"),
+        0..1024 => plural(bytes, "byte"),
         _ => format!("{} ({} bytes)", Human(bytes), Count(bytes)),
     }
 }

@@ -1,16 +1,16 @@
 //! `bcow ls`
 
+use std::collections::HashSet;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use bcow_erofs::reader::{FileType, Inode};
+use bcow_erofs::reader::{Children, ErofsError, FileType, Inode};
 use serde_json::{Map, Value};
 
 use crate::error::CommandError;
 use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
 use crate::ui::{Output, Ui};
-use crate::walk::{Entries, Seen, join};
 use crate::{names, stat};
 
 /// List files in an image
@@ -54,10 +54,7 @@ pub struct Args {
 
 /// Lists.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = match args.layers.layers.is_empty() {
-        true => OpenImage::open_without_content(&args.image, &args.stores, ui)?,
-        false => OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?,
-    };
+    let image = OpenImage::open_without_content(&args.image, &args.layers, &args.stores, ui)?;
     let tree = image.tree()?;
     let path = args.path.as_bytes();
     // With -l a link is shown as a link; without, a link to a directory lists the directory.
@@ -106,11 +103,11 @@ impl Listing<'_> {
     }
 
     fn directory(&mut self, directory: Inode, path: &[u8]) -> Result<(), CommandError> {
-        let mut seen = Seen::default();
-        seen.enter(self.tree, directory.nid, path)?;
-        let mut stack = vec![(path.to_vec(), Entries::new(directory))];
-        while let Some((path, entries)) = stack.last_mut() {
-            let Some(entry) = entries.next(self.tree, path)? else {
+        // In a valid tree each directory has one parent; otherwise the listing might not end.
+        let mut seen = HashSet::from([directory.nid]);
+        let mut stack = vec![(path.to_vec(), Children::new(directory))];
+        while let Some((path, children)) = stack.last_mut() {
+            let Some(entry) = self.tree.read(path, |fs| children.next(fs))? else {
                 stack.pop();
                 continue;
             };
@@ -130,8 +127,12 @@ impl Listing<'_> {
             };
             self.entry(&inode, &path, shown)?;
             if self.args.recursive && inode.kind == FileType::Directory {
-                seen.enter(self.tree, inode.nid, &path)?;
-                stack.push((path, Entries::new(inode)));
+                let nid = inode.nid;
+                self.tree.read(&path, |_| match seen.insert(nid) {
+                    true => Ok(()),
+                    false => Err(ErofsError::DirectoryTwice { nid }),
+                })?;
+                stack.push((path, Children::new(inode)));
             }
         }
         Ok(())
@@ -191,5 +192,14 @@ impl Listing<'_> {
         names::put_json(&mut object, "path", path);
         stat::put_json(&mut object, self.tree, inode, path)?;
         Ok(Value::Object(object))
+    }
+}
+
+/// `directory/name`
+fn join(directory: &[u8], name: &[u8]) -> Vec<u8> {
+    match directory {
+        b"" => name.to_vec(),
+        directory if directory.ends_with(b"/") => [directory, name].concat(),
+        directory => [directory, b"/", name].concat(),
     }
 }

@@ -9,7 +9,7 @@ use bcow::{BlockDevice, Extent, FileIdentity, Image, Mapping};
 use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
-use crate::image::{OpenImage, StoreArgs};
+use crate::image::{LayerArgs, OpenImage, StoreArgs};
 use crate::names::printable;
 use crate::size;
 use crate::ui::{Output, Ui};
@@ -51,7 +51,8 @@ pub struct Args {
 
 /// Prints the map.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    let image = OpenImage::open_without_content(&args.image, &args.stores, ui)?;
+    let image =
+        OpenImage::open_without_content(&args.image, &LayerArgs::default(), &args.stores, ui)?;
     let size = image.image().header().size;
     if args.start > size {
         return Err(CommandError::usage(format!(

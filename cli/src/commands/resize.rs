@@ -8,7 +8,7 @@ use super::create::disk_size;
 use crate::disks::open_writable;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
-use crate::size::{self, Count, Human};
+use crate::size::{self, Human, plural};
 use crate::ui::Ui;
 
 /// Change the size of a disk
@@ -57,23 +57,26 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Change::Shrink(by) => old.checked_sub(by),
     };
     let new = new.ok_or_else(|| {
-        CommandError::usage(format!("{shown} has {old} bytes; there is no such size"))
+        CommandError::usage(format!(
+            "{shown} has {}; the new size is impossible",
+            plural(old, "byte")
+        ))
     })?;
     let new = disk_size(new)?;
     if new < old && !args.shrink {
         return Err(CommandError::new(format!(
-            "{shown} would lose what is in its last {} bytes",
-            old - new
+            "{shown} would lose the data in its last {}",
+            plural(old - new, "byte")
         ))
-        .hint("if that is meant, say --shrink"));
+        .hint("--shrink discards that data"));
     }
     disk.resize(new)
         .and_then(|()| disk.close())
         .context(|| format!("cannot resize {shown}"))?;
     ui.status(format_args!(
-        "{shown}: disk of {} ({} bytes)",
+        "{shown}: disk of {} ({})",
         Human(new),
-        Count(new)
+        plural(new, "byte")
     ));
     Ok(())
 }

@@ -26,6 +26,14 @@ impl Place {
         Some(Place(sandbox))
     }
 
+    /// Makes `layer.bcow` with the file `new`, a layer over the image.
+    pub fn commit_layer(&self) {
+        fs::create_dir(self.0.path("changes")).unwrap();
+        self.0.write("changes/new", b"new\n");
+        let commit = ["commit", "image.bcow", "--upper=changes", "layer.bcow"];
+        self.0.ok(&commit);
+    }
+
     pub fn file(&self, name: &str) -> std::path::PathBuf {
         self.0.path("mnt").join(name)
     }

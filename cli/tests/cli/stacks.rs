@@ -8,61 +8,28 @@ use bcow_oci::Digest;
 
 use crate::support::{Sandbox, Tar, settings, show};
 
-/// Puts a blob into the layout `src`; gives its descriptor.
-fn blob(sandbox: &Sandbox, media_type: &str, bytes: &[u8]) -> String {
-    let digest = Digest::of(bytes);
-    sandbox.write(&format!("src/blobs/sha256/{}", digest.hex()), bytes);
-    format!(
-        r#"{{"mediaType":"application/vnd.oci.image.{media_type}","digest":"{digest}","size":{}}}"#,
-        bytes.len()
-    )
-}
-
 /// A layout `src` with an ordinary image `x` of three layers.
 fn ordinary() -> Sandbox {
     let sandbox = Sandbox::new();
-    fs::create_dir_all(sandbox.path("src/blobs/sha256")).unwrap();
-    sandbox.write("src/oci-layout", br#"{"imageLayoutVersion":"1.0.0"}"#);
-    let tars = [
+    let archives = [
         Tar::new()
             .directory("etc")
             .file("etc/hostname", b"lower\n")
             .file("etc/passwd", b"root\n")
             .directory("var")
-            .file("var/log", &[b'x'; 9000])
-            .finish(),
+            .file("var/log", &[b'x'; 9000]),
         Tar::new()
             .file("etc/hostname", b"upper\n")
-            .file("var/.wh.log", b"")
-            .finish(),
+            .file("var/.wh.log", b""),
         Tar::new()
             .symlink("home", "var")
-            .file("big", &[b'y'; 20000])
-            .finish(),
+            .file("big", &[b'y'; 20000]),
     ];
-    let diff_ids: Vec<String> = tars
-        .iter()
-        .map(|tar| format!("\"{}\"", Digest::of(tar)))
-        .collect();
-    let layers: Vec<String> = tars
-        .iter()
-        .map(|tar| blob(&sandbox, "layer.v1.tar", tar))
-        .collect();
-    let config = format!(
-        r#"{{"os":"linux","architecture":"amd64","rootfs":{{"type":"layers","diff_ids":[{}]}}}}"#,
-        diff_ids.join(",")
-    );
-    let config = blob(&sandbox, "config.v1+json", config.as_bytes());
-    let manifest = format!(
-        r#"{{"schemaVersion":2,"config":{config},"layers":[{}]}}"#,
-        layers.join(",")
-    );
-    let mut entry = blob(&sandbox, "manifest.v1+json", manifest.as_bytes());
-    entry.pop();
-    let index = format!(
-        r#"{{"schemaVersion":2,"manifests":[{entry},"annotations":{{"org.opencontainers.image.ref.name":"x"}}}}]}}"#
-    );
-    sandbox.write("src/index.json", index.as_bytes());
+    let names = ["lowest.tar", "middle.tar", "top.tar"];
+    for (name, archive) in names.iter().zip(archives) {
+        sandbox.write(name, &archive.finish());
+    }
+    sandbox.layout("src", "x", &names);
     sandbox
 }
 
@@ -272,6 +239,33 @@ fn what_needs_a_missing_layer_says_which_and_what_does_not_goes_on() {
     let mut by_environment = sandbox.command(&["cat", "oci:img:x", "etc/hostname"]);
     by_environment.env("BCOW_STORE", "src:store");
     assert_eq!(by_environment.output().unwrap().stdout, b"upper\n");
+}
+
+#[test]
+fn extraction_goes_on_without_a_missing_layer_below_further_layers() {
+    let sandbox = layered();
+    fs::create_dir(sandbox.path("upper")).unwrap();
+    sandbox.write("upper/new", b"new\n");
+    sandbox.ok(&["commit", "oci:img:x", "--upper=upper", "layer.bcow"]);
+    fs::remove_file(sandbox.path(blob_path(&digests(&sandbox)[2]))).unwrap();
+    let extract = ["extract", "oci:img:x", "--layer=layer.bcow", "out"];
+    let refused = sandbox.shown(&extract);
+    assert!(refused.ends_with("--- exit status 1\n"), "{refused}");
+    assert!(!sandbox.path("out").exists());
+
+    let text = sandbox.shown(&[&extract[..], &["--keep-going"]].concat());
+    assert!(
+        text.contains("error: cannot read /big in oci:img:x\n"),
+        "{text}"
+    );
+    let summary = "error: 1 part of the image could not be read and is missing in out\n";
+    assert!(text.contains(summary), "{text}");
+    assert!(text.ends_with("--- exit status 1\n"), "{text}");
+    assert_eq!(sandbox.read("out/new"), b"new\n");
+    assert_eq!(sandbox.read("out/etc/hostname"), b"upper\n");
+    assert!(!sandbox.path("out/big").exists());
+    let listed = sandbox.ok(&["ls", "oci:img:x", "--layer=layer.bcow"]);
+    assert_eq!(listed, b"big\netc\nhome\nnew\nvar\n");
 }
 
 #[test]

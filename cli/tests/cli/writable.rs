@@ -618,6 +618,32 @@ fn fsck_of_an_upper_reads_its_files_only_if_asked_to() {
 }
 
 #[test]
+fn upper_of_an_image_with_layers_is_checked_against_them() {
+    let Some(place) = Place::new() else { return };
+    place.commit_layer();
+    let sandbox = &place.0;
+    sandbox.ok(&["mount", "--upper=upper", "image.bcow", "layer.bcow", "mnt"]);
+    let file = fs::File::options().write(true).open(place.file("var/data"));
+    file.unwrap().write_all_at(b"changed", 5000).unwrap();
+    assert!(place.unmounted().contains("status 0"));
+
+    let unchecked = sandbox.shown(&["fsck", "upper"]);
+    let warning = "references to the image are not checked\nhint: ";
+    assert!(unchecked.contains(warning), "{unchecked}");
+    for image in [&[][..], &["image.bcow"]] {
+        let args = [&["fsck", "--json", "upper"], image, &["--layer=layer.bcow"]].concat();
+        let output = sandbox.run(&args);
+        assert!(output.status.success(), "{output:?}");
+        assert!(output.stderr.is_empty(), "{output:?}");
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let checked = json["upper"]["image"].as_str().unwrap();
+        assert!(checked.ends_with("image.bcow"), "{checked}");
+    }
+    let refused = sandbox.shown(&["fsck", "image.bcow", "--layer=layer.bcow"]);
+    assert!(refused.ends_with("--- exit status 16\n"), "{refused}");
+}
+
+#[test]
 fn fsck_of_an_upper_says_which_file_the_host_cannot_read() {
     let Some(place) = Place::new() else { return };
     if !is_root() {

@@ -10,7 +10,8 @@
 //! 3. [`writer::Plan`] lays out the metadata and writes it; [`writer::Plan::superblock`] comes
 //!    last.
 //! 4. [`reader::Filesystem`] reads the file system from any [`bcow::BlockDevice`]; [`check::check`]
-//!    looks for damage.
+//!    looks for damage, [`damage::damaged_files`] names the files that it affects, and
+//!    [`extract::extract`] extracts the tree into a directory of the host.
 //!
 //! The writer uses EROFS features that Linux 5.15 and later mount: 4 KiB blocks, compact and
 //! extended inodes, plain, inline and chunk-based layouts (incompat `chunked-file`), inline and
@@ -20,8 +21,10 @@
 
 pub mod account;
 pub mod check;
+pub mod damage;
 pub mod debug;
 pub mod diff;
+pub mod extract;
 pub mod format;
 pub mod merge;
 pub mod overlay;

@@ -25,7 +25,7 @@ use crate::error::CommandError;
 use crate::image::{OpenImage, hex, parse_name};
 use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
-use crate::size::{Count, Human};
+use crate::size::{Human, plural};
 use crate::ui::Ui;
 use crate::upper::{self, Joined};
 
@@ -109,9 +109,9 @@ impl Work<'_> {
             ..
         } = report;
         self.ui.status(format_args!(
-            "{}: layer of {} entries, {} of file content",
+            "{}: layer of {}, {} of file content",
             output.display(),
-            Count(entries),
+            plural(entries, "entry"),
             Human(content_bytes)
         ));
         Ok(())
@@ -155,10 +155,10 @@ impl Work<'_> {
         drop(progress);
         let new = report.layers.last();
         self.ui.status(format_args!(
-            "{}: {} layers, the new one of {} entries, {}; manifest {}",
+            "{}: {}, the new one of {}, {}; manifest {}",
             layout.without_reference(),
-            Count(report.layers.len() as u64),
-            Count(new.map_or(0, |layer| layer.entries)),
+            plural(report.layers.len() as u64, "layer"),
+            plural(new.map_or(0, |layer| layer.entries), "entry"),
             Human(new.map_or(0, |layer| layer.stored_bytes)),
             report.manifest
         ));
@@ -298,9 +298,9 @@ impl Work<'_> {
             bytes => format!(", {} in {}", Human(bytes), self.args.disk.display()),
         };
         self.ui.status(format_args!(
-            "{}: {what} of {} inodes, {} of file content stored{over}, file of {}",
+            "{}: {what} of {}, {} of file content stored{over}, file of {}",
             path.display(),
-            Count(report.entries),
+            plural(report.entries, "inode"),
             Human(report.content_bytes),
             Human(report.file_bytes)
         ));

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::Args;
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
-use crate::size::Count;
+use crate::size::{Count, plural};
 use crate::ui::{Output, Ui};
 
 /// Compared at once.
@@ -145,14 +145,18 @@ impl Report<'_> {
         self.flush()?;
         let is_same = self.ranges == 0 && sizes[0] == sizes[1];
         let words = match (self.ranges, sizes[0] == sizes[1]) {
-            (0, true) => format!("no difference in {} bytes", Count(sizes[0])),
+            (0, true) => format!("no difference in {}", plural(sizes[0], "byte")),
             (_, is_equal) => format!(
-                "{} bytes differ, in {} ranges{}",
-                Count(self.bytes),
-                Count(self.ranges),
+                "{} differ in {}{}",
+                plural(self.bytes, "byte"),
+                plural(self.ranges, "range"),
                 match is_equal {
                     true => String::new(),
-                    false => format!("; A has {} bytes, B {}", Count(sizes[0]), Count(sizes[1])),
+                    false => format!(
+                        "; A has {}, B {}",
+                        plural(sizes[0], "byte"),
+                        Count(sizes[1])
+                    ),
                 }
             ),
         };

@@ -1,5 +1,6 @@
 //! `bcow fsck` of the upper of a writable mount.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -111,31 +112,40 @@ fn unreadable(error: &UpperError) -> Report {
     })
 }
 
-/// The image that the upper belongs to: as the user says, else by the name that the upper remembers.
+/// The image of the upper: the one that the command line names, otherwise the recorded one. `None`
+/// if only the recorded name is known and there is no such image.
 fn open_image(
     args: &Args,
     upper: &UpperReader,
     ui: &Ui,
 ) -> Result<Option<OpenImage>, CommandError> {
-    if let Some(name) = &args.below {
-        let image = OpenImage::open(name, &args.stores)?;
-        require_same_image(upper, &image)?;
-        return Ok(Some(image));
-    }
-    let Some(record) = upper.record() else {
-        return Ok(None);
+    let recorded = upper.record().map(|record| record.image_name.as_str());
+    let Some(name) = args.below.as_deref().or(recorded.map(Path::new)) else {
+        return match args.layers.layers.is_empty() {
+            true => Ok(None),
+            false => Err(CommandError::usage(
+                "--layer needs the image of the upper: BELOW",
+            )),
+        };
     };
-    let name = Path::new(&record.image_name);
-    if let Ok(image) = OpenImage::open(name, &args.stores)
-        && require_same_image(upper, &image).is_ok()
-    {
-        return Ok(Some(image));
+    let opened = OpenImage::open_with_layers(name, &args.layers, &args.stores).and_then(|image| {
+        require_same_image(upper, &image)?;
+        Ok(image)
+    });
+    let is_named = args.below.is_some() || !args.layers.layers.is_empty();
+    match opened {
+        Ok(image) => Ok(Some(image)),
+        Err(error) if is_named => Err(error),
+        Err(_) => {
+            ui.warning(format_args!(
+                "{} is missing or is not the image of the upper: references to the image are not \
+                 checked",
+                names::quoted(name.as_os_str().as_bytes())
+            ));
+            ui.hint("name the image as BELOW, and its layers with --layer");
+            Ok(None)
+        }
     }
-    ui.warning(format_args!(
-        "{} is not there, or is another image now: what the upper says of it is not checked",
-        names::quoted(record.image_name.as_bytes())
-    ));
-    Ok(None)
 }
 
 fn word(severity: Severity) -> &'static str {
@@ -212,20 +222,14 @@ fn tell(args: &Args, ui: &Ui, found: &Found, repaired: &[String]) -> Result<(), 
                 plural(m, "warning")
             ),
         };
-        let of = match report.directories {
-            1 => "1 directory".to_owned(),
-            n => format!("{} directories", Count(n)),
-        };
-        let sketches = match report.sketches {
-            1 => "1 sketch".to_owned(),
-            n => format!("{} sketches", Count(n)),
-        };
         writeln!(
             out,
-            "{}: {counts} ({of}, {}, {}, {sketches})",
+            "{}: {counts} ({}, {}, {}, {})",
             args.image.display(),
+            plural(report.directories, "directory"),
             plural(report.files, "file"),
             plural(report.whiteouts, "whiteout"),
+            plural(report.sketches, "sketch"),
         )?;
     }
     out.finish()

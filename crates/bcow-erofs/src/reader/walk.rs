@@ -9,8 +9,7 @@ pub(crate) const MAX_DEPTH: usize = 4096;
 
 /// All paths of a tree in the order of their names, a directory before its contents.
 ///
-/// The walk ends with an error at a directory that is unsorted, occurs twice, or is nested deeper
-/// than any path can be.
+/// A directory that is unsorted, occurs twice, or is nested deeper than any path can be, is an error.
 pub struct Walk<'f> {
     fs: &'f Filesystem,
     /// The directories from the root to the current one, and the length of the path of each.
@@ -33,7 +32,8 @@ impl<'f> Walk<'f> {
     }
 
     /// The next inode, or `None` at the end; [`Walk::path`] returns its path. After an error, that
-    /// path is the place of the error, and the walk has ended.
+    /// path is the place of the error; the next call goes on behind it, and leaves out the rest of
+    /// a directory whose names cannot be read.
     #[allow(
         clippy::should_implement_trait,
         reason = "fails, and lends the path beside what it gives"
@@ -47,9 +47,13 @@ impl<'f> Walk<'f> {
         }
         while let Some((children, path_bytes)) = self.levels.last_mut() {
             self.path.truncate(*path_bytes);
-            let Some(child) = children.next(self.fs)? else {
-                self.levels.pop();
-                continue;
+            let child = match children.next(self.fs) {
+                Ok(Some(child)) => child,
+                end_or_error => {
+                    self.levels.pop();
+                    end_or_error?;
+                    continue;
+                }
             };
             if !self.path.is_empty() {
                 self.path.push(b'/');

@@ -1,0 +1,113 @@
+//! Finds the files of a damaged image that cannot be read.
+
+use std::ops::Range;
+
+use bcow::{BlockDevice, Image, Mapping};
+
+use crate::reader::{ExtentSource, FileType, Filesystem, Inode, Walk};
+
+/// A part of the address space of an image that cannot be read.
+#[derive(Debug)]
+pub struct UnreadableRange {
+    /// The bytes of the address space.
+    pub bytes: Range<u64>,
+    /// The cause.
+    pub error: bcow::Error,
+}
+
+/// Reads every stored block of `image`; returns the parts that cannot be read, in order. If the
+/// table of a region is damaged, the whole region is such a part.
+pub fn unreadable_ranges(image: &Image) -> Vec<UnreadableRange> {
+    let header = image.header();
+    let mut unreadable = Vec::new();
+    let mut at = 0;
+    while at < header.size {
+        let (end, read) = match image.map(at) {
+            Ok(extent) => {
+                let is_stored = matches!(
+                    extent.mapping,
+                    Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. }
+                );
+                let read = match is_stored {
+                    true => image.read_with(extent.offset, extent.length, &mut |_| {}),
+                    false => Ok(()),
+                };
+                (extent.offset + extent.length, read)
+            }
+            Err(error) => {
+                let next_region = (at >> header.region_shift) + 1;
+                (next_region << header.region_shift, Err(error))
+            }
+        };
+        if let Err(error) = read {
+            let bytes = at..end;
+            unreadable.push(UnreadableRange { bytes, error });
+        }
+        at = end;
+    }
+    unreadable
+}
+
+/// A file with content in an unreadable part of the address space.
+#[derive(Debug)]
+pub struct DamagedFile<'r> {
+    /// The path from the root; begins with a slash.
+    pub path: Vec<u8>,
+    /// The first byte of the file that cannot be read.
+    pub offset: u64,
+    /// The part of the address space with that byte.
+    pub range: &'r UnreadableRange,
+}
+
+/// Finds the files with content in one of `ranges`, which are in order; at most `limit` names.
+///
+/// The search reads maps only: the files of a hostile image can be very long, all with the same
+/// content. It leaves out parts of the tree that cannot be read.
+pub fn damaged_files<'r>(
+    fs: &Filesystem,
+    ranges: &'r [UnreadableRange],
+    limit: usize,
+) -> Vec<DamagedFile<'r>> {
+    let mut damaged = Vec::new();
+    let mut walk = Walk::new(fs);
+    while damaged.len() < limit {
+        let inode = match walk.next() {
+            Ok(Some(inode)) => inode,
+            Ok(None) => break,
+            Err(_) => continue,
+        };
+        if inode.kind == FileType::Regular
+            && let Some((offset, range)) = first_unreadable(fs, &inode, ranges)
+        {
+            let path = [b"/", walk.path()].concat();
+            damaged.push(DamagedFile {
+                path,
+                offset,
+                range,
+            });
+        }
+    }
+    damaged
+}
+
+/// The first byte of a file that lies in one of the ranges.
+fn first_unreadable<'r>(
+    fs: &Filesystem,
+    inode: &Inode,
+    ranges: &'r [UnreadableRange],
+) -> Option<(u64, &'r UnreadableRange)> {
+    for extent in fs.extents(inode, 0) {
+        let extent = extent.ok()?;
+        let ExtentSource::Device { offset } = extent.source else {
+            continue;
+        };
+        let next = ranges.partition_point(|range| range.bytes.end <= offset);
+        if let Some(range) = ranges.get(next)
+            && range.bytes.start < offset.saturating_add(extent.length)
+        {
+            let skipped = range.bytes.start.saturating_sub(offset);
+            return Some((extent.offset + skipped, range));
+        }
+    }
+    None
+}
