@@ -35,6 +35,9 @@ pub struct Service {
     pub kind: String,
     /// The image or disk.
     pub image: String,
+    /// The layers on top of an image, the lowest first.
+    #[serde(default)]
+    pub layers: Vec<String>,
     /// The name under which clients ask for it, if there are several.
     #[serde(default)]
     pub export: Option<String>,
@@ -377,6 +380,7 @@ mod tests {
         Service {
             kind: "mount".to_owned(),
             image: "/images/a.bcow".to_owned(),
+            layers: Vec::new(),
             export: None,
             upper: None,
             at: vec!["/mnt".to_owned()],

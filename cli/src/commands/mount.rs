@@ -190,9 +190,10 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))?;
     }
     let cache = BlockCache::new(args.cache_size);
+    let layers = args.layers();
     let image = OpenImage::open_layered(
         &args.image,
-        &args.layers(),
+        &layers,
         &args.stores,
         &OpenOptions {
             cache: cache.clone(),
@@ -203,7 +204,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         },
     )?;
     let tree = image.tree()?.into_filesystem();
-    let file = parse_name(&args.image)?.absolute();
+    let absolute = |name: &Path| Ok::<_, CommandError>(parse_name(name)?.absolute());
+    let file = absolute(&args.image)?;
+    let layer_names = layers
+        .iter()
+        .map(|layer| Ok(absolute(layer)?.to_string_lossy().into_owned()))
+        .collect::<Result<_, CommandError>>()?;
     options.set_default_source(file.clone());
     let stats = Arc::new(MountStats::new(About {
         image: options.source().to_owned(),
@@ -266,6 +272,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let _published = running::publish(vec![Service {
         kind: "mount".to_owned(),
         image: file.to_string_lossy().into_owned(),
+        layers: layer_names,
         export: None,
         upper: args.upper.path().map(running::absolute),
         at: vec![mountpoint.to_string_lossy().into_owned()],

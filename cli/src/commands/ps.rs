@@ -1,9 +1,11 @@
 //! `bcow ps`
 
-use serde_json::{Value, json};
+use std::time::Duration;
 
 use bcow_fuse::MountedImage;
+use serde_json::{Value, json};
 
+use crate::ask::{self, Answer};
 use crate::error::CommandError;
 use crate::names::printable;
 use crate::running::{self, Server, Service};
@@ -13,8 +15,8 @@ use crate::ui::Ui;
 ///
 /// The command lists the processes of `bcow mount`, `bcow serve` and `bcow attach`. Root sees the
 /// processes of all users and containers; other users see their own. The command sends no request
-/// to these processes, so it also lists a process that hangs. If it cannot examine the process of a
-/// mount, it shows only what the kernel reports about the mount.
+/// to these processes, so it also lists a process that hangs. If it finds no process of a mount, it
+/// shows what the kernel reports about the mount, and whether the process of the mount has died.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print JSON (schema bcow.ps/1)
@@ -22,15 +24,19 @@ pub struct Args {
     json: bool,
 }
 
-/// A line.
+/// How long a mount without a visible process may take to answer.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A service, and its process.
 struct Row {
-    /// `None` if the process cannot be looked at.
+    /// `None` if the process is dead, or cannot be examined.
     server: Option<Server>,
+    state: Option<&'static str>,
     uid: Option<u32>,
     service: Service,
 }
 
-/// Prints what is served.
+/// Prints the services.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let rows = rows();
     if args.json {
@@ -71,66 +77,61 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 }
 
 fn rows() -> Vec<Row> {
-    let servers = running::servers();
-    let mounts = bcow_fuse::mounted_images().unwrap_or_default();
-    let known: Vec<&str> = servers
-        .iter()
-        .flat_map(|server| &server.services)
-        .filter_map(|service| service.device.as_deref())
-        .collect();
-    let strangers = mounts
-        .iter()
-        .filter(|mount| !known.contains(&mount.device.as_str()))
-        .map(|mount| Row {
-            server: None,
-            uid: mount.owner.map(|(uid, _)| uid),
-            service: of_kernel(mount),
-        });
-    let strangers: Vec<Row> = strangers.collect();
-    servers
-        .into_iter()
-        .flat_map(|server| {
-            let services = server.services.clone();
-            services.into_iter().map(move |service| Row {
-                uid: Some(server.uid),
-                server: Some(server.clone()),
-                service,
-            })
-        })
-        .chain(strangers)
-        .collect()
+    let mut rows: Vec<Row> = Vec::new();
+    for server in running::servers() {
+        rows.extend(server.services.iter().map(|service| Row {
+            state: Some(server.state.name()),
+            uid: Some(server.uid),
+            service: service.clone(),
+            server: Some(server.clone()),
+        }));
+    }
+    let mut mounts = bcow_fuse::mounted_images().unwrap_or_default();
+    mounts.retain(|mount| {
+        let mut devices = rows.iter().map(|row| row.service.device.as_deref());
+        !devices.any(|device| device == Some(&mount.device))
+    });
+    rows.extend(mounts.iter().map(without_process));
+    rows
 }
 
-/// What the kernel says of a mount.
-fn of_kernel(mount: &MountedImage) -> Service {
-    Service {
-        kind: "mount".to_owned(),
-        image: mount.source.to_string_lossy().into_owned(),
-        export: None,
-        upper: None,
-        at: vec![mount.path.to_string_lossy().into_owned()],
-        mode: match mount.is_writable {
-            true => "rw",
-            false => "ro",
-        }
-        .to_owned(),
-        since: 0,
-        device: Some(mount.device.clone()),
+/// A mount whose process is dead or cannot be examined: the data that the kernel has.
+fn without_process(mount: &MountedImage) -> Row {
+    let mode = if mount.is_writable { "rw" } else { "ro" };
+    Row {
+        server: None,
+        state: match ask::ask(mount, PATIENCE) {
+            Answer::NotServed => Some("dead"),
+            _ => None,
+        },
+        uid: mount.owner.map(|(uid, _)| uid),
+        service: Service {
+            kind: "mount".to_owned(),
+            image: mount.source.to_string_lossy().into_owned(),
+            layers: Vec::new(),
+            export: None,
+            upper: None,
+            at: vec![mount.path.to_string_lossy().into_owned()],
+            mode: mode.to_owned(),
+            since: 0,
+            device: Some(mount.device.clone()),
+        },
     }
 }
 
 fn columns(row: &Row) -> [String; 7] {
     let Row {
         server,
+        state,
         uid,
         service,
     } = row;
     let unknown = || "-".to_owned();
-    let mut place = format!(
-        "{} at {}",
-        printable(&service.image),
-        printable(&service.at.join(", "))
-    );
+    let mut place = printable(&service.image).into_owned();
+    if !service.layers.is_empty() {
+        place += &format!(", layer {}", printable(&service.layers.join(", ")));
+    }
+    place += &format!(" at {}", printable(&service.at.join(", ")));
     if let Some(upper) = &service.upper {
         place += &format!(", upper {}", printable(upper));
     }
@@ -149,9 +150,7 @@ fn columns(row: &Row) -> [String; 7] {
         }),
         printable(&service.kind).into_owned(),
         printable(&service.mode).into_owned(),
-        server
-            .as_ref()
-            .map_or_else(unknown, |server| server.state.name().to_owned()),
+        state.map_or_else(unknown, str::to_owned),
         time(service).unwrap_or_else(unknown),
         place,
     ]
@@ -168,6 +167,7 @@ fn time(service: &Service) -> Option<String> {
 fn document(row: &Row) -> Value {
     let Row {
         server,
+        state,
         uid,
         service,
     } = row;
@@ -175,10 +175,11 @@ fn document(row: &Row) -> Value {
         "pid": server.as_ref().map(|server| server.pid),
         "uid": uid,
         "user": uid.map(running::user_name),
-        "state": server.as_ref().map(|server| server.state.name()),
+        "state": state,
         "other_mount_namespace": server.as_ref().map(|server| server.is_elsewhere),
         "kind": service.kind,
         "image": service.image,
+        "layers": service.layers,
         "export": service.export,
         "upper": service.upper,
         "at": service.at,

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use serde_json::Value;
@@ -277,6 +278,41 @@ fn mounts_and_served_disks_are_listed() {
     assert!(place.unmounted().contains("status 0"));
     let left = listed(sandbox, &mut sandbox.command(&["ps", "--json"]));
     assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn mount_with_layers_is_listed_with_them_and_as_dead_without_its_process() {
+    let Some(place) = Place::new() else { return };
+    place.commit_layer();
+    let sandbox = &place.0;
+    sandbox.ok(&["mount", "image.bcow", "layer.bcow", "mnt"]);
+    let list = || {
+        let found = listed(sandbox, &mut sandbox.command(&["ps", "--json"]));
+        let [service] = &found[..] else {
+            panic!("{found:?}");
+        };
+        service.clone()
+    };
+    let layer = sandbox.path("").canonicalize().unwrap().join("layer.bcow");
+    let layer = layer.to_str().unwrap();
+    let service = list();
+    assert_eq!(service["layers"], serde_json::json!([layer]), "{service}");
+    let text = String::from_utf8(sandbox.ok(&["ps"])).unwrap();
+    assert!(text.contains(&format!(", layer {layer} at ")), "{text}");
+
+    let pid = service["pid"].as_i64().unwrap() as i32;
+    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    let start = Instant::now();
+    let dead = loop {
+        let service = list();
+        if service["state"] != "running" || start.elapsed() > Duration::from_secs(20) {
+            break service;
+        }
+    };
+    assert_eq!(dead["state"], "dead", "{dead}");
+    assert_eq!(dead["pid"], Value::Null, "{dead}");
+    assert_eq!(dead["at"], service["at"], "{dead}");
 }
 
 #[test]

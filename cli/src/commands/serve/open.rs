@@ -77,6 +77,7 @@ impl Served {
             .map(|described| Service {
                 kind: kind.to_owned(),
                 image: described.image.clone(),
+                layers: Vec::new(),
                 export: (!is_only).then(|| described.export.clone()),
                 upper: None,
                 at: at(&described.export),
