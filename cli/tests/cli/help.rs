@@ -1,5 +1,7 @@
 //! What `--help` says is part of the interface, and is read as a whole.
 
+use std::path::{Path, PathBuf};
+
 use crate::support::{Sandbox, snapshot};
 
 /// The names of all commands, as `bcow --help` lists them.
@@ -24,8 +26,6 @@ fn help_of_the_command_and_of_every_subcommand() {
     for command in commands(&top) {
         let long = String::from_utf8(sandbox.ok(&[command, "--help"])).unwrap();
         snapshot!(format!("help_{command}"), long);
-        let guide = format!("{}/../docs/guide/{command}.md", env!("CARGO_MANIFEST_DIR"));
-        assert!(std::path::Path::new(&guide).exists(), "no {guide}");
     }
 }
 
@@ -67,6 +67,85 @@ fn short_help_names_every_mount_option() {
     let named: Vec<&str> = short.split([',', ' ', '\n']).collect();
     for option in explained {
         assert!(named.contains(&option), "{option}: {short}");
+    }
+}
+
+/// Usage, arguments and options of a short help, without the options of all commands.
+fn options(short: &str) -> String {
+    let start = short.find("Usage: ").expect("a usage");
+    let end = short.find("\nGlobal options:").expect("global options");
+    let lines = short[start..end].lines();
+    let lines: Vec<&str> = lines.filter(|line| !line.contains("-h, --help ")).collect();
+    let text = lines.join("\n");
+    let text = text.trim_end();
+    text.strip_suffix("\n\nOptions:").unwrap_or(text).to_owned()
+}
+
+/// The page of a command in the guide, or `README`.
+fn guide(name: &str) -> PathBuf {
+    let guide = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/guide");
+    guide.join(format!("{name}.md"))
+}
+
+/// Each page ends with the list; `BCOW_GUIDE_WRITE=1` writes the lists anew.
+#[test]
+fn guide_lists_the_options_of_the_help() {
+    let sandbox = Sandbox::new();
+    let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
+    for command in commands(&top) {
+        let short = String::from_utf8(sandbox.ok(&[command, "-h"])).unwrap();
+        let list = format!("\n## Options\n\n```\n{}\n```\n", options(&short));
+        let page = std::fs::read_to_string(guide(command)).unwrap();
+        if std::env::var_os("BCOW_GUIDE_WRITE").is_some() {
+            let text = page.split("\n## Options\n").next().unwrap_or_default();
+            std::fs::write(guide(command), format!("{text}{list}")).unwrap();
+            continue;
+        }
+        assert!(
+            page.ends_with(&list),
+            "{command}.md does not end with{list}"
+        );
+    }
+}
+
+/// The statuses of a table in the guide, and their meanings.
+fn statuses_of_page(name: &str) -> Vec<(String, String)> {
+    let page = std::fs::read_to_string(guide(name)).unwrap();
+    let rows = page.lines().filter_map(|line| {
+        let row = line.strip_prefix("| ")?.strip_suffix(" |")?;
+        let (status, meaning) = row.split_once(" | ")?;
+        let is_status = status
+            .split(", ")
+            .all(|number| number.parse::<u8>().is_ok());
+        is_status.then(|| (status.to_owned(), meaning.replace("\\|", "|")))
+    });
+    rows.collect()
+}
+
+/// The statuses that a long help lists, and their meanings.
+fn statuses_of_help(long: &str) -> Vec<(String, String)> {
+    let lines = long
+        .lines()
+        .skip_while(|line| !line.starts_with("Exit status"));
+    let lines = lines.skip(1).map_while(|line| line.strip_prefix("  "));
+    let pairs = lines.map(|line| line.split_once("  ").expect("a status and its meaning"));
+    pairs
+        .map(|(status, meaning)| (status.to_owned(), meaning.trim().to_owned()))
+        .collect()
+}
+
+#[test]
+fn guide_has_the_exit_statuses_of_the_help() {
+    let sandbox = Sandbox::new();
+    for (page, args) in [
+        ("README", &["--help"][..]),
+        ("fsck", &["fsck", "--help"]),
+        ("diff", &["diff", "--help"]),
+    ] {
+        let long = String::from_utf8(sandbox.ok(args)).unwrap();
+        let statuses = statuses_of_help(&long);
+        assert!(statuses.len() >= 3, "{long}");
+        assert_eq!(statuses_of_page(page), statuses, "{page}.md");
     }
 }
 
