@@ -496,7 +496,8 @@ pub fn hex(identity: &[u8; 32]) -> String {
 
 /// The name of an image as the user wrote it.
 pub fn parse_name(name: &Path) -> Result<ImageName, CommandError> {
-    ImageName::parse(name.as_os_str()).map_err(|error| cannot_open(name, &error))
+    ImageName::parse(name.as_os_str())
+        .map_err(|error| CommandError::usage(error.to_string()).hint(error.hint()))
 }
 
 /// Fails with a clear message if there is nothing that could be an image.
@@ -525,7 +526,6 @@ pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
     let shown = name.display();
     let failure = CommandError::new(format!("cannot open {shown}"));
     let failure = match error {
-        StoreError::NameSyntax { .. } => CommandError::usage(error.to_string()),
         StoreError::Open { path, source } => return cannot_open_file(name, path, source),
         StoreError::Layout(inner) => match std::error::Error::source(inner) {
             // An error of the host, whose own text says less than what was being done.

@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use bcow::Storage;
-use bcow_oci::store::{self, StoreError};
+use bcow_oci::store;
 use bcow_oci::{ImageName, LayoutForm};
 
 use crate::error::CommandError;
@@ -276,10 +276,8 @@ impl Source {
 fn is_in_bcow_form(name: &OsStr) -> bool {
     match ImageName::parse(name) {
         Ok(ImageName::File(_)) | Err(_) => false,
-        Ok(name @ ImageName::Blob { .. }) => {
-            // What is wrong with it is for the opening to say.
-            !matches!(store::locate(&name), Err(StoreError::NameSyntax { .. }))
-        }
+        // A blob that is missing or damaged is an error of the opening.
+        Ok(ImageName::Blob { .. }) => true,
         Ok(name) => store::locate(&name).is_ok(),
     }
 }

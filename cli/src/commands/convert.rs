@@ -373,7 +373,7 @@ pub fn failure(error: &ConvertError) -> CommandError {
         ConvertError::SourceSyntax { .. }
         | ConvertError::MissingTransport { .. }
         | ConvertError::HoldsImage { .. }
-        | ConvertError::PlatformSyntax { .. }
+        | ConvertError::PlatformSyntax(_)
         | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
         _ => failure,
     }

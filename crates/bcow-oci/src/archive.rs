@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::error::{ConvertError, LimitKind, Place};
-use crate::ingest::tar_error;
 use crate::layer::Format;
 use crate::path::components;
 use crate::stream::{ChunkSource, ChunkStream};
@@ -112,7 +111,7 @@ impl Archive {
             reader: BlobReader::new(&blob, Cancel::default()),
         };
         let mut tar = TarReader::new(ChunkStream::new(Box::new(source)));
-        while let Some(entry) = tar.next_entry().map_err(|e| tar_error(&name, e))? {
+        while let Some(entry) = tar.next_entry().map_err(|e| e.of(&name))? {
             let error = |problem| ConvertError::Tar {
                 place: Place::entry(&name, &entry.path),
                 problem,

@@ -15,8 +15,9 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs};
 
-use crate::error::{LimitKind, TarProblem};
+use crate::error::{ConvertError, LimitKind, Place, TarProblem};
 use crate::path::components;
+use crate::warnings::Warnings;
 
 /// Counts that all layers of a conversion share, and their limits.
 #[derive(Debug)]
@@ -43,6 +44,26 @@ pub(crate) enum PlaceError {
 impl From<TarProblem> for PlaceError {
     fn from(problem: TarProblem) -> Self {
         PlaceError::Problem(problem)
+    }
+}
+
+impl PlaceError {
+    /// The error of the entry `entry` of `layer`.
+    pub(crate) fn at(self, layer: &str, entry: &[u8]) -> ConvertError {
+        let place = Place::entry(layer, entry);
+        match self {
+            PlaceError::Problem(problem) => ConvertError::Tar { place, problem },
+            PlaceError::Limit {
+                kind,
+                value,
+                allowed,
+            } => ConvertError::Limit {
+                place,
+                kind,
+                value: Some(value),
+                allowed,
+            },
+        }
     }
 }
 
@@ -521,4 +542,26 @@ fn push_target(todo: &mut Vec<Box<[u8]>>, target: &[u8], detour: usize) -> Resul
         0..=MAX_DETOUR => Ok(added),
         _ => Err(TarProblem::TooManyLinks.into()),
     }
+}
+
+/// Whether an extended attribute goes into the image.
+///
+/// The attributes of overlayfs and bcow are dropped: they would change the contents of a later
+/// mount, and container engines that kept them had vulnerabilities. EROFS supports only the
+/// kernel's namespaces.
+pub(crate) fn keep_xattr(name: &[u8], warnings: &mut Warnings) -> bool {
+    const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
+    const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
+    const MARKS: [&[u8]; 3] = [b"trusted.overlay.", b"user.overlay.", b"trusted.bcow."];
+    if MARKS.iter().any(|prefix| name.starts_with(prefix)) {
+        return false;
+    }
+    let known = ACLS.contains(&name)
+        || KNOWN
+            .iter()
+            .any(|prefix| name.len() > prefix.len() && name.starts_with(prefix));
+    if !known {
+        warnings.dropped_xattr(name);
+    }
+    known
 }

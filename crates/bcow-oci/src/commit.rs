@@ -12,25 +12,22 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockDevice, Error, Image, ImageWriter, OpenOptions, Written};
+use bcow::{BlockDevice, Error, Image, ImageWriter, Written};
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, TailSource, Tree};
 use bcow_erofs::writer::{ContentWindow, MAX_INLINE, Plan, WriteOptions};
 use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
-use crate::content::{BLOCK_BYTES, ContentStats, ContentWriter, Data, PIECE_BYTES, StoreError};
-use crate::conversion::{
-    INLINE_MAX, INLINE_MAX_PLAIN, ImageSink, emit, image_error, unfit, writer_options,
-};
-use crate::convert::hex;
-use crate::digest::Digest;
+use crate::content::{ContentStats, ContentWriter, Data, StoreError};
+use crate::digest::{Digest, hex};
 use crate::error::{ConvertError, Place};
-use crate::ingest::store_error;
-use crate::layered::lower::{LOWER_FROM, REGION_BYTES};
-use crate::layered::stack::Known;
+use crate::image_file::{
+    ImageSink, ImagesByDigest, emit, image_error, read_back, unfit, writer_options,
+};
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
+use crate::space::{BLOCK_BYTES, LOWER_FROM, PIECE_BYTES, REGION_BYTES, inline_max};
 use crate::tails::TailStore;
 use crate::tar::{Run, SparseMap};
 
@@ -138,10 +135,7 @@ pub fn commit(
         writer_options(options, options.threads.max(1))?,
     )
     .map_err(failed)?;
-    let inline_max = match options.plain {
-        true => INLINE_MAX_PLAIN,
-        false => INLINE_MAX,
-    };
+    let inline_max = inline_max(options.plain);
     let sink = ImageSink::new(writer, destination);
     let tails = TailStore::new(output.directory());
     let never = AtomicBool::new(false);
@@ -188,7 +182,8 @@ pub fn commit(
     )?;
     if options.verify {
         progress.phase("verify");
-        verify(&written, &output, &base, options.threads)?;
+        let below = ImagesByDigest(base.iter().map(|b| (b.digest, b.image.clone())).collect());
+        read_back(&written, output.file()?, &below, options.threads)?;
     }
     if store.cancel.is_set() {
         return Err(ConvertError::Interrupted);
@@ -290,22 +285,6 @@ impl Named {
     }
 }
 
-/// Reads the image back and checks its file system.
-fn verify(
-    written: &Written,
-    output: &Output,
-    base: &[Named],
-    threads: usize,
-) -> Result<(), ConvertError> {
-    let wrong = |error: Error| ConvertError::Verify(Box::new(error));
-    bcow::verify_written(written, threads).map_err(wrong)?;
-    let given = Known(base.iter().map(|b| (b.digest, b.image.clone())).collect());
-    let storage = Arc::new(output.file()?);
-    let image =
-        Image::open_with_backings(storage, &OpenOptions::default(), &given).map_err(wrong)?;
-    crate::verify::file_system(image)
-}
-
 /// Stores contents in the image.
 struct Store<'s> {
     content: ContentWriter<ImageSink>,
@@ -332,7 +311,7 @@ impl Store<'_> {
         if self.cancel.is_set() {
             return Err(ConvertError::Interrupted);
         }
-        let failed = |error| store_error(Place::layer("the changes"), error);
+        let failed = |error: StoreError| error.at(Place::layer("the changes"));
         let runs = runs(content);
         let mut kept = 0;
         for run in &runs {

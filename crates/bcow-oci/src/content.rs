@@ -11,15 +11,12 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
 
-use crate::error::ConvertError;
-use crate::layered::lower::{LOWER_FROM, LowerIndex, LowerPiece, LowerUsed};
+use crate::error::{ConvertError, LimitKind, Place};
+use crate::lower::{LowerIndex, LowerPiece, LowerUsed};
+use crate::space::{BLOCK_BYTES, LOWER_FROM, PIECE_BYTES};
 use crate::tails::TailStore;
 use crate::tar::SparseMap;
 
-/// Size of an EROFS block in bytes.
-pub(crate) const BLOCK_BYTES: u64 = 4096;
-/// Size of the largest piece that is looked up.
-pub(crate) const PIECE_BYTES: usize = 1 << 20;
 const PIECE_BLOCKS: u64 = PIECE_BYTES as u64 / BLOCK_BYTES;
 /// Largest number of chunks in a chunked file.
 const MAX_FILE_CHUNKS: u64 = 1 << 20;
@@ -64,6 +61,26 @@ pub(crate) enum StoreError {
 impl From<ConvertError> for StoreError {
     fn from(error: ConvertError) -> Self {
         StoreError::Other(error.into())
+    }
+}
+
+impl StoreError {
+    /// The error of the entry at `place`.
+    pub(crate) fn at(self, place: Place) -> ConvertError {
+        let (kind, value, allowed) = match self {
+            StoreError::Fill { value, allowed } => (LimitKind::SparseFill, value, allowed),
+            StoreError::AddressSpace { value, allowed } => {
+                (LimitKind::AddressSpace, value, allowed)
+            }
+            StoreError::Chunks { value, allowed } => (LimitKind::Chunks, value, allowed),
+            StoreError::Other(error) => return *error,
+        };
+        ConvertError::Limit {
+            place,
+            kind,
+            value: Some(value),
+            allowed,
+        }
     }
 }
 

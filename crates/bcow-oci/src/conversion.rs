@@ -1,42 +1,30 @@
 //! Writes one image: the content as the layers are read, then the file system's metadata, then a
 //! check.
 
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::{Image as BcowImage, ImageWriter, OpenOptions, WriterOptions, Written};
-use bcow_erofs::merge::MergeError;
-use bcow_erofs::tree::{LayerTree, TailSource, Tree};
-use bcow_erofs::writer::{EmitError, Plan, WriteOptions};
+use bcow::{ImageWriter, Written};
+use bcow_erofs::tree::{LayerTree, Tree};
+use bcow_erofs::writer::{Plan, WriteOptions};
 
 use crate::builder::Budget;
-use crate::content::{ContentSink, ContentStats, ContentWriter};
+use crate::content::{ContentStats, ContentWriter};
 use crate::directory::DirectoryIngest;
 use crate::error::{ConvertError, Place, TarProblem};
 use crate::hidden::Uppers;
+use crate::image_file::{ImageSink, emit, image_error, unfit, writer_options};
 use crate::ingest::{LayerIngest, rescue};
 use crate::layer::{LayerBytes, LayerInput, Reading, read_layer};
-use crate::layered::lower::LowerIndex;
+use crate::lower::LowerIndex;
 use crate::metadata::Metadata;
-use crate::options::{Compression, ConvertOptions, Progress};
+use crate::options::{ConvertOptions, Progress};
 use crate::output::Output;
+use crate::space::inline_max;
 use crate::stream::ChunkStream;
 use crate::tails::TailStore;
 use crate::tar::{End, TarReader};
 use crate::warnings::Warnings;
-
-/// Longest file tail that is stored inline, beside its inode, in a compressed image. In a block of
-/// its own, the zeros behind a tail compress to almost nothing; but a larger inode table slows down
-/// every lookup. Measured on 1.4 GB of Debian with Python: limits from 0 to 512 give the same file
-/// size within 0.1 %, and 2000 gives 0.3 % more.
-pub(crate) const INLINE_MAX: u16 = 256;
-/// The same in a plain image, where a tail that is not inline takes a block of 4096 bytes; inline
-/// tails reduce the same image by 5 %.
-pub(crate) const INLINE_MAX_PLAIN: u16 = 2000;
-
-/// The levels of zstd that bcow supports.
-const ZSTD_LEVELS: RangeInclusive<i32> = -7..=22;
 
 /// How an image is written.
 pub(crate) struct Target<'t> {
@@ -44,7 +32,7 @@ pub(crate) struct Target<'t> {
     /// The path in messages.
     pub path: PathBuf,
     pub threads: usize,
-    /// Longest inline tail, in bytes. A layer of a layout uses [`INLINE_MAX`] even if it is plain,
+    /// Longest inline tail, in bytes. A layer of a layout uses [`crate::space::INLINE_MAX`] even if it is plain,
     /// because its tails are stored in the stack.
     pub inline_max: u16,
 }
@@ -56,10 +44,7 @@ impl<'t> Target<'t> {
             output,
             path: path.to_owned(),
             threads: options.threads.max(1),
-            inline_max: match options.plain {
-                true => INLINE_MAX_PLAIN,
-                false => INLINE_MAX,
-            },
+            inline_max: inline_max(options.plain),
         }
     }
 }
@@ -222,7 +207,7 @@ impl<'c> Conversion<'c> {
         let stats = self.content.stats();
         let lower = self.content.lower_used();
         let (sink, tails) = self.content.into_parts();
-        let mut writer = sink.writer;
+        let mut writer = sink.into_writer();
         let metadata_start = writer.begin_metadata().map_err(|e| image_error(&path, e))?;
         let write_options = WriteOptions {
             metadata_start,
@@ -248,78 +233,6 @@ impl<'c> Conversion<'c> {
             entries,
             stats,
         })
-    }
-}
-
-/// The options of the writer; an error if the conversion's options contradict each other.
-pub(crate) fn writer_options(
-    options: &ConvertOptions,
-    threads: usize,
-) -> Result<WriterOptions, ConvertError> {
-    if let Compression::Zstd { level } = options.compression
-        && !ZSTD_LEVELS.contains(&level)
-    {
-        return Err(ConvertError::Options(format!(
-            "zstd has no level {level}, only {} to {}",
-            ZSTD_LEVELS.start(),
-            ZSTD_LEVELS.end()
-        )));
-    }
-    Ok(WriterOptions {
-        compression: options.compression,
-        plain: options.plain,
-        block_bytes: options.block_bytes,
-        threads,
-        erofs: true,
-        metadata_first: false,
-        disk: None,
-    })
-}
-
-/// Writes a file system's metadata.
-pub(crate) fn emit(
-    plan: &Plan<'_>,
-    tails: &dyn TailSource,
-    writer: &mut ImageWriter,
-    path: &Path,
-) -> Result<(), ConvertError> {
-    let end = writer.position() + plan.metadata_bytes();
-    plan.write(tails, &mut |bytes| writer.append(bytes))
-        .map_err(|e| match e {
-            EmitError::Output(e) => image_error(path, e),
-            EmitError::Tail(source) => ConvertError::Read {
-                action: "read",
-                what: "the end of a file".to_owned(),
-                source,
-            },
-        })?;
-    debug_assert_eq!(writer.position(), end);
-    Ok(())
-}
-
-/// An error for a tree that cannot be written as EROFS.
-pub(crate) fn unfit(path: &Path, error: bcow_erofs::writer::WriteError) -> ConvertError {
-    ConvertError::Image {
-        path: path.to_owned(),
-        source: Box::new(error),
-    }
-}
-
-/// An error that names the layer that does not fit.
-pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
-    let (place, problem) = match error {
-        MergeError::Layer { layer, source } => (names.get(layer).cloned(), source),
-        MergeError::Tree(source) => (None, source),
-        other => {
-            return ConvertError::Layout {
-                place: "the layers".to_owned(),
-                problem: other.to_string(),
-            };
-        }
-    };
-    ConvertError::Tree {
-        place: place.unwrap_or_else(|| "the merged layers".to_owned()),
-        problem,
     }
 }
 
@@ -377,69 +290,5 @@ fn whole_layer<R>(
             _ => Err(error),
         },
         Err(error) => Err(error),
-    }
-}
-
-/// Reads the image back: compares every block with the appended data, then checks the file system.
-pub(crate) fn verify(
-    written: &Written,
-    output: &Output,
-    threads: usize,
-) -> Result<(), ConvertError> {
-    let wrong = |e: bcow::Error| ConvertError::Verify(Box::new(e));
-    bcow::verify_written(written, threads).map_err(wrong)?;
-    let storage = Arc::new(output.file()?);
-    let image = BcowImage::open_storage(storage, &OpenOptions::default()).map_err(wrong)?;
-    crate::verify::file_system(image)
-}
-
-/// An [`ImageWriter`] whose errors name the destination.
-pub(crate) struct ImageSink {
-    writer: ImageWriter,
-    path: PathBuf,
-}
-
-impl ImageSink {
-    pub(crate) fn new(writer: ImageWriter, path: &Path) -> Self {
-        ImageSink {
-            writer,
-            path: path.to_owned(),
-        }
-    }
-
-    pub(crate) fn into_writer(self) -> ImageWriter {
-        self.writer
-    }
-}
-
-impl ContentSink for ImageSink {
-    fn position(&self) -> u64 {
-        self.writer.position()
-    }
-
-    fn append(&mut self, bytes: &[u8]) -> Result<(), ConvertError> {
-        self.writer
-            .append(bytes)
-            .map_err(|e| image_error(&self.path, e))
-    }
-
-    fn append_zeros(&mut self, count: u64) -> Result<(), ConvertError> {
-        self.writer
-            .append_zeros(count)
-            .map_err(|e| image_error(&self.path, e))
-    }
-}
-
-pub(crate) fn image_error(path: &Path, error: bcow::Error) -> ConvertError {
-    match error {
-        bcow::Error::Io { action, source, .. } => ConvertError::Write {
-            action,
-            path: path.to_owned(),
-            source,
-        },
-        error => ConvertError::Image {
-            path: path.to_owned(),
-            source: Box::new(error),
-        },
     }
 }

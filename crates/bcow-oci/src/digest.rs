@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
+use data_encoding::HEXLOWER;
 use sha2::{Digest as _, Sha256, Sha512};
 
 /// Digest algorithms of the OCI image specification.
@@ -49,7 +50,7 @@ impl Digest {
 
     /// The hexadecimal digits behind the colon, in lower case.
     pub fn hex(&self) -> String {
-        self.bytes.iter().map(|b| format!("{b:02x}")).collect()
+        hex(&self.bytes)
     }
 
     /// A short form for messages: the algorithm and 12 digits.
@@ -115,16 +116,9 @@ impl FromStr for Digest {
         if hex.len() != 2 * algorithm.bytes() {
             return Err("it has the wrong length");
         }
-        let digit = |b: u8| match b {
-            b'0'..=b'9' => Ok(b - b'0'),
-            b'a'..=b'f' => Ok(b - b'a' + 10),
-            _ => Err("it is not in lower-case hexadecimal"),
-        };
-        let bytes = hex
-            .as_bytes()
-            .chunks_exact(2)
-            .map(|pair| Ok::<u8, &'static str>((digit(pair[0])? << 4) | digit(pair[1])?))
-            .collect::<Result<Vec<u8>, _>>()?;
+        let bytes = HEXLOWER
+            .decode(hex.as_bytes())
+            .map_err(|_| "it is not in lower-case hexadecimal")?;
         Ok(Digest {
             algorithm,
             bytes: bytes.into(),
@@ -164,6 +158,11 @@ impl serde::Serialize for DiffId {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.0.serialize(serializer)
     }
+}
+
+/// Bytes in hexadecimal, in lower case.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    HEXLOWER.encode(bytes)
 }
 
 /// A digest that is being computed.

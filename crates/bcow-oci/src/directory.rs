@@ -20,10 +20,9 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, SeekFrom, Stat};
 use rustix::io::Errno;
 
 use crate::blob::read_error;
-use crate::builder::{Budget, LayerBuilder, Slot};
+use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
 use crate::error::{ConvertError, Place};
-use crate::ingest::{keep_xattr, place_error, store_error};
 use crate::layer::Reading;
 use crate::options::Progress;
 use crate::tar::{Run, SparseMap, sparse::MAX_RUNS};
@@ -60,7 +59,7 @@ impl<S: ContentSink> DirectoryIngest<'_, S> {
         attributes.xattrs = walk.xattrs(&fd, c".", root)?;
         walk.builder
             .directory(None, attributes)
-            .map_err(|e| place_error("", b".", e))?;
+            .map_err(|e| e.at("", b"."))?;
         walk.run(fd, root)?;
         walk.builder
             .finish(|_, _, _| ())
@@ -132,7 +131,7 @@ impl<S: ContentSink> Walk<'_, S> {
             [] => name.to_bytes().to_vec(),
             parent => [parent, b"/", name.to_bytes()].concat(),
         };
-        let failed = |e| place_error("", text.as_bytes(), e);
+        let failed = |e: PlaceError| e.at("", text.as_bytes());
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind != FileType::Directory && stat.st_nlink > 1 {
             if let Some(first) = self.links.get(&stat.st_ino) {
@@ -260,7 +259,7 @@ impl<S: ContentSink> Walk<'_, S> {
             Some(map) => self.content.sparse(map, &mut data),
             None => self.content.file(size, &mut data),
         }
-        .map_err(|e| store_error(Place::entry("", text.as_bytes()), e))?;
+        .map_err(|e| e.at(Place::entry("", text.as_bytes())))?;
         let after = rustix::fs::fstat(&data.file).map_err(|e| read_error("read", text, e))?;
         if !same(&after) {
             return Err(changed());
@@ -313,7 +312,7 @@ impl<S: ContentSink> Walk<'_, S> {
         }
         self.builder
             .share_xattrs(xattrs)
-            .map_err(|e| place_error("", text.as_bytes(), e))
+            .map_err(|e| e.at("", text.as_bytes()))
     }
 }
 

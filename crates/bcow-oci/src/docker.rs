@@ -11,7 +11,7 @@ use crate::error::{ConvertError, LimitKind, Place};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
-use crate::options::Platform;
+use crate::platform::Platform;
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "PascalCase")]
@@ -75,7 +75,7 @@ pub(crate) fn find(
         });
     }
     if let (Some(wanted), Some(found)) = (platform, &config.platform)
-        && !layout::suits(wanted, found)
+        && !wanted.suits(found)
     {
         return Err(ConvertError::NoSuchPlatform {
             place: files.name(),

@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::digest::Digest;
-use crate::options::Platform;
+use crate::platform::{Platform, PlatformSyntax};
 
 /// The class of an error; the command derives its exit code from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -185,11 +185,8 @@ pub enum ConvertError {
         text: String,
     },
     /// The platform does not have the form OS/ARCH[/VARIANT].
-    #[error("{text:?} is no platform")]
-    PlatformSyntax {
-        /// The platform that was given.
-        text: String,
-    },
+    #[error(transparent)]
+    PlatformSyntax(#[from] PlatformSyntax),
     /// The destination cannot become an image file.
     #[error("cannot write the image to {}: {problem}", path.display())]
     Destination {
@@ -484,7 +481,7 @@ impl ConvertError {
         match self {
             E::SourceSyntax { .. }
             | E::MissingTransport { .. }
-            | E::PlatformSyntax { .. }
+            | E::PlatformSyntax(_)
             | E::Destination { .. }
             | E::Options(_)
             | E::NoSuchReference { .. }
@@ -517,7 +514,7 @@ impl ConvertError {
         use ConvertError as E;
         let hint = match self {
             E::SourceSyntax { .. } | E::MissingTransport { .. } => "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE".into(),
-            E::PlatformSyntax { .. } => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64".into(),
+            E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64".into(),
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
                 if available.is_empty() {
                     return None;

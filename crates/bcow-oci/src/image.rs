@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
-use crate::options::Platform;
+use crate::platform::Platform;
 
 /// An image whose layers are not yet read.
 #[derive(Debug)]

@@ -6,14 +6,14 @@ use bcow_erofs::tree::{
     Attributes, Blocks, Content, DeviceNumber, LayerTree, Node, NodeId, NodeKind,
 };
 
-use crate::builder::{Budget, LayerBuilder, PlaceError, Slot};
-use crate::content::{ContentSink, ContentWriter, Data, StoreError};
+use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
+use crate::content::{ContentSink, ContentWriter, Data};
 use crate::error::{ConvertError, LimitKind, Place, TarProblem};
 use crate::hidden::Uppers;
 use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
 use crate::recognise::{MAX_BYTES, is_telling, recognise};
-use crate::tar::{Entry, EntryKind, TarError, TarReader};
+use crate::tar::{Entry, EntryKind, TarReader};
 use crate::warnings::Warnings;
 
 /// Longest symlink target, as in Linux.
@@ -71,7 +71,7 @@ impl<S: ContentSink> LayerIngest<'_, S> {
             rescue: Rescue::default(),
         };
         let mut entries = 0;
-        while let Some(entry) = tar.next_entry().map_err(|e| tar_error(name, e))? {
+        while let Some(entry) = tar.next_entry().map_err(|e| e.of(name))? {
             layer.entry(entries, entry, tar, self.content)?;
             entries += 1;
         }
@@ -94,7 +94,7 @@ pub(crate) fn rescue<S: ContentSink>(
     content: &mut ContentWriter<S>,
 ) -> Result<u64, ConvertError> {
     let (mut number, mut bytes) = (0, 0);
-    while let Some(entry) = tar.next_entry().map_err(|e| tar_error(name, e))? {
+    while let Some(entry) = tar.next_entry().map_err(|e| e.of(name))? {
         if let Some(&id) = rescue.0.get(&number) {
             let stored = store(name, &entry.path, &entry, tar, content)?;
             tree.node_mut(id).kind = NodeKind::Regular(stored);
@@ -128,7 +128,7 @@ impl Layer<'_> {
     ) -> Result<(), ConvertError> {
         let layer = self.name;
         let path = std::mem::take(&mut entry.path);
-        let error = |e| place_error(layer, &path, e);
+        let error = |e: PlaceError| e.at(layer, &path);
         if path.len() > MAX_PATH_BYTES {
             return Err(error(PlaceError::Limit {
                 kind: LimitKind::PathBytes,
@@ -210,7 +210,7 @@ impl Layer<'_> {
             return Ok(());
         }
         let data = tar.data(entry.stored as usize);
-        let (first, second) = data.map_err(|e| tar_error(self.name, e))?;
+        let (first, second) = data.map_err(|e| e.of(self.name))?;
         match recognise(name, &[first, second].concat()) {
             Some(form) => Err(ConvertError::HoldsImage {
                 place: self.name.to_owned(),
@@ -258,7 +258,7 @@ impl Layer<'_> {
         let id = self
             .builder
             .node(slot, node)
-            .map_err(|e| place_error(self.name, path, e))?;
+            .map_err(|e| e.at(self.name, path))?;
         if hidden {
             self.dropped.insert(id, number);
         }
@@ -304,7 +304,7 @@ impl Layer<'_> {
             bytes if bytes > MAX_TARGET_BYTES => TarProblem::TargetTooLong { bytes },
             _ => return Ok(entry.link.as_slice().into()),
         };
-        Err(place_error(self.name, path, problem.into()))
+        Err(PlaceError::from(problem).at(self.name, path))
     }
 
     fn attributes(&mut self, path: &[u8], entry: &mut Entry) -> Result<Attributes, ConvertError> {
@@ -313,7 +313,7 @@ impl Layer<'_> {
         let xattrs = self
             .builder
             .share_xattrs(xattrs)
-            .map_err(|e| place_error(self.name, path, e))?;
+            .map_err(|e| e.at(self.name, path))?;
         Ok(Attributes {
             permissions: entry.permissions,
             uid: entry.uid,
@@ -322,28 +322,6 @@ impl Layer<'_> {
             xattrs,
         })
     }
-}
-
-/// Whether an extended attribute goes into the image.
-///
-/// The attributes of overlayfs and bcow are dropped: they would change the contents of a later
-/// mount, and container engines that kept them had vulnerabilities. EROFS supports only the
-/// kernel's namespaces.
-pub(crate) fn keep_xattr(name: &[u8], warnings: &mut Warnings) -> bool {
-    const KNOWN: [&[u8]; 3] = [b"user.", b"trusted.", b"security."];
-    const ACLS: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
-    const MARKS: [&[u8]; 3] = [b"trusted.overlay.", b"user.overlay.", b"trusted.bcow."];
-    if MARKS.iter().any(|prefix| name.starts_with(prefix)) {
-        return false;
-    }
-    let known = ACLS.contains(&name)
-        || KNOWN
-            .iter()
-            .any(|prefix| name.len() > prefix.len() && name.starts_with(prefix));
-    if !known {
-        warnings.dropped_xattr(name);
-    }
-    known
 }
 
 /// Stores an entry's data.
@@ -359,23 +337,7 @@ fn store<S: ContentSink>(
         Some(map) => content.sparse(map, &mut data),
         None => content.file(entry.stored, &mut data),
     };
-    stored.map_err(|e| store_error(Place::entry(layer, path), e))
-}
-
-/// Adds the layer and the entry to an error of the content writer.
-pub(crate) fn store_error(place: Place, error: StoreError) -> ConvertError {
-    let (kind, value, allowed) = match error {
-        StoreError::Fill { value, allowed } => (LimitKind::SparseFill, value, allowed),
-        StoreError::AddressSpace { value, allowed } => (LimitKind::AddressSpace, value, allowed),
-        StoreError::Chunks { value, allowed } => (LimitKind::Chunks, value, allowed),
-        StoreError::Other(error) => return *error,
-    };
-    ConvertError::Limit {
-        place,
-        kind,
-        value: Some(value),
-        allowed,
-    }
+    stored.map_err(|e| e.at(Place::entry(layer, path)))
 }
 
 struct EntryData<'d, 's> {
@@ -386,51 +348,10 @@ struct EntryData<'d, 's> {
 impl Data for EntryData<'_, '_> {
     fn window(&mut self, wanted: usize) -> Result<(&[u8], &[u8]), ConvertError> {
         let layer = self.layer;
-        self.tar.data(wanted).map_err(|e| tar_error(layer, e))
+        self.tar.data(wanted).map_err(|e| e.of(layer))
     }
 
     fn consume(&mut self, bytes: usize) {
         self.tar.consume(bytes);
-    }
-}
-
-/// Adds the layer and the entry to an error of the tar reader.
-pub(crate) fn tar_error(layer: &str, error: TarError) -> ConvertError {
-    use crate::tar::reader::TarCause;
-    let place = Place {
-        layer: layer.to_owned(),
-        entry: error.entry,
-    };
-    match error.cause {
-        TarCause::Problem(problem) => ConvertError::Tar { place, problem },
-        TarCause::Limit {
-            kind,
-            value,
-            allowed,
-        } => ConvertError::Limit {
-            place,
-            kind,
-            value: Some(value),
-            allowed,
-        },
-        TarCause::Stream(error) => *error,
-    }
-}
-
-/// Adds the entry to an error of the builder.
-pub(crate) fn place_error(layer: &str, entry: &[u8], error: PlaceError) -> ConvertError {
-    let place = Place::entry(layer, entry);
-    match error {
-        PlaceError::Problem(problem) => ConvertError::Tar { place, problem },
-        PlaceError::Limit {
-            kind,
-            value,
-            allowed,
-        } => ConvertError::Limit {
-            place,
-            kind,
-            value: Some(value),
-            allowed,
-        },
     }
 }

@@ -18,12 +18,13 @@ use rustix::fs::MemfdFlags;
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
 
-use crate::content::{BLOCK_BYTES, ContentStats};
-use crate::conversion::{image_error, tree_error};
+use crate::content::ContentStats;
 use crate::error::ConvertError;
-use crate::layered::stack::{Known, Merged, Part, Place, TAIL_SHIFT, places};
+use crate::image_file::{ImagesByDigest, image_error, tree_error};
 use crate::metadata::Metadata;
 use crate::options::Limits;
+use crate::space::BLOCK_BYTES;
+use crate::stack::{Merged, Part, Place, TAIL_SHIFT, places};
 
 /// An image that takes part.
 #[derive(Clone)]
@@ -104,7 +105,7 @@ pub fn join(
     let written = file.try_clone().map_err(in_memory)?;
     let metadata = Metadata::new("bcow", Value::Null, described);
     let stack = merged.write(written, metadata)?;
-    let resolver = Known(
+    let resolver = ImagesByDigest(
         parts
             .iter()
             .map(|part| (part.image.identity_hash(), part.image.clone()))

@@ -10,10 +10,9 @@
 
 mod cache;
 mod directory;
-pub(crate) mod lower;
-pub(crate) mod manifest;
+mod manifest;
 mod report;
-pub(crate) mod stack;
+mod stack;
 mod stored;
 mod trees;
 
@@ -27,21 +26,24 @@ use bcow::OpenOptions;
 use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
-use crate::conversion::{Conversion, INLINE_MAX, Target, tree_error, verify};
-use crate::convert::{Input, hex};
-use crate::digest::{DiffId, Digest};
+use crate::conversion::{Conversion, Target};
+use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, Place};
 use crate::hidden::Uppers;
 use crate::image::{Image, ImageConfig};
+use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
+use crate::input::Input;
 use crate::layer::{LayerInput, Reading, read_layer};
-use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob};
+use crate::layout::write::{LayoutWriter, ManifestEntry, NewBlob, json_bytes};
+use crate::lower::LowerIndex;
 use crate::metadata::{Metadata, insert_some, options_json, tool};
-use crate::options::{ConvertOptions, Platform, Progress};
+use crate::options::{ConvertOptions, Progress};
 use crate::parallel;
+use crate::platform::Platform;
 use crate::source::Source;
+use crate::space::INLINE_MAX;
 use crate::tar::TarReader;
 use cache::{LayerCache, LayoutLayers};
-use lower::LowerIndex;
 use stored::StoredLayer;
 
 pub use trees::convert_trees;
@@ -67,7 +69,7 @@ pub fn convert_to_layout(
         ));
     }
     // Check the options before anything is read.
-    crate::conversion::writer_options(options, 1)?;
+    writer_options(options, 1)?;
     let input = Input::open(source, options)?;
     refuse_to_replace(source, &input, layout)?;
     let writer = LayoutWriter::open(&layout.directory, layout.form)?;
@@ -406,7 +408,8 @@ impl Work<'_> {
         let finished = conversion.finish(&tree, metadata)?;
         drop(tree);
         if self.options.verify {
-            verify(&finished.written, &output, threads)?;
+            let below = ImagesByDigest::default();
+            read_back(&finished.written, output.file()?, &below, threads)?;
         }
         Ok((self.layout.finish(output)?, diff_id))
     }
@@ -479,5 +482,5 @@ fn config(
         ),
     ]);
     insert_some(&mut all, [("variant", platform.variant.map(|v| json!(v)))]);
-    manifest::to_bytes(&Value::Object(all), Path::new("config"))
+    json_bytes(&Value::Object(all), Path::new("config"))
 }

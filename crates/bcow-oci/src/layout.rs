@@ -13,7 +13,7 @@ use crate::digest::{DiffId, Digest};
 use crate::error::{ConvertError, LimitKind, Place};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
-use crate::options::Platform;
+use crate::platform::Platform;
 
 /// Largest size of an index or manifest.
 const MAX_MANIFEST_BYTES: u64 = 4 << 20;
@@ -30,10 +30,8 @@ const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const DOCKER_INDEX: &str = "application/vnd.docker.distribution.manifest.list.v2+json";
 const DOCKER_MANIFEST: &str = "application/vnd.docker.distribution.manifest.v2+json";
-const CONFIGS: [&str; 2] = [
-    "application/vnd.oci.image.config.v1+json",
-    "application/vnd.docker.container.image.v1+json",
-];
+pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
+const CONFIGS: [&str; 2] = [OCI_CONFIG, "application/vnd.docker.container.image.v1+json"];
 const LAYERS: [&str; 11] = [
     "application/vnd.oci.image.layer.v1.tar",
     "application/vnd.oci.image.layer.v1.tar+gzip",
@@ -158,7 +156,7 @@ pub(crate) fn find(
     let mut image = load(files, &manifest)?;
     image.reference = name;
     if let (Some(wanted), Some(found)) = (platform, &image.platform)
-        && !suits(wanted, found)
+        && !wanted.suits(found)
     {
         return Err(ConvertError::NoSuchPlatform {
             place: files.name(),
@@ -378,7 +376,7 @@ fn choose_platform(
     let wanted = platform.unwrap_or(&host);
     let best = manifests
         .iter()
-        .filter_map(|d| score(wanted, &d.platform()?).map(|score| (score, d)))
+        .filter_map(|d| wanted.score(&d.platform()?).map(|score| (score, d)))
         // On equal scores the first one wins; without `rev`, `max_by_key` returns the last one.
         .rev()
         .max_by_key(|&(score, _)| score);
@@ -392,25 +390,6 @@ fn choose_platform(
                 .filter_map(|d| d.platform().map(|p| p.to_string()))
                 .collect(),
         }),
-    }
-}
-
-/// Whether an image for the platform `found` runs on the platform `wanted`.
-pub(crate) fn suits(wanted: &Platform, found: &Platform) -> bool {
-    score(wanted, found).is_some()
-}
-
-/// How well the platforms match; `None` if they do not match.
-fn score(wanted: &Platform, found: &Platform) -> Option<u8> {
-    if wanted.os != found.os || wanted.architecture != found.architecture {
-        return None;
-    }
-    match (wanted.variant.as_deref(), found.variant.as_deref()) {
-        (Some(wanted), Some(found)) => (wanted == found).then_some(2),
-        (None, None) => Some(2),
-        // arm64 has only this variant, so an omitted variant means the same.
-        (None, Some("v8")) | (Some("v8"), None) if wanted.architecture == "arm64" => Some(2),
-        (None, Some(_)) | (Some(_), None) => Some(1),
     }
 }
 

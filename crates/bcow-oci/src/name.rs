@@ -5,7 +5,6 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use crate::digest::Digest;
-use crate::store::StoreError;
 
 /// An image in BCoW form: `FILE`, `bcow:FILE`, `oci:DIR[:REF]` or `oci:DIR@sha256:HEX`.
 ///
@@ -31,14 +30,29 @@ pub enum ImageName {
     },
 }
 
+/// The text is not the name of an image in BCoW form.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("invalid image name {text:?}: {problem}")]
+pub struct NameSyntax {
+    text: String,
+    problem: &'static str,
+}
+
+impl NameSyntax {
+    /// A hint for the user.
+    pub fn hint(&self) -> &'static str {
+        "images are FILE, oci:DIR[:REF] and oci:DIR@sha256:DIGEST"
+    }
+}
+
 const TRANSPORT: &[u8] = b"oci:";
 /// The transport of a file whose name looks like another transport.
 const FILE: &[u8] = b"bcow:";
 
 impl ImageName {
     /// Parses an image name. A name without a transport is a file.
-    pub fn parse(text: &OsStr) -> Result<ImageName, StoreError> {
-        let bad = |problem| StoreError::NameSyntax {
+    pub fn parse(text: &OsStr) -> Result<ImageName, NameSyntax> {
+        let bad = |problem| NameSyntax {
             text: text.to_string_lossy().into_owned(),
             problem,
         };

@@ -1,14 +1,12 @@
 //! The options, progress callbacks and report of a conversion.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
-use crate::error::ConvertError;
+use crate::platform::Platform;
 
 pub use bcow::Compression;
 
@@ -63,7 +61,7 @@ impl Default for ConvertOptions {
     }
 }
 
-/// Limits against hostile input. An input that exceeds one fails with [`ConvertError::Limit`].
+/// Limits against hostile input. An input that exceeds one fails with [`crate::ConvertError::Limit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Files, directories and other nodes over all layers.
@@ -80,72 +78,6 @@ impl Default for Limits {
             max_entries: 4_000_000,
             max_ratio: 2000,
             max_bytes: 1 << 40,
-        }
-    }
-}
-
-/// An operating system and a processor architecture, in the terms of the OCI image specification.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Platform {
-    /// `linux`, ...
-    pub os: String,
-    /// `amd64`, `arm64`, ...
-    pub architecture: String,
-    /// `v8`, ...
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub variant: Option<String>,
-}
-
-impl Platform {
-    /// The platform of this program.
-    pub fn host() -> Platform {
-        let (architecture, variant) = match std::env::consts::ARCH {
-            "x86_64" => ("amd64", None),
-            "aarch64" => ("arm64", None),
-            "x86" => ("386", None),
-            "arm" => ("arm", Some("v7")),
-            "powerpc64" if cfg!(target_endian = "little") => ("ppc64le", None),
-            "loongarch64" => ("loong64", None),
-            other => (other, None),
-        };
-        Platform {
-            os: std::env::consts::OS.to_owned(),
-            architecture: architecture.to_owned(),
-            variant: variant.map(str::to_owned),
-        }
-    }
-}
-
-impl FromStr for Platform {
-    type Err = ConvertError;
-
-    fn from_str(text: &str) -> Result<Self, ConvertError> {
-        let bad = || ConvertError::PlatformSyntax {
-            text: text.to_owned(),
-        };
-        let parts: Vec<&str> = text.split('/').collect();
-        if parts.iter().any(|p| p.is_empty()) {
-            return Err(bad());
-        }
-        let (os, architecture, variant) = match parts[..] {
-            [os, architecture] => (os, architecture, None),
-            [os, architecture, variant] => (os, architecture, Some(variant.to_owned())),
-            _ => return Err(bad()),
-        };
-        Ok(Platform {
-            os: os.to_owned(),
-            architecture: architecture.to_owned(),
-            variant,
-        })
-    }
-}
-
-impl fmt::Display for Platform {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.os, self.architecture)?;
-        match &self.variant {
-            Some(variant) => write!(f, "/{variant}"),
-            None => Ok(()),
         }
     }
 }

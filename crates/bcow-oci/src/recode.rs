@@ -10,21 +10,20 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bcow::format::incompatible;
-use bcow::{BlockDevice, Content, Image, ImageWriter, OpenOptions, WriterOptions, Written};
+use bcow::{BlockDevice, Content, Image, ImageWriter, WriterOptions, Written};
 use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::reader::Filesystem;
 use serde_json::{Map, Value, json};
 
 use crate::cancel::Cancel;
 use crate::commit::{Commit, commit};
-use crate::content::BLOCK_BYTES;
-use crate::conversion::{image_error, tree_error, writer_options};
-use crate::convert::hex;
+use crate::digest::hex;
 use crate::error::ConvertError;
-use crate::layered::lower::REGION_BYTES;
+use crate::image_file::{ImagesByDigest, image_error, read_back, tree_error, writer_options};
 use crate::metadata::{options_json, tool};
 use crate::options::{ConvertOptions, LayerReport, Progress, Report};
 use crate::output::Output;
+use crate::space::{BLOCK_BYTES, REGION_BYTES};
 
 /// Bytes per read.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -97,11 +96,8 @@ impl Recoding<'_> {
             })?;
         if self.options.verify {
             self.progress.phase("verify");
-            let wrong = |error: bcow::Error| ConvertError::Verify(Box::new(error));
-            bcow::verify_written(&written, self.options.threads).map_err(wrong)?;
-            let storage = Arc::new(output.file()?);
-            let image = Image::open_storage(storage, &OpenOptions::default()).map_err(wrong)?;
-            crate::verify::file_system(image)?;
+            let below = ImagesByDigest::default();
+            read_back(&written, output.file()?, &below, self.options.threads)?;
         }
         if self.cancel().is_set() {
             return Err(ConvertError::Interrupted);

@@ -114,14 +114,6 @@ pub struct BelowFile {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The image name has a wrong syntax.
-    #[error("{text:?} names no image: {problem}")]
-    NameSyntax {
-        /// The name that was given.
-        text: String,
-        /// What is wrong with the name.
-        problem: &'static str,
-    },
     /// The layout is missing, unreadable or invalid.
     #[error(transparent)]
     Layout(#[from] ConvertError),
@@ -258,9 +250,6 @@ impl StoreError {
     /// A hint for the user, if there is one.
     pub fn hint(&self) -> Option<String> {
         match self {
-            StoreError::NameSyntax { .. } => {
-                Some("images are FILE, oci:DIR[:REF] and oci:DIR@sha256:DIGEST".into())
-            }
             StoreError::Layout(error) => error.hint(),
             StoreError::OrdinaryImage { .. } => Some(
                 "`bcow convert` makes a BCoW image of it, in one file or layer by layer".into(),
@@ -309,7 +298,7 @@ pub fn open(
     };
     let finder = Finder::new(found.layout.as_deref(), places, options.clone());
     // The metadata describes the files below, so it is read before they are opened.
-    let facts = Image::open_with_backings(found.file.clone(), options, &NoLayers)
+    let facts = Image::open_storage(found.file.clone(), options)
         .and_then(|image| match image.metadata() {
             Ok(metadata) => {
                 let directory = directory_of(&found.path);
@@ -494,15 +483,6 @@ pub fn backing_facts(metadata: &serde_json::Value) -> Vec<BackingFacts> {
             })
         })
         .collect()
-}
-
-/// Resolves no backing, to read an image's metadata before the files below it are opened.
-struct NoLayers;
-
-impl BackingResolver for NoLayers {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
-        Ok(None)
-    }
 }
 
 /// A lookup of files by digest in the places that the user allows.
@@ -798,7 +778,7 @@ impl Finder {
         };
         // The files below the candidate are opened only after the candidate is known to be the
         // right file.
-        let alone = Image::open_with_backings(file.clone(), &self.options, &NoLayers)
+        let alone = Image::open_storage(file.clone(), &self.options)
             .map_err(|error| failed(error.into()))?;
         let wrong = |what, found: String, expected: String| LayerProblem::Wrong {
             name: self.name(digest),

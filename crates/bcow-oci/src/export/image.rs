@@ -16,14 +16,14 @@ use crate::blob::{open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
 use crate::image::ImageConfig;
-use crate::layered::manifest::{OCI_CONFIG, to_bytes};
-use crate::layout::OCI_MANIFEST;
 use crate::layout::write::{
-    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, write_error,
+    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes, write_error,
 };
+use crate::layout::{OCI_CONFIG, OCI_MANIFEST};
 use crate::metadata::insert_some;
-use crate::options::{Platform, Progress};
+use crate::options::Progress;
 use crate::parallel;
+use crate::platform::Platform;
 
 /// Size of the pieces that are sent between threads, in bytes.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -177,7 +177,7 @@ pub fn export_layout(
         .map(|layer| &layer.report.diff_id.0)
         .collect();
     let platform = template.platform();
-    let config = writer.document(&to_bytes(
+    let config = writer.document(&json_bytes(
         &template.fill(&diff_ids),
         &destination.directory,
     )?)?;
@@ -196,7 +196,7 @@ pub fn export_layout(
         "config": descriptor(OCI_CONFIG, &config.digest, config.size),
         "layers": descriptors,
     });
-    let manifest = writer.document(&to_bytes(&manifest, &destination.directory)?)?;
+    let manifest = writer.document(&json_bytes(&manifest, &destination.directory)?)?;
     let entry = ManifestEntry {
         digest: manifest.digest.clone(),
         size: manifest.size,
@@ -257,7 +257,7 @@ pub(crate) fn config_with(
     diff_ids: &[&Digest],
     path: &Path,
 ) -> Result<Vec<u8>, ExportError> {
-    Ok(to_bytes(
+    Ok(json_bytes(
         &ConfigTemplate::new(config)?.fill(diff_ids),
         path,
     )?)

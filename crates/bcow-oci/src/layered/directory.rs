@@ -14,15 +14,17 @@ use bcow_erofs::reader::Filesystem;
 
 use crate::blob::{Blob, read_error};
 use crate::cancel::Cancel;
-use crate::conversion::{Conversion, INLINE_MAX, Target, tree_error};
-use crate::convert::single_layer;
+use crate::conversion::{Conversion, Target};
 use crate::error::ConvertError;
 use crate::export::{ExportError, ExportOptions, TarForm, export_tar};
 use crate::image::Image;
+use crate::image_file::tree_error;
+use crate::input::single_layer;
 use crate::layer::Reading;
 use crate::layout::write::LayoutWriter;
 use crate::metadata::Metadata;
 use crate::options::{ConvertOptions, Progress};
+use crate::space::INLINE_MAX;
 
 /// Calls `convert` with an image whose only layer is an archive of the directory at `path`.
 pub(crate) fn as_image<R>(

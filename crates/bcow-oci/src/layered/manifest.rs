@@ -11,12 +11,10 @@ use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::image::{Image, ImageConfig};
 use crate::layer::LayerInput;
-use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor};
-use crate::layout::{self, IMAGE, LAYER, OCI_MANIFEST, STACK};
+use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor, json_bytes};
+use crate::layout::{self, IMAGE, LAYER, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::metadata::tool;
 use crate::options::ConvertOptions;
-
-pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 
 /// The digest of a layer's uncompressed archive.
 const DIFF_ID: &str = "io.bcow.layer.diff-id";
@@ -89,7 +87,7 @@ impl Manifest<'_> {
             "layers": layers,
             "annotations": annotations,
         });
-        to_bytes(&all, Path::new("manifest"))
+        json_bytes(&all, Path::new("manifest"))
     }
 }
 
@@ -108,13 +106,6 @@ pub(crate) fn entry(
         platform: image.platform.clone().or_else(from_config),
         reference,
     }
-}
-
-pub(crate) fn to_bytes(value: &Value, what: &Path) -> Result<Vec<u8>, ConvertError> {
-    serde_json::to_vec(value).map_err(|error| ConvertError::Layout {
-        place: what.display().to_string(),
-        problem: error.to_string(),
-    })
 }
 
 /// A BCoW layer in a layout, as its manifest describes it.

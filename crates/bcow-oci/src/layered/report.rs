@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::digest::{DiffId, Digest};
 use crate::layout::write::LayoutForm;
-use crate::options::Platform;
+use crate::platform::Platform;
 
 /// The destination of a layered image, and its options.
 #[derive(Debug, Clone, Default)]

@@ -7,11 +7,11 @@ use serde_json::Value;
 
 use super::{LayoutOptions, LayoutReport, convert_image};
 use crate::blob::Blob;
-use crate::conversion::writer_options;
 use crate::error::ConvertError;
 use crate::export::image::{archives, config_with};
 use crate::export::{ExportError, ExportOptions, Layers};
 use crate::image::{Image, ImageConfig, layer_name};
+use crate::image_file::writer_options;
 use crate::layer::LayerInput;
 use crate::layout::write::LayoutWriter;
 use crate::options::{ConvertOptions, Progress};

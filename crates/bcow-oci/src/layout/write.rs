@@ -16,17 +16,16 @@ use bcow_erofs::reader::Timestamp;
 use rustix::fs::FlockOperation;
 use serde_json::{Map, Value, json};
 
-use super::{MAX_MANIFEST_BYTES, NAME, OCI_MANIFEST};
+use super::{MAX_MANIFEST_BYTES, NAME, OCI_INDEX, OCI_MANIFEST};
 use crate::blob::open_regular;
 use crate::digest::{Algorithm, Digest};
 use crate::error::ConvertError;
-use crate::options::Platform;
 use crate::output::Output;
+use crate::platform::Platform;
 use crate::tar::writer::{Entry, EntryError, Kind, TarWriter};
 
 /// Bytes per read when a blob is copied into an archive.
 const COPY_BYTES: usize = 1 << 20;
-const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 /// The content of the file `oci-layout`.
 const LAYOUT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
 
@@ -216,7 +215,7 @@ impl LayoutWriter {
         let failed = |source| write_error("write", &self.directory, source);
         let index = json!({
             "schemaVersion": 2,
-            "mediaType": INDEX,
+            "mediaType": OCI_INDEX,
             "manifests": [entry.descriptor()],
         });
         let blobs: BTreeMap<String, NewBlob> = blobs
@@ -255,7 +254,7 @@ impl LayoutWriter {
                 .map_err(|error| bad(format!("not as it should be: {error}")))?,
             None => Map::from_iter([
                 ("schemaVersion".to_owned(), json!(2)),
-                ("mediaType".to_owned(), json!(INDEX)),
+                ("mediaType".to_owned(), json!(OCI_INDEX)),
             ]),
         };
         let manifests = index.entry("manifests").or_insert_with(|| json!([]));
@@ -385,6 +384,14 @@ pub(crate) fn annotated(
     let mut all = descriptor(media_type, digest, size);
     all.insert("annotations".into(), json!(annotations));
     Value::Object(all)
+}
+
+/// The text of a document; `what` is its name in messages.
+pub(crate) fn json_bytes(value: &Value, what: &Path) -> Result<Vec<u8>, ConvertError> {
+    serde_json::to_vec(value).map_err(|error| ConvertError::Layout {
+        place: what.display().to_string(),
+        problem: error.to_string(),
+    })
 }
 
 /// SHA-256 digest and length of a file.

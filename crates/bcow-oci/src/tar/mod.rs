@@ -13,5 +13,5 @@ pub(crate) mod reader;
 pub(crate) mod sparse;
 pub(crate) mod writer;
 
-pub(crate) use reader::{End, Entry, EntryKind, TarError, TarReader};
+pub(crate) use reader::{End, Entry, EntryKind, TarReader};
 pub(crate) use sparse::{MAX_RUNS, Run, SparseMap};

@@ -4,8 +4,10 @@
 //! malformed. If one reader skips a record that another one applies, the archive has two meanings.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use bcow_erofs::tree::Timestamp;
+use data_encoding::{BASE64_NOPAD, Encoding};
 
 use super::number;
 use super::sparse::SparseRecords;
@@ -194,31 +196,20 @@ fn url_decoded(text: &[u8]) -> Option<Vec<u8>> {
     Some(out)
 }
 
-/// Base64 with or without padding; libarchive writes none.
+/// Base64 without padding, as libarchive writes it. Bits behind the last byte may have any value.
+static BASE64: LazyLock<Encoding> = LazyLock::new(|| {
+    let mut form = BASE64_NOPAD.specification();
+    form.check_trailing_bits = false;
+    form.encoding().expect("the form of BASE64_NOPAD is valid")
+});
+
+/// Base64 with or without padding.
 fn base64(text: &[u8]) -> Option<Vec<u8>> {
-    let padding = text.iter().rev().take_while(|&&b| b == b'=').count();
-    let digits = &text[..text.len() - padding];
-    if padding > 2 || digits.len() % 4 == 1 {
-        return None;
+    let mut digits = text;
+    for _ in 0..2 {
+        digits = digits.strip_suffix(b"=").unwrap_or(digits);
     }
-    let mut out = Vec::with_capacity(digits.len() / 4 * 3 + 2);
-    for group in digits.chunks(4) {
-        let mut bits = 0u32;
-        for &digit in group {
-            let value = match digit {
-                b'A'..=b'Z' => digit - b'A',
-                b'a'..=b'z' => digit - b'a' + 26,
-                b'0'..=b'9' => digit - b'0' + 52,
-                b'+' => 62,
-                b'/' => 63,
-                _ => return None,
-            };
-            bits = bits << 6 | u32::from(value);
-        }
-        bits <<= 6 * (4 - group.len());
-        out.extend_from_slice(&bits.to_be_bytes()[1..group.len()]);
-    }
-    Some(out)
+    BASE64.decode(digits).ok()
 }
 
 #[cfg(test)]

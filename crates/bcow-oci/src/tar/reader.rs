@@ -8,7 +8,7 @@ use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHead
 use super::number;
 use super::pax::PaxHeader;
 use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
-use crate::error::{ConvertError, LimitKind, TarProblem};
+use crate::error::{ConvertError, LimitKind, Place, TarProblem};
 use crate::stream::{CHUNK_BYTES, ChunkStream};
 
 /// Largest size of the extension headers of one entry. Linux allows 64 KiB of extended attributes
@@ -79,6 +79,30 @@ pub(crate) enum TarCause {
         allowed: u64,
     },
     Stream(Box<ConvertError>),
+}
+
+impl TarError {
+    /// The error of the layer or archive `layer`.
+    pub(crate) fn of(self, layer: &str) -> ConvertError {
+        let place = Place {
+            layer: layer.to_owned(),
+            entry: self.entry,
+        };
+        match self.cause {
+            TarCause::Problem(problem) => ConvertError::Tar { place, problem },
+            TarCause::Limit {
+                kind,
+                value,
+                allowed,
+            } => ConvertError::Limit {
+                place,
+                kind,
+                value: Some(value),
+                allowed,
+            },
+            TarCause::Stream(error) => *error,
+        }
+    }
 }
 
 impl From<TarProblem> for TarCause {

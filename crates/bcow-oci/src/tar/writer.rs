@@ -8,6 +8,7 @@
 use std::io::{self, Write};
 
 use bcow_erofs::reader::{DeviceNumber, Timestamp};
+use data_encoding::BASE64_NOPAD;
 use tar_core::{HEADER_SIZE, Header};
 
 use super::Run;
@@ -241,7 +242,8 @@ fn pax_records(entry: &Entry<'_>, stored: u64) -> Vec<u8> {
         if name.iter().any(|b| matches!(b, b'=' | 0)) {
             // A PAX key ends at an equals sign; the form of libarchive escapes such bytes.
             let key = [b"LIBARCHIVE.xattr.", &url_encoded(name)[..]].concat();
-            add(&key, base64(value));
+            // libarchive writes no padding.
+            add(&key, BASE64_NOPAD.encode(value).into_bytes());
         } else {
             add(&[b"SCHILY.xattr.", &name[..]].concat(), value.clone());
         }
@@ -359,21 +361,6 @@ fn url_encoded(name: &[u8]) -> Vec<u8> {
                 out.extend_from_slice(format!("%{byte:02X}").as_bytes());
             }
             _ => out.push(byte),
-        }
-    }
-    out
-}
-
-/// Base64 without padding, as libarchive writes it.
-fn base64(bytes: &[u8]) -> Vec<u8> {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut out = Vec::with_capacity(bytes.len().div_ceil(3) * 4);
-    for group in bytes.chunks(3) {
-        let mut bits = [0; 4];
-        bits[1..=group.len()].copy_from_slice(group);
-        let bits = u32::from_be_bytes(bits);
-        for digit in 0..=group.len() {
-            out.push(DIGITS[(bits >> (18 - 6 * digit) & 63) as usize]);
         }
     }
     out

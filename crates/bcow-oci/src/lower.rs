@@ -1,8 +1,6 @@
 //! References from a layer to content that lower layers of the image have.
 //!
-//! A layer with such references has windows onto those lower layers behind its own metadata. The
-//! addresses of the windows are known only after the layout of the metadata; until then, the blocks
-//! of lower layers have numbers from [`LOWER_FROM`] on.
+//! A layer with such references has windows onto those lower layers behind its own metadata.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -12,13 +10,7 @@ use bcow::{BlockDevice, Error, Image, ImageWriter};
 use bcow_erofs::reader::{ErofsError, ExtentSource, FileType, Filesystem, Inode};
 use bcow_erofs::writer::ContentWindow;
 
-use crate::content::{BLOCK_BYTES, PIECE_BYTES};
-use crate::conversion::INLINE_MAX;
-
-/// First block number for content of lower layers.
-pub(crate) const LOWER_FROM: u32 = 1 << 31;
-/// Windows start at a multiple of this size.
-pub(crate) const REGION_BYTES: u64 = 4 << 20;
+use crate::space::{BLOCK_BYTES, INLINE_MAX, LOWER_FROM, PIECE_BYTES, REGION_BYTES};
 
 /// The pieces of the lower layers by their BLAKE3 hash.
 #[derive(Clone, Default)]

@@ -1,0 +1,120 @@
+//! Opens a source: finds its image, or its directory.
+
+use std::path::PathBuf;
+
+use crate::archive::{Archive, Files};
+use crate::blob::Blob;
+use crate::error::ConvertError;
+use crate::image::Image;
+use crate::layer::LayerInput;
+use crate::options::ConvertOptions;
+use crate::recognise::recognise_directory;
+use crate::source::{Source, TarInput};
+use crate::{docker, layout};
+
+/// The input of a conversion.
+pub(crate) enum Input {
+    Image(Box<Image>),
+    Directory(PathBuf),
+}
+
+impl Input {
+    pub(crate) fn open(source: &Source, options: &ConvertOptions) -> Result<Input, ConvertError> {
+        let platform = options.platform.as_ref();
+        let image = match source {
+            Source::Oci {
+                directory,
+                reference,
+            } => layout::find(
+                &Files::directory(directory)?,
+                reference.as_deref(),
+                platform,
+            )?,
+            Source::OciArchive { file, reference } => {
+                let files = Files::Archive(Archive::open_file(file)?);
+                layout::find(&files, reference.as_deref(), platform)?
+            }
+            Source::DockerArchive { file, reference } => {
+                docker::find(Archive::open_file(file)?, reference.as_deref(), platform)?
+            }
+            Source::Tar(TarInput::File(path)) => single_layer(Blob::open(path)?),
+            Source::Tar(TarInput::Stdin) => single_layer(Blob::stdin()?),
+            Source::Directory(path) => {
+                if !options.as_files
+                    && let Some(form) = recognise_directory(path)?
+                {
+                    return Err(source.explain(ConvertError::HoldsImage {
+                        place: path.display().to_string(),
+                        form,
+                        source_text: None,
+                    }));
+                }
+                tracing::info!("source {source}: a directory");
+                return Ok(Input::Directory(path.clone()));
+            }
+        };
+        tell_image(source, &image);
+        Ok(Input::Image(image.into()))
+    }
+
+    /// The image; `None` for a directory.
+    pub(crate) fn image(&self) -> Option<&Image> {
+        match self {
+            Input::Image(image) => Some(image),
+            Input::Directory(_) => None,
+        }
+    }
+
+    /// The number of bytes to read, if known.
+    pub(crate) fn bytes(&self) -> Option<u64> {
+        match self {
+            Input::Image(image) => {
+                let lengths = image.layers.iter().map(|layer| layer.blob.length());
+                lengths.sum::<Option<u64>>().filter(|&bytes| bytes > 0)
+            }
+            Input::Directory(_) => None,
+        }
+    }
+}
+
+/// Logs the image that was found.
+fn tell_image(source: &Source, image: &Image) {
+    let manifest = image.manifest.as_ref().map_or_else(
+        || "no manifest".to_owned(),
+        |digest| format!("manifest {digest}"),
+    );
+    tracing::info!("source {source}: {manifest}, {} layers", image.layers.len());
+    for layer in &image.layers {
+        tracing::debug!(
+            "{}: {}, {} bytes, blob {}, content {}",
+            layer.name,
+            layer.media_type.as_deref().unwrap_or("no media type"),
+            told(layer.blob.length()),
+            told(layer.digest.as_ref()),
+            told(layer.diff_id.as_ref()),
+        );
+    }
+}
+
+/// The text of an optional value.
+fn told(value: Option<impl std::fmt::Display>) -> String {
+    value.map_or_else(|| "unknown".to_owned(), |value| value.to_string())
+}
+
+/// A root file system in one tar archive. No digest is recorded for it, so none is computed.
+pub(crate) fn single_layer(blob: Blob) -> Image {
+    Image {
+        manifest: None,
+        reference: None,
+        platform: None,
+        config: None,
+        layers: vec![LayerInput {
+            name: blob.name.clone(),
+            blob,
+            digest: None,
+            size: None,
+            diff_id: None,
+            media_type: None,
+        }],
+    }
+}

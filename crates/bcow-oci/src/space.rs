@@ -1,0 +1,28 @@
+//! The units of an image's address space, and its division between an image and the images below it.
+
+/// Size of an EROFS block in bytes.
+pub(crate) const BLOCK_BYTES: u64 = 4096;
+/// Size of the largest piece that is looked up for deduplication.
+pub(crate) const PIECE_BYTES: usize = 1 << 20;
+/// First block number for content of lower layers. The windows onto those layers get their addresses
+/// after the metadata is laid out; until then, blocks of lower layers have numbers from here on.
+pub(crate) const LOWER_FROM: u32 = 1 << 31;
+/// Windows start at a multiple of this size.
+pub(crate) const REGION_BYTES: u64 = 4 << 20;
+
+/// Longest file tail that is stored inline, beside its inode, in a compressed image. In a block of
+/// its own, the zeros behind a tail compress to almost nothing; but a larger inode table slows down
+/// every lookup. Measured on 1.4 GB of Debian with Python: limits from 0 to 512 give the same file
+/// size within 0.1 %, and 2000 gives 0.3 % more.
+pub(crate) const INLINE_MAX: u16 = 256;
+/// The same in a plain image, where a tail that is not inline takes a block of 4096 bytes; inline
+/// tails reduce the same image by 5 %.
+const INLINE_MAX_PLAIN: u16 = 2000;
+
+/// Longest inline tail of an image that holds all its content, in bytes.
+pub(crate) fn inline_max(plain: bool) -> u16 {
+    match plain {
+        true => INLINE_MAX_PLAIN,
+        false => INLINE_MAX,
+    }
+}
