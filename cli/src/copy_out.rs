@@ -87,7 +87,7 @@ impl CopyOut<'_> {
             Stopped::Read(error) => {
                 CommandError::new(format!("cannot read {}", self.name.display())).caused_by(&error)
             }
-            Stopped::Taker(error) => error,
+            Stopped::Consumer(error) => error,
         })
     }
 }

@@ -390,7 +390,7 @@ impl OpenImage {
         let places = Places {
             stores: &directories,
             named: stores.backing_dirs()?,
-            given,
+            files: given,
         };
         let opened =
             store::open(&parsed, places, options).map_err(|error| cannot_open(&name, &error))?;

@@ -213,7 +213,7 @@ class Uppers:
         os.mkdir(elsewhere)
         moved = shutil.move(merged, elsewhere)
         refused = bcow("cat", moved, "/etc/unchanged", check=False)
-        assert_refused(self, refused, os.path.basename(self.base), "is not there", elsewhere,
+        assert_refused(self, refused, os.path.basename(self.base), "is missing", elsewhere,
                        "--store")
         for option in ("--store", "--backing-dir"):
             self.assert_shows_the_union(moved, option, os.path.dirname(self.base))
@@ -517,7 +517,7 @@ class OfBcow(Uppers, unittest.TestCase):
         os.rename(self.base, moved)
         try:
             result = bcow("fsck", self.upper)
-            self.assertRegex(result.err.decode(), "warning: .*base.bcow.* is not there")
+            self.assertRegex(result.err.decode(), "warning: .*base.bcow.* is missing")
         finally:
             os.rename(moved, self.base)
 

@@ -8,8 +8,8 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
-    Compression, ConvertError, ConvertOptions, LayoutForm, LayoutOptions, LayoutReport, Limits,
-    Made, Platform, Report, Source,
+    Compression, ConvertError, ConvertOptions, LayerOrigin, LayoutForm, LayoutOptions,
+    LayoutReport, Limits, Platform, Report, Source,
 };
 use replace::By;
 use serde::Serialize;
@@ -213,7 +213,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             .as_deref()
             .map(str::parse::<Platform>)
             .transpose()
-            .map_err(|error| failure(&error))?,
+            .map_err(|error| failure(&error.into()))?,
         compression: match args.compress {
             Some(compress) => compress.of_blocks()?,
             None => defaults.compression,
@@ -279,7 +279,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 
 fn source(text: &OsStr) -> Result<Source, CommandError> {
     let text = text.to_str().ok_or_else(|| {
-        CommandError::usage(format!("{text:?} is no source: it is not UTF-8"))
+        CommandError::usage(format!("invalid source {text:?}: it is not UTF-8"))
             .hint("use tar:- and redirect standard input, or give the file another name")
     })?;
     match text.parse::<Source>() {
@@ -305,7 +305,7 @@ fn missing_transport(text: &str) -> CommandError {
         },
         Err(_) => format!("raw:{text} or tar:{text}"),
     };
-    let failure = CommandError::usage(format!("{text:?} is no source: missing transport"))
+    let failure = CommandError::usage(format!("invalid source {text:?}: missing transport"))
         .hint(format!("did you mean {meant}?"));
     match std::fs::metadata(path) {
         Err(error) => failure.caused_by(&error),
@@ -425,8 +425,8 @@ fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), Co
     let mut out = ui.output();
     for (i, layer) in report.layers.iter().enumerate() {
         let made = match layer.made {
-            Made::Cache => ", from the cache",
-            Made::Layout => ", there already",
+            LayerOrigin::Cache => ", from the cache",
+            LayerOrigin::Layout => ", there already",
             _ => "",
         };
         let lower = match layer.lower_bytes {

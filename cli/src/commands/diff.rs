@@ -170,7 +170,7 @@ fn compare_trees(
     let summary = match told {
         Ok(summary) => summary,
         Err(Stopped::Caller(error)) => return Err(error),
-        Err(Stopped::Trouble(error)) => {
+        Err(Stopped::Tree(error)) => {
             // What was found until then is true, and may be what the user needs.
             report.out.finish()?;
             return Err(trouble(&error, a, b));

@@ -167,8 +167,20 @@ fn a_source_says_what_it_lacks_or_is_instead() {
             assert!(text.contains(kind), "{text}");
         }
     }
+    for (source, hint) in [
+        (
+            "qcow2:disk.qcow2",
+            "hint: `qemu-img check` says whether it is damaged",
+        ),
+        ("qcow2:sample.tar", "hint: it looks like an archive"),
+    ] {
+        let output = sandbox.run(&["convert", source, "x.bcow"]);
+        assert_eq!(output.status.code(), Some(1), "{source}");
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(hint), "{text}");
+    }
     let text = asked("dir:layout", "x.bcow");
-    assert!(text.contains("hint: name it oci:layout;"), "{text}");
+    assert!(text.contains("hint: use oci:layout,"), "{text}");
 }
 
 #[test]

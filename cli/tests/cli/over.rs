@@ -102,7 +102,7 @@ fn missing_image_below_is_named_with_where_it_was_looked_for() {
     fs::create_dir(sandbox.path("store")).unwrap();
     let text = sandbox.shown(&["cat", "--store=store", "merged.bcow", "/large"]);
     let directory = sandbox.path("").canonicalize().unwrap();
-    let place = format!("is not there; looked in store, {}", directory.display());
+    let place = format!("is missing; searched in store, {}", directory.display());
     assert!(text.contains("backing \"base.bcow\" (sha256:"), "{text}");
     assert!(text.contains(&place), "{text}");
     assert!(text.contains("--store"), "{text}");

@@ -396,13 +396,14 @@ impl Checker<'_> {
             }
         }
         for (nid, says, names) in wrong {
-            let message = format!("the link count is {says}, but {names} links were found");
+            let message = format!("the link count is {says}, but the number of links is {names}");
             self.report(NLINK, Severity::Error, format!("inode {nid}"), message);
         }
         let claimed = self.fs.superblock().inodes;
         // If a part could not be read, the counts differ in any case.
         if inodes != claimed && self.findings.is_empty() {
-            let message = format!("{claimed} inodes are claimed, {inodes} were found");
+            let message =
+                format!("the number of inodes is {inodes}, but the superblock says {claimed}");
             let place = "superblock".into();
             self.report(INODE_COUNT, Severity::Warning, place, message);
         }

@@ -15,6 +15,8 @@ use std::fmt::Write;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+pub use crate::format::superblock_checksum;
+
 use crate::check::{CheckOptions, check};
 use crate::merge::merge;
 use crate::overlay::{ReadOptions, TreeForm, read_layer};
@@ -43,7 +45,7 @@ impl Default for DumpOptions {
 }
 
 /// Calls `line` with each line of the dump, without newline.
-pub fn dump(fs: &Filesystem, options: &DumpOptions, line: &mut dyn FnMut(&str)) {
+fn dump(fs: &Filesystem, options: &DumpOptions, line: &mut dyn FnMut(&str)) {
     let mut dumper = Dumper {
         fs,
         options,

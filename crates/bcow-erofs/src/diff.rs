@@ -68,14 +68,14 @@ pub struct DiffError {
 #[derive(Debug)]
 pub enum Stopped<E> {
     /// A tree cannot be read.
-    Trouble(DiffError),
+    Tree(DiffError),
     /// The caller's function failed.
     Caller(E),
 }
 
 impl<E> From<DiffError> for Stopped<E> {
     fn from(error: DiffError) -> Self {
-        Stopped::Trouble(error)
+        Stopped::Tree(error)
     }
 }
 
@@ -283,7 +283,7 @@ impl<E> Differ<'_, E> {
                 if levels.len() == MAX_DEPTH {
                     let index = level.children.iter().position(Option::is_some);
                     let too_deep = ErofsError::TooDeep { limit: MAX_DEPTH };
-                    return Err(self.trouble(index.unwrap_or(A), too_deep).into());
+                    return Err(self.read_error(index.unwrap_or(A), too_deep).into());
                 }
                 levels.push(level);
             }
@@ -335,11 +335,11 @@ impl<E> Differ<'_, E> {
             [Some(a), Some(b)] => self.both(a, b, firsts[A] != firsts[B])?,
             [Some(a), None] => {
                 self.summary.removed += 1;
-                self.tell(Change::Removed(a))?;
+                self.report(Change::Removed(a))?;
             }
             [None, Some(b)] => {
                 self.summary.added += 1;
-                self.tell(Change::Added(b))?;
+                self.report(Change::Added(b))?;
             }
             [None, None] => {}
         }
@@ -377,7 +377,7 @@ impl<E> Differ<'_, E> {
     fn both(&mut self, a: &Inode, b: &Inode, links: bool) -> Result<(), Stopped<E>> {
         if a.kind != b.kind || self.whiteout(A, a)? != self.whiteout(B, b)? {
             self.summary.retyped += 1;
-            return self.tell(Change::Retyped(a, b));
+            return self.report(Change::Retyped(a, b));
         }
         let what = self.differences(a, b, links)?;
         if what == Differences::default() {
@@ -385,7 +385,7 @@ impl<E> Differ<'_, E> {
             return Ok(());
         }
         self.summary.changed += 1;
-        self.tell(Change::Changed(a, b, &what))
+        self.report(Change::Changed(a, b, &what))
     }
 
     fn whiteout(&self, index: usize, inode: &Inode) -> Result<bool, DiffError> {
@@ -528,15 +528,15 @@ impl<E> Differ<'_, E> {
         Ok(None)
     }
 
-    fn tell(&mut self, change: Change<'_>) -> Result<(), Stopped<E>> {
+    fn report(&mut self, change: Change<'_>) -> Result<(), Stopped<E>> {
         (self.each)(&self.path, change).map_err(Stopped::Caller)
     }
 
     fn at<T>(&self, index: usize, result: Result<T, ErofsError>) -> Result<T, DiffError> {
-        result.map_err(|source| self.trouble(index, source))
+        result.map_err(|source| self.read_error(index, source))
     }
 
-    fn trouble(&self, index: usize, source: ErofsError) -> DiffError {
+    fn read_error(&self, index: usize, source: ErofsError) -> DiffError {
         DiffError {
             side: side(index),
             path: self.path.clone(),

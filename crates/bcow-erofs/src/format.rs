@@ -77,16 +77,12 @@ pub mod incompatible {
     ];
 }
 
-/// Data layouts of an inode: bits 1 to 3 of its format.
+/// Data layouts of an inode: bits 1 to 3 of its format. 1 and 3 are compressed layouts.
 pub mod layout {
     /// Contiguous blocks.
     pub const PLAIN: u16 = 0;
-    /// Compressed, with full indexes.
-    pub const COMPRESSED_FULL: u16 = 1;
     /// Contiguous blocks, and an inline tail beside the inode.
     pub const INLINE: u16 = 2;
-    /// Compressed, with compact indexes.
-    pub const COMPRESSED_COMPACT: u16 = 3;
     /// Chunks, with a table beside the inode.
     pub const CHUNKED: u16 = 4;
 }

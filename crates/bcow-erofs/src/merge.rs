@@ -192,7 +192,7 @@ impl Merged {
     fn children_mut(&mut self, id: NodeId) -> &mut BTreeMap<Box<[u8]>, NodeId> {
         match &mut self.nodes[id.0 as usize].kind {
             NodeKind::Directory(directory) => &mut directory.children,
-            other => unreachable!("{other:?} is no directory"),
+            other => unreachable!("{other:?} is not a directory"),
         }
     }
 

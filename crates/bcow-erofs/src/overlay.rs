@@ -163,7 +163,7 @@ pub enum LayerError {
         block_bytes: u32,
     },
     /// There are more inodes than allowed.
-    #[error("it has more than {allowed} inodes")]
+    #[error("its number of inodes exceeds the limit of {allowed}")]
     TooMany {
         /// The limit.
         allowed: u64,
@@ -172,7 +172,10 @@ pub enum LayerError {
     #[error("its files are in more than {MAX_RUNS} pieces")]
     TooManyRuns,
     /// A file's content lies at an address where no content can be.
-    #[error("inode {}: its content at byte {offset}, {length} bytes, is not where content lies", .nid.0)]
+    #[error(
+        "inode {}: its content at byte {offset} (length {length}) lies outside the content area",
+        .nid.0
+    )]
     Place {
         /// The file.
         nid: Nid,

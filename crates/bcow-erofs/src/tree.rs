@@ -246,7 +246,7 @@ impl LayerTree {
     pub fn insert(&mut self, dir: NodeId, name: &[u8], id: NodeId) -> Option<NodeId> {
         match &mut self.node_mut(dir).kind {
             NodeKind::Directory(directory) => directory.children.insert(name.into(), id),
-            other => panic!("insert into {other:?}, which is no directory"),
+            other => panic!("insert into {other:?}, which is not a directory"),
         }
     }
 

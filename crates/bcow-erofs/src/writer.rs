@@ -28,7 +28,7 @@ use emit::Emitter;
 use layout::Layout;
 use xattrs::XattrTable;
 
-pub use xattrs::{XattrProblem, check as check_xattr};
+pub use xattrs::XattrProblem;
 
 /// The location of the metadata, and options of the layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,7 +74,10 @@ pub enum WriteError {
         reason: &'static str,
     },
     /// A tail is longer than [`WriteOptions::inline_max`].
-    #[error("{}: a tail of {length} bytes, but at most {inline_max} are kept inline", show(.path))]
+    #[error(
+        "{}: the length in bytes of its tail is {length}, the limit is {inline_max}",
+        show(.path)
+    )]
     Tail {
         /// Path of the file.
         path: Vec<u8>,

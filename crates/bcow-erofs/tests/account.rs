@@ -1,4 +1,4 @@
-//! What layers add and hide, judged by what the merge of them shows.
+//! The accounts of layers, compared with their merged tree.
 
 #![allow(missing_docs)]
 
@@ -9,7 +9,7 @@ use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::*;
 use common::*;
 
-/// A file of `size` bytes. Nobody reads them.
+/// A file of `size` bytes. No test reads them.
 fn file(size: u64) -> Node {
     node(NodeKind::Regular(Content {
         size,
@@ -116,7 +116,7 @@ fn what_is_deleted_or_replaced_is_hidden_by_who_does_it() {
             ]),
         ],
         &[
-            // The directory tree/b is the lowest layer's, whoever else lists it.
+            // The directory tree/b belongs to the lowest layer; other layers list it too.
             [1, 300, 6, 54021, 0, 0, 0],
             [1, 7, 1, 8, 2, 50020, 0],
             [0, 0, 0, 0, 5, 4009, 3],
@@ -174,7 +174,7 @@ fn bytes_count_once_however_many_names_they_have() {
         ],
         &[
             [1, 1000, 3, 20, 0, 0, 0],
-            // Which of the two layers that delete its names hides the file: the first one met.
+            // Two layers delete names of the file. The first one of the walk hides it.
             [0, 0, 0, 0, 2, 20, 1 + 1],
             [0, 0, 0, 0, 1, 0, 1],
         ],

@@ -1,4 +1,4 @@
-//! What the comparison of two trees tells, and what it costs.
+//! The differences of two trees, and the bytes that a comparison reads.
 
 #![allow(missing_docs)]
 
@@ -116,8 +116,8 @@ fn two_trees() -> [Vec<u8>; 2] {
         let gone = DeviceNumber { major: 0, minor: 0 };
         let hidden = if is_b { gone } else { number };
         put(&mut layer, "hidden", node(NodeKind::CharDevice(hidden)));
-        // Sorts before what is in a directory `dir`, though its first byte behind is smaller than a
-        // slash.
+        // A name that sorts before the contents of the directory `dir`, because its next byte is
+        // smaller than a slash.
         put(&mut layer, "dir.txt", file(b"x"));
         put(&mut layer, "dir", directory());
         let (mine, its) = match is_b {
@@ -310,7 +310,7 @@ fn two_files_of_a_pebibyte_that_are_holes_take_no_time() {
     assert_eq!(lines(&image, &image, Compare::All), [""; 0]);
 }
 
-/// Where a name stands in an image that has it once.
+/// The offset of a name in an image that contains it once.
 fn find(image: &[u8], name: &[u8]) -> usize {
     let mut found = image.windows(name.len()).enumerate();
     let at = found.find(|(_, window)| *window == name).unwrap().0;
@@ -325,7 +325,7 @@ fn a_directory_out_of_order_is_damage_and_of_one_side() {
     b[at] = b'a';
     let options = DiffOptions::default();
     match lines_with(&open(&a), &open(&b), &options) {
-        Err(Stopped::Trouble(error)) => {
+        Err(Stopped::Tree(error)) => {
             assert_eq!(error.side, Side::B);
             assert!(
                 matches!(error.source, ErofsError::Unsorted { .. }),
@@ -339,7 +339,7 @@ fn a_directory_out_of_order_is_damage_and_of_one_side() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Against an oracle that knows nothing of walking in step: two maps by path.
+    /// The oracle compares two maps by path.
     #[test]
     fn random_trees_differ_where_two_maps_differ(
         a in prop::collection::btree_map("[ab/]{1,4}", 0u8..4, 0..12),

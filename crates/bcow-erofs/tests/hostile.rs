@@ -1,5 +1,5 @@
-//! Damaged and hostile images: findings with their code, errors with their place, and never a
-//! panic.
+//! Damaged and hostile images give findings with their code and errors with their place, and never
+//! cause a panic.
 
 #![allow(missing_docs)]
 
@@ -8,8 +8,7 @@ mod common;
 use std::sync::Arc;
 
 use bcow_erofs::check::{CODES, CheckOptions, Severity, check};
-use bcow_erofs::debug::fuzz_read;
-use bcow_erofs::format::superblock_checksum;
+use bcow_erofs::debug::{fuzz_read, superblock_checksum};
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::*;
 use common::*;
@@ -52,14 +51,14 @@ fn small() -> Vec<u8> {
     space.image(&tree)
 }
 
-/// Where an inode is in the image.
+/// The offset of an inode in the image.
 fn inode_at(image: &[u8], path: &str) -> usize {
     let fs = open(image);
     let nid = fs.resolve(path.as_bytes()).unwrap().unwrap();
     (fs.superblock().metadata_offset + nid.0 * 32) as usize
 }
 
-/// Where a name's directory entry is in the image: found by the name, which is unique.
+/// The offset of the directory entry of a unique name.
 fn name_at(image: &[u8], name: &[u8]) -> usize {
     image
         .windows(name.len())
@@ -75,7 +74,7 @@ fn put32(image: &mut [u8], at: usize, value: u32) {
     image[at..at + 4].copy_from_slice(&value.to_le_bytes());
 }
 
-/// Sums up a superblock that was changed.
+/// Sets the checksum of a changed superblock.
 fn sign(image: &mut [u8]) {
     let sum = superblock_checksum(&image[1024..4096]);
     put32(image, 1028, sum);
@@ -125,7 +124,7 @@ fn content_beyond_the_device_is_found() {
     let mut image = small();
     let at = inode_at(&image, "d/a");
     put32(&mut image, at + 16, 1_000_000);
-    // The inode is refused, so its name counts for nothing.
+    // The inode is refused, so its name is not counted.
     assert_eq!(findings(&image), found("erofs-extent-range", "/d/a"));
     let mut image = small();
     let at = inode_at(&image, "chunked");
@@ -223,7 +222,7 @@ fn a_directory_inside_itself_is_found_and_ends() {
 fn overlapping_inodes_are_found() {
     let mut image = small();
     let at = inode_at(&image, "d/b");
-    // Its tail now reaches over what follows.
+    // Its tail now overlaps the next inode.
     put32(&mut image, at + 8, 500);
     assert_eq!(findings(&image)[0].0, "erofs-overlap");
 }
@@ -241,7 +240,7 @@ fn damaged_xattrs_are_found() {
     let mut image = small();
     put16(&mut image, at + 32 + 12 + 4 + 2, 5000);
     assert_eq!(findings(&image), found("erofs-xattr", &format!("/{name}")));
-    // A long prefix, which this reader does not have.
+    // A long prefix, which this reader does not support.
     let mut image = small();
     image[at + 32 + 12 + 4 + 1] = 0x81;
     assert_eq!(
@@ -277,7 +276,7 @@ fn a_superblock_that_is_none_or_needs_more_is_refused_by_name() {
     };
     assert_eq!(
         refusal(&|image| image[1024] = 0),
-        "this is no EROFS file system (magic number 0xe0f5e100 instead of 0xe0f5e1e2)"
+        "not an EROFS file system (magic number 0xe0f5e100 instead of 0xe0f5e1e2)"
     );
     assert_eq!(
         refusal(&|image| put32(image, 1024 + 80, 0x8000_01c4)),
@@ -296,7 +295,7 @@ fn a_superblock_that_is_none_or_needs_more_is_refused_by_name() {
     assert!(refusal(&|image| image[1024 + 90] = 1).contains("directory block size shift"));
     assert!(refusal(&|image| put32(image, 1024 + 40, 9_999_999)).contains("metadata block"));
     assert!(refusal(&|image| put32(image, 1024 + 32, 1_000_000_000)).contains("nanoseconds"));
-    // The root is no directory.
+    // The root is not a directory.
     let nid =
         (inode_at(&small(), "d/b") - open(&small()).superblock().metadata_offset as usize) / 32;
     assert!(refusal(&|image| put16(image, 1024 + 14, nid as u16)).contains("not a directory"));

@@ -1,4 +1,4 @@
-//! The kernel's own EROFS sees the same tree: through a loop device, and from the file itself.
+//! The kernel's EROFS shows the same tree, through a loop device and from the file itself.
 
 #![allow(missing_docs)]
 
@@ -81,7 +81,7 @@ impl Drop for Mount {
     }
 }
 
-/// The dump that debug::dump would give, from what the kernel shows.
+/// The dump of a tree that the kernel mounted, in the format of bcow_erofs::debug.
 fn kernel_dump(root: &Path) -> String {
     let mut text = String::new();
     let mut first: HashMap<u64, PathBuf> = HashMap::new();

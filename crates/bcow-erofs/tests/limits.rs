@@ -1,4 +1,4 @@
-//! The format's limits: what fits works, what does not is a clear error.
+//! Values up to the limits of the format work; larger ones are a precise error.
 
 #![allow(missing_docs)]
 
@@ -87,11 +87,12 @@ fn xattrs_that_erofs_cannot_hold_name_file_and_attribute() {
     let message = |name: &[u8], value: &[u8]| plan_with_xattr(name, value).unwrap_err().to_string();
     assert_eq!(
         message(b"user.big", &[0; 65_536]),
-        "/d/f: cannot store the extended attribute user.big: the value has 65536 bytes, more than 65535"
+        "/d/f: cannot store the extended attribute user.big: \
+         the value has 65536 bytes, more than 65535"
     );
-    assert!(message(b"system.nfs4_acl", b"").contains("EROFS has no place"));
-    assert!(message(b"user.", b"").contains("EROFS has no place"));
-    assert!(message(b"system.posix_acl_access2", b"").contains("EROFS has no place"));
+    assert!(message(b"system.nfs4_acl", b"").contains("EROFS has no such name prefix"));
+    assert!(message(b"user.", b"").contains("EROFS has no such name prefix"));
+    assert!(message(b"system.posix_acl_access2", b"").contains("EROFS has no such name prefix"));
     assert!(message(b"user.a\0b", b"").contains("NUL"));
     assert!(message(&[b"user.", &[b'n'; 251][..]].concat(), b"").contains("256 bytes"));
     assert!(plan_with_xattr(&[b"user.", &[b'n'; 250][..]].concat(), b"").is_ok());
@@ -178,7 +179,7 @@ fn tails_longer_than_the_option_says_are_refused_with_their_path() {
     let e = Plan::new(&tree, &options(1000)).err().unwrap();
     assert_eq!(
         e.to_string(),
-        "/f: a tail of 1500 bytes, but at most 1000 are kept inline"
+        "/f: the length in bytes of its tail is 1500, the limit is 1000"
     );
     assert!(matches!(
         Plan::new(&tree, &options(4033)).err(),

@@ -1,4 +1,4 @@
-//! Layers merge as overlayfs shows them.
+//! Layers merge as in overlayfs.
 
 #![allow(missing_docs)]
 
@@ -8,7 +8,7 @@ use bcow_erofs::merge::{MergeError, merge};
 use bcow_erofs::tree::*;
 use common::*;
 
-/// A layer from lines: `path/` a directory (with mode), `path=text` a link (stands for any file),
+/// A layer from lines: `path/` a directory (with mode), `path=text` a link (for any file),
 /// `path` with `!` behind a whiteout, `path>target` a link to a lower file, `path/*` an opaque
 /// directory.
 fn layer(lines: &[&str]) -> LayerTree {
@@ -137,9 +137,9 @@ fn implicit_directories_take_the_lower_attributes() {
         merged(&[&["d/", "d/x=1"], &["d/y=2"]]),
         ["d/", "d/x=1", "d/y=2"]
     );
-    // There is none below: the layer's own.
+    // No lower layer has the file: the link names a file of its own layer.
     assert_eq!(merged(&[&["e=1"], &["d/y=2"]]), ["d/700", "d/y=2", "e=1"]);
-    // What is below is no directory.
+    // The object below is not a directory.
     assert_eq!(merged(&[&["d=1"], &["d/y=2"]]), ["d/700", "d/y=2"]);
 }
 
@@ -186,7 +186,7 @@ fn an_opaque_directory_hides_what_is_below_it() {
 fn types_change_between_layers() {
     assert_eq!(merged(&[&["d/x=1"], &["d=2"]]), ["d=2"]);
     assert_eq!(merged(&[&["d=1"], &["d/", "d/x=2"]]), ["d/", "d/x=2"]);
-    // What a file hid stays hidden when the name becomes a directory again.
+    // Content that a file hid stays hidden when the name becomes a directory again.
     assert_eq!(
         merged(&[&["d/x=1"], &["d=2"], &["d/", "d/y=3"]]),
         ["d/", "d/y=3"]

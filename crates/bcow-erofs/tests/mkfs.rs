@@ -1,4 +1,4 @@
-//! Images made by mkfs.erofs are read as the directory they were made of.
+//! An image of mkfs.erofs shows the directory that it was made from.
 
 #![allow(missing_docs)]
 
@@ -43,7 +43,7 @@ fn source(root: &Path) {
         for file in ["a/file1", "a/file100", "a/file2000", "a/b"] {
             let value = value.as_bytes();
             let flags = rustix::fs::XattrFlags::empty();
-            // The file system of the temporary directory may not have them; then there are none.
+            // The file system of the temporary directory may not support xattrs.
             let _ = rustix::fs::setxattr(root.join(file), name, value, flags);
         }
     }

@@ -1,4 +1,4 @@
-//! Layers on their own: to overlayfs's form and back, and merged from there behind windows.
+//! Layers in overlayfs form: written, read back, and merged behind windows.
 
 #![allow(missing_docs)]
 
@@ -11,7 +11,7 @@ use bcow_erofs::tree::*;
 use bcow_erofs::writer::{ContentWindow, Plan, WriteOptions};
 use common::*;
 
-/// Reads a layer back whose content stays where it is.
+/// Reads a layer back; its content keeps its addresses.
 fn read_back(image: &[u8]) -> Result<LayerTree, LayerError> {
     let options = ReadOptions {
         form: TreeForm::Layer,
@@ -83,7 +83,7 @@ fn marks_say_what_a_layer_says() {
         let nid = fs.resolve(path.as_bytes()).unwrap().unwrap();
         fs.inode(nid).unwrap()
     };
-    // As overlayfs has it.
+    // As in overlayfs.
     let gone = get("gone");
     assert_eq!(gone.kind, FileType::CharDevice);
     assert_eq!(gone.rdev, Some(DeviceNumber { major: 0, minor: 0 }));

@@ -1,4 +1,4 @@
-//! What the writer writes, the reader reads, and fsck.erofs accepts.
+//! The reader reads what the writer writes, and fsck.erofs accepts it.
 
 #![allow(missing_docs)]
 
@@ -44,7 +44,7 @@ fn a_file_of_a_tebibyte_that_is_one_hole_is_small() {
     check(&image);
 }
 
-/// fsck.erofs reads a little further than an inode: none may be the last bytes of an image.
+/// fsck.erofs reads beyond the end of an inode, so an image must not end with one.
 #[test]
 fn an_inode_may_fall_anywhere_in_the_last_block() {
     for count in 0..=130 {

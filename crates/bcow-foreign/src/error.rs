@@ -25,6 +25,20 @@ pub enum ForeignError {
         /// The reason.
         problem: String,
     },
+    /// The file has no qcow2 header.
+    #[error("{}: not a qcow2 image", path.display())]
+    NotQcow2 {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The header of the qcow2 image is damaged, or needs a feature that bcow does not support.
+    #[error("{}: {problem}", path.display())]
+    Qcow2Header {
+        /// The image.
+        path: PathBuf,
+        /// The reason.
+        problem: String,
+    },
     /// The qcow2 image is damaged, or uses a feature that bcow does not support.
     #[error("cannot read {} as qcow2: {source}", path.display())]
     Qcow2 {
@@ -52,12 +66,13 @@ impl ForeignError {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             ForeignError::NotAllowed { .. } => Some(
-                "put the files it names into one directory and allow that with --backing-dir DIR, or make it stand on \
-                 its own with `qemu-img convert`",
+                "put the files that it names into one directory and allow that with \
+                 --backing-dir DIR, or merge them into one image with `qemu-img convert`",
             ),
-            ForeignError::Qcow2 { .. } => Some(
-                "`qemu-img check` says whether it is damaged; `qemu-img convert -O raw` reads kinds of qcow2 that are not \
-                 read here (zstd, extended L2 entries, encryption)",
+            ForeignError::Qcow2 { .. } | ForeignError::Qcow2Header { .. } => Some(
+                "`qemu-img check` says whether it is damaged; `qemu-img convert -O raw` reads \
+                     kinds of qcow2 that bcow does not support (zstd, extended L2 entries, \
+                     encryption)",
             ),
             _ => None,
         }

@@ -42,7 +42,7 @@ pub(crate) fn guarded<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> 
 
 /// A caught panic.
 #[derive(Debug, thiserror::Error)]
-#[error("the image is damaged in a way that its reader was not prepared for ({0})")]
+#[error("the image is damaged; its reader panicked ({0})")]
 pub(crate) struct Panicked(String);
 
 /// Whether the error is a caught panic.

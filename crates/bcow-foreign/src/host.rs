@@ -34,7 +34,7 @@ fn open_with(path: &Path, flags: OFlags, device: bool) -> Result<File, ForeignEr
             path: path.to_owned(),
             problem: match kind {
                 FileType::Directory => "it is a directory",
-                _ => "it is no regular file",
+                _ => "it is not a regular file",
             }
             .into(),
         }),

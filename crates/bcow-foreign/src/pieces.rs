@@ -29,24 +29,24 @@ pub enum Stopped<E> {
     /// The device returned an error.
     Read(Error),
     /// The consumer of the pieces returned an error.
-    Taker(E),
+    Consumer(E),
 }
 
-/// Calls `take` for the first `end` bytes of `device` in order. Data comes in pieces of at most 4
-/// MiB.
+/// Calls `consume` for the first `end` bytes of `device` in order. Data comes in pieces of at
+/// most 4 MiB.
 pub fn pieces<E>(
     device: &dyn BlockDevice,
     end: u64,
-    take: &mut dyn FnMut(Piece<'_>) -> Result<(), E>,
+    consume: &mut dyn FnMut(Piece<'_>) -> Result<(), E>,
 ) -> Result<(), Stopped<E>> {
     let mut at = 0;
     while at < end {
         let status = device.status(at, end - at).map_err(Stopped::Read)?;
         let length = status.length.clamp(1, end - at);
         match status.content {
-            Content::Data => data(device, at, length, take)?,
+            Content::Data => data(device, at, length, consume)?,
             Content::Zero | Content::Hole => {
-                take(Piece::Zeros { offset: at, length }).map_err(Stopped::Taker)?;
+                consume(Piece::Zeros { offset: at, length }).map_err(Stopped::Consumer)?;
             }
         }
         at += length;
@@ -58,23 +58,23 @@ fn data<E>(
     device: &dyn BlockDevice,
     start: u64,
     length: u64,
-    take: &mut dyn FnMut(Piece<'_>) -> Result<(), E>,
+    consume: &mut dyn FnMut(Piece<'_>) -> Result<(), E>,
 ) -> Result<(), Stopped<E>> {
     let end = start + length;
     let mut at = start;
     while at < end {
         let n = PIECE_BYTES.min(end - at);
         let mut offset = at;
-        let mut taken = Ok(());
+        let mut consumed = Ok(());
         device
             .read_with(at, n, &mut |bytes| {
-                if taken.is_ok() {
-                    taken = take(Piece::Data { offset, bytes });
+                if consumed.is_ok() {
+                    consumed = consume(Piece::Data { offset, bytes });
                 }
                 offset += bytes.len() as u64;
             })
             .map_err(Stopped::Read)?;
-        taken.map_err(Stopped::Taker)?;
+        consumed.map_err(Stopped::Consumer)?;
         at += n;
     }
     Ok(())

@@ -27,7 +27,7 @@ use imago::{FormatAccess, Mapping, Storage};
 use crate::guard::{guarded, is_panic};
 use crate::raw::{check, io_error, without_padding};
 use crate::{ForeignError, host};
-use header::{Header, Refused};
+use header::{Header, HeaderError};
 
 /// Limit of the chain of files below an image.
 const MAX_DEPTH: usize = 64;
@@ -64,7 +64,7 @@ impl Qcow2Disk {
         if bytes > MAX_ADDRESS {
             return Err(ForeignError::Unsuitable {
                 path: path.to_owned(),
-                problem: format!("it has {bytes} bytes, a disk has at most {MAX_ADDRESS}"),
+                problem: format!("its size in bytes is {bytes}, the limit is {MAX_ADDRESS}"),
             });
         }
         Ok(Qcow2Disk {
@@ -87,12 +87,16 @@ impl Qcow2Disk {
     }
 
     /// Calls imago for a request at `offset`.
-    fn ask<T>(&self, offset: u64, question: impl FnOnce() -> io::Result<T>) -> Result<T, Error> {
-        let answer = match self.broken.load(Ordering::Relaxed) {
-            true => Err(io::Error::other("the image's reader has failed before")),
-            false => guarded(question),
+    fn call_imago<T>(
+        &self,
+        offset: u64,
+        request: impl FnOnce() -> io::Result<T>,
+    ) -> Result<T, Error> {
+        let result = match self.broken.load(Ordering::Relaxed) {
+            true => Err(io::Error::other("the reader of the image failed before")),
+            false => guarded(request),
         };
-        answer.map_err(|error| {
+        result.map_err(|error| {
             if is_panic(&error) {
                 self.broken.store(true, Ordering::Relaxed);
             }
@@ -109,7 +113,7 @@ struct Opener<'a> {
 
 impl Opener<'_> {
     fn qcow2(&mut self, path: &Path, file: File) -> Result<Arc<Format>, ForeignError> {
-        let unsuitable = |problem: String| ForeignError::Unsuitable {
+        let refused = |problem: String| ForeignError::Qcow2Header {
             path: path.to_owned(),
             problem,
         };
@@ -117,19 +121,22 @@ impl Opener<'_> {
             path: path.to_owned(),
             source,
         };
-        let header = Header::read(&file).map_err(|refused| match refused {
-            Refused::Io(source) => ForeignError::Io {
+        let header = Header::read(&file).map_err(|error| match error {
+            HeaderError::Io(source) => ForeignError::Io {
                 action: "read",
                 path: path.to_owned(),
                 source,
             },
-            Refused::Problem(problem) => unsuitable(problem),
+            HeaderError::NotQcow2 => ForeignError::NotQcow2 {
+                path: path.to_owned(),
+            },
+            HeaderError::Problem(problem) => refused(problem),
         })?;
         self.cluster_bytes = self.cluster_bytes.max(header.cluster_bytes);
         self.files.push(path.to_owned());
         if self.files.len() > MAX_DEPTH {
-            return Err(unsuitable(format!(
-                "more than {MAX_DEPTH} files, one below the other"
+            return Err(refused(format!(
+                "its chain has more than {MAX_DEPTH} files"
             )));
         }
         let mut image =
@@ -182,9 +189,12 @@ impl Opener<'_> {
                     })?;
                 Ok(Arc::new(FormatAccess::new(raw)))
             }
-            Some(other) => Err(refused(format!("its format {other:?} is not read here"))),
+            Some(other) => Err(refused(format!(
+                "bcow does not support its format {other:?}"
+            ))),
             None => Err(refused(
-                "its format is not recorded, and is not guessed (`qemu-img rebase -u -F FORMAT -b NAME` records it)"
+                "the image does not record its format (`qemu-img rebase -u -F FORMAT -b NAME` \
+                 records it)"
                     .into(),
             )),
         }
@@ -203,16 +213,16 @@ impl Opener<'_> {
         }
         let protocol = name.split('/').next().unwrap_or_default();
         if name.is_empty() || protocol.contains(':') {
-            return Err(refused("that is no path of a file"));
+            return Err(refused("it is not the path of a file"));
         }
         let Some(last) = Path::new(name).file_name() else {
-            return Err(refused("there is no file name in it"));
+            return Err(refused("it has no file name"));
         };
         self.directories
             .iter()
             .map(|directory| directory.join(last))
             .find(|candidate| candidate.symlink_metadata().is_ok())
-            .ok_or_else(|| refused("there is no such file in the directories that are allowed"))
+            .ok_or_else(|| refused("the allowed directories have no such file"))
     }
 }
 
@@ -225,7 +235,7 @@ impl BlockDevice for Qcow2Disk {
         let data = without_padding(offset, buf, self.bytes)?;
         match data.is_empty() {
             true => Ok(()),
-            false => self.ask(offset, || self.format.read(data, offset)),
+            false => self.call_imago(offset, || self.format.read(data, offset)),
         }
     }
 
@@ -241,7 +251,7 @@ impl BlockDevice for Qcow2Disk {
         if there == 0 {
             return Ok(status(length, Content::Hole, 0));
         }
-        let (mapping, known) = self.ask(offset, || {
+        let (mapping, known) = self.call_imago(offset, || {
             let (mapping, known) = self.format.get_mapping(offset, there)?;
             let known = known.clamp(1, there);
             // Like qemu, imago reads zeros beyond the end of a file. Only the last cluster may be
@@ -255,7 +265,7 @@ impl BlockDevice for Qcow2Disk {
             {
                 return Err(io::Error::new(
                     io::ErrorKind::UnexpectedEof,
-                    "the image ends before the data that it has there: it was cut off",
+                    "the image is truncated: it ends before the data",
                 ));
             }
             Ok((mapping, known))

@@ -72,7 +72,7 @@ impl<'f> Qcow2Writer<'f> {
         if !size.is_multiple_of(SECTOR) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("a qcow2 image of {size} bytes, no multiple of {SECTOR}"),
+                format!("the size of a qcow2 image, {size}, is not a multiple of {SECTOR}"),
             ));
         }
         let compressor = match compression {
@@ -140,7 +140,7 @@ impl<'f> Qcow2Writer<'f> {
     pub fn finish(mut self) -> io::Result<u64> {
         if self.at + self.cluster.len() as u64 != self.size {
             return Err(io::Error::other(format!(
-                "{} bytes in a qcow2 image of {}",
+                "the length of the content is {}, the size of the image is {}",
                 self.at + self.cluster.len() as u64,
                 self.size
             )));
@@ -255,11 +255,11 @@ impl<'f> Qcow2Writer<'f> {
         let (mut blocks, mut table) = (0, 0);
         loop {
             let needed = (used + blocks + table).div_ceil(REFCOUNTS);
-            let for_them = needed.div_ceil(CLUSTER / 8);
-            if (needed, for_them) == (blocks, table) {
+            let table_clusters = needed.div_ceil(CLUSTER / 8);
+            if (needed, table_clusters) == (blocks, table) {
                 break;
             }
-            (blocks, table) = (needed, for_them);
+            (blocks, table) = (needed, table_clusters);
         }
         let mut refcounts = std::mem::take(&mut self.refcounts);
         refcounts.resize((used + blocks + table) as usize, 1);

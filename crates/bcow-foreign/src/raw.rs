@@ -36,7 +36,7 @@ impl RawDisk {
         if bytes > MAX_ADDRESS {
             return Err(ForeignError::Unsuitable {
                 path: path.to_owned(),
-                problem: format!("it has {bytes} bytes, a disk has at most {MAX_ADDRESS}"),
+                problem: format!("its size in bytes is {bytes}, the limit is {MAX_ADDRESS}"),
             });
         }
         Ok(RawDisk { file, bytes })
@@ -178,6 +178,6 @@ mod tests {
         let error = RawDisk::open(Path::new("/dev/null"))
             .unwrap_err()
             .to_string();
-        assert!(error.ends_with("it is no regular file"), "{error}");
+        assert!(error.ends_with("it is not a regular file"), "{error}");
     }
 }

@@ -105,7 +105,7 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
                 .ok_or("its name lies outside the names")?;
             let name = std::str::from_utf8(name).map_err(|_| "its name is not UTF-8")?;
             if !is_plain_name(name) {
-                return Err("its name is no plain file name".into());
+                return Err("its name is not a plain file name".into());
             }
             BackingName::FileName {
                 name: name.to_owned(),

@@ -137,7 +137,7 @@ pub fn decode_entry(
             check_block_length(context)?;
             if u64::from(length) != context.length {
                 return Err(wrong(format!(
-                    "raw block of {} bytes stored as {length} bytes",
+                    "raw block of length {} stored with length {length}",
                     context.length
                 )));
             }
@@ -160,7 +160,7 @@ pub fn decode_entry(
             }
             if length == 0 || u64::from(length) >= context.length {
                 return Err(wrong(format!(
-                    "zstd frame of {length} bytes for a block of {} bytes",
+                    "zstd frame of length {length} for a block of length {}",
                     context.length
                 )));
             }
@@ -170,7 +170,7 @@ pub fn decode_entry(
         4 if context.root => {
             if !address.is_multiple_of(16) {
                 return Err(wrong(
-                    "sub-block table at an address that is no multiple of 16",
+                    "sub-block table at an address that is not a multiple of 16",
                 ));
             }
             if address < 4096 {
@@ -185,7 +185,7 @@ pub fn decode_entry(
             }
             if !address.is_multiple_of(4096) {
                 return Err(wrong(
-                    "window at a backing address that is no multiple of 4096",
+                    "window at a backing address that is not a multiple of 4096",
                 ));
             }
             if length == 0 {
@@ -219,7 +219,7 @@ pub fn decode_entry(
             }
             if u64::from(length) != context.length || check != 0 {
                 return Err(wrong(format!(
-                    "open block of {} bytes stored as {length} bytes, check {check:#x}",
+                    "open block of length {} stored with length {length}, check {check:#x}",
                     context.length
                 )));
             }
@@ -276,7 +276,7 @@ fn check_place(stored: &Stored, context: &EntryContext<'_>) -> Result<(), EntryP
     let features = &context.header.features;
     if features.has_incompatible(incompatible::RECORDS) && !stored.at.0.is_multiple_of(4096) {
         return Err(wrong(format!(
-            "stored at byte {}, which is no multiple of 4096, in a file with a record log",
+            "stored at byte {}, which is not a multiple of 4096, in a file with a record log",
             stored.at
         )));
     }

@@ -59,7 +59,8 @@ pub enum FormatError {
     },
     /// The checksum of a sub-block table differs from the one in its root entry.
     #[error(
-        "sub-block table of region {region}: checksum is {found:#010x}, the root table says {expected:#010x}"
+        "sub-block table of region {region}: checksum is {found:#010x}, \
+         the root table says {expected:#010x}"
     )]
     TableChecksum {
         /// Index of the region.

@@ -243,7 +243,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
     require(
         !logged || file_bytes.is_multiple_of(SECTOR_BYTES),
         "file_bytes",
-        || format!("{file_bytes}, no multiple of 4096, in a file with a record log"),
+        || format!("{file_bytes}, not a multiple of 4096, in a file with a record log"),
     )?;
     // In a file with a record log, no two structures share a sector (spec section 10, "Places").
     let align = |usual| if logged { SECTOR_BYTES } else { usual };

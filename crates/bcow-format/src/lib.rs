@@ -5,10 +5,20 @@
 //! a structure that satisfies every rule of the specification, or a [`FormatError`] with the error
 //! code of the specification.
 //!
+//! The path of a file through this crate: [`choose_header`] selects the newest intact header and
+//! validates it. The header has the positions of the backing table ([`decode_backings`]), the root
+//! table ([`decode_root`]), the free list ([`decode_free`]), the record log ([`Record::decode`])
+//! and the Merkle tree ([`MerkleShape`]). A root entry is a block, a window onto a backing, or the
+//! position of a sub-block table ([`decode_table`]).
+//!
 //! ```
-//! use bcow_format::{FormatError, choose_header};
-//! let error = choose_header(&[0; 1024]).unwrap_err();
-//! assert_eq!(error.code(), "not-bcow");
+//! use bcow_format::{BackingEntry, BackingName, FormatError, choose_header, encode_backings};
+//!
+//! assert_eq!(choose_header(&[0; 1024]), Err(FormatError::NotBcow));
+//! assert_eq!(FormatError::NotBcow.code(), "not-bcow");
+//!
+//! let backing = BackingEntry { name: BackingName::Digest([7; 32]), size: 4096 };
+//! assert_eq!(encode_backings(&[backing]).len(), bcow_format::BACKING_ENTRY_BYTES);
 //! ```
 
 mod address;

@@ -112,7 +112,10 @@ impl Record {
         let wrong = |problem: String| FormatError::Record { sequence, problem };
         let (count, file_bytes) = (raw.count.get() as usize, raw.file_bytes.get());
         if bytes.len() != record_bytes(count) {
-            return Err(wrong(format!("{count} mappings in {} bytes", bytes.len())));
+            return Err(wrong(format!(
+                "mapping count {count} in a record of length {}",
+                bytes.len()
+            )));
         }
         if raw.size.get() != header.size {
             return Err(wrong(format!(

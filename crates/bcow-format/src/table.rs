@@ -78,7 +78,7 @@ pub fn decode_table(
     }
     let wrong = |problem: String| FormatError::TableHeader { region, problem };
     let Ok((raw, rest)) = RawTableHeader::ref_from_prefix(bytes) else {
-        return Err(wrong(format!("{} bytes are too short", bytes.len())));
+        return Err(wrong(format!("its length {} is too short", bytes.len())));
     };
     if raw.magic != TABLE_MAGIC {
         return Err(wrong("no magic".into()));
@@ -96,7 +96,7 @@ pub fn decode_table(
     let count = region_length.div_ceil(u64::from(block_shift.bytes()));
     if rest.len() as u64 != count * ENTRY_BYTES as u64 {
         return Err(wrong(format!(
-            "{} bytes of entries for {count} blocks",
+            "length {} of the entries, block count {count}",
             rest.len()
         )));
     }

@@ -32,7 +32,8 @@ impl Files {
             true => Ok(Files::Directory(path.to_owned())),
             false => Err(ConvertError::Layout {
                 place: name,
-                problem: "this is no directory; an image layout in one file is oci-archive:".into(),
+                problem: "not a directory; for an image layout in a tar archive, use oci-archive:"
+                    .into(),
             }),
         }
     }

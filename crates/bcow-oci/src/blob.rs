@@ -257,7 +257,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<Option<Blob>, ConvertError> {
     if !metadata.is_file() {
         return Err(ConvertError::Layout {
             place: name,
-            problem: "this is no regular file".to_owned(),
+            problem: "not a regular file".to_owned(),
         });
     }
     let length = metadata.len();

@@ -85,7 +85,7 @@ pub(crate) struct LayerBuilder<'b> {
     xattrs: HashSet<Xattrs>,
     /// Places that have both a whiteout and an entry. A directory there hides the lower layers,
     /// even if a later entry put the directory in the place of another object.
-    whited: HashSet<Slot>,
+    whiteouts: HashSet<Slot>,
     /// Hardlinks whose target is not in the tree yet.
     pending: Vec<Pending>,
 }
@@ -105,12 +105,6 @@ pub(crate) struct LinkError {
     pub problem: TarProblem,
 }
 
-/// The result of a lookup of a path.
-enum Found {
-    Node(NodeId),
-    Nothing,
-}
-
 /// Limit on symlinks per path, as in Linux.
 const MAX_HOPS: usize = 40;
 /// Limit on the names in the symlink targets of one path. Without it, 40 links of 2000 names each
@@ -124,7 +118,7 @@ impl<'b> LayerBuilder<'b> {
             budget,
             parents: HashMap::new(),
             xattrs: HashSet::new(),
-            whited: HashSet::new(),
+            whiteouts: HashSet::new(),
             pending: Vec::new(),
         }
     }
@@ -145,13 +139,13 @@ impl<'b> LayerBuilder<'b> {
         for (i, name) in names.iter().enumerate() {
             match self.tree.child(dir, name) {
                 Some(id) if matches!(self.tree.node(id).kind, NodeKind::Directory(_)) => dir = id,
-                _ => return self.enter_slowly(dir, &names[i..]),
+                _ => return self.enter_through_links(dir, &names[i..]),
             }
         }
         Ok(dir)
     }
 
-    fn enter_slowly(&mut self, from: NodeId, names: &[&[u8]]) -> Result<NodeId> {
+    fn enter_through_links(&mut self, from: NodeId, names: &[&[u8]]) -> Result<NodeId> {
         let mut dir = from;
         let (mut hops, mut detour) = (0, 0);
         let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
@@ -177,7 +171,7 @@ impl<'b> LayerBuilder<'b> {
                 None => dir = self.add_directory(dir, &name, false, true)?,
                 // A new directory: it inherits neither contents nor attributes from lower layers.
                 Some((_, NodeKind::Whiteout)) => {
-                    self.remember_whiteout(&Slot {
+                    self.record_whiteout(&Slot {
                         dir,
                         name: name.clone(),
                     })?;
@@ -203,8 +197,8 @@ impl<'b> LayerBuilder<'b> {
                 match existing.map(|id| (id, &self.tree.node(id).kind)) {
                     Some((id, NodeKind::Directory(_))) => id,
                     _ => {
-                        self.remember_whiteout(slot)?;
-                        let opaque = self.whited.contains(slot);
+                        self.record_whiteout(slot)?;
+                        let opaque = self.whiteouts.contains(slot);
                         self.add_directory(slot.dir, &slot.name, opaque, false)?
                     }
                 }
@@ -225,7 +219,7 @@ impl<'b> LayerBuilder<'b> {
         }
         let id = self.add(node)?;
         self.charge_names(slot.name.len())?;
-        self.remember_whiteout(slot)?;
+        self.record_whiteout(slot)?;
         self.tree.insert(slot.dir, &slot.name, id);
         Ok(id)
     }
@@ -248,8 +242,8 @@ impl<'b> LayerBuilder<'b> {
             other => other,
         })?;
         self.charge_names(slot.name.len())?;
-        self.remember_whiteout(slot)?;
-        if let Found::Node(id) = self.find(&names)? {
+        self.record_whiteout(slot)?;
+        if let Some(id) = self.find(&names)? {
             match self.tree.node(id).kind {
                 NodeKind::Directory(_) => {
                     return Err(TarProblem::LinkToDirectory {
@@ -286,7 +280,7 @@ impl<'b> LayerBuilder<'b> {
             Some(id) => {
                 self.charge_names(name.len())?;
                 let name = name.into();
-                self.whited.insert(Slot { dir, name });
+                self.whiteouts.insert(Slot { dir, name });
                 self.set_opaque(id);
                 if let NodeKind::Directory(directory) = &mut self.tree.node_mut(id).kind {
                     directory.implicit = false;
@@ -305,12 +299,12 @@ impl<'b> LayerBuilder<'b> {
     }
 
     /// Records a whiteout that an entry is about to replace.
-    fn remember_whiteout(&mut self, slot: &Slot) -> Result<()> {
+    fn record_whiteout(&mut self, slot: &Slot) -> Result<()> {
         if let Some(id) = self.tree.child(slot.dir, &slot.name)
             && matches!(self.tree.node(id).kind, NodeKind::Whiteout)
         {
             self.charge_names(slot.name.len())?;
-            self.whited.insert(slot.clone());
+            self.whiteouts.insert(slot.clone());
         }
         Ok(())
     }
@@ -405,17 +399,16 @@ impl<'b> LayerBuilder<'b> {
             chain.push(at);
             let names: Vec<&[u8]> = target.split(|&b| b == b'/').collect();
             match self.find(&names)? {
-                Found::Node(id) if !matches!(self.tree.node(id).kind, NodeKind::Whiteout) => {
-                    at = id
-                }
+                Some(id) if !matches!(self.tree.node(id).kind, NodeKind::Whiteout) => at = id,
                 _ => break,
             }
         }
         Ok((chain, Some(at)))
     }
 
-    /// Resolves a path without changing the tree. Symlinks are followed except at the last name.
-    fn find(&self, names: &[&[u8]]) -> Result<Found> {
+    /// Finds the node at a path without changing the tree. Symlinks are followed except at the last
+    /// name.
+    fn find(&self, names: &[&[u8]]) -> Result<Option<NodeId>> {
         let mut dir = LayerTree::ROOT;
         let (mut hops, mut detour) = (0, 0);
         let mut todo: Vec<Box<[u8]>> = names.iter().rev().map(|&name| name.into()).collect();
@@ -425,10 +418,10 @@ impl<'b> LayerBuilder<'b> {
                 continue;
             }
             let Some(id) = self.tree.child(dir, &name) else {
-                return Ok(Found::Nothing);
+                return Ok(None);
             };
             if todo.is_empty() {
-                return Ok(Found::Node(id));
+                return Ok(Some(id));
             }
             match &self.tree.node(id).kind {
                 NodeKind::Directory(_) => dir = id,
@@ -442,10 +435,10 @@ impl<'b> LayerBuilder<'b> {
                     }
                     detour += push_target(&mut todo, target, detour)?;
                 }
-                _ => return Ok(Found::Nothing),
+                _ => return Ok(None),
             }
         }
-        Ok(Found::Node(dir))
+        Ok(Some(dir))
     }
 
     fn add_directory(

@@ -22,7 +22,7 @@ use crate::content::{ContentStats, ContentWriter, Data, StoreError};
 use crate::digest::{Digest, hex};
 use crate::error::{ConvertError, Place};
 use crate::image_file::{
-    ImageSink, ImagesByDigest, emit, image_error, read_back, unfit, writer_options,
+    ImageSink, ImagesByDigest, emit, image_error, plan_error, read_back, writer_options,
 };
 use crate::metadata::{Metadata, insert_some, options_json, tool};
 use crate::options::{ConvertOptions, Progress};
@@ -46,7 +46,7 @@ pub struct Base<'b> {
     /// The file name under which the image is looked up in the directory of the new image.
     pub name: Option<String>,
     /// Number of referenced bytes.
-    kept_bytes: u64,
+    referenced_bytes: u64,
 }
 
 impl<'b> Base<'b> {
@@ -62,12 +62,12 @@ impl<'b> Base<'b> {
             image,
             digest,
             name,
-            kept_bytes: 0,
+            referenced_bytes: 0,
         }
     }
 
     /// Whether `bytes` bytes at byte `at` of the address space below lie in this image.
-    fn has(&self, at: u64, bytes: u64) -> bool {
+    fn contains(&self, at: u64, bytes: u64) -> bool {
         at.checked_sub(self.start)
             .and_then(|at| at.checked_add(bytes))
             .is_some_and(|end| end <= self.image.size())
@@ -75,7 +75,7 @@ impl<'b> Base<'b> {
 }
 
 /// A [`Base`] whose content is referenced.
-struct Named {
+struct ReferencedBase {
     start: u64,
     image: Arc<Image>,
     digest: [u8; 32],
@@ -125,7 +125,7 @@ pub fn commit(
 ) -> Result<CommitReport, ConvertError> {
     if options.plain && !commit.base.is_empty() {
         return Err(ConvertError::Options(
-            "a plain image cannot name content of the image below".to_owned(),
+            "a plain image cannot refer to content of the image below".to_owned(),
         ));
     }
     let output = Output::create(destination)?;
@@ -139,7 +139,7 @@ pub fn commit(
     let sink = ImageSink::new(writer, destination);
     let tails = TailStore::new(output.directory());
     let never = AtomicBool::new(false);
-    let mut store = Store {
+    let mut store = ContentStore {
         content: ContentWriter::new(sink, tails, inline_max, options.limits.max_bytes),
         device: commit.device,
         base: commit.base,
@@ -147,22 +147,22 @@ pub fn commit(
         progress,
     };
     let mut tree = commit.tree;
-    tree.replace_contents(&mut |content| store.take(content))?;
-    let kept_bytes = store.base.iter().map(|base| base.kept_bytes).sum();
+    tree.replace_contents(&mut |content| store.store(content))?;
+    let referenced_bytes = store.base.iter().map(|base| base.referenced_bytes).sum();
     let stats = store.content.stats();
     let (sink, tails) = store.content.into_parts();
     let mut metadata = Metadata::new(&tool(options), options_json(options), commit.described);
     let base = store
         .base
         .into_iter()
-        .filter(|base| base.kept_bytes > 0)
+        .filter(|base| base.referenced_bytes > 0)
         .map(|base| {
             let digest = (base.digest)().map_err(|source| ConvertError::Read {
                 action: "take the digest of",
                 what: "the image below".to_owned(),
                 source,
             })?;
-            Ok(Named {
+            Ok(ReferencedBase {
                 digest,
                 start: base.start,
                 image: base.image,
@@ -194,7 +194,7 @@ pub fn commit(
         file_bytes: written.file_bytes(),
         content_bytes: stats.content_bytes - stats.deduplicated_bytes,
         deduplicated_bytes: stats.deduplicated_bytes,
-        base_bytes: kept_bytes,
+        base_bytes: referenced_bytes,
         size: written.size(),
         merkle_root: hex(&written.merkle_root()),
     };
@@ -210,7 +210,7 @@ fn finish(
     tree: &Tree,
     mut writer: ImageWriter,
     tails: &dyn TailSource,
-    base: &[Named],
+    base: &[ReferencedBase],
     stats: ContentStats,
     metadata: &mut Metadata,
     inline_max: u16,
@@ -227,7 +227,7 @@ fn finish(
         metadata_start,
         inline_max,
     };
-    let mut plan = Plan::new(tree, &options).map_err(|error| unfit(path, error))?;
+    let mut plan = Plan::new(tree, &options).map_err(|error| plan_error(path, error))?;
     let mut next = (metadata_start + plan.metadata_bytes()).next_multiple_of(REGION_BYTES);
     let too_large = || ConvertError::Options("the image below is larger than 8 TiB".to_owned());
     let block = |bytes: u64| u32::try_from(bytes / BLOCK_BYTES).map_err(|_| too_large());
@@ -244,7 +244,7 @@ fn finish(
     }
     plan = plan
         .with_windows(windows.clone())
-        .map_err(|error| unfit(path, error))?;
+        .map_err(|error| plan_error(path, error))?;
     emit(&plan, tails, &mut writer, path)?;
     for (base, window) in base.iter().zip(&windows) {
         let size = base.image.size();
@@ -256,7 +256,7 @@ fn finish(
         debug_assert_eq!(found, u64::from(window.to) * BLOCK_BYTES);
     }
     if !base.is_empty() {
-        metadata.backings(base.iter().map(Named::described).collect());
+        metadata.backings(base.iter().map(ReferencedBase::described).collect());
     }
     metadata.content(plan.inodes(), stats, metadata_start);
     let superblock = plan.superblock(writer.position() / BLOCK_BYTES);
@@ -265,7 +265,7 @@ fn finish(
         .map_err(failed)
 }
 
-impl Named {
+impl ReferencedBase {
     /// The entry of this image in the JSON section.
     fn described(&self) -> Value {
         let header = self.image.header();
@@ -286,7 +286,7 @@ impl Named {
 }
 
 /// Stores contents in the image.
-struct Store<'s> {
+struct ContentStore<'s> {
     content: ContentWriter<ImageSink>,
     device: &'s dyn BlockDevice,
     /// The images whose content may be referenced.
@@ -305,35 +305,35 @@ struct DeviceRun {
     at: u64,
 }
 
-impl Store<'_> {
+impl ContentStore<'_> {
     /// Stores a file's content, or the part of it that cannot be referenced.
-    fn take(&mut self, content: &Content) -> Result<Content, ConvertError> {
+    fn store(&mut self, content: &Content) -> Result<Content, ConvertError> {
         if self.cancel.is_set() {
             return Err(ConvertError::Interrupted);
         }
         let failed = |error: StoreError| error.at(Place::layer("the changes"));
         let runs = runs(content);
-        let mut kept = 0;
+        let mut referenced = 0;
         for run in &runs {
             if let Some(base) = self.base_of(run) {
-                self.base[base].kept_bytes += run.length;
-                kept += 1;
+                self.base[base].referenced_bytes += run.length;
+                referenced += 1;
             }
         }
-        if kept == 0 {
+        if referenced == 0 {
             return self.copy(content, &runs).map_err(failed);
         }
-        if kept == runs.len() {
-            return self.keep(content).map_err(failed);
+        if referenced == runs.len() {
+            return self.reference(content).map_err(failed);
         }
-        self.mix(content, &runs).map_err(failed)
+        self.store_in_part(content, &runs).map_err(failed)
     }
 
     /// The image that has the run, if its content may be referenced.
     fn base_of(&self, run: &DeviceRun) -> Option<usize> {
         let at = run.at.checked_sub(BASE_FROM)?;
         let bytes = run.length.next_multiple_of(BLOCK_BYTES);
-        self.base.iter().position(|base| base.has(at, bytes))
+        self.base.iter().position(|base| base.contains(at, bytes))
     }
 
     /// Stores all of the content.
@@ -364,26 +364,30 @@ impl Store<'_> {
     }
 
     /// References all of the content; only an inline tail is stored.
-    fn keep(&mut self, content: &Content) -> Result<Content, StoreError> {
-        let mut kept = content.clone();
+    fn reference(&mut self, content: &Content) -> Result<Content, StoreError> {
+        let mut referenced = content.clone();
         if let Some(tail) = content.tail {
             let mut bytes = vec![0; tail.length.into()];
             self.device
                 .read_at(tail.offset, &mut bytes)
                 .map_err(read_error)?;
-            kept.tail = Some(self.content.tail(&bytes)?);
+            referenced.tail = Some(self.content.tail(&bytes)?);
         }
-        Ok(kept)
+        Ok(referenced)
     }
 
     /// Stores some chunks and references the others.
-    fn mix(&mut self, content: &Content, runs: &[DeviceRun]) -> Result<Content, StoreError> {
+    fn store_in_part(
+        &mut self,
+        content: &Content,
+        runs: &[DeviceRun],
+    ) -> Result<Content, StoreError> {
         let Blocks::Chunked { chunk_shift, .. } = content.blocks else {
             return self.copy(content, runs);
         };
         let chunk = BLOCK_BYTES << chunk_shift;
-        let mut mixed: Vec<ChunkRun> = Vec::new();
-        let mut push = |run: ChunkRun| match mixed.last_mut() {
+        let mut chunks: Vec<ChunkRun> = Vec::new();
+        let mut push = |run: ChunkRun| match chunks.last_mut() {
             Some(last)
                 if last.first + last.count == run.first
                     && u64::from(last.start) + (last.count << chunk_shift)
@@ -391,7 +395,7 @@ impl Store<'_> {
             {
                 last.count += run.count;
             }
-            _ => mixed.push(run),
+            _ => chunks.push(run),
         };
         for run in runs {
             let first = run.offset / chunk;
@@ -421,7 +425,7 @@ impl Store<'_> {
             size: content.size,
             blocks: Blocks::Chunked {
                 chunk_shift,
-                runs: mixed.into(),
+                runs: chunks.into(),
             },
             tail: None,
         })

@@ -140,7 +140,7 @@ impl<S: ContentSink> ContentWriter<S> {
     }
 
     /// Content that lower layers have is from now on referenced there and not stored.
-    pub(crate) fn look_below(&mut self, lower: Arc<LowerIndex>) {
+    pub(crate) fn deduplicate_against(&mut self, lower: Arc<LowerIndex>) {
         self.lower = Some(lower);
     }
 

@@ -12,8 +12,8 @@ use crate::builder::Budget;
 use crate::content::{ContentStats, ContentWriter};
 use crate::directory::DirectoryIngest;
 use crate::error::{ConvertError, Place, TarProblem};
-use crate::hidden::Uppers;
-use crate::image_file::{ImageSink, emit, image_error, unfit, writer_options};
+use crate::hidden::UpperLayers;
+use crate::image_file::{ImageSink, emit, image_error, plan_error, writer_options};
 use crate::ingest::{LayerIngest, rescue};
 use crate::layer::{LayerBytes, LayerInput, Reading, read_layer};
 use crate::lower::LowerIndex;
@@ -32,7 +32,8 @@ pub(crate) struct Target<'t> {
     /// The path in messages.
     pub path: PathBuf,
     pub threads: usize,
-    /// Longest inline tail, in bytes. A layer of a layout uses [`crate::space::INLINE_MAX`] even if it is plain,
+    /// Longest inline tail, in bytes. A layer of a layout uses [`crate::space::INLINE_MAX`] even if
+    /// it is plain,
     /// because its tails are stored in the stack.
     pub inline_max: u16,
 }
@@ -115,8 +116,8 @@ impl<'c> Conversion<'c> {
     }
 
     /// Content that lower layers have is from now on referenced there.
-    pub(crate) fn look_below(&mut self, lower: Arc<LowerIndex>) {
-        self.content.look_below(lower);
+    pub(crate) fn deduplicate_against(&mut self, lower: Arc<LowerIndex>) {
+        self.content.deduplicate_against(lower);
     }
 
     /// Reads one layer and adds it below the layers read before.
@@ -124,7 +125,7 @@ impl<'c> Conversion<'c> {
         &mut self,
         input: &LayerInput,
         reading: &Reading<'_>,
-        uppers: &mut Uppers,
+        uppers: &mut UpperLayers,
     ) -> Result<ReadLayer, ConvertError> {
         self.progress.phase(&input.name);
         let options = self.options;
@@ -134,7 +135,7 @@ impl<'c> Conversion<'c> {
                 name: &input.name,
                 reading,
                 // An archive in an image may contain images as files.
-                recognise: !input.is_promised() && !options.as_files,
+                recognise: !input.has_digest() && !options.as_files,
                 content: &mut self.content,
                 uppers,
                 budget: &mut self.budget,
@@ -144,7 +145,7 @@ impl<'c> Conversion<'c> {
             let mut tar = TarReader::new(stream);
             let read = ingest.run(&mut tar);
             let read = whole_layer(read, &mut tar)?;
-            if !input.is_promised() {
+            if !input.has_digest() {
                 check_end(&input.name, &tar, options, reading.progress)?;
             }
             Ok(read)
@@ -163,7 +164,7 @@ impl<'c> Conversion<'c> {
                 let read = rescue(wanted, name, &mut tar, &mut tree, &mut self.content);
                 whole_layer(read, &mut tar)
             };
-            let (rescued, _) = read_layer(input, &reading.again(&Default::default()), parse)?;
+            let (rescued, _) = read_layer(input, &reading.uncounted(&Default::default()), parse)?;
             self.hidden_bytes -= rescued;
         }
         uppers.push(tree);
@@ -213,11 +214,11 @@ impl<'c> Conversion<'c> {
             metadata_start,
             inline_max: self.inline_max,
         };
-        let plan = Plan::new(tree, &write_options).map_err(|e| unfit(&path, e))?;
+        let plan = Plan::new(tree, &write_options).map_err(|e| plan_error(&path, e))?;
         let windows = lower.windows(metadata_start + plan.metadata_bytes());
         let plan = plan
             .with_windows(windows.content())
-            .map_err(|e| unfit(&path, e))?;
+            .map_err(|e| plan_error(&path, e))?;
         emit(&plan, &tails, &mut writer, &path)?;
         windows
             .append(&mut writer)
@@ -257,7 +258,7 @@ fn check_end(
         Some(End::Marker { followed }) => {
             if followed {
                 progress.warning(&format!(
-                    "{name}: something follows the end-of-archive marker, and is left out, as tar does"
+                    "{name}: data after the end-of-archive marker is ignored, as tar does"
                 ));
             }
         }

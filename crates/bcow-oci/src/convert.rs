@@ -11,7 +11,7 @@ use crate::cancel::Cancel;
 use crate::conversion::{Conversion, Target};
 use crate::digest::hex;
 use crate::error::ConvertError;
-use crate::hidden::Uppers;
+use crate::hidden::UpperLayers;
 use crate::image::Image;
 use crate::image_file::{ImagesByDigest, read_back, tree_error};
 use crate::input::Input;
@@ -103,7 +103,7 @@ fn read_layers(
     reading: &Reading<'_>,
     report: &mut Report,
 ) -> Result<Vec<LayerTree>, ConvertError> {
-    let mut uppers = Uppers::default();
+    let mut uppers = UpperLayers::default();
     for input in image.layers.iter().rev() {
         let read = conversion.layer(input, reading, &mut uppers)?;
         report.layers.push(LayerReport {

@@ -106,7 +106,7 @@ impl FromStr for Digest {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (algorithm, hex) = text.split_once(':').ok_or("there is no colon in it")?;
+        let (algorithm, hex) = text.split_once(':').ok_or("it has no colon")?;
         let algorithm = match algorithm {
             "sha256" => Algorithm::Sha256,
             "sha512" => Algorithm::Sha512,

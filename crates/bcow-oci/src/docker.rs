@@ -40,11 +40,11 @@ pub(crate) fn find(
         }
         return Err(ConvertError::Layout {
             place: files.name(),
-            problem: "this is no docker archive: it has no manifest.json".to_owned(),
+            problem: "not a docker archive: it has no manifest.json".to_owned(),
         });
     };
     let images: Vec<Saved> = serde_json::from_slice(&bytes)
-        .map_err(|error| bad(format!("not as it should be: {error}")))?;
+        .map_err(|error| bad(format!("invalid document: {error}")))?;
     let image = choose(&files, &images, reference)?;
     let Some(config) = files.document(&image.config, MAX_CONFIG_BYTES)? else {
         return Err(bad(format!(
@@ -139,7 +139,7 @@ fn choose<'s>(
         [image] => Ok(image),
         [] if reference.is_none() => Err(ConvertError::Layout {
             place: files.name(),
-            problem: "it lists no image".to_owned(),
+            problem: "it lists no images".to_owned(),
         }),
         [] => Err(ConvertError::NoSuchReference {
             place: files.name(),

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use crate::digest::Digest;
 use crate::platform::{Platform, PlatformSyntax};
+use crate::text::{listed, quoted};
 
 /// The class of an error; the command derives its exit code from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,36 +61,6 @@ impl fmt::Display for Place {
             None => f.write_str(&self.layer),
         }
     }
-}
-
-/// A name from the input in double quotes, with escapes, so that the name cannot send control
-/// sequences to a terminal, and cut to a readable length.
-pub(crate) fn quoted(name: &[u8]) -> String {
-    const SHOWN: usize = 120;
-    let shown = &name[..name.len().min(SHOWN)];
-    let mut text = String::with_capacity(shown.len() + 2);
-    text.push('"');
-    for chunk in shown.utf8_chunks() {
-        for c in chunk.valid().chars() {
-            match c {
-                '"' | '\\' => {
-                    text.push('\\');
-                    text.push(c);
-                }
-                c if c.is_control() => text.extend(c.escape_default()),
-                c => text.push(c),
-            }
-        }
-        for byte in chunk.invalid() {
-            text.push_str(&format!("\\x{byte:02x}"));
-        }
-    }
-    if name.len() > SHOWN {
-        text.push_str(&format!("...\" ({} bytes)", name.len()));
-    } else {
-        text.push('"');
-    }
-    text
 }
 
 /// The limit that an input exceeds.
@@ -166,12 +137,34 @@ pub enum ImageForm {
     SkopeoDirectory,
 }
 
+impl ImageForm {
+    fn text(self) -> &'static str {
+        match self {
+            ImageForm::DockerArchive => "a container image written by `docker save`",
+            ImageForm::OciLayout => "container images in an OCI image layout",
+            ImageForm::SkopeoDirectory => "a container image written by `skopeo copy` to dir:",
+        }
+    }
+
+    /// How to convert an image that no source argument reads where it is.
+    fn advice(self) -> &'static str {
+        match self {
+            ImageForm::DockerArchive => "write it to a file and use docker-archive:FILE",
+            ImageForm::OciLayout => "write it to a file and use oci-archive:FILE",
+            ImageForm::SkopeoDirectory => {
+                "make a layout of it with `skopeo copy dir:DIR oci:LAYOUT:TAG` and use \
+                 oci:LAYOUT:TAG"
+            }
+        }
+    }
+}
+
 /// A conversion failed. It leaves no file at the destination.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
     /// The source has a wrong syntax.
-    #[error("{text:?} is no source: {problem}")]
+    #[error("invalid source {text:?}: {problem}")]
     SourceSyntax {
         /// The source that was given.
         text: String,
@@ -179,7 +172,7 @@ pub enum ConvertError {
         problem: &'static str,
     },
     /// The source is a path without a transport, so its form is ambiguous.
-    #[error("{text:?} is no source: missing transport")]
+    #[error("invalid source {text:?}: missing transport")]
     MissingTransport {
         /// The source that was given.
         text: String,
@@ -237,7 +230,10 @@ pub enum ConvertError {
         available: Vec<String>,
     },
     /// No name was given and there are several images, or several images match the name.
-    #[error("{place} has several images{}", match reference { Some(r) => format!(" that match {r:?}"), None => String::new() })]
+    #[error(
+        "{place} has several images{}",
+        optional(reference.as_ref(), |name| format!(" that match {name:?}"))
+    )]
     AmbiguousReference {
         /// The layout or archive.
         place: String,
@@ -265,11 +261,7 @@ pub enum ConvertError {
         media_type: String,
     },
     /// The files are not a root file system: they are a container image.
-    #[error("{place}: it holds {}, and is no root file system itself", match form {
-        ImageForm::DockerArchive => "a container image, as `docker save` writes it",
-        ImageForm::OciLayout => "container images, as an OCI image layout",
-        ImageForm::SkopeoDirectory => "a container image, as `skopeo copy` writes it to dir:",
-    })]
+    #[error("{place} contains {}, not a root file system", form.text())]
     HoldsImage {
         /// The archive or directory.
         place: String,
@@ -285,7 +277,7 @@ pub enum ConvertError {
         place: String,
     },
     /// The new image would take the name of its source, in the same layout.
-    #[error("the image would take the name {reference:?} in {} from the one it is made of", path.display())]
+    #[error("the new image would replace its source {reference:?} in {}", path.display())]
     ReplacesSource {
         /// The layout.
         path: PathBuf,
@@ -301,7 +293,7 @@ pub enum ConvertError {
         compression: &'static str,
     },
     /// A string that must be a digest is invalid.
-    #[error("{place}: {text:?} is no digest: {problem}")]
+    #[error("{place}: invalid digest {text:?}: {problem}")]
     DigestSyntax {
         /// The document that has the string.
         place: String,
@@ -333,7 +325,7 @@ pub enum ConvertError {
         found: Digest,
     },
     /// The size of the blob differs from that in its descriptor.
-    #[error("{place}: the manifest says {expected} bytes, there are {found}")]
+    #[error("{place}: size in bytes is {found}, expected {expected}")]
     SizeMismatch {
         /// The blob.
         place: String,
@@ -361,7 +353,11 @@ pub enum ConvertError {
         problem: TarProblem,
     },
     /// The input exceeds a limit.
-    #[error("{place}: too many {}: {}at most {allowed} are allowed", kind.text(), match value { Some(v) => format!("{v}, "), None => String::new() })]
+    #[error(
+        "{place}: too many {}: {}the limit is {allowed}",
+        kind.text(),
+        optional(value.as_ref(), |value| format!("{value}, "))
+    )]
     Limit {
         /// The layer and the entry.
         place: Place,
@@ -419,11 +415,11 @@ pub enum TarProblem {
     },
     #[error("the archive is truncated: it ends in the middle of {what} (at byte {offset})")]
     Truncated { offset: u64, what: &'static str },
-    #[error("there is nothing in it, not even the end-of-archive marker")]
+    #[error("the archive is empty: it has no entries and no end-of-archive marker")]
     Empty,
     #[error("no end-of-archive marker (at byte {offset}): the archive may have been cut off")]
     NoEndMarker { offset: u64 },
-    #[error("a zero block stands in the middle of the archive (at byte {offset})")]
+    #[error("a zero block in the middle of the archive (at byte {offset})")]
     LoneZeroBlock { offset: u64 },
     #[error("bad number in header field {field}")]
     BadNumber { field: &'static str },
@@ -431,7 +427,7 @@ pub enum TarProblem {
     BadPax { problem: String },
     #[error("two {what} headers for one entry")]
     DuplicateExtension { what: &'static str },
-    #[error("extension headers without an entry to belong to")]
+    #[error("extension headers without an entry")]
     OrphanExtension,
     #[error("malformed sparse map: {problem}")]
     BadSparse { problem: &'static str },
@@ -443,29 +439,29 @@ pub enum TarProblem {
     EmptyName,
     #[error("the name contains a zero byte")]
     ZeroInName,
-    #[error("the path climbs out of the root")]
+    #[error("the path leads out of the root")]
     ClimbsOut,
-    #[error("a name in the path has {bytes} bytes, at most 255 are possible")]
+    #[error("a name in the path has {bytes} bytes, more than 255")]
     NameTooLong { bytes: usize },
-    #[error("the root is no directory here")]
+    #[error("the entry for the root is not a directory")]
     RootNotDirectory,
-    #[error("{} is no directory", quoted(parent))]
+    #[error("{} is not a directory", quoted(parent))]
     ParentNotDirectory { parent: Vec<u8> },
     #[error("too many symbolic links on the way to the parent directory")]
     TooManyLinks,
     #[error("a link without a target")]
     EmptyTarget,
-    #[error("the link target has {bytes} bytes, at most 4095 are possible")]
+    #[error("the link target has {bytes} bytes, more than 4095")]
     TargetTooLong { bytes: usize },
     #[error("hardlink to {}, which is a directory", quoted(target))]
     LinkToDirectory { target: Vec<u8> },
-    #[error("hardlink to {}, which is not there", quoted(target))]
+    #[error("hardlink to {}, which does not exist", quoted(target))]
     LinkToNothing { target: Vec<u8> },
-    #[error("hardlink to {}, which climbs out of the root", quoted(target))]
+    #[error("hardlink to {}, which leads out of the root", quoted(target))]
     LinkClimbsOut { target: Vec<u8> },
-    #[error("whiteout of nothing")]
+    #[error("whiteout without a name")]
     BadWhiteout,
-    #[error("{field} {value} does not fit")]
+    #[error("{field} {value} is out of range")]
     OutOfRange { field: &'static str, value: String },
     #[error("extended attribute {}: {problem}", quoted(name))]
     BadXattr {
@@ -513,58 +509,84 @@ impl ConvertError {
     pub fn hint(&self) -> Option<String> {
         use ConvertError as E;
         let hint = match self {
-            E::SourceSyntax { .. } | E::MissingTransport { .. } => "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE".into(),
-            E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64".into(),
+            E::SourceSyntax { .. } | E::MissingTransport { .. } => {
+                "sources are oci:DIR[:REF], oci-archive:FILE[:REF], docker-archive:FILE[:REF], \
+                 tar:FILE, tar:-, dir:PATH, raw:FILE and qcow2:FILE"
+            }
+            E::PlatformSyntax(_) => "write OS/ARCH or OS/ARCH/VARIANT, for example linux/arm64",
             E::NoSuchReference { available, .. } | E::AmbiguousReference { available, .. } => {
-                if available.is_empty() {
-                    return None;
-                }
-                format!("there is: {}", listed(available))
+                let names = (!available.is_empty()).then(|| listed(available))?;
+                return Some(format!("available: {names}"));
             }
-            E::NoSuchPlatform { available, .. } => format!("choose one with --platform: {}", listed(available)),
-            E::MissingBlob { foreign: true, .. } => "the layer is a foreign one, which its registry does not pass on; put the blob into the layout".into(),
-            E::MissingBlob { .. } => "the layout is incomplete; copy the image again".into(),
-            E::DigestMismatch { .. } | E::SizeMismatch { .. } => "the input was damaged or tampered with; copy the image again".into(),
-            E::AlreadyConverted { .. } => "`bcow export --to oci:DIR` makes an ordinary image of it; one in an archive is read once `skopeo copy` has put it into oci:DIR".into(),
-            E::HoldsImage { form, source_text, .. } => {
+            E::NoSuchPlatform { available, .. } => {
+                let platforms = listed(available);
+                return Some(format!("choose one with --platform: {platforms}"));
+            }
+            E::MissingBlob { foreign: true, .. } => {
+                "registries do not distribute foreign layers; put the blob into the layout"
+            }
+            E::MissingBlob { .. } => "the layout is incomplete; copy the image again",
+            E::DigestMismatch { .. } | E::SizeMismatch { .. } => {
+                "the input was damaged or tampered with; copy the image again"
+            }
+            E::AlreadyConverted { .. } => {
+                "`bcow export --to oci:DIR` makes an ordinary image of it; copy an image in an \
+                 archive to oci:DIR with `skopeo copy` first"
+            }
+            E::HoldsImage {
+                form, source_text, ..
+            } => {
                 let instead = match (source_text, form) {
-                    (Some(source), _) => format!("name it {source}"),
-                    (None, ImageForm::SkopeoDirectory) => {
-                        "make a layout of it with `skopeo copy dir:DIR oci:LAYOUT:TAG` and name that oci:LAYOUT:TAG".into()
-                    }
-                    (None, ImageForm::DockerArchive) => {
-                        "write it to a file and name that docker-archive:FILE".into()
-                    }
-                    (None, ImageForm::OciLayout) => "write it to a file and name that oci-archive:FILE".into(),
+                    (Some(source), _) => format!("use {source}"),
+                    (None, form) => form.advice().to_owned(),
                 };
-                format!("{instead}; with --as-files its files are taken as they are")
+                return Some(format!(
+                    "{instead}, or --as-files to convert the files as they are"
+                ));
             }
-            E::Tar { problem: TarProblem::NoEndMarker { .. }, .. } => {
-                "look at what writes it; --allow-truncated takes the entries that there are".into()
+            E::Tar {
+                problem: TarProblem::NoEndMarker { .. },
+                ..
+            } => {
+                "check the program that wrote it; --allow-truncated accepts the entries that are \
+                 there"
             }
-            E::ReplacesSource { .. } => "give it another name, or another layout".into(),
+            E::ReplacesSource { .. } => "choose another name, or another layout",
             E::Compression { compression, .. } if compression.starts_with("whole-archive") => {
-                "decompress the archive first; its layers may stay compressed".into()
+                "decompress the archive first; its layers may stay compressed"
             }
-            E::Limit { kind, .. } => match kind {
-                LimitKind::Entries => "if you trust the input, raise it with --max-entries".into(),
-                LimitKind::Ratio => "if you trust the input, raise it with --max-ratio".into(),
-                LimitKind::Bytes => "if you trust the input, raise it with --max-size".into(),
-                LimitKind::Window => "compress the layer with a window of at most 128 MiB (zstd --long=27)".into(),
-                _ => return None,
-            },
+            E::Limit { kind, .. } => {
+                let option = match kind {
+                    LimitKind::Entries => "--max-entries",
+                    LimitKind::Ratio => "--max-ratio",
+                    LimitKind::Bytes => "--max-size",
+                    LimitKind::Window => {
+                        let hint = "compress the layer with a window of at most 128 MiB";
+                        return Some(format!("{hint} (zstd --long=27)"));
+                    }
+                    _ => return None,
+                };
+                return Some(format!(
+                    "if you trust the input, raise the limit with {option}"
+                ));
+            }
             E::Write { source, path, .. } if is_full(source) => {
                 let directory = match path.parent() {
                     Some(p) if !p.as_os_str().is_empty() => p.display().to_string(),
                     _ => ".".into(),
                 };
-                format!("make room in {directory}; nothing was left there")
+                return Some(format!(
+                    "free space in {directory}; the incomplete file was removed"
+                ));
             }
-            E::Changed { .. } => "convert a snapshot, or stop what writes there".into(),
-            E::Verify(_) => "this is a bug in bcow, or the memory or disk of this machine; please report it".into(),
+            E::Changed { .. } => "convert a snapshot, or stop the program that writes there",
+            E::Verify(_) => {
+                "this is a bug of bcow, or a fault of the memory or disk of this machine; please \
+                 report it"
+            }
             _ => return None,
         };
-        Some(hint)
+        Some(hint.to_owned())
     }
 }
 
@@ -575,11 +597,7 @@ fn is_full(error: &io::Error) -> bool {
     )
 }
 
-fn listed(items: &[String]) -> String {
-    const SHOWN: usize = 20;
-    let mut text = items[..items.len().min(SHOWN)].join(", ");
-    if items.len() > SHOWN {
-        text.push_str(&format!(", and {} more", items.len() - SHOWN));
-    }
-    text
+/// The text of an optional part of a message.
+fn optional<T>(value: Option<&T>, text: impl FnOnce(&T) -> String) -> String {
+    value.map(text).unwrap_or_default()
 }

@@ -11,7 +11,7 @@ use crate::builder::Budget;
 use crate::cancel::Cancel;
 use crate::content::{ContentSink, ContentWriter};
 use crate::error::ConvertError;
-use crate::hidden::Uppers;
+use crate::hidden::UpperLayers;
 use crate::ingest::LayerIngest;
 use crate::layer::{Format, Reading};
 use crate::options::Limits;
@@ -55,7 +55,7 @@ pub fn fuzz_ingest(bytes: &[u8]) {
     };
     let tails = TailStore::new(Path::new("/nonexistent"));
     let mut content = ContentWriter::new(Nowhere { position: 4096 }, tails, 300, 1 << 40);
-    let mut uppers = Uppers::default();
+    let mut uppers = UpperLayers::default();
     for layer in [upper, lower] {
         let read = ingest(layer, chunk_bytes, &mut budget, &mut content, &mut uppers);
         if read.is_err() {
@@ -94,7 +94,7 @@ fn ingest(
     chunk_bytes: usize,
     budget: &mut Budget,
     content: &mut ContentWriter<Nowhere>,
-    uppers: &mut Uppers,
+    uppers: &mut UpperLayers,
 ) -> Result<(), ConvertError> {
     let stream = ChunkStream::new(Box::new(MemorySource::new(layer, chunk_bytes)));
     let mut tar = TarReader::new(stream).without_checksums();

@@ -11,7 +11,7 @@ use crate::builder::{LayerBuilder, Slot};
 
 /// The complete layers above the current one.
 #[derive(Default)]
-pub(crate) struct Uppers {
+pub(crate) struct UpperLayers {
     layers: Vec<LayerTree>,
     /// Last names of the targets of links from upper layers to lower ones. A file with such a name
     /// is kept even if it is hidden, because the target of a link is known only after all layers
@@ -29,7 +29,7 @@ struct View {
     same: Vec<(usize, NodeId)>,
 }
 
-impl Uppers {
+impl UpperLayers {
     /// Adds the next complete layer.
     pub(crate) fn push(&mut self, layer: LayerTree) {
         for id in reachable(&layer) {
@@ -48,7 +48,7 @@ impl Uppers {
     }
 
     /// Whether the upper layers hide the file at this place, so that its content can be dropped.
-    pub(crate) fn hide(&mut self, layer: &LayerBuilder<'_>, slot: &Slot) -> bool {
+    pub(crate) fn hides(&mut self, layer: &LayerBuilder<'_>, slot: &Slot) -> bool {
         if self.layers.is_empty() || self.linked.contains(&slot.name) {
             return false;
         }
@@ -125,11 +125,11 @@ fn is_opaque(layer: &LayerTree, id: NodeId) -> bool {
 
 /// Every node with a name, once for each of its names.
 pub(crate) fn reachable(layer: &LayerTree) -> impl Iterator<Item = NodeId> {
-    let mut todo = vec![LayerTree::ROOT];
+    let mut pending = vec![LayerTree::ROOT];
     std::iter::from_fn(move || {
-        let id = todo.pop()?;
+        let id = pending.pop()?;
         if let NodeKind::Directory(directory) = &layer.node(id).kind {
-            todo.extend(directory.children.values());
+            pending.extend(directory.children.values());
         }
         Some(id)
     })

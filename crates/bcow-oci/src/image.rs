@@ -7,6 +7,7 @@ use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
 use crate::platform::Platform;
+use crate::text::plural;
 
 /// An image whose layers are not yet read.
 #[derive(Debug)]
@@ -52,7 +53,7 @@ impl ImageConfig {
     pub(crate) fn parse(place: &str, bytes: &[u8]) -> Result<ImageConfig, ConvertError> {
         let bad = |error: serde_json::Error| ConvertError::Layout {
             place: place.to_owned(),
-            problem: format!("not as it should be: {error}"),
+            problem: format!("invalid document: {error}"),
         };
         let document: Value = serde_json::from_slice(bytes).map_err(bad)?;
         let fields = ConfigDocument::deserialize(&document).map_err(bad)?;
@@ -90,7 +91,10 @@ impl ImageConfig {
             count if count == layers => Ok(()),
             count => Err(ConvertError::Layout {
                 place: place.to_owned(),
-                problem: format!("it has {layers} layers, its configuration says {count}"),
+                problem: format!(
+                    "it has {}, but its configuration lists {count}",
+                    plural(layers as u64, "layer")
+                ),
             }),
         }
     }

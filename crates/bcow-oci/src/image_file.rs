@@ -70,7 +70,7 @@ pub(crate) fn emit(
 }
 
 /// An error for a tree that cannot be written as EROFS.
-pub(crate) fn unfit(path: &Path, error: WriteError) -> ConvertError {
+pub(crate) fn plan_error(path: &Path, error: WriteError) -> ConvertError {
     ConvertError::Image {
         path: path.to_owned(),
         source: Box::new(error),
@@ -179,7 +179,7 @@ pub(crate) fn read_back(
     let findings = check(&fs, &CheckOptions { read_data: false });
     match findings.into_iter().find(|f| f.severity == Severity::Error) {
         None => Ok(()),
-        Some(finding) => Err(ConvertError::Verify(Box::new(Damage {
+        Some(finding) => Err(ConvertError::Verify(Box::new(CheckFinding {
             code: finding.code,
             place: finding.place,
             message: finding.message,
@@ -190,7 +190,7 @@ pub(crate) fn read_back(
 /// A finding of the check.
 #[derive(Debug, thiserror::Error)]
 #[error("{place}: {message} ({code})")]
-struct Damage {
+struct CheckFinding {
     code: &'static str,
     place: String,
     message: String,

@@ -9,10 +9,10 @@ use bcow_erofs::tree::{
 use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
 use crate::error::{ConvertError, LimitKind, Place, TarProblem};
-use crate::hidden::Uppers;
+use crate::hidden::UpperLayers;
 use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
-use crate::recognise::{MAX_BYTES, is_telling, recognise};
+use crate::recognise::{MAX_BYTES, is_marker_file, recognise};
 use crate::tar::{Entry, EntryKind, TarReader};
 use crate::warnings::Warnings;
 
@@ -27,7 +27,7 @@ pub(crate) struct LayerIngest<'i, S> {
     /// Whether to refuse an archive that contains container images.
     pub recognise: bool,
     pub content: &'i mut ContentWriter<S>,
-    pub uppers: &'i mut Uppers,
+    pub uppers: &'i mut UpperLayers,
     pub budget: &'i mut Budget,
     pub warnings: &'i mut Warnings,
     /// Apparent size of the hidden files so far.
@@ -110,7 +110,7 @@ struct Layer<'i> {
     reading: &'i Reading<'i>,
     recognise: bool,
     builder: LayerBuilder<'i>,
-    uppers: &'i mut Uppers,
+    uppers: &'i mut UpperLayers,
     warnings: &'i mut Warnings,
     hidden_bytes: &'i mut u64,
     /// Number in the archive of each dropped file.
@@ -172,7 +172,7 @@ impl Layer<'_> {
             EntryKind::Hardlink => {
                 let linked = self.builder.hardlink(&slot, &entry.link, &path);
                 if let Some(id) = linked.map_err(error)? {
-                    self.see(&slot, id);
+                    self.check_visible(&slot, id);
                 }
                 return Ok(());
             }
@@ -206,7 +206,7 @@ impl Layer<'_> {
         entry: &Entry,
         tar: &mut TarReader<'_>,
     ) -> Result<(), ConvertError> {
-        if !is_telling(name) || entry.sparse.is_some() || entry.stored > MAX_BYTES {
+        if !is_marker_file(name) || entry.sparse.is_some() || entry.stored > MAX_BYTES {
             return Ok(());
         }
         let data = tar.data(entry.stored as usize);
@@ -240,7 +240,7 @@ impl Layer<'_> {
             self.reading
                 .count(holes, || Place::entry(self.name, path))?;
         }
-        let hidden = self.uppers.hide(&self.builder, slot);
+        let hidden = self.uppers.hides(&self.builder, slot);
         let stored = if hidden {
             *self.hidden_bytes += entry.stored;
             Content {
@@ -266,9 +266,9 @@ impl Layer<'_> {
     }
 
     /// Handles a new name of a file of this layer: if the name is visible, the content is needed.
-    fn see(&mut self, slot: &Slot, id: NodeId) {
+    fn check_visible(&mut self, slot: &Slot, id: NodeId) {
         if let Some(&number) = self.dropped.get(&id)
-            && !self.uppers.hide(&self.builder, slot)
+            && !self.uppers.hides(&self.builder, slot)
         {
             self.rescue.0.insert(number, id);
         }
@@ -286,7 +286,7 @@ impl Layer<'_> {
         let tree = builder
             .finish(|builder, slot, id| {
                 if let Some(&number) = dropped.get(&id)
-                    && !uppers.hide(builder, slot)
+                    && !uppers.hides(builder, slot)
                 {
                     rescue.0.insert(number, id);
                 }

@@ -53,7 +53,7 @@ impl Input {
                 return Ok(Input::Directory(path.clone()));
             }
         };
-        tell_image(source, &image);
+        log_image(source, &image);
         Ok(Input::Image(image.into()))
     }
 
@@ -78,7 +78,7 @@ impl Input {
 }
 
 /// Logs the image that was found.
-fn tell_image(source: &Source, image: &Image) {
+fn log_image(source: &Source, image: &Image) {
     let manifest = image.manifest.as_ref().map_or_else(
         || "no manifest".to_owned(),
         |digest| format!("manifest {digest}"),
@@ -89,15 +89,15 @@ fn tell_image(source: &Source, image: &Image) {
             "{}: {}, {} bytes, blob {}, content {}",
             layer.name,
             layer.media_type.as_deref().unwrap_or("no media type"),
-            told(layer.blob.length()),
-            told(layer.digest.as_ref()),
-            told(layer.diff_id.as_ref()),
+            or_unknown(layer.blob.length()),
+            or_unknown(layer.digest.as_ref()),
+            or_unknown(layer.diff_id.as_ref()),
         );
     }
 }
 
 /// The text of an optional value.
-fn told(value: Option<impl std::fmt::Display>) -> String {
+fn or_unknown(value: Option<impl std::fmt::Display>) -> String {
     value.map_or_else(|| "unknown".to_owned(), |value| value.to_string())
 }
 

@@ -24,7 +24,7 @@ use crate::image_file::{ImagesByDigest, image_error, tree_error};
 use crate::metadata::Metadata;
 use crate::options::Limits;
 use crate::space::BLOCK_BYTES;
-use crate::stack::{Merged, Part, Place, TAIL_SHIFT, places};
+use crate::stack::{BlockRange, Merged, StackPart, TAIL_SHIFT, place_regions};
 
 /// An image that takes part.
 #[derive(Clone)]
@@ -68,7 +68,7 @@ pub fn join(
         path: path.to_owned(),
         source,
     };
-    let places = places(parts.iter().map(|part| part.image.size()));
+    let places = place_regions(parts.iter().map(|part| part.image.size()));
     let trees = parts
         .iter()
         .zip(&places)
@@ -77,9 +77,9 @@ pub fn join(
         .collect::<Result<Vec<_>, _>>()?;
     let names: Vec<String> = parts.iter().map(|part| part.name.clone()).collect();
     let tree = merge(trees).map_err(|error| tree_error(&names, error))?;
-    let shown: Vec<Part<'_>> = parts
+    let shown: Vec<StackPart<'_>> = parts
         .iter()
-        .map(|part| Part {
+        .map(|part| StackPart {
             image: &part.image,
             // This digest is resolved by `join` only; it must be unique among the parts.
             digest: part.image.identity_hash(),
@@ -121,7 +121,7 @@ pub fn join(
 }
 
 /// The tree of the part at `index`, with its contents at `place`.
-fn tree(part: &JoinPart, place: Place, index: usize) -> Result<LayerTree, ConvertError> {
+fn tree(part: &JoinPart, place: BlockRange, index: usize) -> Result<LayerTree, ConvertError> {
     let damaged = |problem: &dyn std::fmt::Display| ConvertError::Layout {
         place: part.name.clone(),
         problem: problem.to_string(),

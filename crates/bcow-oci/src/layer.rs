@@ -73,7 +73,7 @@ impl<'r> Reading<'r> {
     }
 
     /// For a second reading of a layer: its bytes are counted in `bytes`, not in the totals.
-    pub(crate) fn again(&self, bytes: &'r AtomicU64) -> Reading<'r> {
+    pub(crate) fn uncounted(&self, bytes: &'r AtomicU64) -> Reading<'r> {
         Reading {
             limits: self.limits,
             progress: &(),
@@ -86,7 +86,7 @@ impl<'r> Reading<'r> {
 
 impl LayerInput {
     /// Whether a digest covers the whole layer, so that its archive needs no end-of-archive marker.
-    pub(crate) fn is_promised(&self) -> bool {
+    pub(crate) fn has_digest(&self) -> bool {
         self.digest.is_some() || self.diff_id.is_some()
     }
 }
@@ -131,7 +131,7 @@ pub(crate) fn read_layer<R>(
             };
             let _ = output.chunks.send(message);
         });
-        let stream = ChunkStream::new(Box::new(FromThread {
+        let stream = ChunkStream::new(Box::new(ThreadSource {
             received,
             used,
             total: total.clone(),
@@ -148,13 +148,13 @@ enum Message {
 }
 
 /// The parser's end of the channel.
-struct FromThread {
+struct ThreadSource {
     received: Receiver<Message>,
     used: Sender<Vec<u8>>,
     total: Rc<RefCell<LayerBytes>>,
 }
 
-impl ChunkSource for FromThread {
+impl ChunkSource for ThreadSource {
     fn next_chunk(&mut self, used: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, ConvertError> {
         if let Some(used) = used {
             // The thread may have ended already.
@@ -296,8 +296,8 @@ fn check_diff_id(
             padded.update(&ZEROS);
             if padded.clone().finish() == *expected {
                 output.reading.progress.warning(&format!(
-                    "{}: the last {} bytes of its padding were left out when it was compressed; with them it is the \
-                     layer that the image names",
+                    "{}: the compressed layer lacks the last {} bytes of the archive's \
+                     padding; with them, its diffID matches",
                     output.name,
                     blocks * ZEROS.len()
                 ));
@@ -394,7 +394,7 @@ fn trailing_garbage(name: &str) -> Stop {
     Stop::from(ConvertError::Decompress {
         place: name.to_owned(),
         format: "gzip",
-        problem: "there is something else behind its end".to_owned(),
+        problem: "unexpected data after its end".to_owned(),
     })
 }
 
@@ -519,8 +519,8 @@ impl<'r> Output<'r> {
         chunks: SyncSender<Message>,
         reusable: Receiver<Vec<u8>>,
     ) -> Self {
-        let promised = input.diff_id.as_ref().map(|id| id.0.algorithm());
-        let algorithm = promised.or(reading.find_diff_id.then_some(Algorithm::Sha256));
+        let recorded = input.diff_id.as_ref().map(|id| id.0.algorithm());
+        let algorithm = recorded.or(reading.find_diff_id.then_some(Algorithm::Sha256));
         Output {
             name: &input.name,
             media_type: input.media_type.as_deref(),
@@ -599,7 +599,7 @@ impl<'r> Output<'r> {
             place: self.name.to_owned(),
             format,
             problem: match error.kind() {
-                io::ErrorKind::UnexpectedEof => "it ends too early".to_owned(),
+                io::ErrorKind::UnexpectedEof => "unexpected end".to_owned(),
                 _ => match text.strip_prefix("corrupt gzip stream") {
                     Some(what) => format!("it{what}"),
                     None => text,

@@ -29,7 +29,7 @@ use crate::cancel::Cancel;
 use crate::conversion::{Conversion, Target};
 use crate::digest::{DiffId, Digest, hex};
 use crate::error::{ConvertError, LimitKind, Place};
-use crate::hidden::Uppers;
+use crate::hidden::UpperLayers;
 use crate::image::{Image, ImageConfig};
 use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
 use crate::input::Input;
@@ -48,7 +48,7 @@ use stored::StoredLayer;
 
 pub use trees::convert_trees;
 
-pub use report::{LayoutOptions, LayoutReport, Made, StackReport, StoredLayerReport};
+pub use report::{LayerOrigin, LayoutOptions, LayoutReport, StackReport, StoredLayerReport};
 
 /// Limit on layers that are converted at the same time: each takes tens of megabytes of memory.
 const MAX_AT_ONCE: usize = 16;
@@ -65,7 +65,7 @@ pub fn convert_to_layout(
 ) -> Result<LayoutReport, ConvertError> {
     if layout.dedup_lower && options.plain {
         return Err(ConvertError::Options(
-            "a plain layer cannot name content of the layers below".to_owned(),
+            "a plain layer cannot refer to content of the layers below".to_owned(),
         ));
     }
     // Check the options before anything is read.
@@ -125,14 +125,14 @@ fn convert_image(
 ) -> Result<(Vec<NewBlob>, ManifestEntry, LayoutReport), ConvertError> {
     let stop = AtomicBool::new(false);
     let cancel = Cancel::new(options.cancel.as_deref()).or(&stop);
-    let work = Work {
+    let conversions = LayerConversions {
         image,
         options,
         progress,
         cancel,
         bytes: AtomicU64::new(0),
         cache: layout.cache.as_deref().map(LayerCache::open).transpose()?,
-        present: match writer.keeps_others() {
+        existing: match writer.keeps_other_images() {
             true => LayoutLayers::find(&layout.directory)?,
             false => LayoutLayers::default(),
         },
@@ -140,8 +140,8 @@ fn convert_image(
         open: OpenOptions::default(),
     };
     let made = match layout.dedup_lower {
-        false => work.all(&stop)?,
-        true => work.all_over_lower()?,
+        false => conversions.convert_all(&stop)?,
+        true => conversions.convert_over_lower()?,
     };
     let entries: u64 = made.layers.iter().map(|layer| layer.info.entries).sum();
     if entries > options.limits.max_entries {
@@ -214,51 +214,51 @@ fn convert_image(
 }
 
 /// The distinct layers of an image, and the layer at each position.
-struct Layers {
+struct DistinctLayers {
     layers: Vec<StoredLayer>,
     order: Vec<usize>,
 }
 
 /// The context of the conversion of all layers.
-struct Work<'w> {
+struct LayerConversions<'w> {
     image: &'w Image,
     options: &'w ConvertOptions,
     progress: &'w dyn Progress,
     cancel: Cancel<'w>,
     bytes: AtomicU64,
     cache: Option<LayerCache>,
-    present: LayoutLayers,
+    existing: LayoutLayers,
     layout: &'w LayoutWriter,
     open: OpenOptions,
 }
 
-impl Work<'_> {
+impl LayerConversions<'_> {
     /// Makes the layers, several at a time.
-    fn all(&self, stop: &AtomicBool) -> Result<Layers, ConvertError> {
+    fn convert_all(&self, stop: &AtomicBool) -> Result<DistinctLayers, ConvertError> {
         let inputs = &self.image.layers;
-        let (different, order) = different(inputs);
+        let (distinct, order) = distinct(inputs);
         // Start with the longest layers, so that no long layer is the last to run alone.
-        let mut begin: Vec<usize> = (0..different.len()).collect();
-        let length = |i: usize| different[i].blob.length().unwrap_or(u64::MAX);
+        let mut begin: Vec<usize> = (0..distinct.len()).collect();
+        let length = |i: usize| distinct[i].blob.length().unwrap_or(u64::MAX);
         begin.sort_by_key(|&i| std::cmp::Reverse(length(i)));
         let all: u64 = begin
             .iter()
             .fold(0, |sum, &i| length(i).saturating_add(sum));
         let threads = self.options.threads.max(1);
-        let at_once = threads.min(different.len()).clamp(1, MAX_AT_ONCE);
+        let at_once = threads.min(distinct.len()).clamp(1, MAX_AT_ONCE);
         let layers = parallel::run(&begin, at_once, stop, |i| {
             // A layer with more than half of all bytes gets all threads.
             let share = match length(i) > all / 2 {
                 true => threads,
                 false => threads.div_ceil(at_once),
             };
-            self.layer(different[i], options_json(self.options), share, None)
+            self.layer(distinct[i], options_json(self.options), share, None)
         })?;
-        Ok(Layers { layers, order })
+        Ok(DistinctLayers { layers, order })
     }
 
     /// Makes the layers from the lowest up, because each may refer to content of those below it.
-    fn all_over_lower(&self) -> Result<Layers, ConvertError> {
+    fn convert_over_lower(&self) -> Result<DistinctLayers, ConvertError> {
         let inputs = &self.image.layers;
         let (mut layers, mut order): (Vec<StoredLayer>, Vec<usize>) = Default::default();
         let mut index = Arc::new(LowerIndex::default());
@@ -283,7 +283,7 @@ impl Work<'_> {
             order.push(layers.len());
             layers.push(layer);
         }
-        Ok(Layers { layers, order })
+        Ok(DistinctLayers { layers, order })
     }
 
     /// Makes one layer: from the layout, from the cache, or from its archive.
@@ -294,36 +294,36 @@ impl Work<'_> {
         threads: usize,
         lower: Option<Arc<LowerIndex>>,
     ) -> Result<StoredLayer, ConvertError> {
-        let wanted = |diff_id: &DiffId| stored::Wanted {
+        let request = |diff_id: &DiffId| stored::LayerRequest {
             diff_id: diff_id.clone(),
             options: options.clone(),
             tool: tool(self.options),
             open: self.open.clone(),
         };
         if let Some(diff_id) = &input.diff_id {
-            let wanted = wanted(diff_id);
+            let request = request(diff_id);
             let verify = self.options.verify;
             let found = self
-                .present
-                .get(&wanted, self.layout, verify, self.progress)?;
+                .existing
+                .get(&request, self.layout, verify, self.progress)?;
             let found = match (found, &self.cache) {
-                (None, Some(cache)) => cache.get(&wanted, self.layout, self.progress)?,
+                (None, Some(cache)) => cache.get(&request, self.layout, self.progress)?,
                 (found, _) => found,
             };
             if let Some(layer) = found {
                 tracing::info!("{}: there already, as {}", input.name, layer.digest);
                 self.progress.phase(&input.name);
-                self.check_source(input, &wanted)?;
+                self.check_source(input, &request)?;
                 return Ok(layer);
             }
         }
         tracing::debug!("{}: converted with {threads} threads", input.name);
         let (blob, diff_id) = self.convert(input, &options, threads, lower)?;
-        let layer = StoredLayer::new(blob, &wanted(&diff_id), self.layout)?;
+        let layer = StoredLayer::new(blob, &request(&diff_id), self.layout)?;
         if let Some(cache) = &self.cache {
-            let wanted = wanted(&diff_id);
-            cache.put(&wanted, &layer, self.progress);
-            cache.learn(&wanted, input.digest.as_ref());
+            let request = request(&diff_id);
+            cache.put(&request, &layer, self.progress);
+            cache.record_source(&request, input.digest.as_ref());
         }
         Ok(layer)
     }
@@ -335,13 +335,13 @@ impl Work<'_> {
     fn check_source(
         &self,
         input: &LayerInput,
-        wanted: &stored::Wanted,
+        request: &stored::LayerRequest,
     ) -> Result<(), ConvertError> {
         let digest = input.digest.as_ref();
         let cache = self.cache.as_ref();
         if !self.options.verify
-            || self.present.knows(wanted, digest)
-            || cache.is_some_and(|cache| cache.knows(wanted, digest))
+            || self.existing.has_source(request, digest)
+            || cache.is_some_and(|cache| cache.has_source(request, digest))
         {
             self.progress.advance(input.blob.length().unwrap_or(0));
             return Ok(());
@@ -349,7 +349,7 @@ impl Work<'_> {
         let reading = self.reading();
         read_layer(input, &reading, |stream| TarReader::new(stream).finish())?;
         if let Some(cache) = cache {
-            cache.learn(wanted, digest);
+            cache.record_source(request, digest);
         }
         Ok(())
     }
@@ -381,10 +381,10 @@ impl Work<'_> {
         };
         let mut conversion = Conversion::start(target, self.options, self.progress)?;
         if let Some(lower) = lower {
-            conversion.look_below(lower);
+            conversion.deduplicate_against(lower);
         }
         let reading = self.reading();
-        let mut uppers = Uppers::default();
+        let mut uppers = UpperLayers::default();
         let read = conversion.layer(input, &reading, &mut uppers)?;
         let diff_id = input.diff_id.clone().or(read.bytes.diff_id);
         let diff_id = diff_id.ok_or(ConvertError::Interrupted)?;
@@ -416,22 +416,22 @@ impl Work<'_> {
 }
 
 /// The distinct layers, and the index into them for each layer of the image.
-fn different(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
+fn distinct(inputs: &[LayerInput]) -> (Vec<&LayerInput>, Vec<usize>) {
     let mut known: HashMap<&DiffId, usize> = HashMap::new();
-    let mut different = Vec::new();
+    let mut distinct = Vec::new();
     let mut order = Vec::new();
     for input in inputs {
-        let next = different.len();
+        let next = distinct.len();
         let index = match &input.diff_id {
             Some(diff_id) => *known.entry(diff_id).or_insert(next),
             None => next,
         };
         if index == next {
-            different.push(input);
+            distinct.push(input);
         }
         order.push(index);
     }
-    (different, order)
+    (distinct, order)
 }
 
 /// A layer's entry in the stack's metadata.

@@ -243,7 +243,7 @@ fn in_files(files: &Files, path: &str) -> String {
 fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {
     serde_json::from_slice(bytes).map_err(|error| ConvertError::Layout {
         place: place.to_owned(),
-        problem: format!("not as it should be: {error}"),
+        problem: format!("invalid document: {error}"),
     })
 }
 
@@ -314,7 +314,7 @@ fn choose_named(
     let Some(first) = images.first() else {
         return Err(ConvertError::Layout {
             place: in_files(files, "index.json"),
-            problem: "it lists no image".to_owned(),
+            problem: "it lists no images".to_owned(),
         });
     };
     let same_digest = images.iter().all(|d| d.digest == first.digest);

@@ -1,18 +1,21 @@
 //! Conversion of container images into BCoW images, and their export.
 //!
-//! The path of an image through a conversion: [`convert()`] opens the [`Source`] (`layout`,
-//! `docker` and `archive` find an image's layers; `directory` walks a directory of the host). For
-//! each layer, uppermost first, a thread reads, hashes and decompresses the blob (`layer`, `blob`)
-//! and sends chunks to the parser (`stream`). `tar` reads entries from the chunks, `ingest` and
-//! `builder` build the layer's tree, and `content` stores the files' content in the image, equal
-//! pieces once, unless `hidden` finds that an upper layer hides a file. Then `convert` merges the
-//! trees, writes the file system's metadata and the JSON section, and reads the image back
-//! (`verify`); `output` gives the file its name.
+//! The path of an image through a conversion ([`convert()`]):
 //!
-//! `layered` converts an image layer by layer into an OCI layout. `store` opens BCoW images and
-//! finds the files below them, `join` shows several images as one, `commit` writes changes as a new
-//! image, `recode` rewrites an image with other options, and `export` writes tar archives and
-//! ordinary OCI images.
+//! 1. `input` opens the [`Source`]: `layout`, `docker` and `archive` find an image's layers.
+//! 2. For each layer, uppermost first, a thread reads, hashes and decompresses the blob (`layer`,
+//!    `blob`) and sends chunks to the parser (`stream`). A directory of the host is walked instead
+//!    (`directory`).
+//! 3. `tar` reads entries from the chunks. `ingest` and `builder` build the layer's tree, and
+//!    `content` stores the files' content in the image, equal pieces once. `hidden` finds the files
+//!    that upper layers hide; their content is not stored.
+//! 4. `conversion` writes the merged tree and the JSON section (`metadata`). `image_file` reads the
+//!    image back, and `output` gives the file its name.
+//!
+//! `layered` converts an image layer by layer into an OCI layout, with a `stack` that merges the
+//! layers. [`store`] opens BCoW images and finds the files below them, [`join`] shows several
+//! images as one, [`commit`] writes changes as a new image, [`recode`] rewrites an image with other
+//! options, and [`export`] writes tar archives and ordinary OCI images.
 //!
 //! All input is treated as hostile. Each limit is in [`Limits`] or a constant at the code that it
 //! protects; an input that exceeds a limit fails with [`ConvertError::Limit`].
@@ -33,12 +36,13 @@ mod cancel;
 pub mod commit;
 mod content;
 mod conversion;
-pub mod convert;
+mod convert;
 pub mod digest;
 mod directory;
 mod docker;
-pub mod error;
+mod error;
 pub mod export;
+#[cfg(feature = "testing")]
 mod fuzz;
 mod hidden;
 mod image;
@@ -47,33 +51,38 @@ mod ingest;
 mod input;
 pub mod join;
 mod layer;
-pub mod layered;
+mod layered;
 mod layout;
 mod lower;
 mod metadata;
-pub mod name;
-pub mod options;
+mod name;
+mod options;
 mod output;
 mod parallel;
 mod path;
 mod platform;
 pub mod recode;
 mod recognise;
-pub mod source;
+mod source;
 mod space;
 mod stack;
 pub mod store;
 mod stream;
 mod tails;
 mod tar;
+mod text;
 mod warnings;
 
 pub use bcow::rfc3339;
 pub use convert::convert;
 pub use digest::{DiffId, Digest};
-pub use error::{ConvertError, ErrorKind, ImageForm};
+pub use error::{ConvertError, ErrorKind, ImageForm, LimitKind, Place, TarProblem};
+#[cfg(feature = "testing")]
 pub use fuzz::fuzz_ingest;
-pub use layered::{LayoutOptions, LayoutReport, Made, convert_to_layout, convert_trees};
+pub use layered::{
+    LayerOrigin, LayoutOptions, LayoutReport, StackReport, StoredLayerReport, convert_to_layout,
+    convert_trees,
+};
 pub use layout::write::LayoutForm;
 pub use name::{ImageName, NameSyntax};
 pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};

@@ -58,13 +58,13 @@ impl ImageName {
         };
         let Some(rest) = text.as_bytes().strip_prefix(TRANSPORT) else {
             return match text.as_bytes().strip_prefix(FILE) {
-                Some(b"") => Err(bad("there is nothing behind the colon")),
+                Some(b"") => Err(bad("missing file name")),
                 Some(path) => Ok(ImageName::File(OsStr::from_bytes(path).into())),
                 None => Ok(ImageName::File(text.into())),
             };
         };
         let path = |bytes: &[u8]| match bytes {
-            b"" => Err(bad("there is no directory in it")),
+            b"" => Err(bad("missing directory")),
             bytes => Ok(PathBuf::from(OsStr::from_bytes(bytes))),
         };
         let Some(colon) = rest.iter().position(|&b| b == b':') else {
@@ -73,7 +73,9 @@ impl ImageName {
                 reference: None,
             });
         };
-        let utf8 = |bytes| std::str::from_utf8(bytes).map_err(|_| bad("its end is not UTF-8"));
+        let utf8 = |bytes| {
+            std::str::from_utf8(bytes).map_err(|_| bad("the name of the image is not UTF-8"))
+        };
         // `DIR@sha256:HEX`: the first colon is in the digest.
         if let Some(at) = rest[..colon].iter().rposition(|&b| b == b'@')
             && rest[at + 1..colon] == *b"sha256"
@@ -84,7 +86,7 @@ impl ImageName {
             });
         }
         match utf8(&rest[colon + 1..])? {
-            "" => Err(bad("there is nothing behind the second colon")),
+            "" => Err(bad("missing name after the second colon")),
             reference => Ok(ImageName::Layout {
                 directory: path(&rest[..colon])?,
                 reference: Some(reference.to_owned()),
@@ -152,10 +154,10 @@ mod tests {
     #[test]
     fn what_is_no_name_says_why() {
         for (text, why) in [
-            ("bcow:", "there is nothing behind the colon"),
-            ("oci:", "there is no directory in it"),
-            ("oci::x", "there is no directory in it"),
-            ("oci:a:", "there is nothing behind the second colon"),
+            ("bcow:", "missing file name"),
+            ("oci:", "missing directory"),
+            ("oci::x", "missing directory"),
+            ("oci:a:", "missing name after the second colon"),
             ("oci:a@sha256:12", "it has the wrong length"),
             ("oci:a@sha256:", "it has the wrong length"),
         ] {

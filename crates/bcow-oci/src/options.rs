@@ -61,7 +61,8 @@ impl Default for ConvertOptions {
     }
 }
 
-/// Limits against hostile input. An input that exceeds one fails with [`crate::ConvertError::Limit`].
+/// Limits against hostile input. An input that exceeds one fails with
+/// [`crate::ConvertError::Limit`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// Files, directories and other nodes over all layers.

@@ -50,7 +50,7 @@ impl Output {
         };
         if path.file_name().is_none() || destination.as_os_str().as_encoded_bytes().ends_with(b"/")
         {
-            return Err(refuse("it is no file name"));
+            return Err(refuse("it is not a file name"));
         }
         let directory = match path.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
@@ -275,7 +275,7 @@ mod tests {
         assert!(
             refuse(Path::new("/dev/null")).ends_with("it is neither a regular file nor a new name")
         );
-        assert!(refuse(&dir.path().join("new/")).ends_with("it is no file name"));
+        assert!(refuse(&dir.path().join("new/")).ends_with("it is not a file name"));
         assert!(refuse(&dir.path().join("no/such/dir")).starts_with("cannot create"));
     }
 }

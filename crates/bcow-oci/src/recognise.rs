@@ -27,7 +27,7 @@ pub(crate) fn recognise(name: &[u8], content: &[u8]) -> Option<ImageForm> {
 }
 
 /// Whether [`recognise`] reads files of this name.
-pub(crate) fn is_telling(name: &[u8]) -> bool {
+pub(crate) fn is_marker_file(name: &[u8]) -> bool {
     matches!(name, b"manifest.json" | b"oci-layout" | b"version")
 }
 

@@ -84,11 +84,11 @@ impl FromStr for Source {
             }
         };
         if rest.is_empty() {
-            return Err(bad("there is nothing behind the colon"));
+            return Err(bad("missing path"));
         }
         let (path, reference) = match rest.split_once(':') {
-            Some((_, "")) => return Err(bad("there is nothing behind the second colon")),
-            Some(("", _)) => return Err(bad("there is no path")),
+            Some((_, "")) => return Err(bad("missing name after the second colon")),
+            Some(("", _)) => return Err(bad("missing path")),
             Some((path, reference)) => (PathBuf::from(path), Some(reference.to_owned())),
             None => (PathBuf::from(rest), None),
         };
@@ -109,7 +109,7 @@ impl FromStr for Source {
             "tar" => Ok(Source::Tar(TarInput::File(rest.into()))),
             "dir" => Ok(Source::Directory(rest.into())),
             _ if plain_tar => Ok(Source::Tar(TarInput::File(text.into()))),
-            _ => Err(bad("the transport is unknown")),
+            _ => Err(bad("unknown transport")),
         }
     }
 }
@@ -217,11 +217,16 @@ mod tests {
 
     #[test]
     fn what_is_no_source_says_why() {
-        insta::assert_snapshot!(parse("image").unwrap_err(), @r#""image" is no source: missing transport"#);
-        insta::assert_snapshot!(parse("oci:").unwrap_err(), @r#""oci:" is no source: there is nothing behind the colon"#);
-        insta::assert_snapshot!(parse("oci:a:").unwrap_err(), @r#""oci:a:" is no source: there is nothing behind the second colon"#);
-        insta::assert_snapshot!(parse("oci::a").unwrap_err(), @r#""oci::a" is no source: there is no path"#);
-        insta::assert_snapshot!(parse("docker://a").unwrap_err(), @r#""docker://a" is no source: the transport is unknown"#);
+        for (text, problem) in [
+            ("image", "missing transport"),
+            ("oci:", "missing path"),
+            ("oci:a:", "missing name after the second colon"),
+            ("oci::a", "missing path"),
+            ("docker://a", "unknown transport"),
+        ] {
+            let message = format!("invalid source {text:?}: {problem}");
+            assert_eq!(parse(text), Err(message));
+        }
     }
 
     #[test]

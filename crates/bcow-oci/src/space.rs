@@ -1,11 +1,12 @@
-//! The units of an image's address space, and its division between an image and the images below it.
+//! The units of an image's address space, and its division between an image and the images below.
 
 /// Size of an EROFS block in bytes.
 pub(crate) const BLOCK_BYTES: u64 = 4096;
 /// Size of the largest piece that is looked up for deduplication.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
-/// First block number for content of lower layers. The windows onto those layers get their addresses
-/// after the metadata is laid out; until then, blocks of lower layers have numbers from here on.
+/// First block number for content of lower layers. The windows onto those layers get their
+/// addresses after the metadata is laid out; until then, blocks of lower layers have numbers from
+/// here on.
 pub(crate) const LOWER_FROM: u32 = 1 << 31;
 /// Windows start at a multiple of this size.
 pub(crate) const REGION_BYTES: u64 = 4 << 20;

@@ -12,7 +12,7 @@ use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteError, WriteOptions, 
 
 use crate::content::ContentStats;
 use crate::error::ConvertError;
-use crate::image_file::{emit, image_error, unfit};
+use crate::image_file::{emit, image_error, plan_error};
 use crate::metadata::Metadata;
 use crate::space::{BLOCK_BYTES, REGION_BYTES};
 
@@ -20,7 +20,7 @@ use crate::space::{BLOCK_BYTES, REGION_BYTES};
 pub(crate) const TAIL_SHIFT: u32 = 44;
 
 /// An image whose first bytes a window of the stack shows.
-pub(crate) struct Part<'p> {
+pub(crate) struct StackPart<'p> {
     pub image: &'p Arc<Image>,
     /// The digest by which the stack names the image.
     pub digest: [u8; 32],
@@ -30,13 +30,13 @@ pub(crate) struct Part<'p> {
 
 /// A merged tree, and the images with the content of its files.
 pub(crate) struct Merged<'m> {
-    /// Contents have block addresses counted from the start of the windows, within the [`Place`] of
-    /// their part. The offset of a tail has the number of its part in the bits from [`TAIL_SHIFT`]
-    /// on.
+    /// Contents have block addresses counted from the start of the windows, within the
+    /// [`BlockRange`] of their part. The offset of a tail has the number of its part in the bits
+    /// from [`TAIL_SHIFT`] on.
     pub tree: &'m Tree,
-    pub parts: &'m [Part<'m>],
+    pub parts: &'m [StackPart<'m>],
     /// The locations of the parts.
-    pub places: &'m [Place],
+    pub places: &'m [BlockRange],
     pub options: WriterOptions,
     /// Longest inline tail, in bytes.
     pub inline_max: u16,
@@ -84,10 +84,10 @@ impl Merged<'_> {
             metadata_start: start,
             inline_max: self.inline_max,
         };
-        let plan = Plan::new(tree, &write_options).map_err(|e| unfit(path, e))?;
+        let plan = Plan::new(tree, &write_options).map_err(|e| plan_error(path, e))?;
         let metadata_end = start + plan.metadata_bytes();
         let first = metadata_end.next_multiple_of(REGION_BYTES) / BLOCK_BYTES;
-        let windows = windows(self.places, first).map_err(|e| unfit(path, e))?;
+        let windows = windows(self.places, first).map_err(|e| plan_error(path, e))?;
         if devices > 0 {
             let devices: Vec<Device> = windows
                 .iter()
@@ -100,7 +100,7 @@ impl Merged<'_> {
         }
         let plan = plan
             .with_windows(windows.clone())
-            .map_err(|e| unfit(path, e))?
+            .map_err(|e| plan_error(path, e))?
             .with_device_table(devices);
         let tails = Tails(parts);
         emit(&plan, &tails, &mut writer, path)?;
@@ -135,26 +135,26 @@ impl Merged<'_> {
 
 /// Location of a layer in the address space of the stack, in blocks from the start of the windows.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct BlockRange {
     pub first: u64,
     pub blocks: u64,
 }
 
 /// Places layers of these lengths one after the other, each at a region boundary.
-pub(crate) fn places(lengths: impl Iterator<Item = u64>) -> Vec<Place> {
+pub(crate) fn place_regions(lengths: impl Iterator<Item = u64>) -> Vec<BlockRange> {
     let mut next: u64 = 0;
     lengths
         .map(|bytes| {
             let first = next;
             let blocks = bytes / BLOCK_BYTES;
             next = first + bytes.next_multiple_of(REGION_BYTES) / BLOCK_BYTES;
-            Place { first, blocks }
+            BlockRange { first, blocks }
         })
         .collect()
 }
 
 /// The windows onto the layers, the first of them at block `first`.
-fn windows(places: &[Place], first: u64) -> Result<Vec<ContentWindow>, WriteError> {
+fn windows(places: &[BlockRange], first: u64) -> Result<Vec<ContentWindow>, WriteError> {
     let too_large = |end: u64| WriteError::TooLarge {
         start: first * BLOCK_BYTES,
         end: end.saturating_mul(BLOCK_BYTES),
@@ -179,7 +179,7 @@ fn windows(places: &[Place], first: u64) -> Result<Vec<ContentWindow>, WriteErro
 }
 
 /// Reads the tails of all layers from the layers' metadata.
-struct Tails<'a>(&'a [Part<'a>]);
+struct Tails<'a>(&'a [StackPart<'a>]);
 
 impl TailSource for Tails<'_> {
     fn read_tail(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {

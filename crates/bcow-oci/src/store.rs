@@ -84,8 +84,8 @@ pub struct Places<'p> {
     pub stores: &'p [PathBuf],
     /// Directories to search by file name, besides those of the image and the stores.
     pub named: &'p [PathBuf],
-    /// Files that the user named. Each is a candidate for any digest, whatever its name.
-    pub given: &'p [PathBuf],
+    /// Files that the user named. Each is a candidate for every digest.
+    pub files: &'p [PathBuf],
 }
 
 /// A file that was found by its digest or its name.
@@ -140,7 +140,7 @@ pub enum StoreError {
         source: bcow::Error,
     },
     /// Files below the image are missing or wrong.
-    #[error("{first}{}", match others { 0 => String::new(), 1 => ", and 1 more is missing or wrong".into(), n => format!(", and {n} more are missing or wrong") })]
+    #[error("{first}{}", further(*others))]
     Layers {
         /// The first of the problems.
         first: Arc<LayerProblem>,
@@ -155,7 +155,7 @@ pub enum StoreError {
 #[non_exhaustive]
 pub enum LayerProblem {
     /// No place has the file.
-    #[error("{name} is not there{}", looked_in(places))]
+    #[error("{name} is missing{}", searched_in(places))]
     Missing {
         /// The name of the file.
         name: String,
@@ -194,11 +194,19 @@ pub enum LayerProblem {
     },
 }
 
-fn looked_in(places: &[PathBuf]) -> String {
+fn further(others: usize) -> String {
+    match others {
+        0 => String::new(),
+        1 => ", and 1 more is missing or wrong".to_owned(),
+        others => format!(", and {others} more are missing or wrong"),
+    }
+}
+
+fn searched_in(places: &[PathBuf]) -> String {
     let places: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
     match &places[..] {
         [] => String::new(),
-        places => format!("; looked in {}", places.join(", ")),
+        places => format!("; searched in {}", places.join(", ")),
     }
 }
 
@@ -226,7 +234,7 @@ impl LayerProblem {
     pub fn hint(&self) -> &'static str {
         match self {
             LayerProblem::Missing { .. } => {
-                "copy it from where the image came, or name a directory that has it with --store"
+                "copy it from the origin of the image, or name its directory with --store"
             }
             LayerProblem::Open { source, .. }
                 if source
@@ -239,7 +247,8 @@ impl LayerProblem {
                 "every layer takes a file descriptor; raise the limit (ulimit -n)"
             }
             LayerProblem::Open { .. } | LayerProblem::Wrong { .. } => {
-                "copy it again from where the image came, or name a directory that has the right one with --store"
+                "copy it again from the origin of the image, or name the directory of the right \
+                 file with --store"
             }
             LayerProblem::TooDeep { .. } => "convert the image again",
         }
@@ -302,7 +311,7 @@ pub fn open(
         .and_then(|image| match image.metadata() {
             Ok(metadata) => {
                 let directory = directory_of(&found.path);
-                finder.learn_names(&backing_facts(&metadata), &directory);
+                finder.record_backings(&backing_facts(&metadata), &directory);
                 Ok(stack_facts(&metadata))
             }
             // An unreadable metadata section is not an error here: the files below are then hashed
@@ -311,16 +320,20 @@ pub fn open(
             Err(error) => Err(error),
         })
         .map_err(cannot_open)?;
-    finder.learn(&facts);
-    let image = Image::open_with_backings(found.file.clone(), options, &Below::new(&finder, 0))
-        .map_err(cannot_open)?;
+    finder.record_layers(&facts);
+    let image = Image::open_with_backings(
+        found.file.clone(),
+        options,
+        &FinderResolver::new(&finder, 0),
+    )
+    .map_err(cannot_open)?;
     let below = finder.below(&facts);
-    let known = finder.known.into_inner();
+    let known = finder.lookups.into_inner();
     let layers = facts
         .into_iter()
         .map(|facts| StackLayer {
             file: match known.get(&facts.digest) {
-                Some(Known::Open(file, _)) => Some(file.clone()),
+                Some(Lookup::Open(file, _)) => Some(file.clone()),
                 _ => None,
             },
             facts,
@@ -502,7 +515,7 @@ impl Stores {
 
 impl Digests for Stores {
     fn learn(&self, image: &Image, directory: &Path) {
-        self.0.learn_from(image, directory);
+        self.0.record_metadata(image, directory);
     }
 
     fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)> {
@@ -518,23 +531,23 @@ impl Digests for Stores {
 
 /// The lookups of the files below one image, and their results.
 struct Finder {
-    /// Searched by digest, and by name after the directories of `Facts::names` and `named`.
+    /// Searched by digest, and by name after the directories of `FileRecord::names` and `named`.
     stores: Vec<PathBuf>,
     /// Searched by name only.
     named: Vec<PathBuf>,
     /// Candidates for every digest.
-    given: Vec<PathBuf>,
+    files: Vec<PathBuf>,
     options: OpenOptions,
     /// What images record about the files below them. The first record of a digest, which comes
     /// from the uppermost file, stays.
-    facts: RefCell<HashMap<Digest, Facts>>,
-    known: RefCell<HashMap<Digest, Known>>,
+    facts: RefCell<HashMap<Digest, FileRecord>>,
+    lookups: RefCell<HashMap<Digest, Lookup>>,
     problems: RefCell<Vec<Arc<LayerProblem>>>,
 }
 
 /// What images record about one file.
 #[derive(Default)]
-struct Facts {
+struct FileRecord {
     /// `layer 2 of 5`.
     label: Option<String>,
     facts: Option<LayerFacts>,
@@ -543,7 +556,7 @@ struct Facts {
     names: Vec<(PathBuf, String)>,
 }
 
-enum Known {
+enum Lookup {
     /// The file is being opened. A lookup of the same digest meanwhile means that the file is below
     /// itself.
     Opening,
@@ -560,15 +573,15 @@ impl Finder {
         Finder {
             stores: stores.chain(places.stores.iter().cloned()).collect(),
             named: places.named.to_vec(),
-            given: places.given.to_vec(),
+            files: places.files.to_vec(),
             options,
             facts: RefCell::default(),
-            known: RefCell::default(),
+            lookups: RefCell::default(),
             problems: RefCell::default(),
         }
     }
 
-    fn learn(&self, layers: &[LayerFacts]) {
+    fn record_layers(&self, layers: &[LayerFacts]) {
         let count = layers.len();
         let mut all = self.facts.borrow_mut();
         for (index, layer) in layers.iter().enumerate() {
@@ -581,7 +594,7 @@ impl Finder {
     }
 
     /// `directory` is that of the image whose metadata has `backings`.
-    fn learn_names(&self, backings: &[BackingFacts], directory: &Path) {
+    fn record_backings(&self, backings: &[BackingFacts], directory: &Path) {
         let mut all = self.facts.borrow_mut();
         for backing in backings {
             let known = all.entry(backing.facts.digest.clone()).or_default();
@@ -594,13 +607,13 @@ impl Finder {
 
     /// Records what the metadata of the image, whose file is in `directory`, says of the files
     /// below it.
-    fn learn_from(&self, image: &Image, directory: &Path) {
+    fn record_metadata(&self, image: &Image, directory: &Path) {
         // If the metadata is unreadable, the files below are hashed whole.
         if image.backings().next().is_some()
             && let Ok(metadata) = image.metadata()
         {
-            self.learn(&stack_facts(&metadata));
-            self.learn_names(&backing_facts(&metadata), directory);
+            self.record_layers(&stack_facts(&metadata));
+            self.record_backings(&backing_facts(&metadata), directory);
         }
     }
 
@@ -627,7 +640,7 @@ impl Finder {
 
     /// Every open file, once.
     fn below(&self, layers: &[LayerFacts]) -> Vec<BelowFile> {
-        let known = self.known.borrow();
+        let known = self.lookups.borrow();
         let mut others: Vec<&Digest> = known.keys().collect();
         others.sort();
         let mut seen = HashSet::new();
@@ -637,7 +650,7 @@ impl Finder {
             .chain(others)
             .filter(|digest| seen.insert(*digest))
             .filter_map(|digest| match known.get(digest)? {
-                Known::Open(file, _) => Some(BelowFile {
+                Lookup::Open(file, _) => Some(BelowFile {
                     label: self.label(digest),
                     name: self.name(digest),
                     digest: digest.clone(),
@@ -652,10 +665,10 @@ impl Finder {
     /// the longest chain of files from this one down. `depth` is the number of files below the
     /// image at which the lookup takes place.
     fn find(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
-        let too_deep = match self.known.borrow().get(digest) {
-            Some(Known::Open(file, height)) => return Some((file.clone(), *height)),
-            Some(Known::Failed) => return None,
-            Some(Known::Opening) => true,
+        let too_deep = match self.lookups.borrow().get(digest) {
+            Some(Lookup::Open(file, height)) => return Some((file.clone(), *height)),
+            Some(Lookup::Failed) => return None,
+            Some(Lookup::Opening) => true,
             None => depth > MAX_DEPTH,
         };
         if !too_deep {
@@ -688,24 +701,24 @@ impl Finder {
 
     /// Opens the first candidate that is the right file.
     fn open_first(&self, digest: &Digest, size: u64, depth: u32) -> Option<(LayerFile, u32)> {
-        let know = |known| self.known.borrow_mut().insert(digest.clone(), known);
-        know(Known::Opening);
+        let set = |lookup| self.lookups.borrow_mut().insert(digest.clone(), lookup);
+        set(Lookup::Opening);
         let mut first_problem = None;
         for candidate in self.candidates(digest) {
             match self.open_candidate(&candidate, digest, size, depth) {
                 Ok(None) => {}
                 Ok(Some((file, height))) => {
-                    know(Known::Open(file.clone(), height));
+                    set(Lookup::Open(file.clone(), height));
                     return Some((file, height));
                 }
                 // The user named this file for a different purpose.
-                Err(_) if matches!(candidate, Candidate::Given(_)) => {}
+                Err(_) if matches!(candidate, Candidate::UserFile(_)) => {}
                 Err(problem) => {
                     first_problem.get_or_insert(problem);
                 }
             }
         }
-        know(Known::Failed);
+        set(Lookup::Failed);
         self.problem(first_problem.unwrap_or_else(|| LayerProblem::Missing {
             name: self.name(digest),
             places: self.places(digest),
@@ -728,12 +741,12 @@ impl Finder {
     fn named_places(&self, digest: &Digest) -> Vec<(PathBuf, String)> {
         let all = self.facts.borrow();
         let names = all.get(digest).map_or(&[][..], |known| &known.names);
-        let given = || self.named.iter().chain(&self.stores);
+        let searched = || self.named.iter().chain(&self.stores);
         names
             .iter()
             .flat_map(|(own, name)| {
                 std::iter::once(own)
-                    .chain(given())
+                    .chain(searched())
                     .map(move |directory| (directory.clone(), name.clone()))
             })
             .collect()
@@ -755,7 +768,7 @@ impl Finder {
         by_digest
             .map(Candidate::Path)
             .chain(named.into_iter().map(|(d, name)| Candidate::Named(d, name)))
-            .chain(self.given.iter().cloned().map(Candidate::Given))
+            .chain(self.files.iter().cloned().map(Candidate::UserFile))
             .collect()
     }
 
@@ -820,12 +833,12 @@ impl Finder {
                 }
             }
         }
-        let below = Below::new(self, depth);
-        let stands_alone = alone.backings().next().is_none();
-        let image = match stands_alone {
+        let below = FinderResolver::new(self, depth);
+        let has_no_backings = alone.backings().next().is_none();
+        let image = match has_no_backings {
             true => alone,
             false => {
-                self.learn_from(&alone, &directory_of(&path));
+                self.record_metadata(&alone, &directory_of(&path));
                 Image::open_with_backings(file, &self.options, &below)
                     .map_err(|error| failed(error.into()))?
             }
@@ -855,13 +868,13 @@ enum Candidate {
     /// file.
     Named(PathBuf, String),
     /// A file that the user named, perhaps for a different purpose.
-    Given(PathBuf),
+    UserFile(PathBuf),
 }
 
 impl Candidate {
     fn path(&self) -> PathBuf {
         match self {
-            Candidate::Path(path) | Candidate::Given(path) => path.clone(),
+            Candidate::Path(path) | Candidate::UserFile(path) => path.clone(),
             Candidate::Named(directory, name) => directory.join(name),
         }
     }
@@ -869,7 +882,7 @@ impl Candidate {
     /// Opens the file; `None` if it does not exist.
     fn open(&self) -> Result<Option<Arc<File>>, Box<dyn std::error::Error + Send + Sync>> {
         match self {
-            Candidate::Path(path) | Candidate::Given(path) => match open_regular(path) {
+            Candidate::Path(path) | Candidate::UserFile(path) => match open_regular(path) {
                 Ok(Some(blob)) => Ok(blob.file()),
                 Ok(None) => Ok(None),
                 // The caller's error has the path.
@@ -887,7 +900,7 @@ impl Candidate {
 }
 
 /// Resolves the backings of one file.
-struct Below<'f> {
+struct FinderResolver<'f> {
     finder: &'f Finder,
     /// Number of files above the backings.
     depth: u32,
@@ -895,9 +908,9 @@ struct Below<'f> {
     height: Cell<u32>,
 }
 
-impl<'f> Below<'f> {
+impl<'f> FinderResolver<'f> {
     fn new(finder: &'f Finder, depth: u32) -> Self {
-        Below {
+        FinderResolver {
             finder,
             depth,
             height: Cell::new(0),
@@ -905,7 +918,7 @@ impl<'f> Below<'f> {
     }
 }
 
-impl BackingResolver for Below<'_> {
+impl BackingResolver for FinderResolver<'_> {
     fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
         // Backings with a file name are not looked up here.
         let BackingName::Digest(digest) = backing.name else {

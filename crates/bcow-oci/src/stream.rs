@@ -123,18 +123,21 @@ impl<'s> ChunkStream<'s> {
     }
 }
 
+#[cfg(any(test, feature = "testing"))]
 /// Bytes in memory as a source of chunks of a given size.
 pub(crate) struct MemorySource<'b> {
     bytes: &'b [u8],
     chunk_bytes: usize,
 }
 
+#[cfg(any(test, feature = "testing"))]
 impl<'b> MemorySource<'b> {
     pub(crate) fn new(bytes: &'b [u8], chunk_bytes: usize) -> Self {
         MemorySource { bytes, chunk_bytes }
     }
 }
 
+#[cfg(any(test, feature = "testing"))]
 impl ChunkSource for MemorySource<'_> {
     fn next_chunk(&mut self, used: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, ConvertError> {
         if self.bytes.is_empty() {

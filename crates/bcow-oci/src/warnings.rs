@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::error::quoted;
 use crate::options::Progress;
+use crate::text::{plural, quoted};
 
 /// Limit on distinct names; a hostile input has any number of them.
 const MAX_NAMES: usize = 16;
@@ -37,14 +37,15 @@ impl Warnings {
     pub(crate) fn report(&self, progress: &dyn Progress) {
         for (name, count) in &self.dropped_xattrs {
             progress.warning(&format!(
-                "extended attribute {} is not in a namespace that EROFS has; left out {count} times",
-                quoted(name)
+                "extended attribute {} is not in a namespace that EROFS supports; left out {}",
+                quoted(name),
+                plural(*count, "time")
             ));
         }
         if self.other_xattrs > 0 {
             progress.warning(&format!(
-                "extended attributes with other names left out {} times",
-                self.other_xattrs
+                "extended attributes with other names left out {}",
+                plural(self.other_xattrs, "time")
             ));
         }
         for (why, count) in &self.skipped {

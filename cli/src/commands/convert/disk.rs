@@ -269,7 +269,7 @@ fn foreign_failure(error: &ForeignError) -> CommandError {
     let failure = CommandError::new("cannot open the disk").caused_by(error);
     match (error, error.hint()) {
         (_, Some(hint)) => failure.hint(hint),
-        (ForeignError::Unsuitable { path, .. }, None) => match image::guess(path) {
+        (ForeignError::NotQcow2 { path }, None) => match image::guess(path) {
             Some(hint) => failure.hint(hint),
             None => failure,
         },

@@ -41,7 +41,7 @@ impl Extraction<'_> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW;
         let fd = open_beneath(target.parent.as_fd(), target.name, flags)
             .map_err(|error| self.cannot_create(path, error))?;
-        // A path in /proc names exactly this inode, and a link of that kind is not followed further.
+        // A path in /proc names exactly this inode, and such a link is not followed further.
         let by_descriptor = format!("/proc/self/fd/{}", fd.as_raw_fd());
         self.set_owner(source, path, fd.as_fd())?;
         self.set_xattrs(source, path, |name, value| {

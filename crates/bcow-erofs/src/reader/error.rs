@@ -11,13 +11,13 @@ pub enum ErofsError {
     #[error(transparent)]
     Device(#[from] bcow::Error),
     /// There is no EROFS superblock at byte 1024.
-    #[error("this is no EROFS file system (magic number {found:#010x} instead of 0xe0f5e1e2)")]
+    #[error("not an EROFS file system (magic number {found:#010x} instead of 0xe0f5e1e2)")]
     NotErofs {
         /// The value at the place of the magic number.
         found: u32,
     },
     /// The device is too small to hold a superblock.
-    #[error("this is no EROFS file system ({device_bytes} bytes are too few for a superblock)")]
+    #[error("not an EROFS file system (its size in bytes, {device_bytes}, is too small)")]
     TooSmall {
         /// Size of the device in bytes.
         device_bytes: u64,
@@ -142,7 +142,11 @@ pub enum InodeProblem {
     #[error("its inline tail crosses a block")]
     TailCrossesBlock,
     /// File content lies beyond the end of the device.
-    #[error("its content at {offset}..{} lies beyond the end of the device (from device byte {device_offset})", .offset + .length)]
+    #[error(
+        "its content at {offset}..{} lies beyond the end of the device \
+         (from device byte {device_offset})",
+        .offset + .length
+    )]
     Content {
         /// First byte in the file.
         offset: u64,
@@ -155,7 +159,7 @@ pub enum InodeProblem {
     #[error("it has a chunk on device {0}, which does not exist")]
     ChunkDevice(u16),
     /// The target of a symbolic link is empty or longer than a path can be.
-    #[error("a link target of {0} bytes")]
+    #[error("the length in bytes of its link target is {0}")]
     LinkTarget(u64),
     /// The nanoseconds are a second or more.
     #[error("its time has {0} nanoseconds")]
@@ -170,7 +174,7 @@ pub enum DirectoryProblem {
     #[error("the first name's offset is {0}")]
     FirstNameOffset(u16),
     /// The block is shorter than one entry.
-    #[error("it has {0} bytes")]
+    #[error("its length in bytes is {0}")]
     Short(usize),
     /// A name does not follow the name before it, or passes the end of the block.
     #[error("the name of entry {entry} spans {start}..{end}")]
@@ -203,7 +207,7 @@ pub enum DirectoryProblem {
 #[non_exhaustive]
 pub enum XattrProblem {
     /// There are more shared ids than fit.
-    #[error("{0} shared attributes do not fit")]
+    #[error("its number of shared attributes, {0}, exceeds its length")]
     SharedCount(u8),
     /// A shared attribute lies beyond the end of the device.
     #[error("shared attribute {0} lies beyond the end of the device")]

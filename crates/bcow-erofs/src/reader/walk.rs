@@ -9,7 +9,7 @@ pub(crate) const MAX_DEPTH: usize = 4096;
 
 /// All paths of a tree in the order of their names, a directory before its contents.
 ///
-/// A directory that is unsorted, occurs twice, or is nested deeper than any path can be, is an error.
+/// A directory that is unsorted, occurs twice, or is too deep for any path is an error.
 pub struct Walk<'f> {
     fs: &'f Filesystem,
     /// The directories from the root to the current one, and the length of the path of each.

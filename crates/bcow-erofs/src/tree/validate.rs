@@ -22,7 +22,11 @@ pub enum TreeError {
         path: Vec<u8>,
     },
     /// A symbolic link's target is empty, too long, or contains a NUL.
-    #[error("{}: bad link target of {length} bytes: 1 to 4095 are allowed, and no NUL", show(.path))]
+    #[error(
+        "{}: bad link target: its length in bytes is {length}; \
+         1 to 4095 bytes without NUL are allowed",
+        show(.path)
+    )]
     Symlink {
         /// Path of the link.
         path: Vec<u8>,
@@ -97,7 +101,7 @@ pub(crate) fn build(mut arena: Vec<Node>) -> Result<Tree, TreeError> {
     walk.new_ids[0] = 0;
     check_attributes(&arena[0].attributes).map_err(|e| e.at(Vec::new()))?;
     if !matches!(arena[0].kind, NodeKind::Directory(_)) {
-        return Err(Problem::Content("the root is no directory").at(Vec::new()));
+        return Err(Problem::Content("the root is not a directory").at(Vec::new()));
     }
 
     // Directories by new id. A stack and not recursion: the input decides the depth.

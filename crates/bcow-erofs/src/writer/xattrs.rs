@@ -15,7 +15,8 @@ use crate::tree::{NodeId, Tree, Xattrs};
 pub enum XattrProblem {
     /// EROFS has no number for the name's prefix, or no name follows the prefix.
     #[error(
-        "EROFS has no place for names like this (only user., trusted., security., lustre. and the POSIX ACLs)"
+        "EROFS has no such name prefix (only user., trusted., security., lustre. and the POSIX \
+         ACLs)"
     )]
     Prefix,
     /// The name is longer than Linux allows.
@@ -197,9 +198,8 @@ fn error(tree: &Tree, id: NodeId, name: &[u8], problem: XattrProblem) -> WriteEr
     }
 }
 
-/// Checks that EROFS can store this attribute. A converter that drops invalid attributes calls this
-/// first.
-pub fn check(name: &[u8], value: &[u8]) -> Result<(), XattrProblem> {
+/// Checks that EROFS can store this attribute.
+fn check(name: &[u8], value: &[u8]) -> Result<(), XattrProblem> {
     if name.len() > 255 {
         return Err(XattrProblem::NameLength(name.len()));
     }

@@ -1,4 +1,4 @@
-//! What the tests share: images in memory, an oracle's dump, and the tools that judge.
+//! Shared by the tests: images in memory, the dump of an oracle, and external checkers.
 
 #![allow(dead_code, missing_docs)]
 
@@ -17,7 +17,7 @@ use bcow_erofs::writer::{ContentWindow, Device, Plan, WriteOptions, device_table
 
 pub const BLOCK: usize = 4096;
 
-/// An address space with file data in it, as a converter fills it.
+/// An address space with file data, as a converter writes it.
 pub struct Space {
     pub bytes: Vec<u8>,
     pub tails: Vec<u8>,
@@ -160,7 +160,7 @@ impl Space {
     }
 }
 
-/// A tree with one of everything.
+/// A tree with inodes of every type.
 pub fn everything() -> (Tree, Space) {
     let mut space = Space::new(2000);
     let mut layer = LayerTree::new();
@@ -240,7 +240,9 @@ pub fn everything() -> (Tree, Space) {
         xattrs(&[(b"security.capability", capability)]),
     );
     // Owner rw, user 1000 r, group r, mask r, others none.
-    let acl = b"\x02\0\0\0\x01\0\x06\0\xff\xff\xff\xff\x02\0\x04\0\xe8\x03\0\0\x04\0\x04\0\xff\xff\xff\xff\x10\0\x04\0\xff\xff\xff\xff\x20\0\0\0\xff\xff\xff\xff";
+    let acl =
+        b"\x02\0\0\0\x01\0\x06\0\xff\xff\xff\xff\x02\0\x04\0\xe8\x03\0\0\x04\0\x04\0\xff\xff\xff\
+        \xff\x10\0\x04\0\xff\xff\xff\xff\x20\0\0\0\xff\xff\xff\xff";
     let names: [&[u8]; 2] = [b"system.posix_acl_access", b"system.posix_acl_default"];
     let kind = NodeKind::Directory(Directory::default());
     with("acl", kind, xattrs(&[(names[0], acl), (names[1], acl)]));
@@ -433,7 +435,7 @@ pub fn escape(bytes: &[u8]) -> String {
     text
 }
 
-/// Whether a tool is there. Says so if not, and fails where CI should have had it.
+/// Whether a tool is installed. Reports a missing tool; in CI, a missing tool is a failure.
 pub fn have(tool: &str) -> bool {
     let dirs = std::env::var_os("PATH").unwrap_or_default();
     let mut dirs: Vec<PathBuf> = std::env::split_paths(&dirs).collect();
@@ -445,7 +447,7 @@ pub fn have(tool: &str) -> bool {
     false
 }
 
-/// Whether this may mount EROFS images.
+/// Whether the test may mount EROFS images.
 pub fn can_mount() -> bool {
     if !rustix::process::geteuid().is_root() {
         skip("mounting needs root");
@@ -467,7 +469,7 @@ fn skip(why: &str) {
     eprintln!("SKIPPED: {why}");
 }
 
-/// fsck.erofs finds nothing wrong, file contents included.
+/// Asserts that fsck.erofs finds no error, in file contents either.
 pub fn fsck(image: &[u8]) {
     if !have("fsck.erofs") {
         return;
@@ -488,13 +490,13 @@ pub fn fsck(image: &[u8]) {
     );
 }
 
-/// Our own checker finds nothing either.
+/// Asserts that the checker of this crate finds no damage.
 pub fn check(image: &[u8]) {
     let options = bcow_erofs::check::CheckOptions { read_data: true };
     assert_eq!(bcow_erofs::check::check(&open(image), &options), []);
 }
 
-/// Two layers with content, the merged tree over both, and where each layer is shown.
+/// Two layers with content, the merged tree, and the position of each layer.
 pub struct Stack {
     pub layers: Vec<Vec<u8>>,
     /// Superblock, device table, metadata.

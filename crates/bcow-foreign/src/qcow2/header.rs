@@ -30,62 +30,66 @@ pub(super) struct Header {
 
 /// Why bcow refuses a header.
 #[derive(Debug)]
-pub(super) enum Refused {
+pub(super) enum HeaderError {
     /// The host failed to read it.
     Io(io::Error),
+    /// The file does not begin with the magic number.
+    NotQcow2,
     /// The header is invalid, or uses a feature that bcow does not support.
     Problem(String),
 }
 
-impl From<io::Error> for Refused {
+impl From<io::Error> for HeaderError {
     fn from(error: io::Error) -> Self {
-        Refused::Io(error)
+        HeaderError::Io(error)
     }
 }
 
-impl From<&str> for Refused {
+impl From<&str> for HeaderError {
     fn from(problem: &str) -> Self {
-        Refused::Problem(problem.to_owned())
+        HeaderError::Problem(problem.to_owned())
     }
 }
 
-impl From<String> for Refused {
+impl From<String> for HeaderError {
     fn from(problem: String) -> Self {
-        Refused::Problem(problem)
+        HeaderError::Problem(problem)
     }
 }
 
 impl Header {
     /// Reads and checks the header of `file`.
-    pub(super) fn read(file: &File) -> Result<Header, Refused> {
+    pub(super) fn read(file: &File) -> Result<Header, HeaderError> {
         let mut bytes = [0; V3_BYTES as usize];
         let read = read_up_to(file, &mut bytes, 0)?;
         let u32_at = |at: usize| u32::from_be_bytes([0, 1, 2, 3].map(|i| bytes[at + i]));
         let u64_at = |at: usize| u64::from(u32_at(at)) << 32 | u64::from(u32_at(at + 4));
         if !bytes[..read].starts_with(MAGIC) {
-            return Err("it is no qcow2 image".into());
+            return Err(HeaderError::NotQcow2);
         }
         let version = u32_at(4);
         let header_bytes = match version {
             2 => V2_BYTES,
             3 => u64::from(u32_at(100)),
-            _ => return Err(format!("it is qcow2 of version {version}").into()),
+            _ => return Err(format!("qcow2 version {version} is not supported").into()),
         };
         if (read as u64) < header_bytes.clamp(V2_BYTES, V3_BYTES) {
             return Err("it ends inside its header".into());
         }
         let cluster_bits = u32_at(20);
         if !(9..=21).contains(&cluster_bits) {
-            return Err(format!("its clusters have 2^{cluster_bits} bytes").into());
+            return Err(
+                format!("its cluster size of 2^{cluster_bits} bytes is not supported").into(),
+            );
         }
         let cluster_bytes = 1 << cluster_bits;
         if version == 3 && !(V3_BYTES..=cluster_bytes).contains(&header_bytes) {
-            return Err(format!("its header has {header_bytes} bytes").into());
+            return Err(format!("the length of its header is {header_bytes}").into());
         }
         match u32_at(32) {
             0 => {}
             1 | 2 => return Err("it is encrypted".into()),
-            other => return Err(format!("it is encrypted in an unknown way ({other})").into()),
+            other => return Err(format!("it has an unknown encryption method ({other})").into()),
         }
         check_l1(u32_at(36).into(), u64_at(24), cluster_bytes)?;
         let backing_offset = u64_at(8);
@@ -103,13 +107,12 @@ impl Header {
 }
 
 /// Checks that the L1 table covers a disk of `size` bytes and is within the limit.
-fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), Refused> {
+fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), HeaderError> {
     let covered = cluster_bytes * (cluster_bytes / 8);
     if entries > MAX_L1_ENTRIES {
-        return Err(format!(
-            "its L1 table has {entries} entries, at most {MAX_L1_ENTRIES} are read"
-        )
-        .into());
+        return Err(
+            format!("its L1 table has {entries} entries, the limit is {MAX_L1_ENTRIES}").into(),
+        );
     }
     if entries < size.div_ceil(covered) {
         return Err("its L1 table is too small for its disk".into());
@@ -118,7 +121,12 @@ fn check_l1(entries: u64, size: u64, cluster_bytes: u64) -> Result<(), Refused> 
 }
 
 /// Reads the header extensions and returns the format of the backing file.
-fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<String>, Refused> {
+fn extensions(
+    file: &File,
+    version: u32,
+    start: u64,
+    end: u64,
+) -> Result<Option<String>, HeaderError> {
     let mut format: Option<String> = None;
     let mut at = start;
     loop {
@@ -148,7 +156,7 @@ fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<
                 let mut name = vec![0; length as usize];
                 read_exactly(file, &mut name, at)?;
                 let name = String::from_utf8(name).map_err(|_| {
-                    Refused::from("the name of its backing file's format is no text")
+                    HeaderError::from("the name of its backing file's format is not UTF-8")
                 })?;
                 if format.as_ref().is_some_and(|before| *before != name) {
                     return Err("it records two formats of its backing file".into());
@@ -157,7 +165,8 @@ fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<
             }
             FEATURE_NAMES if !length.is_multiple_of(FEATURE_NAME_BYTES) => {
                 return Err(format!(
-                    "its feature name table has {length} bytes, no multiple of {FEATURE_NAME_BYTES}"
+                    "the length of its feature name table, {length}, is not a multiple of \
+                     {FEATURE_NAME_BYTES}"
                 )
                 .into());
             }
@@ -167,7 +176,7 @@ fn extensions(file: &File, version: u32, start: u64, end: u64) -> Result<Option<
     }
 }
 
-fn read_exactly(file: &File, buf: &mut [u8], at: u64) -> Result<(), Refused> {
+fn read_exactly(file: &File, buf: &mut [u8], at: u64) -> Result<(), HeaderError> {
     match read_up_to(file, buf, at)? {
         read if read == buf.len() => Ok(()),
         _ => Err("it ends inside its header".into()),

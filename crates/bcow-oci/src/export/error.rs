@@ -4,7 +4,8 @@ use std::io;
 
 use bcow_erofs::reader::ErofsError;
 
-use crate::error::{ConvertError, quoted};
+use crate::error::ConvertError;
+use crate::text::quoted;
 
 /// An export failed.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +38,7 @@ pub enum ExportError {
         allowed: usize,
     },
     /// The image's configuration cannot be adapted to the new image.
-    #[error("the image's configuration is not as it should be: {problem}")]
+    #[error("invalid image configuration: {problem}")]
     Config {
         /// What is wrong with the configuration.
         problem: &'static str,

@@ -156,7 +156,7 @@ pub fn export_layout(
     let template = ConfigTemplate::new(config)?;
     let writer = LayoutWriter::open(&destination.directory, destination.form)?;
     let stop = AtomicBool::new(false);
-    let work = Work {
+    let export = ImageExport {
         writer: &writer,
         lowest,
         compression: destination.compression,
@@ -168,8 +168,8 @@ pub fn export_layout(
     // Each layer takes two threads.
     let at_once = (options.threads / 2).max(1);
     let written = parallel::run(&order, at_once, &stop, |index| match &known[index] {
-        Some(known) if work.has(known)? => Ok(WrittenLayer::kept(known)),
-        _ => work.layer(layers[index], &layers[..index]),
+        Some(known) if export.has_archive(known)? => Ok(WrittenLayer::existing(known)),
+        _ => export.layer(layers[index], &layers[..index]),
     })?;
     progress.phase("syncing");
     let diff_ids: Vec<&Digest> = written
@@ -185,7 +185,7 @@ pub fn export_layout(
     let descriptors: Vec<Value> = written
         .iter()
         .map(|layer| {
-            let media_type = layer.kept_type.as_deref().unwrap_or(media_type);
+            let media_type = layer.existing_type.as_deref().unwrap_or(media_type);
             let (digest, size) = (&layer.report.digest, layer.report.stored_bytes);
             Value::Object(descriptor(media_type, digest, size))
         })
@@ -204,7 +204,7 @@ pub fn export_layout(
         platform,
         reference: destination.reference.clone(),
     };
-    if work.cancel.is_set() {
+    if export.cancel.is_set() {
         return Err(ExportError::Interrupted);
     }
     let (blobs, layers): (Vec<Option<NewBlob>>, Vec<ExportedLayer>) = written
@@ -232,7 +232,7 @@ pub(crate) fn archives(
     let lowest = layers.lowest();
     let layers: Vec<&Filesystem> = layers.all().into_iter().map(|layer| layer.0).collect();
     let stop = AtomicBool::new(false);
-    let work = Work {
+    let export = ImageExport {
         writer,
         lowest,
         compression: LayerCompression::None,
@@ -242,7 +242,7 @@ pub(crate) fn archives(
     };
     let order: Vec<usize> = (0..layers.len()).collect();
     let written = parallel::run(&order, options.threads.max(1), &stop, |index| {
-        work.layer(layers[index], &layers[..index])
+        export.layer(layers[index], &layers[..index])
     })?;
     let pairs = written.into_iter().filter_map(|layer: WrittenLayer| {
         let diff_id = layer.report.diff_id;
@@ -263,7 +263,7 @@ pub(crate) fn config_with(
     )?)
 }
 
-struct Work<'w> {
+struct ImageExport<'w> {
     writer: &'w LayoutWriter,
     /// Form of the lowest layer; the others have [`Form::Layer`].
     lowest: Form,
@@ -278,15 +278,15 @@ struct WrittenLayer {
     /// The blob; `None` if the layout has it already.
     blob: Option<NewBlob>,
     /// Media type of the blob that the layout has.
-    kept_type: Option<String>,
+    existing_type: Option<String>,
     report: ExportedLayer,
 }
 
 impl WrittenLayer {
-    fn kept(known: &KnownLayer) -> WrittenLayer {
+    fn existing(known: &KnownLayer) -> WrittenLayer {
         WrittenLayer {
             blob: None,
-            kept_type: Some(known.media_type.clone()),
+            existing_type: Some(known.media_type.clone()),
             report: ExportedLayer {
                 digest: known.digest.clone(),
                 stored_bytes: known.stored_bytes,
@@ -298,12 +298,12 @@ impl WrittenLayer {
     }
 }
 
-impl Work<'_> {
+impl ImageExport<'_> {
     /// Whether the layout has this layer's archive, with a media type that OCI images allow. The
     /// blob is read and hashed, because a blob with the right name can have other content.
-    fn has(&self, known: &KnownLayer) -> Result<bool, ExportError> {
+    fn has_archive(&self, known: &KnownLayer) -> Result<bool, ExportError> {
         const FORM: &str = "application/vnd.oci.image.layer.v1.tar";
-        if !known.media_type.starts_with(FORM) || !self.writer.keeps_others() {
+        if !known.media_type.starts_with(FORM) || !self.writer.keeps_other_images() {
             return Ok(false);
         }
         let path = self.writer.blob_path(&known.digest);
@@ -348,7 +348,7 @@ impl Work<'_> {
                 entries: tar.entries,
             },
             blob: Some(blob),
-            kept_type: None,
+            existing_type: None,
         })
     }
 
@@ -479,7 +479,7 @@ impl ConfigTemplate {
         let bad = |problem| ExportError::Config { problem };
         let config = match config {
             Some(Value::Object(config)) => config.clone(),
-            Some(_) => return Err(bad("it is no object")),
+            Some(_) => return Err(bad("it is not an object")),
             // An archive does not record its platform; the host's is the default.
             None => {
                 let host = Platform::host();
@@ -495,7 +495,7 @@ impl ConfigTemplate {
         };
         match config.get("rootfs") {
             None | Some(Value::Object(_)) => Ok(ConfigTemplate(config)),
-            Some(_) => Err(bad("its rootfs is no object")),
+            Some(_) => Err(bad("its rootfs is not an object")),
         }
     }
 
@@ -551,35 +551,41 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_stays_as_it_was_but_for_its_layers() {
-        let config = json!({
-            "created": "2024-01-01T00:00:00Z", "zebra": {"b": 1, "a": 2}, "architecture": "riscv64", "os": "linux",
-            "rootfs": {"type": "layers", "diff_ids": ["sha256:old", "sha256:older"]},
-            "history": [{"created_by": "one"}, {"created_by": "none", "empty_layer": true}, {"created_by": "two"}],
-            "config": {"Cmd": ["sh"]},
-        });
-        let same = r#"{"created":"2024-01-01T00:00:00Z","zebra":{"b":1,"a":2},"architecture":"riscv64","os":"linux","rootfs":{"type":"layers","diff_ids":["LAYER","LAYER"]},"history":[{"created_by":"one"},{"created_by":"none","empty_layer":true},{"created_by":"two"}],"config":{"Cmd":["sh"]}}"#;
-        assert_eq!(filled(&config, 2), same);
-        let (before, rest) = same.split_once(r#","rootfs":"#).unwrap();
-        let (_, behind) = rest.split_once("}],").unwrap();
-        assert_eq!(
-            filled(&config, 1),
-            format!(
-                r#"{before},"rootfs":{{"type":"layers","diff_ids":["LAYER"]}},"history":[{{"created":"2024-01-01T00:00:00Z","created_by":"bcow export","comment":"all layers merged into one"}}],{behind}"#
-            )
-        );
-        assert_eq!(
-            filled(&config, 3),
-            format!(
-                r#"{before},"rootfs":{{"type":"layers","diff_ids":["LAYER","LAYER","LAYER"]}},{behind}"#
-            )
-        );
-        let platform = ConfigTemplate::new(Some(&config)).unwrap().platform();
+    fn a_configuration_keeps_all_but_its_layers() {
+        let created = "2024-01-01T00:00:00Z";
+        let config = |layers: &[&str], history: Option<Value>| {
+            let mut config = json!({
+                "created": created, "zebra": {"b": 1, "a": 2},
+                "architecture": "riscv64", "os": "linux",
+                "rootfs": {"type": "layers", "diff_ids": layers},
+                "history": history,
+                "config": {"Cmd": ["sh"]},
+            });
+            if history.is_none() {
+                config.as_object_mut().unwrap().shift_remove("history");
+            }
+            config
+        };
+        let history = json!([
+            {"created_by": "one"},
+            {"created_by": "none", "empty_layer": true},
+            {"created_by": "two"},
+        ]);
+        let original = config(&["sha256:old", "sha256:older"], Some(history.clone()));
+        let merged = json!([{
+            "created": created, "created_by": "bcow export",
+            "comment": "all layers merged into one",
+        }]);
+        for (layers, history) in [(1, Some(merged)), (2, Some(history)), (3, None)] {
+            let expected = config(&["LAYER"; 3][..layers], history);
+            assert_eq!(filled(&original, layers), expected.to_string());
+        }
+        let platform = ConfigTemplate::new(Some(&original)).unwrap().platform();
         assert_eq!(platform.unwrap().to_string(), "linux/riscv64");
     }
 
     #[test]
-    fn a_configuration_that_is_none_is_refused() {
+    fn an_invalid_configuration_is_refused() {
         for config in [json!([]), json!("x"), json!({"rootfs": []})] {
             assert!(matches!(
                 ConfigTemplate::new(Some(&config)),

@@ -14,6 +14,7 @@ use crate::cancel::Cancel;
 use crate::options::Progress;
 use crate::tar::writer::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
 use crate::tar::{MAX_RUNS, Run};
+use crate::text::quoted;
 
 /// Bytes of content per read.
 const PIECE: u64 = 1 << 20;
@@ -124,7 +125,7 @@ impl<'e> TreeExport<'e> {
         tar.finish().map_err(ExportError::Write)?;
         if self.report.sockets > 0 {
             self.progress.warning(&format!(
-                "left out sockets, which tar has no form for: {}",
+                "sockets left out, which tar cannot represent: {}",
                 self.report.sockets
             ));
         }
@@ -238,12 +239,14 @@ impl<'e> TreeExport<'e> {
             return Ok(false);
         };
         let error = |e| read_error(path, e);
-        let mut hides = Place::find(self.fs, path).map_err(error)?.is_below_opaque;
+        let mut hides = LayerObject::find(self.fs, path)
+            .map_err(error)?
+            .is_below_opaque;
         for layer in layers.iter().rev() {
             if hides {
                 break;
             }
-            let place = Place::find(layer, path).map_err(error)?;
+            let place = LayerObject::find(layer, path).map_err(error)?;
             match place.kind {
                 Some(FileType::Directory) => return Ok(false),
                 Some(_) => return Ok(true),
@@ -352,7 +355,7 @@ impl<'e> TreeExport<'e> {
         const PROBLEM: &str = "its name begins with .wh., which makes a whiteout of it in a layer";
         match self.form {
             Form::Tree => {
-                let shown = crate::error::quoted(&rooted(path));
+                let shown = quoted(&rooted(path));
                 self.progress.warning(&format!("{shown}: {PROBLEM}"));
                 Ok(())
             }
@@ -435,7 +438,8 @@ impl<'e> TreeExport<'e> {
             EntryError::PaxBytes(bytes) => ExportError::Unrepresentable {
                 path: rooted(path),
                 problem: format!(
-                    "its names and extended attributes take {bytes} bytes, readers of tar take {MAX_PAX_BYTES}"
+                    "its names and extended attributes take {bytes} bytes, more than \
+                     {MAX_PAX_BYTES}"
                 ),
             },
         })?;
@@ -451,11 +455,11 @@ impl<'e> TreeExport<'e> {
         tar: &mut TarWriter<W>,
     ) -> Result<(), ExportError> {
         let size = inode.size;
-        let worthwhile = match self.form {
+        let min_hole_bytes = match self.form {
             Form::Tree => 1,
             Form::Flattened | Form::Layer => LAYER_HOLE_BYTES,
         };
-        let runs = runs(self.fs, inode, worthwhile).map_err(|e| read_error(path, e))?;
+        let runs = runs(self.fs, inode, min_hole_bytes).map_err(|e| read_error(path, e))?;
         let whole = [Run {
             offset: 0,
             length: size,
@@ -501,14 +505,19 @@ fn copy<W: Write>(
     written.map_err(Stop::Write)
 }
 
-/// The data runs of a file, if its holes have `worthwhile` bytes in total. If there are more runs
-/// than readers accept, the smallest holes count as data. `None` if the holes have fewer bytes.
-fn runs(fs: &Filesystem, inode: &Inode, worthwhile: u64) -> Result<Option<Vec<Run>>, ErofsError> {
+/// The data runs of a file, if its holes have `min_hole_bytes` bytes in total. If there are more
+/// runs than readers accept, the smallest holes count as data. `None` if the holes have fewer
+/// bytes.
+fn runs(
+    fs: &Filesystem,
+    inode: &Inode,
+    min_hole_bytes: u64,
+) -> Result<Option<Vec<Run>>, ErofsError> {
     let mut smallest = 1;
     loop {
         if let Some(runs) = runs_between(fs, inode, smallest)? {
             let data: u64 = runs.iter().map(|run| run.length).sum();
-            return Ok((inode.size - data >= worthwhile).then_some(runs));
+            return Ok((inode.size - data >= min_hole_bytes).then_some(runs));
         }
         smallest = (smallest * 2).max(8192);
     }
@@ -544,15 +553,15 @@ fn runs_between(
 }
 
 /// The object that a layer has at a path.
-struct Place {
+struct LayerObject {
     /// Type of the object, or of a non-directory above it; `None` if the layer has no object there.
     kind: Option<FileType>,
     /// Whether an opaque directory above the path hides the layers below.
     is_below_opaque: bool,
 }
 
-impl Place {
-    fn find(layer: &Filesystem, path: &[u8]) -> Result<Place, ErofsError> {
+impl LayerObject {
+    fn find(layer: &Filesystem, path: &[u8]) -> Result<LayerObject, ErofsError> {
         let mut at = layer.inode(layer.root())?;
         let mut is_below_opaque = false;
         for name in path.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
@@ -561,14 +570,14 @@ impl Place {
             }
             is_below_opaque |= layer.xattr(&at, OPAQUE)?.is_some();
             let Some(entry) = layer.lookup(&at, name)? else {
-                return Ok(Place {
+                return Ok(LayerObject {
                     kind: None,
                     is_below_opaque,
                 });
             };
             at = layer.inode(entry.nid)?;
         }
-        Ok(Place {
+        Ok(LayerObject {
             kind: Some(at.kind),
             is_below_opaque,
         })

@@ -13,9 +13,9 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-use super::Made;
+use super::LayerOrigin;
 use super::manifest::{self, LayoutLayer};
-use super::stored::{StoredLayer, Wanted};
+use super::stored::{LayerRequest, StoredLayer};
 use crate::blob::open_regular;
 use crate::digest::{Algorithm, Digest, Hasher};
 use crate::error::ConvertError;
@@ -41,9 +41,9 @@ impl LayerCache {
         })
     }
 
-    fn entry(&self, wanted: &Wanted) -> PathBuf {
-        let options = format!("{}\n{}", wanted.tool, wanted.options);
-        let id = &wanted.diff_id.0;
+    fn entry(&self, request: &LayerRequest) -> PathBuf {
+        let options = format!("{}\n{}", request.tool, request.options);
+        let id = &request.diff_id.0;
         self.directory.join(format!(
             "{}-{}-{}",
             id.algorithm().name(),
@@ -52,14 +52,14 @@ impl LayerCache {
         ))
     }
 
-    /// Copies the wanted layer for the layout. A corrupt entry is removed.
+    /// Copies the requested layer for the layout. A corrupt entry is removed.
     pub(crate) fn get(
         &self,
-        wanted: &Wanted,
+        request: &LayerRequest,
         layout: &LayoutWriter,
         progress: &dyn Progress,
     ) -> Result<Option<StoredLayer>, ConvertError> {
-        let Ok(files) = std::fs::read_dir(self.entry(wanted)) else {
+        let Ok(files) = std::fs::read_dir(self.entry(request)) else {
             return Ok(None);
         };
         let mut paths: Vec<PathBuf> = files
@@ -69,14 +69,14 @@ impl LayerCache {
             .collect();
         paths.sort();
         for path in paths {
-            match self.copy(&path, wanted, layout)? {
+            match self.copy(&path, request, layout)? {
                 Ok(layer) => return Ok(Some(layer)),
                 Err(problem) => {
                     let dropped = match std::fs::remove_file(&path) {
-                        Ok(()) => "it was dropped",
+                        Ok(()) => "it was removed",
                         // Another process removed the entry first.
-                        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was dropped",
-                        Err(_) => "it cannot be deleted",
+                        Err(e) if e.kind() == io::ErrorKind::NotFound => "it was removed",
+                        Err(_) => "it cannot be removed",
                     };
                     progress.warning(&format!(
                         "cache entry {}: {problem}; {dropped}, and the layer is converted again",
@@ -92,18 +92,18 @@ impl LayerCache {
     fn copy(
         &self,
         path: &Path,
-        wanted: &Wanted,
+        request: &LayerRequest,
         layout: &LayoutWriter,
     ) -> Result<Result<StoredLayer, String>, ConvertError> {
         let named = path.file_stem().and_then(|name| name.to_str());
         let named: Option<Digest> = named.and_then(|hex| format!("sha256:{hex}").parse().ok());
         let Some(named) = named else {
-            return Ok(Err("its name is no digest".to_owned()));
+            return Ok(Err("the name of the entry is not a digest".to_owned()));
         };
         // Reading a pipe or a device in place of the entry might never end.
         match open_regular(path) {
             Ok(Some(_)) => {}
-            Ok(None) => return Ok(Err("it is gone".to_owned())),
+            Ok(None) => return Ok(Err("it no longer exists".to_owned())),
             Err(error) => return Ok(Err(error.to_string())),
         }
         let mut entry = match File::open(path) {
@@ -126,35 +126,40 @@ impl LayerCache {
                 .map_err(|source| write_error("write to", layout.directory(), source))?;
         }
         if hasher.finish() != named {
-            return Ok(Err("it is damaged: its digest is not its name".to_owned()));
+            return Ok(Err(
+                "it is damaged: its digest differs from its name".to_owned()
+            ));
         }
         let blob = layout.finish(output)?;
         let file = blob.file()?;
-        Ok(
-            StoredLayer::open(file, blob.digest.clone(), blob.size, wanted, Made::Cache).map(
-                |mut layer| {
-                    layer.new = Some(blob);
-                    layer
-                },
-            ),
+        Ok(StoredLayer::open(
+            file,
+            blob.digest.clone(),
+            blob.size,
+            request,
+            LayerOrigin::Cache,
         )
+        .map(|mut layer| {
+            layer.new = Some(blob);
+            layer
+        }))
     }
 
     /// Whether the blob with this digest was verified to be the layer before.
-    pub(crate) fn knows(&self, wanted: &Wanted, source: Option<&Digest>) -> bool {
-        source.is_some_and(|source| self.mark(wanted, source).exists())
+    pub(crate) fn has_source(&self, request: &LayerRequest, source: Option<&Digest>) -> bool {
+        source.is_some_and(|source| self.source_mark(request, source).exists())
     }
 
     /// Records that the blob was verified. A failure is ignored: the next use verifies the blob
     /// again.
-    pub(crate) fn learn(&self, wanted: &Wanted, source: Option<&Digest>) {
+    pub(crate) fn record_source(&self, request: &LayerRequest, source: Option<&Digest>) {
         if let Some(source) = source {
-            let _ = File::create(self.mark(wanted, source));
+            let _ = File::create(self.source_mark(request, source));
         }
     }
 
-    fn mark(&self, wanted: &Wanted, source: &Digest) -> PathBuf {
-        self.entry(wanted).join(format!(
+    fn source_mark(&self, request: &LayerRequest, source: &Digest) -> PathBuf {
+        self.entry(request).join(format!(
             "{}-{}.source",
             source.algorithm().name(),
             source.hex()
@@ -162,21 +167,21 @@ impl LayerCache {
     }
 
     /// Adds a layer to the cache. A failure gives a warning, not an error.
-    pub(crate) fn put(&self, wanted: &Wanted, layer: &StoredLayer, progress: &dyn Progress) {
-        if let Err(error) = self.try_put(wanted, layer) {
+    pub(crate) fn put(&self, request: &LayerRequest, layer: &StoredLayer, progress: &dyn Progress) {
+        if let Err(error) = self.try_put(request, layer) {
             let cause = match std::error::Error::source(&error) {
                 Some(source) => format!(": {source}"),
                 None => String::new(),
             };
-            progress.warning(&format!("the cache does not keep a layer: {error}{cause}"));
+            progress.warning(&format!("cannot add a layer to the cache: {error}{cause}"));
         }
     }
 
-    fn try_put(&self, wanted: &Wanted, layer: &StoredLayer) -> Result<(), ConvertError> {
+    fn try_put(&self, request: &LayerRequest, layer: &StoredLayer) -> Result<(), ConvertError> {
         let Some(blob) = &layer.new else {
             return Ok(());
         };
-        let directory = self.entry(wanted);
+        let directory = self.entry(request);
         std::fs::create_dir_all(&directory)
             .map_err(|source| write_error("create", &directory, source))?;
         let output = Output::unnamed(&directory)?;
@@ -210,27 +215,27 @@ impl LayoutLayers {
     }
 
     /// Whether the blob with this digest was verified to be the layer before.
-    pub(crate) fn knows(&self, wanted: &Wanted, source: Option<&Digest>) -> bool {
-        let layers = self.by_diff_id.get(&wanted.diff_id.to_string());
+    pub(crate) fn has_source(&self, request: &LayerRequest, source: Option<&Digest>) -> bool {
+        let layers = self.by_diff_id.get(&request.diff_id.to_string());
         let source = source.map(Digest::to_string);
         source.is_some()
             && layers.is_some_and(|layers| layers.iter().any(|layer| layer.source == source))
     }
 
-    /// Opens the wanted layer in the layout.
+    /// Opens the requested layer in the layout.
     pub(crate) fn get(
         &self,
-        wanted: &Wanted,
+        request: &LayerRequest,
         layout: &LayoutWriter,
         verify: bool,
         progress: &dyn Progress,
     ) -> Result<Option<StoredLayer>, ConvertError> {
-        let Some(layers) = self.by_diff_id.get(&wanted.diff_id.to_string()) else {
+        let Some(layers) = self.by_diff_id.get(&request.diff_id.to_string()) else {
             return Ok(None);
         };
-        for layer in layers.iter().filter(|layer| layer.is_made_as(wanted)) {
+        for layer in layers.iter().filter(|layer| layer.is_made_as(request)) {
             let path = layout.blob_path(&layer.digest);
-            match open_layer(&path, layer, wanted, verify) {
+            match open_layer(&path, layer, request, verify) {
                 Ok(Some(found)) => return Ok(Some(found)),
                 Ok(None) => {}
                 Err(problem) => progress.warning(&format!(
@@ -247,7 +252,7 @@ impl LayoutLayers {
 fn open_layer(
     path: &Path,
     layer: &LayoutLayer,
-    wanted: &Wanted,
+    request: &LayerRequest,
     verify: bool,
 ) -> Result<Option<StoredLayer>, String> {
     if open_regular(path).map_err(|e| e.to_string())?.is_none() {
@@ -256,13 +261,23 @@ fn open_layer(
     let file = File::open(path).map_err(|e| e.to_string())?;
     let found = file.metadata().map_err(|e| e.to_string())?.len();
     if found != layer.size {
-        return Err(format!("it has {found} bytes, not {}", layer.size));
+        return Err(format!(
+            "its length in bytes is {found}, not {}",
+            layer.size
+        ));
     }
     if verify {
         let (digest, _) = digest_of(&file).map_err(|e| e.to_string())?;
         if digest != layer.digest {
-            return Err("it is damaged: its digest is not its name".to_owned());
+            return Err("it is damaged: its digest differs from its name".to_owned());
         }
     }
-    StoredLayer::open(file, layer.digest.clone(), layer.size, wanted, Made::Layout).map(Some)
+    StoredLayer::open(
+        file,
+        layer.digest.clone(),
+        layer.size,
+        request,
+        LayerOrigin::Layout,
+    )
+    .map(Some)
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::stored::{StoredLayer, Wanted};
+use super::stored::{LayerRequest, StoredLayer};
 use crate::digest::Digest;
 use crate::error::ConvertError;
 use crate::image::{Image, ImageConfig};
@@ -122,8 +122,8 @@ pub(crate) struct LayoutLayer {
 
 impl LayoutLayer {
     /// Whether, by its manifest, the layer was made with these options by this version.
-    pub(crate) fn is_made_as(&self, wanted: &Wanted) -> bool {
-        self.tool == wanted.tool && self.options == wanted.options
+    pub(crate) fn is_made_as(&self, request: &LayerRequest) -> bool {
+        self.tool == request.tool && self.options == request.options
     }
 }
 

@@ -72,14 +72,14 @@ pub struct StoredLayerReport {
     /// Bytes of file content that a lower layer has.
     pub lower_bytes: u64,
     /// The origin of the file.
-    pub made: Made,
+    pub made: LayerOrigin,
 }
 
 /// The origin of a converted layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum Made {
+pub enum LayerOrigin {
     /// Converted from the source.
     Converted,
     /// Copied from the cache.

@@ -21,7 +21,7 @@ use crate::metadata::Metadata;
 use crate::options::ConvertOptions;
 use crate::parallel;
 use crate::space::{BLOCK_BYTES, INLINE_MAX};
-use crate::stack::{Merged, Part, Place, TAIL_SHIFT, places};
+use crate::stack::{BlockRange, Merged, StackPart, TAIL_SHIFT, place_regions};
 
 /// A stack that was written.
 pub(crate) struct Stack {
@@ -39,14 +39,14 @@ pub(crate) fn write(
     options: &ConvertOptions,
 ) -> Result<Stack, ConvertError> {
     let path: PathBuf = layout.directory().to_owned();
-    let places = places(layers.iter().map(|layer| layer.own_bytes));
+    let places = place_regions(layers.iter().map(|layer| layer.own_bytes));
     let end = places.last().map_or(0, |last| last.first + last.blocks);
     let trees = read_trees(layers, &places, end, options)?;
     let tree = merge(trees).map_err(|e| tree_error(names, e))?;
     let parts = layers
         .iter()
         .map(|layer| {
-            Ok(Part {
+            Ok(StackPart {
                 image: &layer.image,
                 digest: layer.sha256()?,
                 bytes: layer.own_bytes,
@@ -110,7 +110,7 @@ impl Stack {
 /// Reads the layers' trees. Addresses are relative to the start of the windows.
 fn read_trees(
     layers: &[&StoredLayer],
-    places: &[Place],
+    places: &[BlockRange],
     end: u64,
     options: &ConvertOptions,
 ) -> Result<Vec<LayerTree>, ConvertError> {

@@ -8,7 +8,7 @@ use bcow_erofs::reader::Filesystem;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Made, StoredLayerReport};
+use super::{LayerOrigin, StoredLayerReport};
 use crate::digest::{DiffId, Digest};
 use crate::error::ConvertError;
 use crate::layer::LayerInput;
@@ -16,7 +16,7 @@ use crate::layout::write::{LayoutWriter, NewBlob};
 
 /// The properties that a layer must have.
 #[derive(Debug, Clone)]
-pub(crate) struct Wanted {
+pub(crate) struct LayerRequest {
     pub diff_id: DiffId,
     pub options: Value,
     pub tool: String,
@@ -38,7 +38,7 @@ pub(crate) struct StoredLayer {
     pub own_bytes: u64,
     /// The windows onto lower layers.
     pub windows: Vec<LowerWindow>,
-    pub made: Made,
+    pub made: LayerOrigin,
     /// The file, if it has no name yet.
     pub new: Option<NewBlob>,
     /// The name in messages.
@@ -96,7 +96,7 @@ impl StoredLayer {
     /// A layer that was just converted.
     pub(crate) fn new(
         blob: NewBlob,
-        wanted: &Wanted,
+        request: &LayerRequest,
         layout: &LayoutWriter,
     ) -> Result<StoredLayer, ConvertError> {
         let file = blob.file()?;
@@ -105,8 +105,8 @@ impl StoredLayer {
             file,
             blob.digest.clone(),
             blob.size,
-            wanted,
-            Made::Converted,
+            request,
+            LayerOrigin::Converted,
         );
         let mut layer = found.map_err(|problem| ConvertError::Layout {
             place: path.display().to_string(),
@@ -117,27 +117,27 @@ impl StoredLayer {
     }
 
     /// Opens a layer whose digest the caller has verified or trusts. The inner error names the
-    /// property in which the layer differs from the wanted one.
+    /// property in which the layer differs from the requested one.
     pub(crate) fn open(
         file: File,
         digest: Digest,
         file_bytes: u64,
-        wanted: &Wanted,
-        made: Made,
+        request: &LayerRequest,
+        made: LayerOrigin,
     ) -> Result<StoredLayer, String> {
-        let image =
-            Image::open_storage(Arc::new(file), &wanted.open).map_err(|error| error.to_string())?;
+        let image = Image::open_storage(Arc::new(file), &request.open)
+            .map_err(|error| error.to_string())?;
         let metadata = image.metadata().map_err(|error| error.to_string())?;
         let document: Document = serde_json::from_value(metadata)
             .map_err(|error| format!("its metadata is not that of a layer: {error}"))?;
-        if document.layer.diff_id != wanted.diff_id.to_string() {
+        if document.layer.diff_id != request.diff_id.to_string() {
             return Err(format!(
                 "it is layer {}, not {}",
                 document.layer.diff_id.chars().take(80).collect::<String>(),
-                wanted.diff_id
+                request.diff_id
             ));
         }
-        if document.tool != wanted.tool || document.options != wanted.options {
+        if document.tool != request.tool || document.options != request.options {
             return Err("it was made by another version or with other options".to_owned());
         }
         let Some(merkle) = &image.header().merkle else {
@@ -145,7 +145,7 @@ impl StoredLayer {
         };
         if image.header().file_bytes != file_bytes {
             return Err(format!(
-                "its header speaks of {} bytes, the file has {file_bytes}",
+                "the length in bytes is {file_bytes}, but its header records {}",
                 image.header().file_bytes
             ));
         }
@@ -160,7 +160,7 @@ impl StoredLayer {
             file_bytes,
             merkle_root,
             info: LayerInfo {
-                diff_id: wanted.diff_id.clone(),
+                diff_id: request.diff_id.clone(),
                 tar_bytes: document.layer.tar_bytes,
                 entries: content.entries,
                 content_bytes: content.file_bytes,
@@ -185,7 +185,7 @@ impl StoredLayer {
     pub(crate) fn sha256(&self) -> Result<[u8; 32], ConvertError> {
         self.digest
             .sha256()
-            .ok_or_else(|| self.damaged(&"its digest is no SHA-256"))
+            .ok_or_else(|| self.damaged(&"its digest is not SHA-256"))
     }
 
     /// An error for damage in this layer.

@@ -32,7 +32,7 @@ pub fn convert_trees(
     writer_options(options, 1)?;
     if layout.dedup_lower && options.plain {
         return Err(ConvertError::Options(
-            "a plain layer cannot name content of the layers below".to_owned(),
+            "a plain layer cannot refer to content of the layers below".to_owned(),
         )
         .into());
     }

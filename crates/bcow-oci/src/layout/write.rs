@@ -49,7 +49,7 @@ pub(crate) struct LayoutWriter {
     blobs: PathBuf,
     /// Directories that were created for this image, outermost first. They are removed unless the
     /// image is published.
-    made: Vec<PathBuf>,
+    created: Vec<PathBuf>,
 }
 
 /// A complete blob that has no name yet.
@@ -80,7 +80,7 @@ impl LayoutWriter {
                     directory: path.to_owned(),
                     blobs: output.directory().to_owned(),
                     archive: Some(output),
-                    made: Vec::new(),
+                    created: Vec::new(),
                 })
             }
         }
@@ -94,13 +94,15 @@ impl LayoutWriter {
         match std::fs::read_dir(directory) {
             Ok(mut entries) => {
                 let is_layout = directory.join("oci-layout").exists();
-                if !is_layout && entries.any(|entry| !entry.is_ok_and(|entry| is_ours(&entry))) {
+                if !is_layout
+                    && entries.any(|entry| !entry.is_ok_and(|entry| is_incomplete_layout(&entry)))
+                {
                     return Err(refuse("it is neither an OCI image layout nor empty"));
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-                return Err(refuse("it is no directory"));
+                return Err(refuse("it is not a directory"));
             }
             Err(source) => {
                 return Err(ConvertError::Write {
@@ -114,7 +116,7 @@ impl LayoutWriter {
             directory: directory.to_owned(),
             archive: None,
             blobs: directory.join("blobs/sha256"),
-            made: Vec::new(),
+            created: Vec::new(),
         };
         let blobs = writer.blobs.clone();
         for path in [directory, &directory.join("blobs"), &blobs] {
@@ -125,7 +127,7 @@ impl LayoutWriter {
 
     fn make_directory(&mut self, path: &Path) -> Result<(), ConvertError> {
         match std::fs::create_dir(path) {
-            Ok(()) => self.made.push(path.to_owned()),
+            Ok(()) => self.created.push(path.to_owned()),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(source) => return Err(write_error("create", path, source)),
         }
@@ -133,7 +135,7 @@ impl LayoutWriter {
     }
 
     /// Whether the layout keeps the blobs of other images.
-    pub(crate) fn keeps_others(&self) -> bool {
+    pub(crate) fn keeps_other_images(&self) -> bool {
         self.archive.is_none()
     }
 
@@ -201,7 +203,7 @@ impl LayoutWriter {
         }
         self.update_index(entry)?;
         // From here on the layout has an image, so its directories stay.
-        self.made.clear();
+        self.created.clear();
         Ok(())
     }
 
@@ -251,7 +253,7 @@ impl LayoutWriter {
         };
         let mut index: Map<String, Value> = match open_regular(&path)? {
             Some(blob) => serde_json::from_slice(&blob.document(MAX_MANIFEST_BYTES, None)?)
-                .map_err(|error| bad(format!("not as it should be: {error}")))?,
+                .map_err(|error| bad(format!("invalid document: {error}")))?,
             None => Map::from_iter([
                 ("schemaVersion".to_owned(), json!(2)),
                 ("mediaType".to_owned(), json!(OCI_INDEX)),
@@ -262,7 +264,7 @@ impl LayoutWriter {
             *manifests = json!([]);
         }
         let Value::Array(manifests) = manifests else {
-            return Err(bad("its manifests are no list".to_owned()));
+            return Err(bad("its manifests are not a list".to_owned()));
         };
         // The new image replaces an image of the same name. An image without a name replaces one
         // without a name and of the same artifact type.
@@ -328,7 +330,7 @@ impl<W: Write> Members<W> {
 
 impl Drop for LayoutWriter {
     fn drop(&mut self) {
-        for path in self.made.iter().rev() {
+        for path in self.created.iter().rev() {
             // A directory that another writer uses is not empty and stays.
             let _ = std::fs::remove_dir(path);
         }
@@ -359,7 +361,7 @@ impl ManifestEntry {
 }
 
 /// Whether the entry is part of an incomplete layout of a writer that is active or was killed.
-fn is_ours(entry: &DirEntry) -> bool {
+fn is_incomplete_layout(entry: &DirEntry) -> bool {
     let name = entry.file_name();
     let name = name.as_encoded_bytes();
     name == b"blobs" || (name.starts_with(b".oci-layout.") && name.ends_with(b".tmp"))

@@ -90,7 +90,7 @@ impl SparseRecords {
     /// Applies the record `GNU.sparse.KEY`.
     pub(crate) fn apply(&mut self, key: &[u8], value: &[u8]) -> Result<(), TarProblem> {
         let bad = |problem| TarProblem::BadSparse { problem };
-        let number = || number::decimal(value).ok_or_else(|| bad("a record is no number"));
+        let number = || number::decimal(value).ok_or_else(|| bad("a record is not a number"));
         match key {
             b"major" => self.major = Some(number()?),
             b"minor" => self.minor = Some(number()?),
@@ -101,15 +101,15 @@ impl SparseRecords {
             b"offset" | b"numbytes" => {
                 let is_length = key == b"numbytes";
                 if is_length != (self.numbers.len() % 2 == 1) {
-                    return Err(bad("offsets and lengths do not take turns"));
+                    return Err(bad("offsets and lengths do not alternate"));
                 }
                 self.push(number()?)?;
             }
             b"map" => {
                 self.numbers.clear();
                 for text in value.split(|&b| b == b',').filter(|t| !t.is_empty()) {
-                    let value =
-                        number::decimal(text).ok_or_else(|| bad("the map holds no numbers"))?;
+                    let value = number::decimal(text)
+                        .ok_or_else(|| bad("the map is not a list of numbers"))?;
                     self.push(value)?;
                 }
             }
@@ -121,7 +121,7 @@ impl SparseRecords {
     fn push(&mut self, number: u64) -> Result<(), TarProblem> {
         if self.numbers.len() >= 2 * MAX_RUNS {
             return Err(TarProblem::BadSparse {
-                problem: "more runs than any real file has",
+                problem: "too many runs",
             });
         }
         self.numbers.push(number);
@@ -142,7 +142,7 @@ impl SparseRecords {
                 let runs: Vec<_> = self.numbers.chunks_exact(2).map(|p| (p[0], p[1])).collect();
                 match self.count {
                     Some(count) if count != runs.len() as u64 => {
-                        Err(bad("there are more or fewer runs than promised"))
+                        Err(bad("the number of runs differs from the recorded number"))
                     }
                     _ => Ok(PaxSparse::InRecords {
                         size: size()?,
@@ -174,16 +174,16 @@ impl MapReader {
                 self.line.push(byte);
                 // Every 64-bit number fits into 20 digits.
                 if self.line.len() > 20 {
-                    return Err(bad("the map holds no numbers"));
+                    return Err(bad("the map is not a list of numbers"));
                 }
                 continue;
             }
-            let number =
-                number::decimal(&self.line).ok_or_else(|| bad("the map holds no numbers"))?;
+            let number = number::decimal(&self.line)
+                .ok_or_else(|| bad("the map is not a list of numbers"))?;
             self.line.clear();
             match self.count {
                 None if number > MAX_RUNS as u64 => {
-                    return Err(bad("more runs than any real file has"));
+                    return Err(bad("too many runs"));
                 }
                 None => self.count = Some(number as usize),
                 Some(_) => self.numbers.push(number),

@@ -311,13 +311,13 @@ fn short(path: &[u8]) -> &[u8] {
     if path.len() <= NAME_BYTES {
         return path;
     }
-    path[..NAME_BYTES].trim_suffix_slashes()
+    without_slashes_at_end(&path[..NAME_BYTES])
 }
 
 /// The name of an auxiliary entry for `path`, in a directory beside `path` that only such entries
 /// use.
 fn beside(path: &[u8], directory: &[u8]) -> Vec<u8> {
-    let path = path.trim_suffix_slashes();
+    let path = without_slashes_at_end(path);
     let (parent, name) = match path.iter().rposition(|&b| b == b'/') {
         Some(slash) => path.split_at(slash + 1),
         None => (&[][..], path),
@@ -330,15 +330,9 @@ fn beside(path: &[u8], directory: &[u8]) -> Vec<u8> {
     all
 }
 
-trait TrimSlashes {
-    fn trim_suffix_slashes(&self) -> &[u8];
-}
-
-impl TrimSlashes for [u8] {
-    fn trim_suffix_slashes(&self) -> &[u8] {
-        let end = self.iter().rposition(|&b| b != b'/').map_or(0, |at| at + 1);
-        &self[..end]
-    }
+fn without_slashes_at_end(path: &[u8]) -> &[u8] {
+    let end = path.iter().rposition(|&b| b != b'/').map_or(0, |at| at + 1);
+    &path[..end]
 }
 
 fn put(field: &mut [u8], bytes: &[u8]) {

@@ -1,4 +1,4 @@
-//! Layouts and streams that must be refused.
+//! The converter refuses invalid layouts and streams.
 
 use bcow_oci::{ConvertError, ErrorKind, LayoutOptions, Source, convert_to_layout};
 use serde_json::json;
@@ -31,7 +31,7 @@ fn stored(media_type: &str, bytes: Vec<u8>, tar: Vec<u8>) -> Layout {
     layout
 }
 
-/// Without the digests, which depend on the compressor that made the input.
+/// Masks the digests, which depend on the compressor that made the input.
 fn masked(text: String) -> String {
     let mut parts = text.split("sha256:");
     let mut masked = parts.next().unwrap_or_default().to_owned();
@@ -44,25 +44,27 @@ fn masked(text: String) -> String {
 
 #[test]
 fn damaged_compression_is_refused() {
+    let mut messages = Vec::new();
     let refused = |media_type, bytes| masked(message(convert(&stored(media_type, bytes, tar()))));
     let gz = gzip(&tar());
     let zst = zstd::bulk::compress(&tar(), 3).unwrap();
-    insta::assert_snapshot!(refused(GZIP, gz[..gz.len() / 2].to_vec()), @"Invalid: layer 1 of 1 (sha256:...): corrupt gzip stream: it ends too early");
-    insta::assert_snapshot!(refused(GZIP, gz[..gz.len() - 3].to_vec()), @"Invalid: layer 1 of 1 (sha256:...): corrupt gzip stream: it ends too early");
+    messages.push(refused(GZIP, gz[..gz.len() / 2].to_vec()));
+    messages.push(refused(GZIP, gz[..gz.len() - 3].to_vec()));
     let mut crc = gz.clone();
     let at = crc.len() - 6;
     crc[at] ^= 1;
-    insta::assert_snapshot!(refused(GZIP, crc), @"Invalid: layer 1 of 1 (sha256:...): corrupt gzip stream: it does not have a matching checksum");
-    insta::assert_snapshot!(refused(GZIP, [&gz[..], b"garbage"].concat()), @"Invalid: layer 1 of 1 (sha256:...): corrupt gzip stream: there is something else behind its end");
-    insta::assert_snapshot!(refused(ZSTD, zst[..zst.len() / 2].to_vec()), @"Invalid: layer 1 of 1 (sha256:...): corrupt zstd stream: it ends too early");
+    messages.push(refused(GZIP, crc));
+    messages.push(refused(GZIP, [&gz[..], b"garbage"].concat()));
+    messages.push(refused(ZSTD, zst[..zst.len() / 2].to_vec()));
     let mut damaged = zst.clone();
     let middle = damaged.len() / 2;
     damaged[4..12].fill(0xff);
     damaged[middle] ^= 0xff;
-    insta::assert_snapshot!(refused(ZSTD, damaged), @"Invalid: layer 1 of 1 (sha256:...): corrupt zstd stream: Unsupported frame parameter");
-    insta::assert_snapshot!(refused(GZIP, tar()), @"Invalid: layer 1 of 1 (sha256:...): corrupt gzip stream: it is uncompressed (the media type is application/vnd.oci.image.layer.v1.tar+gzip)");
-    insta::assert_snapshot!(refused(LAYER, gz.clone()), @"Invalid: layer 1 of 1 (sha256:...): corrupt uncompressed stream: it is gzip (the media type is application/vnd.oci.image.layer.v1.tar)");
-    insta::assert_snapshot!(refused(LAYER, b"BZh91AY&SY".to_vec()), @"Unsupported: layer 1 of 1 (sha256:...): bzip2 compression is not supported");
+    messages.push(refused(ZSTD, damaged));
+    messages.push(refused(GZIP, tar()));
+    messages.push(refused(LAYER, gz.clone()));
+    messages.push(refused(LAYER, b"BZh91AY&SY".to_vec()));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
@@ -72,14 +74,12 @@ fn a_large_window_is_refused() {
     std::io::Write::write_all(&mut encoder, &tar()).unwrap();
     let bytes = encoder.finish().unwrap();
     let text = masked(message(convert(&stored(ZSTD, bytes, tar()))));
-    insta::assert_snapshot!(text, @r"
-    Limit: layer 1 of 1 (sha256:...): too many bytes of decompression window: at most 134217728 are allowed
-    hint: compress the layer with a window of at most 128 MiB (zstd --long=27)
-    ");
+    insta::assert_snapshot!(text);
 }
 
 #[test]
 fn bytes_that_are_not_what_the_manifest_says_are_refused() {
+    let mut messages = Vec::new();
     // The same length, other bytes.
     let layout = Layout::of(&[tar()]);
     let digest = bcow_oci::Digest::of(&tar());
@@ -87,11 +87,8 @@ fn bytes_that_are_not_what_the_manifest_says_are_refused() {
     let mut bytes = tar();
     bytes[600] ^= 1;
     std::fs::write(&path, &bytes).unwrap();
-    insta::assert_snapshot!(message(convert(&layout)), @r"
-    Invalid: layer 1 of 1 (sha256:f9b82bde10cb): digest is sha256:e813ad775951fc77696e3677d1aeefad35a38d9070b045de296ebff6c1f1fafc, expected sha256:f9b82bde10cb1f510fe3bb5b9b57c43ee0097bdbdcbb6915e4907695a6212667
-    hint: the input was damaged or tampered with; copy the image again
-    ");
-    // A header that is damaged: the digest is the better thing to say.
+    messages.push(message(convert(&layout)));
+    // The tar header is damaged too, but a digest error is more precise.
     bytes[3] ^= 1;
     std::fs::write(&path, &bytes).unwrap();
     assert!(matches!(
@@ -99,53 +96,48 @@ fn bytes_that_are_not_what_the_manifest_says_are_refused() {
         Err(ConvertError::DigestMismatch { what: "digest", .. })
     ));
     std::fs::write(&path, &bytes[..1024]).unwrap();
-    insta::assert_snapshot!(message(convert(&layout)), @r"
-    Invalid: layer 1 of 1 (sha256:f9b82bde10cb): the manifest says 51712 bytes, there are 1024
-    hint: the input was damaged or tampered with; copy the image again
-    ");
+    messages.push(message(convert(&layout)));
     std::fs::remove_file(&path).unwrap();
-    insta::assert_snapshot!(message(convert(&layout)), @r"
-    Invalid: layer 1 of 1 (sha256:f9b82bde10cb): blob sha256:f9b82bde10cb1f510fe3bb5b9b57c43ee0097bdbdcbb6915e4907695a6212667 is missing
-    hint: the layout is incomplete; copy the image again
-    ");
-    // A FIFO must not be waited for.
+    messages.push(message(convert(&layout)));
+    // The converter does not wait for a writer of a FIFO.
     let status = std::process::Command::new("mkfifo").arg(&path).status();
     assert!(status.is_ok_and(|status| status.success()));
     let text = message(convert(&layout));
-    assert!(text.ends_with("this is no regular file"), "{text}");
+    assert!(text.ends_with("not a regular file"), "{text}");
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
 fn a_wrong_diff_id_is_refused() {
     let other = Tar::new().file("other", "").done();
     let layout = stored(GZIP, gzip(&tar()), other);
-    insta::assert_snapshot!(message(convert(&layout)), @r"
-    Invalid: layer 1 of 1 (sha256:04052144f316): diffID is sha256:f9b82bde10cb1f510fe3bb5b9b57c43ee0097bdbdcbb6915e4907695a6212667, expected sha256:6019cfcbde89474b381c97b53c773e1b065ebef77bc1730c20f5e55fb6a59934
-    hint: the input was damaged or tampered with; copy the image again
-    ");
+    insta::assert_snapshot!(message(convert(&layout)));
 }
 
 #[test]
 fn media_types_are_named_when_they_are_unknown() {
+    let mut messages = Vec::new();
     let refused = |media_type: &str| message(convert(&stored(media_type, tar(), tar())));
-    insta::assert_snapshot!(refused("application/vnd.oci.image.layer.v1.tar+encrypted"), @r#"Unsupported: layer 1 of 1 (sha256:f9b82bde10cb): media type "application/vnd.oci.image.layer.v1.tar+encrypted" is not supported"#);
-    insta::assert_snapshot!(refused(""), @r#"Unsupported: layer 1 of 1 (sha256:f9b82bde10cb): media type "" is not supported"#);
+    messages.push(refused("application/vnd.oci.image.layer.v1.tar+encrypted"));
+    messages.push(refused(""));
     let mut layout = Layout::new();
     let config = layout.blob("application/vnd.cncf.helm.config.v1+json", b"{}");
     let manifest = layout.manifest(config, vec![]);
     layout.list(manifest, None);
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Unsupported: config of manifest sha256:f44340393d8c: media type "application/vnd.cncf.helm.config.v1+json" is not supported"#);
+    messages.push(message(convert(&layout)));
     let mut layout = Layout::new();
     let manifest = layout.blob(
         "application/vnd.docker.distribution.manifest.v1+prettyjws",
         b"{}",
     );
     layout.list(manifest, None);
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Unsupported: manifest sha256:44136fa355b3: media type "application/vnd.docker.distribution.manifest.v1+prettyjws" is not supported"#);
+    messages.push(message(convert(&layout)));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
 fn digests_are_checked_before_they_name_a_file() {
+    let mut messages = Vec::new();
     let mut layout = Layout::new();
     let diff_id = bcow_oci::Digest::of(b"").to_string();
     let config = json!({"rootfs": {"type": "layers", "diff_ids": [diff_id]}});
@@ -154,20 +146,21 @@ fn digests_are_checked_before_they_name_a_file() {
         json!({"mediaType": LAYER, "digest": "sha256:../../../../../../etc/passwd", "size": 1});
     let manifest = layout.manifest(config, vec![layer]);
     layout.list(manifest, None);
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Invalid: TMP: "sha256:../../../../../../etc/passwd" is no digest: it has the wrong length"#);
+    messages.push(message(convert(&layout)));
     let mut layout = Layout::new();
     layout.list(
         json!({"mediaType": INDEX, "digest": "../../secret", "size": 1}),
         None,
     );
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Invalid: TMP: "../../secret" is no digest: there is no colon in it"#);
+    messages.push(message(convert(&layout)));
     let mut layout = Layout::new();
     let config = json!({"rootfs": {"type": "layers", "diff_ids": ["md5:00"]}});
     let config = layout.blob(CONFIG, config.to_string().as_bytes());
     let layer = layout.blob(LAYER, &tar());
     let manifest = layout.manifest(config, vec![layer]);
     layout.list(manifest, None);
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Invalid: config sha256:294f46585737 in TMP: "md5:00" is no digest: the algorithm is neither sha256 nor sha512"#);
+    messages.push(message(convert(&layout)));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
@@ -183,10 +176,7 @@ fn a_foreign_layer_that_is_not_there_is_named_as_one() {
     });
     let manifest = layout.manifest(config, vec![layer]);
     layout.list(manifest, None);
-    insta::assert_snapshot!(message(convert(&layout)), @r"
-    Invalid: layer 1 of 1 (sha256:f9b82bde10cb): blob sha256:f9b82bde10cb1f510fe3bb5b9b57c43ee0097bdbdcbb6915e4907695a6212667 is missing
-    hint: the layer is a foreign one, which its registry does not pass on; put the blob into the layout
-    ");
+    insta::assert_snapshot!(message(convert(&layout)));
 }
 
 #[test]
@@ -198,42 +188,46 @@ fn indexes_that_never_end_are_refused() {
         inner = layout.blob(INDEX, index.to_string().as_bytes());
     }
     layout.list(inner, None);
-    insta::assert_snapshot!(message(convert(&layout)), @"Limit: TMP: too many nested image indexes: 5, at most 4 are allowed");
+    insta::assert_snapshot!(message(convert(&layout)));
 }
 
 #[test]
 fn documents_that_are_none_are_refused() {
+    let mut messages = Vec::new();
     let layout = Layout::of(&[tar()]);
     let write = |name: &str, bytes: &str| std::fs::write(layout.path().join(name), bytes).unwrap();
     write("index.json", "{");
-    insta::assert_snapshot!(message(convert(&layout)), @"Invalid: TMP/index.json: not as it should be: EOF while parsing an object at line 1 column 1");
+    messages.push(message(convert(&layout)));
     write("index.json", &" ".repeat((4 << 20) + 1));
-    insta::assert_snapshot!(message(convert(&layout)), @"Limit: TMP/index.json: too many bytes of a JSON document: 4194305, at most 4194304 are allowed");
+    messages.push(message(convert(&layout)));
     write("index.json", "{}");
-    insta::assert_snapshot!(message(convert(&layout)), @"Invalid: TMP/index.json: it lists no image");
+    messages.push(message(convert(&layout)));
     write("oci-layout", r#"{"imageLayoutVersion": "2.0.0"}"#);
-    insta::assert_snapshot!(message(convert(&layout)), @r#"Invalid: TMP: not a valid OCI image layout: its version is "2.0.0""#);
+    messages.push(message(convert(&layout)));
     std::fs::remove_file(layout.path().join("oci-layout")).unwrap();
-    insta::assert_snapshot!(message(convert(&layout)), @"Invalid: TMP: not a valid OCI image layout: it has no file oci-layout");
+    messages.push(message(convert(&layout)));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
 fn sources_that_cannot_be_read_say_so() {
+    let mut messages = Vec::new();
     let text = |source: &str| message(convert_with(&source.parse::<Source>().unwrap(), &options()));
-    insta::assert_snapshot!(text("oci:/no/such/layout"), @"Io: cannot open /no/such/layout: No such file or directory (os error 2)");
-    insta::assert_snapshot!(text("oci-archive:/no/such.tar"), @"Io: cannot open /no/such.tar: No such file or directory (os error 2)");
-    insta::assert_snapshot!(text("tar:/no/such.tar"), @"Io: cannot open /no/such.tar: No such file or directory (os error 2)");
-    insta::assert_snapshot!(text("tar:/"), @"Io: cannot read /: Is a directory (os error 21)");
-    insta::assert_snapshot!(text("dir:/no/such/directory"), @"Io: cannot open /no/such/directory: No such file or directory (os error 2)");
-    insta::assert_snapshot!(text("oci:/etc/passwd"), @"Invalid: /etc/passwd: this is no directory; an image layout in one file is oci-archive:");
-    insta::assert_snapshot!(text("docker-archive:/dev/null"), @"Invalid: /dev/null: this is no regular file");
+    messages.push(text("oci:/no/such/layout"));
+    messages.push(text("oci-archive:/no/such.tar"));
+    messages.push(text("tar:/no/such.tar"));
+    messages.push(text("tar:/"));
+    messages.push(text("dir:/no/such/directory"));
+    messages.push(text("oci:/etc/passwd"));
+    messages.push(text("docker-archive:/dev/null"));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
 fn a_hardlink_to_nothing_names_layer_and_path() {
     let layers = [tar(), Tar::new().hardlink("b", "nothing").done()];
     let text = message(convert(&Layout::of(&layers)));
-    insta::assert_snapshot!(text, @"Invalid: layer 2 of 2 (sha256:ef8653906191): /b: hardlink to /nothing: neither this layer nor one below has such a file");
+    insta::assert_snapshot!(text);
 }
 
 #[test]
@@ -249,7 +243,7 @@ fn a_conversion_can_be_stopped() {
     assert_eq!(error.kind(), ErrorKind::Interrupted);
 }
 
-/// The options of a user who means the files themselves.
+/// The options of a conversion of the files as they are.
 fn as_files() -> bcow_oci::ConvertOptions {
     bcow_oci::ConvertOptions {
         as_files: true,
@@ -259,6 +253,7 @@ fn as_files() -> bcow_oci::ConvertOptions {
 
 #[test]
 fn an_archive_that_holds_an_image_is_no_root_file_system() {
+    let mut messages = Vec::new();
     let docker = Tar::new()
         .file("a.json", "{}")
         .file("a/layer.tar", Tar::new().done())
@@ -273,36 +268,29 @@ fn an_archive_that_holds_an_image_is_no_root_file_system() {
         .file("./oci-layout", r#"{"imageLayoutVersion":"1.0.0"}"#)
         .done();
     let text = |tar: &[u8]| message(convert_tar(tar)).replace("TMP/in.tar", "in.tar");
-    insta::assert_snapshot!(text(&docker), @r#"
-    Usage: in.tar: it holds a container image, as `docker save` writes it, and is no root file system itself
-    hint: name it docker-archive:in.tar; with --as-files its files are taken as they are
-    "#);
-    insta::assert_snapshot!(text(&gzip(&oci)), @r#"
-    Usage: in.tar: it holds container images, as an OCI image layout, and is no root file system itself
-    hint: name it oci-archive:in.tar; with --as-files its files are taken as they are
-    "#);
+    messages.push(text(&docker));
+    messages.push(text(&gzip(&oci)));
     for tar in [&docker, &oci] {
         assert!(convert_tar_with(tar, &as_files()).is_ok());
     }
-    // Files of these names that are something else, or elsewhere.
+    // Files of these names with other content, or in another directory.
     let other = Tar::new()
         .file("manifest.json", r#"{"name":"an app"}"#)
         .file("oci-layout", "of our office")
         .file("d/oci-layout", r#"{"imageLayoutVersion":"1.0.0"}"#)
         .done();
     assert!(convert_tar(&other).is_ok());
-    // A layer of an image may hold another image.
+    // A layer may contain another image.
     assert!(convert_layers(&[docker, oci]).is_ok());
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
 fn a_directory_that_holds_an_image_is_no_root_file_system() {
+    let mut messages = Vec::new();
     let layout = Layout::of(&[Tar::new().file("a", "").done()]);
     let source = Source::Directory(layout.path().to_owned());
-    insta::assert_snapshot!(message(convert_with(&source, &options())), @r#"
-    Usage: TMP: it holds container images, as an OCI image layout, and is no root file system itself
-    hint: name it oci:TMP; with --as-files its files are taken as they are
-    "#);
+    messages.push(message(convert_with(&source, &options())));
     let error = convert_to_layout(
         &source,
         &LayoutOptions {
@@ -324,8 +312,6 @@ fn a_directory_that_holds_an_image_is_no_root_file_system() {
     )
     .unwrap();
     let source = Source::Directory(skopeo.path().to_owned());
-    insta::assert_snapshot!(message(convert_with(&source, &options())), @r#"
-    Usage: TMP: it holds a container image, as `skopeo copy` writes it to dir:, and is no root file system itself
-    hint: make a layout of it with `skopeo copy dir:DIR oci:LAYOUT:TAG` and name that oci:LAYOUT:TAG; with --as-files its files are taken as they are
-    "#);
+    messages.push(message(convert_with(&source, &options())));
+    insta::assert_snapshot!(messages.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! Tar archives of every sort that must be understood.
+//! The converter reads tar archives of every dialect.
 
 use crate::support::{convert_layers, convert_tar, convert_tar_with, convert_with, gzip, options};
 use crate::tarmaker::{GNU, Header, Tar, USTAR, V7, record, seal};
@@ -159,7 +159,18 @@ fn extended_attributes_keep_every_byte() {
         ])
         .file("f", "")
         .done();
-    insta::assert_snapshot!(convert_tar(&tar).unwrap().lines(), @r"/f -0644 1 0:0 0 1000000000.000000000 crc64 0000000000000000 @security.capability=\x01\x00\x00\x02\x00\x0a\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00 @security.selinux=label\x00 @user.\x3d=\x00\x0a\xff @user.empty=");
+    let line = convert_tar(&tar).unwrap().lines();
+    let xattrs: Vec<&str> = line.split(" @").skip(1).collect();
+    let capability = r"\x01\x00\x00\x02\x00\x0a".to_owned() + &r"\x00".repeat(14);
+    assert_eq!(
+        xattrs,
+        [
+            &format!("security.capability={capability}")[..],
+            r"security.selinux=label\x00",
+            r"user.\x3d=\x00\x0a\xff",
+            "user.empty=",
+        ]
+    );
 }
 
 #[test]
@@ -170,7 +181,11 @@ fn numbers_beyond_octal_are_in_base_256() {
         0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xfe,
     ]);
     let tar = Tar::new().raw(&seal(block)).done();
-    insta::assert_snapshot!(convert_tar(&tar).unwrap().lines(), @"/f -0644 1 2147483647:0 0 -2.000000000 crc64 0000000000000000");
+    let line = convert_tar(&tar).unwrap().lines();
+    assert!(
+        line.starts_with("/f -0644 1 2147483647:0 0 -2.000000000 "),
+        "{line}"
+    );
 }
 
 /// A file of two runs with holes before, between and behind them.
@@ -234,7 +249,7 @@ fn sparse_files_come_in_four_ways() {
         assert!(converted.read(path) == whole, "{path}");
     }
     assert_eq!(converted.read("after"), b"the archive goes on");
-    // Two pages of data and one of holes: nothing stored for the holes, everything once.
+    // Two pages of data and one of holes: no block stores a hole, and equal data is stored once.
     assert_eq!(
         converted.report.content_bytes - converted.report.deduplicated_bytes,
         3 * 4096 + 19
@@ -304,7 +319,7 @@ fn compression_is_known_by_its_magic() {
         .concat(),
     ];
     for (i, stream) in streams.iter().enumerate() {
-        // Where the archive was compressed makes no difference to the image.
+        // The image does not depend on the boundaries of the compressed frames.
         assert!(convert_tar(stream).unwrap().bytes() == plain, "stream {i}");
     }
 }
@@ -446,7 +461,7 @@ fn volume_labels_and_data_of_directories_are_passed_over() {
     let tar = Tar::new()
         .entry(&Header::new("label", b'V').magic(GNU), b"")
         .entry(&Header::new("d", b'D').magic(GNU).size(5), b"Ya\0\0\0")
-        // A size, but no data: as Go and libarchive read it.
+        // The header has a size, but no data follows, as Go and libarchive read it.
         .entry(&Header::new("e", b'5').size(4096), b"")
         .entry(&Header::new("f", b'0').magic(USTAR).size(1), b"x")
         .done();
@@ -459,7 +474,7 @@ fn volume_labels_and_data_of_directories_are_passed_over() {
 
 #[test]
 fn a_stream_is_read_alike_however_large_its_files() {
-    // Sizes around the chunks in which the stream travels and content is looked up.
+    // Sizes around those of stream chunks and of deduplicated pieces.
     let mib = 1 << 20;
     let mut tar = Tar::new();
     let mut contents = Vec::new();
@@ -512,7 +527,7 @@ fn equal_content_is_stored_once() {
         .file("c", &changed)
         .file("small1", "some text ".repeat(100))
         .file("small2", "some text ".repeat(100))
-        // Beside the inodes, where nothing is shared.
+        // Content beside the inodes is not shared.
         .file("tiny1", "tiny")
         .file("tiny2", "tiny")
         .done();
@@ -525,7 +540,7 @@ fn equal_content_is_stored_once() {
         report.deduplicated_bytes,
         size + (size - u64::from(mib)) + 1000
     );
-    // The second is one run like the first, not a list of chunks.
+    // The second file is one run like the first, not a list of chunks.
     let fs = converted.filesystem();
     let extents = |path: &[u8]| {
         let inode = fs.inode(fs.resolve(path).unwrap().unwrap()).unwrap();

@@ -1,15 +1,15 @@
-//! Images layer by layer: what is shared, what is kept, what is made anew.
+//! Images layer by layer: shared, cached and converted layers.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use bcow_oci::{ConvertOptions, LayoutOptions, Made, Source, convert_to_layout};
+use bcow_oci::{ConvertOptions, LayerOrigin, LayoutOptions, Source, convert_to_layout};
 use serde_json::Value;
 
-use crate::support::{LAYER, Layered, Layout, Told, gzip, layered_with, options};
+use crate::support::{LAYER, Layered, Layout, Warnings, gzip, layered_with, options};
 use crate::tarmaker::Tar;
 
-/// Content that can be recognised, and neither deduplicates nor compresses well.
+/// Content that neither deduplicates nor compresses well, and differs for each seed.
 fn noise(seed: u32, bytes: u32) -> Vec<u8> {
     let mut state = u64::from(seed) + 1;
     (0..bytes)
@@ -34,7 +34,7 @@ fn base() -> Vec<u8> {
 fn upper(seed: u32) -> Vec<u8> {
     Tar::new()
         .file(format!("usr/own{seed}"), noise(1000 + seed, 70_000))
-        // What the base has, under another name and with a tail beside the inode.
+        // Content of the base, under another name and with a tail beside the inode.
         .file("usr/copy", noise(7, 5000 * 8))
         .file("usr/tail", &noise(3, 5000 * 4)[..4096 * 4 + 100])
         .file("usr/.wh.f3", "")
@@ -121,15 +121,22 @@ fn what_the_layout_has_is_not_made_again() {
         ..LayoutOptions::default()
     };
     let report = convert_to_layout(&two.source(None), &layout, &options(), &()).unwrap();
-    let made: Vec<Made> = report.layers.iter().map(|l| l.made).collect();
-    assert_eq!(made, [Made::Layout, Made::Layout, Made::Converted]);
+    let made: Vec<LayerOrigin> = report.layers.iter().map(|l| l.made).collect();
+    assert_eq!(
+        made,
+        [
+            LayerOrigin::Layout,
+            LayerOrigin::Layout,
+            LayerOrigin::Converted
+        ]
+    );
     let after = layered.files();
     assert_eq!(
         after.len(),
         before.len() + 4,
         "a layer, a stack, a config, a manifest"
     );
-    // Both images stand in the index.
+    // The index lists both images.
     let index: Value = serde_json::from_slice(&after[Path::new("index.json")]).unwrap();
     let names: Vec<_> = index["manifests"]
         .as_array()
@@ -138,13 +145,18 @@ fn what_the_layout_has_is_not_made_again() {
         .map(|m| m["annotations"]["org.opencontainers.image.ref.name"].as_str())
         .collect();
     assert_eq!(names, [Some("test"), Some("two")]);
-    // Other options are other layers.
+    // Other options give other layers.
     let other = ConvertOptions {
         block_bytes: Some(65536),
         ..options()
     };
     let report = convert_to_layout(&one.source(None), &layout, &other, &()).unwrap();
-    assert!(report.layers.iter().all(|l| l.made == Made::Converted));
+    assert!(
+        report
+            .layers
+            .iter()
+            .all(|l| l.made == LayerOrigin::Converted)
+    );
 }
 
 fn entries(cache: &Path) -> Vec<PathBuf> {
@@ -170,7 +182,13 @@ fn the_cache_gives_what_it_was_given() {
     let first = layered(&source, cached);
     assert_eq!(entries(dir.path()).len(), 3);
     let second = layered(&source, cached);
-    assert!(second.report.layers.iter().all(|l| l.made == Made::Cache));
+    assert!(
+        second
+            .report
+            .layers
+            .iter()
+            .all(|l| l.made == LayerOrigin::Cache)
+    );
     assert_eq!(first.files(), second.files());
     assert_eq!(layered(&source, |_| {}).files(), second.files());
 }
@@ -180,16 +198,16 @@ fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
     let image = image(&[1]);
     let source = image.source(None);
     let dir = tempfile::tempdir().unwrap();
-    let convert = |told: &Told| {
+    let convert = |warnings: &Warnings| {
         let target = tempfile::tempdir().unwrap();
         let layout = LayoutOptions {
             directory: target.path().join("layout"),
             cache: Some(dir.path().to_owned()),
             ..LayoutOptions::default()
         };
-        convert_to_layout(&source, &layout, &options(), told).unwrap()
+        convert_to_layout(&source, &layout, &options(), warnings).unwrap()
     };
-    let good = convert(&Told::default());
+    let good = convert(&Warnings::default());
     let whole: Vec<Vec<u8>> = entries(dir.path())
         .iter()
         .map(|path| std::fs::read(path).unwrap())
@@ -209,15 +227,20 @@ fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
         for (i, path) in paths.iter().enumerate() {
             damage(path, i);
         }
-        let told = Told::default();
-        let again = convert(&told);
+        let warnings = Warnings::default();
+        let again = convert(&warnings);
         assert_eq!(again.manifest, good.manifest);
-        assert!(again.layers.iter().all(|l| l.made == Made::Converted));
-        let told = told.0.into_inner().unwrap();
-        assert_eq!(told.len(), 2, "{told:?}");
         assert!(
-            told.iter().all(|t| t.contains("it was dropped")),
-            "{told:?}"
+            again
+                .layers
+                .iter()
+                .all(|l| l.made == LayerOrigin::Converted)
+        );
+        let warnings = warnings.0.into_inner().unwrap();
+        assert_eq!(warnings.len(), 2, "{warnings:?}");
+        assert!(
+            warnings.iter().all(|t| t.contains("it was removed")),
+            "{warnings:?}"
         );
         let files = entries(dir.path());
         assert!(
@@ -246,7 +269,7 @@ fn a_layer_that_is_there_does_not_hide_that_the_source_contradicts_itself() {
         let error = layered_with(&source, &options(), cached).err().unwrap();
         assert!(error.to_string().contains("diffID"), "{error}");
     }
-    // Nobody looks who was told not to.
+    // Without verification, the contradiction is not found.
     let trusting = ConvertOptions {
         verify: false,
         ..options()
@@ -270,11 +293,13 @@ fn an_image_does_not_replace_its_own_source() {
     };
     let error = convert(None, "name").unwrap_err();
     assert!(
-        error.to_string().contains("from the one it is made of"),
+        error
+            .to_string()
+            .contains("the new image would replace its source"),
         "{error}"
     );
     convert(None, "other").unwrap();
-    // What was made is not made again of itself.
+    // A BCoW image is not converted again.
     let error = convert(Some("other"), "third").unwrap_err();
     assert!(
         error.to_string().ends_with("is a BCoW image already"),
@@ -307,9 +332,9 @@ fn a_damaged_layer_in_the_layout_is_replaced() {
         reference: Some("test".into()),
         ..LayoutOptions::default()
     };
-    let told = Told::default();
-    convert_to_layout(&source, &layout, &options(), &told).unwrap();
-    assert_eq!(told.0.into_inner().unwrap().len(), 1);
+    let warnings = Warnings::default();
+    convert_to_layout(&source, &layout, &options(), &warnings).unwrap();
+    assert_eq!(warnings.0.into_inner().unwrap().len(), 1);
     assert!(layered.files() == before);
 }
 
@@ -336,7 +361,7 @@ fn several_converters_share_a_cache_and_a_layout() {
             .windows(2)
             .all(|pair| pair[0].layers[0].digest == pair[1].layers[0].digest)
     );
-    // Two layers that all have, and one of each.
+    // Two layers of all images, and one of each image.
     assert_eq!(entries(&cache).len(), 2 + 4);
     let index = std::fs::read(directory.join("index.json")).unwrap();
     let index: Value = serde_json::from_slice(&index).unwrap();
@@ -354,20 +379,25 @@ fn what_lower_layers_have_is_named_there_if_that_is_wanted() {
     // The copy; and above the first of the two, also the blocks of the file with a tail.
     assert_eq!(lower, [0, 40_000, 40_000 + 4 * 4096]);
     assert!(tied.report.layers[1].file_bytes + 30_000 < alone.report.layers[1].file_bytes);
-    // Only what is needed is named.
+    // A layer refers only to the layers whose content it uses.
     let needs = |i: usize| tied.open(&tied.report.layers[i].digest).backings().count();
     assert_eq!([needs(0), needs(1), needs(2)], [0, 1, 2]);
-    // Made over other layers, it is another layer; the same again, it is found.
+    // Over the same lower layers, the layer is found; over others, it is converted again.
     let layout = LayoutOptions {
         directory: tied.layout(),
         dedup_lower: true,
         ..LayoutOptions::default()
     };
     let again = convert_to_layout(&source, &layout, &options(), &()).unwrap();
-    assert!(again.layers.iter().all(|l| l.made == Made::Layout));
+    assert!(again.layers.iter().all(|l| l.made == LayerOrigin::Layout));
     let shorter = Layout::of(&[upper(9), upper(1)]);
     let other = convert_to_layout(&shorter.source(None), &layout, &options(), &()).unwrap();
-    assert!(other.layers.iter().all(|l| l.made == Made::Converted));
+    assert!(
+        other
+            .layers
+            .iter()
+            .all(|l| l.made == LayerOrigin::Converted)
+    );
 }
 
 #[test]
@@ -388,7 +418,7 @@ fn odd_numbers_of_layers_are_images() {
     let many = layered(&Layout::of(&many).source(None), |_| {});
     assert_eq!(many.dump().lines().count(), 302);
     assert_eq!(many.stack().backings().count(), 300);
-    // Twice the same layer, with something else in between.
+    // The same layer twice, with another one in between.
     let twice = Layout::of(&[base(), upper(1), base()]);
     let twice = layered(&twice.source(None), |_| {});
     assert_eq!(digests(&twice)[0], digests(&twice)[2]);
@@ -416,7 +446,7 @@ fn what_is_no_layout_is_not_written_into() {
         "{text}"
     );
     let text = to(dir.path().join("precious"));
-    assert!(text.ends_with("it is no directory"), "{text}");
+    assert!(text.ends_with("it is not a directory"), "{text}");
     assert!(to(dir.path().join("no/such/parent")).starts_with("cannot create"));
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
 }

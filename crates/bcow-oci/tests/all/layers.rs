@@ -1,9 +1,9 @@
-//! What layers do to one another.
+//! Layers hide, replace and link to content of lower layers.
 
 use crate::support::{Layout, convert_layers, convert_with, message, options};
 use crate::tarmaker::{Header, Tar};
 
-/// Content that can be recognised and does not deduplicate.
+/// Content that does not deduplicate, and differs for each seed.
 fn data(seed: u8) -> Vec<u8> {
     (0..10_000u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 11) as u8 ^ seed)
@@ -82,7 +82,11 @@ fn what_aufs_left_behind_is_ignored() {
         .file(".wh..wh.orph/x", "x")
         .file("kept", "")
         .done();
-    insta::assert_snapshot!(convert_layers(&[layer]).unwrap().lines(), @"/kept -0644 1 0:0 0 1000000000.000000000 crc64 0000000000000000");
+    let lines = convert_layers(&[layer]).unwrap().lines();
+    assert!(
+        lines.starts_with("/kept -0644 ") && lines.lines().count() == 1,
+        "{lines}"
+    );
 }
 
 #[test]

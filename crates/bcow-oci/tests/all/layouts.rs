@@ -1,4 +1,4 @@
-//! Where images are found, and which.
+//! The selection of an image in a layout or archive.
 
 use bcow_oci::{ConvertOptions, Digest, Platform, Source};
 use serde_json::{Value, json};
@@ -62,10 +62,7 @@ fn the_platform_picks_from_an_index() {
         assert!(converted.lines().starts_with(found), "{platform}");
     }
     let failure = convert_with(&layout.source(None), &for_platform("linux/s390x"));
-    insta::assert_snapshot!(message(failure), @r"
-    Usage: TMP has no image for platform linux/s390x
-    hint: choose one with --platform: linux/amd64, linux/arm64/v8, linux/arm/v6, linux/arm/v7, linux/riscv64
-    ");
+    insta::assert_snapshot!(message(failure));
 }
 
 #[test]
@@ -75,14 +72,12 @@ fn one_image_for_another_platform_is_taken_unless_one_was_asked_for() {
     layout.list(image, None);
     assert!(convert_with(&layout.source(None), &options()).is_ok());
     let failure = convert_with(&layout.source(None), &for_platform("linux/amd64"));
-    insta::assert_snapshot!(message(failure), @r"
-    Usage: TMP has no image for platform linux/amd64
-    hint: choose one with --platform: plan9/mips
-    ");
+    insta::assert_snapshot!(message(failure));
 }
 
 #[test]
 fn a_name_or_digest_picks_an_image_and_none_is_guessed() {
+    let mut messages = Vec::new();
     let mut layout = Layout::new();
     let mut digests = Vec::new();
     for name in ["one", "two"] {
@@ -99,14 +94,9 @@ fn a_name_or_digest_picks_an_image_and_none_is_guessed() {
             .lines()
             .starts_with("/one ")
     );
-    insta::assert_snapshot!(message(convert(None)), @r"
-    Usage: TMP has several images
-    hint: there is: one, two
-    ");
-    insta::assert_snapshot!(message(convert(Some("three"))), @r#"
-    Usage: TMP has no image "three"
-    hint: there is: one, two
-    "#);
+    messages.push(message(convert(None)));
+    messages.push(message(convert(Some("three"))));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
@@ -179,53 +169,7 @@ fn the_metadata_says_where_the_image_comes_from_and_nothing_of_the_host() {
         ..options()
     };
     let converted = convert_with(&layout.source(Some("test")), &options).unwrap();
-    insta::assert_snapshot!(format!("{:#}", converted.metadata()), @r#"
-    {
-      "tool": "bcow test",
-      "created": "2023-11-14T22:13:20Z",
-      "options": {
-        "compress": "zstd:3",
-        "plain": false,
-        "block_size": "auto"
-      },
-      "source": {
-        "transport": "oci",
-        "reference": "test",
-        "manifest_digest": "sha256:99da4b0ab77f9551369f2ad1842bf4447edc4462553086d91863f6d091c3c697",
-        "platform": "linux/amd64"
-      },
-      "layers": [
-        {
-          "digest": "sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9",
-          "diff_id": "sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9",
-          "media_type": "application/vnd.oci.image.layer.v1.tar",
-          "stored_bytes": 1536,
-          "tar_bytes": 1536
-        }
-      ],
-      "config": {
-        "os": "linux",
-        "architecture": "amd64",
-        "config": {
-          "Cmd": [
-            "sh"
-          ]
-        },
-        "rootfs": {
-          "type": "layers",
-          "diff_ids": [
-            "sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9"
-          ]
-        }
-      },
-      "content": {
-        "entries": 2,
-        "file_bytes": 0,
-        "deduplicated_bytes": 0,
-        "metadata_start": 4194304
-      }
-    }
-    "#);
+    insta::assert_snapshot!(format!("{:#}", converted.metadata()));
 }
 
 /// All files of a layout in a tar archive.
@@ -260,14 +204,10 @@ fn a_layout_in_an_archive_gives_the_same_tree() {
     }
     std::fs::write(&file, gzip(&archive(&layout, ""))).unwrap();
     let source: Source = format!("oci-archive:{}", file.display()).parse().unwrap();
-    insta::assert_snapshot!(message(convert_with(&source, &options())), @r"
-    Unsupported: TMP/a.tar: whole-archive gzip compression is not supported
-    hint: decompress the archive first; its layers may stay compressed
-    ");
+    insta::assert_snapshot!(message(convert_with(&source, &options())));
 }
 
-/// What `docker save` wrote before it wrote layouts: a layer that occurs twice is there once, and a
-/// link.
+/// An archive of an old `docker save`, which stored a layer that occurs twice as a file and a link.
 fn docker_archive() -> Tar {
     let tar = layer("x");
     let compressed = layer("y");
@@ -294,6 +234,7 @@ fn docker_archive() -> Tar {
 
 #[test]
 fn docker_archives_are_understood() {
+    let mut messages = Vec::new();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("saved.tar");
     std::fs::write(&file, docker_archive().done()).unwrap();
@@ -314,18 +255,14 @@ fn docker_archives_are_understood() {
         assert_eq!(converted.report.entries, 3, "{reference}");
         assert_eq!(converted.report.layers.len(), 3);
     }
-    insta::assert_snapshot!(message(convert(":nobox")), @r#"
-    Usage: TMP/saved.tar has no image "nobox"
-    hint: there is: example.test/tools/box:latest, box:1
-    "#);
-    insta::assert_snapshot!(message(convert(":@1")), @r#"
-    Usage: TMP/saved.tar has no image "@1"
-    hint: there is: example.test/tools/box:latest, box:1
-    "#);
+    messages.push(message(convert(":nobox")));
+    messages.push(message(convert(":@1")));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]
 fn a_docker_archive_that_lies_is_refused() {
+    let mut messages = Vec::new();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("saved.tar");
     let convert = |tar: Tar| {
@@ -336,19 +273,17 @@ fn a_docker_archive_that_lies_is_refused() {
         convert_with(&source, &options())
     };
     let other_layer = docker_archive().file("1/layer.tar", layer("evil"));
-    insta::assert_snapshot!(message(convert(other_layer)), @r"
-    Invalid: layer 3 of 3 (sha256:a48503828da2): diffID is sha256:12845cd236dfd257b59b3a509bd841579f11e33b62596a41cd9363c0df5027ef, expected sha256:a48503828da2ff007820a1702be7bdef1cb0bde7e4cf5c4f55a1208e43d4adc9
-    hint: the input was damaged or tampered with; copy the image again
-    ");
+    messages.push(message(convert(other_layer)));
     let nothing = Tar::new().file("readme", "");
-    insta::assert_snapshot!(message(convert(nothing)), @"Invalid: TMP/saved.tar: this is no docker archive: it has no manifest.json");
+    messages.push(message(convert(nothing)));
     let bad = Tar::new().file("manifest.json", "[{}]");
-    insta::assert_snapshot!(message(convert(bad)), @"Invalid: manifest.json in TMP/saved.tar: not as it should be: missing field `Config` at line 1 column 3");
+    messages.push(message(convert(bad)));
     let empty = Tar::new().file("manifest.json", "[]");
-    insta::assert_snapshot!(message(convert(empty)), @"Invalid: TMP/saved.tar: it lists no image");
+    messages.push(message(convert(empty)));
     let escape = json!([{"Config": "../../etc/passwd", "Layers": []}]);
     let escape = Tar::new().file("manifest.json", escape.to_string());
-    insta::assert_snapshot!(message(convert(escape)), @r#"Invalid: manifest.json in TMP/saved.tar: the config "../../etc/passwd" is not in the archive"#);
+    messages.push(message(convert(escape)));
+    insta::assert_snapshot!(messages.join("\n"));
 }
 
 #[test]

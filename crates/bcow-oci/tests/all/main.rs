@@ -1,4 +1,4 @@
-//! The converter from outside: archives and layouts in, images out.
+//! Tests of the public API: archives and layouts in, images out.
 
 mod bad_input;
 mod bad_tar;

@@ -1,4 +1,4 @@
-//! Archives by other makers: what GNU tar writes of a directory is the directory.
+//! An archive that GNU tar writes of a directory gives the same tree as the directory.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
@@ -29,13 +29,13 @@ fn fill(root: &Path) {
         deep.clone(),
         deep.join("f".repeat(90)),
     ] {
-        // Whole seconds, for the formats that know no others.
+        // Whole seconds, because some formats have no fractions.
         let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_600_000_000);
         File::open(path).unwrap().set_modified(time).unwrap();
     }
 }
 
-/// Without times: those of the directories and links are the host's.
+/// The tree without times, because those of directories and links depend on the host.
 fn tree(text: &str) -> String {
     text.lines()
         .map(|line| {

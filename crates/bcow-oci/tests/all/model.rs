@@ -1,4 +1,4 @@
-//! Sequences of layers against a slow model that knows only paths.
+//! Sequences of layers, compared with a slow model of paths.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -61,7 +61,7 @@ pub fn archive(layer: &[Op], number: usize) -> Vec<u8> {
     tar.done()
 }
 
-/// Long enough for a block of its own, and unlike any other.
+/// Content with a block of its own that no other number has.
 fn content(layer: usize, index: usize, n: u8) -> Vec<u8> {
     format!("{layer} {index} {n};")
         .repeat(1 + usize::from(n) * 8)
@@ -97,8 +97,8 @@ fn join(dir: &str, name: &str) -> String {
     }
 }
 
-/// Where a path leads when symlinks on the way are followed, making directories if asked to.
-/// `Err` if something on the way is no directory; `Ok(None)` if it is not there.
+/// Resolves a path, following symlinks on the way; creates missing directories on request. `Err` if
+/// a component on the way is not a directory; `Ok(None)` if the path does not exist.
 fn walk(tree: &mut Flat, path: &[&str], make: bool) -> Result<Option<String>, ()> {
     let mut todo: Vec<String> = path.iter().rev().map(|n| n.to_string()).collect();
     let mut at = String::new();
@@ -125,7 +125,7 @@ fn walk(tree: &mut Flat, path: &[&str], make: bool) -> Result<Option<String>, ()
                 let node = Node::Dir {
                     mode: 0o755,
                     opaque,
-                    // One that was whited out before is a new one.
+                    // A directory behind a whiteout is new.
                     implicit: !opaque,
                 };
                 tree.insert(next.clone(), node);
@@ -143,7 +143,7 @@ fn walk(tree: &mut Flat, path: &[&str], make: bool) -> Result<Option<String>, ()
 fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
     let mut tree = Flat::new();
     let mut waiting = Vec::new();
-    // Paths that had a whiteout, whatever is there now.
+    // Paths that had a whiteout, with any object there now.
     let mut whited = BTreeSet::new();
     for (i, op) in layer.iter().enumerate() {
         let path = match op {
@@ -250,7 +250,7 @@ fn unpack(layer: &[Op], number: usize, inodes: &mut u32) -> Result<Flat, ()> {
     Ok(tree)
 }
 
-/// What is at a path; symlinks are followed on the way but not at the end.
+/// The object at a path; symlinks are followed on the way but not at the end.
 fn find(tree: &mut Flat, path: &[&str]) -> Result<Option<(String, Node)>, ()> {
     let (last, parents) = path.split_last().unwrap();
     let Some(parent) = walk(tree, parents, false)? else {
@@ -308,7 +308,7 @@ fn stack(lower: Flat, layer: &Flat) -> Result<Flat, ()> {
     Ok(merged)
 }
 
-/// One line per path: what is there, and under which other name it first appeared.
+/// One line per path: the object, and the first of its names.
 fn described(entries: impl Iterator<Item = (String, String, Option<u64>)>) -> Vec<String> {
     let mut first = BTreeMap::new();
     entries
@@ -396,7 +396,9 @@ proptest! {
         let expected = layers
             .iter()
             .enumerate()
-            .try_fold(Flat::new(), |lower, (i, layer)| stack(lower, &unpack(layer, i, &mut inodes)?));
+            .try_fold(Flat::new(), |lower, (i, layer)| {
+                stack(lower, &unpack(layer, i, &mut inodes)?)
+            });
         let archives: Vec<_> = layers.iter().enumerate().map(|(i, l)| archive(l, i)).collect();
         match (convert_layers(&archives), expected) {
             (Ok(converted), Ok(expected)) => {

@@ -1,11 +1,11 @@
-//! Archives with random damage: any outcome will do but a panic or a hang.
+//! Archives with random damage cause neither a panic nor a hang.
 
 use bcow_oci::fuzz_ingest;
 use proptest::prelude::*;
 
 use crate::tarmaker::{GNU, Header, Tar, seal};
 
-/// One of everything.
+/// An archive with an entry of every type.
 fn seed() -> Vec<u8> {
     let mut sparse = Header::new("sparse", b'S').magic(GNU).size(10).block();
     sparse[386..398].copy_from_slice(b"00000023420\0");

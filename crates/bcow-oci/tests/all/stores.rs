@@ -1,5 +1,4 @@
-//! Stacks are opened with the very layers they were made of, wherever the user keeps them, and from
-//! nowhere else.
+//! A stack opens with exactly its own layers, from the places that the user allows.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use crate::support::{CONFIG, LAYER, Layout};
 const BCOW_LAYER: &str = "application/vnd.bcow.layer.v1";
 const BCOW_STACK: &str = "application/vnd.bcow.stack.v1";
 
-/// A BCoW file and what a stack says of it.
+/// A BCoW file and its description in the metadata of a stack.
 #[derive(Clone)]
 struct Made {
     bytes: Vec<u8>,
@@ -101,7 +100,7 @@ fn opened(name: &ImageName, stores: &[&Path]) -> Result<Opened, StoreError> {
     open(name, places, &OpenOptions::default())
 }
 
-/// The content at the start of what the n-th window shows.
+/// The first bytes of the n-th window.
 fn shown(opened: &Opened, window: u64, length: usize) -> Vec<u8> {
     let mut bytes = vec![0; length];
     let at = (window << 22) + 4096;
@@ -109,7 +108,7 @@ fn shown(opened: &Opened, window: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// What is wrong, with digests cut short and directories out of the way.
+/// The problems, without the directory of the layout.
 fn problems(opened: &Opened, layout: &Layout) -> Vec<String> {
     opened
         .problems
@@ -165,14 +164,14 @@ fn a_missing_layer_is_named_and_can_come_from_a_store() {
     assert_eq!(
         problems(&without, &layout),
         [format!(
-            "layer 2 of 2 ({}) is not there; looked in LAYOUT",
+            "layer 2 of 2 ({}) is missing; searched in LAYOUT",
             two.digest
         )]
     );
     assert!(matches!(*without.problems[0], LayerProblem::Missing { .. }));
     let refused = without.require_all().unwrap_err();
     assert!(refused.hint().unwrap().contains("--store"));
-    // What is there can be read all the same.
+    // The other layers are readable.
     assert_eq!(shown(&without, 1, 5), b"first");
 
     let hex = two.digest.hex();
@@ -205,7 +204,8 @@ fn another_file_under_a_layers_name_is_refused_and_a_right_one_behind_it_taken()
         (
             two.bytes.clone(),
             format!(
-                "LAYOUT/blobs/sha256/{} is not layer 1 of 2 ({}): its hash tree's root is {}, not {}",
+                "LAYOUT/blobs/sha256/{} is not layer 1 of 2 ({}): \
+                 its hash tree's root is {}, not {}",
                 one.digest.hex(),
                 one.digest,
                 root(&two),
@@ -259,7 +259,7 @@ fn layers_below_layers_are_found_the_same_way() {
     both.image.read_at((3 << 22) + 4096, &mut bytes).unwrap();
     assert_eq!(&bytes, b"first");
 
-    // Nothing vouches for what is below a layer that is opened on its own, so that is hashed.
+    // No metadata describes the files below a layer that is opened on its own, so they are hashed.
     let alone = name(&layout, &format!("@{}", two.digest));
     opened(&alone, &[]).unwrap().require_all().unwrap();
     let mut other = one.bytes.clone();
@@ -278,7 +278,7 @@ fn chains_end_at_64_files() {
         layers.push(make(format!("{depth}").as_bytes(), &[&below], &[]));
     }
     for (count, works) in [(64, true), (65, false)] {
-        // Whatever the order in which the stack names them.
+        // The stack may name its layers in any order.
         for listed in [
             layers[..count].iter().collect::<Vec<_>>(),
             layers[..count].iter().rev().collect(),
@@ -298,7 +298,7 @@ fn chains_end_at_64_files() {
 fn a_file_below_itself_is_refused() {
     let one = layer(b"first");
     let two = make(b"second", &[&one], &[]);
-    // Under the name of the first stands a file that has the second below it. Nothing vouches for
+    // The file with the name of the first layer has the second one below it. No metadata describes
     // either.
     let loops = make(b"third", &[&two], &[]);
     let top = make(b"tree", &[&two], &[]);
@@ -308,7 +308,7 @@ fn a_file_below_itself_is_refused() {
     std::fs::write(blob_path(&layout, &one.digest), &loops.bytes).unwrap();
     let opened = opened(&name(&layout, &format!("@{}", top.digest)), &[]).unwrap();
     let found = problems(&opened, &layout);
-    // It is not asked for what is below it: it is not the file that the digest means.
+    // Its digest differs, so the files below it are not looked up.
     assert!(found[0].contains("its digest is"), "{found:?}");
     opened.require_all().unwrap_err();
 }
@@ -348,7 +348,7 @@ fn layouts_without_the_image_say_so() {
         "{text}"
     );
     let text = message(&name(&ordinary, ":y"));
-    assert!(text.contains("has no image \"y\" / there is: x"), "{text}");
+    assert!(text.contains("has no image \"y\" / available: x"), "{text}");
     let text = message(&name(&ordinary, &format!("@{}", Digest::of(b"nothing"))));
     assert!(text.contains("LAYOUT has no blob sha256:"), "{text}");
     let nowhere = ImageName::parse("oci:nowhere".as_ref()).unwrap();
@@ -392,8 +392,7 @@ fn names_for_digests_are_single_names() {
     assert!(backing_facts(&json!({ "backings": 1 })).is_empty());
 }
 
-/// A stack whose layers the hostile maker says nothing true of cannot make the reader look
-/// elsewhere.
+/// False metadata in a stack cannot make the reader search other directories.
 #[test]
 fn nothing_in_a_file_leads_out_of_the_stores() {
     let secret = layer(b"secret");

@@ -1,4 +1,4 @@
-//! Images made, converted and looked into.
+//! Sources, conversions and their results.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use bcow::format::BackingEntry;
 use bcow::{BackingResolver, BlockDevice, Image, OpenOptions};
-use bcow_erofs::debug::{DumpOptions, dump};
+use bcow_erofs::debug::{DumpOptions, dump_to_string};
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::{
     ConvertError, ConvertOptions, Digest, LayoutOptions, LayoutReport, Progress, Report, Source,
@@ -42,7 +42,7 @@ impl Layout {
         self.dir.path()
     }
 
-    /// Stores a blob; gives its descriptor.
+    /// Stores a blob and returns its descriptor.
     pub fn blob(&self, media_type: &str, bytes: &[u8]) -> Value {
         let digest = Digest::of(bytes);
         let path = self.path().join("blobs/sha256").join(digest.hex());
@@ -50,7 +50,7 @@ impl Layout {
         json!({"mediaType": media_type, "digest": digest.to_string(), "size": bytes.len()})
     }
 
-    /// Stores an image of these layers (media type, stored bytes, tar); gives its descriptor.
+    /// Stores an image of these layers (media type, stored bytes, tar) and returns its descriptor.
     pub fn image(&self, platform: &str, layers: &[(&str, Vec<u8>, Vec<u8>)]) -> Value {
         let diff_ids: Vec<_> = layers
             .iter()
@@ -74,7 +74,7 @@ impl Layout {
         self.blob(MANIFEST, manifest.to_string().as_bytes())
     }
 
-    /// Puts a descriptor into index.json.
+    /// Adds a descriptor to index.json.
     pub fn list(&mut self, mut descriptor: Value, name: Option<&str>) {
         if let Some(name) = name {
             descriptor["annotations"] = json!({"org.opencontainers.image.ref.name": name});
@@ -142,7 +142,7 @@ impl Converted {
         dump_of(&self.filesystem())
     }
 
-    /// The lines of the tree that begin with these paths, or all but the root's.
+    /// The lines of the tree without that of the root.
     pub fn lines(&self) -> String {
         self.dump().lines().skip(1).collect::<Vec<_>>().join("\n")
     }
@@ -161,17 +161,12 @@ impl Converted {
 }
 
 fn dump_of(fs: &Filesystem) -> String {
-    let mut text = String::new();
+    // Some tests have holes of any size.
     let options = DumpOptions {
-        // Some tests have holes of any size.
         max_content_bytes: 1 << 28,
         ..DumpOptions::default()
     };
-    dump(fs, &options, &mut |line| {
-        text.push_str(line);
-        text.push('\n');
-    });
-    text
+    dump_to_string(fs, &options)
 }
 
 /// An image in a layout.
@@ -180,7 +175,7 @@ pub struct Layered {
     pub report: LayoutReport,
 }
 
-/// Opens what is in a layout's blobs.
+/// Resolves backings in the blobs of a layout.
 struct Blobs(PathBuf);
 
 impl BackingResolver for Blobs {
@@ -238,13 +233,13 @@ impl Layered {
     }
 }
 
-/// Converts into a fresh layout; `change` sets what the layout options shall be.
+/// Converts into a new layout; `change` sets layout options.
 pub fn layered_with(
     source: &Source,
     options: &ConvertOptions,
     change: impl FnOnce(&mut LayoutOptions),
 ) -> Result<Layered, ConvertError> {
-    // Layouts are synced file by file, and most tests make one.
+    // In memory, because each file of a layout is synced, and most tests write one.
     let in_memory = Path::new("/dev/shm");
     let dir = match in_memory.is_dir() {
         true => tempfile::tempdir_in(in_memory),
@@ -267,11 +262,11 @@ pub fn layered_with(
     }
 }
 
-/// What was told on the way.
+/// Collects the warnings of a conversion.
 #[derive(Default)]
-pub struct Told(pub Mutex<Vec<String>>);
+pub struct Warnings(pub Mutex<Vec<String>>);
 
-impl Progress for Told {
+impl Progress for Warnings {
     fn warning(&self, message: &str) {
         self.0.lock().unwrap().push(message.to_owned());
     }
@@ -307,7 +302,7 @@ pub fn convert_with(source: &Source, options: &ConvertOptions) -> Result<Convert
 fn same_in_layers(source: &Source, options: &ConvertOptions, flattened: &Converted) {
     match source {
         Source::Tar(TarInput::Stdin) => return,
-        // A pipe gives its content once.
+        // A pipe can be read once only.
         Source::Tar(TarInput::File(path)) if !path.is_file() => return,
         _ => {}
     }
@@ -337,7 +332,7 @@ pub fn convert_layers(layers: &[Vec<u8>]) -> Result<Converted, ConvertError> {
     convert_with(&Layout::of(layers).source(None), &options())
 }
 
-/// Converts one tar archive by way of a file.
+/// Converts one tar archive from a file.
 pub fn convert_tar(tar: &[u8]) -> Result<Converted, ConvertError> {
     convert_tar_with(tar, &options())
 }
@@ -349,7 +344,7 @@ pub fn convert_tar_with(tar: &[u8], options: &ConvertOptions) -> Result<Converte
     convert_with(&Source::Tar(TarInput::File(path)), options)
 }
 
-/// What the user sees of a failure, temporary directories left out.
+/// The message of a failure, with TMP for temporary directories.
 pub fn message(result: Result<Converted, ConvertError>) -> String {
     let error = match result {
         Ok(converted) => panic!("converted: {}", converted.dump()),

@@ -1,12 +1,12 @@
-//! Tar archives written byte by byte, in every dialect, right or wrong.
+//! Writes tar archives byte by byte, valid and invalid, in every dialect.
 
-/// An archive in the making.
+/// An archive that is being written.
 #[derive(Clone, Default)]
 pub struct Tar {
     pub bytes: Vec<u8>,
 }
 
-/// A header's fields before they are written.
+/// The fields of a header.
 #[derive(Clone)]
 pub struct Header {
     pub name: Vec<u8>,
@@ -56,7 +56,7 @@ impl Header {
         self
     }
 
-    /// The block, to be changed before [`seal`].
+    /// The block. A test may change it and call [`seal`].
     pub fn block(&self) -> [u8; 512] {
         let mut block = [0; 512];
         let mut put = |at: usize, bytes: &[u8]| block[at..at + bytes.len()].copy_from_slice(bytes);
@@ -77,7 +77,7 @@ impl Header {
     }
 }
 
-/// Puts the right checksum in.
+/// Sets the checksum.
 pub fn seal(mut block: [u8; 512]) -> [u8; 512] {
     block[148..156].fill(b' ');
     let sum: u32 = block.iter().map(|&b| u32::from(b)).sum();
@@ -99,13 +99,13 @@ impl Tar {
         Tar::default()
     }
 
-    /// Any bytes.
+    /// Appends bytes.
     pub fn raw(mut self, bytes: &[u8]) -> Self {
         self.bytes.extend_from_slice(bytes);
         self
     }
 
-    /// A header and its data, padded.
+    /// Appends a header and its data, padded.
     pub fn entry(self, header: &Header, data: &[u8]) -> Self {
         let mut tar = self.raw(&header.block()).raw(data);
         let padded = tar.bytes.len().next_multiple_of(512);
@@ -150,7 +150,7 @@ impl Tar {
         self.entry(&header, &name)
     }
 
-    /// With the end marks.
+    /// The archive with the end-of-archive marker.
     pub fn done(mut self) -> Vec<u8> {
         self.bytes.resize(self.bytes.len() + 1024, 0);
         self.bytes

@@ -1,0 +1,61 @@
+//! Texts of messages.
+
+/// A name from the input in double quotes, with escapes, so that the name cannot send control
+/// sequences to a terminal, and cut to a readable length.
+pub(crate) fn quoted(name: &[u8]) -> String {
+    const SHOWN: usize = 120;
+    let shown = &name[..name.len().min(SHOWN)];
+    let mut text = String::with_capacity(shown.len() + 2);
+    text.push('"');
+    for chunk in shown.utf8_chunks() {
+        for c in chunk.valid().chars() {
+            match c {
+                '"' | '\\' => {
+                    text.push('\\');
+                    text.push(c);
+                }
+                c if c.is_control() => text.extend(c.escape_default()),
+                c => text.push(c),
+            }
+        }
+        for byte in chunk.invalid() {
+            text.push_str(&format!("\\x{byte:02x}"));
+        }
+    }
+    if name.len() > SHOWN {
+        text.push_str(&format!("...\" ({} bytes)", name.len()));
+    } else {
+        text.push('"');
+    }
+    text
+}
+
+/// The first items of a list, and the number of the others.
+pub(crate) fn listed(items: &[String]) -> String {
+    const SHOWN: usize = 20;
+    let mut text = items[..items.len().min(SHOWN)].join(", ");
+    if items.len() > SHOWN {
+        text.push_str(&format!(", and {} more", items.len() - SHOWN));
+    }
+    text
+}
+
+/// `1 layer`, `2 layers`.
+pub(crate) fn plural(count: u64, noun: &str) -> String {
+    match count {
+        1 => format!("1 {noun}"),
+        count => format!("{count} {noun}s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_not_a_plural() {
+        assert_eq!(plural(0, "time"), "0 times");
+        assert_eq!(plural(1, "time"), "1 time");
+        assert_eq!(plural(2, "time"), "2 times");
+    }
+}
