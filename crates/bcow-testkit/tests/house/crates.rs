@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 10] = [
+const MAY_USE: [(&str, &[&str]); 11] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
+    ("bcow-ext4", &[]),
     ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
     ("bcow-union", &["bcow-erofs", "bcow", "bcow-format"]),
     (

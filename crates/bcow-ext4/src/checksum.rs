@@ -1,0 +1,43 @@
+//! The checksums of metadata: CRC32C without the final inversion, begun with a seed.
+
+use crc_fast::{CrcAlgorithm, Digest};
+
+/// A state of the checksum. The state after some bytes is the seed of what follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Checksum(pub u32);
+
+impl Checksum {
+    /// The seed of a file system: the checksum of its UUID.
+    pub fn of_file_system(uuid: &[u8; 16]) -> Checksum {
+        Checksum(u32::MAX).with(uuid)
+    }
+
+    /// The state after further bytes.
+    pub fn with(self, bytes: &[u8]) -> Checksum {
+        let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, u64::from(self.0));
+        digest.update(bytes);
+        Checksum(!(digest.finalize() as u32))
+    }
+
+    /// The seed of what belongs to an inode of generation 0.
+    pub fn of_inode(self, number: u32) -> Checksum {
+        self.with(&number.to_le_bytes()).with(&[0; 4])
+    }
+
+    /// The lower and the upper half, as most structures store them.
+    pub fn halves(self) -> (u16, u16) {
+        (self.0 as u16, (self.0 >> 16) as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Checksum;
+
+    #[test]
+    fn checksum_continues_from_its_seed() {
+        let whole = Checksum(u32::MAX).with(b"123456789");
+        assert_eq!(!whole.0, 0xe306_9283);
+        assert_eq!(Checksum(u32::MAX).with(b"1234").with(b"56789"), whole);
+    }
+}

@@ -1,0 +1,6 @@
+//! e2fsprogs and the kernel judge the file systems that the crate writes.
+
+mod kernel;
+mod programs;
+mod refused;
+mod tree;
