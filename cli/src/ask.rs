@@ -1,4 +1,4 @@
-//! Asking a mount what it knows of itself, without waiting for one that does not answer.
+//! Requests the statistics of a mount, and does not wait for a mount that does not answer.
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
@@ -14,26 +14,27 @@ use rustix::io::Errno;
 use crate::error::{CommandError, Context};
 use crate::running::{self, State};
 
-/// How long a mount may take to say what it knows of itself.
+/// How long a mount may take to return its statistics.
 pub const ANSWERS_WITHIN: Duration = Duration::from_secs(5);
 
-/// What a mount answers.
+/// The answer of a mount.
 #[derive(Debug)]
 pub enum Answer {
-    /// This is what it says of itself, as JSON.
-    Says(Vec<u8>),
-    /// It is not served any more.
+    /// The statistics, as JSON.
+    Statistics(Vec<u8>),
+    /// The process of the mount is dead.
     NotServed,
-    /// This user may not read the answer, or the mount gives none.
+    /// This user may not read the statistics, or the mount has none.
     Refused(Errno),
-    /// It does not answer.
-    Nothing,
+    /// The mount does not answer in time.
+    Timeout,
 }
 
-/// What a mount says of itself, without waiting for one that does not answer.
+/// Requests the statistics of a mount; waits for at most `patience`.
 ///
-/// Another process asks: only its end takes back a question to a mount that hangs, and the question keeps the mount in use. For root
-/// it asks as the user whom alone the mount lets in.
+/// Another process sends the request: a request to a mount that hangs keeps the mount in use, and
+/// only the end of the requesting process cancels the request. For root, that process runs as the
+/// only user who may access the mount.
 pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
     let mut command = Command::new("/proc/self/exe");
     command
@@ -48,7 +49,7 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
         command.uid(user).gid(group);
     }
     let Ok(mut child) = command.spawn() else {
-        return Answer::Nothing;
+        return Answer::Timeout;
     };
     let (sender, receiver) = std::sync::mpsc::channel();
     if let Some(mut stdout) = child.stdout.take() {
@@ -63,7 +64,7 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
     if answer.is_err() {
         let _ = child.kill();
     }
-    // It cannot be killed while the mount's process has its question in hand.
+    // It cannot be killed while the process of the mount handles its request.
     let start = Instant::now();
     let status = loop {
         match child.try_wait() {
@@ -74,55 +75,56 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
         }
     };
     match (answer, status.and_then(|status| status.code())) {
-        (Ok(Ok(json)), Some(0)) => Answer::Says(json),
+        (Ok(Ok(json)), Some(0)) => Answer::Statistics(json),
         (Ok(Ok(_)), Some(code)) => match Errno::from_raw_os_error(code) {
             Errno::NOTCONN | Errno::CONNABORTED => Answer::NotServed,
             errno => Answer::Refused(errno),
         },
-        _ => Answer::Nothing,
+        _ => Answer::Timeout,
     }
 }
 
-/// Runs in the process that [`ask`] starts: asks the mount, however long the mount takes. The exit
-/// status is the error number.
-pub fn tell(directory: &Path) -> ! {
+/// Runs in the process that [`ask`] starts: requests the statistics and prints them, without
+/// a limit on time. The exit status is the error number.
+pub fn print_statistics(directory: &Path) -> ! {
     let mut json = vec![0; MOST_XATTR_BYTES];
-    let told = rustix::fs::getxattr(directory, STATS_XATTR, &mut json).and_then(|length| {
+    let printed = rustix::fs::getxattr(directory, STATS_XATTR, &mut json).and_then(|length| {
         let mut out = std::io::stdout();
         let written = out.write_all(&json[..length]).and_then(|()| out.flush());
         written.map_err(|_| Errno::PIPE)
     });
-    std::process::exit(told.err().map_or(0, Errno::raw_os_error))
+    std::process::exit(printed.err().map_or(0, Errno::raw_os_error))
 }
 
-/// Why a mount that is there does not answer, and what can be done.
-pub fn silence(mount: &MountedImage) -> (String, Option<String>) {
+/// The reason why a mount does not answer, and a hint.
+pub fn explain_timeout(mount: &MountedImage) -> (String, Option<String>) {
     let Some(server) = running::server_of_mount(&mount.device) else {
         return (
-            "it does not answer, and its process cannot be looked at".to_owned(),
+            "the mount does not answer, and its process cannot be examined".to_owned(),
             Some("`bcow ps` as root lists the process".to_owned()),
         );
     };
     let pid = server.pid;
     match server.state {
         State::Stopped => (
-            format!("it does not answer: process {pid}, which serves it, is stopped"),
-            Some(format!("`kill -CONT {pid}` lets it go on")),
+            format!("the mount does not answer: its process {pid} is stopped by a signal"),
+            Some(format!("`kill -CONT {pid}` resumes the process")),
         ),
         State::Blocked => (
             format!(
-                "it does not answer: process {pid}, which serves it, waits for a disk or another file system"
+                "the mount does not answer: its process {pid} waits for a disk or another file \
+                 system"
             ),
             Some(format!(
                 "`cat /proc/{pid}/task/*/stack` as root shows where"
             )),
         ),
         State::Ending => (
-            format!("it does not answer: process {pid} is ending it"),
+            format!("the mount does not answer: its process {pid} is ending"),
             None,
         ),
         State::Running => (
-            format!("it does not answer: process {pid}, which serves it, is busy or hangs"),
+            format!("the mount does not answer: its process {pid} is busy or hangs"),
             Some(format!(
                 "`cat /proc/{pid}/task/*/stack` as root shows where"
             )),
@@ -130,13 +132,13 @@ pub fn silence(mount: &MountedImage) -> (String, Option<String>) {
     }
 }
 
-/// What a mount said.
+/// Decodes the statistics of a mount.
 pub fn read(directory: &Path, json: &[u8]) -> Result<Document, CommandError> {
-    let damaged = || format!("what {} says of itself makes no sense", directory.display());
+    let damaged = || format!("the statistics of {} are invalid", directory.display());
     let document: Document = serde_json::from_slice(json).context(damaged)?;
     match document.schema == SCHEMA {
         true => Ok(document),
         false => Err(CommandError::new(damaged())
-            .caused_by_text(format!("its schema is {:?}", document.schema))),
+            .caused_by_text(format!("unknown schema {:?}", document.schema))),
     }
 }

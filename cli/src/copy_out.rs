@@ -1,4 +1,4 @@
-//! The address space of a device, written to a file or a stream in another form.
+//! Writes the address space of a device to a file or a stream in another form.
 
 use std::os::unix::fs::FileExt;
 
@@ -15,11 +15,11 @@ const HOLE_BYTES: usize = 64 << 10;
 
 /// The data to write, and the callback for progress.
 pub struct CopyOut<'a> {
-    /// Where it comes from.
+    /// The source.
     pub device: &'a dyn BlockDevice,
-    /// What the user calls that.
+    /// The user's name for the source.
     pub name: &'a std::path::Path,
-    /// The bytes of it that count.
+    /// The number of bytes to write.
     pub end: u64,
     pub interrupt: &'a Interrupt,
     pub progress: &'a Progress<'a>,

@@ -2,7 +2,7 @@
 
 use rustix::thread::CpuSet;
 
-/// CPUs that somebody named.
+/// CPUs in a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cpus(Vec<usize>);
 
@@ -13,7 +13,7 @@ pub fn parse(text: &str) -> Result<Cpus, String> {
             true => text.parse().ok(),
             false => None,
         };
-        number.ok_or_else(|| format!("{text:?} is no number of a CPU"))
+        number.ok_or_else(|| format!("{text:?} is not the number of a CPU"))
     };
     let mut cpus = Vec::new();
     for part in text.split(',') {
@@ -26,11 +26,11 @@ pub fn parse(text: &str) -> Result<Cpus, String> {
             None => (number(range)?, number(range)?),
         };
         if first > last || step == 0 {
-            return Err(format!("there is nothing in {part:?}"));
+            return Err(format!("empty range {part:?}"));
         }
         if last >= CpuSet::MAX_CPU {
             return Err(format!(
-                "{last} is beyond the last CPU there can be, {}",
+                "{last} exceeds the highest CPU number, {}",
                 CpuSet::MAX_CPU - 1
             ));
         }
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_refused() {
+    fn invalid_lists_are_refused() {
         for text in [
             "",
             ",",
@@ -104,8 +104,8 @@ mod tests {
     }
 
     #[test]
-    fn cpus_that_are_not_there_are_named() {
-        // On a thread of its own, should it succeed after all.
+    fn missing_cpus_are_named() {
+        // On a separate thread, in case it succeeds.
         let result = std::thread::spawn(|| parse("1022-1023").unwrap().confine()).join();
         let error = result.unwrap().unwrap_err();
         assert_eq!(error, "this process may not use CPUs 1022, 1023");

@@ -1,4 +1,4 @@
-//! What a command says when it fails, and the exit status that goes with it.
+//! The failure of a command, and its exit status.
 //!
 //! On the terminal: `error:` what failed and where, then its causes, then `hint:` if there is one.
 
@@ -75,7 +75,7 @@ impl CommandError {
         self
     }
 
-    /// Says what the user could do about it.
+    /// Adds an action that the user can take.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
@@ -92,17 +92,17 @@ impl CommandError {
         self.exit
     }
 
-    /// What failed.
+    /// The action and the object that failed.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// Why, outermost first.
+    /// The causes, outermost first.
     pub fn causes(&self) -> &[String] {
         &self.causes
     }
 
-    /// What to do about it.
+    /// The hint.
     pub fn hint_text(&self) -> Option<&str> {
         self.hint.as_deref()
     }
@@ -140,9 +140,9 @@ impl fmt::Display for CommandError {
     }
 }
 
-/// Puts what was being done above a library's error.
+/// Adds the failed action to an error of a library.
 pub trait Context<T> {
-    /// `what()` becomes the message, the error its cause.
+    /// `what()` becomes the message, and the error its cause.
     fn context<M: Into<String>>(self, what: impl FnOnce() -> M) -> Result<T, CommandError>;
 }
 
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_already_told_is_not_told_again() {
+    fn a_cause_is_printed_only_once() {
         let error = Layered(
             "cannot read at byte 0: no such device",
             Some(Box::new(Layered("no such device", None))),

@@ -564,10 +564,9 @@ pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError
         Error::Format(FormatError::Truncated { .. }) => {
             failure.hint("copy it again from where it came, or convert its source again")
         }
-        Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => failure.hint(format!(
-            "`bcow fsck {}` says what else is wrong",
-            name.display()
-        )),
+        Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => {
+            failure.hint(format!("`bcow fsck {}` lists all damage", name.display()))
+        }
         _ => failure,
     }
 }

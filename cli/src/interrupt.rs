@@ -1,4 +1,4 @@
-//! Ctrl-C during long work: stop soon, clean up, say so.
+//! Ctrl-C during long work: stop soon, clean up, and report it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,11 +8,11 @@ use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::{CommandError, exit};
 
-/// How long the work may take to notice. It may wait for standard input, or for a disk that hangs, and
-/// then never does; files without a name vanish with the process.
+/// How long the work may take to notice the signal. It never does while it waits for standard input
+/// or for a disk that hangs; files without a name then vanish with the process.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Whether somebody asked to stop.
+/// Whether a signal has requested the end of the command.
 #[derive(Clone, Default)]
 pub struct Interrupt(Arc<AtomicBool>);
 
@@ -47,12 +47,12 @@ impl Interrupt {
         interrupt
     }
 
-    /// The flag itself, for libraries that look at it.
+    /// The flag itself, for libraries that check it.
     pub fn flag(&self) -> Arc<AtomicBool> {
         self.0.clone()
     }
 
-    /// Fails if somebody asked to stop.
+    /// Fails if a signal has requested the end.
     pub fn check(&self) -> Result<(), CommandError> {
         match self.0.load(Ordering::Relaxed) {
             true => Err(interrupted()),
@@ -61,7 +61,7 @@ impl Interrupt {
     }
 }
 
-/// What a command says that was asked to stop, and did.
+/// The error of a command that a signal has ended.
 pub fn interrupted() -> CommandError {
     CommandError::new("interrupted").exit_with(exit::INTERRUPTED)
 }

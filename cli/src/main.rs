@@ -1,7 +1,7 @@
-//! `bcow`: makes, mounts, inspects, checks and unpacks BCoW images.
+//! `bcow`: creates, mounts, inspects, checks and extracts BCoW images.
 //!
-//! The path through it: [`Cli`] is the command line, [`run`] picks the command, [`commands`] has one
-//! file for each, [`ui`] is the only door to the terminal and [`error`] says how a failure looks.
+//! The path through it: [`Cli`] is the command line, [`run`] selects the command, [`commands`] has
+//! one file for each, [`ui`] alone writes to the terminal, and [`error`] has the form of a failure.
 
 mod ask;
 mod commands;
@@ -28,13 +28,13 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::mount::helper::{self, Caller, Wish};
+use crate::commands::mount::helper::{self, Caller, Request};
 use crate::error::{CommandError, exit};
 use crate::ui::{ColorWhen, Ui, UiOptions};
 
 /// Block-mapped copy-on-write images for container layers
 ///
-/// bcow makes, mounts, inspects, checks and unpacks BCoW images and disks. A BCoW image is one file
+/// bcow creates, mounts, inspects, checks and extracts BCoW images and disks. A BCoW image is one file
 /// that holds a container image as a file system. Its blocks are compressed, and every block has a
 /// checksum. A BCoW disk is a virtual disk in the same file format, like a qcow2 file.
 #[derive(Debug, Parser)]
@@ -157,10 +157,10 @@ fn main() -> ExitCode {
 /// the process aborts. The profile still unwinds, because a library for foreign formats may panic
 /// on a bad image; that panic becomes an error.
 fn abort_on_panic() {
-    let tell = std::panic::take_hook();
+    let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if !bcow_foreign::is_guarded() {
-            tell(panic);
+            default_hook(panic);
             std::process::abort();
         }
     }));
@@ -187,8 +187,8 @@ fn command_line() -> Result<Option<Vec<OsString>>, CommandError> {
         false => Caller::Other,
     };
     match helper::translate(arguments, caller)? {
-        Wish::Run(command) => Ok(Some(command)),
-        Wish::Help => {
+        Request::Run(command) => Ok(Some(command)),
+        Request::Help => {
             print!("{}", helper::USAGE);
             Ok(None)
         }

@@ -5,8 +5,8 @@ use std::borrow::Cow;
 
 use serde_json::{Map, Value};
 
-/// A name for a terminal: as it is if it is harmless, else quoted so that a POSIX shell with `$'...'`
-/// reads the same bytes back, and so that no control character reaches the terminal.
+/// A name for a terminal: unchanged if it is harmless, otherwise quoted so that a POSIX shell with
+/// `$'...'` reads the same bytes back, and so that no control character reaches the terminal.
 pub fn quoted(name: &[u8]) -> String {
     if name.is_empty() {
         return "''".to_owned();
@@ -64,7 +64,7 @@ pub fn quoted(name: &[u8]) -> String {
     out
 }
 
-/// Text from an image or a library for one line of a terminal: what could drive the terminal is escaped.
+/// Text from an image or a library for one line of a terminal: control characters are escaped.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let dangerous = |c: char| c.is_control() || is_invisible(c);
     if !text.contains(dangerous) {
@@ -81,8 +81,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Puts `name` under `key`, and its bytes in hexadecimal under `key_hex` if it is not UTF-8 (the text
-/// then has U+FFFD where it is not).
+/// Puts `name` under `key`. If the name is not UTF-8, the text has U+FFFD for the invalid bytes,
+/// and `key_hex` has all bytes in hexadecimal.
 pub fn put_json(object: &mut Map<String, Value>, key: &str, name: &[u8]) {
     object.insert(key.to_owned(), String::from_utf8_lossy(name).into());
     if std::str::from_utf8(name).is_err() {

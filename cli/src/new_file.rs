@@ -10,8 +10,8 @@ use rustix::io::Errno;
 
 use crate::error::{CommandError, Context};
 
-/// A file beside its destination that has no name yet, so that nothing is left of it however the
-/// process ends; on file systems that have no such files (O_TMPFILE) it has a temporary name.
+/// A file without a name in the directory of its destination (O_TMPFILE): it vanishes with the
+/// process. On file systems without such files it has a temporary name.
 pub struct NewFile {
     file: File,
     destination: PathBuf,
@@ -25,7 +25,7 @@ impl NewFile {
     /// replaces a file.
     pub fn create_new(destination: &Path) -> Result<Self, CommandError> {
         if destination.symlink_metadata().is_ok() {
-            return Err(there_already(destination));
+            return Err(file_exists(destination));
         }
         let mut new = NewFile::create(destination)?;
         new.replace = false;
@@ -36,7 +36,7 @@ impl NewFile {
     pub fn create(destination: &Path) -> Result<Self, CommandError> {
         let cannot = || format!("cannot create {}", destination.display());
         if destination.file_name().is_none() {
-            return Err(CommandError::new(cannot()).caused_by_text("there is no file name in it"));
+            return Err(CommandError::new(cannot()).caused_by_text("missing file name"));
         }
         let destination = match std::fs::metadata(destination) {
             Ok(metadata) if metadata.is_dir() => {
@@ -45,7 +45,7 @@ impl NewFile {
             // A rename over a device or a pipe would replace the device or pipe.
             Ok(metadata) if !metadata.is_file() => {
                 return Err(CommandError::new(cannot())
-                    .caused_by_text("it is there, and is no regular file")
+                    .caused_by_text("file exists and is not a regular file")
                     .hint("write to standard output (-o -) and redirect that"));
             }
             // A symbolic link stays, and what it points to is replaced.
@@ -60,7 +60,7 @@ impl NewFile {
         );
         let (fd, temporary) = match nameless {
             Ok(fd) => (fd, None),
-            // EISDIR is what kernels and file systems say that take O_TMPFILE for O_DIRECTORY.
+            // EISDIR is the error of kernels and file systems without O_TMPFILE.
             Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
                 let (fd, name) = with_temporary_name(destination, |name| {
                     rustix::fs::open(
@@ -132,15 +132,15 @@ impl Drop for NewFile {
     }
 }
 
-/// A name given to a new file, or why not.
+/// The result of giving a new file its name.
 fn named(result: Result<(), Errno>, destination: &Path) -> Result<(), CommandError> {
     match result {
-        Err(Errno::EXIST) => Err(there_already(destination)),
+        Err(Errno::EXIST) => Err(file_exists(destination)),
         result => result.context(|| format!("cannot create {}", destination.display())),
     }
 }
 
-fn there_already(destination: &Path) -> CommandError {
+fn file_exists(destination: &Path) -> CommandError {
     CommandError::new(format!("cannot create {}", destination.display()))
         .caused_by_text("file exists; not overwriting it")
 }

@@ -15,26 +15,26 @@ use bcow_oci::{ImageName, LayoutForm};
 
 use crate::error::CommandError;
 
-/// A transport, and what it is good for.
+/// A transport, and its uses.
 struct Transport {
     name: &'static str,
-    /// What may be done with it.
+    /// The uses of the transport.
     uses: Uses,
 }
 
-/// What a transport is good for.
+/// The uses of a transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Uses {
     Both,
-    /// Something can be made of it; the text says how to make it of an image.
+    /// Only a source; the hint says how to write such a file from an image.
     Source(&'static str),
-    /// Neither; the text says how to get an image there.
+    /// Neither source nor destination; the hint says how to copy an image there.
     Neither(&'static str),
 }
 
-/// Where skopeo brings an image to.
+/// The begin of the hint for destinations of skopeo.
 const BY_SKOPEO: &str =
-    "`bcow export IMG --to oci-archive:FILE` writes what `skopeo copy oci-archive:FILE";
+    "`bcow export IMG --to oci-archive:FILE` writes an archive for `skopeo copy oci-archive:FILE";
 
 const TRANSPORTS: [Transport; 13] = [
     Transport::both("bcow"),
@@ -50,7 +50,7 @@ const TRANSPORTS: [Transport; 13] = [
     },
     Transport {
         name: "dir",
-        uses: Uses::Source("`bcow extract IMG DIR` unpacks an image"),
+        uses: Uses::Source("`bcow extract IMG DIR` extracts an image"),
     },
     Transport {
         name: "docker-archive",
@@ -78,16 +78,16 @@ impl Transport {
         }
     }
 
-    /// How to get an image there.
+    /// The hint for this transport.
     fn hint(&self, text: &str) -> String {
         match text == BY_SKOPEO {
-            true => format!("{text} {}:...` takes on", self.name),
+            true => format!("{text} {}:...`", self.name),
             false => text.to_owned(),
         }
     }
 }
 
-/// The transport that a name begins with, and the rest of it. `None` of what is the name of a file.
+/// The transport at the begin of a name, and the rest of the name. `None` for the name of a file.
 fn split(name: &OsStr) -> Option<(&str, &OsStr)> {
     let bytes = name.as_bytes();
     let colon = bytes.iter().position(|&byte| byte == b':')?;
@@ -100,7 +100,7 @@ fn split(name: &OsStr) -> Option<(&str, &OsStr)> {
     Some((transport, OsStr::from_bytes(rest)))
 }
 
-/// What is to be made.
+/// A destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
     /// A BCoW file.
@@ -143,7 +143,7 @@ impl Layout {
     }
 }
 
-/// Refuses a destination that the command cannot write, with how to make it of an image.
+/// Refuses a destination that the command cannot write; the hint says how to write it.
 pub fn refuse(shown: &str, command: &str) -> CommandError {
     let refused = CommandError::usage(format!("`bcow {command}` cannot write {shown}"));
     let known = split(OsStr::new(shown))
@@ -165,13 +165,13 @@ impl Destination {
         let known = TRANSPORTS.iter().find(|known| known.name == transport);
         let Some(known) = known else {
             return Err(CommandError::usage(format!(
-                "{shown:?} is no destination: the transport {transport} is unknown"
+                "invalid destination {shown:?}: unknown transport {transport}"
             ))
-            .hint(format!("a file of that name is written ./{shown}")));
+            .hint(format!("write ./{shown} for a file of that name")));
         };
         if rest.is_empty() {
             return Err(CommandError::usage(format!(
-                "{shown:?} is no destination: there is nothing behind the colon"
+                "invalid destination {shown:?}: missing name after the colon"
             )));
         }
         match (known.name, known.uses) {
@@ -183,10 +183,12 @@ impl Destination {
             ("oci", _) => Layout::parse(&shown, rest, LayoutForm::Directory),
             ("oci-archive", _) => Layout::parse(&shown, rest, LayoutForm::Archive),
             (_, Uses::Source(hint) | Uses::Neither(hint)) => Err(CommandError::usage(format!(
-                "{shown:?} is no destination: nothing is written to {transport}:"
+                "invalid destination {shown:?}: bcow cannot write to {transport}:"
             ))
             .hint(known.hint(hint))),
-            (_, Uses::Both) => Err(CommandError::usage(format!("{shown:?} is no destination"))),
+            (_, Uses::Both) => Err(CommandError::usage(format!(
+                "invalid destination {shown:?}"
+            ))),
         }
     }
 
@@ -194,18 +196,22 @@ impl Destination {
         const ARCHIVES: [&str; 5] = [".tar", ".tar.gz", ".tgz", ".tar.zst", ".tzst"];
         let ends_with = |end: &str| name.as_bytes().ends_with(end.as_bytes());
         if name == "-" {
-            return Err(
-                CommandError::usage("an image is not written in order, as to standard output")
-                    .hint("give a file name; `bcow export IMG --to tar -o -` and `bcow commit ... tar:-` write archives"),
-            );
+            return Err(CommandError::usage(
+                "an image cannot be written to standard output, which is sequential",
+            )
+            .hint(
+                "name a file; `bcow export IMG --to tar -o -` and `bcow commit ... tar:-` \
+                         write archives",
+            ));
         }
         if ARCHIVES.iter().any(|end| ends_with(end)) {
             let shown = name.to_string_lossy();
             return Err(CommandError::usage(format!(
-                "{shown:?} is no destination: what is written is no archive"
+                "invalid destination {shown:?}: the output is not an archive"
             ))
             .hint(format!(
-                "`bcow export IMG --to tar -o {shown}` writes one; oci-archive:{shown} is an OCI image in one; bcow:{shown} is a BCoW file of that name"
+                "`bcow export IMG --to tar -o {shown}` writes an archive; oci-archive:{shown} is \
+                 an OCI image in an archive; bcow:{shown} is a BCoW file of that name"
             )));
         }
         Ok(match ends_with(".qcow2") {
@@ -218,7 +224,7 @@ impl Destination {
 impl Layout {
     fn parse(shown: &str, rest: &OsStr, form: LayoutForm) -> Result<Destination, CommandError> {
         let bad = |why: &str| {
-            CommandError::usage(format!("{shown:?} is no destination: {why}"))
+            CommandError::usage(format!("invalid destination {shown:?}: {why}"))
                 .hint("write oci:DIR[:REF] or oci-archive:FILE[:REF]")
         };
         let bytes = rest.as_bytes();
@@ -226,15 +232,15 @@ impl Layout {
             None => (bytes, None),
             Some(colon) => {
                 let reference = std::str::from_utf8(&bytes[colon + 1..])
-                    .map_err(|_| bad("its end is not UTF-8"))?;
+                    .map_err(|_| bad("the reference is not UTF-8"))?;
                 (&bytes[..colon], Some(reference))
             }
         };
         if path.is_empty() {
-            return Err(bad("there is no path in it"));
+            return Err(bad("missing path"));
         }
         if reference == Some("") {
-            return Err(bad("there is nothing behind the second colon"));
+            return Err(bad("missing reference after the second colon"));
         }
         Ok(Destination::Layout(Layout {
             form,
@@ -244,7 +250,7 @@ impl Layout {
     }
 }
 
-/// What something is made of.
+/// A source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A container image, an archive or a directory: for [`bcow_oci::Source`] to read.
@@ -304,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_before_the_colon_is_a_transport_or_a_file_name() {
+    fn name_has_a_transport_before_the_colon_or_is_a_file() {
         for file in [
             "a.bcow",
             "./oci:x",
@@ -347,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn destinations_that_nothing_is_written_to_are_refused_with_a_way() {
+    fn destinations_that_bcow_cannot_write_are_refused_with_a_hint() {
         for name in [
             "docker-archive:x",
             "docker-daemon:x:y",
@@ -357,7 +363,7 @@ mod tests {
             "sif:x",
         ] {
             let error = Destination::parse(OsStr::new(name)).unwrap_err();
-            assert!(error.message().contains("nothing is written to"), "{name}");
+            assert!(error.message().contains("cannot write to"), "{name}");
         }
         for name in [
             "a.tar",

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Parses a size in bytes: a number with an optional unit. Units are powers of 1024, spelt `K`, `KB`
-/// or `KiB`, as in qemu-img: block sizes are powers of two.
+/// Parses a size in bytes: a number with an optional unit. Units are powers of 1024, spelt `K`,
+/// `KB` or `KiB`, as in qemu-img: block sizes are powers of two.
 pub fn parse(text: &str) -> Result<u64, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);

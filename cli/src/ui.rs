@@ -22,18 +22,18 @@ pub enum ColorWhen {
     Never,
 }
 
-/// How the user wants to be talked to.
+/// Options for messages.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UiOptions {
-    /// No messages and no progress; warnings and errors stay.
+    /// Suppress messages and progress, but not warnings and errors.
     pub quiet: bool,
-    /// How many times `-v` was given.
+    /// Number of `-v` options.
     pub verbose: u8,
     /// Colour on standard error.
     pub color: ColorWhen,
 }
 
-/// Everything a command says, it says through this.
+/// The only way from a command to the terminal.
 pub struct Ui {
     quiet: bool,
     verbose: u8,
@@ -43,7 +43,7 @@ pub struct Ui {
 }
 
 impl Ui {
-    /// Looks at the streams and at the environment once.
+    /// Examines the streams and the environment.
     pub fn new(options: UiOptions) -> Self {
         let stderr_is_terminal = io::stderr().is_terminal();
         let color = match options.color {
@@ -91,16 +91,16 @@ impl Ui {
             .with_ansi(self.color)
             .with_writer(move || LogWriter(bars.clone()))
             .try_init();
-        // Only a second call could fail, and the first log then serves.
+        // Only a second call can fail; the first log then remains in use.
         drop(started);
     }
 
-    /// Whether to say nothing but warnings and errors.
+    /// Whether to print only warnings and errors.
     pub fn quiet(&self) -> bool {
         self.quiet
     }
 
-    /// Whether a person reads standard output.
+    /// Whether standard output is a terminal.
     pub fn stdout_is_terminal(&self) -> bool {
         self.stdout_is_terminal
     }
@@ -126,14 +126,14 @@ impl Ui {
         }
     }
 
-    /// Something that went otherwise than asked, but not wrong enough to stop.
+    /// A problem that does not end the command.
     pub fn warning(&self, message: impl fmt::Display) {
         let label = self.paint("warning:", "\x1b[1;33m");
         let message = message.to_string();
         self.to_stderr(format_args!("{label} {}\n", printable(&message)));
     }
 
-    /// Something that the user can do.
+    /// An action that the user can take.
     pub fn hint(&self, message: impl fmt::Display) {
         if !self.quiet {
             let label = self.paint("hint:", "\x1b[1;36m");
@@ -142,7 +142,7 @@ impl Ui {
         }
     }
 
-    /// Tells why the command failed.
+    /// Prints the failure of the command.
     pub fn error(&self, error: &CommandError) {
         let mut text = format!(
             "{} {}\n",
@@ -255,7 +255,7 @@ pub struct Progress<'u> {
 const WARNINGS_SHOWN: u64 = 20;
 
 impl Progress<'_> {
-    /// How many bytes there are to do from here on, if that is known; the count starts again.
+    /// Sets the number of bytes of the work, if it is known, and restarts the count.
     pub fn total(&self, bytes: Option<u64>) {
         self.bar.reset();
         match bytes {
@@ -278,12 +278,12 @@ impl Progress<'_> {
         self.bar.inc(bytes);
     }
 
-    /// What is being done now. Several phases may share one count.
+    /// Names the current phase. Several phases may share one count.
     pub fn phase(&self, name: &str) {
         self.bar.set_message(printable(name).into_owned());
     }
 
-    /// A warning that comes up on the way.
+    /// A warning of the operation.
     pub fn warning(&self, message: &str) {
         let mut warned = self.warned.lock().unwrap_or_else(|e| e.into_inner());
         *warned += 1;
@@ -304,7 +304,7 @@ impl Drop for Progress<'_> {
     }
 }
 
-/// Keeps log lines and progress bars from tearing each other apart.
+/// Writes log lines without damage to the progress bars.
 struct LogWriter(MultiProgress);
 
 impl Write for LogWriter {

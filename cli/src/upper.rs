@@ -13,6 +13,7 @@ use crate::error::{CommandError, Context};
 use crate::image::OpenImage;
 use crate::names;
 use crate::running::{self, State};
+use crate::size::plural;
 use crate::ui::Ui;
 
 /// How long a process may keep the upper before it ends its mount: umount(8) returns before the
@@ -22,7 +23,7 @@ const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What the note in an upper's lock begins with; the number of the process follows.
+/// The begin of the note in the lock of an upper; the number of the process follows.
 const NOTE: &str = "bcow mount, process ";
 
 /// The note of this process in an upper's lock, when it mounts at `directory`.
@@ -34,27 +35,27 @@ pub fn note(directory: &Path) -> String {
     )
 }
 
-/// The process that left a note; `None` if that was no mount.
+/// The process that left a note; `None` if the process is not a mount.
 fn holder_of_note(note: &str) -> Option<u32> {
     let rest = note.strip_prefix(NOTE)?;
     let end = rest.find(|c: char| !c.is_ascii_digit());
     rest[..end.unwrap_or(rest.len())].parse().ok()
 }
 
-/// Opens an upper with `open`, waiting for a process that just ends a mount of it.
+/// Opens an upper with `open`. Waits for a process that is ending a mount of the upper.
 pub fn when_free<T>(
     ui: &Ui,
     mut open: impl FnMut() -> Result<T, UpperError>,
 ) -> Result<T, UpperError> {
     let start = Instant::now();
-    let mut told = false;
+    let mut is_reported = false;
     loop {
         let error = match open() {
             Err(error) if ends_soon(&error, start.elapsed()) => error,
             other => return other,
         };
-        if start.elapsed() > PATIENCE && !told {
-            told = true;
+        if start.elapsed() > PATIENCE && !is_reported {
+            is_reported = true;
             ui.status(format_args!(
                 "waiting for the end of another mount: {error}"
             ));
@@ -74,13 +75,13 @@ fn ends_soon(error: &UpperError, waited: Duration) -> bool {
             Some(pid) => is_closing(pid) || waited < NOTICES_WITHIN,
             None => false,
         },
-        // A process that let go of its note lets go of its lock next.
+        // A process that has removed its note releases its lock next.
         LockError::InUse => waited < NOTICES_WITHIN,
         LockError::Io(_) => false,
     }
 }
 
-/// Whether a process ends a writable mount. One that is stopped does not.
+/// Whether a process is ending a writable mount. A stopped process is not.
 pub fn is_closing(pid: u32) -> bool {
     running::state(pid) == Some(State::Ending)
 }
@@ -97,7 +98,7 @@ pub fn open_of(image: &OpenImage, upper: &Path, ui: &Ui) -> Result<UpperReader, 
     }
 }
 
-/// Refuses an upper of another image. One that overlayfs left belongs to none.
+/// Refuses an upper of another image. An upper that overlayfs made belongs to no image.
 pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), CommandError> {
     let identity = image.identity();
     match upper.record() {
@@ -113,7 +114,7 @@ pub fn require_same_image(upper: &UpperReader, image: &OpenImage) -> Result<(), 
     }
 }
 
-/// What an upper changes of the image that it belongs to.
+/// The changes in an upper to its image.
 pub fn changes(
     image: &OpenImage,
     upper: &Path,
@@ -129,13 +130,14 @@ pub fn changes(
     for (name, count) in &changes.dropped_xattrs {
         let name = names::quoted(name);
         ui.warning(format_args!(
-            "left out attribute {name} of {count} files, which no image can have"
+            "left out extended attribute {name} of {}, which an image cannot store",
+            plural(*count, "file")
         ));
     }
     Ok(changes)
 }
 
-/// What to say when an upper cannot be used.
+/// The error for an upper that cannot be used.
 pub fn cannot_use(error: &UpperError) -> CommandError {
     let mut failure = CommandError::new(format!("cannot use the upper {error}"));
     let mut source = std::error::Error::source(error);
@@ -147,15 +149,16 @@ pub fn cannot_use(error: &UpperError) -> CommandError {
         failure = name_holders(failure, path);
     }
     match error {
-        _ if error.in_use().is_some() => failure.hint("unmount it first, or wait"),
+        _ if error.in_use().is_some() => failure.hint("unmount the upper first, or wait"),
         UpperError::AnotherImage { .. } => {
-            failure.hint("name the image that it was begun on; what is in it makes no sense with others")
+            failure.hint("name the image with which the upper was created")
         }
         UpperError::NoAttributes { .. } => failure.hint(
-            "put the upper on a file system that has them: ext4, xfs, btrfs, tmpfs (user.* since Linux 6.6)",
+            "put the upper on a file system that has them: ext4, xfs, btrfs, tmpfs (user.* since \
+             Linux 6.6)",
         ),
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
-            failure.hint("it was begun by root; use it as root")
+            failure.hint("root created the upper: use it as root")
         }
         _ => failure,
     }
@@ -178,18 +181,17 @@ fn cannot_read(upper: &Path, image: &OpenImage, error: &ChangesError) -> Command
         .caused_by_text(error.problem.to_string());
     match error.problem {
         Problem::Image(_) => failure.hint(format!(
-            "`bcow fsck --data {}` says what else is wrong",
+            "`bcow fsck --data {}` lists all damage",
             image.path().display()
         )),
-        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Sketch(_) => failure.hint(format!(
-            "`bcow fsck {}` says what else is wrong",
-            upper.display()
-        )),
+        Problem::Mark(_) | Problem::NoLower { .. } | Problem::Sketch(_) => {
+            failure.hint(format!("`bcow fsck {}` lists all damage", upper.display()))
+        }
         _ => failure,
     }
 }
 
-/// As [`Context::context`], for what joining them needs.
+/// As [`Context::context`], for a merge of an upper with its image.
 pub trait Joined<T> {
     /// Names the upper.
     fn joined(self, upper: &Path) -> Result<T, CommandError>;
@@ -197,7 +199,7 @@ pub trait Joined<T> {
 
 impl<T, E: std::error::Error + 'static> Joined<T> for Result<T, E> {
     fn joined(self, upper: &Path) -> Result<T, CommandError> {
-        self.context(|| format!("cannot join {} and its image", upper.display()))
+        self.context(|| format!("cannot merge {} with its image", upper.display()))
     }
 }
 

@@ -217,7 +217,7 @@ class Bcow(Foreground):
         done = bcow("umount", self.where, user=self.user, timeout=60)
         # A mount namespace that was made meanwhile (for a container) keeps the mount until that
         # namespace ends.
-        if done.err and b" goes on: " not in done.err:
+        if done.err and b" continues: " not in done.err:
             raise AssertionError(str(done))
         self.ended()
 

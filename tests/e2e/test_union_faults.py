@@ -517,7 +517,7 @@ class LastFlush(UnionCase):
         return want
 
     def assert_reported(self, result, *mention):
-        assert_refused(self, result, "is unmounted, but not all that was written is in the upper",
+        assert_refused(self, result, "is unmounted, but not all written data is in the upper",
                        re.escape(self.upper), *mention)
         self.assertFalse(is_mounted(self.where))
 
@@ -608,8 +608,8 @@ class LastFlush(UnionCase):
                 finally:
                     fcntl.ioctl(disk, self.THAW, 0)
                 process.wait(timeout=60)
-                self.assert_reported(result.result(), f"process {process.pid}, which served it, "
-                                                      "ended " "before it was done")
+                self.assert_reported(result.result(), f"process {process.pid} of the mount "
+                                                      "ended before all data was written")
         finally:
             os.close(disk)
         self.mount.release()

@@ -30,11 +30,10 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-/// How much is read before the output is looked at again: `bcow cat IMG big | head -1` should not
-/// read all of it.
+/// Bytes per read: `bcow cat IMG big | head -1` must not read the whole file.
 const PIECE: u64 = 1 << 20;
 
-/// Writes the files one behind the other.
+/// Writes the files, one after the other.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
     let tree = image.tree()?;
@@ -44,7 +43,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         let inode = tree.find(path, LastLink::Follow)?;
         if inode.kind != FileType::Regular {
             return Err(CommandError::new(format!(
-                "{} in {} is no regular file but a {}",
+                "{} in {} is not a regular file but a {}",
                 names::quoted(path),
                 image.path().display(),
                 stat::type_name(inode.kind).replace('_', " ")

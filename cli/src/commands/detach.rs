@@ -7,7 +7,7 @@ use super::attach::NbdDevice;
 use crate::error::CommandError;
 use crate::ui::Ui;
 
-/// How long the process that served the device may take to make durable what was written.
+/// How long the process of the device may take to make the written data durable.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Detach a block device that `bcow attach` made
@@ -36,7 +36,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     {
         return Err(CommandError::new(format!("cannot detach {shown}"))
             .caused_by_text(user)
-            .hint("unmount it first; or --force"));
+            .hint("unmount the device first, or use --force"));
     }
     device.detach()?;
     if !is_gone_within(&device, server, PATIENCE) {
@@ -49,7 +49,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 
 fn is_gone_within(device: &NbdDevice, server: u32, patience: Duration) -> bool {
     let end = Instant::now() + patience;
-    // Another program's server is that program's business.
+    // The server may belong to another program, which is not waited for.
     let name = std::fs::read_to_string(format!("/proc/{server}/comm")).unwrap_or_default();
     let process = PathBuf::from(format!("/proc/{server}"));
     let is_gone =
@@ -63,7 +63,7 @@ fn is_gone_within(device: &NbdDevice, server: u32, patience: Duration) -> bool {
     true
 }
 
-/// A process that has ended and was not waited for still has an entry.
+/// A process that has ended still has an entry until its parent waits for it.
 fn is_running(process: &Path) -> bool {
     std::fs::read_to_string(process.join("stat")).is_ok_and(|stat| {
         let state = stat.rsplit_once(") ").map(|(_, rest)| rest);

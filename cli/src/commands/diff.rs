@@ -87,7 +87,7 @@ pub struct Args {
 
 /// Compares; gives the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
-    // As with cmp and diff, 1 is an answer and failures are something else.
+    // As for cmp(1) and diff(1), 1 is a result and not a failure.
     match compare(args, ui) {
         Ok(true) => Ok(exit::DONE),
         Ok(false) => Ok(exit::DIFFERENT),
@@ -96,14 +96,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     }
 }
 
-/// Whether nothing differs.
+/// Whether there are no differences.
 fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
     let image = OpenImage::open_with_layers(&args.a, &args.layers, &args.stores)?;
     let is_disk = |image: &OpenImage| image.image().header().purpose != Use::Image;
     let Some(b) = &args.b else {
         return match &args.upper {
             Some(upper) => compare_upper(args, &image, upper, ui),
-            None => Err(CommandError::usage("there is nothing to compare with")),
+            None => Err(CommandError::usage("missing the second image")),
         };
     };
     let other = OpenImage::open(b, &args.stores)?;
@@ -161,24 +161,24 @@ fn compare_trees(
         is_first: true,
     };
     report.begin(options.compare)?;
-    let told = diff(
+    let compared = diff(
         a.filesystem(),
         b.filesystem(),
         &options,
         &mut |path, change| report.difference(path, &change),
     );
-    let summary = match told {
+    let summary = match compared {
         Ok(summary) => summary,
         Err(Stopped::Caller(error)) => return Err(error),
         Err(Stopped::Tree(error)) => {
-            // What was found until then is true, and may be what the user needs.
+            // The differences found so far are correct and may suffice.
             report.out.finish()?;
             return Err(trouble(&error, a, b));
         }
     };
     report.end(&summary)?;
     if !args.json && !args.summary {
-        ui.status(told_in_words(&summary));
+        ui.status(in_words(&summary));
     }
     Ok(summary.is_same())
 }
@@ -191,12 +191,12 @@ fn trouble(error: &DiffError, a: &Tree, b: &Tree) -> CommandError {
     CommandError::new(tree.cannot_read(&error.path))
         .caused_by(&error.source)
         .hint(format!(
-            "the comparison is not complete; `bcow fsck --data {}` says what else is wrong",
+            "the comparison is incomplete; `bcow fsck --data {}` lists all damage",
             tree.image().display()
         ))
 }
 
-fn told_in_words(summary: &DiffSummary) -> String {
+fn in_words(summary: &DiffSummary) -> String {
     if summary.is_same() {
         return format!("no difference in {}", plural(summary.same, "path"));
     }
@@ -233,7 +233,7 @@ impl Report<'_> {
         }
         head.insert("compared".into(), compare.into());
         let head = Value::Object(head).to_string();
-        // The object goes on with the entries, which are not held in memory.
+        // The entries follow; they are not held in memory.
         write!(self.out, "{}", head.trim_end_matches('}'))?;
         match self.args.summary {
             true => Ok(()),
@@ -256,7 +256,7 @@ impl Report<'_> {
             });
             writeln!(self.out, ",\"summary\":{summary}}}")?;
         } else if self.args.summary {
-            writeln!(self.out, "{}", told_in_words(summary))?;
+            writeln!(self.out, "{}", in_words(summary))?;
         }
         self.out.finish()
     }
@@ -348,7 +348,7 @@ impl Report<'_> {
             None => {}
         }
         write!(self.out, "{}", words.join(", "))?;
-        // The rest are bytes of the image, so they are not put together as text.
+        // The remaining values are bytes of the image, not text.
         let mut separator = if words.is_empty() { "" } else { ", " };
         if let Some((a, b)) = &what.target {
             write!(self.out, "{separator}target ")?;

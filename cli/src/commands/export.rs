@@ -78,7 +78,7 @@ enum Form {
 }
 
 fn form(text: &OsStr) -> Result<Form, CommandError> {
-    const FORMS: &str = "there are tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs and raw";
+    const FORMS: &str = "use tar, oci:DIR[:REF], oci-archive:FILE[:REF], erofs or raw";
     let shown = text.to_string_lossy();
     match &*shown {
         "erofs" => return Ok(Form::Erofs),
@@ -86,17 +86,17 @@ fn form(text: &OsStr) -> Result<Form, CommandError> {
         "tar" => return Ok(Form::Tar),
         _ => {}
     }
-    let bad = || CommandError::usage(format!("{shown:?} is no form to export to")).hint(FORMS);
+    let bad = || CommandError::usage(format!("unknown form {shown:?}")).hint(FORMS);
     if !shown.contains(':') {
         return Err(bad());
     }
     match Destination::parse(text)? {
         Destination::Layout(layout) => Ok(Form::Oci(layout)),
         Destination::Tar(_) => {
-            Err(bad().hint(format!("write --to tar -o {}", &shown["tar:".len()..])))
+            Err(bad().hint(format!("use --to tar -o {}", &shown["tar:".len()..])))
         }
         Destination::Raw(_) | Destination::Qcow2(_) => {
-            Err(bad().hint(format!("`bcow convert IMG {shown}` makes a disk")))
+            Err(bad().hint(format!("`bcow convert IMG {shown}` writes a disk")))
         }
         Destination::File(_) => Err(bad()),
     }
@@ -111,21 +111,21 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let destination = match (&to, &args.output) {
         (Form::Oci(_), None) => None,
         (Form::Oci(_), Some(_)) => {
-            return Err(
-                CommandError::usage("the image goes into the layout that --to names")
-                    .hint("leave out -o"),
-            );
+            return Err(CommandError::usage(
+                "-o does not apply to an OCI image: --to names the layout",
+            )
+            .hint("leave out -o"));
         }
         (_, Some(output)) => Some(output.as_path()),
         (_, None) => {
-            return Err(CommandError::usage("there is no file to write to")
+            return Err(CommandError::usage("missing output file")
                 .hint("name one with -o FILE; -o - is standard output"));
         }
     };
     if destination.is_some() && args.compress.is_some() {
         return Err(
-            CommandError::usage("only the layers of an OCI image are compressed")
-                .hint("leave out --compress; -o - writes into a pipe"),
+            CommandError::usage("--compress applies only to the layers of an OCI image")
+                .hint("leave out --compress, or compress the output in a pipe, with -o -"),
         );
     }
     let image = OpenImage::open_with_layers(&args.image, &args.layers, &args.stores)?;
@@ -150,7 +150,7 @@ fn is_layer(image: &OpenImage) -> Result<bool, CommandError> {
     Ok(metadata(image)?.get("layer").is_some())
 }
 
-/// What an image says of itself.
+/// The metadata of an image.
 pub fn metadata(image: &OpenImage) -> Result<Value, CommandError> {
     image
         .image()
@@ -187,8 +187,7 @@ fn archive(args: &Args, image: &OpenImage, output: &Path, ui: &Ui) -> Result<(),
     Ok(())
 }
 
-/// Writes an archive to `output`, complete or not at all. `-` is standard output; there is no
-/// report then.
+/// Writes an archive to `output`, complete or not at all. `-` is standard output, without a report.
 pub fn to_archive(
     image: &OpenImage,
     output: &Path,
@@ -228,7 +227,7 @@ pub struct ImageLayers {
 }
 
 impl ImageLayers {
-    /// Of a stack all its layers, of other images the one tree.
+    /// All layers of a stack; the only tree of other images.
     pub fn of(image: &OpenImage, metadata: &Value) -> Result<Self, CommandError> {
         Ok(ImageLayers {
             whole: image.tree()?.into_filesystem(),
@@ -289,7 +288,7 @@ pub fn layers_of_stack(
     image: &OpenImage,
     metadata: &Value,
 ) -> Result<Vec<Filesystem>, CommandError> {
-    // What a commit merged is one layer, though it shows the image below; so is a layer on its own.
+    // A merged commit is one layer although it shows the image below; so is a single layer.
     if metadata.get("commit").is_some() || metadata.get("layer").is_some() {
         return Ok(Vec::new());
     }
@@ -304,13 +303,13 @@ pub fn layers_of_stack(
         .iter()
         .map(|layer| layer.facts.digest.to_string())
         .collect();
-    // What the metadata leaves out would be missing from the new image.
+    // A layer that the metadata does not name would be missing from the new image.
     let described = metadata["layers"].as_array().map_or(0, Vec::len);
     let is_complete = described == layers.len() && backings.iter().all(|b| layers.contains(b));
     if !backings.is_empty() && !is_complete {
         return Err(
             CommandError::new(format!("cannot export {}", image.path().display()))
-                .caused_by_text("its metadata does not say which layers it is made of"),
+                .caused_by_text("its metadata does not name all its layers"),
         );
     }
     let files = opened.layers.iter().filter_map(|layer| layer.file.as_ref());
@@ -384,7 +383,7 @@ fn address_space(
     Ok(())
 }
 
-/// How much of the address space the file system takes.
+/// The length of the file system in the address space, in bytes.
 fn erofs_bytes(image: &OpenImage) -> Result<u64, CommandError> {
     let tree = image.tree()?;
     let superblock = tree.filesystem().superblock();

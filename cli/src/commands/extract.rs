@@ -29,7 +29,7 @@ use crate::ui::{Progress, Ui};
 /// that user and have no set-user-ID and set-group-ID bits; the command leaves out devices and
 /// privileged attributes (trusted.*, security.*) with a warning.
 ///
-/// The command writes nothing outside DIR, whatever the image contains. An existing directory keeps
+/// The command never writes outside DIR, for any content of the image. An existing directory keeps
 /// its attributes; an existing file is an error. With --force, existing directories below DIR get
 /// the attributes of the image, and existing files are replaced, never written into. After an
 /// error, the files extracted so far remain. With --keep-going, the command reports each damaged

@@ -274,15 +274,16 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
         // If the disk does not open, none of its data can be read.
         if Image::open(&top.target.path, &OpenOptions::default()).is_ok() {
             ui.hint(format_args!(
-                "what can be read of the disk is saved by `bcow serve --read-only {image} --socket SOCKET` and \
-                 `qemu-img convert --salvage -O raw 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
+                "these commands save the readable data of the disk: `bcow serve --read-only {image} \
+                 --socket SOCKET` and `qemu-img convert --salvage -O raw \
+                 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
             ));
         }
         return;
     }
     match name {
         ImageName::File(_) => {
-            ui.hint("`bcow convert` makes the image again from its source");
+            ui.hint("`bcow convert` creates the image again from its source");
         }
         _ => {
             // A stack is not damaged itself if its layers are missing or do not match.
@@ -292,19 +293,19 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
             });
             for file in bad {
                 ui.hint(format_args!(
-                    "the damaged file is {}: remove it before copying the image here again with skopeo or the like, which keep \
-                     what is there",
+                    "the damaged file is {}: remove it before you copy the image here again with \
+                     skopeo or a similar tool, which keeps existing files",
                     printable(&file.target.path.to_string_lossy())
                 ));
             }
             ui.hint(format_args!(
-                "`bcow convert SOURCE {image}` makes again what is damaged or missing"
+                "`bcow convert SOURCE {image}` replaces damaged and missing files"
             ));
         }
     }
     if top.inodes.is_some() {
         ui.hint(format_args!(
-            "`bcow extract --keep-going {image} DIR` saves what can be read"
+            "`bcow extract --keep-going {image} DIR` extracts the readable files"
         ));
     }
 }
@@ -346,7 +347,7 @@ fn check_file(
     {
         return Err(match Image::open(path, &OpenOptions::default()) {
             Err(error) => cannot_open_file(image, path, &error),
-            Ok(_) => CommandError::new(format!("{} changes while it is checked", path.display())),
+            Ok(_) => CommandError::new(format!("{} changed during the check", path.display())),
         });
     }
     let mut findings: Vec<Finding> = Vec::new();
@@ -385,7 +386,7 @@ fn verdict(errors: u64) -> &'static str {
     }
 }
 
-/// What the verdict is about: all bytes, or all but the content of blocks.
+/// The scope of the verdict: all bytes, or all except the content of blocks.
 fn checked(args: &Args) -> &'static str {
     match args.data {
         true => "all",
@@ -516,7 +517,7 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
     let read = match args.data {
         true => match file.writable.map_or(0, |writable| writable.open_blocks) {
             0 => format!(", {} read", Human(file.bytes_read)),
-            // Nothing vouches for them until the disk is sealed.
+            // They get checksums when the disk is sealed.
             open => format!(
                 ", {} read, {} without checksum",
                 Human(file.bytes_read),
@@ -548,7 +549,8 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
     )
 }
 
-/// Checks the file system, if there is one that can be opened; returns how many inodes it says it has.
+/// Checks the file system, if there is one that opens. Returns the number of inodes in its
+/// superblock.
 fn check_tree(
     path: &Path,
     storage: Arc<File>,
@@ -557,7 +559,7 @@ fn check_tree(
 ) -> Result<Option<u64>, CommandError> {
     let image = match Image::open_storage(storage, &OpenOptions::default()) {
         Ok(image) => image,
-        // The first check has said what is wrong, if it is the file.
+        // If the file is damaged, the first check has found it.
         Err(error) if error.code().is_some() && !findings.is_empty() => return Ok(None),
         Err(error) => return Err(cannot_open_file(path, path, &error)),
     };
@@ -576,7 +578,7 @@ fn check_tree(
             return Ok(None);
         }
     };
-    // Whether file content can be read is the business of the blocks' checks, and of `check_files`.
+    // File content is checked with the blocks, and by `damaged_files`.
     let options = erofs_check::CheckOptions { read_data: false };
     let begun = std::time::Instant::now();
     let found = erofs_check::check(&filesystem, &options);

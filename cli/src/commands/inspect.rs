@@ -46,7 +46,9 @@ pub struct Args {
     json: bool,
     /// Print only the command with which root mounts a plain image on DIR with the kernel alone
     /// [default DIR: /mnt]
-    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true, default_missing_value = "/mnt", conflicts_with = "json", value_hint = clap::ValueHint::DirPath)]
+    #[arg(long, value_name = "DIR", num_args = 0..=1, require_equals = true)]
+    #[arg(default_missing_value = "/mnt", conflicts_with = "json")]
+    #[arg(value_hint = clap::ValueHint::DirPath)]
     mount_command: Option<PathBuf>,
     #[command(flatten)]
     stores: StoreArgs,
@@ -57,7 +59,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let image =
         OpenImage::open_without_content(&args.image, &LayerArgs::default(), &args.stores, ui)?;
     if let Some(directory) = &args.mount_command {
-        return stack::tell_mount_command(&image, directory, ui);
+        return stack::print_mount_command(&image, directory, ui);
     }
     let shown = image.path().display();
     let mut failure = None;
@@ -65,7 +67,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         failure.get_or_insert_with(|| {
             CommandError::new(format!("cannot read the {what} of {shown}"))
                 .caused_by(error)
-                .hint(format!("`bcow fsck {shown}` says what else is wrong"))
+                .hint(format!("`bcow fsck {shown}` lists all damage"))
         });
     };
     let metadata = image.image().metadata().unwrap_or_else(|error| {
@@ -89,7 +91,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     let (stack, stack_failure) = match image.opened().is_stack() {
         true => {
-            let (stack, failure) = Stack::look(image.opened(), &metadata);
+            let (stack, failure) = Stack::examine(image.opened(), &metadata);
             (Some(stack), failure)
         }
         false => (None, None),
@@ -107,7 +109,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ui.print_json(&facts.as_json())?;
     } else {
         let mut out = ui.output();
-        facts.tell(&mut out)?;
+        facts.print(&mut out)?;
         out.finish()?;
     }
     match failure.or(stack_failure) {
@@ -132,7 +134,7 @@ struct Class {
     raw_blocks: u64,
     zstd_blocks: u64,
     zero_bytes: u64,
-    /// Bytes of other files, beside `bytes`.
+    /// Bytes in other files, in addition to `bytes`.
     backing_bytes: u64,
     /// Blocks by their size, and the bytes they take.
     sizes: BTreeMap<u64, (u64, u64)>,
@@ -160,7 +162,7 @@ impl Class {
             }
         };
         self.stored_bytes += u64::from(stored.bytes);
-        // The last block of a region may be cut short; it counts with its fellows.
+        // The last block of a region may be shorter; it counts as a whole one.
         let (blocks, bytes) = self
             .sizes
             .entry(extent.length.next_power_of_two())
@@ -199,7 +201,7 @@ impl Class {
 }
 
 impl Storage {
-    /// Goes through the map. After an error, what was seen until then is what there is.
+    /// Walks the map; after an error, the result covers the part before the error.
     fn measure(image: &Image, metadata_start: Option<u64>) -> (Storage, Option<bcow::Error>) {
         // Without content, the block of the superblock holds metadata too.
         let metadata_start = metadata_start.map(|start| match start {
@@ -301,7 +303,7 @@ impl Facts<'_> {
         })
     }
 
-    fn tell(&self, out: &mut Output) -> Result<(), CommandError> {
+    fn print(&self, out: &mut Output) -> Result<(), CommandError> {
         let header = self.header;
         writeln!(
             out,
@@ -340,17 +342,17 @@ impl Facts<'_> {
             )?;
         }
         if let Some(disk) = &self.disk {
-            disk.tell(out)?;
+            disk.print(out)?;
         }
-        self.tell_source(out)?;
+        self.print_source(out)?;
         if let Some(stack) = &self.stack {
-            stack.tell(out)?;
+            stack.print(out)?;
         }
-        self.tell_storage(out)?;
-        self.tell_filesystem(out)
+        self.print_storage(out)?;
+        self.print_filesystem(out)
     }
 
-    fn tell_source(&self, out: &mut Output) -> Result<(), CommandError> {
+    fn print_source(&self, out: &mut Output) -> Result<(), CommandError> {
         let metadata = &self.metadata;
         if metadata.is_null() {
             return Ok(());
@@ -392,7 +394,7 @@ impl Facts<'_> {
         Ok(())
     }
 
-    /// What is told apart: a disk is all of one kind.
+    /// The classes that the output shows: a disk has only one.
     fn classes(&self) -> Vec<(&'static str, &Class)> {
         match self.disk {
             Some(_) => vec![("content", &self.storage.content)],
@@ -403,7 +405,7 @@ impl Facts<'_> {
         }
     }
 
-    fn tell_storage(&self, out: &mut Output) -> Result<(), CommandError> {
+    fn print_storage(&self, out: &mut Output) -> Result<(), CommandError> {
         writeln!(
             out,
             "\n{:<18} {:>12} {:>12} {:>12} {:>7} {:>10} {:>10}",
@@ -465,7 +467,7 @@ impl Facts<'_> {
         Ok(())
     }
 
-    fn tell_filesystem(&self, out: &mut Output) -> Result<(), CommandError> {
+    fn print_filesystem(&self, out: &mut Output) -> Result<(), CommandError> {
         let Some(fs) = &self.filesystem else {
             return Ok(());
         };

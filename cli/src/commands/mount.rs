@@ -81,14 +81,15 @@ pub struct Args {
     /// The directory to mount on; after the layers, if there are any
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::AnyPath)]
     directory: PathBuf,
-    /// What follows: DIR was a layer then, and the last of these is the directory
+    /// More arguments: DIR is then a layer, and the last of these is the directory
     #[arg(hide = true)]
     more: Vec<PathBuf>,
     /// Serve the mount in the foreground
     #[arg(short, long)]
     foreground: bool,
-    /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev, nodev, exec, noexec,
-    /// noatime, relatime, nodiratime, rw, ro, sync, async, writeback, nowriteback, fsname=NAME, subtype=bcow, defaults
+    /// Mount options, separated by commas: allow_other, default_permissions, suid, nosuid, dev,
+    /// nodev, exec, noexec, noatime, relatime, nodiratime, rw, ro, sync, async, writeback,
+    /// nowriteback, fsname=NAME, subtype=bcow, defaults
     #[arg(short = 'o', long = "options", value_name = "OPTIONS")]
     options: Vec<OsString>,
     /// Size of the cache of decoded blocks
@@ -97,7 +98,8 @@ pub struct Args {
     /// What to verify on every read: checksums of tables and blocks, or also the Merkle tree
     #[arg(long, value_name = "WHAT", default_value = "checksums")]
     verify: VerifyWhat,
-    /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with --upper]
+    /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with
+    /// --upper]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// CPUs for the process of the mount, in the form of taskset(1): 0,2-5 [default: all CPUs that
@@ -147,7 +149,7 @@ impl Args {
 
 /// Mounts; returns when the mount is ready, or in the foreground when it has ended.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
-    // Before anything is started or opened: a spelling mistake costs nothing then.
+    // A spelling mistake fails before any process is started.
     let mut options = MountOptions::default();
     for list in &args.options {
         options.apply(list).map_err(|error| match error {
@@ -182,8 +184,9 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     })
     .map_err(|error| failure(&error))?;
     if let Some(cpus) = &args.cpus {
-        cpus.confine()
-            .map_err(|cause| CommandError::new("cannot keep to --cpus").caused_by_text(cause))?;
+        cpus.confine().map_err(|cause| {
+            CommandError::new("cannot restrict the process to --cpus").caused_by_text(cause)
+        })?;
     }
     let metrics = args.metrics.as_deref().map(Metrics::listen).transpose()?;
     if let Some(path) = &args.log_file {
@@ -304,7 +307,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     })
 }
 
-/// Fails if an image is mounted there that is served, or does not answer. One whose process is gone gives way.
+/// Fails if an image is mounted there. A mount whose process is dead is replaced.
 fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
     let Ok(mount) = bcow_fuse::mounted_image(directory) else {
         return Ok(());
@@ -312,10 +315,10 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
     let already = MountError::AlreadyMounted(directory.to_owned());
     match ask::ask(&mount, ask::ANSWERS_WITHIN) {
         Answer::NotServed => Ok(()),
-        Answer::Says(..) | Answer::Refused(_) => Err(failure(&already)),
-        Answer::Nothing => Err(CommandError::new(already.to_string())
-            .caused_by_text(ask::silence(&mount).0)
-            .hint("`bcow umount --lazy` detaches it whatever its process does")),
+        Answer::Statistics(..) | Answer::Refused(_) => Err(failure(&already)),
+        Answer::Timeout => Err(CommandError::new(already.to_string())
+            .caused_by_text(ask::explain_timeout(&mount).0)
+            .hint("`bcow umount --lazy` detaches the mount at once")),
     }
 }
 
@@ -326,7 +329,7 @@ fn announce(args: &Args, options: &MountOptions, ui: &Ui) {
         args.directory().display(),
         match options.access() {
             Access::Owner => "",
-            Access::Everyone => ", for everybody",
+            Access::Everyone => ", for all users",
         }
     ));
 }
@@ -334,13 +337,13 @@ fn announce(args: &Args, options: &MountOptions, ui: &Ui) {
 fn in_background() -> Result<(), CommandError> {
     match daemon::launch().map_err(|error| failure(&error))? {
         Launch::Ready => Ok(()),
-        // The background process has said why.
+        // The background process has printed the reason.
         Launch::Failed(code) => std::process::exit(code.into()),
     }
 }
 
-/// Enough that one slow read does not hold up the others, or with an upper two that wait for the disk; more than that only
-/// competes for the CPU.
+/// With these numbers, one slow read does not delay the others, nor do two requests to an upper
+/// that wait for the disk. More threads only compete for the CPU.
 fn default_threads(is_writable: bool) -> usize {
     let least = if is_writable { 4 } else { 2 };
     std::thread::available_parallelism().map_or(least, |cpus| cpus.get().clamp(least, 16))

@@ -29,7 +29,7 @@ pub struct Args {
     /// Seconds to wait for an answer of the mount [default: 5]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     timeout: Option<u32>,
-    /// Ask the mount, and print what it says as it is
+    /// Print the unchanged answer of the mount
     #[arg(long, hide = true)]
     direct: bool,
 }
@@ -37,7 +37,7 @@ pub struct Args {
 /// Prints the statistics of a mount.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if args.direct {
-        ask::tell(&args.directory);
+        ask::print_statistics(&args.directory);
     }
     let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
     let cannot = || format!("cannot read the statistics of {}", args.directory.display());
@@ -45,17 +45,17 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Duration::from_secs(seconds.into())
     });
     let json = match ask::ask(&mount, patience) {
-        Answer::Says(json) => json,
+        Answer::Statistics(json) => json,
         Answer::NotServed => return Err(not_served(&args.directory)),
         Answer::Refused(Errno::NODATA) => {
             return Err(CommandError::new(cannot())
-                .caused_by_text("the mount is served by a version that keeps none"));
+                .caused_by_text("the version of bcow that serves the mount has no statistics"));
         }
         Answer::Refused(errno) => {
             return Err(CommandError::new(cannot()).caused_by(&std::io::Error::from(errno)));
         }
-        Answer::Nothing => {
-            let (cause, hint) = ask::silence(&mount);
+        Answer::Timeout => {
+            let (cause, hint) = ask::explain_timeout(&mount);
             let error = CommandError::new(cannot()).caused_by_text(cause);
             return Err(match hint {
                 Some(hint) => error.hint(hint),
@@ -64,12 +64,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
     };
     if args.json {
-        let value: serde_json::Value = serde_json::from_slice(&json).context(|| {
-            format!(
-                "what {} says of itself makes no sense",
-                args.directory.display()
-            )
-        })?;
+        let value: serde_json::Value = serde_json::from_slice(&json)
+            .context(|| format!("the statistics of {} are invalid", args.directory.display()))?;
         return ui.print_json(&value);
     }
     let document = ask::read(&args.directory, &json)?;
@@ -83,8 +79,8 @@ fn not_served(directory: &Path) -> CommandError {
         "cannot read the statistics of {}",
         directory.display()
     ))
-    .caused_by_text("its process is gone")
-    .hint("`bcow umount` takes the mount away, and mounting anew goes on with its upper")
+    .caused_by_text("the process of the mount is dead")
+    .hint("`bcow umount` removes the mount; a new mount with the same upper recovers the changes")
 }
 
 fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
@@ -170,7 +166,8 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     line(
         "in transit",
         &format!(
-            "{}; {} completed: {} in the background, {} to be read, {} to be flushed, {} to make room",
+            "{}; {} completed: {} in the background, {} to be read, {} to be flushed, {} to make \
+             room",
             plural(sketches.in_transit_blocks, "block"),
             Count(fills.total()),
             Count(fills.background),
@@ -248,7 +245,7 @@ fn share(part: u64, whole: u64) -> Option<String> {
     (whole > 0).then(|| format!("{:.1}%", 100.0 * part as f64 / whole as f64))
 }
 
-/// A short time for people, with three digits at most: `1.2 us`, `34 ms`.
+/// A short time with three digits at most: `1.2 us`, `34 ms`.
 struct Took(u64);
 
 impl std::fmt::Display for Took {
@@ -265,7 +262,7 @@ impl std::fmt::Display for Took {
     }
 }
 
-/// A long time for people: `42 s`, `3 h 5 min`, `12 d 3 h`.
+/// A long time: `42 s`, `3 h 5 min`, `12 d 3 h`.
 struct Lasting(f64);
 
 impl std::fmt::Display for Lasting {

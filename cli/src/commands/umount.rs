@@ -14,8 +14,8 @@ use crate::running::{self, Server, State};
 use crate::ui::Ui;
 use crate::upper::is_closing;
 
-/// How long its process may take to notice that the mount is gone. It does not if the mount goes on in another mount
-/// namespace.
+/// How long the process may take to notice the unmount. It does not notice if the mount continues
+/// in another mount namespace.
 const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -43,20 +43,20 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         false => WhenBusy::Fail,
     };
     let mount = bcow_fuse::mounted_image(&args.directory).map_err(|error| failure(&error))?;
-    // Also one that cannot be written to: it may have been until just now.
+    // Also for a mount that is read-only now: it may have been writable before.
     let answer = match args.lazy {
         true => Answer::NotServed,
         false => ask::ask(&mount, ask::ANSWERS_WITHIN),
     };
     let document = match &answer {
-        Answer::Says(json) => ask::read(&args.directory, json).ok(),
+        Answer::Statistics(json) => ask::read(&args.directory, json).ok(),
         _ => None,
     };
-    // While its process is there.
+    // Before the process ends.
     let ending = document.as_ref().and_then(Document::ending);
-    let silent = match (&answer, &document) {
+    let unresponsive = match (&answer, &document) {
         (Answer::NotServed, _) | (_, Some(_)) => None,
-        _ => Some(Silent::look(&mount)),
+        _ => Some(Unresponsive::examine(&mount)),
     };
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;
     if let Some(document) = &document
@@ -66,38 +66,39 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             Waited::Ended => {
                 require_complete(&args.directory, &document.process, upper, ending, ui)?;
             }
-            Waited::GoesOn => ui.status(goes_on(&mount, document.process.pid)),
+            Waited::Continues => ui.status(why_it_continues(&mount, document.process.pid)),
             Waited::Stopped => {
                 let pid = document.process.pid;
                 return Err(CommandError::new(format!(
-                    "{} is unmounted, but process {pid}, which writes the rest to the upper {}, is stopped",
+                    "{} is unmounted, but process {pid}, which writes the remaining data to the \
+                     upper {}, is stopped by a signal",
                     args.directory.display(),
                     printable(&upper.path)
                 ))
-                .hint(format!("`kill -CONT {pid}` lets it go on")));
+                .hint(format!("`kill -CONT {pid}` resumes the process")));
             }
         }
     }
-    if let Some(silent) = silent {
-        silent.warn(&args.directory, ui);
+    if let Some(unresponsive) = unresponsive {
+        unresponsive.warn(&args.directory, ui);
     }
     Ok(())
 }
 
-/// Why the process that serves a mount goes on although the mount was taken away here.
-fn goes_on(mount: &MountedImage, pid: u32) -> String {
+/// The reason why the process of a mount continues after the unmount here.
+fn why_it_continues(mount: &MountedImage, pid: u32) -> String {
     match mount.places().first() {
         Some(place) => format!(
-            "process {pid} goes on: the image is also mounted at {}",
+            "process {pid} continues: the image is also mounted at {}",
             place.display()
         ),
         None => {
-            format!("process {pid} goes on: the mount is in use in another mount namespace")
+            format!("process {pid} continues: the mount is in use in another mount namespace")
         }
     }
 }
 
-/// Fails unless the process, which has ended, said that all that was written is in the upper.
+/// Fails unless the process, which has ended, reported that all written data is in the upper.
 fn require_complete(
     directory: &Path,
     process: &Process,
@@ -107,7 +108,8 @@ fn require_complete(
 ) -> Result<(), CommandError> {
     let Some(ending) = ending else {
         ui.warning(format_args!(
-            "cannot learn from process {} whether all that was written is in the upper {}; if not, the system log says so",
+            "process {} did not report whether all written data is in the upper {}; if not, the \
+             system log has an error",
             process.pid,
             printable(&upper.path)
         ));
@@ -117,12 +119,12 @@ fn require_complete(
         Ended::Complete => return Ok(()),
         Ended::Incomplete(reason) => printable(&reason).into_owned(),
         Ended::Unknown => format!(
-            "process {}, which served it, ended before it was done",
+            "process {} of the mount ended before all data was written",
             process.pid
         ),
     };
     let failure = CommandError::new(format!(
-        "{} is unmounted, but not all that was written is in the upper {}",
+        "{} is unmounted, but not all written data is in the upper {}",
         directory.display(),
         printable(&upper.path)
     ))
@@ -130,33 +132,34 @@ fn require_complete(
     Err(match upper.sync.as_str() {
         "volatile" => failure,
         _ => failure.hint(
-            "what programs synchronised before is there, and the next mount of the upper recovers by itself",
+            "data that programs synchronized is in the upper; the next mount of the upper recovers \
+             by itself",
         ),
     })
 }
 
-/// A mount that does not say which process serves it.
-struct Silent {
-    /// The process as it shows itself to others, if it can be looked at.
+/// A mount that does not answer.
+struct Unresponsive {
+    /// The process of the mount, if it can be examined.
     server: Option<Server>,
     why: String,
 }
 
-impl Silent {
-    fn look(mount: &MountedImage) -> Self {
-        Silent {
+impl Unresponsive {
+    fn examine(mount: &MountedImage) -> Self {
+        Unresponsive {
             server: running::server_of_mount(&mount.device),
-            why: ask::silence(mount).0,
+            why: ask::explain_timeout(mount).0,
         }
     }
 
-    /// To be called when it is unmounted.
+    /// Warns after the unmount.
     fn warn(&self, directory: &Path, ui: &Ui) {
         let upper = match &self.server {
             Some(server) => {
                 let mut services = server.services.iter();
                 match services.find_map(|service| service.upper.as_deref()) {
-                    // What is only read has nothing to lose.
+                    // A read-only mount has no data to lose.
                     None => return,
                     Some(upper) => format!(
                         "process {} may still be writing to the upper {}",
@@ -165,23 +168,24 @@ impl Silent {
                     ),
                 }
             }
-            None => "if it has an upper, its process may still be writing there".to_owned(),
+            None => "if the mount has an upper, its process may still be writing to the upper"
+                .to_owned(),
         };
         ui.warning(format_args!(
-            "{} was unmounted without waiting, as {}; {upper}",
+            "{} was unmounted without waiting, because {}; {upper}",
             directory.display(),
             self.why
         ));
     }
 }
 
-/// How waiting for a process ended.
+/// The result of a wait for the end of a process.
 enum Waited {
-    /// It is gone, or cannot be seen.
+    /// The process has ended, or is not visible.
     Ended,
-    /// It does not end.
-    GoesOn,
-    /// It would, but a signal has stopped it.
+    /// The process does not end.
+    Continues,
+    /// A signal has stopped the process.
     Stopped,
 }
 
@@ -195,7 +199,7 @@ fn wait_for(process: &Process) -> Waited {
                 return Waited::Stopped;
             }
             if !is_closing(process.pid) {
-                return Waited::GoesOn;
+                return Waited::Continues;
             }
         }
         std::thread::sleep(PAUSE);

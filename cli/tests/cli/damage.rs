@@ -119,7 +119,8 @@ fn truncated_image() {
     let sandbox = Sandbox::with_image();
     sandbox.patch("image.bcow", |file| file.truncate(file.len() - 1));
     let shown = sandbox.shown(&["inspect", "image.bcow"]) + &sandbox.shown(&["fsck", "image.bcow"]);
-    insta::with_settings!({filters => vec![(r"\d+ bytes", "[N] bytes"), (r"says \d+", "says [N]")]}, {
+    let filters = vec![(r"\d+ bytes", "[N] bytes"), (r"says \d+", "says [N]")];
+    insta::with_settings!({filters => filters}, {
         insta::assert_snapshot!("truncated", shown);
     });
 }

@@ -85,7 +85,8 @@ fn error_in_a_mount_is_found_with_image_mountpoint_paths_place_and_cause() {
         assert_eq!(stats["image"]["file"], image.to_str().unwrap());
         let log = String::from_utf8(place.0.read("log")).unwrap();
         let expected = format!(
-            "bcow[{}]: error: {} at {}: /usr/bin/su = /usr/bin/sudo: cannot read at byte 4096: {cause}\n",
+            "bcow[{}]: error: {} at {}: /usr/bin/su = /usr/bin/sudo: cannot read at byte 4096: \
+             {cause}\n",
             stats["process"]["pid"],
             image.display(),
             mountpoint.display(),
@@ -457,7 +458,8 @@ fn clean_is_said_of_what_was_checked_only() {
         assert!(shown.contains("\nimage.bcow: structure clean ("), "{shown}");
         assert!(shown.contains(", data not checked)\n"), "{shown}");
         assert!(shown.ends_with("--- exit status 0\n"), "{shown}");
-        let hint = "hint: the content of blocks was not checked: `bcow fsck --data image.bcow` reads it too\n";
+        let hint = "hint: the content of blocks was not checked: \
+                    `bcow fsck --data image.bcow` reads it too\n";
         assert_eq!(
             shown.contains(hint),
             repair.contains(&"--repair"),
@@ -478,7 +480,7 @@ fn clean_is_said_of_what_was_checked_only() {
         "{shown}"
     );
     assert!(
-        shown.contains("\nhint: `bcow convert` makes the image again"),
+        shown.contains("\nhint: `bcow convert` creates the image again"),
         "{shown}"
     );
     assert!(shown.ends_with("--- exit status 4\n"), "{shown}");
@@ -524,7 +526,7 @@ fn advice_about_a_damaged_layer_mends_the_layout() {
     );
     assert!(
         shown.contains(
-            "\nhint: `bcow convert SOURCE oci:store:x` makes again what is damaged or missing\n"
+            "\nhint: `bcow convert SOURCE oci:store:x` replaces damaged and missing files\n"
         ),
         "{shown}"
     );
@@ -579,7 +581,7 @@ fn verbose_commands_say_what_they_read_check_and_write() {
         }
     }
     let said = |options: &[&str], command: &[&str]| said(&sandbox, options, command);
-    let told = said(&["-v"], &convert);
+    let logged = said(&["-v"], &convert);
     for text in [
         "source oci:source:x: manifest sha256:",
         ", 1 layers",
@@ -588,29 +590,29 @@ fn verbose_commands_say_what_they_read_check_and_write() {
         "written: ",
         "verified in ",
     ] {
-        assert!(told.contains(text), "{text}: {told}");
+        assert!(logged.contains(text), "{text}: {logged}");
     }
-    assert!(!told.contains("DEBUG"), "{told}");
-    let told = said(&["-vv"], &convert);
+    assert!(!logged.contains("DEBUG"), "{logged}");
+    let logged = said(&["-vv"], &convert);
     assert!(
-        told.contains("application/vnd.oci.image.layer.v1.tar, "),
-        "{told}"
+        logged.contains("application/vnd.oci.image.layer.v1.tar, "),
+        "{logged}"
     );
-    let told = said(&["-v"], &to_layout);
-    assert!(told.contains("there already, as sha256:"), "{told}");
-    assert!(told.contains("merged 1 layers in "), "{told}");
-    let told = said(&["-v"], &check);
+    let logged = said(&["-v"], &to_layout);
+    assert!(logged.contains("there already, as sha256:"), "{logged}");
+    assert!(logged.contains("merged 1 layers in "), "{logged}");
+    let logged = said(&["-v"], &check);
     for text in [
         "checking ",
         ", every byte, with ",
         " tables and ",
         "file system of 19 inodes checked",
     ] {
-        assert!(told.contains(text), "{text}: {told}");
+        assert!(logged.contains(text), "{text}: {logged}");
     }
-    let told = said(&["-vv"], &["cat", "oci:store:x", "etc/motd"]);
-    assert!(told.contains("oci:store:x: opened "), "{told}");
-    assert!(told.contains("regions of 2^"), "{told}");
+    let logged = said(&["-vv"], &["cat", "oci:store:x", "etc/motd"]);
+    assert!(logged.contains("oci:store:x: opened "), "{logged}");
+    assert!(logged.contains("regions of 2^"), "{logged}");
 }
 
 #[test]

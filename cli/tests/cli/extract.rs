@@ -179,7 +179,7 @@ fn trees_deeper_than_the_usual_number_of_open_files_unpack() {
 #[test]
 fn an_ordinary_user_gets_what_an_ordinary_user_can_have() {
     if !is_root() {
-        return crate::support::missing("root", &"to become somebody else");
+        return crate::support::missing("root", &"to run as another user");
     }
     let sandbox = Sandbox::with_image();
     let tar = Tar::new()

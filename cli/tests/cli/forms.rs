@@ -44,7 +44,7 @@ fn image_stored_another_way_and_back_is_the_same_file() {
         sandbox.ok(&["convert", "other.bcow", "back.bcow"]);
         assert_eq!(sandbox.read("back.bcow"), original, "{options:?}");
     }
-    // Whatever it is called.
+    // By any name.
     for name in ["bcow:image.bcow", "./image.bcow"] {
         sandbox.ok(&["convert", name, "bcow:a:b.tar"]);
         assert_eq!(sandbox.read("a:b.tar"), original);
@@ -150,7 +150,7 @@ fn images_become_layers_and_layers_images() {
         text.contains("would take the name of the one that it is made of"),
         "{text}"
     );
-    // The same whatever the number of threads, and from the cache.
+    // The same with any number of threads, and from the cache.
     for (name, options) in [("one", &["-j1"][..]), ("four", &["-j4", "--cache=cache"])] {
         let to = format!("oci-archive:{name}.tar:x");
         fs::create_dir_all(sandbox.path("cache")).unwrap();
@@ -204,7 +204,7 @@ fn destinations_that_are_not_written_are_refused_and_nothing_is_made() {
             &["commit", "a.bcow", "--upper=upper", destination],
         ] {
             let text = sandbox.shown(command);
-            assert!(text.contains("is no destination"), "{text}");
+            assert!(text.contains("invalid destination"), "{text}");
             assert!(text.contains("hint: "), "{text}");
             assert!(text.ends_with("--- exit status 2\n"), "{text}");
         }

@@ -37,7 +37,7 @@ fn short_help_is_short() {
 }
 
 #[test]
-fn short_help_sends_nobody_to_the_long_one_for_a_list() {
+fn short_help_refers_to_the_long_one_in_one_line_only() {
     let sandbox = Sandbox::new();
     let top = String::from_utf8(sandbox.ok(&["--help"])).unwrap();
     for command in commands(&top) {
@@ -150,7 +150,7 @@ fn guide_has_the_exit_statuses_of_the_help() {
 }
 
 #[test]
-fn version_is_told_three_ways() {
+fn version_is_printed_three_ways() {
     let sandbox = Sandbox::new();
     let version = format!("bcow {}\n", env!("CARGO_PKG_VERSION"));
     assert_eq!(sandbox.ok(&["--version"]), version.as_bytes());

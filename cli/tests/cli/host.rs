@@ -15,7 +15,8 @@ fn with_small_disk(sandbox: &Sandbox, args: &[&str]) -> Option<std::process::Out
     if !crate::support::is_root() {
         options.push("--map-root-user");
     }
-    let script = "mount -t tmpfs -o size=64k tmpfs small || exit 99; \"$@\"; code=$?; ls -A small; exit $code";
+    let script = "mount -t tmpfs -o size=64k tmpfs small || exit 99; \
+                  \"$@\"; code=$?; ls -A small; exit $code";
     let output = Command::new("unshare")
         .args(options)
         .args(["sh", "-c", script, "sh", env!("CARGO_BIN_EXE_bcow")])

@@ -206,26 +206,26 @@ fn ordinary_user_mounts_what_is_theirs() {
     if let Err(error) = std::process::Command::new("fusermount3").arg("-V").output() {
         return missing("fusermount3", &error);
     }
-    const NOBODY: u32 = 65_534;
+    const OVERFLOW_UID: u32 = 65_534;
     let sandbox = place.0.path("");
     place.0.open_to_others();
-    std::os::unix::fs::chown(place.0.path("mnt"), Some(NOBODY), Some(NOBODY)).unwrap();
-    let as_nobody = |program: &str, args: &[&str]| {
+    std::os::unix::fs::chown(place.0.path("mnt"), Some(OVERFLOW_UID), Some(OVERFLOW_UID)).unwrap();
+    let as_other = |program: &str, args: &[&str]| {
         use std::os::unix::process::CommandExt;
         std::process::Command::new(program)
             .args(args)
             .current_dir(&sandbox)
-            .uid(NOBODY)
-            .gid(NOBODY)
+            .uid(OVERFLOW_UID)
+            .gid(OVERFLOW_UID)
             .output()
             .unwrap()
     };
-    let mounted = as_nobody("./bcow", &["mount", "image.bcow", "mnt"]);
+    let mounted = as_other("./bcow", &["mount", "image.bcow", "mnt"]);
     assert!(mounted.status.success(), "{mounted:?}");
-    let read = as_nobody("cat", &["mnt/etc/motd"]);
+    let read = as_other("cat", &["mnt/etc/motd"]);
     assert_eq!(read.stdout, b"Welcome.\n");
-    let unmounted = as_nobody("./bcow", &["umount", "mnt"]);
+    let unmounted = as_other("./bcow", &["umount", "mnt"]);
     assert!(unmounted.status.success(), "{unmounted:?}");
-    let read = as_nobody("cat", &["mnt/etc/motd"]);
+    let read = as_other("cat", &["mnt/etc/motd"]);
     assert!(!read.status.success());
 }

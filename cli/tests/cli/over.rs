@@ -107,7 +107,7 @@ fn missing_image_below_is_named_with_where_it_was_looked_for() {
     assert!(text.contains(&place), "{text}");
     assert!(text.contains("--store"), "{text}");
     assert!(text.ends_with("--- exit status 1\n"), "{text}");
-    // What needs none of it is still told.
+    // Commands that do not need it go on.
     sandbox.ok(&["ls", "merged.bcow", "/etc"]);
     assert!(
         sandbox

@@ -150,7 +150,8 @@ impl Sandbox {
             .collect();
         let diff_ids: Vec<_> = layers.iter().map(|layer| &layer["digest"]).collect();
         let config = json!({
-            "architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": diff_ids},
+            "architecture": "amd64", "os": "linux",
+            "rootfs": {"type": "layers", "diff_ids": diff_ids},
         });
         let config = blob(
             "application/vnd.oci.image.config.v1+json",

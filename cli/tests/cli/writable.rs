@@ -31,7 +31,7 @@ fn what_was_written_is_there_again_after_every_kind_of_unmount() {
         .into_iter()
         .enumerate()
     {
-        // Right behind the unmount: whoever still has the upper is waited for.
+        // At once after the unmount: the mount waits for a process that still has the upper.
         place.0.ok(&["mount", "--upper=upper", "image.bcow", "mnt"]);
         assert_eq!(fs::read(place.file("var/data")).unwrap(), expected, "{how}");
         let at = 10_000 * round + 777;
@@ -138,7 +138,8 @@ fn mount_that_was_bound_elsewhere_is_named_and_ends_there_too() {
     }
     // In a mount namespace of its own, where mounts can be moved.
     let script = format!(
-        r#"{0} mount --upper=upper image.bcow mnt && mkdir bound moved && mount --bind mnt bound || exit 99
+        r#"{0} mount --upper=upper image.bcow mnt || exit 99
+        mkdir bound moved && mount --bind mnt bound || exit 99
         {0} umount mnt
         echo new >bound/new
         mount --move bound moved || exit 99
@@ -161,7 +162,7 @@ fn mount_that_was_bound_elsewhere_is_named_and_ends_there_too() {
     };
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(
-        said.contains(" goes on: the image is also mounted at ") && said.ends_with("/bound\n"),
+        said.contains(" continues: the image is also mounted at ") && said.ends_with("/bound\n"),
         "{said}"
     );
     assert_eq!(String::from_utf8(output.stdout).unwrap(), "0\n", "{said}");
@@ -210,16 +211,17 @@ fn root_unmounts_what_is_another_users_and_waits() {
     if !is_root() {
         return;
     }
-    const NOBODY: u32 = 65_534;
+    const OVERFLOW_UID: u32 = 65_534;
     place.0.open_to_others();
     for name in ["mnt", "user-upper"] {
         let _ = fs::create_dir(place.0.path(name));
-        std::os::unix::fs::chown(place.0.path(name), Some(NOBODY), Some(NOBODY)).unwrap();
+        std::os::unix::fs::chown(place.0.path(name), Some(OVERFLOW_UID), Some(OVERFLOW_UID))
+            .unwrap();
     }
     let mounted = place
         .0
         .command_as(
-            NOBODY,
+            OVERFLOW_UID,
             &["mount", "--upper=user-upper", "image.bcow", "mnt"],
         )
         .output()
@@ -231,7 +233,7 @@ fn root_unmounts_what_is_another_users_and_waits() {
     let looked = fs::metadata(place.file("etc")).map(drop);
     assert!(looked.is_err(), "root is let in");
     assert_eq!(place.unmounted(), "$ bcow umount mnt\n--- exit status 0\n");
-    // Whoever still had the upper would be waited for: nobody has.
+    // No process has the upper any more, or the commit would wait.
     let lock = Command::new("sh")
         .args(["-c", "grep -l user-uppe[r] /proc/[0-9]*/cmdline"])
         .output()
@@ -509,7 +511,8 @@ fn mount_8_and_fstab_mount_images() {
     sandbox.write(
         "fstab",
         format!(
-            "{0}/image.bcow {0}/mnt bcow upper={0}/upper,noauto,nofail,x-any=thing,size_limit=1M,cpus=\"0\" 0 0\n",
+            "{0}/image.bcow {0}/mnt bcow \
+             upper={0}/upper,noauto,nofail,x-any=thing,size_limit=1M,cpus=\"0\" 0 0\n",
             sandbox.path("").to_str().unwrap().trim_end_matches('/')
         )
         .as_bytes(),

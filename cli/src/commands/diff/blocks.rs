@@ -13,7 +13,8 @@ use crate::ui::{Output, Ui};
 /// Compared at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// Whether two disks show the same. What one has behind the other's end differs, unless it is zeros.
+/// Whether two disks have the same content. Data behind the end of the smaller disk differs, unless
+/// it is zeros.
 pub fn compare(args: &Args, a: &OpenImage, b: &OpenImage, ui: &Ui) -> Result<bool, CommandError> {
     if args.content || args.metadata {
         return Err(CommandError::usage(

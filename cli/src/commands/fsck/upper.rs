@@ -24,7 +24,7 @@ pub fn is_upper(path: &Path) -> bool {
 /// Checks; gives the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if args.jobs.is_some() {
-        return Err(CommandError::usage("an upper is checked by one thread").hint("leave out -j"));
+        return Err(CommandError::usage("-j does not apply to an upper").hint("leave out -j"));
     }
     let progress = ui.progress();
     progress.phase("checking");
@@ -36,8 +36,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         let instance = when_free(ui, || Instance::open_existing(&args.image, &note))
             .map_err(|error| cannot_use(&error))?;
         let upper = UpperReader::of(&instance).map_err(|error| cannot_use(&error))?;
-        // Opening it has emptied the directory of temporaries, which may have been links of what is repaired; and somebody may
-        // have mounted the upper since it was checked.
+        // The open has emptied the directory of temporary files, which may have been links to
+        // repaired files, and the upper may have been mounted since the check.
         let has_emptied = found.report.finds("upper-work-leak");
         let again = examine_open(args, ui, &upper)?;
         repaired = check::repair(&instance, &again.report).map_err(|error| cannot_use(&error))?;
@@ -61,17 +61,17 @@ pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     })
 }
 
-/// What was found.
+/// The result of a check.
 struct Found {
     report: Report,
-    /// The image that it was checked against.
+    /// The image with which the upper was checked.
     image: Option<PathBuf>,
 }
 
 fn examine(args: &Args, ui: &Ui) -> Result<Found, CommandError> {
     let upper = match when_free(ui, || UpperReader::open(&args.image)) {
         Ok(upper) => upper,
-        // Without its record, nothing says what its marks mean.
+        // Without the record, the marks have no meaning.
         Err(error @ UpperError::Record { .. }) => {
             return Ok(Found {
                 report: unreadable(&error),

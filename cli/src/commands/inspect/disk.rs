@@ -101,7 +101,7 @@ impl DiskFacts {
         })
     }
 
-    pub fn tell(&self, out: &mut Output) -> Result<(), CommandError> {
+    pub fn print(&self, out: &mut Output) -> Result<(), CommandError> {
         if let Some(layout) = &self.layout {
             line(out, "layout", &printable(layout))?;
         }

@@ -1,4 +1,5 @@
-//! What the layers of a stack are, what each adds and hides, and how the kernel mounts them by itself.
+//! The layers of a stack, what each adds and hides, and the command with which the kernel alone
+//! mounts them.
 
 use std::collections::{HashMap, HashSet};
 use std::os::unix::ffi::OsStrExt;
@@ -28,23 +29,23 @@ struct Layer {
     digest: String,
     short: String,
     file_bytes: u64,
-    /// The same file as another layer's further down.
+    /// Whether a lower layer is the same file.
     is_again: bool,
     path: Option<PathBuf>,
-    /// Known if all layers are there.
+    /// Known if no layer is missing.
     account: Option<LayerAccount>,
-    /// File content that it names in lower layers instead of storing it.
+    /// Bytes of file content that the layer shares with lower layers instead of storing them.
     shared_bytes: u64,
-    /// What that content would take in the file, going by how the layers are compressed.
+    /// The estimated size of that content in the file, by the compression of the layers.
     saved_bytes: u64,
-    /// What the stack says of the layer it was made of.
+    /// The source of the layer, in the metadata of the stack.
     source: Value,
     diff_id: Value,
 }
 
 impl Stack {
-    /// Looks into the layers. What cannot be read of them is left out, and the reason given too.
-    pub fn look(opened: &Opened, metadata: &Value) -> (Stack, Option<CommandError>) {
+    /// Examines the layers; returns the reason too if a part of them cannot be read.
+    pub fn examine(opened: &Opened, metadata: &Value) -> (Stack, Option<CommandError>) {
         let mut failure = None;
         let accounts = accounts(opened).unwrap_or_else(|error| {
             failure = Some(error);
@@ -140,7 +141,7 @@ impl Stack {
         })
     }
 
-    pub fn tell(&self, out: &mut Output) -> Result<(), CommandError> {
+    pub fn print(&self, out: &mut Output) -> Result<(), CommandError> {
         writeln!(
             out,
             "\n{:<24} {:>10} {:>19} {:>19} {:>19} {:>10}",
@@ -219,7 +220,7 @@ impl Stack {
             (0, _) => Ok(()),
             (shared, saved) => writeln!(
                 out,
-                "  {} of content are named in lower layers instead of stored again, which saves about {}",
+                "  {} of content are shared with lower layers, which saves about {}",
                 Human(shared),
                 Human(saved)
             ),
@@ -231,7 +232,7 @@ fn amount(entries: u64, bytes: u64) -> Value {
     json!({ "entries": entries, "bytes": bytes })
 }
 
-/// What each layer adds and hides; nothing if one is missing.
+/// What each layer adds and hides; `None` if a layer is missing.
 fn accounts(opened: &Opened) -> Result<Option<Vec<LayerAccount>>, CommandError> {
     let mut filesystems = HashMap::new();
     for layer in &opened.layers {
@@ -249,7 +250,7 @@ fn accounts(opened: &Opened) -> Result<Option<Vec<LayerAccount>>, CommandError> 
         .iter()
         .filter_map(|layer| filesystems.get(&layer.facts.digest))
         .collect();
-    let accounts = account(&layers).context(|| "cannot tell what the layers add and hide")?;
+    let accounts = account(&layers).context(|| "cannot compare the layers")?;
     Ok(Some(accounts))
 }
 
@@ -272,8 +273,8 @@ fn stored_part(opened: &Opened) -> f64 {
 /// mount(2) takes its options as one page.
 const OPTIONS_BYTES: usize = 4096;
 
-/// Prints the command line by which root mounts the image with nothing but the kernel.
-pub fn tell_mount_command(
+/// Prints the command line with which root mounts the image with the kernel alone.
+pub fn print_mount_command(
     image: &OpenImage,
     directory: &Path,
     ui: &Ui,
@@ -288,7 +289,7 @@ pub fn tell_mount_command(
     for &start in &tree.filesystem().superblock().devices {
         let (layer, path) = windows.device_at(start).ok_or_else(|| {
             CommandError::new(format!(
-                "cannot tell which layer the device at byte {start} of {} is",
+                "no layer matches the device at byte {start} of {}",
                 image.path().display()
             ))
             .hint("convert the image again")
@@ -311,8 +312,11 @@ pub fn tell_mount_command(
             "the kernel cannot mount {} by itself",
             image.path().display()
         ))
-        .caused_by_text("it is not stored plain")
-        .hint("`bcow mount` mounts every image; `bcow convert --plain` makes one that the kernel mounts too"));
+        .caused_by_text("the image is not stored plain")
+        .hint(
+            "`bcow mount` mounts every image; `bcow convert --plain` writes an image that the \
+             kernel mounts too",
+        ));
     }
     let quoted = |path: &Path| {
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -323,7 +327,7 @@ pub fn tell_mount_command(
     match &files[..] {
         [(_, file)] => writeln!(out, "mount -t erofs -o ro,loop {} {target}", quoted(file))?,
         [(_, stack), layers @ ..] => {
-            // mount(8) makes a loop device of a file by itself, but then refuses files as further devices.
+            // mount(8) creates a loop device for one file, but refuses files as further devices.
             let device = |path: &Path| format!("\"$(losetup -rf --show {})\"", quoted(path));
             write!(out, "mount -t erofs -o ro")?;
             for (_, layer) in layers {
@@ -333,7 +337,8 @@ pub fn tell_mount_command(
             let likely = "ro".len() + layers.len() * ",device=/dev/loop1000".len();
             if likely > OPTIONS_BYTES {
                 ui.warning(format_args!(
-                    "with {} the options get longer than the {} bytes that mount(2) takes; only a mount(8) that uses fsconfig(2) can do it",
+                    "the options for {} exceed the {} bytes of mount(2): the command needs a \
+                     mount(8) that uses fsconfig(2)",
                     plural(layers.len() as u64, "layer"),
                     Count(OPTIONS_BYTES as u64),
                 ));
@@ -344,7 +349,7 @@ pub fn tell_mount_command(
     out.finish()
 }
 
-/// Which layer a stack shows where.
+/// The layers of a stack, by their windows in the address space.
 struct Windows<'o> {
     image: &'o Image,
     /// Digests of the backings, by index.
@@ -366,7 +371,7 @@ impl<'o> Windows<'o> {
         }
     }
 
-    /// The layer that the byte `start` of the address space shows the first byte of.
+    /// The layer whose first byte is at the byte `start` of the address space.
     fn device_at(&self, start: u64) -> Option<(&'o Image, &'o Path)> {
         let extent = self.image.map(start).ok()?;
         let Mapping::Backing {

@@ -1,7 +1,8 @@
 //! `mount.bcow`: what mount(8) calls for `mount -t bcow` and for lines of fstab(5).
 //!
-//! The same program under another name, so that a symbolic link /sbin/mount.bcow suffices. mount(8) gives it
-//! `IMG DIR [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]`; it becomes a command line of `bcow mount`.
+//! The same program under another name, so that a symbolic link /sbin/mount.bcow suffices. mount(8)
+//! passes `IMG DIR [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]`; the helper translates that into
+//! a command line of `bcow mount`.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -29,7 +30,7 @@ pub fn exit_status(of_bcow: u8) -> u8 {
 
 /// The request of mount(8).
 #[derive(Debug, PartialEq, Eq)]
-pub enum Wish {
+pub enum Request {
     /// This command line of `bcow`.
     Run(Vec<OsString>),
     /// Print the usage of the helper.
@@ -40,11 +41,11 @@ pub enum Wish {
 pub const USAGE: &str = "\
 Usage: mount.bcow IMG DIR [-sfnv] [-o OPTIONS] [-t TYPE]
 
-Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. Beside the options of `bcow mount -o`,
-those of fstab(5) are taken, and these stand for options of `bcow mount`:
+Called by mount(8) as in `mount -t bcow IMG DIR -o OPTIONS`. OPTIONS are those of `bcow mount -o`,
+those of fstab(5), and these, each for an option of `bcow mount`:
   upper=DIR, sketch=HOW, sync=POLICY, size_limit=SIZE, inode_limit=N, fillers=N, cache_size=SIZE,
   verify=WHAT, threads=N, cpus=LIST, metrics=ADDR, store=DIR, layer=LAYER, log_file=FILE
-A comma in a value is written \\, or the value stands in double quotes.
+In a value, write a comma as \\, or write the value in double quotes.
 ";
 
 /// Options with a value that are options of `bcow mount` on their own.
@@ -65,7 +66,7 @@ const WITH_VALUE: [(&[u8], &str); 14] = [
     (b"log_file", "--log-file"),
 ];
 
-/// Options that are meant for mount(8) and its like.
+/// Options of mount(8) and similar programs.
 const FOR_OTHERS: [&[u8]; 16] = [
     b"auto",
     b"noauto",
@@ -85,7 +86,7 @@ const FOR_OTHERS: [&[u8]; 16] = [
     b"silent",
 ];
 
-/// Their beginnings.
+/// Prefixes of such options.
 const FOR_OTHERS_PREFIXES: [&[u8]; 5] = [b"x-", b"X-", b"comment=", b"user=", b"uhelper="];
 
 /// Options that `bcow mount` knows.
@@ -114,12 +115,12 @@ const KNOWN: [&[u8]; 22] = [
     b"async",
 ];
 
-/// Whose call it is.
+/// The user who calls the helper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
-    /// Root's. Of `suid` and `dev`, which are the default of every mount that root makes, mount(8) says nothing.
+    /// Root. mount(8) does not pass `suid` and `dev`, which are root's defaults.
     Root,
-    /// Somebody else's, who may have neither.
+    /// An ordinary user, who may use neither.
     Other,
 }
 
@@ -127,22 +128,22 @@ pub enum Caller {
 pub fn translate(
     arguments: impl Iterator<Item = OsString>,
     caller: Caller,
-) -> Result<Wish, CommandError> {
-    let mut given = Given::default();
+) -> Result<Request, CommandError> {
+    let mut parsed = Arguments::default();
     let mut arguments = arguments;
     while let Some(argument) = arguments.next() {
         match argument.as_bytes() {
-            b"-h" | b"--help" => return Ok(Wish::Help),
-            b"--" => given.paths.extend(arguments.by_ref()),
-            [b'-', flags @ ..] if !flags.is_empty() => given.flags(flags, &mut arguments)?,
-            _ => given.paths.push(argument),
+            b"-h" | b"--help" => return Ok(Request::Help),
+            b"--" => parsed.paths.extend(arguments.by_ref()),
+            [b'-', flags @ ..] if !flags.is_empty() => parsed.flags(flags, &mut arguments)?,
+            _ => parsed.paths.push(argument),
         }
     }
-    given.into_command(caller)
+    parsed.into_command(caller)
 }
 
 #[derive(Default)]
-struct Given {
+struct Arguments {
     paths: Vec<OsString>,
     lists: Vec<OsString>,
     sloppy: bool,
@@ -150,8 +151,9 @@ struct Given {
     verbose: bool,
 }
 
-impl Given {
-    /// Short options, as getopt(3) reads them: several behind one dash, a value behind its letter or in the next argument.
+impl Arguments {
+    /// Short options, as getopt(3) reads them: several after one dash; a value after its letter or
+    /// in the next argument.
     fn flags(
         &mut self,
         mut flags: &[u8],
@@ -163,7 +165,7 @@ impl Given {
                 b's' => self.sloppy = true,
                 b'f' => self.fake = true,
                 b'v' => self.verbose = true,
-                // There has been no mtab to leave alone for long.
+                // "Do not write mtab"; no system has an mtab any more.
                 b'n' => {}
                 b'r' => self.lists.push("ro".into()),
                 b'w' => self.lists.push("rw".into()),
@@ -179,14 +181,11 @@ impl Given {
                         (b'o', _) => self.lists.push(value),
                         (b't', b"bcow" | b"fuse.bcow") => {}
                         (b't', _) => {
-                            return Err(usage(format!(
-                                "type {} is not for this program",
-                                value.display()
-                            )));
+                            return Err(usage(format!("unsupported type {}", value.display())));
                         }
                         _ => {
                             return Err(usage(
-                                "mounting in another namespace is not possible here: use nsenter(1)",
+                                "mount.bcow cannot mount in another namespace: use nsenter(1)",
                             ));
                         }
                     }
@@ -199,9 +198,9 @@ impl Given {
         Ok(())
     }
 
-    fn into_command(self, caller: Caller) -> Result<Wish, CommandError> {
+    fn into_command(self, caller: Caller) -> Result<Request, CommandError> {
         let [image, directory] = &self.paths[..] else {
-            return Err(usage("an image and a directory are needed"));
+            return Err(usage("expected an image and a directory"));
         };
         let mut command: Vec<OsString> = vec!["bcow".into()];
         if self.verbose {
@@ -235,16 +234,17 @@ impl Given {
                     command.push(argument);
                 }
                 _ if name == b"remount" => {
-                    return Err(usage("what is mounted cannot be changed").hint(
-                        "unmount it and mount it again; `mount -i -o remount,ro DIR` makes it read-only",
+                    return Err(usage("a bcow mount cannot be remounted").hint(
+                        "unmount the image and mount it again; `mount -i -o remount,ro DIR` \
+                         makes the mount read-only",
                     ));
                 }
                 _ if is_for_others(&option) => {}
                 _ if self.sloppy && !is_known(&option) => {}
-                // It would be taken for two.
+                // The list of options would split it.
                 _ if option.contains(&b',') => {
                     return Err(usage(format!(
-                        "there can be no comma in option {}",
+                        "option {} must not contain a comma",
                         String::from_utf8_lossy(&option)
                     )));
                 }
@@ -264,7 +264,7 @@ impl Given {
             command.push(OsString::from_vec(kept));
         }
         command.extend(["--".into(), image.clone(), directory.clone()]);
-        Ok(Wish::Run(command))
+        Ok(Request::Run(command))
     }
 }
 
@@ -320,7 +320,7 @@ fn split(list: &[u8]) -> Vec<Vec<u8>> {
 }
 
 fn usage(message: impl Into<String>) -> CommandError {
-    CommandError::usage(message).hint("`mount.bcow -h` says how it is called")
+    CommandError::usage(message).hint("`mount.bcow -h` prints the usage")
 }
 
 #[cfg(test)]
@@ -333,12 +333,12 @@ mod tests {
 
     fn command_of(caller: Caller, arguments: &[&str]) -> Result<String, String> {
         match translate(arguments.iter().map(OsString::from), caller) {
-            Ok(Wish::Run(command)) => Ok(command
+            Ok(Request::Run(command)) => Ok(command
                 .iter()
                 .map(|argument| argument.to_string_lossy().into_owned())
                 .collect::<Vec<_>>()
                 .join(" ")),
-            Ok(Wish::Help) => Ok("help".into()),
+            Ok(Request::Help) => Ok("help".into()),
             Err(error) => Err(error.message().to_owned()),
         }
     }
@@ -382,31 +382,28 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_refused() {
+    fn invalid_arguments_are_refused() {
         for (arguments, expected) in [
-            (&["a"][..], "an image and a directory are needed"),
-            (&["a", "b", "c"], "an image and a directory are needed"),
+            (&["a"][..], "expected an image and a directory"),
+            (&["a", "b", "c"], "expected an image and a directory"),
             (&["a", "b", "-x"], "unknown option -x"),
             (
                 &["a", "b", "-oremount,ro"],
-                "what is mounted cannot be changed",
+                "a bcow mount cannot be remounted",
             ),
             (&["a", "b", "-o"], "option -o has no value"),
             (
                 &["a", "b", "-o", "fsname=x\\,suid"],
-                "there can be no comma in option fsname=x,suid",
+                "option fsname=x,suid must not contain a comma",
             ),
-            (
-                &["a", "b", "-t", "ext4"],
-                "type ext4 is not for this program",
-            ),
+            (&["a", "b", "-t", "ext4"], "unsupported type ext4"),
         ] {
             assert_eq!(command(arguments), Err(expected.to_owned()));
         }
     }
 
     #[test]
-    fn root_has_set_id_bits_and_devices_unless_told_otherwise() {
+    fn root_has_set_id_bits_and_devices_by_default() {
         for (options, expected) in [
             ("rw", "suid,dev"),
             (

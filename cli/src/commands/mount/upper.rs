@@ -33,7 +33,13 @@ pub struct UpperArgs {
     sketch: SketchWhat,
     /// When data copied from the image becomes durable: each file at once (strict), N files
     /// together (batch=N), or never (volatile; fsync then has no effect)
-    #[arg(long, value_name = "POLICY", default_value = "strict", value_parser = parse_sync, requires = "upper")]
+    #[arg(
+        long,
+        value_name = "POLICY",
+        default_value = "strict",
+        requires = "upper"
+    )]
+    #[arg(value_parser = parse_sync)]
     sync: SyncPolicy,
     /// Limit of the bytes that the upper may store [default: the space of its file system]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse, requires = "upper")]
@@ -43,7 +49,8 @@ pub struct UpperArgs {
     #[arg(long, value_name = "N", value_parser = parse_count, requires = "upper")]
     inode_limit: Option<u64>,
     /// Threads that complete partly written blocks in the background
-    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64), requires = "upper")]
+    #[arg(long, value_name = "N", default_value = "1", requires = "upper")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     fillers: u16,
 }
 
@@ -57,9 +64,9 @@ enum SketchWhat {
 /// Parses a number of things, with the units that a size may have.
 fn parse_count(text: &str) -> Result<u64, String> {
     match crate::size::parse(text) {
-        Ok(0) => Err("it is at least 1".to_owned()),
+        Ok(0) => Err("the minimum is 1".to_owned()),
         Ok(count) => Ok(count),
-        Err(_) => Err("it is a number with an optional unit: 5000, 4K, 1M".to_owned()),
+        Err(_) => Err("a count is a number with an optional unit: 5000, 4K, 1M".to_owned()),
     }
 }
 
@@ -69,15 +76,15 @@ fn parse_sync(text: &str) -> Result<SyncPolicy, String> {
         "strict" => Ok(SyncPolicy::Strict),
         "volatile" => Ok(SyncPolicy::Volatile),
         _ => match text.strip_prefix("batch=").map(str::parse) {
-            Some(Ok(0)) => Err("a batch is at least 1".to_owned()),
+            Some(Ok(0)) => Err("the minimum is batch=1".to_owned()),
             Some(Ok(count)) => Ok(SyncPolicy::Batch(count)),
-            _ => Err("it is strict, batch=N or volatile".to_owned()),
+            _ => Err("use strict, batch=N or volatile".to_owned()),
         },
     }
 }
 
 impl UpperArgs {
-    /// The upper, if there is to be one.
+    /// The upper, if the mount has one.
     pub fn path(&self) -> Option<&Path> {
         self.upper.as_deref()
     }
@@ -108,7 +115,7 @@ impl UpperArgs {
         ui: &Ui,
     ) -> Result<Arc<UnionFs>, CommandError> {
         let options = self.options();
-        // The process will change its directory, and others ask it where the upper is.
+        // The process changes its directory later, and publishes the path of the upper.
         let path = &std::path::absolute(path)
             .context(|| format!("cannot use upper {}", path.display()))?;
         let note = note(directory);
@@ -135,7 +142,7 @@ impl UpperArgs {
 /// upper, or be inside it.
 pub fn refuse_one_in_the_other(upper: &Path, mountpoint: &Path) -> Result<(), CommandError> {
     let (Ok(mountpoint), Ok(resolved)) = (mountpoint.canonicalize(), resolve(upper)) else {
-        // Opening the one or mounting on the other will say what is wrong with it.
+        // A later step fails with the reason.
         return Ok(());
     };
     let relation = if resolved == mountpoint {
@@ -143,7 +150,7 @@ pub fn refuse_one_in_the_other(upper: &Path, mountpoint: &Path) -> Result<(), Co
     } else if resolved.starts_with(&mountpoint) {
         "is inside the mountpoint"
     } else if mountpoint.starts_with(&resolved) {
-        "has the mountpoint inside"
+        "contains the mountpoint"
     } else {
         return Ok(());
     };
@@ -158,7 +165,7 @@ pub fn refuse_one_in_the_other(upper: &Path, mountpoint: &Path) -> Result<(), Co
 pub fn owner_who_is_needed(union: &UnionFs) -> Option<u32> {
     use rustix::process::{getegid, geteuid, getgroups};
     const WRITE: u16 = 0o2;
-    // What is wrong with the root is for the first program that looks at it.
+    // If the root is damaged, the first program that accesses it gets the error.
     let root = union.attributes(NodeId::ROOT).ok()?;
     let user = geteuid();
     let is_in = |group: u32| {
@@ -176,8 +183,8 @@ pub fn owner_who_is_needed(union: &UnionFs) -> Option<u32> {
     }
 }
 
-/// Says that this user can change little in the mount, and for a mount in the background how they
-/// can change everything.
+/// Warns that this user can change little in the mount. For a mount in the background, the hint is
+/// a command with which the user can change everything.
 pub fn warn_of_owner(owner: u32, image: &Path, directory: &Path, foreground: bool, ui: &Ui) {
     let user = running::user_name(rustix::process::geteuid().as_raw());
     let owner = running::user_name(owner);
@@ -222,15 +229,16 @@ fn failure(error: &UpperError) -> CommandError {
             failure.hint("ext4, xfs, btrfs and tmpfs (Linux 6.6 and later) can hold an upper")
         }
         UpperError::AnotherImage { .. } => failure
-            .hint("an upper holds changes to one image: give that image, or another directory"),
+            .hint("an upper stores the changes of one image: name that image, or another upper"),
         UpperError::Inside { outer: path, .. } | UpperError::Around { inner: path, .. } => {
-            name_holders(failure, path)
-                .hint("choose a directory outside it, or unmount that one first with `bcow umount`")
+            name_holders(failure, path).hint(
+                "choose a directory outside that upper, or unmount it first with `bcow umount`",
+            )
         }
         UpperError::InUse { path, .. } => name_holders(failure, path)
-            .hint("unmount the other one first with `bcow umount`, or give each its own upper"),
+            .hint("unmount the other mount first with `bcow umount`, or use another upper"),
         UpperError::NamespaceDenied { .. } | UpperError::OwnershipDenied { .. } => {
-            failure.hint("it was made by root: mount it as root")
+            failure.hint("root created the upper: mount it as root")
         }
         _ => failure,
     }
