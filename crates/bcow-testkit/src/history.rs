@@ -5,7 +5,7 @@ use bcow::BlockDevice;
 /// Size in bytes of a sector, which a disk writes atomically.
 pub const SECTOR_BYTES: usize = 512;
 
-/// Fills a sector with the content of a tag; tag 0 stands for zeros.
+/// Fills a sector with the content of a tag; tag 0 means zeros.
 pub fn fill(tag: u32, sector: u64, bytes: &mut [u8]) {
     if tag == 0 {
         return bytes.fill(0);
@@ -139,7 +139,8 @@ impl History {
                     .filter_map(|step| step.tags.get(range.clone()))
                     .collect();
                 return Err(format!(
-                    "sectors {range:?} hold {held:?}; since the last flush (step {last}) it was {could:?}"
+                    "sectors {range:?} hold {held:?}; since the last flush (step {last}) they \
+                     may hold {could:?}"
                 ));
             }
         }

@@ -1,5 +1,19 @@
-//! Support for the tests of the other crates: storages that fail or record operations, and checks
-//! for the tools of a test.
+//! Support for the tests of the other crates: storages that fail or record operations, random data,
+//! and checks for the tools of a test.
+//!
+//! The path through it: a test opens a disk on a storage of this crate. [`Faulty`] fails a chosen
+//! operation, [`PowerCut`] rebuilds every state that a power cut can leave, and [`Parkable`] delays
+//! chosen reads. [`History`] then decides whether the content of the disk is possible.
+//!
+//! ```
+//! use bcow::Storage;
+//! use bcow_testkit::{SmallDisk, noise};
+//!
+//! let disk = SmallDisk::new(4096);
+//! disk.write_at(0, &noise(1, 4096))?;
+//! disk.write_at(4096, b"x").expect_err("the disk is full");
+//! # Ok::<(), std::io::Error>(())
+//! ```
 
 use std::io;
 use std::sync::Mutex;
@@ -21,10 +35,10 @@ pub use faults::{Fault, Faulty, On};
 pub use history::{History, SECTOR_BYTES, fill, tag_of, tagged, tags};
 pub use parking::{Moment, Parkable, Parked, Parking};
 pub use power_cut::{Fate, PowerCut, Window};
-pub use random::Random;
+pub use random::{Random, noise};
 #[cfg(feature = "shuttle")]
 pub use shuttle;
-pub use tools::{has_program, lacks};
+pub use tools::{has_program, lacks, lacks_mkfs, make_erofs};
 
 /// A disk of limited size; a write beyond it fails as on a full disk.
 pub struct SmallDisk {

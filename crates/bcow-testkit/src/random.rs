@@ -34,3 +34,9 @@ impl Random {
         &of[self.below(of.len() as u64) as usize]
     }
 }
+
+/// Pseudorandom bytes, which do not compress; equal seeds give equal bytes.
+pub fn noise(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    (0..length).map(|_| random.next_u64() as u8).collect()
+}

@@ -3,11 +3,11 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
-use bcow_testkit::{has_program, lacks};
+use bcow_testkit::{lacks_mkfs, make_erofs};
 use bcow_union::NodeId;
 use bcow_union::fs::{Caller, LowerImage, UnionFs};
 use bcow_union::options::UnionOptions;
@@ -34,12 +34,7 @@ fn make_image(directory: &Path) -> Vec<u8> {
     fs::create_dir(&tree).unwrap();
     // The path is short enough for mkfs.erofs to open it as a whole.
     fs::create_dir_all(tree.join("low").join("d/".repeat(LOW_DEPTH))).unwrap();
-    let made = Command::new("mkfs.erofs")
-        .args(["--quiet", "-x1"])
-        .args([&image, &tree])
-        .stdout(Stdio::null())
-        .status();
-    assert!(made.unwrap().success());
+    make_erofs(&tree, &image, &[]);
     fs::read(image).unwrap()
 }
 
@@ -91,9 +86,7 @@ fn goes_deep(union: &UnionFs) {
 
 #[test]
 fn neither_depth_nor_breadth_needs_descriptors_or_stack() {
-    if lacks("root", rustix::process::geteuid().is_root())
-        || lacks("mkfs.erofs", has_program("mkfs.erofs"))
-    {
+    if lacks_mkfs() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -9,6 +9,7 @@ use bcow::{
     BlockDevice, Content, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter, Layout,
     Mapping, MemoryStorage, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
 };
+use bcow_testkit::noise;
 
 const MIB: u64 = 1 << 20;
 
@@ -88,25 +89,12 @@ fn assert_sound(storage: &Arc<MemoryStorage>) {
     assert!(report.findings.is_empty(), "{:?}", report.findings);
 }
 
-/// Pseudorandom bytes.
-fn pattern(length: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    (0..length)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state as u8
-        })
-        .collect()
-}
-
 #[test]
 fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
     for options in layouts(9 * MIB + 4096) {
         for with_backing in [false, true] {
             let storage = Arc::new(MemoryStorage::default());
-            let below = pattern(7 * MIB as usize, 1);
+            let below = noise(1, 7 * MIB as usize);
             let given = with_backing.then(|| backing(below.clone()));
             let device = given.as_ref().map(|(_, device)| device.clone());
             let disk = Disk::create(storage.clone(), &options, given, &OpenOptions::default());
@@ -130,7 +118,7 @@ fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
                 (100, 50),
             ];
             for (index, (offset, length)) in writes.into_iter().enumerate() {
-                let bytes = pattern(length, index as u64 + 10);
+                let bytes = noise(index as u64 + 10, length);
                 disk.write_at(offset, &bytes).unwrap();
                 model[offset as usize..offset as usize + length].copy_from_slice(&bytes);
                 assert_eq!(read(&disk, offset, length), bytes);
@@ -164,7 +152,7 @@ fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
 fn the_log_is_seen_by_readers_of_the_file() {
     let storage = Arc::new(MemoryStorage::default());
     let disk = create(&storage, CreateOptions::disk(8 * MIB));
-    let bytes = pattern(4096, 1);
+    let bytes = noise(1, 4096);
     disk.write_at(MIB, &bytes).unwrap();
     disk.flush().unwrap();
     let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
@@ -176,17 +164,17 @@ fn the_log_is_seen_by_readers_of_the_file() {
 fn what_was_not_flushed_may_be_lost_and_nothing_else_is() {
     let storage = Arc::new(MemoryStorage::default());
     let disk = create(&storage, CreateOptions::disk(8 * MIB));
-    disk.write_at(0, &pattern(4096, 1)).unwrap();
+    disk.write_at(0, &noise(1, 4096)).unwrap();
     disk.flush().unwrap();
-    disk.write_at(0, &pattern(4096, 2)).unwrap();
+    disk.write_at(0, &noise(2, 4096)).unwrap();
     let again = reopen(&crashed(&storage), None);
-    assert_eq!(read(&again, 0, 4096), pattern(4096, 1));
+    assert_eq!(read(&again, 0, 4096), noise(1, 4096));
 }
 
 #[test]
 fn a_partial_write_over_a_backing_returns_before_the_rest_is_copied() {
     let storage = Arc::new(MemoryStorage::default());
-    let below = pattern(MIB as usize, 1);
+    let below = noise(1, MIB as usize);
     let options = CreateOptions {
         layout: Layout::Space,
         ..CreateOptions::disk(MIB)
@@ -218,12 +206,12 @@ fn a_partial_write_over_a_backing_returns_before_the_rest_is_copied() {
 fn discarded_and_zeroed_ranges_read_as_zeros_and_take_no_space() {
     for options in layouts(8 * MIB) {
         let storage = Arc::new(MemoryStorage::default());
-        let (disk, device) = over(&storage, &options, pattern(8 * MIB as usize, 1));
-        disk.write_at(0, &pattern(5 * MIB as usize, 2)).unwrap();
+        let (disk, device) = over(&storage, &options, noise(1, 8 * MIB as usize));
+        disk.write_at(0, &noise(2, 5 * MIB as usize)).unwrap();
         disk.flush().unwrap();
         disk.write_zeroes(1000, 6 * MIB, Space::Free).unwrap();
         assert!(read(&disk, 1000, 6 * MIB as usize).iter().all(|b| *b == 0));
-        assert_eq!(read(&disk, 0, 1000), pattern(5 * MIB as usize, 2)[..1000]);
+        assert_eq!(read(&disk, 0, 1000), noise(2, 5 * MIB as usize)[..1000]);
         disk.discard(0, 8 * MIB).unwrap();
         disk.flush().unwrap();
         let again = reopen(&crashed(&storage), Some(&device));
@@ -255,7 +243,7 @@ fn freed_space_is_used_again() {
     };
     let disk = create(&storage, options);
     for round in 0..20 {
-        disk.write_at(0, &pattern(8 * MIB as usize, round)).unwrap();
+        disk.write_at(0, &noise(round, 8 * MIB as usize)).unwrap();
         disk.flush().unwrap();
     }
     let length = storage.len().unwrap();
@@ -275,7 +263,7 @@ fn a_full_log_becomes_tables() {
     let mut model = vec![0; 64 * MIB as usize];
     for round in 0..4000u64 {
         let at = (round * 7919 % 16384) * 4096;
-        let bytes = pattern(4096, round);
+        let bytes = noise(round, 4096);
         disk.write_at(at, &bytes).unwrap();
         model[at as usize..at as usize + 4096].copy_from_slice(&bytes);
         disk.flush().unwrap();
@@ -293,18 +281,18 @@ fn a_full_log_becomes_tables() {
 fn a_disk_that_grew_shows_zeros_and_one_that_shrank_forgot() {
     for options in layouts(5 * MIB + 8192) {
         let storage = Arc::new(MemoryStorage::default());
-        let below = pattern(9 * MIB as usize, 1);
+        let below = noise(1, 9 * MIB as usize);
         let (disk, device) = over(&storage, &options, below.clone());
         let mut model = below[..options.size as usize].to_vec();
-        disk.write_at(5 * MIB, &pattern(100, 3)).unwrap();
-        model[5 * MIB as usize..5 * MIB as usize + 100].copy_from_slice(&pattern(100, 3));
+        disk.write_at(5 * MIB, &noise(3, 100)).unwrap();
+        model[5 * MIB as usize..5 * MIB as usize + 100].copy_from_slice(&noise(3, 100));
         for size in [8 * MIB, 6 * MIB - 4096, 2 * MIB + 4096, 10 * MIB, 4096, MIB] {
             disk.resize(size).unwrap();
             model.resize(size as usize, 0);
             assert_eq!(disk.size(), size);
             assert!(read(&disk, 0, model.len()) == model, "{options:?} {size}");
-            disk.write_at(size - 100, &pattern(100, size)).unwrap();
-            model[size as usize - 100..].copy_from_slice(&pattern(100, size));
+            disk.write_at(size - 100, &noise(size, 100)).unwrap();
+            model[size as usize - 100..].copy_from_slice(&noise(size, 100));
             disk.flush().unwrap();
             let again = reopen(&crashed(&storage), Some(&device));
             assert!(read(&again, 0, model.len()) == model, "{options:?} {size}");
@@ -317,12 +305,12 @@ fn a_disk_that_grew_shows_zeros_and_one_that_shrank_forgot() {
 #[test]
 fn a_cleared_disk_shows_its_backing_again() {
     let storage = Arc::new(MemoryStorage::default());
-    let below = pattern(4 * MIB as usize, 1);
+    let below = noise(1, 4 * MIB as usize);
     let (entry, device) = backing(below.clone());
     let open = OpenOptions::default();
     let options = CreateOptions::disk(4 * MIB);
     let disk = Disk::create(storage.clone(), &options, Some((entry, device)), &open).unwrap();
-    disk.write_at(0, &pattern(3 * MIB as usize, 2)).unwrap();
+    disk.write_at(0, &noise(2, 3 * MIB as usize)).unwrap();
     disk.clear().unwrap();
     assert!(read(&disk, 0, below.len()) == below);
     disk.write_at(10, b"again").unwrap();
@@ -348,8 +336,8 @@ fn a_sealed_file_is_not_opened_for_writing() {
 fn blocks_of_a_long_first_write_are_larger() {
     let storage = Arc::new(MemoryStorage::default());
     let disk = create(&storage, CreateOptions::disk(8 * MIB));
-    disk.write_at(0, &pattern(MIB as usize, 1)).unwrap();
-    disk.write_at(4 * MIB, &pattern(4096, 2)).unwrap();
+    disk.write_at(0, &noise(1, MIB as usize)).unwrap();
+    disk.write_at(4 * MIB, &noise(2, 4096)).unwrap();
     assert_eq!(disk.map(0).unwrap().length, 65536);
     assert_eq!(disk.map(4 * MIB).unwrap().length, 4096);
     disk.flush().unwrap();
@@ -363,7 +351,7 @@ fn blocks_of_a_long_first_write_are_larger() {
 #[test]
 fn writers_and_flushers_side_by_side_lose_nothing() {
     let storage = Arc::new(MemoryStorage::default());
-    let below = pattern(16 * MIB as usize, 1);
+    let below = noise(1, 16 * MIB as usize);
     let (entry, device) = backing(below.clone());
     let open = OpenOptions::default();
     let options = CreateOptions::disk(16 * MIB);
@@ -377,12 +365,12 @@ fn writers_and_flushers_side_by_side_lose_nothing() {
                 let mut model = below[start..start + share].to_vec();
                 for round in 0..300u64 {
                     let seed = round * 8 + thread as u64;
-                    let random = pattern(8, seed);
+                    let random = noise(seed, 8);
                     let at = (u32::from_le_bytes([random[0], random[1], random[2], 0]) as usize)
                         % (share - 20_000);
                     let length =
                         1 + (usize::from(random[3]) << 8 | usize::from(random[4])) % 20_000;
-                    let bytes = pattern(length, seed);
+                    let bytes = noise(seed, length);
                     disk.write_at((start + at) as u64, &bytes).unwrap();
                     model[at..at + length].copy_from_slice(&bytes);
                     if round % 16 == thread as u64 {
@@ -400,7 +388,7 @@ fn writers_and_flushers_side_by_side_lose_nothing() {
 
 #[test]
 fn a_disk_is_closed_while_blocks_are_being_filled() {
-    let below = pattern(MIB as usize, 1);
+    let below = noise(1, MIB as usize);
     for round in 0..100 {
         let storage = Arc::new(MemoryStorage::default());
         let options = CreateOptions {
@@ -432,21 +420,21 @@ fn space_that_one_region_gave_up_and_another_took_is_in_use_after_a_crash() {
     };
     let disk = create(&storage, options);
     let region = 4 << 20;
-    disk.write_at(0, &pattern(region, 0)).unwrap();
+    disk.write_at(0, &noise(0, region)).unwrap();
     disk.checkpoint().unwrap();
     // These writes free the place that the tables name, and reuse it for the other region.
     for seed in 1..6 {
-        disk.write_at(0, &pattern(region, seed)).unwrap();
+        disk.write_at(0, &noise(seed, region)).unwrap();
         disk.flush().unwrap();
     }
-    disk.write_at(region as u64, &pattern(region, 6)).unwrap();
+    disk.write_at(region as u64, &noise(6, region)).unwrap();
     disk.flush().unwrap();
     assert_eq!(disk.statistics().checkpoints, 1);
     let storage = crashed(&storage);
     let disk = reopen(&storage, None);
-    disk.write_at(0, &pattern(region, 10)).unwrap();
+    disk.write_at(0, &noise(10, region)).unwrap();
     disk.flush().unwrap();
-    assert!(read(&disk, region as u64, region) == pattern(region, 6));
+    assert!(read(&disk, region as u64, region) == noise(6, region));
     disk.close().unwrap();
     assert_sound(&storage);
 }
@@ -482,8 +470,8 @@ fn a_large_block_written_in_part_at_the_end_of_the_file_is_there_as_a_whole() {
 fn a_record_that_lacked_its_blocks_never_comes_to_count() {
     let storage = Arc::new(MemoryStorage::default());
     let disk = create(&storage, CreateOptions::disk(8 * MIB));
-    disk.write_at(0, &pattern(4096, 1)).unwrap();
-    disk.write_at(4096, &pattern(4096, 2)).unwrap();
+    disk.write_at(0, &noise(1, 4096)).unwrap();
+    disk.write_at(4096, &noise(2, 4096)).unwrap();
     disk.flush().unwrap();
     let Mapping::Raw { stored } = disk.map(4096).unwrap().mapping else {
         panic!("a block of 4 KiB has a checksum");
@@ -498,11 +486,11 @@ fn a_record_that_lacked_its_blocks_never_comes_to_count() {
     let later = crashed(&cut);
     let end = later.len().unwrap().max(stored.end());
     later.set_len(end).unwrap();
-    later.write_at(stored.at.0, &pattern(4096, 2)).unwrap();
+    later.write_at(stored.at.0, &noise(2, 4096)).unwrap();
     let Mapping::Raw { stored } = disk.map(0).unwrap().mapping else {
         panic!("a block of 4 KiB has a checksum");
     };
-    later.write_at(stored.at.0, &pattern(4096, 1)).unwrap();
+    later.write_at(stored.at.0, &noise(1, 4096)).unwrap();
     let image = Image::open_storage(later, &OpenOptions::default()).unwrap();
     assert!(read(&*image, 0, 8192).iter().all(|byte| *byte == 0));
 }
@@ -568,7 +556,7 @@ fn a_region_that_is_zeroed_as_a_whole_and_written_before_a_flush_gives_its_space
         ..WriterOptions::default()
     };
     let mut writer = ImageWriter::on_storage(storage.clone(), options).unwrap();
-    writer.append(&pattern(4 * BLOCK as usize, 1)).unwrap();
+    writer.append(&noise(1, 4 * BLOCK as usize)).unwrap();
     writer.finish(&[], &serde_json::json!({})).unwrap();
     let disk = reopen(&storage, None);
     assert_eq!(disk.header().region_shift, 16);

@@ -9,6 +9,7 @@ use bcow::{
     BackingResolver, BlockDevice, Compression, Error, Image, ImageWriter, Mapping, MemoryStorage,
     OpenOptions, Verify, WriterOptions, Written, verify_written,
 };
+use bcow_testkit::noise;
 use sha2::{Digest, Sha256};
 
 const REGION: u64 = 4 << 20;
@@ -41,18 +42,6 @@ impl BackingResolver for Resolver<'_> {
         let storage = Arc::new(MemoryStorage::new(bytes.clone()));
         Ok(Some(Image::open_with_backings(storage, &self.1, self)?))
     }
-}
-
-fn noise(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed;
-    (0..bytes)
-        .map(|_| {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            (state >> 56) as u8
-        })
-        .collect()
 }
 
 fn all_options() -> Vec<WriterOptions> {

@@ -4,36 +4,26 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{ConvertOptions, LayerOrigin, LayoutOptions, Source, convert_to_layout};
+use bcow_testkit::noise;
 use serde_json::Value;
 
 use crate::support::{LAYER, Layered, Layout, Warnings, gzip, layered_with, options};
 use crate::tarmaker::Tar;
 
-/// Content that neither deduplicates nor compresses well, and differs for each seed.
-fn noise(seed: u32, bytes: u32) -> Vec<u8> {
-    let mut state = u64::from(seed) + 1;
-    (0..bytes)
-        .map(|_| {
-            // xorshift64
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
-}
-
 fn base() -> Vec<u8> {
     let mut tar = Tar::new().dir("usr");
     for i in 0..40 {
-        tar = tar.file(format!("usr/f{i}"), noise(i, 5000 * (i + 1)));
+        tar = tar.file(format!("usr/f{i}"), noise(i, 5000 * (i as usize + 1)));
     }
     tar.done()
 }
 
 fn upper(seed: u32) -> Vec<u8> {
     Tar::new()
-        .file(format!("usr/own{seed}"), noise(1000 + seed, 70_000))
+        .file(
+            format!("usr/own{seed}"),
+            noise(1000 + u64::from(seed), 70_000),
+        )
         // Content of the base, under another name and with a tail beside the inode.
         .file("usr/copy", noise(7, 5000 * 8))
         .file("usr/tail", &noise(3, 5000 * 4)[..4096 * 4 + 100])

@@ -1,8 +1,8 @@
-//! The rules of the house, each kept by a test: crates and modules depend downwards only, lines end at
-//! column 100, and texts use the field's words.
+//! The rules of the house, each kept by a test: crates and modules depend downwards only, lines end
+//! at column 100, and texts use the field's words.
 //!
-//! `known.txt` lists where older code breaks a rule, and how often. A number there may only shrink: a test
-//! fails when a file has more such places, and also when it has fewer and the number was not lowered.
+//! `known.txt` counts the places in older code that break a rule, per file. A number there may only
+//! shrink: a test fails if a file has more such places than listed, or fewer.
 //! `BCOW_HOUSE_WRITE=1` writes the list anew.
 
 mod crates;

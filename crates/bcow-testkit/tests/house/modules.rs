@@ -1,8 +1,8 @@
 //! Modules of a crate depend on each other without circles.
 //!
-//! A module depends on the modules that its `use` declarations and its paths name. Names are followed through
-//! re-exports to the module that defines them. A module may use its ancestors: what contains it is its context. Code
-//! under `#[cfg(test)]` does not count.
+//! A module depends on the modules that its `use` declarations and its paths name. Names are
+//! followed through re-exports to the module that defines them. A module may use its ancestors.
+//! Code under `#[cfg(test)]` does not count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -127,7 +127,7 @@ fn is_for_tests(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let mut for_tests = false;
         if attribute.path().is_ident("cfg") {
-            // What is no plain list (`feature = "x"`) is not `test`.
+            // An attribute that is not a plain list (`feature = "x"`) is not `test`.
             let _ = attribute.parse_nested_meta(|meta| {
                 for_tests |= meta.path.is_ident("test");
                 Ok(())

@@ -6,7 +6,6 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -15,7 +14,7 @@ use std::time::{Duration, Instant};
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::Timestamp;
-use bcow_testkit::{has_program, lacks};
+use bcow_testkit::{lacks, lacks_mkfs, make_erofs, noise};
 use rustix::fs::IFlags;
 use rustix::io::Errno;
 use tempfile::TempDir;
@@ -82,17 +81,6 @@ struct Fixture {
     union: Option<Arc<UnionFs>>,
 }
 
-fn noise(length: usize) -> Vec<u8> {
-    let mut state = 1_u32;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 17;
-        state ^= state << 5;
-        state as u8
-    };
-    (0..length).map(|_| next()).collect()
-}
-
 fn make_image() -> Vec<u8> {
     let directory = tempfile::tempdir().unwrap();
     let tree = directory.path().join("tree");
@@ -104,27 +92,22 @@ fn make_image() -> Vec<u8> {
     for name in ["a", "b", "c"] {
         fs::write(tree.join(name), b"small file\n").unwrap();
     }
-    fs::write(tree.join("big"), noise(BIG)).unwrap();
-    fs::write(tree.join("h1"), noise(2 * BLOCK as usize)).unwrap();
+    fs::write(tree.join("big"), noise(1, BIG)).unwrap();
+    fs::write(tree.join("h1"), noise(1, 2 * BLOCK as usize)).unwrap();
     fs::hard_link(tree.join("h1"), tree.join("h2")).unwrap();
     let image = directory.path().join("image");
-    let mut program = Command::new("mkfs.erofs");
-    program.args(["--quiet", "-x1"]).arg(&image).arg(&tree);
-    program.stdout(std::process::Stdio::null());
-    assert!(program.status().unwrap().success());
+    make_erofs(&tree, &image, &[]);
     fs::read(image).unwrap()
 }
 
 impl Fixture {
     fn new(options: UnionOptions) -> Option<Fixture> {
-        if lacks("root", rustix::process::geteuid().is_root())
-            || lacks("mkfs.erofs", has_program("mkfs.erofs"))
-        {
+        if lacks_mkfs() {
             return None;
         }
         static IMAGE: OnceLock<Vec<u8>> = OnceLock::new();
         let bytes = IMAGE.get_or_init(make_image).clone();
-        let begin = &noise(BIG)[..64];
+        let begin = &noise(1, BIG)[..64];
         let start = bytes.windows(64).position(|piece| piece == begin).unwrap() as u64;
         let mut fixture = Fixture {
             directory: tempfile::tempdir().unwrap(),
@@ -239,7 +222,7 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         fixture.fs().regularly();
         assert_eq!(fixture.fs().open_sketches.all().count(), 1, "{kind:?}");
         fixture.lower.broken.store(false, Ordering::Release);
-        let mut expected = noise(BIG);
+        let mut expected = noise(1, BIG);
         expected[100_000..100_005].copy_from_slice(b"hello");
         assert!(fixture.content("big") == expected, "{kind:?}");
         // The kernel forgets the node: the sketch is not used any more.

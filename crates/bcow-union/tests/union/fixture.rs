@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::FileType;
-use bcow_testkit::{has_program, lacks};
+use bcow_testkit::lacks_mkfs;
 use bcow_union::NodeId;
 use bcow_union::fs::{
     Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SetHow, SyncWhat, UnionFs,
@@ -60,9 +60,7 @@ pub fn closed() -> Option<Union> {
 
 /// A union on this image that is not opened yet.
 pub fn closed_on(image: fn() -> &'static Image, options: UnionOptions) -> Option<Union> {
-    if lacks("root", rustix::process::geteuid().is_root())
-        || lacks("mkfs.erofs", has_program("mkfs.erofs"))
-    {
+    if lacks_mkfs() {
         return None;
     }
     Some(Union {

@@ -3,20 +3,14 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::{Arc, LazyLock};
 
 use bcow::BlockDevice;
 use bcow_erofs::reader::Filesystem;
-use bcow_testkit::Random;
+use bcow_testkit::make_erofs;
+pub use bcow_testkit::noise;
 
 use crate::host::{make_whiteout, set_attribute};
-
-/// Random bytes that depend only on the seed.
-pub fn noise(seed: u64, length: usize) -> Vec<u8> {
-    let mut random = Random::new(seed);
-    (0..length).map(|_| random.next_u64() as u8).collect()
-}
 
 /// The extended attribute that stores the ACL.
 pub const ACCESS_ACL: &str = "system.posix_acl_access";
@@ -132,14 +126,11 @@ impl Image {
         let [tree, image] = ["tree", "image"].map(|name| directory.path().join(name));
         fs::create_dir(&tree).unwrap();
         fill(&tree);
-        let status = Command::new("mkfs.erofs")
-            .args(["--quiet", "-x1"])
-            .args(["-U", "6a0f7b5e-0000-4000-8000-00000000bc0f"])
-            .args([&image, &tree])
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status();
-        assert!(status.unwrap().success());
+        make_erofs(
+            &tree,
+            &image,
+            &["-U", "6a0f7b5e-0000-4000-8000-00000000bc0f"],
+        );
         let mut bytes = fs::read(image).unwrap();
         bytes.resize(bytes.len().next_multiple_of(4096), 0);
         Image(Arc::new(bytes))
