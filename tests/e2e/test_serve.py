@@ -425,7 +425,7 @@ class Doors(Serve):
             self.assertTrue(stat.S_ISSOCK(mode))
             self.assertEqual(stat.S_IMODE(mode), 0o600)
             result = bcow("serve", self.sealed, "--socket", self.socket(), check=False)
-            assert_refused(self, result, "a server is there already")
+            assert_refused(self, result, "another server listens there")
         self.assertFalse(os.path.exists(self.socket()))
 
     def test_the_socket_of_a_dead_server_is_replaced_and_a_file_is_not(self):

@@ -30,7 +30,7 @@ pub fn passed_listeners() -> Result<Vec<Listener>, Error> {
         return Ok(Vec::new());
     };
     if TAKEN.swap(true, Ordering::SeqCst) {
-        return Err(Error::Activation("they were taken before".into()));
+        return Err(Error::Activation("they are already in use".into()));
     }
     let mut listeners = Vec::new();
     for number in FIRST..FIRST + count {
@@ -75,11 +75,13 @@ fn take(number: RawFd) -> Result<OwnedFd, Error> {
 fn listener(fd: OwnedFd, number: RawFd) -> Result<Listener, Error> {
     let listens = socket_acceptconn(&fd).unwrap_or(false);
     if !listens || socket_type(&fd) != Ok(SocketType::STREAM) {
-        let problem = format!("descriptor {number} is no stream socket that listens (Accept=no)");
+        let problem = format!(
+            "descriptor {number} is not a listening stream socket; the unit needs Accept=no"
+        );
         return Err(Error::Activation(problem));
     }
     let address =
-        getsockname(&fd).map_err(|errno| Error::host("look at a passed socket", errno))?;
+        getsockname(&fd).map_err(|errno| Error::host("inspect a passed socket", errno))?;
     Ok(Listener::passed(fd, address))
 }
 

@@ -8,7 +8,7 @@ use std::io;
 #[non_exhaustive]
 pub enum Error {
     /// The list of exports is empty.
-    #[error("there is no export")]
+    #[error("the server has no export")]
     NoExport,
     /// Two exports have the same name.
     #[error("two exports have the name {0:?}")]
@@ -25,10 +25,10 @@ pub enum Error {
         source: io::Error,
     },
     /// Another server listens on this socket.
-    #[error("cannot listen on {0}: a server is there already")]
+    #[error("cannot listen on {0}: another server listens there")]
     InUse(String),
     /// The path of the socket is an existing file of another type.
-    #[error("cannot listen on {0}: there is a file that is no socket")]
+    #[error("cannot listen on {0}: the file exists and is not a socket")]
     NoSocket(String),
     /// The environment variables for passed sockets are invalid.
     #[error("sockets passed by the service manager: {0}")]
@@ -66,7 +66,7 @@ pub(crate) enum SessionEnd {
     #[error("TLS failed: {0}")]
     Tls(String),
     /// The client paused for too long in the middle of a message.
-    #[error("it took too long in the middle of a message")]
+    #[error("timeout in the middle of a message")]
     TimedOut,
 }
 

@@ -2,10 +2,11 @@
 
 use bcow::{BlockDevice, Content, Space, WritableDevice};
 
-use crate::connection::{Agreed, Connection};
+use crate::client::Client;
 use crate::context::Context;
 use crate::errno::{Failure, out_of_range};
 use crate::error::SessionEnd;
+use crate::export::Selection;
 use crate::proto::{Command, Errno, Framing, MAX_PAYLOAD_BYTES, Request, command_flag};
 use crate::reply::{Last, Replies, StatusExtent};
 
@@ -21,31 +22,31 @@ const MOST_CACHED_BYTES: u64 = 64 << 20;
 
 /// Checks a request: the command is known, its flags belong to it, the export permits it, and the
 /// range is inside the device.
-pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
+pub(crate) fn check(selection: &Selection, request: &Request) -> Result<(), Failure> {
     let invalid = |message: &str| Err(Failure::new(Errno::Invalid, message));
-    let structured = agreed.framing >= Framing::Structured;
+    let structured = selection.framing >= Framing::Structured;
     let allowed = match request.command {
         Command::Read if structured => command_flag::DF,
-        Command::Write if agreed.framing == Framing::Extended => command_flag::PAYLOAD_LEN,
+        Command::Write if selection.framing == Framing::Extended => command_flag::PAYLOAD_LEN,
         Command::WriteZeroes => command_flag::NO_HOLE | command_flag::FAST_ZERO,
         Command::BlockStatus => command_flag::REQ_ONE,
         Command::Unknown(number) => {
-            return invalid(&format!("command {number} is not known"));
+            return invalid(&format!("unknown command {number}"));
         }
         _ => 0,
     };
     // FUA is valid with every command, but has an effect only on commands that write.
     if request.flags & !(allowed | command_flag::FUA) != 0 {
-        return invalid("a flag is not known, or does not belong to the command");
+        return invalid("a flag is unknown or belongs to another command");
     }
     let changes = matches!(
         request.command,
         Command::Write | Command::Trim | Command::WriteZeroes
     );
-    if changes && agreed.export.device.writer().is_none() {
+    if changes && selection.export.device.writer().is_none() {
         return Err(Failure::new(Errno::Perm, "the export is read-only"));
     }
-    let size = agreed.export.device.reader().size();
+    let size = selection.export.device.reader().size();
     let end = request.offset.checked_add(request.length);
     if request.command != Command::Flush && end.is_none_or(|end| end > size) {
         let message = format!("the range ends beyond the end of the export ({size} bytes)");
@@ -59,11 +60,11 @@ pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
         return Err(Failure::new(errno, "a read is larger than 32 MiB"));
     }
     if request.command == Command::BlockStatus {
-        if agreed.contexts.is_empty() {
-            return invalid("no metadata context was chosen");
+        if selection.contexts.is_empty() {
+            return invalid("no metadata context is selected");
         }
         if request.length == 0 {
-            return invalid("the status of no bytes");
+            return invalid("a status request of zero bytes");
         }
     }
     Ok(())
@@ -73,51 +74,46 @@ pub(crate) fn check(agreed: &Agreed, request: &Request) -> Result<(), Failure> {
 /// several parts; leaves all other replies in `replies`. An error of the device becomes a reply; an
 /// `Err` ends the session.
 pub(crate) fn run(
-    connection: &Connection,
+    client: &Client,
     request: &Request,
     payload: &[u8],
     piece: usize,
     replies: &mut Replies,
 ) -> Result<(), SessionEnd> {
     match request.command {
-        Command::Read => return read(connection, request, piece, replies),
-        Command::BlockStatus => status(connection, request, replies),
+        Command::Read => return read(client, request, piece, replies),
+        Command::BlockStatus => status(client, request, replies),
         command => {
-            let done = match connection.agreed.export.device.writer() {
+            let done = match client.selection.export.device.writer() {
                 Some(device) => change(device, request, payload),
                 None => Ok(()),
             };
             let done = match command {
-                Command::Cache => cache(connection.agreed.export.device.reader(), request),
+                Command::Cache => cache(client.selection.export.device.reader(), request),
                 _ => done,
             };
-            reply(connection, request, done, replies);
+            reply(client, request, done, replies);
         }
     }
     Ok(())
 }
 
-fn reply(
-    connection: &Connection,
-    request: &Request,
-    done: Result<(), bcow::Error>,
-    replies: &mut Replies,
-) {
+fn reply(client: &Client, request: &Request, done: Result<(), bcow::Error>, replies: &mut Replies) {
     match done {
         Ok(()) => replies.done(request.cookie),
         Err(error) => {
-            let failure = failure(connection, request, &error);
+            let failure = failure(client, request, &error);
             replies.failed(request.cookie, request.offset, &failure);
         }
     }
 }
 
 /// Reports an error of the device and converts it to an error of the protocol.
-fn failure(connection: &Connection, request: &Request, error: &bcow::Error) -> Failure {
-    connection
+fn failure(client: &Client, request: &Request, error: &bcow::Error) -> Failure {
+    client
         .shared
         .failures
-        .report(&connection.agreed.export.name, request, error);
+        .report(&client.selection.export.name, request, error);
     Failure::of_device(request.command, error)
 }
 
@@ -134,7 +130,7 @@ fn change(
             if keep && request.has(command_flag::FAST_ZERO) {
                 // Zeros with allocated space are written like data.
                 return Err(bcow::Error::Unsupported(
-                    "zeros that take space are not faster than a write".into(),
+                    "zeros with allocated space are not faster than a write".into(),
                 ));
             }
             let space = match keep {
@@ -161,7 +157,7 @@ fn cache(device: &dyn BlockDevice, request: &Request) -> Result<(), bcow::Error>
 /// Executes a write whose payload is larger than the available memory. After an error, receives and
 /// discards the rest of the payload.
 pub(crate) fn write_in_pieces(
-    connection: &Connection,
+    client: &Client,
     request: &Request,
     buf: &mut [u8],
     mut receive: impl FnMut(&mut [u8]) -> Result<(), SessionEnd>,
@@ -173,7 +169,7 @@ pub(crate) fn write_in_pieces(
         let n = (request.length - at).min(buf.len() as u64);
         let piece = &mut buf[..n as usize];
         receive(piece)?;
-        if let (Ok(()), Some(device)) = (&done, connection.agreed.export.device.writer()) {
+        if let (Ok(()), Some(device)) = (&done, client.selection.export.device.writer()) {
             done = device.write_at(request.offset + at, piece);
         }
         at += n;
@@ -181,21 +177,21 @@ pub(crate) fn write_in_pieces(
     if let (Ok(()), true, Some(device)) = (
         &done,
         request.has(command_flag::FUA),
-        connection.agreed.export.device.writer(),
+        client.selection.export.device.writer(),
     ) {
         done = device.flush();
     }
-    reply(connection, request, done, replies);
+    reply(client, request, done, replies);
     Ok(())
 }
 
 fn read(
-    connection: &Connection,
+    client: &Client,
     request: &Request,
     piece: usize,
     replies: &mut Replies,
 ) -> Result<(), SessionEnd> {
-    let device = connection.agreed.export.device.reader();
+    let device = client.selection.export.device.reader();
     let Request {
         cookie,
         offset,
@@ -208,12 +204,12 @@ fn read(
         return Ok(());
     }
     let may_split = structured && !request.has(command_flag::DF);
-    let tell_holes = may_split && length >= HOLE_WORTH_BYTES;
+    let send_holes = may_split && length >= HOLE_WORTH_BYTES;
     let mut at = 0;
     loop {
         let here = offset + at;
         let left = length - at;
-        let hole = match tell_holes {
+        let hole = match send_holes {
             true => zeros(device, here, left),
             false => Zeros::Not(left),
         };
@@ -233,7 +229,7 @@ fn read(
                 device.read_at(here, buf)
             });
             if let Err(error) = filled {
-                let failure = failure(connection, request, &error);
+                let failure = failure(client, request, &error);
                 replies.failed_at(cookie, offset, &failure, here);
                 return Ok(());
             }
@@ -243,7 +239,7 @@ fn read(
             return Ok(());
         }
         if replies.bytes().len() >= piece {
-            connection.send(replies)?;
+            client.send(replies)?;
         }
     }
 }
@@ -279,21 +275,21 @@ fn zeros(device: &dyn BlockDevice, offset: u64, length: u64) -> Zeros {
     Zeros::Not(run(end, false) - offset)
 }
 
-fn status(connection: &Connection, request: &Request, replies: &mut Replies) {
-    let device = connection.agreed.export.device.reader();
-    let contexts = connection.agreed.contexts;
+fn status(client: &Client, request: &Request, replies: &mut Replies) {
+    let device = client.selection.export.device.reader();
+    let contexts = client.selection.contexts;
     let count = contexts.iter().count();
-    let mut told = Vec::with_capacity(count);
+    let mut found = Vec::with_capacity(count);
     for context in contexts.iter() {
         match extents(device, context, request) {
-            Ok(extents) => told.push((context, extents)),
+            Ok(extents) => found.push((context, extents)),
             Err(error) => {
-                let failure = failure(connection, request, &error);
+                let failure = failure(client, request, &error);
                 return replies.failed(request.cookie, request.offset, &failure);
             }
         }
     }
-    for (index, (context, extents)) in told.iter().enumerate() {
+    for (index, (context, extents)) in found.iter().enumerate() {
         let last = match index + 1 == count {
             true => Last::Yes,
             false => Last::No,

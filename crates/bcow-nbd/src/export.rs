@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bcow::{BlockDevice, WritableDevice};
 
+use crate::context::Contexts;
 use crate::error::Error;
 use crate::proto::{Framing, MAX_STRING_BYTES, transmission_flag as flag};
 
@@ -60,6 +61,14 @@ impl Export {
         }
         flags
     }
+}
+
+/// An export as a client has selected it.
+#[derive(Clone)]
+pub(crate) struct Selection {
+    pub(crate) export: Arc<Export>,
+    pub(crate) framing: Framing,
+    pub(crate) contexts: Contexts,
 }
 
 /// All exports of a server.

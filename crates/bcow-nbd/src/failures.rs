@@ -12,7 +12,7 @@ use crate::proto::{Command, Request};
 use crate::sync::Mutex;
 
 /// This many failures are reported one by one; after that, each time their number has doubled.
-const TOLD: u64 = 16;
+const LOGGED_SINGLY: u64 = 16;
 
 /// A request that failed at the device.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +45,7 @@ impl fmt::Display for FailedRequest<'_> {
             f,
             "{command:?} of {length} bytes at byte {offset} failed: {error}"
         )?;
-        match *count > TOLD {
+        match *count > LOGGED_SINGLY {
             true => write!(f, " (failed request number {count}; not all are logged)"),
             false => Ok(()),
         }
@@ -91,7 +91,7 @@ impl FailureLog {
 
     pub(crate) fn report(&self, export: &str, request: &Request, error: &Error) {
         let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
-        if !is_told(count) {
+        if !is_logged(count) {
             return;
         }
         (self.report.0)(&FailedRequest {
@@ -125,24 +125,24 @@ struct Window {
 impl RefusalLog {
     /// Reports the client `id` with address `from`.
     pub(crate) fn report(&self, id: u64, from: &str, why: &dyn fmt::Display) {
-        let told = {
+        let left_out = {
             let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            window.tell(Instant::now())
+            window.admit(Instant::now())
         };
-        let Some(left_out) = told else {
+        let Some(left_out) = left_out else {
             return;
         };
         if left_out > 0 {
-            tracing::warn!("{left_out} more clients were refused, which are not listed");
+            tracing::warn!("{left_out} more refused clients are not logged");
         }
-        tracing::warn!("client {id}, from {from}, is refused: {why}");
+        tracing::warn!("client {id} at {from} is refused: {why}");
     }
 }
 
 impl Window {
     /// Whether the next refusal gets a log line. `Some` then holds the number of refusals that got
     /// no line since the last report of such a number.
-    fn tell(&mut self, now: Instant) -> Option<u64> {
+    fn admit(&mut self, now: Instant) -> Option<u64> {
         let began = *self.began.get_or_insert(now);
         if now.saturating_duration_since(began) >= REFUSAL_WINDOW {
             self.began = Some(now);
@@ -157,8 +157,8 @@ impl Window {
     }
 }
 
-fn is_told(count: u64) -> bool {
-    count <= TOLD || count.is_power_of_two()
+fn is_logged(count: u64) -> bool {
+    count <= LOGGED_SINGLY || count.is_power_of_two()
 }
 
 #[cfg(test)]
@@ -166,19 +166,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn refusals_beyond_some_in_a_minute_are_counted_only() {
+    fn refusals_beyond_the_limit_of_a_minute_are_only_counted() {
         let mut window = Window::default();
         let begin = Instant::now();
-        let told = (0..1000).filter(|_| window.tell(begin).is_some()).count();
-        assert_eq!(told, REFUSALS as usize);
+        let logged = (0..1000).filter(|_| window.admit(begin).is_some()).count();
+        assert_eq!(logged, REFUSALS as usize);
         let later = begin + REFUSAL_WINDOW;
-        assert_eq!(window.tell(later), Some(1000 - u64::from(REFUSALS)));
-        assert_eq!(window.tell(later), Some(0));
+        assert_eq!(window.admit(later), Some(1000 - u64::from(REFUSALS)));
+        assert_eq!(window.admit(later), Some(0));
     }
 
     #[test]
-    fn a_million_failures_are_some_dozen_lines() {
-        let lines = (1..=1 << 20).filter(|&count| is_told(count)).count();
+    fn a_million_failures_give_32_log_lines() {
+        let lines = (1..=1 << 20).filter(|&count| is_logged(count)).count();
         assert_eq!(lines, 16 + 16);
     }
 }

@@ -1,12 +1,11 @@
-//! The handshake: from the greeting until client and server have agreed on an export.
+//! The handshake: from the greeting until the client has selected an export.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::connection::Agreed;
 use crate::context::{Context, Contexts};
 use crate::error::SessionEnd;
-use crate::export::Export;
+use crate::export::{Export, Selection};
 use crate::proto::{
     Framing, INIT_MAGIC, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC,
     client_flag, handshake_flag, info, option, option_reply, take_bytes, take_u16, take_u32,
@@ -14,7 +13,7 @@ use crate::proto::{
 };
 use crate::receive::Receiver;
 use crate::reply::truncated;
-use crate::server::Shared;
+use crate::shared::Shared;
 use crate::socket::{Patience, Socket};
 use crate::tls::{self, Tls};
 
@@ -31,7 +30,7 @@ const MESSAGE_BYTES: usize = 1024;
 /// Result of a handshake after which the connection is intact.
 pub(crate) enum Outcome {
     /// The transmission phase starts.
-    Agreed(Agreed),
+    Selected(Selection),
     /// The client ended the session.
     Left,
 }
@@ -81,7 +80,7 @@ impl Handshake<'_> {
         let flags = self.take(4, take_u32)?;
         let known = client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES;
         if flags & !known != 0 {
-            return Err(SessionEnd::Protocol("the client's flags are not known"));
+            return Err(SessionEnd::Protocol("unknown client flags"));
         }
         let no_zeroes = flags & client_flag::NO_ZEROES != 0;
 
@@ -146,7 +145,8 @@ impl Handshake<'_> {
             option::INFO | option::GO => return self.info(option, data, negotiated),
             option::STRUCTURED_REPLY if data.is_empty() => {
                 if negotiated.framing == Framing::Extended {
-                    let message = "extended headers were chosen, which have structured replies";
+                    let message =
+                        "extended headers are already selected and include structured replies";
                     self.refuse(option, option_reply::ERR_INVALID, message)?;
                 } else {
                     negotiated.framing = Framing::Structured;
@@ -161,10 +161,10 @@ impl Handshake<'_> {
                 self.meta_context(option, data, negotiated)?;
             }
             option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
-                let message = "the option has data where it has none";
+                let message = "the option must have no data";
                 self.refuse(option, option_reply::ERR_INVALID, message)?;
             }
-            _ => self.refuse(option, option_reply::ERR_UNSUP, "the option is not known")?,
+            _ => self.refuse(option, option_reply::ERR_UNSUP, "unknown option")?,
         }
         Ok(Step::Next)
     }
@@ -172,35 +172,36 @@ impl Handshake<'_> {
     /// The error with which the server refuses the option in its present state, if it does.
     fn refused(&self, option: u32) -> Option<(u32, &'static str)> {
         if self.shared.is_stopping() {
-            return Some((option_reply::ERR_SHUTDOWN, "the server is ending"));
+            return Some((option_reply::ERR_SHUTDOWN, "the server is shutting down"));
         }
         let tls = self.shared.options.tls.as_ref();
         if tls.is_some_and(Tls::is_required) && !self.socket.is_tls() && option != option::STARTTLS
         {
-            return Some((option_reply::ERR_TLS_REQD, "this server wants TLS"));
+            return Some((option_reply::ERR_TLS_REQD, "this server requires TLS"));
         }
         self.refusal.map(|refusal| match refusal {
-            Refusal::TooManyClients => (
-                option_reply::ERR_POLICY,
-                "the server has as many clients as it takes",
-            ),
+            Refusal::TooManyClients => {
+                (option_reply::ERR_POLICY, "the limit of clients is reached")
+            }
         })
     }
 
     fn start_tls(&mut self, data: &[u8], negotiated: &mut Negotiated) -> Result<(), SessionEnd> {
         let option = option::STARTTLS;
         let Some(tls) = &self.shared.options.tls else {
-            let message = "this server has no TLS";
+            let message = "this server has no TLS certificate";
             return self.refuse(option, option_reply::ERR_POLICY, message);
         };
         if self.socket.is_tls() || !data.is_empty() {
-            let message = "TLS has begun already, or the option has data where it has none";
+            let message = "TLS is already active, or the option has data";
             return self.refuse(option, option_reply::ERR_INVALID, message);
         }
         // Refuse bytes that follow STARTTLS at once. An attacker may have inserted them as
         // plaintext, and the server would treat them as sent under TLS (CVE-2021-3716).
         if !self.receiver.available().is_empty() {
-            return Err(SessionEnd::Protocol("something follows the wish for TLS"));
+            return Err(SessionEnd::Protocol(
+                "data follows STARTTLS before the reply",
+            ));
         }
         self.reply(option, option_reply::ACK, &[])?;
         self.socket
@@ -218,7 +219,7 @@ impl Handshake<'_> {
     ) -> Result<Step, SessionEnd> {
         // EXPORT_NAME has no error reply.
         let Some(export) = self.shared.exports.find(name).cloned() else {
-            return Err(SessionEnd::Protocol("there is no export of that name"));
+            return Err(SessionEnd::Protocol("no export has the requested name"));
         };
         let mut reply = Vec::with_capacity(134);
         reply.extend(export.device.reader().size().to_be_bytes());
@@ -227,7 +228,7 @@ impl Handshake<'_> {
             reply.resize(reply.len() + 124, 0);
         }
         self.send(&reply)?;
-        Ok(Step::Done(agree(export, negotiated)))
+        Ok(Step::Done(select(export, negotiated)))
     }
 
     fn list(&mut self) -> Result<(), SessionEnd> {
@@ -249,7 +250,7 @@ impl Handshake<'_> {
         negotiated: &mut Negotiated,
     ) -> Result<Step, SessionEnd> {
         let Some((name, wanted)) = parse_info(data) else {
-            let message = "the option's data make no sense";
+            let message = "the data of the option is invalid";
             self.refuse(option, option_reply::ERR_INVALID, message)?;
             return Ok(Step::Next);
         };
@@ -280,7 +281,7 @@ impl Handshake<'_> {
         }
         self.reply(option, option_reply::ACK, &[])?;
         Ok(match option {
-            option::GO => Step::Done(agree(export, negotiated)),
+            option::GO => Step::Done(select(export, negotiated)),
             _ => Step::Next,
         })
     }
@@ -301,7 +302,7 @@ impl Handshake<'_> {
             return self.refuse(option, option_reply::ERR_INVALID, message);
         }
         let Some((name, queries)) = parse_queries(data) else {
-            let message = "the option's data make no sense";
+            let message = "the data of the option is invalid";
             return self.refuse(option, option_reply::ERR_INVALID, message);
         };
         let Some(export) = self.find_or_refuse(option, name)? else {
@@ -342,7 +343,7 @@ impl Handshake<'_> {
         let found = self.shared.exports.find(name).cloned();
         if found.is_none() {
             let shown = String::from_utf8_lossy(name);
-            let message = format!("there is no export {shown:?}");
+            let message = format!("no export has the name {shown:?}");
             self.refuse(option, option_reply::ERR_UNKNOWN, &message)?;
         }
         Ok(found)
@@ -383,13 +384,13 @@ impl Handshake<'_> {
     }
 }
 
-fn agree(export: Arc<Export>, negotiated: &mut Negotiated) -> Outcome {
+fn select(export: Arc<Export>, negotiated: &mut Negotiated) -> Outcome {
     // Ignore contexts that were selected for another export.
     let contexts = match negotiated.contexts.take() {
         Some((chosen, contexts)) if Arc::ptr_eq(&chosen, &export) => contexts,
         _ => Contexts::default(),
     };
-    Outcome::Agreed(Agreed {
+    Outcome::Selected(Selection {
         export,
         framing: negotiated.framing,
         contexts,

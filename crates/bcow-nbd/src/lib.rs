@@ -15,36 +15,39 @@
 //!     device: Device::ReadOnly(Arc::new(vec![0; 1 << 20])),
 //! };
 //! let server = Server::new(Exports::new(vec![export])?, ServerOptions::default())?;
-//! // Until somebody calls `stop` of `server.stopper()`.
+//! // Serves until another thread calls `stop` of `server.stopper()`.
 //! server.serve(&[Listener::unix(Path::new("/run/zeros.sock"))?])?;
 //! # Ok(())
 //! # }
 //! ```
 
 pub mod activation;
+mod client;
 mod connection;
 mod context;
 mod errno;
-pub mod error;
+mod error;
 mod execute;
-pub mod export;
+mod export;
 mod failures;
 mod handshake;
 mod limits;
-pub mod listen;
+mod listen;
 pub mod netlink;
 pub mod proto;
 mod receive;
 mod reply;
-pub mod server;
+mod server;
+mod shared;
 mod socket;
 mod sync;
-pub mod tls;
+mod tls;
 mod turn;
 
 pub use error::Error;
 pub use export::{Device, Export, Exports};
 pub use failures::{FailedRequest, FailureReport};
 pub use listen::{Listener, Place};
-pub use server::{Server, ServerOptions, Stopper};
+pub use server::{Server, Stopper};
+pub use shared::ServerOptions;
 pub use tls::{Tls, TlsWhen};

@@ -19,11 +19,11 @@ impl Memory {
         }
     }
 
-    /// Reserves `bytes`. Waits up to `patience` for other requests to release memory; `false` if
+    /// Reserves `bytes`. Waits up to `timeout` for other requests to release memory; `false` if
     /// that is not enough.
-    pub(crate) fn take(&self, bytes: u64, patience: Duration) -> bool {
+    pub(crate) fn reserve(&self, bytes: u64, timeout: Duration) -> bool {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = Instant::now() + patience;
+        let end = Instant::now() + timeout;
         while *left < bytes {
             let rest = end.saturating_duration_since(Instant::now());
             if rest.is_zero() {
@@ -41,7 +41,7 @@ impl Memory {
     }
 
     /// Releases reserved bytes.
-    pub(crate) fn give(&self, bytes: u64) {
+    pub(crate) fn release(&self, bytes: u64) {
         *self.left.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
         self.freed.notify_all();
     }
@@ -87,16 +87,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_runs_out_and_comes_back() {
+    fn released_memory_can_be_reserved_again() {
         let memory = Memory::new(10);
-        assert!(memory.take(8, Duration::ZERO));
-        assert!(!memory.take(3, Duration::ZERO));
-        memory.give(8);
-        assert!(memory.take(10, Duration::ZERO));
+        assert!(memory.reserve(8, Duration::ZERO));
+        assert!(!memory.reserve(3, Duration::ZERO));
+        memory.release(8);
+        assert!(memory.reserve(10, Duration::ZERO));
     }
 
     #[test]
-    fn whoever_asks_for_too_much_waits() {
+    fn bytes_beyond_the_rate_wait() {
         let rate = Rate::new(1000);
         let start = *rate.due.lock().unwrap() + BURST;
         let later = |ms: u64| start + Duration::from_millis(ms);

@@ -154,10 +154,10 @@ impl Driver {
         };
         let mut name = Vec::new();
         put(&mut name, CONTROL_FAMILY_NAME, family);
-        let reply = match driver.ask(CONTROL_GET_FAMILY, &name) {
+        let reply = match driver.request(CONTROL_GET_FAMILY, &name) {
             Ok(reply) => reply,
-            Err(Answer::Refused(Errno::NOENT)) => return Err(DriverError::NotLoaded),
-            Err(error) => return Err(error.during("look for the nbd driver").into()),
+            Err(RequestError::Refused(Errno::NOENT)) => return Err(DriverError::NotLoaded),
+            Err(error) => return Err(error.during("find the nbd driver").into()),
         };
         driver.family = attributes(&reply)
             .find(|(kind, _)| *kind == CONTROL_FAMILY_ID)
@@ -169,10 +169,10 @@ impl Driver {
 
     /// Attaches a device. Programs can use the device when this returns.
     pub fn connect(&mut self, device: &Connect<'_>) -> Result<(), DriverError> {
-        match self.ask(command::CONNECT, &device.attributes()) {
+        match self.request(command::CONNECT, &device.attributes()) {
             Ok(_) => Ok(()),
-            Err(Answer::Refused(Errno::BUSY)) => Err(DriverError::Busy(device.index)),
-            Err(Answer::Refused(Errno::PERM)) => Err(DriverError::NotPermitted),
+            Err(RequestError::Refused(Errno::BUSY)) => Err(DriverError::Busy(device.index)),
+            Err(RequestError::Refused(Errno::PERM)) => Err(DriverError::NotPermitted),
             Err(error) => {
                 let action = format!("attach /dev/nbd{}", device.index);
                 Err(error.during(&action).into())
@@ -184,10 +184,10 @@ impl Driver {
     pub fn disconnect(&mut self, index: u32) -> Result<(), DriverError> {
         let mut attributes = Vec::new();
         put(&mut attributes, attribute::INDEX, &index.to_ne_bytes());
-        match self.ask(command::DISCONNECT, &attributes) {
+        match self.request(command::DISCONNECT, &attributes) {
             Ok(_) => Ok(()),
-            Err(Answer::Refused(Errno::PERM)) => Err(DriverError::NotPermitted),
-            Err(Answer::Refused(Errno::INVAL | Errno::NOENT)) => {
+            Err(RequestError::Refused(Errno::PERM)) => Err(DriverError::NotPermitted),
+            Err(RequestError::Refused(Errno::INVAL | Errno::NOENT)) => {
                 Err(DriverError::NotAttached(index))
             }
             Err(error) => {
@@ -199,18 +199,18 @@ impl Driver {
 
     /// Sends a command and waits for its acknowledgement. Returns the attributes of the reply that
     /// came before it.
-    fn ask(&mut self, command: u8, attributes: &[u8]) -> Result<Vec<u8>, Answer> {
+    fn request(&mut self, command: u8, attributes: &[u8]) -> Result<Vec<u8>, RequestError> {
         self.sequence += 1;
         let bytes = message(self.family, self.sequence, command, attributes);
         let kernel = SocketAddrNetlink::new(0, 0);
-        sendto(&self.socket, &bytes, SendFlags::empty(), &kernel).map_err(Answer::Failed)?;
+        sendto(&self.socket, &bytes, SendFlags::empty(), &kernel).map_err(RequestError::Failed)?;
         let mut buf = vec![0; 64 << 10];
-        let mut told = Vec::new();
+        let mut reply = Vec::new();
         loop {
             let count = match recv(self.socket.as_fd(), &mut buf[..], RecvFlags::empty()) {
                 Ok((count, _)) => count,
                 Err(Errno::INTR) => continue,
-                Err(errno) => return Err(Answer::Failed(errno)),
+                Err(errno) => return Err(RequestError::Failed(errno)),
             };
             let mut rest = &buf[..count];
             while let Some((header, body)) = take_message(&mut rest) {
@@ -219,27 +219,27 @@ impl Driver {
                 }
                 if header.kind == NLMSG_ERROR {
                     return match body.first_chunk().map(|code| i32::from_ne_bytes(*code)) {
-                        Some(0) => Ok(told),
-                        Some(code) => Err(Answer::Refused(Errno::from_raw_os_error(-code))),
-                        None => Err(Answer::Failed(Errno::BADMSG)),
+                        Some(0) => Ok(reply),
+                        Some(code) => Err(RequestError::Refused(Errno::from_raw_os_error(-code))),
+                        None => Err(RequestError::Failed(Errno::BADMSG)),
                     };
                 }
                 // Skip the command, its version and a reserved field.
-                told = body.get(4..).unwrap_or_default().to_vec();
+                reply = body.get(4..).unwrap_or_default().to_vec();
             }
         }
     }
 }
 
 /// The failure of a command.
-enum Answer {
+enum RequestError {
     Refused(Errno),
     Failed(Errno),
 }
 
-impl Answer {
+impl RequestError {
     fn during(self, action: &str) -> Error {
-        let (Answer::Refused(errno) | Answer::Failed(errno)) = self;
+        let (RequestError::Refused(errno) | RequestError::Failed(errno)) = self;
         Error::host(action, io::Error::from(errno))
     }
 }
@@ -318,7 +318,7 @@ mod tests {
             dead_timeout: None,
             until_closed: true,
         };
-        let said = message(0x1b, 9, command::CONNECT, &device.attributes());
+        let encoded = message(0x1b, 9, command::CONNECT, &device.attributes());
         let [one, two] = sockets.map(|socket| hex(&(socket.as_raw_fd() as u32).to_ne_bytes()));
         let expected = [
             // Length, family, flags, sequence, port; command and version.
@@ -335,15 +335,15 @@ mod tests {
             "0c00 0180 0800 0100",
             &two,
         ];
-        assert_eq!(hex(&said), expected.concat().replace(' ', ""));
+        assert_eq!(hex(&encoded), expected.concat().replace(' ', ""));
     }
 
     #[test]
     fn answers_are_taken_apart_and_short_ones_do_no_harm() {
-        let mut told = Vec::new();
-        put(&mut told, CONTROL_FAMILY_NAME, b"nbd\0");
-        put(&mut told, CONTROL_FAMILY_ID, &0x1bu16.to_ne_bytes());
-        let bytes = message(CONTROL, 5, 1, &told);
+        let mut encoded = Vec::new();
+        put(&mut encoded, CONTROL_FAMILY_NAME, b"nbd\0");
+        put(&mut encoded, CONTROL_FAMILY_ID, &0x1bu16.to_ne_bytes());
+        let bytes = message(CONTROL, 5, 1, &encoded);
         let mut rest = &bytes[..];
         let (header, body) = take_message(&mut rest).unwrap();
         assert_eq!((header.kind, header.sequence, rest.len()), (CONTROL, 5, 0));

@@ -1,108 +1,31 @@
 //! The server: listens, accepts clients, and stops on request.
 
-use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
-use crate::connection::{Agreed, Connection};
+use crate::client::Client;
+use crate::connection::Connection;
 use crate::context::Contexts;
 use crate::error::{Error, SessionEnd};
-use crate::export::Exports;
-use crate::failures::{FailureLog, FailureReport, RefusalLog};
+use crate::export::{Exports, Selection};
 use crate::handshake::{Handshake, Outcome, Refusal};
-use crate::limits::Memory;
 use crate::listen::Listener;
 use crate::proto::Framing;
 use crate::receive::Receiver;
+use crate::shared::{STACK_BYTES, ServerOptions, Shared};
 use crate::socket::Socket;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, thread};
-use crate::tls::Tls;
+use crate::sync::thread;
 
-/// Stack size of a thread in bytes. Small, because a server may have a thousand threads.
-pub(crate) const STACK_BYTES: usize = 512 << 10;
 /// Clients beyond the limit that get an error reply, at a time. Further clients are disconnected
 /// without a reply.
 const REFUSED_AT_ONCE: usize = 16;
 /// How long clients may take to receive their last replies when the server stops.
 const GRACE: Duration = Duration::from_secs(5);
-
-/// Options of a server.
-#[derive(Debug, Clone)]
-pub struct ServerOptions {
-    /// Limit of the clients at a time.
-    pub max_clients: usize,
-    /// Limit of the requests of one client that execute at a time.
-    pub in_flight: u32,
-    /// Limit of bytes per second for each connection, reads and writes together; `None` for no
-    /// limit.
-    pub rate: Option<u64>,
-    /// Memory for large requests of all clients together, in bytes.
-    pub memory_bytes: u64,
-    /// How long a client may take to select an export; `None` for no limit.
-    pub handshake_timeout: Option<Duration>,
-    /// How long a client may pause in the middle of a request, or accept no byte of a reply; `None`
-    /// for no limit.
-    pub request_timeout: Option<Duration>,
-    /// Stop after this time without a client; `None` for never.
-    pub exit_on_idle: Option<Duration>,
-    /// TLS configuration; `None` for no TLS.
-    pub tls: Option<Tls>,
-    /// Receives reports of requests that failed at the device.
-    pub failures: FailureReport,
-}
-
-impl Default for ServerOptions {
-    fn default() -> Self {
-        ServerOptions {
-            max_clients: 256,
-            in_flight: 16,
-            rate: None,
-            memory_bytes: 256 << 20,
-            handshake_timeout: Some(Duration::from_secs(10)),
-            request_timeout: Some(Duration::from_secs(60)),
-            exit_on_idle: None,
-            tls: None,
-            failures: FailureReport::default(),
-        }
-    }
-}
-
-/// State that all connections of a server share.
-pub(crate) struct Shared {
-    pub(crate) exports: Exports,
-    pub(crate) options: ServerOptions,
-    pub(crate) memory: Memory,
-    pub(crate) failures: FailureLog,
-    refusals: RefusalLog,
-    stopping: AtomicBool,
-    wake: OwnedFd,
-    clients: Mutex<Clients>,
-    left: Condvar,
-    next_client: AtomicU64,
-}
-
-#[derive(Default)]
-struct Clients {
-    sockets: HashMap<u64, Arc<Socket>>,
-    /// When the last client left, or the server started.
-    idle_since: Option<Instant>,
-}
-
-impl Shared {
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
-    }
-
-    fn clients(&self) -> MutexGuard<'_, Clients> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// A server of exports.
 pub struct Server {
@@ -117,34 +40,15 @@ impl Stopper {
     /// Stops the server: it accepts no more clients, completes and answers the requests in flight,
     /// and then [`Server::serve`] returns.
     pub fn stop(&self) {
-        self.0.stopping.store(true, Ordering::SeqCst);
-        // The counter cannot overflow, so an error cannot leave the server asleep.
-        let _ = rustix::io::write(&self.0.wake, &1u64.to_ne_bytes());
-        for socket in self.0.clients().sockets.values() {
-            socket.stop_receiving();
-        }
+        self.0.stop();
     }
 }
 
 impl Server {
     /// Creates a server for these exports, without a client.
     pub fn new(exports: Exports, options: ServerOptions) -> Result<Self, Error> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|errno| Error::host("make an event descriptor", errno))?;
-        Ok(Server {
-            shared: Arc::new(Shared {
-                exports,
-                memory: Memory::new(options.memory_bytes),
-                failures: FailureLog::new(options.failures.clone()),
-                options,
-                refusals: RefusalLog::default(),
-                stopping: AtomicBool::new(false),
-                wake,
-                clients: Mutex::default(),
-                left: Condvar::new(),
-                next_client: AtomicU64::new(0),
-            }),
-        })
+        let shared = Arc::new(Shared::new(exports, options)?);
+        Ok(Server { shared })
     }
 
     /// A handle that stops [`Server::serve`].
@@ -156,8 +60,8 @@ impl Server {
     /// Then it closes all connections and flushes all exports. Returns the first error.
     pub fn serve(&self, listeners: &[Listener]) -> Result<(), Error> {
         self.shared.clients().idle_since = Some(Instant::now());
-        let served = self.take_clients(listeners);
-        self.stopper().stop();
+        let served = self.accept_clients(listeners);
+        self.shared.stop();
         self.wait_for_clients();
         let flushed = self.flush();
         served.and(flushed)
@@ -166,8 +70,8 @@ impl Server {
     /// Serves one client on a connected stream socket, from the greeting until the client
     /// disconnects.
     pub fn serve_client(&self, socket: OwnedFd) {
-        let id = self.register(Arc::new(Socket::new(socket)));
-        converse(&self.shared, id, None);
+        let id = self.shared.register(Arc::new(Socket::new(socket)));
+        serve_socket(&self.shared, id, None);
     }
 
     /// Serves the first export on connected stream sockets for the kernel's driver: without a
@@ -178,16 +82,19 @@ impl Server {
         thread::scope(|scope| {
             for socket in sockets {
                 let socket = Arc::new(Socket::new(socket));
-                let id = self.register(socket.clone());
-                let agreed = Agreed {
-                    export: export.clone(),
-                    framing: Framing::Simple,
-                    contexts: Contexts::default(),
+                let id = self.shared.register(socket.clone());
+                let client = Client {
+                    shared: self.shared.clone(),
+                    socket: socket.clone(),
+                    selection: Selection {
+                        export: export.clone(),
+                        framing: Framing::Simple,
+                        contexts: Contexts::default(),
+                    },
                 };
                 scope.spawn(move || {
                     let receiver = Receiver::new(self.shared.options.request_timeout);
-                    let ended =
-                        Connection::serve(self.shared.clone(), socket.clone(), receiver, agreed);
+                    let ended = Connection::serve(client, receiver);
                     if let Err(error) = ended {
                         tracing::info!("connection {id} ended: {error}");
                     }
@@ -206,14 +113,14 @@ impl Server {
             if let Some(device) = export.device.writer()
                 && let Err(error) = device.flush()
             {
-                let action = format!("make durable what was written to {:?}", export.name);
+                let action = format!("flush export {:?}", export.name);
                 result = Err(Error::host(action, std::io::Error::other(error)));
             }
         }
         result
     }
 
-    fn take_clients(&self, listeners: &[Listener]) -> Result<(), Error> {
+    fn accept_clients(&self, listeners: &[Listener]) -> Result<(), Error> {
         let mut fds: Vec<PollFd<'_>> = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
         for listener in listeners {
             fds.push(PollFd::new(listener, PollFlags::IN));
@@ -246,12 +153,12 @@ impl Server {
                 self.start(socket);
             }
             Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                tracing::warn!("no client can be taken now: too many open files, or no memory");
+                tracing::warn!("cannot accept clients: too many open files, or out of memory");
                 // The client is still in the queue, so `accept` would fail again at once.
                 thread::sleep(Duration::from_millis(100));
             }
             // The client has disconnected, or another process accepted it.
-            Err(errno) => tracing::debug!("a client could not be taken: {errno}"),
+            Err(errno) => tracing::debug!("cannot accept a client: {errno}"),
         }
     }
 
@@ -260,34 +167,21 @@ impl Server {
         let clients = self.shared.clients().sockets.len();
         let refusal = (clients >= most).then_some(Refusal::TooManyClients);
         if refusal.is_some() {
-            tracing::warn!("a client is refused: there are {most} already");
+            tracing::warn!("a client is refused: the limit of {most} clients is reached");
         }
         if clients >= most.saturating_add(REFUSED_AT_ONCE) {
             return;
         }
-        let id = self.register(Arc::new(Socket::new(socket)));
+        let id = self.shared.register(Arc::new(Socket::new(socket)));
         let shared = self.shared.clone();
         let started = thread::Builder::new()
             .name(format!("nbd-{id}"))
             .stack_size(STACK_BYTES)
-            .spawn(move || converse(&shared, id, refusal));
+            .spawn(move || serve_socket(&shared, id, refusal));
         if let Err(error) = started {
             tracing::warn!("a client is refused: {error}");
             self.shared.clients().leave(id);
         }
-    }
-
-    fn register(&self, socket: Arc<Socket>) -> u64 {
-        let id = self.shared.next_client.fetch_add(1, Ordering::Relaxed);
-        let mut clients = self.shared.clients();
-        clients.idle_since = None;
-        clients.sockets.insert(id, socket.clone());
-        drop(clients);
-        // A client that registered while the server was being stopped was not notified.
-        if self.shared.is_stopping() {
-            socket.stop_receiving();
-        }
-        id
     }
 
     /// Time that may still pass without a client; `None` if there are clients, or if there is no
@@ -321,22 +215,13 @@ impl Server {
     }
 }
 
-impl Clients {
-    fn leave(&mut self, id: u64) {
-        self.sockets.remove(&id);
-        if self.sockets.is_empty() {
-            self.idle_since = Some(Instant::now());
-        }
-    }
-}
-
 /// Serves one client from the greeting to the end.
-fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
+fn serve_socket(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
     let socket = shared.clients().sockets.get(&id).cloned();
     if let Some(socket) = socket {
-        tracing::debug!("client {id} comes");
+        tracing::debug!("client {id} connects");
         match session(shared, id, &socket, refusal) {
-            Ok(()) => tracing::debug!("client {id} leaves"),
+            Ok(()) => tracing::debug!("client {id} disconnects"),
             Err(error) => tracing::info!("client {id} is disconnected: {error}"),
         }
         socket.close();
@@ -345,7 +230,7 @@ fn converse(shared: &Arc<Shared>, id: u64, refusal: Option<Refusal>) {
     shared.left.notify_all();
     if shared.options.exit_on_idle.is_some() {
         // Wake the server: its idle time starts now.
-        let _ = rustix::io::write(&shared.wake, &1u64.to_ne_bytes());
+        shared.wake();
     }
 }
 
@@ -374,16 +259,21 @@ fn session(
         Err(error) if error.is_refusal() => {
             shared.refusals.report(id, &peer, error);
         }
-        Ok(Outcome::Agreed(_)) => {}
+        Ok(Outcome::Selected(_)) => {}
         _ if handshake.wants_tls => {
-            let why = "it began no TLS, which this server requires";
+            let why = "it did not start TLS, which this server requires";
             shared.refusals.report(id, &peer, &why);
         }
         _ => {}
     }
     match outcome? {
-        Outcome::Agreed(agreed) => {
-            Connection::serve(shared.clone(), socket.clone(), receiver, agreed)
+        Outcome::Selected(selection) => {
+            let client = Client {
+                shared: shared.clone(),
+                socket: socket.clone(),
+                selection,
+            };
+            Connection::serve(client, receiver)
         }
         Outcome::Left => Ok(()),
     }

@@ -95,7 +95,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
         .collect::<Result<_, _>>()
         .map_err(|error| bad(path, error))?;
     match found.is_empty() {
-        true => Err(bad(path, "no certificate in it")),
+        true => Err(bad(path, "the file has no certificate")),
         false => Ok(found),
     }
 }
@@ -110,7 +110,7 @@ fn bad(path: &Path, problem: impl fmt::Display) -> Error {
 /// Explains an error of the TLS handshake, for the server's log.
 pub(crate) fn explain(error: &io::Error) -> String {
     if error.kind() == io::ErrorKind::UnexpectedEof {
-        return "the client left in the middle of it".into();
+        return "the client disconnected during the handshake".into();
     }
     if error.kind() == io::ErrorKind::TimedOut {
         return "the client took too long".into();
@@ -161,15 +161,15 @@ impl Layer {
     ) -> io::Result<()> {
         let mut incoming = self.incoming();
         loop {
-            let (said, done) = self.outgoing()?;
-            send(&said)?;
+            let (message, done) = self.outgoing()?;
+            send(&message)?;
             if done {
                 return Ok(());
             }
-            if let Err(error) = self.understand_more(&mut incoming, &mut receive) {
+            if let Err(error) = self.decrypt_more(&mut incoming, &mut receive) {
                 // Send the alert, so that the client learns the reason.
-                if let Ok((said, _)) = self.outgoing() {
-                    let _ = send(&said);
+                if let Ok((message, _)) = self.outgoing() {
+                    let _ = send(&message);
                 }
                 return Err(error);
             }
@@ -189,7 +189,7 @@ impl Layer {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => return read,
             }
-            self.understand_more(&mut incoming, &mut receive)?;
+            self.decrypt_more(&mut incoming, &mut receive)?;
             // For example the reply to a key update.
             if self.connection().wants_write() {
                 send(self)?;
@@ -219,7 +219,7 @@ impl Layer {
         Ok((out, !self.connection().is_handshaking()))
     }
 
-    fn understand_more(
+    fn decrypt_more(
         &self,
         incoming: &mut Incoming,
         receive: &mut impl FnMut(&mut [u8]) -> io::Result<usize>,

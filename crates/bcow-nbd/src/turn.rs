@@ -74,7 +74,7 @@ impl Turn {
     }
 
     /// Passes the turn to another worker.
-    pub(crate) fn give(&self, receiver: Box<Receiver>) -> Next {
+    pub(crate) fn pass(&self, receiver: Box<Receiver>) -> Next {
         let mut state = self.state();
         state.receiver = Some(receiver);
         if state.waiting > 0 {

@@ -78,8 +78,8 @@ fn info_tells_what_is_asked_for() {
     let mut client = server.connect();
     client.greet();
     let wanted = [info::NAME, info::DESCRIPTION, 77];
-    let told = client.info(option::INFO, "disk", &wanted);
-    let kinds: Vec<u16> = told
+    let infos = client.info(option::INFO, "disk", &wanted);
+    let kinds: Vec<u16> = infos
         .iter()
         .filter(|(kind, _)| *kind == option_reply::INFO)
         .map(|(_, data)| u16::from_be_bytes(data[..2].try_into().unwrap()))
@@ -93,9 +93,9 @@ fn info_tells_what_is_asked_for() {
             info::DESCRIPTION
         ]
     );
-    assert_eq!(told[0].1[2..10], DISK_BYTES.to_be_bytes());
-    assert_eq!(told[2].1[2..], *b"disk");
-    assert_eq!(told[3].1[2..], *b"in memory");
+    assert_eq!(infos[0].1[2..10], DISK_BYTES.to_be_bytes());
+    assert_eq!(infos[2].1[2..], *b"disk");
+    assert_eq!(infos[3].1[2..], *b"in memory");
     // With two exports, the empty name selects none.
     let none = client.info(option::INFO, "", &[]);
     assert_eq!(none[0].0, option_reply::ERR_UNKNOWN);
@@ -340,7 +340,7 @@ fn what_is_being_done_is_finished_when_the_server_stops() {
 }
 
 #[test]
-fn clients_beyond_the_limit_are_told() {
+fn clients_beyond_the_limit_get_an_error() {
     let options = ServerOptions {
         max_clients: 2,
         ..ServerOptions::default()
@@ -352,7 +352,7 @@ fn clients_beyond_the_limit_are_told() {
     third.greet();
     let refused = third.info(option::GO, "disk", &[]);
     assert_eq!(refused[0].0, option_reply::ERR_POLICY);
-    assert!(String::from_utf8_lossy(&refused[0].1).contains("as many clients"));
+    assert!(String::from_utf8_lossy(&refused[0].1).contains("limit of clients"));
     drop(third);
     first.disconnect();
     // The server frees the place of the client when it notices the disconnection.
