@@ -115,7 +115,7 @@ fn require_complete(
         ));
         return Ok(());
     };
-    let cause = match ending.hear() {
+    let cause = match ending.read() {
         Ended::Complete => return Ok(()),
         Ended::Incomplete(reason) => printable(&reason).into_owned(),
         Ended::Unknown => format!(

@@ -4,8 +4,6 @@
 //! the mount is ready.
 
 use std::ffi::OsString;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -13,28 +11,6 @@ use bcow_erofs::reader::Filesystem;
 use bcow_fuse::daemon::{self, Launch};
 use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::{ImageFs, MountOptions, Session};
-
-/// A plain file as an address space.
-struct FileDevice {
-    file: File,
-    size: u64,
-}
-
-impl bcow::BlockDevice for FileDevice {
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), bcow::Error> {
-        self.file
-            .read_exact_at(buf, offset)
-            .map_err(|source| bcow::Error::Io {
-                action: "read",
-                offset,
-                source,
-            })
-    }
-}
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut options = MountOptions::default();
@@ -66,9 +42,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         false => Ground::Background,
     };
     let signals = Signals::block(ground)?;
-    let file = File::open(image)?;
-    let size = file.metadata()?.len();
-    let fs = Filesystem::open(Arc::new(FileDevice { file, size }))?;
+    // An image in memory is a block device too.
+    let fs = Filesystem::open(Arc::new(std::fs::read(image)?))?;
     options.set_default_source(OsString::from(image));
     let session = Session::mount(
         ImageFs::new(Arc::new(fs)),

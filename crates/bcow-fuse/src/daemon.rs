@@ -40,7 +40,7 @@ pub fn launch() -> Result<Launch, MountError> {
     let (reader, writer) =
         rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|errno| {
             MountError::Process {
-                action: "make a pipe",
+                action: "create a pipe",
                 source: errno.into(),
             }
         })?;
@@ -60,18 +60,18 @@ pub fn launch() -> Result<Launch, MountError> {
     // The command holds the write end of the pipe. Drop it: the loop below reads until all write
     // ends are closed.
     drop(command);
-    let mut said = Vec::new();
+    let mut received = Vec::new();
     let mut buf = [0; 16];
     let mut reader = File::from(reader);
-    while said.len() < READY.len() {
+    while received.len() < READY.len() {
         match reader.read(&mut buf) {
             Ok(0) => break,
-            Ok(n) => said.extend_from_slice(&buf[..n]),
+            Ok(n) => received.extend_from_slice(&buf[..n]),
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(failed("hear from the background process")(error)),
+            Err(error) => return Err(failed("read from the background process")(error)),
         }
     }
-    if said == READY {
+    if received == READY {
         return Ok(Launch::Ready);
     }
     let status = child
@@ -133,7 +133,7 @@ impl Readiness {
             .map_err(|errno| failed("redirect standard output")(errno.into()))?;
         File::from(self.pipe)
             .write_all(READY)
-            .map_err(failed("tell that the mount is ready"))?;
+            .map_err(failed("report that the mount is ready"))?;
         rustix::stdio::dup2_stderr(&null)
             .map_err(|errno| failed("redirect standard error")(errno.into()))
     }

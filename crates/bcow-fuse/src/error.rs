@@ -70,10 +70,10 @@ pub enum MountError {
     #[error("cannot run fusermount3")]
     NoHelper(#[source] io::Error),
     /// Reading from or writing to `/dev/fuse` failed.
-    #[error("the conversation with the kernel failed")]
+    #[error("I/O on /dev/fuse failed")]
     Session(#[source] io::Error),
     /// The upper could not be flushed completely at the end of the mount.
-    #[error("cannot make durable all that was written to the upper {}", upper.display())]
+    #[error("cannot flush all writes to the upper {}", upper.display())]
     Close {
         /// The upper.
         upper: PathBuf,
@@ -92,7 +92,7 @@ pub enum MountError {
     #[error("nothing is mounted at {}", .0.display())]
     NotMounted(PathBuf),
     /// Another type of file system is mounted at this path.
-    #[error("what is mounted at {} is no BCoW image but {fs_type}", path.display())]
+    #[error("{} is a mount of type {fs_type}, not a BCoW mount", path.display())]
     ForeignMount {
         /// The mountpoint.
         path: PathBuf,
@@ -118,27 +118,32 @@ impl MountError {
         match self {
             MountError::UnknownOption(_) => Some("`bcow mount --help` lists the options"),
             MountError::NoUpper(_) => Some(
-                "`--upper DIR` names the directory that takes the changes; without it a mount is read-only",
+                "`--upper DIR` names the directory that takes the changes; without an upper, a \
+                 mount is read-only",
             ),
             MountError::UnsupportedOption { option, .. } if option == "allow_root" => Some(
-                "use allow_other: the kernel then checks every access against the file's permissions",
+                "use allow_other: the kernel then checks every access against the file's \
+                 permissions",
             ),
             MountError::RootOnly(_) => Some("mount as root to have set-user-ID files or devices"),
             MountError::NoDevice(source) if source.kind() == io::ErrorKind::NotFound => Some(
-                "load the kernel module with `modprobe fuse`; in a container, pass the device with `--device /dev/fuse`",
+                "load the kernel module with `modprobe fuse`; in a container, pass the device with \
+                 `--device /dev/fuse`",
             ),
             MountError::Helper { message, .. } if message.contains("user_allow_other") => Some(
                 "add the line `user_allow_other` to /etc/fuse.conf, or mount without allow_other",
             ),
             MountError::Helper { message, .. } if message.contains("no write access") => {
-                Some("an ordinary user can mount only on a directory that is theirs")
+                Some("an ordinary user can mount only on a directory that the user can write to")
             }
             MountError::NoHelper(source) if source.kind() == io::ErrorKind::NotFound => Some(
-                "ordinary users mount through fusermount3: install the package fuse3, or mount as root",
+                "ordinary users mount through fusermount3: install the package fuse3, or mount as \
+                 root",
             ),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
             MountError::Busy(_) => Some(
-                "`fuser -vm DIR` shows by whom; `bcow umount --lazy` detaches it now and ends it with its last user",
+                "`fuser -vm DIR` lists the processes; `bcow umount --lazy` detaches the mount now, \
+                 and the mount ends with its last user",
             ),
             _ => None,
         }

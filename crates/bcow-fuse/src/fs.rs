@@ -59,7 +59,7 @@ pub enum TrustedNames {
 
 /// The kind of access that an `access` request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wish {
+pub enum AccessKind {
     /// To read, or to test for existence.
     Read,
     /// To write.
@@ -184,15 +184,17 @@ impl ImageFs {
     /// Whether an `access` request succeeds in a mount without `default_permissions`. Every user
     /// who may enter the mount may read every file, but a file without any execute bit cannot be
     /// executed.
-    pub fn access(&self, id: NodeId, wish: Wish) -> Result<(), Errno> {
+    pub fn access(&self, id: NodeId, kind: AccessKind) -> Result<(), Errno> {
         let inode = self.image.inode(self.image.nid(id))?;
-        match wish {
-            Wish::Read => Ok(()),
-            Wish::Write => Err(Errno::ROFS),
-            Wish::Execute if inode.kind == FileType::Regular && inode.permissions & 0o111 == 0 => {
+        match kind {
+            AccessKind::Read => Ok(()),
+            AccessKind::Write => Err(Errno::ROFS),
+            AccessKind::Execute
+                if inode.kind == FileType::Regular && inode.permissions & 0o111 == 0 =>
+            {
                 Err(Errno::ACCESS)
             }
-            Wish::Execute => Ok(()),
+            AccessKind::Execute => Ok(()),
         }
     }
 

@@ -12,7 +12,7 @@
 //! let device = std::fs::read("image.erofs")?;
 //! let image = bcow_erofs::reader::Filesystem::open(Arc::new(device))?;
 //! let fs = ImageFs::new(Arc::new(image));
-//! // From here on programs can use the mount. Serving ends when somebody unmounts it.
+//! // From here on programs can use the mount. Serving ends when it is unmounted.
 //! Session::mount(fs, Arc::default(), Path::new("/mnt"), &MountOptions::default(), 4)?.serve()?;
 //! # Ok(())
 //! # }
@@ -20,8 +20,9 @@
 
 mod adapter;
 pub mod daemon;
-pub mod error;
+mod error;
 pub mod fs;
+mod helper;
 mod mount;
 mod mountinfo;
 pub mod options;

@@ -5,11 +5,10 @@
 //! file-system type by which `bcow umount` could recognise them; it cannot remove a mount whose
 //! daemon is dead; and it cannot tell its own mount from another one.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::CString;
 use std::io::{self, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,11 +20,10 @@ use rustix::mount::UnmountFlags;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::error::MountError;
+use crate::helper::{HELPER, helper_message, run_unmount_helper};
 use crate::mountinfo::{self, FS_TYPE};
 use crate::options::{Access, MountOptions, Permissions};
-use crate::unmount::WhenBusy;
-
-pub(crate) const HELPER: &str = "fusermount3";
+use crate::unmount::{WhenBusy, unmount};
 
 /// A mount that this process made. Dropping it unmounts; if the mount is in use, it unmounts
 /// lazily.
@@ -92,7 +90,7 @@ fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
         // the daemon.
         match rustix::fs::statfs(&canonical) {
             Err(Errno::NOTCONN | Errno::CONNABORTED) => {
-                crate::unmount::unmount(&canonical, WhenBusy::Detach)?;
+                unmount(&canonical, WhenBusy::Detach)?;
             }
             _ => return Err(MountError::AlreadyMounted(target.to_owned())),
         }
@@ -185,20 +183,6 @@ fn mount_by_helper(target: &Path, options: &MountOptions) -> Result<OwnedFd, Mou
             path: target.to_owned(),
             message: helper_message(&message),
         }),
-    }
-}
-
-/// The helper's message without its program name.
-pub(crate) fn helper_message(stderr: &str) -> String {
-    let lines: Vec<&str> = stderr
-        .lines()
-        .map(|line| line.trim().trim_start_matches("fusermount3: "))
-        .filter(|line| !line.is_empty())
-        .collect();
-    if lines.is_empty() {
-        "failed without saying why".into()
-    } else {
-        lines.join("; ")
     }
 }
 
@@ -303,41 +287,9 @@ impl Drop for Mount {
     }
 }
 
-/// Runs `fusermount3 -u`. Its message becomes the error.
-pub(crate) fn run_unmount_helper(target: &Path, arguments: &[&str]) -> Result<(), MountError> {
-    let output = Command::new(HELPER)
-        .arg("-u")
-        .args(arguments)
-        .arg("--")
-        .arg(OsStr::from_bytes(target.as_os_str().as_bytes()))
-        .stdin(Stdio::null())
-        .output()
-        .map_err(MountError::NoHelper)?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let message = helper_message(&String::from_utf8_lossy(&output.stderr));
-    if message.contains("Device or resource busy") {
-        return Err(MountError::Busy(target.to_owned()));
-    }
-    Err(MountError::Helper {
-        path: target.to_owned(),
-        message,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn helper_message_loses_its_prefix() {
-        assert_eq!(
-            helper_message("fusermount3: user has no write access to mountpoint /x\n"),
-            "user has no write access to mountpoint /x"
-        );
-        assert_eq!(helper_message("\n"), "failed without saying why");
-    }
 
     #[test]
     fn missing_mountpoint_is_named() {

@@ -125,7 +125,8 @@ mod tests {
 
     #[test]
     fn line_with_optional_fields_and_escapes_is_read() {
-        let line = br"36 35 98:0 /mnt1 /mnt\0402\134x rw,noatime master:1 shared:7 - fuse.bcow /a\011b rw,errors=continue";
+        let line = b"36 35 98:0 /mnt1 /mnt\\0402\\134x rw,noatime master:1 shared:7 - \
+                     fuse.bcow /a\\011b rw,errors=continue";
         let entry = parse(line).unwrap();
         assert_eq!(entry.device, "98:0");
         assert_eq!(entry.target, Path::new("/mnt 2\\x"));

@@ -40,7 +40,7 @@ impl Outcome {
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK;
         let (reader, writer) =
             rustix::pipe::pipe_with(flags).map_err(|errno| MountError::Process {
-                action: "make a pipe",
+                action: "create a pipe",
                 source: errno.into(),
             })?;
         Ok(Outcome {
@@ -55,7 +55,7 @@ impl Outcome {
     }
 
     /// Writes the result. Readers use only the first result.
-    pub(crate) fn tell(&self, ended: Result<(), Errno>) {
+    pub(crate) fn report(&self, ended: Result<(), Errno>) {
         let line = match ended {
             Ok(()) => format!("{COMPLETE}\n"),
             Err(errno) => format!("{INCOMPLETE}{}\n", io::Error::from(errno)),
@@ -104,13 +104,13 @@ impl Ending {
     }
 
     /// The result that the process has written so far. Call this when the process has ended.
-    pub fn hear(&self) -> Ended {
-        let mut said = Vec::new();
+    pub fn read(&self) -> Ended {
+        let mut text = Vec::new();
         // A running process keeps the pipe open. The read then fails with EAGAIN after the bytes
         // that are in the pipe.
-        let _ = (&self.0).take(MOST_BYTES).read_to_end(&mut said);
-        let said = String::from_utf8_lossy(&said);
-        let Some((line, _)) = said.split_once('\n') else {
+        let _ = (&self.0).take(MOST_BYTES).read_to_end(&mut text);
+        let text = String::from_utf8_lossy(&text);
+        let Some((line, _)) = text.split_once('\n') else {
             return Ended::Unknown;
         };
         match line.strip_prefix(INCOMPLETE) {
@@ -126,38 +126,38 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_said_first_is_heard_after_the_end() {
-        let heard = |tell: &dyn Fn(&Outcome)| {
+    fn the_first_result_is_read_after_the_end() {
+        let read = |report: &dyn Fn(&Outcome)| {
             let outcome = Outcome::new().unwrap();
             let ending = Ending::open(std::process::id(), outcome.descriptor()).unwrap();
-            tell(&outcome);
+            report(&outcome);
             drop(outcome);
-            ending.hear()
+            ending.read()
         };
-        assert_eq!(heard(&|_| {}), Ended::Unknown);
-        assert_eq!(heard(&|outcome| outcome.tell(Ok(()))), Ended::Complete);
-        let failed = heard(&|outcome| {
-            outcome.tell(Err(Errno::NOSPC));
-            outcome.tell(Ok(()));
+        assert_eq!(read(&|_| {}), Ended::Unknown);
+        assert_eq!(read(&|outcome| outcome.report(Ok(()))), Ended::Complete);
+        let failed = read(&|outcome| {
+            outcome.report(Err(Errno::NOSPC));
+            outcome.report(Ok(()));
         });
         let reason = io::Error::from(Errno::NOSPC).to_string();
         assert_eq!(failed, Ended::Incomplete(reason));
     }
 
     #[test]
-    fn process_that_goes_on_is_not_waited_for() {
+    fn reading_does_not_wait_for_a_running_process() {
         let outcome = Outcome::new().unwrap();
         let ending = Ending::open(std::process::id(), outcome.descriptor()).unwrap();
-        assert_eq!(ending.hear(), Ended::Unknown);
+        assert_eq!(ending.read(), Ended::Unknown);
         // A write does not wait for a reader either.
         for _ in 0..100_000 {
-            outcome.tell(Ok(()));
+            outcome.report(Ok(()));
         }
-        assert_eq!(ending.hear(), Ended::Complete);
+        assert_eq!(ending.read(), Ended::Complete);
     }
 
     #[test]
-    fn nothing_but_a_pipe_is_opened() {
+    fn only_a_pipe_is_opened() {
         let file = tempfile::tempfile().unwrap();
         let error = Ending::open(std::process::id(), file.as_raw_fd()).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(Errno::INVAL.raw_os_error()));

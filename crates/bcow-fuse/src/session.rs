@@ -205,7 +205,7 @@ impl Session {
 impl Closing {
     fn close(&self) -> Result<(), MountError> {
         let closed = self.union.close();
-        self.outcome.tell(closed);
+        self.outcome.report(closed);
         closed.map_err(|errno| MountError::Close {
             upper: self.union.upper_path().to_owned(),
             source: errno.into(),
@@ -240,9 +240,9 @@ impl Unmounter {
 /// reply would wait forever and could not be interrupted. When the process ends, the kernel fails
 /// the requests in flight.
 fn abort_on_panic() {
-    let say = std::panic::take_hook();
+    let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
-        say(info);
+        default_hook(info);
         log::log(Severity::Error, &info.to_string());
         std::process::abort();
     }));

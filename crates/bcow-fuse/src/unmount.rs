@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
 use crate::error::MountError;
-use crate::mount::run_unmount_helper;
+use crate::helper::run_unmount_helper;
 use crate::mountinfo::{self, FS_TYPE, MountEntry};
 
 /// The action for a mount that is in use.
@@ -140,7 +140,7 @@ mod tests {
         let error = unmount(Path::new("/proc"), WhenBusy::Fail).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "what is mounted at /proc is no BCoW image but proc"
+            "/proc is a mount of type proc, not a BCoW mount"
         );
     }
 }

@@ -6,9 +6,10 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use bcow_fuse::NodeId;
-use bcow_fuse::fs::{ImageFs, Seek, TrustedNames, Wish};
+use bcow_fuse::fs::{AccessKind, ImageFs, Seek, TrustedNames};
+use bcow_testkit::noise;
 use rustix::io::Errno;
-use support::{noise, open, written_image};
+use support::{open, written_image};
 
 fn fs() -> ImageFs {
     ImageFs::new(open(Arc::new(written_image())))
@@ -105,10 +106,10 @@ fn read_is_short_at_the_end_only() {
 fn nobody_may_write_and_plain_files_are_no_programs() {
     let fs = fs();
     let file = id(&fs, b"sparse");
-    assert_eq!(fs.access(file, Wish::Read), Ok(()));
-    assert_eq!(fs.access(file, Wish::Write), Err(Errno::ROFS));
-    assert_eq!(fs.access(file, Wish::Execute), Err(Errno::ACCESS));
-    assert_eq!(fs.access(NodeId::ROOT, Wish::Execute), Ok(()));
+    assert_eq!(fs.access(file, AccessKind::Read), Ok(()));
+    assert_eq!(fs.access(file, AccessKind::Write), Err(Errno::ROFS));
+    assert_eq!(fs.access(file, AccessKind::Execute), Err(Errno::ACCESS));
+    assert_eq!(fs.access(NodeId::ROOT, AccessKind::Execute), Ok(()));
 }
 
 #[test]

@@ -11,20 +11,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use bcow_testkit::{has_program, lacks, make_erofs, noise};
 use rustix::mount::UnmountFlags;
 use rustix::process::{Pid, Signal};
 use support::*;
 use tempfile::TempDir;
 
-const NOBODY: u32 = 65_534;
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum User {
     Root,
-    Nobody,
+    Ordinary,
 }
 
-/// An image and a mountpoint of one user, cleaned up whatever happens.
+/// An image and a mountpoint of one user, removed at the end of the test.
 struct Place {
     directory: TempDir,
     user: User,
@@ -38,19 +37,19 @@ impl Place {
         let tree = place.at("tree");
         fs::create_dir(&tree).unwrap();
         fs::write(tree.join("file"), noise(1, 1_000_000)).unwrap();
-        make_image(&tree, &place.at("image"), &[]);
+        make_erofs(&tree, &place.at("image"), &[]);
         fs::set_permissions(place.at("image"), fs::Permissions::from_mode(0o644)).unwrap();
-        // Not from the build directory: an ordinary user may not get there. Copied by another
-        // process: had this one the copy open for writing while a thread starts a child, nobody
-        // could execute it.
+        // Run a copy, because ordinary users may not reach the build directory. Another process
+        // copies: if a thread of this process started a child while the copy is open for writing,
+        // the child would keep it open, and the kernel would refuse to execute it (ETXTBSY).
         let copied = Command::new("cp")
             .arg(program())
             .arg(place.at("mount_erofs"))
             .status();
         assert!(copied.unwrap().success());
         fs::create_dir(place.mountpoint()).unwrap();
-        if user == User::Nobody {
-            chown(place.mountpoint(), Some(NOBODY), Some(NOBODY)).unwrap();
+        if user == User::Ordinary {
+            chown(place.mountpoint(), Some(ORDINARY_USER), Some(ORDINARY_USER)).unwrap();
         }
         place
     }
@@ -69,8 +68,8 @@ impl Place {
             .current_dir(self.directory.path())
             .args(arguments)
             .stdin(Stdio::null());
-        if self.user == User::Nobody {
-            command.uid(NOBODY).gid(NOBODY);
+        if self.user == User::Ordinary {
+            command.uid(ORDINARY_USER).gid(ORDINARY_USER);
         }
         command
     }
@@ -135,7 +134,7 @@ impl Daemon {
     }
 
     fn runs(&self) -> bool {
-        // A process that ended but was not waited for by whoever adopted it does not run.
+        // A zombie does not run.
         fs::read_to_string(format!("/proc/{}/stat", self.0))
             .is_ok_and(|stat| !stat.contains(") Z ") && !stat.contains(") X "))
     }
@@ -279,20 +278,20 @@ fn ordinary_user_mounts_and_unmounts() {
     if lacks_user_mounts() {
         return;
     }
-    let place = Place::new(User::Nobody);
+    let place = Place::new(User::Ordinary);
     let daemon = place.mount();
     let output = Command::new("cat")
         .arg(place.mountpoint().join("file"))
-        .uid(NOBODY)
-        .gid(NOBODY)
+        .uid(ORDINARY_USER)
+        .gid(ORDINARY_USER)
         .output()
         .unwrap();
     assert_eq!(output.stdout, noise(1, 1_000_000));
     let status = Command::new("fusermount3")
         .arg("-u")
         .arg(place.mountpoint())
-        .uid(NOBODY)
-        .gid(NOBODY)
+        .uid(ORDINARY_USER)
+        .gid(ORDINARY_USER)
         .status()
         .unwrap();
     assert!(status.success());
@@ -309,7 +308,7 @@ fn ordinary_user_is_told_why_not() {
     if lacks_user_mounts() {
         return;
     }
-    let place = Place::new(User::Nobody);
+    let place = Place::new(User::Ordinary);
     if !fs::read_to_string("/etc/fuse.conf")
         .is_ok_and(|text| text.lines().any(|line| line.trim() == "user_allow_other"))
     {
@@ -361,7 +360,7 @@ fn mount_takes_the_place_of_one_whose_daemon_was_killed() {
     if lacks_user_mounts() {
         return;
     }
-    for user in [User::Root, User::Nobody] {
+    for user in [User::Root, User::Ordinary] {
         let place = Place::new(user);
         let daemon = place.mount();
         daemon.signal(Signal::KILL);

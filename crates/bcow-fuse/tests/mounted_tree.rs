@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::BlockDevice;
+use bcow_testkit::{has_program, lacks, noise};
 use rustix::io::Errno;
 use support::*;
 
@@ -323,7 +324,7 @@ fn owner_only_mount_is_closed_to_others() {
     }
     let mounted = Mounted::new(Sample::new(&[]).open());
     open_the_way_to(mounted.path());
-    let output = as_nobody("cat", &[&mounted.path().join("original")]);
+    let output = as_ordinary_user("cat", &[&mounted.path().join("original")]);
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("Permission denied"));
 }
@@ -337,9 +338,9 @@ fn allow_other_lets_others_read_what_the_mode_allows() {
     open_the_way_to(mounted.path());
     // Root's reading must not open the cache to others.
     fs::read(mounted.path().join("secret")).unwrap();
-    let output = as_nobody("cat", &[&mounted.path().join("original")]);
+    let output = as_ordinary_user("cat", &[&mounted.path().join("original")]);
     assert_eq!(output.stdout, b"linked");
-    let output = as_nobody("cat", &[&mounted.path().join("secret")]);
+    let output = as_ordinary_user("cat", &[&mounted.path().join("secret")]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("Permission denied"));
 }
 
@@ -363,9 +364,9 @@ fn allow_other_honours_acls() {
     });
     let mounted = Mounted::with_options(sample.open(), "allow_other").unwrap();
     open_the_way_to(mounted.path());
-    let output = as_nobody("cat", &[&mounted.path().join("granted")]);
+    let output = as_ordinary_user("cat", &[&mounted.path().join("granted")]);
     assert_eq!(output.stdout, b"granted");
-    let output = as_nobody("cat", &[&mounted.path().join("denied")]);
+    let output = as_ordinary_user("cat", &[&mounted.path().join("denied")]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("Permission denied"));
     assert_eq!(
         xattrs(&mounted.path().join("granted")),
@@ -382,7 +383,7 @@ fn trusted_attributes_are_listed_for_root_only() {
     open_the_way_to(mounted.path());
     let path = mounted.path().join("attributed");
     assert!(xattrs(&path).contains_key(&b"trusted.secret"[..]));
-    let output = as_nobody("getfattr", &[Path::new("-m-"), &path]);
+    let output = as_ordinary_user("getfattr", &[Path::new("-m-"), &path]);
     let names = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(names.contains("user.text"), "{names}");
     assert!(!names.contains("trusted"), "{names}");

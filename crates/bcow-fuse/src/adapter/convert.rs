@@ -6,7 +6,7 @@ use bcow_erofs::tree::Timestamp;
 use bcow_union::fs::{Allocate, Attributes, Caller, Privileges, RenameHow, SetHow, SetTime};
 use fuser::{FileAttr, INodeNo, RenameFlags, Request, TimeOrNow, WriteFlags};
 
-use super::{NOBODY, file_type, system_time};
+use super::{NO_INODE, file_type, system_time};
 
 /// The permission bits of a mode, without the file type.
 pub(super) fn permissions(mode: u32) -> u16 {
@@ -91,7 +91,7 @@ pub(super) fn encoded(attributes: Attributes) -> FileAttr {
         uid: attributes.uid,
         gid: attributes.gid,
         rdev: attributes.rdev,
-        ..NOBODY
+        ..NO_INODE
     }
 }
 

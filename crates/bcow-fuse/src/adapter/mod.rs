@@ -69,7 +69,7 @@ fn is_stats(node: NodeId, name: &OsStr) -> bool {
 }
 
 /// Placeholder attributes without an inode.
-const NOBODY: FileAttr = FileAttr {
+const NO_INODE: FileAttr = FileAttr {
     ino: INodeNo(0),
     size: 0,
     blocks: 0,
@@ -95,7 +95,7 @@ fn damaged(ino: INodeNo, kind: FileType) -> FileAttr {
         ino,
         kind: file_type(kind),
         size: u64::MAX,
-        ..NOBODY
+        ..NO_INODE
     }
 }
 

@@ -14,9 +14,9 @@ use fuser::{
 };
 
 use super::{
-    NOBODY, damaged, encode_device, file_type, id, is_stats, negotiate, reply, system_time,
+    NO_INODE, damaged, encode_device, file_type, id, is_stats, negotiate, reply, system_time,
 };
-use crate::fs::{ImageFs, Node, TrustedNames, Wish};
+use crate::fs::{AccessKind, ImageFs, Node, TrustedNames};
 use crate::options::Permissions;
 use crate::stats::{MountStats, Operation};
 
@@ -192,9 +192,9 @@ impl fuser::Filesystem for ReadOnly {
 
     fn access(&self, _request: &Request, ino: INodeNo, mask: AccessFlags, reply: ReplyEmpty) {
         let wishes = [
-            (AccessFlags::W_OK, Wish::Write),
-            (AccessFlags::X_OK, Wish::Execute),
-            (AccessFlags::empty(), Wish::Read),
+            (AccessFlags::W_OK, AccessKind::Write),
+            (AccessFlags::X_OK, AccessKind::Execute),
+            (AccessFlags::empty(), AccessKind::Read),
         ];
         let result = wishes
             .into_iter()
@@ -282,6 +282,6 @@ fn attributes(node: Node) -> FileAttr {
         uid,
         gid,
         rdev: rdev.map_or(0, encode_device),
-        ..NOBODY
+        ..NO_INODE
     }
 }

@@ -13,7 +13,7 @@ use fuser::{
 };
 use rustix::io::Errno;
 
-use super::{FOREVER, GENERATION, NOBODY, file_type};
+use super::{FOREVER, GENERATION, NO_INODE, file_type};
 use crate::stats;
 
 thread_local! {
@@ -64,7 +64,7 @@ pub(super) fn entry(result: Result<FileAttr, Errno>, reply: ReplyEntry) {
 pub(super) fn found(result: Result<Option<FileAttr>, Errno>, reply: ReplyEntry) {
     match result {
         // Node 0 tells the kernel that the name does not exist, and that it may cache this.
-        Ok(found) => reply.entry(&FOREVER, &found.unwrap_or(NOBODY), GENERATION),
+        Ok(found) => reply.entry(&FOREVER, &found.unwrap_or(NO_INODE), GENERATION),
         Err(errno) => reply.error(to_fuser(errno)),
     }
 }
@@ -117,11 +117,14 @@ pub(super) fn listing(
     }
 }
 
+/// Receives a name, its cookie and its attributes.
+type ListPlus<'a> = &'a mut dyn FnMut(&[u8], u64, &FileAttr) -> ControlFlow<()>;
+
 /// Replies to a listing with attributes. `list` passes each name with its cookie and its
 /// attributes.
 pub(super) fn listing_plus(
     mut reply: ReplyDirectoryPlus,
-    list: impl FnOnce(&mut dyn FnMut(&[u8], u64, &FileAttr) -> ControlFlow<()>) -> Result<(), Errno>,
+    list: impl FnOnce(ListPlus<'_>) -> Result<(), Errno>,
 ) {
     let result = list(&mut |name, next_cookie, attributes| {
         flow(reply.add(

@@ -145,8 +145,7 @@ impl MountStats {
                 .get()
                 .map(|Writable { union, outcome }| Upper::of(union.report(), *outcome)),
             errors: mounted.map_or_else(Errors::none, |mounted| Errors::of(&mounted.errors)),
-            operations: Operation::ALL
-                .into_iter()
+            operations: Operation::all()
                 .filter_map(|operation| {
                     OperationFigures::of(operation, &self.latencies.counts(operation))
                 })

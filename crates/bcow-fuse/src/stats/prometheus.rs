@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::document::{Document, Upper};
+use super::document::{Document, OperationFigures, Upper};
 
 /// The whole document as metrics.
 pub fn text(document: &Document) -> String {
@@ -23,199 +23,94 @@ pub fn text(document: &Document) -> String {
         ("mode", if upper.is_some() { "rw" } else { "ro" }),
     ];
     out.sample("bcow_mount_info", &labels, 1.0);
-    out.one(
-        "bcow_uptime_seconds",
-        "gauge",
-        "For how long it is mounted",
-        process.uptime_seconds,
-    );
-    for (name, kind, help, value) in [
-        (
-            "bcow_cache_limit_bytes",
-            "gauge",
-            "Budget for decoded blocks",
-            cache.limit_bytes,
-        ),
-        (
-            "bcow_cache_held_bytes",
-            "gauge",
-            "Decoded blocks in memory",
-            cache.held_bytes,
-        ),
-        (
-            "bcow_cache_hits_total",
-            "counter",
-            "Blocks found decoded",
-            cache.hits,
-        ),
-        (
-            "bcow_cache_misses_total",
-            "counter",
-            "Blocks read and decoded",
-            cache.misses,
-        ),
-    ] {
-        out.one(name, kind, help, value as f64);
-    }
+    const UPTIME: &str = "bcow_uptime_seconds";
+    out.family(UPTIME, "gauge", "Time since the mount");
+    out.sample(UPTIME, &[], process.uptime_seconds);
+    #[rustfmt::skip]
+    let figures = [
+        ("bcow_cache_limit_bytes", "gauge", "Budget for decoded blocks", cache.limit_bytes),
+        ("bcow_cache_held_bytes", "gauge", "Decoded blocks in memory", cache.held_bytes),
+        ("bcow_cache_hits_total", "counter", "Blocks found decoded", cache.hits),
+        ("bcow_cache_misses_total", "counter", "Blocks read and decoded", cache.misses),
+    ];
+    out.figures(&figures);
     const ERRORS: &str = "bcow_errors_total";
     out.family(ERRORS, "counter", "Errors since the mount, by kind");
     for kind in &errors.kinds {
         out.sample(ERRORS, &[("kind", &kind.kind)], kind.count as f64);
     }
     if let Some(last) = errors.recent.first() {
-        out.one(
-            "bcow_last_error_timestamp_seconds",
-            "gauge",
-            "When the last error happened",
-            last.unix_seconds as f64,
-        );
+        let name = "bcow_last_error_timestamp_seconds";
+        out.figures(&[(name, "gauge", "Time of the last error", last.unix_seconds)]);
     }
     if let Some(upper) = upper {
         write_upper(upper, &mut out);
     }
-    const SECONDS: &str = "bcow_operation_seconds";
-    out.family(SECONDS, "histogram", "How long requests took");
+    out.family(
+        "bcow_operation_seconds",
+        "histogram",
+        "Duration of requests",
+    );
     for figures in operations {
-        let operation = ("operation", figures.operation.as_str());
-        let mut below = 0;
-        for bucket in &figures.histogram {
-            below += bucket.count;
-            if let Some(ns) = bucket.below_ns {
-                let limit = format!("{}", ns as f64 / 1e9);
-                out.sample(
-                    "bcow_operation_seconds_bucket",
-                    &[operation, ("le", &limit)],
-                    below as f64,
-                );
-            }
-        }
-        for (name, labels, value) in [
-            (
-                "bcow_operation_seconds_bucket",
-                &[operation, ("le", "+Inf")][..],
-                figures.count as f64,
-            ),
-            (
-                "bcow_operation_seconds_sum",
-                &[operation][..],
-                figures.total_ns as f64 / 1e9,
-            ),
-            (
-                "bcow_operation_seconds_count",
-                &[operation][..],
-                figures.count as f64,
-            ),
-        ] {
-            out.sample(name, labels, value);
-        }
+        write_operation(figures, &mut out);
     }
     out.0
 }
 
-fn write_upper(upper: &Upper, out: &mut Metrics) {
-    let sketches = &upper.sketches;
-    for (name, help, value) in [
-        (
-            "bcow_upper_limit_bytes",
-            "Most that the upper may store",
-            upper.limit_bytes,
-        ),
-        (
-            "bcow_upper_stored_bytes",
-            "Bytes that the upper stores",
-            upper.stored_bytes,
-        ),
-        (
-            "bcow_upper_limit_inodes",
-            "Most inodes that the upper may have",
-            upper.limit_inodes,
-        ),
-        (
-            "bcow_upper_inodes",
-            "Inodes that the upper has",
-            upper.stored_inodes,
-        ),
-    ] {
-        if let Some(value) = value {
-            out.one(name, "gauge", help, value as f64);
+fn write_operation(figures: &OperationFigures, out: &mut Metrics) {
+    const BUCKET: &str = "bcow_operation_seconds_bucket";
+    let operation = ("operation", figures.operation.as_str());
+    let mut below = 0;
+    for bucket in &figures.histogram {
+        below += bucket.count;
+        if let Some(ns) = bucket.below_ns {
+            let limit = format!("{}", ns as f64 / 1e9);
+            out.sample(BUCKET, &[operation, ("le", &limit)], below as f64);
         }
     }
-    for (name, kind, help, value) in [
-        (
-            "bcow_upper_nodes",
-            "gauge",
-            "Inodes that the kernel knows",
-            upper.nodes,
-        ),
-        (
-            "bcow_upper_copied_metadata_total",
-            "counter",
-            "Files copied up without their bytes",
-            upper.copied_metadata,
-        ),
-        (
-            "bcow_upper_copied_whole_total",
-            "counter",
-            "Files copied up whole",
-            upper.copied_whole,
-        ),
-        (
-            "bcow_sketches_open",
-            "gauge",
-            "Sketches in use",
-            sketches.open,
-        ),
-        (
-            "bcow_sketch_blocks",
-            "gauge",
-            "Blocks of files that are sketches in use",
-            sketches.blocks,
-        ),
-        (
-            "bcow_sketch_present_blocks",
-            "gauge",
-            "Blocks that the image is not needed for",
-            sketches.present_blocks,
-        ),
-        (
-            "bcow_sketch_in_transit_blocks",
-            "gauge",
-            "Blocks to be completed",
-            sketches.in_transit_blocks,
-        ),
-        (
-            "bcow_sketch_stored_bytes",
-            "gauge",
-            "Bytes stored for sketches in use",
-            sketches.stored_bytes,
-        ),
-        (
-            "bcow_sketch_saved_bytes",
-            "gauge",
-            "Bytes of the image that sketches in use did not copy",
-            sketches.saved_bytes,
-        ),
-        (
-            "bcow_sketches_promoted_total",
-            "counter",
-            "Sketches that became plain files",
-            sketches.promoted,
-        ),
-        (
-            "bcow_sketch_flushes_total",
-            "counter",
-            "Flushes of sketches",
-            sketches.flushes,
-        ),
-        (
-            "bcow_sketch_maps_written_total",
-            "counter",
-            "Maps of blocks written anew",
-            sketches.maps_written,
-        ),
-    ] {
-        out.one(name, kind, help, value as f64);
+    let count = figures.count as f64;
+    let seconds = figures.total_ns as f64 / 1e9;
+    out.sample(BUCKET, &[operation, ("le", "+Inf")], count);
+    out.sample("bcow_operation_seconds_sum", &[operation], seconds);
+    out.sample("bcow_operation_seconds_count", &[operation], count);
+}
+
+fn write_upper(upper: &Upper, out: &mut Metrics) {
+    #[rustfmt::skip]
+    let limited = [
+        ("bcow_upper_limit_bytes", "Limit of the stored bytes", upper.limit_bytes),
+        ("bcow_upper_stored_bytes", "Stored bytes", upper.stored_bytes),
+        ("bcow_upper_limit_inodes", "Limit of the inodes", upper.limit_inodes),
+        ("bcow_upper_inodes", "Inodes of the upper", upper.stored_inodes),
+    ];
+    for (name, help, value) in limited {
+        if let Some(value) = value {
+            out.figures(&[(name, "gauge", help, value)]);
+        }
     }
+    let sketches = &upper.sketches;
+    #[rustfmt::skip]
+    let figures = [
+        ("bcow_upper_nodes", "gauge", "Inodes that the kernel knows", upper.nodes),
+        ("bcow_upper_copied_metadata_total", "counter", "Files copied up without data",
+            upper.copied_metadata),
+        ("bcow_upper_copied_whole_total", "counter", "Files copied up whole", upper.copied_whole),
+        ("bcow_sketches_open", "gauge", "Sketches in use", sketches.open),
+        ("bcow_sketch_blocks", "gauge", "Blocks of the sketches in use", sketches.blocks),
+        ("bcow_sketch_present_blocks", "gauge", "Blocks for which the image is not needed",
+            sketches.present_blocks),
+        ("bcow_sketch_in_transit_blocks", "gauge", "Blocks written in part and not completed",
+            sketches.in_transit_blocks),
+        ("bcow_sketch_stored_bytes", "gauge", "Bytes stored for sketches in use",
+            sketches.stored_bytes),
+        ("bcow_sketch_saved_bytes", "gauge", "Bytes that sketches in use did not copy",
+            sketches.saved_bytes),
+        ("bcow_sketches_promoted_total", "counter", "Sketches that became plain files",
+            sketches.promoted),
+        ("bcow_sketch_flushes_total", "counter", "Flushes of sketches", sketches.flushes),
+        ("bcow_sketch_maps_written_total", "counter", "Block maps written", sketches.maps_written),
+    ];
+    out.figures(&figures);
     const FILLS: &str = "bcow_sketch_fills_total";
     out.family(FILLS, "counter", "Blocks completed from the image");
     let fills = &sketches.fills;
@@ -229,6 +124,7 @@ fn write_upper(upper: &Upper, out: &mut Metrics) {
     }
 }
 
+/// The page in progress.
 #[derive(Default)]
 struct Metrics(String);
 
@@ -238,21 +134,23 @@ impl Metrics {
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    fn one(&mut self, name: &str, kind: &str, help: &str, value: f64) {
-        self.family(name, kind, help);
-        self.sample(name, &[], value);
+    /// Writes families of one sample: name, kind, help and value.
+    fn figures(&mut self, figures: &[(&str, &str, &str, u64)]) {
+        for (name, kind, help, value) in figures {
+            self.family(name, kind, help);
+            self.sample(name, &[], *value as f64);
+        }
     }
 
     fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
-        self.0.push_str(name);
-        for (index, (label, value)) in labels.iter().enumerate() {
-            let open = if index == 0 { '{' } else { ',' };
-            let _ = write!(self.0, "{open}{label}=\"{}\"", escaped(value));
-        }
-        if !labels.is_empty() {
-            self.0.push('}');
-        }
-        let _ = writeln!(self.0, " {value}");
+        let labels: Vec<String> = labels
+            .iter()
+            .map(|(label, value)| format!("{label}=\"{}\"", escaped(value)))
+            .collect();
+        let _ = match labels.is_empty() {
+            true => writeln!(self.0, "{name} {value}"),
+            false => writeln!(self.0, "{name}{{{}}} {value}", labels.join(",")),
+        };
     }
 }
 

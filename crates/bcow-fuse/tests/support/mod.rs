@@ -18,7 +18,7 @@ use bcow_erofs::tree::{Attributes, Blocks, ChunkRun, Content, LayerTree, Node, N
 use bcow_erofs::writer::{Plan, WriteOptions};
 use bcow_fuse::session::Content as Mountable;
 use bcow_fuse::{ImageFs, MountError, MountOptions, Session, Unmounter};
-pub use bcow_testkit::{has_program, lacks};
+use bcow_testkit::{lacks, lacks_mkfs, make_erofs, noise};
 use bcow_union::fs::{LowerImage, UnionFs};
 use bcow_union::options::UnionOptions;
 use bcow_union::upper::UpperError;
@@ -81,52 +81,15 @@ pub fn written_image() -> Vec<u8> {
 
 /// Whether real mounts cannot be tested here.
 pub fn lacks_mounts() -> bool {
-    lacks("/dev/fuse", Path::new("/dev/fuse").exists())
-        || lacks("root", rustix::process::geteuid().is_root())
-        || lacks("mkfs.erofs", has_program("mkfs.erofs"))
-}
-
-/// A plain file as an address space.
-pub struct FileDevice(File);
-
-impl BlockDevice for FileDevice {
-    fn size(&self) -> u64 {
-        self.0.metadata().map_or(0, |metadata| metadata.len())
-    }
-
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), bcow::Error> {
-        self.0
-            .read_exact_at(buf, offset)
-            .map_err(|source| bcow::Error::Io {
-                action: "read",
-                offset,
-                source,
-            })
-    }
+    lacks("/dev/fuse", Path::new("/dev/fuse").exists()) || lacks_mkfs()
 }
 
 pub fn device(image: &Path) -> Arc<dyn BlockDevice> {
-    Arc::new(FileDevice(File::open(image).unwrap()))
+    Arc::new(fs::read(image).unwrap())
 }
 
 pub fn open(device: Arc<dyn BlockDevice>) -> Arc<Filesystem> {
     Arc::new(Filesystem::open(device).unwrap())
-}
-
-/// Makes an EROFS image of a tree with the reference tool.
-pub fn make_image(tree: &Path, image: &Path, arguments: &[&str]) {
-    let output = Command::new("mkfs.erofs")
-        .args(["--quiet", "-x1"])
-        .args(arguments)
-        .arg(image)
-        .arg(tree)
-        .output()
-        .unwrap();
-    assert!(
-        output.status.success(),
-        "mkfs.erofs: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
 }
 
 /// A mount that this process serves, and that goes away with it.
@@ -186,7 +149,7 @@ impl Mounted {
         self.directory.path()
     }
 
-    /// Waits until the server has ended because somebody unmounted.
+    /// Waits until the server has ended because of an unmount.
     pub fn ended(mut self) -> Result<(), MountError> {
         self.server.take().unwrap().join().unwrap()
     }
@@ -312,19 +275,6 @@ pub fn xattrs(path: &Path) -> BTreeMap<Vec<u8>, Vec<u8>> {
         .collect()
 }
 
-/// Bytes that look random and are the same for the same seed.
-pub fn noise(seed: u64, length: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..length)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
-}
-
 /// A tree with one of everything. Needs root, for owners and devices.
 pub fn fill_tree(root: &Path) {
     let at = |name: &str| root.join(name);
@@ -430,10 +380,10 @@ impl Sample {
         let directory = TempDir::new().unwrap();
         let sample = Sample { directory };
         fs::create_dir(sample.tree()).unwrap();
-        // Everybody may look into the root, whatever this process's umask is.
+        // All users may enter the root, with any umask of this process.
         fs::set_permissions(sample.tree(), fs::Permissions::from_mode(0o755)).unwrap();
         fill(&sample.tree());
-        make_image(&sample.tree(), &sample.image(), arguments);
+        make_erofs(&sample.tree(), &sample.image(), arguments);
         sample
     }
 
@@ -454,15 +404,15 @@ impl Sample {
     }
 }
 
-/// Whom tests use as an ordinary user: `nobody`.
-pub const NOBODY: u32 = 65_534;
+/// The user ID of ordinary users in the tests.
+pub const ORDINARY_USER: u32 = 65_534;
 
-pub fn as_nobody(program: &str, arguments: &[&Path]) -> std::process::Output {
+pub fn as_ordinary_user(program: &str, arguments: &[&Path]) -> std::process::Output {
     use std::os::unix::process::CommandExt;
     Command::new(program)
         .args(arguments)
-        .uid(NOBODY)
-        .gid(NOBODY)
+        .uid(ORDINARY_USER)
+        .gid(ORDINARY_USER)
         .stdin(Stdio::null())
         .output()
         .unwrap()

@@ -1,14 +1,15 @@
-//! What is of the mount as a whole: whether it can be written to, statistics, times, locks.
+//! The mount as a whole: read-only mounts, statistics, times and locks.
 
 use std::fs::{self, File};
 use std::path::Path;
 
 use bcow_fuse::stats::STATS_XATTR;
+use bcow_testkit::{has_program, lacks};
 use rustix::fs::{FlockOperation, XattrFlags};
 use rustix::io::Errno;
 
 use crate::pair::{Pair, count, lacks_python, run};
-use crate::support::{has_program, lacks, xattrs};
+use crate::support::xattrs;
 
 #[test]
 fn a_mount_with_an_upper_can_be_read_only() {
@@ -77,7 +78,8 @@ fn locks_hold_between_processes_and_end_with_them() {
     assert_eq!(try_lock(), "got it\n");
     let file = File::options().write(true).open(pair.path("file")).unwrap();
     rustix::fs::fcntl_lock(&file, FlockOperation::LockExclusive).unwrap();
-    let script = "/usr/bin/python3 -c 'import fcntl; fcntl.lockf(open(\"file\", \"r+\"), fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>&1 | tail -1";
+    let script = "/usr/bin/python3 -c 'import fcntl
+fcntl.lockf(open(\"file\", \"r+\"), fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>&1 | tail -1";
     assert!(run(script, pair.root()).contains("BlockingIOError"));
     drop(file);
     assert_eq!(run(script, pair.root()), "");

@@ -24,7 +24,7 @@ fn renames_exchange_and_spare_what_is_there() {
         rename("d", "file", RenameFlags::EXCHANGE).unwrap();
         rename("other", "fresh", RenameFlags::NOREPLACE).unwrap();
     }
-    // The whiteout would be hidden at once, so there is none to be had.
+    // RENAME_WHITEOUT is refused: the whiteout would hide the old name at once.
     let whiteout = rustix::fs::renameat_with(
         CWD,
         pair.path("fresh"),
@@ -78,7 +78,7 @@ fn nameless_files_are_refused_as_not_supported() {
     assert_eq!(opened.map(drop), Err(Errno::OPNOTSUPP));
 }
 
-/// Listing shows the name of what is damaged, and does not take it from whoever has it open.
+/// A listing shows the name of a damaged file, and programs that have the file open keep it.
 #[test]
 fn open_file_that_is_damaged_on_the_host_is_listed_and_stays_open() {
     const MARK: &str = "trusted.overlay.metacopy";

@@ -7,11 +7,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use bcow_fuse::stats::{Document, STATS_XATTR};
+use bcow_testkit::{has_program, lacks, noise};
 use tempfile::TempDir;
 
-use crate::support::{
-    Mounted, Sample, has_program, lacks, lacks_mounts, noise, open_the_way_to, set_xattr,
-};
+use crate::support::{Mounted, Sample, lacks_mounts, open_the_way_to, set_xattr};
 
 /// cap_net_raw=ep, as setcap writes it.
 const CAPABILITY: [u8; 20] = [
@@ -26,7 +25,7 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// None where real mounts cannot be tested.
+    /// `None` if this machine cannot mount.
     pub fn new(options: &str) -> Option<Self> {
         if lacks_mounts() {
             return None;
@@ -94,7 +93,7 @@ impl Pair {
         [self.sample.tree(), self.root().to_owned()]
     }
 
-    /// Runs a script in both directories; it must print the same, and say that it did something.
+    /// Runs a script in both directories. Asserts that the outputs are equal and not empty.
     pub fn same(&self, script: &str) {
         let [plain, mounted] = self.both().map(|directory| run(script, &directory));
         assert_eq!(plain, mounted, "{script}");
@@ -123,17 +122,18 @@ impl Pair {
     }
 }
 
-/// How many requests of a kind there were.
+/// The number of requests of a kind.
 pub fn count(document: &Document, operation: &str) -> u64 {
     let mut all = document.operations.iter();
     let found = all.find(|one| one.operation == operation);
     found.map_or(0, |one| one.count)
 }
 
-/// What a shell script prints in a directory; `nobody COMMAND` runs as an ordinary user.
+/// Runs a shell script in a directory and returns its output. In the script, `as_user COMMAND` runs
+/// a command as an ordinary user.
 pub fn run(script: &str, directory: &Path) -> String {
     let prelude =
-        "umask 022; nobody() { setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"; }\n";
+        "umask 022; as_user() { setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"; }\n";
     let output = Command::new("sh")
         .args(["-c", &format!("{prelude}{script}")])
         .current_dir(directory)
@@ -143,12 +143,12 @@ pub fn run(script: &str, directory: &Path) -> String {
     format!("{}{error}", String::from_utf8_lossy(&output.stdout))
 }
 
-/// Whether to skip what needs Python.
+/// Whether to skip a test that needs Python.
 pub fn lacks_python() -> bool {
     lacks("python3", Path::new("/usr/bin/python3").exists())
 }
 
-/// Whether to skip what changes rights as several users.
+/// Whether to skip a test that changes permissions as several users.
 pub fn lacks_tools() -> bool {
     ["setpriv", "setfacl", "setfattr"]
         .iter()

@@ -12,7 +12,7 @@ fn set_id_bits_and_capabilities_go_when_a_file_is_changed_and_not_else() {
             return;
         };
         for mode in ["6777", "2767", "4766", "0777"] {
-            for who in ["", "nobody "] {
+            for who in ["", "as_user "] {
                 let capability = match mode.ends_with("777") {
                     true => {
                         "setfattr -n security.capability -v 0x0100000200200000000000000000000000000000 file"
@@ -48,7 +48,7 @@ fn set_id_bits_and_capabilities_go_when_a_file_is_changed_and_not_else() {
     }
 }
 
-/// What the kernel asks for is nothing, whether a file is about to be written or given to nobody in
+/// What the kernel asks for is nothing, whether a file is about to be written or given to no one in
 /// particular; the latter takes no right to write.
 #[test]
 fn only_who_may_change_a_file_takes_its_set_id_bits_away() {
@@ -65,7 +65,7 @@ except OSError as error: print(error.errno)'";
     let somebody = "setpriv --reuid=65534 --regid=65534 --groups=7";
     for mode in ["4755", "2755", "6755", "2745", "0755", "6750"] {
         for owner in ["0:0", "0:7", "0:65534", "65534:0"] {
-            for who in ["", "nobody", somebody] {
+            for who in ["", "as_user", somebody] {
                 pair.same(&format!(
                     "chown {owner} file; chmod {mode} file; {who} {CHOWN}; stat -c %a file"
                 ));
@@ -77,19 +77,19 @@ except OSError as error: print(error.errno)'";
                 "head -c 3 /dev/zero >&3",
             ] {
                 pair.same(&format!(
-                    "chown {owner} file; chmod {mode} file; exec 3<>file; nobody sh -c \"{change}\"; exec 3>&-; stat -c %a file"
+                    "chown {owner} file; chmod {mode} file; exec 3<>file; as_user sh -c \"{change}\"; exec 3>&-; stat -c %a file"
                 ));
             }
         }
     }
     // Whoever may write takes them away by writing.
     for (rights, who) in [
-        ("chown 0:65534 file; chmod 6775 file", "nobody"),
+        ("chown 0:65534 file; chmod 6775 file", "as_user"),
         ("chown 0:7 file; chmod 6775 file", somebody),
-        ("chown 0:0 file; chmod 6757 file", "nobody"),
+        ("chown 0:0 file; chmod 6757 file", "as_user"),
         (
             "chown 0:0 file; setfacl -m u:65534:rw file; chmod u+s,g+s file",
-            "nobody",
+            "as_user",
         ),
         (
             "chown 0:0 file; setfacl -b -m g:7:rw file; chmod u+s,g+s file",
@@ -104,7 +104,7 @@ except OSError as error: print(error.errno)'";
             "{rights}; {who} fallocate -l 100 file; stat -c %a file"
         ));
     }
-    pair.same("setfacl -b file; chown 0:7 file; chmod 6755 file; nobody fallocate -l 9 file; stat -c %a file");
+    pair.same("setfacl -b file; chown 0:7 file; chmod 6755 file; as_user fallocate -l 9 file; stat -c %a file");
 }
 
 #[test]
@@ -124,8 +124,8 @@ fn default_acls_are_inherited_instead_of_the_umask() {
     }
     // Whoever is not in the group of a file loses its set-group-ID with a new ACL.
     pair.same(
-        "touch g; chown 65534:7 g; chmod 2755 g; nobody setfacl -m u:1:r g; stat -c %a g
-         chown 65534:65534 g; chmod 2755 g; nobody setfacl -m u:2:r g; stat -c %a g
+        "touch g; chown 65534:7 g; chmod 2755 g; as_user setfacl -m u:1:r g; stat -c %a g
+         chown 65534:65534 g; chmod 2755 g; as_user setfacl -m u:2:r g; stat -c %a g
          chown 65534:7 g; chmod 2755 g; setfacl -m u:3:r g; stat -c %a g",
     );
     pair.same(
@@ -145,7 +145,7 @@ fn setup_and_list(setup: &str) -> String {
     format!(
         "{setup}; umask 027
          rm -rf d/*; mkdir d/sub; : > d/new; mkfifo d/pipe; ln -s x d/link; cp other d/copy
-         nobody mkdir d/theirs; stat -c '%n %a %g' d d/* d/*/; getfacl -nR d"
+         as_user mkdir d/theirs; stat -c '%n %a %g' d d/* d/*/; getfacl -nR d"
     )
 }
 
