@@ -27,7 +27,7 @@ from subjects import content
 from support import run
 from union import UnionCase
 
-ALICE, BOB = (1000, 1000), (1001, 1001)
+ROOT, ALICE, BOB = (0, 0), (1000, 1000), (1001, 1001)
 BIG = "d2/big"
 # linux/fs.h, of 64 bits.
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS = 0x8008_6601, 0x4008_6602
@@ -730,7 +730,9 @@ class Attributes(UnionCase):
 
     @promise("Writing to a file, truncating it or changing its owner removes its set-user-ID and "
              "set-group-ID bits and its capabilities, as on other file systems. Only a write by "
-             "root keeps the bits.")
+             "root keeps the bits.",
+             "`chown(-1, -1)`, which names no owner, removes the bits if the owner of the file "
+             "calls it. For root and for other users, the call succeeds and changes nothing.")
     def test_set_id_bits(self):
         capability = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
 
@@ -762,6 +764,12 @@ class Attributes(UnionCase):
         write("setgid/tool")
         grow("setgid/tool")
         self.assertEqual(oct(mode("setgid/tool")), oct(0o6777))
+        for owner, caller, expected in ((ROOT, ROOT, 0o6777), (ROOT, ALICE, 0o6777),
+                                        (ALICE, ALICE, 0o777)):
+            os.chown(self.at("setgid/tool"), *owner)
+            os.chmod(self.at("setgid/tool"), 0o6777)
+            self.as_somebody(caller, os.chown, self.at("setgid/tool"), -1, -1)
+            self.assertEqual(oct(mode("setgid/tool")), oct(expected))
         os.chmod(self.at("setgid/tool"), 0o755)
         os.setxattr(self.at("setgid/tool"), "security.capability", capability)
         write("setgid/tool")

@@ -10,31 +10,43 @@
 //! changes, and for a new size if the caller does not have CAP_FSETID.
 //!
 //! Before a write, fallocate, copy_file_range and similar calls of a caller without CAP_FSETID, the
-//! kernel sends an empty SETATTR with the same meaning, whoever owns the file. But it sends an
-//! empty SETATTR in two other cases too: for `chown(-1, -1)`, where the file system must refuse
-//! callers that do not own the file, and after root's write has removed a capability.
+//! kernel sends an empty SETATTR. It sends an empty SETATTR in two other cases too: for
+//! `chown(-1, -1)`, and after a write by root has removed a capability. The request does not tell
+//! these cases apart, so an empty SETATTR clears set-id bits only where this is right in all cases:
+//! if the caller owns the file and does not have CAP_FSETID. The bits of other files are cleared by
+//! the WRITE, FALLOCATE or COPY_FILE_RANGE that follows. So a caller that may not change a file
+//! cannot clear its set-id bits by `chown(-1, -1)`.
 //!
-//! `/proc/PID/syscall` tells these cases apart, because the caller waits in its system call. If
-//! that file cannot be read, callers are refused that do not own the file and could not have opened
-//! it for writing.
+//! The replies to these three requests do not carry a mode. The kernel therefore must not cache the
+//! mode of a file with set-id bits ([`validity`]); otherwise it would execute the file with the
+//! cached bits.
 
 use std::time::Duration;
 
 use bcow_erofs::reader::FileType;
 use bcow_union::NodeId;
 use bcow_union::fs::{Attributes, Changes, UnionFs};
-use fuser::Request;
+use fuser::{FileAttr, Request};
 use rustix::io::Errno;
 
-/// Numbers of capabilities (linux/capability.h): ignore permissions, act as the owner, keep set-id
-/// bits.
-const CAP_DAC_OVERRIDE: u32 = 1;
+use super::FOREVER;
+
+/// Numbers of capabilities (linux/capability.h): act as the owner, keep set-id bits.
 const CAP_FOWNER: u32 = 3;
 const CAP_FSETID: u32 = 4;
 
 const SET_UID: u16 = 0o4000;
 const SET_GID: u16 = 0o2000;
 const GROUP_EXECUTES: u16 = 0o0010;
+
+/// How long the kernel may cache these attributes.
+pub(super) fn validity(attributes: &FileAttr) -> Duration {
+    let is_set_id = attributes.perm & (SET_UID | SET_GID) != 0;
+    match attributes.kind != fuser::FileType::Directory && is_set_id {
+        true => Duration::ZERO,
+        false => FOREVER,
+    }
+}
 
 /// Adds the clearing of set-id bits to `changes` if a SETATTR implies it.
 pub(super) fn drop_set_id(
@@ -45,91 +57,57 @@ pub(super) fn drop_set_id(
 ) -> Result<(), Errno> {
     let given_away = changes.uid.is_some() || changes.gid.is_some();
     let resized = changes.size.is_some();
-    let nothing = *changes == Changes::default();
-    if changes.permissions.is_some() || !(given_away || resized || nothing) {
+    let is_empty = *changes == Changes::default();
+    if changes.permissions.is_some() || !(given_away || resized || is_empty) {
         return Ok(());
     }
-    let attributes = fs.attributes(node)?;
-    if attributes.kind == FileType::Directory || attributes.permissions & (SET_UID | SET_GID) == 0 {
+    let Some(attributes) = set_id_attributes(fs, node)? else {
         return Ok(());
-    }
-    let cause = match nothing {
-        true => Cause::of(request),
-        false => Cause::Other,
     };
-    if !given_away && cause != Cause::Chown && may_keep_set_id(request) {
+    if is_empty && !owns(request, &attributes) || !given_away && may_keep_set_id(request) {
         return Ok(());
     }
     let group = match given_away || is_in_group(request, attributes.gid) {
         true => Group::Same,
         false => Group::Another,
     };
-    let kept = without_set_id(attributes.permissions, group);
-    let permitted = kept == attributes.permissions
-        || match cause {
-            Cause::Other => true,
-            Cause::Chown => owns(request, &attributes),
-            Cause::Unknown => may_change(fs, request, node, &attributes)?,
-        };
-    if !permitted {
-        return Err(Errno::PERM);
-    }
-    changes.permissions = Some(kept);
+    changes.permissions = Some(without_set_id(attributes.permissions, group));
     Ok(())
 }
 
-/// The system call behind an empty SETATTR.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Cause {
-    Chown,
-    Other,
-    Unknown,
+/// Clears the set-id bits of a file whose content the caller changes by FALLOCATE or
+/// COPY_FILE_RANGE. These requests have no flag for it.
+pub(super) fn drop_set_id_of_content(
+    fs: &UnionFs,
+    request: &Request,
+    node: NodeId,
+) -> Result<(), Errno> {
+    let Some(attributes) = set_id_attributes(fs, node)? else {
+        return Ok(());
+    };
+    if may_keep_set_id(request) {
+        return Ok(());
+    }
+    let group = match is_in_group(request, attributes.gid) {
+        true => Group::Same,
+        false => Group::Another,
+    };
+    let kept = without_set_id(attributes.permissions, group);
+    if kept == attributes.permissions {
+        return Ok(());
+    }
+    let changes = Changes {
+        permissions: Some(kept),
+        ..Changes::default()
+    };
+    fs.set_attributes(node, &changes).map(drop)
 }
 
-/// Numbers of the system calls that may be a `chown(-1, -1)`, those of 32-bit programs included. In
-/// 64-bit programs, the numbers of the 32-bit calls belong to calls that never cause an empty
-/// SETATTR (arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h). The 16-bit `lchown` is
-/// left out: its number is that of `ioctl`, which can be a fallocate.
-#[cfg(target_arch = "x86_64")]
-const CHOWNS: &[u32] = &[92, 93, 94, 260, 95, 182, 198, 207, 212, 298];
-#[cfg(not(target_arch = "x86_64"))]
-const CHOWNS: &[u32] = &[54, 55, 95, 182, 198, 207, 212, 325];
-/// The bit that marks system calls of the x32 ABI.
-const X32: u32 = 0x4000_0000;
-
-impl Cause {
-    fn of(request: &Request) -> Cause {
-        // 0 is a process that is not visible in this PID namespace.
-        let Some(pid) = Some(request.pid()).filter(|&pid| pid != 0) else {
-            return Cause::Unknown;
-        };
-        // /proc reports `running` until the caller sleeps, which happens soon.
-        for _ in 0..200 {
-            match std::fs::read_to_string(format!("/proc/{pid}/syscall")) {
-                Err(_) => return Cause::Unknown,
-                Ok(text) => match Cause::parse(&text) {
-                    Some(cause) => return cause,
-                    None => std::thread::sleep(Duration::from_micros(100)),
-                },
-            }
-        }
-        Cause::Unknown
-    }
-
-    /// Parses `/proc/PID/syscall` (proc(5)); `None` while the process is running.
-    fn parse(text: &str) -> Option<Cause> {
-        match text.split_whitespace().next() {
-            Some("running") => None,
-            // -1 is a kernel thread, for example of io_uring. Kernel threads do not change owners.
-            Some("-1") => Some(Cause::Other),
-            Some(number) => Some(match number.parse::<u32>() {
-                Ok(number) if CHOWNS.contains(&(number & !X32)) => Cause::Chown,
-                Ok(_) => Cause::Other,
-                Err(_) => Cause::Unknown,
-            }),
-            None => Some(Cause::Unknown),
-        }
-    }
+/// The attributes of a file that has set-id bits; `None` for other files and for directories.
+fn set_id_attributes(fs: &UnionFs, node: NodeId) -> Result<Option<Attributes>, Errno> {
+    let attributes = fs.attributes(node)?;
+    let is_set_id = attributes.permissions & (SET_UID | SET_GID) != 0;
+    Ok((attributes.kind != FileType::Directory && is_set_id).then_some(attributes))
 }
 
 /// Whether the caller owns the file or has CAP_FOWNER.
@@ -138,29 +116,6 @@ fn owns(request: &Request, attributes: &Attributes) -> bool {
     user == 0
         || user == attributes.uid
         || Process::of(request).is_some_and(|process| process.has(CAP_FOWNER))
-}
-
-/// Whether the caller owns the file, may write to it, or has CAP_DAC_OVERRIDE.
-fn may_change(
-    fs: &UnionFs,
-    request: &Request,
-    node: NodeId,
-    attributes: &Attributes,
-) -> Result<bool, Errno> {
-    if owns(request, attributes) {
-        return Ok(true);
-    }
-    let process = Process::of(request);
-    let is_in = &mut |group| {
-        request.gid() == group
-            || process
-                .as_ref()
-                .is_some_and(|process| process.groups.contains(&group))
-    };
-    let needs_not_ask = process
-        .as_ref()
-        .is_some_and(|process| process.has(CAP_DAC_OVERRIDE));
-    Ok(needs_not_ask || fs.lets_write(node, request.uid(), is_in)?)
 }
 
 /// Clears set-group-ID after a new ACL, unless the caller is in the group or has
@@ -284,23 +239,6 @@ mod tests {
                 .first_user_namespace
         );
         assert_eq!(Process::parse("Name:\tx\n", ""), None);
-    }
-
-    #[test]
-    fn system_call_tells_a_change_of_owner_from_a_write() {
-        let chown = CHOWNS[0];
-        for (text, cause) in [
-            (
-                &*format!("{chown} 0x7f 0xff 0x7ffc 0x7f\n"),
-                Some(Cause::Chown),
-            ),
-            ("64 0x3 0x5 0x1 0x0 0x0 0x0 0x7f 0x7f\n", Some(Cause::Other)),
-            ("-1 0x7ffc 0x7f\n", Some(Cause::Other)),
-            ("running\n", None),
-            ("", Some(Cause::Unknown)),
-        ] {
-            assert_eq!(Cause::parse(text), cause, "{text:?}");
-        }
     }
 
     #[test]

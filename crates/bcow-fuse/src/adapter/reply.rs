@@ -13,6 +13,7 @@ use fuser::{
 };
 use rustix::io::Errno;
 
+use super::privileges::validity;
 use super::{FOREVER, GENERATION, NO_INODE, file_type};
 use crate::stats;
 
@@ -50,7 +51,7 @@ pub(super) fn written(result: Result<u32, Errno>, reply: ReplyWrite) {
 
 pub(super) fn attributes(result: Result<FileAttr, Errno>, reply: ReplyAttr) {
     match result {
-        Ok(attributes) => reply.attr(&FOREVER, &attributes),
+        Ok(attributes) => reply.attr(&validity(&attributes), &attributes),
         Err(errno) => reply.error(to_fuser(errno)),
     }
 }
@@ -64,7 +65,10 @@ pub(super) fn entry(result: Result<FileAttr, Errno>, reply: ReplyEntry) {
 pub(super) fn found(result: Result<Option<FileAttr>, Errno>, reply: ReplyEntry) {
     match result {
         // Node 0 tells the kernel that the name does not exist, and that it may cache this.
-        Ok(found) => reply.entry(&FOREVER, &found.unwrap_or(NO_INODE), GENERATION),
+        Ok(found) => {
+            let attributes = found.unwrap_or(NO_INODE);
+            reply.entry_with_ttls(&validity(&attributes), &FOREVER, &attributes, GENERATION);
+        }
         Err(errno) => reply.error(to_fuser(errno)),
     }
 }
@@ -131,7 +135,7 @@ pub(super) fn listing_plus(
             attributes.ino,
             next_cookie,
             OsStr::from_bytes(name),
-            &FOREVER,
+            &validity(attributes),
             attributes,
             GENERATION,
         ))

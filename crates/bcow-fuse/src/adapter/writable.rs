@@ -19,13 +19,14 @@ use fuser::{
     ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite,
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
+use rustix::io::Errno;
 
 use super::convert::{
     allocate_how, caller, decoded_time, encoded, permissions, privileges_of_writer, rename_how,
     set_how, without_trusted,
 };
-use super::privileges::{drop_set_gid, drop_set_id};
-use super::{FOREVER, GENERATION, damaged, id, is_stats, negotiate, reply};
+use super::privileges::{drop_set_gid, drop_set_id, drop_set_id_of_content, validity};
+use super::{GENERATION, damaged, id, is_stats, negotiate, reply};
 use crate::options::WriteCache;
 use crate::stats::{MountStats, Operation};
 
@@ -55,6 +56,14 @@ impl Writable {
             write_cache,
             opens_unasked: false,
             drops_set_id: false,
+        }
+    }
+
+    /// Before a FALLOCATE or COPY_FILE_RANGE.
+    fn drop_set_id_of_content(&self, request: &Request, node: NodeId) -> Result<(), Errno> {
+        match self.drops_set_id {
+            true => drop_set_id_of_content(&self.fs, request, node),
+            false => Ok(()),
         }
     }
 }
@@ -492,20 +501,23 @@ impl fuser::Filesystem for Writable {
             .fs
             .with_room(|fs| fs.create(&caller, id(parent), name.as_bytes(), permissions(mode)));
         match made {
-            Ok(attributes) => reply.created(
-                &FOREVER,
-                &encoded(attributes),
-                GENERATION,
-                FileHandle(0),
-                FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH,
-            ),
+            Ok(attributes) => {
+                let attributes = encoded(attributes);
+                reply.created(
+                    &validity(&attributes),
+                    &attributes,
+                    GENERATION,
+                    FileHandle(0),
+                    FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH,
+                );
+            }
             Err(errno) => reply.error(reply::to_fuser(errno)),
         }
     }
 
     fn fallocate(
         &self,
-        _request: &Request,
+        request: &Request,
         ino: INodeNo,
         _handle: FileHandle,
         offset: u64,
@@ -518,8 +530,11 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::EOPNOTSUPP);
         };
         let allocated = self
-            .fs
-            .with_room(|fs| fs.allocate(id(ino), offset, length, how));
+            .drop_set_id_of_content(request, id(ino))
+            .and_then(|()| {
+                self.fs
+                    .with_room(|fs| fs.allocate(id(ino), offset, length, how))
+            });
         reply::empty(allocated, reply);
     }
 
@@ -545,7 +560,7 @@ impl fuser::Filesystem for Writable {
 
     fn copy_file_range(
         &self,
-        _request: &Request,
+        request: &Request,
         from: INodeNo,
         _handle_from: FileHandle,
         offset_from: u64,
@@ -561,9 +576,10 @@ impl fuser::Filesystem for Writable {
             return reply.error(fuser::Errno::EINVAL);
         }
         let length = length.min(COPY_BYTES);
-        let copied = self
-            .fs
-            .with_room(|fs| fs.copy_range(id(from), offset_from, id(to), offset_to, length));
+        let copied = self.drop_set_id_of_content(request, id(to)).and_then(|()| {
+            self.fs
+                .with_room(|fs| fs.copy_range(id(from), offset_from, id(to), offset_to, length))
+        });
         // No more bytes are copied than were requested.
         reply::written(copied.map(|copied| copied as u32), reply);
     }
