@@ -1,7 +1,7 @@
 //! A page for Prometheus: `GET /metrics`, and nothing else of HTTP.
 //!
-//! Each client gets a short time and a short request, whatever it sends; few clients are served at
-//! a time. The mount itself never waits for a client.
+//! The duration of a connection, the length of a request and the number of clients are limited. The
+//! mount itself never waits for a client.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -18,16 +18,16 @@ use rustix::net::{SocketFlags, accept_with};
 
 use crate::error::{CommandError, Context};
 
-/// For how long a connection may last altogether.
+/// Limit of the duration of a connection.
 const PATIENCE: Duration = Duration::from_millis(if cfg!(test) { 500 } else { 5000 });
-/// Longest request.
+/// Limit of a request in bytes.
 const REQUEST_BYTES: usize = 8 << 10;
-/// Connections that are answered at a time; others are closed.
+/// Limit of the connections at a time. Further connections are closed.
 const AT_ONCE: usize = 8;
-/// After a connection could not be accepted, which is mostly for want of descriptors.
+/// Pause after a failed accept, which mostly means too few descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A place to ask for metrics. It is gone when this is dropped.
+/// A listening socket for metrics. Dropping it closes the socket.
 #[derive(Debug)]
 pub struct Metrics {
     listener: Listener,
@@ -57,12 +57,12 @@ impl Metrics {
         Ok(Metrics { listener })
     }
 
-    /// Where it listens.
+    /// The address.
     pub fn place(&self) -> &Place {
         self.listener.place()
     }
 
-    /// Answers from now on, with what `text` makes at that moment.
+    /// Answers requests from now on. `text` returns the metrics of the moment.
     pub fn answer(
         &self,
         text: impl Fn() -> String + Send + Sync + 'static,
@@ -96,13 +96,13 @@ where
             .stack_size(256 << 10)
             .spawn(move || {
                 let _place = place;
-                // Whom it cannot answer it need not.
-                let _ = converse(connection, &*text);
+                // A failed connection needs no report.
+                let _ = serve(connection, &*text);
             });
     }
 }
 
-/// One of the connections that are answered at a time.
+/// One of the [`AT_ONCE`] places for connections.
 struct Seat(Arc<AtomicUsize>);
 
 impl Seat {
@@ -118,7 +118,7 @@ impl Drop for Seat {
     }
 }
 
-fn converse(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
+fn serve(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
     let deadline = Instant::now() + PATIENCE;
     let mut stream = File::from(connection);
     let mut request = Vec::new();
@@ -127,7 +127,7 @@ fn converse(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
         if let Some(status) = status(&request) {
             break status;
         }
-        wait_at_most(&stream, Timeout::Recv, deadline)?;
+        set_timeout(&stream, Timeout::Recv, deadline)?;
         match stream.read(&mut piece)? {
             0 => return Ok(()),
             n => request.extend_from_slice(&piece[..n]),
@@ -138,8 +138,8 @@ fn converse(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
         _ => format!("{}\n", status.line()),
     };
     let head = format!(
-        "HTTP/1.1 {}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n\
-         Connection: close\r\n\r\n",
+        "HTTP/1.1 {}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n\
+         Content-Length: {}\r\nConnection: close\r\n\r\n",
         status.line(),
         body.len(),
     );
@@ -149,7 +149,7 @@ fn converse(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
     }
     let mut rest = &reply[..];
     while !rest.is_empty() {
-        wait_at_most(&stream, Timeout::Send, deadline)?;
+        set_timeout(&stream, Timeout::Send, deadline)?;
         match stream.write(rest)? {
             0 => return Ok(()),
             n => rest = &rest[n..],
@@ -158,12 +158,12 @@ fn converse(connection: OwnedFd, text: &dyn Fn() -> String) -> io::Result<()> {
     Ok(())
 }
 
-fn wait_at_most(stream: &File, what: Timeout, deadline: Instant) -> io::Result<()> {
+fn set_timeout(stream: &File, direction: Timeout, deadline: Instant) -> io::Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(io::ErrorKind::TimedOut.into());
     }
-    Ok(set_socket_timeout(stream, what, Some(left))?)
+    Ok(set_socket_timeout(stream, direction, Some(left))?)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -188,7 +188,7 @@ impl Status {
     }
 }
 
-/// How to answer a request; `None` if more of it is to come.
+/// The status of the reply to a request; `None` if the request is not complete.
 fn status(request: &[u8]) -> Option<Status> {
     let ended = request.windows(4).any(|four| four == b"\r\n\r\n")
         || request.windows(2).any(|two| two == b"\n\n");
@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_page_is_there_and_the_rest_is_refused() {
+    fn only_one_page_exists() {
         for (request, expected) in [
             ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", Some(Status::Ok)),
             ("GET /metrics?a=b HTTP/1.0\n\n", Some(Status::Ok)),
@@ -274,13 +274,13 @@ mod tests {
     }
 
     #[test]
-    fn silent_and_endless_clients_do_not_keep_others_out() {
+    fn silent_and_endless_clients_do_not_block_other_clients() {
         let (_metrics, address) = server();
         let _silent: Vec<_> = (0..AT_ONCE)
             .map(|_| TcpStream::connect(address).unwrap())
             .collect();
         let start = Instant::now();
-        // The seats are taken until their time is up, whatever those who have them do.
+        // Silent clients occupy all places until their time has passed.
         loop {
             let mut client = TcpStream::connect(address).unwrap();
             let mut answer = String::new();
@@ -294,13 +294,13 @@ mod tests {
         }
         let endless = [b'a'; 4 * REQUEST_BYTES];
         let mut client = TcpStream::connect(address).unwrap();
-        // It may close while we still write.
+        // The server may close the connection during the write.
         let _ = client.write_all(&endless);
         assert!(ask(address, b"GET /metrics HTTP/1.1\r\n\r\n").contains("200 OK"));
     }
 
     #[test]
-    fn socket_with_a_name_leaves_no_name_behind() {
+    fn socket_file_is_removed_on_drop() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics");
         let address = format!("unix:{}", path.display());

@@ -18,14 +18,14 @@ use bcow_fuse::session::CLOSING;
 use rustix::fs::{AtFlags, MemfdFlags, Mode, OFlags, SealFlags, StatxFlags};
 use serde::{Deserialize, Serialize};
 
-/// The memory file's name, and what /proc shows of it.
+/// The name of the memory file, and its link in /proc.
 const NAME: &str = "bcow-services";
 const LINK: &str = "/memfd:bcow-services (deleted)";
 /// Where the lock of an upper is.
 pub const LOCK_IN_UPPER: &str = ".bcow/lock";
-/// The schema of what is in it. A later one is not read.
+/// The schema of the document. bcow does not read later schemas.
 const SCHEMA: &str = "bcow.services/1";
-/// More than any process has to say.
+/// Limit of the document in bytes.
 const MOST_BYTES: u64 = 1 << 20;
 
 /// Something that a process serves.
@@ -44,11 +44,11 @@ pub struct Service {
     /// The directory that takes changes.
     #[serde(default)]
     pub upper: Option<String>,
-    /// Where it can be had: mountpoint, sockets and addresses, or device.
+    /// Where clients reach it: mountpoint, sockets and addresses, or device.
     pub at: Vec<String>,
     /// `ro`, `rw` or `snapshot`.
     pub mode: String,
-    /// Since when, in seconds since 1970.
+    /// Start time in seconds since 1970.
     pub since: u64,
     /// For a mount: its device number, in the form of the kernel. The number is unique on the
     /// machine as long as the mount exists.
@@ -62,7 +62,7 @@ struct Document {
     services: Vec<Service>,
 }
 
-/// Says to others what this process serves, for as long as it lives.
+/// The list of services of this process, which other processes can read while this exists.
 #[derive(Debug)]
 pub struct Published {
     _file: OwnedFd,
@@ -75,25 +75,25 @@ pub struct Server {
     pub pid: u32,
     /// Its user.
     pub uid: u32,
-    /// How it is.
+    /// Its state.
     pub state: State,
     /// Whether the process is in another mount namespace than this process, so that its paths may
     /// mean other files here.
     pub is_elsewhere: bool,
-    /// What it serves.
+    /// The images and disks that it serves.
     pub services: Vec<Service>,
 }
 
-/// How a process is.
+/// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// It works, or waits for requests.
+    /// It executes or waits for requests.
     Running,
-    /// Its mount is gone, and it writes what is left to its upper.
+    /// Its mount is gone, and it flushes its upper.
     Ending,
     /// A signal has stopped the process: the process does not answer.
     Stopped,
-    /// It waits for a disk or another file system, and cannot be interrupted.
+    /// It waits for a disk or another file system and cannot be interrupted.
     Blocked,
 }
 
@@ -122,7 +122,7 @@ pub fn now() -> u64 {
         .map_or(0, |elapsed| elapsed.as_secs())
 }
 
-/// Lets others find what this process serves. They do without if the host cannot do that.
+/// Publishes the services of this process. Returns `None` if the host does not support it.
 pub fn publish(services: Vec<Service>) -> Option<Published> {
     let document = Document {
         schema: SCHEMA.to_owned(),
@@ -167,7 +167,7 @@ pub fn server_of_mount(device: &str) -> Option<Server> {
     })
 }
 
-/// How the process of this number is; `None` if there is none.
+/// The state of the process with this number; `None` if no such process exists.
 pub fn state(pid: u32) -> Option<State> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may contain any byte.
@@ -232,7 +232,7 @@ pub fn describe_lock_holders(path: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Whether it has this disk, or the upper whose lock this is.
+/// Whether the service uses this disk, or the upper with this lock file.
 fn uses(service: &Service, path: &Path) -> bool {
     let Ok(path) = path.canonicalize() else {
         return false;
@@ -245,11 +245,11 @@ fn uses(service: &Service, path: &Path) -> bool {
             .is_some_and(|upper| is_at(&Path::new(upper).join(LOCK_IN_UPPER)))
 }
 
-/// A process in words: its number, its command, what it serves, and how it is.
+/// Describes a process: its number, command, services and state.
 pub fn describe(pid: u32) -> String {
     let mut text = format!("process {pid}");
     let Some(state) = state(pid) else {
-        return text + " is gone or cannot be seen";
+        return text + " has ended or is not visible";
     };
     if let Some(command) = command(pid) {
         text += &format!(" (`{command}`)");
@@ -267,16 +267,16 @@ pub fn describe(pid: u32) -> String {
         })
         .collect();
     match state {
-        State::Running if parts.is_empty() => parts.push("has it".to_owned()),
+        State::Running if parts.is_empty() => parts.push("uses it".to_owned()),
         State::Running => {}
-        State::Ending => parts.push("is ending".to_owned()),
+        State::Ending => parts.push("is shutting down".to_owned()),
         State::Stopped => parts.push("is stopped by a signal".to_owned()),
         State::Blocked => parts.push("waits for a disk".to_owned()),
     }
     format!("{text} {}", parts.join(", and "))
 }
 
-/// The command line of a process, not all of it if it is long.
+/// The command line of a process, truncated if it is long.
 fn command(pid: u32) -> Option<String> {
     const MOST: usize = 200;
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
@@ -289,7 +289,7 @@ fn command(pid: u32) -> Option<String> {
         .iter()
         .enumerate()
         .map(|(index, word)| match index {
-            // Where the program is matters less than what it does.
+            // Leave out the directory of the program.
             0 => word.rsplit('/').next().unwrap_or(word),
             _ => word,
         })
@@ -366,7 +366,7 @@ fn device_of_memory_files() -> io::Result<(u32, u32)> {
 }
 
 fn device(file: &OwnedFd) -> rustix::io::Result<(u32, u32)> {
-    // A file system is not asked, as that might not answer.
+    // Do not send a request to a file system, which might hang.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let stat = rustix::fs::statx(file, c"", flags, StatxFlags::TYPE)?;
     Ok((stat.stx_dev_major, stat.stx_dev_minor))
@@ -390,20 +390,20 @@ mod tests {
         }
     }
 
-    /// Where others find a memory file of this process.
+    /// The path by which other processes find a memory file of this process.
     fn place(published: &Published) -> PathBuf {
         let descriptor = published._file.as_raw_fd();
         format!("/proc/{}/fd/{descriptor}", std::process::id()).into()
     }
 
     #[test]
-    fn what_a_process_publishes_is_found_among_its_descriptors_and_ends_with_it() {
+    fn published_services_are_found_among_the_descriptors_until_dropped() {
         let published = publish(vec![service()]).unwrap();
         let place = place(&published);
         assert_eq!(std::fs::read_link(&place).unwrap(), Path::new(LINK));
         let memory = device_of_memory_files().unwrap();
         assert_eq!(read(&place, memory).unwrap(), [service()]);
-        // Who may read it may not change it.
+        // Readers cannot change it.
         File::options()
             .write(true)
             .open(&place)
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn no_other_file_is_read() {
+    fn only_memory_files_are_read() {
         let memory = device_of_memory_files().unwrap();
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "{}").unwrap();
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn process_that_is_not_there_has_no_state() {
+    fn missing_process_has_no_state() {
         assert!(state(std::process::id()).is_some());
         assert_eq!(state(u32::MAX), None);
     }
