@@ -41,7 +41,7 @@ fn an_archive_that_is_not_whole_replaces_no_image() {
         &sandbox,
         "empty",
         &convert,
-        &["standard input", "nothing in it"],
+        &["standard input", "the archive is empty"],
     );
     refused(
         &sandbox,
@@ -50,7 +50,7 @@ fn an_archive_that_is_not_whole_replaces_no_image() {
         &["no end-of-archive marker", "--allow-truncated"],
     );
     let allow = ["convert", "--allow-truncated", "tar:-", "image.bcow"];
-    refused(&sandbox, "empty", &allow, &["nothing in it"]);
+    refused(&sandbox, "empty", &allow, &["the archive is empty"]);
     let warned = sandbox.run(&["convert", "--allow-truncated", "tar:cut.tar", "cut.bcow"]);
     assert!(warned.status.success());
     let text = String::from_utf8_lossy(&warned.stderr);

@@ -108,7 +108,7 @@ fn archives_are_in_the_order_of_names() {
 }
 
 #[test]
-fn what_tar_has_no_form_for_is_told() {
+fn a_socket_is_left_out_with_a_warning() {
     let sandbox = Sandbox::new();
     std::fs::create_dir(sandbox.path("tree")).unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(sandbox.path("tree/socket")).unwrap();

@@ -9,7 +9,7 @@
 //! | character device 0:0 | the same with [`DEVICE`] = `y` |
 //!
 //! The first two are those of overlayfs (`Documentation/filesystems/overlayfs.rst`), so the kernel
-//! can stack such layers directly. overlayfs has no form for the others: it shows an implicit
+//! can stack such layers directly. overlayfs cannot represent the others: it shows an implicit
 //! directory with its own attributes, a link as a symbolic link, and takes the device for a
 //! whiteout.
 

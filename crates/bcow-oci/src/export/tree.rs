@@ -14,7 +14,7 @@ use crate::cancel::Cancel;
 use crate::options::Progress;
 use crate::tar::writer::{Entry, EntryError, Kind, MAX_PAX_BYTES, TarWriter};
 use crate::tar::{MAX_RUNS, Run};
-use crate::text::quoted;
+use crate::text::{plural, quoted};
 
 /// Bytes of content per read.
 const PIECE: u64 = 1 << 20;
@@ -124,10 +124,9 @@ impl<'e> TreeExport<'e> {
         }
         tar.finish().map_err(ExportError::Write)?;
         if self.report.sockets > 0 {
-            self.progress.warning(&format!(
-                "sockets left out, which tar cannot represent: {}",
-                self.report.sockets
-            ));
+            let sockets = plural(self.report.sockets, "socket");
+            self.progress
+                .warning(&format!("left out {sockets}, which tar cannot represent"));
         }
         Ok(self.report)
     }
