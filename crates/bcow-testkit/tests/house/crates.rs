@@ -4,11 +4,15 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 11] = [
+const MAY_USE: [(&str, &[&str]); 12] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
     ("bcow-ext4", &[]),
+    (
+        "bcow-view",
+        &["bcow-erofs", "bcow-ext4", "bcow", "bcow-format"],
+    ),
     ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
     ("bcow-union", &["bcow-erofs", "bcow", "bcow-format"]),
     (
