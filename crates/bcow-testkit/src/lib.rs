@@ -20,6 +20,7 @@ use std::sync::Mutex;
 
 use bcow::{MemoryStorage, Storage};
 
+mod chain;
 #[cfg(feature = "shuttle")]
 mod explore;
 mod faults;
@@ -29,6 +30,7 @@ mod power_cut;
 mod random;
 mod tools;
 
+pub use chain::below;
 #[cfg(feature = "shuttle")]
 pub use explore::explore;
 pub use faults::{Fault, Faulty, On};

@@ -1,7 +1,7 @@
 //! Measures the layouts of writable files against each other, as Table 3 of the BAOverlay paper
 //! does.
 //!
-//! `cargo run --release -p bcow --example layouts -- DIR [MIB [PATTERN]]`: a disk of so many MiB
+//! `cargo run --release -p bcow --example layouts -- DIR [MIB [PATTERN]]`: a disk of MIB MiB
 //! (default 512) over a backing as large, all in the page cache. *Case 1*: nothing of it is written
 //! yet, so each write finds a place and fills tables. *Case 2*: the same writes to the same disk
 //! once more, closed and opened between. Each with writes of 410 bytes, one into each 4 KiB (the
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Layout, OpenOptions, Status, WritableDevice,
+    BlockDevice, CreateOptions, Disk, Layout, OneBacking, OpenOptions, Status, WritableDevice,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -44,7 +44,8 @@ fn main() -> Outcome<()> {
     let only = arguments.next().unwrap_or_default();
     let base = Arc::new(Base::make(&dir.join("base"), size)?);
     println!(
-        "| layout | writes | case 1: mean us | p50 | p99 | p99.9 | flush ms | file MiB | case 2: mean us | p50 | p99 | p99.9 | flush ms | file MiB |"
+        "| layout | writes | case 1: mean us | p50 | p99 | p99.9 | flush ms | file MiB \
+         | case 2: mean us | p50 | p99 | p99.9 | flush ms | file MiB |"
     );
     println!("|{}", "---|".repeat(14));
     for pattern in [Pattern::Paper, Pattern::Random, Pattern::Sequential] {
@@ -219,7 +220,7 @@ fn case(
         }
         None => {
             let file = FileOptions::new().read(true).write(true).open(path)?;
-            Disk::open(Arc::new(file), &open, &Over(base.clone()))?
+            Disk::open(Arc::new(file), &open, &OneBacking(Some(base.clone())))?
         }
     };
     let writes = measure(size, pattern, |at, bytes| Ok(disk.write_at(at, bytes)?))?;
@@ -293,13 +294,5 @@ impl BlockDevice for Base {
             content: bcow::Content::Data,
             depth: 1,
         })
-    }
-}
-
-struct Over(Arc<Base>);
-
-impl BackingResolver for Over {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
-        Ok(Some(self.0.clone()))
     }
 }

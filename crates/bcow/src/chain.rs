@@ -56,6 +56,7 @@ pub enum Share {
 }
 
 /// Where and how the files below a disk are opened.
+#[derive(Clone)]
 pub struct Policy<'a> {
     /// Directories for file names, besides the directory of the file that contains the name.
     pub directories: &'a [PathBuf],
@@ -121,7 +122,10 @@ pub enum ChainProblem {
         source: LockError,
     },
     /// The address space of the file has another size.
-    #[error("backing {name}: {} has {found} bytes, not {expected} as when it was made the backing", path.display())]
+    #[error(
+        "backing {name}: {} has {found} bytes, not {expected} as when it was made the backing",
+        path.display()
+    )]
     Size {
         /// Name of the backing.
         name: String,

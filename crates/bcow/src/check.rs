@@ -34,6 +34,14 @@ pub struct CheckOptions {
     pub threads: usize,
 }
 
+impl CheckOptions {
+    /// All of the file, on one thread.
+    pub const FULL: CheckOptions = CheckOptions {
+        data: true,
+        threads: 1,
+    };
+}
+
 /// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Severity {

@@ -92,7 +92,7 @@ pub(crate) fn read_block(
     })
 }
 
-/// Reads and validates the metadata section; an empty object if there is none.
+/// Reads and validates the metadata section; an empty object if the file has no such section.
 pub(crate) fn read_metadata(
     file: &CheckedFile,
     header: &Header,

@@ -71,6 +71,37 @@ impl BackingResolver for NoBackings {
     }
 }
 
+/// Resolves each backing to the same device; with `None`, to no device.
+pub struct OneBacking(pub Option<Arc<dyn BlockDevice>>);
+
+impl BackingResolver for OneBacking {
+    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(self.0.clone())
+    }
+}
+
+/// Resolves each backing to a device of the recorded size whose reads fail, for callers that only
+/// change references.
+pub struct UnreadBackings;
+
+impl BackingResolver for UnreadBackings {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        Ok(Some(Arc::new(Unread(backing.size))))
+    }
+}
+
+struct Unread(u64);
+
+impl BlockDevice for Unread {
+    fn size(&self) -> u64 {
+        self.0
+    }
+
+    fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), Error> {
+        Err(Error::Inconsistent("a backing is read".into()))
+    }
+}
+
 /// An open BCoW file.
 pub struct Image {
     file: CheckedFile,
@@ -177,12 +208,19 @@ impl Image {
         self.backings.iter().map(|(entry, _)| entry)
     }
 
+    /// The backing of a disk: absent ranges show its content.
+    pub fn disk_backing(&self) -> Option<&BackingEntry> {
+        let features = &self.header.features;
+        let first = self.backings().next();
+        first.filter(|_| features.has_incompatible(incompatible::BACKING))
+    }
+
     /// The backing with this index of the backing table, if it is available.
     pub fn backing(&self, index: u32) -> Option<&Arc<dyn BlockDevice>> {
         self.backings.get(index as usize)?.1.as_ref()
     }
 
-    /// The metadata section (spec section 13); an empty object if there is none.
+    /// The metadata section (spec section 13); an empty object if the file has no such section.
     pub fn metadata(&self) -> Result<serde_json::Value, Error> {
         read_metadata(&self.file, &self.header)
     }
@@ -520,7 +558,8 @@ impl BlockDevice for Image {
 }
 
 /// Identity of the file with this header, when another file names it as a backing (spec section 8).
-/// `last_sequence` is the sequence number of the last valid record in its log, 0 if there is none.
+/// `last_sequence` is the sequence number of the last valid record in its log; 0 if the log is
+/// empty.
 pub fn identity(header: &Header, last_sequence: u64) -> [u8; 32] {
     if let Some(tree) = &header.merkle {
         return tree.root;

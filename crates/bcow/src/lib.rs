@@ -32,9 +32,12 @@ pub mod disk;
 pub mod error;
 mod image;
 pub mod lock;
+mod locked;
 mod log;
 mod map;
 mod merkle;
+mod new_file;
+pub mod operation;
 mod overlay;
 mod root;
 mod same;
@@ -50,8 +53,12 @@ pub use date::rfc3339;
 pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
 pub use disk::{CreateOptions, Disk, Layout};
 pub use error::{BlockProblem, Error};
-pub use image::{BackingResolver, Image, NoBackings, OpenOptions, Verify, identity};
+pub use image::{
+    BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, Verify, identity,
+};
+pub use locked::{LockFileError, LockedFile, header_of};
 pub use map::{Extent, Mapping};
+pub use new_file::{NewFile, NewFileError};
 pub use same::known_same;
 pub use storage::{FileIdentity, MemoryStorage, Storage};
 pub use writer::{

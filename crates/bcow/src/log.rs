@@ -27,7 +27,7 @@ pub(crate) struct Replayed {
 }
 
 impl Replayed {
-    /// Sequence number of the last valid record; 0 if there is none.
+    /// Sequence number of the last valid record; 0 if the log is empty.
     pub(crate) fn last_sequence(&self) -> u64 {
         self.next_sequence - 1
     }

@@ -7,7 +7,7 @@ use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName};
 use bcow::{
     BlockDevice, Content, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter, Layout,
-    Mapping, MemoryStorage, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
+    Mapping, MemoryStorage, OneBacking, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
 };
 use bcow_testkit::noise;
 
@@ -52,21 +52,9 @@ fn over(
     (disk.unwrap(), device)
 }
 
-struct Only(Arc<dyn BlockDevice>);
-
-impl bcow::BackingResolver for Only {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(Some(self.0.clone()))
-    }
-}
-
 fn reopen(storage: &Arc<MemoryStorage>, backing: Option<&Arc<dyn BlockDevice>>) -> Disk {
-    let storage = storage.clone();
-    match backing {
-        Some(device) => Disk::open(storage, &OpenOptions::default(), &Only(device.clone())),
-        None => Disk::open(storage, &OpenOptions::default(), &bcow::NoBackings),
-    }
-    .unwrap()
+    let backing = OneBacking(backing.cloned());
+    Disk::open(storage.clone(), &OpenOptions::default(), &backing).unwrap()
 }
 
 /// A copy of the storage after a power cut that lost nothing.
@@ -81,11 +69,7 @@ fn read(device: &dyn BlockDevice, offset: u64, length: usize) -> Vec<u8> {
 }
 
 fn assert_sound(storage: &Arc<MemoryStorage>) {
-    let options = CheckOptions {
-        data: true,
-        threads: 1,
-    };
-    let report = check(storage.clone(), &options).unwrap();
+    let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
     assert!(report.findings.is_empty(), "{:?}", report.findings);
 }
 
@@ -139,7 +123,7 @@ fn what_is_written_is_read_at_once_and_after_every_way_of_opening_again() {
                 Some(device) => Image::open_with_backings(
                     storage.clone(),
                     &OpenOptions::default(),
-                    &Only(device.clone()),
+                    &OneBacking(Some(device.clone())),
                 ),
                 None => Image::open_storage(storage.clone(), &OpenOptions::default()),
             };

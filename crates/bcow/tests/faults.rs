@@ -4,34 +4,20 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::{BackingEntry, Use};
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Layout, MemoryStorage, OpenOptions,
-    Space, WritableDevice,
+    BlockDevice, CreateOptions, Disk, Error, Layout, MemoryStorage, OneBacking, OpenOptions, Space,
+    WritableDevice,
 };
-use bcow_testkit::{Fault, Faulty, History, On, SECTOR_BYTES, tagged, tags};
+use bcow_testkit::{Fault, Faulty, History, On, SECTOR_BYTES, below, tagged, tags};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const SIZE: u64 = 1 << 20;
 const BLOCK: usize = 4096;
 
-fn below() -> (BackingEntry, Arc<dyn BlockDevice>) {
-    let name = BackingName::FileName {
-        name: "below".into(),
-        identity: None,
-    };
-    let size = SIZE / 2;
-    let bytes = tagged(&vec![7; size as usize / SECTOR_BYTES]);
-    (BackingEntry { name, size }, Arc::new(bytes))
-}
-
-struct Below;
-
-impl BackingResolver for Below {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(Some(below().1))
-    }
+fn backing() -> (BackingEntry, Arc<dyn BlockDevice>) {
+    below(Arc::new(tagged(&vec![7; SIZE as usize / 2 / SECTOR_BYTES])))
 }
 
 fn tags_of_all(device: &dyn BlockDevice) -> Vec<u32> {
@@ -65,7 +51,7 @@ impl Subject {
     fn new(options: &CreateOptions) -> Self {
         let storage = Arc::new(Faulty::new(Vec::new()));
         let open = OpenOptions::default();
-        let disk = Disk::create(storage.clone(), options, Some(below()), &open).unwrap();
+        let disk = Disk::create(storage.clone(), options, Some(backing()), &open).unwrap();
         let mut base = vec![7; SIZE as usize / SECTOR_BYTES];
         base[SIZE as usize / 2 / SECTOR_BYTES..].fill(0);
         Subject {
@@ -120,8 +106,9 @@ impl Subject {
         let mut note = |outcome: Result<(), Error>| {
             if let Err(error) = outcome {
                 let innermost = error.innermost();
-                let told = matches!(innermost, Error::Io { .. } | Error::WriteRefused { .. });
-                assert!(told, "{error}");
+                let is_reported =
+                    matches!(innermost, Error::Io { .. } | Error::WriteRefused { .. });
+                assert!(is_reported, "{error}");
                 failed += 1;
             }
         };
@@ -149,19 +136,19 @@ impl Subject {
     /// Checks the file as if the program ended here.
     fn look(&self, context: &str) {
         let storage = Arc::new(MemoryStorage::new(self.storage.to_vec()));
-        let full = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(storage.clone(), &full).unwrap();
+        let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
         assert!(report.is_sound(), "{context}: {:?}", report.findings);
-        let disk = Disk::open(storage.clone(), &OpenOptions::default(), &Below)
-            .unwrap_or_else(|error| panic!("{context}: {error}"));
+        let disk = Disk::open(
+            storage.clone(),
+            &OpenOptions::default(),
+            &OneBacking(Some(backing().1)),
+        )
+        .unwrap_or_else(|error| panic!("{context}: {error}"));
         let moment = usize::MAX;
         let allowed = self.history.allows(moment, &tags(&disk));
         allowed.unwrap_or_else(|problem| panic!("{context}: after opening again: {problem}"));
         disk.close().unwrap();
-        let report = check(storage, &full).unwrap();
+        let report = check(storage, &CheckOptions::FULL).unwrap();
         assert_eq!(report.findings, [], "{context}");
     }
 }

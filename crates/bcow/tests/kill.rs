@@ -163,12 +163,8 @@ fn rounds(name: &str, layout: Layout, block_bytes: Option<u32>) {
         kill_one(&path, round, &mut random);
         let (history, flushes) = history_of(&path, held);
         flushed += flushes;
-        let full = CheckOptions {
-            data: true,
-            threads: 1,
-        };
         let file = Arc::new(File::open(&path).unwrap());
-        let report = check(file.clone(), &full).unwrap();
+        let report = check(file.clone(), &CheckOptions::FULL).unwrap();
         assert!(
             report.is_sound(),
             "{name}, round {round}: {:?}",
@@ -184,7 +180,7 @@ fn rounds(name: &str, layout: Layout, block_bytes: Option<u32>) {
             0 => drop(disk),
             _ => {
                 disk.close().unwrap();
-                let report = check(file, &full).unwrap();
+                let report = check(file, &CheckOptions::FULL).unwrap();
                 assert_eq!(report.findings, [], "{name}, round {round}");
             }
         }

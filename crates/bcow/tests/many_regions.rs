@@ -12,9 +12,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::Use;
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Layout, OpenOptions, Space, Storage,
+    BlockDevice, CreateOptions, Disk, Error, Layout, OneBacking, OpenOptions, Space, Storage,
     WritableDevice,
 };
 use bcow_testkit::{Random, SECTOR_BYTES, fill, tag_of};
@@ -119,15 +119,6 @@ impl BlockDevice for Below {
         }
         self.clock.late();
         Ok(())
-    }
-}
-
-impl BackingResolver for Below {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(Some(Arc::new(Below {
-            size: self.size,
-            clock: self.clock.clone(),
-        })))
     }
 }
 
@@ -333,23 +324,16 @@ impl Run {
             random,
             context,
         };
-        let entry = |size| BackingEntry {
-            name: BackingName::FileName {
-                name: "below".into(),
-                identity: None,
-            },
-            size,
-        };
-        let backing = run.below.map(|size| {
-            let device = Below {
-                size,
-                clock: run.clock.clone(),
-            };
-            (entry(size), Arc::new(device) as Arc<dyn BlockDevice>)
-        });
         let open = OpenOptions::default();
+        let backing = run.backing().map(bcow_testkit::below);
         let disk = Disk::create(run.storage(), &options, backing, &open).unwrap();
         (run, disk)
+    }
+
+    fn backing(&self) -> Option<Arc<dyn BlockDevice>> {
+        let size = self.below?;
+        let clock = self.clock.clone();
+        Some(Arc::new(Below { size, clock }))
     }
 
     fn storage(&self) -> Arc<SlowFile> {
@@ -360,10 +344,7 @@ impl Run {
     }
 
     fn open(&self) -> Disk {
-        let below = Below {
-            size: self.below.unwrap_or(0),
-            clock: self.clock.clone(),
-        };
+        let below = OneBacking(self.backing());
         Disk::open(self.storage(), &OpenOptions::default(), &below)
             .unwrap_or_else(|error| panic!("{}: {error}", self.context))
     }
@@ -428,11 +409,7 @@ impl Run {
             self.check(&disk, "opened again");
         }
         disk.close().unwrap();
-        let full = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(self.storage(), &full).unwrap();
+        let report = check(self.storage(), &CheckOptions::FULL).unwrap();
         assert_eq!(report.findings, [], "{}", self.context);
     }
 }

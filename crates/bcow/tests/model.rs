@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::Use;
+use bcow::operation::{RewriteOptions, commit, open_over, rebase, rewrite};
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Layout, MemoryStorage, OpenOptions,
-    Space, WritableDevice,
+    BlockDevice, Compression, CreateOptions, Disk, Image, Layout, MemoryStorage, OneBacking,
+    OpenOptions, Space, WritableDevice,
 };
+use bcow_testkit::below as backing;
 use proptest::prelude::*;
 
 const MOST: u64 = 6 << 20;
@@ -47,12 +49,14 @@ enum Step {
         layout: u8,
         size: u64,
     },
-    /// Writes the content of the top into the disk below, and clears the top.
+    /// Commits the top into the disk below.
     Commit,
     /// Keeps the content, but uses the backing of the backing.
     Rebase,
     /// Copies the content into a new file without unused space.
-    Compact,
+    Compact {
+        compress: bool,
+    },
 }
 
 fn place() -> impl Strategy<Value = (u64, u64)> {
@@ -77,7 +81,8 @@ fn sectors() -> impl Strategy<Value = u64> {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         8 => (place(), 1..=255u8).prop_map(|((at, length), seed)| Step::Write { at, length, seed }),
-        2 => (place(), any::<bool>()).prop_map(|((at, length), keep)| Step::Zero { at, length, keep }),
+        2 => (place(), any::<bool>())
+            .prop_map(|((at, length), keep)| Step::Zero { at, length, keep }),
         2 => place().prop_map(|(at, length)| Step::Discard { at, length }),
         3 => place().prop_map(|(at, length)| Step::Read { at, length }),
         3 => Just(Step::Flush),
@@ -87,7 +92,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..5u8, sectors()).prop_map(|(layout, size)| Step::Overlay { layout, size }),
         1 => Just(Step::Commit),
         1 => Just(Step::Rebase),
-        1 => Just(Step::Compact),
+        1 => any::<bool>().prop_map(|compress| Step::Compact { compress }),
     ]
 }
 
@@ -110,30 +115,13 @@ fn options(layout: u8, size: u64) -> CreateOptions {
 /// A file of the chain, and its expected content.
 struct Level {
     storage: Arc<MemoryStorage>,
-    shows: Vec<u8>,
+    content: Vec<u8>,
 }
 
 /// The files, lowest first; the last one is open for writing.
 struct Chain {
     levels: Vec<Level>,
     disk: Option<Disk>,
-}
-
-struct Below(Option<Arc<dyn BlockDevice>>);
-
-impl BackingResolver for Below {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(self.0.clone())
-    }
-}
-
-fn named(device: &Arc<dyn BlockDevice>) -> (BackingEntry, Arc<dyn BlockDevice>) {
-    let name = BackingName::FileName {
-        name: "below".into(),
-        identity: None,
-    };
-    let size = device.size();
-    (BackingEntry { name, size }, device.clone())
 }
 
 impl Chain {
@@ -158,10 +146,10 @@ impl Chain {
     fn open_below(&self, count: usize) -> Option<Arc<dyn BlockDevice>> {
         let mut below: Option<Arc<dyn BlockDevice>> = None;
         for level in &self.levels[..count] {
-            let image = bcow::Image::open_with_backings(
+            let image = Image::open_with_backings(
                 level.storage.clone(),
                 &OpenOptions::default(),
-                &Below(below.take()),
+                &OneBacking(below.take()),
             );
             below = Some(image.unwrap());
         }
@@ -175,26 +163,26 @@ impl Chain {
         let below = self.open_below(self.levels.len());
         let storage = Arc::new(MemoryStorage::default());
         let open = OpenOptions::default();
-        let backing = below.as_ref().map(named);
+        let backing = below.map(backing);
         let disk = Disk::create(storage.clone(), options, backing, &open).unwrap();
-        let mut shows = self
+        let mut content = self
             .levels
             .last()
-            .map_or(Vec::new(), |level| level.shows.clone());
-        shows.resize(options.size as usize, 0);
-        self.levels.push(Level { storage, shows });
+            .map_or(Vec::new(), |level| level.content.clone());
+        content.resize(options.size as usize, 0);
+        self.levels.push(Level { storage, content });
         self.disk = Some(disk);
     }
 
     fn open(&mut self) {
         let below = self.open_below(self.levels.len() - 1);
         let storage = self.top().storage.clone();
-        self.disk = Some(Disk::open(storage, &OpenOptions::default(), &Below(below)).unwrap());
+        self.disk = Some(Disk::open(storage, &OpenOptions::default(), &OneBacking(below)).unwrap());
     }
 
     /// The part of a range that lies inside the top.
     fn clip(&mut self, at: u64, length: u64) -> std::ops::Range<usize> {
-        let size = self.top().shows.len() as u64;
+        let size = self.top().content.len() as u64;
         let start = at.min(size - 1);
         start as usize..(start + length).min(size) as usize
     }
@@ -205,7 +193,7 @@ impl Chain {
                 let range = self.clip(at, length);
                 let bytes: Vec<u8> = range.clone().map(|at| seed ^ (at / 97) as u8).collect();
                 self.disk().write_at(range.start as u64, &bytes).unwrap();
-                self.top().shows[range].copy_from_slice(&bytes);
+                self.top().content[range].copy_from_slice(&bytes);
             }
             Step::Zero { at, length, keep } => {
                 let range = self.clip(at, length);
@@ -213,7 +201,7 @@ impl Chain {
                 let disk = self.disk();
                 disk.write_zeroes(range.start as u64, range.len() as u64, space)
                     .unwrap();
-                self.top().shows[range].fill(0);
+                self.top().content[range].fill(0);
             }
             Step::Discard { at, length } => {
                 let range = self.clip(at, length);
@@ -222,20 +210,20 @@ impl Chain {
                     .unwrap();
                 let mut found = vec![0; range.len()];
                 self.disk().read_at(range.start as u64, &mut found).unwrap();
-                let shows = &mut self.top().shows[range];
+                let content = &mut self.top().content[range];
                 assert!(
-                    shows
+                    content
                         .iter()
                         .zip(&found)
                         .all(|(was, is)| *is == 0 || is == was)
                 );
-                shows.copy_from_slice(&found);
+                content.copy_from_slice(&found);
             }
             Step::Read { at, length } => {
                 let range = self.clip(at, length);
                 let mut found = vec![0xEE; range.len()];
                 self.disk().read_at(range.start as u64, &mut found).unwrap();
-                assert!(found == self.top().shows[range]);
+                assert!(found == self.top().content[range]);
             }
             Step::Flush => self.disk().flush().unwrap(),
             Step::Checkpoint => self.disk().checkpoint().unwrap(),
@@ -252,7 +240,7 @@ impl Chain {
             }
             Step::Resize { size } => {
                 self.disk().resize(size).unwrap();
-                self.top().shows.resize(size as usize, 0);
+                self.top().content.resize(size as usize, 0);
             }
             Step::Overlay { layout, size } if self.levels.len() < 4 => {
                 self.push(&options(layout, size));
@@ -260,102 +248,87 @@ impl Chain {
             Step::Overlay { .. } => {}
             Step::Commit => self.commit(),
             Step::Rebase => self.rebase(),
-            Step::Compact => self.compact(),
+            Step::Compact { compress: true } => self.compact(Compression::Zstd { level: 1 }),
+            Step::Compact { compress: false } => self.compact(Compression::None),
         }
+    }
+
+    fn close(&mut self) {
+        let disk = self.disk.take().expect("the top is open");
+        disk.close().unwrap();
     }
 
     fn commit(&mut self) {
         if self.levels.len() < 2 {
             return;
         }
-        let shows = self.top().shows.clone();
-        let top = self.disk.take().expect("the top is open");
-        // The backing changes, perhaps in size too, so it no longer has the recorded identity.
-        top.clear().unwrap();
-        top.set_backing(None).unwrap();
-        top.close().unwrap();
+        self.close();
         let below = self.levels.len() - 2;
-        let deeper = self.open_below(below);
+        let deeper = OneBacking(self.open_below(below));
+        let options = OpenOptions::default();
         let storage = self.levels[below].storage.clone();
-        let target = Disk::open(storage, &OpenOptions::default(), &Below(deeper)).unwrap();
-        target.resize(shows.len() as u64).unwrap();
-        target.write_at(0, &shows).unwrap();
-        target.close().unwrap();
-        self.levels[below].shows = shows;
+        let backing = Arc::new(Disk::open(storage, &options, &deeper).unwrap());
+        let disk = open_over(self.top().storage.clone(), &backing, &options).unwrap();
+        commit(disk, &backing, &()).unwrap();
+        Arc::into_inner(backing).expect("the last").close().unwrap();
+        let shown = self.top().content.clone();
+        let content = &mut self.levels[below].content;
+        content.resize(content.len().max(shown.len()), 0);
+        content[..shown.len()].copy_from_slice(&shown);
         self.open();
-        let device = self.open_below(below + 1).expect("there is one below");
-        self.disk().set_backing(Some(named(&device))).unwrap();
     }
 
-    /// Works like `bcow rebase`: stores all content that differs from the new backing.
     fn rebase(&mut self) {
         if self.levels.len() < 3 {
             return;
         }
         let new = self.levels.len() - 2;
         let below = self.open_below(new).expect("there is one below");
-        let shows = self.top().shows.clone();
-        self.disk().set_backing(Some(named(&below))).unwrap();
-        self.disk().write_at(0, &shows).unwrap();
-        self.disk().flush().unwrap();
+        let disk = self.disk.take().expect("the top is open");
+        rebase(disk, Some(backing(below.clone())), &()).unwrap();
         self.levels.remove(new);
+        self.open();
     }
 
-    fn compact(&mut self) {
-        let below = self.open_below(self.levels.len() - 1);
-        let old = self.disk.take().expect("the top is open");
-        let shows = self.top().shows.clone();
+    fn compact(&mut self, compression: Compression) {
+        self.close();
+        let below = OneBacking(self.open_below(self.levels.len() - 1));
+        let old = self.top().storage.clone();
+        let image = Image::open_with_backings(old, &OpenOptions::default(), &below).unwrap();
         let storage = Arc::new(MemoryStorage::default());
-        let open = OpenOptions::default();
-        let made = options(1, shows.len() as u64);
-        let disk = Disk::create(storage.clone(), &made, below.as_ref().map(named), &open).unwrap();
-        for (sector, bytes) in (0..).zip(shows.chunks(4096)) {
-            let mut held = vec![0; bytes.len()];
-            old.read_at(sector * 4096, &mut held).unwrap();
-            if held.iter().any(|byte| *byte != 0) || below.is_some() {
-                disk.write_at(sector * 4096, &held).unwrap();
-            }
-        }
-        old.close().unwrap();
-        disk.flush().unwrap();
+        let form = RewriteOptions::compacted(&image, compression).unwrap();
+        rewrite(&*image, storage.clone(), form, &()).unwrap();
         self.top().storage = storage;
-        self.disk = Some(disk);
+        self.open();
     }
 
     fn verify(&mut self) {
-        let size = self.top().shows.len();
+        let size = self.top().content.len();
         assert_eq!(self.disk().size(), size as u64);
         let mut found = vec![0xEE; size];
         self.disk().read_at(0, &mut found).unwrap();
-        assert!(found == self.top().shows, "the open disk");
-        let mut told = 0;
-        while told < size as u64 {
-            let status = self.disk().status(told, size as u64 - told).unwrap();
-            let range = told as usize..(told + status.length) as usize;
+        assert!(found == self.top().content, "the open disk");
+        let mut at = 0;
+        while at < size as u64 {
+            let status = self.disk().status(at, size as u64 - at).unwrap();
+            let range = at as usize..(at + status.length) as usize;
             if status.content != bcow::Content::Data {
-                assert!(
-                    found[range].iter().all(|byte| *byte == 0),
-                    "status at {told}"
-                );
+                assert!(found[range].iter().all(|byte| *byte == 0), "status at {at}");
             }
-            told += status.length;
+            at += status.length;
         }
         self.disk.take().expect("the top is open").close().unwrap();
         for count in 1..=self.levels.len() {
             let shown = self.open_below(count).expect("it is there");
             let level = &self.levels[count - 1];
-            let mut found = vec![0xEE; level.shows.len()];
+            let mut found = vec![0xEE; level.content.len()];
             shown.read_at(0, &mut found).unwrap();
             assert!(
-                found == level.shows,
+                found == level.content,
                 "file {count} of {}",
                 self.levels.len()
             );
-            let full = CheckOptions {
-                data: true,
-                threads: 1,
-            };
-            let report = check(level.storage.clone(), &full).unwrap();
+            let report = check(level.storage.clone(), &CheckOptions::FULL).unwrap();
             assert_eq!(report.findings, [], "file {count} of {}", self.levels.len());
         }
     }
@@ -394,7 +367,7 @@ fn threads_on_the_same_blocks_leave_one_value_in_each() {
         let storage = Arc::new(MemoryStorage::default());
         let size = BLOCKS * 4096;
         let below: Arc<dyn BlockDevice> = Arc::new(vec![0xFF; size as usize]);
-        let backing = backed.then(|| named(&below));
+        let backing = backed.then(|| backing(below.clone()));
         let open = OpenOptions::default();
         let disk = Disk::create(storage.clone(), &options(layout, size), backing, &open).unwrap();
         let one_value = |block: &[u8]| block.iter().all(|byte| *byte == block[0]);
@@ -428,16 +401,12 @@ fn threads_on_the_same_blocks_leave_one_value_in_each() {
         assert!(seen.chunks(4096).all(one_value), "layout {layout}");
         disk.flush().unwrap();
         drop(disk);
-        let resolver = Below(backed.then_some(below));
+        let resolver = OneBacking(backed.then_some(below));
         let disk = Disk::open(storage.clone(), &open, &resolver).unwrap();
         let mut again = vec![0; size as usize];
         disk.read_at(0, &mut again).unwrap();
         assert!(again == seen, "layout {layout}");
         disk.close().unwrap();
-        let full = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        assert_eq!(check(storage, &full).unwrap().findings, []);
+        assert_eq!(check(storage, &CheckOptions::FULL).unwrap().findings, []);
     }
 }

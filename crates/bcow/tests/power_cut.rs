@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bcow::check::{CheckOptions, Report, Severity, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::{BackingEntry, Use};
 use bcow::{
-    BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, Layout, MemoryStorage,
-    OpenOptions, Space, Storage, WritableDevice,
+    BlockDevice, CreateOptions, Disk, Image, Layout, MemoryStorage, OneBacking, OpenOptions, Space,
+    Storage, WritableDevice,
 };
-use bcow_testkit::{History, PowerCut, Random, SECTOR_BYTES, fill, tag_of, tagged, tags};
+use bcow_testkit::{History, PowerCut, Random, SECTOR_BYTES, below, fill, tag_of, tagged, tags};
 
 const MIB: u64 = 1 << 20;
 
@@ -90,29 +90,13 @@ fn plans() -> Vec<Plan> {
     ]
 }
 
-struct Below(Option<Arc<dyn BlockDevice>>);
-
-impl BackingResolver for Below {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(self.0.clone())
-    }
-}
-
 impl Plan {
     fn below(&self) -> Option<(BackingEntry, Arc<dyn BlockDevice>)> {
-        let bytes = self.backing.clone()?;
-        let entry = BackingEntry {
-            name: BackingName::FileName {
-                name: "below".into(),
-                identity: None,
-            },
-            size: bytes.len() as u64,
-        };
-        Some((entry, Arc::new(bytes)))
+        Some(below(Arc::new(self.backing.clone()?)))
     }
 
-    fn resolver(&self) -> Below {
-        Below(self.below().map(|(_, device)| device))
+    fn resolver(&self) -> OneBacking {
+        OneBacking(self.below().map(|(_, device)| device))
     }
 
     fn open(&self, storage: Arc<dyn Storage>) -> Disk {
@@ -401,11 +385,7 @@ fn look(plan: &Plan, history: &History, moment: usize, image: Vec<u8>) -> Result
             None => Ok(()),
         }
     };
-    let full = CheckOptions {
-        data: true,
-        threads: 1,
-    };
-    let checked = check(storage.clone(), &full).map_err(|error| error.to_string())?;
+    let checked = check(storage.clone(), &CheckOptions::FULL).map_err(|error| error.to_string())?;
     sound(checked, Severity::Error).map_err(|problem| format!("before opening: {problem}"))?;
     let image =
         Image::open_with_backings(storage.clone(), &OpenOptions::default(), &plan.resolver())
@@ -418,7 +398,7 @@ fn look(plan: &Plan, history: &History, moment: usize, image: Vec<u8>) -> Result
         return Err("a writer sees something else than a reader".into());
     }
     disk.close().map_err(|error| format!("closing: {error}"))?;
-    let checked = check(storage, &full).map_err(|error| error.to_string())?;
+    let checked = check(storage, &CheckOptions::FULL).map_err(|error| error.to_string())?;
     sound(checked, Severity::Warning).map_err(|problem| format!("after closing: {problem}"))
 }
 

@@ -30,11 +30,7 @@ fn vector(name: &str) -> Arc<MemoryStorage> {
 }
 
 fn report(storage: &Arc<MemoryStorage>) -> Report {
-    let full = CheckOptions {
-        data: true,
-        threads: 1,
-    };
-    check(storage.clone(), &full).unwrap()
+    check(storage.clone(), &CheckOptions::FULL).unwrap()
 }
 
 fn errors(storage: &Arc<MemoryStorage>) -> Vec<&'static str> {

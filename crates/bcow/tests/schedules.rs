@@ -8,16 +8,15 @@ use std::io;
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::Use;
 use bcow::sync::atomic::{AtomicUsize, Ordering};
 use bcow::sync::thread;
 use bcow::{
-    BackingResolver, BlockCache, BlockDevice, Compression, CreateOptions, Disk, DiskForm, Error,
-    Image, ImageWriter, Layout, MemoryStorage, OpenOptions, Space, Storage, WritableDevice,
-    WriterOptions,
+    BlockCache, BlockDevice, Compression, CreateOptions, Disk, DiskForm, Error, Image, ImageWriter,
+    Layout, MemoryStorage, OneBacking, OpenOptions, Space, Storage, WritableDevice, WriterOptions,
 };
-use bcow_testkit::explore;
 use bcow_testkit::shuttle::rand::{Rng, thread_rng};
+use bcow_testkit::{below, explore};
 
 const SECTOR: usize = 512;
 const BLOCK: u64 = 8192;
@@ -98,24 +97,6 @@ impl BlockDevice for Slow<Vec<u8>> {
     }
 }
 
-struct Below(Option<Arc<dyn BlockDevice>>);
-
-impl BackingResolver for Below {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(self.0.clone())
-    }
-}
-
-fn entry() -> BackingEntry {
-    BackingEntry {
-        name: BackingName::FileName {
-            name: "below".into(),
-            identity: None,
-        },
-        size: SIZE,
-    }
-}
-
 fn base() -> Vec<u8> {
     (0..SIZE).map(|at| 0xA0 | (at / 4096) as u8).collect()
 }
@@ -137,7 +118,7 @@ impl Subject {
         let content = Arc::new(MemoryStorage::default());
         let subject = Subject { content, backed };
         let storage = Arc::new(Slow::new(subject.content.clone()));
-        let backing = subject.below().map(|device| (entry(), device));
+        let backing = subject.below().map(below);
         let disk = Disk::create(storage, options, backing, &OpenOptions::default()).unwrap();
         (subject, disk)
     }
@@ -151,7 +132,7 @@ impl Subject {
             ..OpenOptions::default()
         };
         let storage = Arc::new(Slow::new(subject.content.clone()));
-        let disk = Disk::open(storage, &options, &Below(subject.below())).unwrap();
+        let disk = Disk::open(storage, &options, &OneBacking(subject.below())).unwrap();
         (subject, disk)
     }
 
@@ -161,7 +142,7 @@ impl Subject {
         let below = self
             .backed
             .then(|| Arc::new(base()) as Arc<dyn BlockDevice>);
-        Image::open_with_backings(left, &OpenOptions::default(), &Below(below)).unwrap()
+        Image::open_with_backings(left, &OpenOptions::default(), &OneBacking(below)).unwrap()
     }
 
     /// Checks the content of the disk, now and after it is opened again, and that the file is
@@ -179,11 +160,10 @@ impl Subject {
         let (again, disk) = Subject::opened(self.content.to_vec(), self.backed);
         assert_shows(&disk, 0, shows);
         disk.close().unwrap();
-        let full = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        assert_eq!(check(again.content, &full).unwrap().findings, []);
+        assert_eq!(
+            check(again.content, &CheckOptions::FULL).unwrap().findings,
+            []
+        );
     }
 }
 

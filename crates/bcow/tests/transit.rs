@@ -4,33 +4,15 @@
 use std::sync::Arc;
 
 use bcow::check::{CheckOptions, check};
-use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::format::Use;
 use bcow::{
-    BackingResolver, BlockDevice, Compression, CreateOptions, Disk, Error, Image, ImageWriter,
-    Layout, Mapping, MemoryStorage, OpenOptions, Space, WritableDevice, WriterOptions,
+    BlockDevice, Compression, CreateOptions, Disk, Image, ImageWriter, Layout, Mapping,
+    MemoryStorage, OneBacking, OpenOptions, Space, WritableDevice, WriterOptions,
 };
-use bcow_testkit::{Moment, Parkable};
+use bcow_testkit::{Moment, Parkable, below};
 
 const MIB: u64 = 1 << 20;
 const REGION: u64 = 4 * MIB;
-
-fn entry(device: &dyn BlockDevice) -> BackingEntry {
-    BackingEntry {
-        name: BackingName::FileName {
-            name: "below".into(),
-            identity: None,
-        },
-        size: device.size(),
-    }
-}
-
-struct Below(Arc<dyn BlockDevice>);
-
-impl BackingResolver for Below {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(Some(self.0.clone()))
-    }
-}
 
 fn read(device: &dyn BlockDevice, offset: u64, length: u64) -> Vec<u8> {
     let mut bytes = vec![0xEE; length as usize];
@@ -85,7 +67,7 @@ fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_bef
     };
     for options in [performance, large_blocks] {
         let storage = Arc::new(MemoryStorage::default());
-        let backing = Some((entry(&*base), base.clone() as Arc<dyn BlockDevice>));
+        let backing = Some(below(base.clone()));
         let disk = Disk::create(storage.clone(), &options, backing, &OpenOptions::default());
         let disk = disk.unwrap();
         for region in 0..15 {
@@ -99,7 +81,7 @@ fn a_place_that_is_given_to_the_next_write_does_not_get_the_bytes_of_the_one_bef
         }
         // The background thread has ended when this returns.
         disk.close().unwrap();
-        let below = Below(base.clone());
+        let below = OneBacking(Some(base.clone()));
         let disk = Disk::open(storage, &OpenOptions::default(), &below).unwrap();
         let mut expected = vec![0; REGION as usize];
         expected[MIB as usize..MIB as usize + 4096].fill(2);
@@ -160,7 +142,7 @@ impl Subject {
             purpose: Use::Sketch,
             ..CreateOptions::disk(shape.size)
         };
-        let backing = Some((entry(&*below), below.clone() as Arc<dyn BlockDevice>));
+        let backing = Some(bcow_testkit::below(below.clone()));
         let disk = Disk::create(storage.clone(), &options, backing, &OpenOptions::default());
         let subject = Subject {
             shape,
@@ -230,15 +212,11 @@ impl Subject {
         // The references of all threads are gone.
         let disk = Arc::into_inner(self.disk).expect("no thread has it");
         disk.close().unwrap();
-        let below = Below(self.below);
+        let below = OneBacking(Some(self.below));
         let again = Disk::open(self.storage.clone(), &OpenOptions::default(), &below).unwrap();
         assert_same(&read(&again, 0, size), &self.shows, &context);
         again.close().unwrap();
-        let full = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(self.storage, &full).unwrap();
+        let report = check(self.storage, &CheckOptions::FULL).unwrap();
         assert_eq!(report.findings, [], "{context}");
     }
 }

@@ -37,11 +37,7 @@ fn storage(path: &Path) -> Arc<dyn Storage> {
 }
 
 fn full_check(path: &Path) -> Report {
-    let options = CheckOptions {
-        data: true,
-        threads: 1,
-    };
-    check(storage(path), &options).unwrap()
+    check(storage(path), &CheckOptions::FULL).unwrap()
 }
 
 /// Backings by digest from one folder; the digest of the whole file is checked.
@@ -82,7 +78,8 @@ fn map_text(image: &Image, slot: char) -> String {
     };
     let state = format!("{:?}", header.state).to_lowercase();
     let mut text = format!(
-        "bcow-map-1 size={} region_shift={} regions={} file_bytes={} use={purpose} state={state} slot={slot} \
+        "bcow-map-1 size={} region_shift={} regions={} file_bytes={} use={purpose} \
+         state={state} slot={slot} \
          generation={} incompatible={} read_only_compatible={} compatible={} backings={}\n",
         header.size,
         header.region_shift,

@@ -157,11 +157,7 @@ fn damage_anywhere_is_found_and_never_read() {
             let mut bad = good.clone();
             bad[place] ^= 0x10;
             let storage = Arc::new(MemoryStorage::new(bad));
-            let check_options = CheckOptions {
-                data: true,
-                threads: 1,
-            };
-            let report = check(storage.clone(), &check_options).unwrap();
+            let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
             assert!(!report.is_sound(), "{options:?}: byte {place}");
             let mut found = vec![0; written.size() as usize];
             if let Ok(image) = Image::open_storage(storage, &OpenOptions::default())
@@ -186,11 +182,7 @@ fn either_slot_serves() {
         };
         let image = Image::open_storage(storage.clone(), &open).unwrap();
         assert_eq!(image.size(), written.size());
-        let options = CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check(storage, &options).unwrap();
+        let report = check(storage, &CheckOptions::FULL).unwrap();
         assert!(report.is_sound());
         assert_eq!(report.findings[0].code, "header-slot");
     }

@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use bcow_format::{
-    BackingEntry, HEADER_AREA_BYTES, Header, SLOT_BYTES, Section, State, choose_header,
-};
+use bcow_format::{HEADER_AREA_BYTES, Header, SLOT_BYTES, Section, State, choose_header};
 
 use super::{CheckOptions, check, check_as};
 use crate::checked::read_header;
 use crate::storage::Storage;
-use crate::{BackingResolver, BlockDevice, Disk, Error, OpenOptions};
+use crate::{Disk, Error, OpenOptions, UnreadBackings};
 
 /// Repairs the file in `storage`, which is open for writing and locked. Returns a description of
 /// each change.
@@ -115,7 +113,7 @@ fn repair_writable(
     if writable.records == 0 && !writable.dropped_record && writable.leaked_bytes == 0 {
         return Ok(());
     }
-    let disk = Disk::open(storage.clone(), &OpenOptions::default(), &Unread)?;
+    let disk = Disk::open(storage.clone(), &OpenOptions::default(), &UnreadBackings)?;
     let found = disk.rebuild_free_list()?;
     disk.close()?;
     if found > 0 {
@@ -128,25 +126,4 @@ fn repair_writable(
         ));
     }
     Ok(())
-}
-
-/// A placeholder for backings that the repair does not read.
-struct Unread;
-
-struct UnreadDevice(u64);
-
-impl BackingResolver for Unread {
-    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(Some(Arc::new(UnreadDevice(backing.size))))
-    }
-}
-
-impl BlockDevice for UnreadDevice {
-    fn size(&self) -> u64 {
-        self.0
-    }
-
-    fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), Error> {
-        Err(Error::Unsupported("a repair reads no backing".into()))
-    }
 }

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use bcow_format::{BlockShift, Entry, SubBlockTable};
 
+/// log2 of the size of blocks with a checksum: 4 KiB.
+pub(super) const CHECKED_SHIFT: u8 = 12;
 /// Most entries that a region keeps in a map; an array of all entries takes less memory beyond
 /// that.
 const MOST_SINGLE: usize = 128;

@@ -8,12 +8,12 @@ use bcow_format::{
 };
 
 use super::blocks::Blocks;
-use super::commit::{Committer, Taken};
+use super::committer::{Committer, Taken};
 use super::extents::Extents;
-use super::locks::{lock, write};
+use super::locks::write;
 use super::region::Region;
 use super::space::sectors;
-use super::{Disk, Frame, Inner};
+use super::{Frame, Inner};
 use crate::Error;
 use crate::root::Root;
 use crate::sync::Arc;
@@ -36,37 +36,7 @@ pub(super) struct Change {
     pub(super) given_up: Extents,
 }
 
-impl Disk {
-    /// Makes everything durable in tables, so that the next opening has no log to replay.
-    pub fn checkpoint(&self) -> Result<(), Error> {
-        let frame = self.inner.enter();
-        self.inner.checkpoint_now(&frame)
-    }
-}
-
 impl Inner {
-    fn checkpoint_now(&self, frame: &Frame) -> Result<(), Error> {
-        let mut committer = lock(&self.committer);
-        self.commit(frame, &mut committer)?;
-        if committer.tail == 0 {
-            return Ok(());
-        }
-        self.checkpoint(frame, &mut committer, &Taken::default())
-    }
-
-    /// Flushes, writes a checkpoint, and truncates the file to its content.
-    pub(super) fn close(&self, frame: &Frame) -> Result<(), Error> {
-        self.checkpoint_now(frame)?;
-        let committer = lock(&self.committer);
-        let io = |source| Error::io("cut off the end", committer.file_bytes, source);
-        self.file
-            .storage
-            .set_len(committer.file_bytes)
-            .map_err(io)?;
-        self.punch(&committer.free);
-        self.barrier()
-    }
-
     /// Folds the log, and the blocks of a record that does not fit into it, into the tables.
     pub(super) fn checkpoint(
         &self,
@@ -304,7 +274,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Copies the newest header to the other slot. The next barrier, for whatever purpose, makes
+    /// Copies the newest header to the other slot. The next barrier, for any purpose, makes
     /// the copy durable.
     pub(super) fn write_other_slot(&self, committer: &Committer) -> Result<(), Error> {
         self.write_slot(1 - committer.slot, &committer.header)

@@ -1,14 +1,14 @@
 //! Flush: one record, made durable (spec section 10, "Commit").
 
-use std::ops::Range;
+use bcow_format::{Entry, LogMapping, Record, Stored, crc32c, encode_record, record_bytes};
 
-use bcow_format::{Entry, Header, LogMapping, Record, Stored, crc32c, encode_record, record_bytes};
-
+use super::blocks::CHECKED_SHIFT;
+use super::committer::{Committer, Taken};
 use super::extents::Extents;
 use super::locks::{lock, wait, write};
 use super::region::Region;
 use super::space::sectors;
-use super::{Frame, Inner};
+use super::{Disk, Frame, Inner};
 use crate::Error;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Condvar, Mutex};
@@ -20,27 +20,6 @@ const MOST_LOGGED_BYTES: u64 = 48 << 20;
 const REGION_BYTES: u64 = 512;
 /// Free runs of at least this many bytes are punched out of the file.
 const PUNCH_BYTES: u64 = 128 << 10;
-
-/// The state of the newest durable record or header. One flush or checkpoint at a time changes it,
-/// when its own write is durable.
-pub(super) struct Committer {
-    /// The newest header.
-    pub(super) header: Header,
-    /// The slot that has it, 0 or 1; the other slot has the same header or an older one.
-    pub(super) slot: usize,
-    /// Offset in the log of the next record.
-    pub(super) tail: u64,
-    /// Sequence number of the next record.
-    pub(super) sequence: u64,
-    /// Length of the file as the newest record or header has it.
-    pub(super) file_bytes: u64,
-    /// Ranges that neither the header nor a record uses.
-    pub(super) free: Extents,
-    /// Regions whose tables are older than the log.
-    pub(super) logged: Vec<Arc<Region>>,
-    /// Memory of the regions in `logged`, in bytes.
-    pub(super) logged_bytes: u64,
-}
 
 /// Serialises flushes. All callers that arrive during a flush share the next flush.
 #[derive(Default)]
@@ -108,22 +87,11 @@ impl Turns {
     }
 }
 
-/// The content of the next record.
-#[derive(Default)]
-pub(super) struct Taken {
-    pub(super) mappings: Vec<LogMapping>,
-    pub(super) regions: Vec<Arc<Region>>,
-    /// Number of blocks in it.
-    pub(super) blocks: u64,
-}
-
-impl Taken {
-    /// Ranges that the record puts into use.
-    pub(super) fn used(&self) -> impl Iterator<Item = Range<u64>> + '_ {
-        self.mappings
-            .iter()
-            .filter_map(|mapping| mapping.entry.stored())
-            .map(sectors)
+impl Disk {
+    /// Makes everything durable in tables, so that the next opening has no log to replay.
+    pub fn checkpoint(&self) -> Result<(), Error> {
+        let frame = self.inner.enter();
+        self.inner.checkpoint_now(&frame)
     }
 }
 
@@ -132,6 +100,28 @@ impl Inner {
         self.check_alive()?;
         self.turns
             .take(|| self.commit(frame, &mut lock(&self.committer)))
+    }
+
+    fn checkpoint_now(&self, frame: &Frame) -> Result<(), Error> {
+        let mut committer = lock(&self.committer);
+        self.commit(frame, &mut committer)?;
+        if committer.tail == 0 {
+            return Ok(());
+        }
+        self.checkpoint(frame, &mut committer, &Taken::default())
+    }
+
+    /// Flushes, writes a checkpoint, and truncates the file to its content.
+    pub(super) fn close(&self, frame: &Frame) -> Result<(), Error> {
+        self.checkpoint_now(frame)?;
+        let committer = lock(&self.committer);
+        let io = |source| Error::io("cut off the end", committer.file_bytes, source);
+        self.file
+            .storage
+            .set_len(committer.file_bytes)
+            .map_err(io)?;
+        self.punch(&committer.free);
+        self.barrier()
     }
 
     /// Completes the blocks in transit, then records all complete pending blocks.
@@ -182,7 +172,7 @@ impl Inner {
     ) -> Result<(), Error> {
         let outcome = self.complete_region(frame, region);
         let mut state = self.regions.write(region, &self.file, &frame.header)?;
-        let checked = state.blocks().shift(self.region_shift) == super::write::CHECKED_SHIFT;
+        let checked = state.blocks().shift(self.region_shift) == CHECKED_SHIFT;
         let before = state.pending.len();
         state.take_for_record(
             region.start(self.region_shift),
@@ -315,16 +305,6 @@ impl Inner {
                 // An error is harmless: the host keeps the space until the bytes are written again.
                 let _ = self.file.storage.punch(run.start, run.end - run.start);
             }
-        }
-    }
-}
-
-impl Committer {
-    /// Records a new length of the file. The new part is free until a record or header uses it.
-    pub(super) fn grow(&mut self, file_bytes: u64) {
-        if file_bytes > self.file_bytes {
-            self.free.insert(self.file_bytes..file_bytes);
-            self.file_bytes = file_bytes;
         }
     }
 }

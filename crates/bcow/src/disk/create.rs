@@ -6,11 +6,10 @@ use bcow_format::{
 };
 use serde_json::json;
 
-use super::Disk;
-use super::open::Given;
+use super::{Disk, Layout};
 use crate::storage::Storage;
 use crate::sync::Arc;
-use crate::{BlockCache, BlockDevice, Error, OpenOptions};
+use crate::{BlockCache, BlockDevice, Error, OneBacking, OpenOptions};
 
 /// log2 of the region size of files with two levels: 4 MiB.
 const REGION_SHIFT: u8 = 22;
@@ -21,38 +20,6 @@ const PERFORMANCE_ENTRIES: u64 = 1024;
 const LOG_BYTES: u64 = 4 << 20;
 /// Log size in bytes of a sketch, of which a host may have many.
 const SKETCH_LOG_BYTES: u64 = 256 << 10;
-
-/// How the address space of a file is cut into blocks (BAOverlay, section 3.2).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Layout {
-    /// Two levels. The first write into a region selects the block size of the region: 64 KiB for a
-    /// write of at least 128 KiB, else 4 KiB.
-    #[default]
-    Auto,
-    /// One level of about a thousand blocks: 4 KiB in a file of 4 MiB, 4 MiB in one of 4 GiB. There
-    /// are few entries and no tables to look up, but a small write over a backing copies more.
-    Performance,
-    /// Two levels, with blocks of 4 KiB in regions of 4 MiB: a small write takes 4 KiB of space.
-    Space,
-}
-
-impl Layout {
-    /// The name of the layout in `bcow create --layout` and in the metadata of the file.
-    pub fn name(self) -> &'static str {
-        match self {
-            Layout::Auto => "auto",
-            Layout::Performance => "performance",
-            Layout::Space => "space",
-        }
-    }
-
-    /// The layout with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Layout::Auto, Layout::Performance, Layout::Space]
-            .into_iter()
-            .find(|layout| layout.name() == name)
-    }
-}
 
 /// Properties of a new file.
 #[derive(Debug, Clone)]
@@ -239,7 +206,11 @@ impl Disk {
                 .map_err(io("write", slot * SLOT_BYTES as u64))?;
         }
         storage.sync().map_err(io("sync", 0))?;
-        Disk::open(storage, open, &Given(backing.map(|(_, device)| device)))
+        Disk::open(
+            storage,
+            open,
+            &OneBacking(backing.map(|(_, device)| device)),
+        )
     }
 
     /// Same as [`Disk::create`], with a separate cache and without a backing.

@@ -10,15 +10,14 @@ use bcow_format::{
     Stored, Uba, crc32c, encode_backings, incompatible,
 };
 
-use super::blocks::{Blocks, Table};
+use super::blocks::{Blocks, CHECKED_SHIFT, Table};
 use super::checkpoint::{Change, section_range};
-use super::commit::{Committer, Taken};
+use super::committer::{Committer, Taken};
 use super::extents::Extents;
 use super::locks::{Closed, lock};
 use super::region::Region;
 use super::regions::read_blocks;
 use super::space::sectors;
-use super::write::CHECKED_SHIFT;
 use super::{Backing, BlockPlace, Disk, Frame, Inner, Layout};
 use crate::root::Root;
 use crate::sync::Arc;

@@ -12,7 +12,7 @@
 //! another disk:
 //!
 //! 1. the [`Gate`]: each operation holds it shared; a change of the size or the backing closes it;
-//! 2. the turn to flush ([`commit::Turns`]), then the [`commit::Committer`]: one record or
+//! 2. the turn to flush ([`commit::Turns`]), then the [`committer::Committer`]: one record or
 //!    checkpoint at a time;
 //! 3. the lock of one [`region::Region`]: shared to read blocks or to write into them in place,
 //!    exclusive to change entries;
@@ -29,8 +29,10 @@
 mod blocks;
 mod checkpoint;
 mod commit;
+mod committer;
 mod create;
 mod extents;
+mod layout;
 mod locks;
 mod maintain;
 mod open;
@@ -50,14 +52,16 @@ use crate::checked::CheckedFile;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex};
 use crate::{BlockCache, BlockDevice, Error};
-use commit::{Committer, Turns};
+use commit::Turns;
+use committer::Committer;
 use locks::{Gate, Pass};
 use region::{Region, TransitIds};
 use regions::Regions;
 use space::Space;
 use transit::Fills;
 
-pub use create::{CreateOptions, Layout};
+pub use create::CreateOptions;
+pub use layout::Layout;
 
 /// An open writable file.
 ///
@@ -153,6 +157,13 @@ impl Disk {
     pub fn backing(&self) -> Option<BackingEntry> {
         let frame = self.inner.gate.enter();
         frame.backing.as_ref().map(|backing| backing.entry.clone())
+    }
+
+    /// Identity of the file, when another file names it as a backing (spec section 8). It changes
+    /// with each flush of a change, and with each checkpoint.
+    pub fn identity_hash(&self) -> [u8; 32] {
+        let committer = locks::lock(&self.inner.committer);
+        crate::identity(&committer.header, committer.sequence - 1)
     }
 
     /// Returns the counters and the present state.

@@ -5,13 +5,13 @@ use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use bcow_format::{
-    BackingEntry, BlockShift, Entry, HEADER_AREA_BYTES, Header, SLOT_BYTES, State, Stored,
-    choose_header, decode_free, incompatible, read_only_compatible,
+    BlockShift, Entry, HEADER_AREA_BYTES, Header, SLOT_BYTES, State, Stored, choose_header,
+    decode_free, incompatible, read_only_compatible,
 };
 
 use super::blocks::{Blocks, Table};
 use super::checkpoint::Change;
-use super::commit::Committer;
+use super::committer::Committer;
 use super::extents::Extents;
 use super::locks::{Gate, lock};
 use super::regions::{Regions, read_blocks};
@@ -21,16 +21,7 @@ use crate::log::{self, Replayed};
 use crate::storage::Storage;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex};
-use crate::{BackingResolver, BlockDevice, Error, Image, OpenOptions, Verify};
-
-/// A resolver that returns the backing of the caller.
-pub(super) struct Given(pub(super) Option<Arc<dyn BlockDevice>>);
-
-impl BackingResolver for Given {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(self.0.clone())
-    }
-}
+use crate::{BackingResolver, Error, Image, OpenOptions, Verify};
 
 impl Disk {
     /// Opens a file for writing. The caller holds the lock on the file for the lifetime of the
@@ -191,7 +182,8 @@ fn check_writable(header: &Header) -> Result<(), Error> {
     let unknown = header.features.read_only_compatible & !read_only_compatible::MERKLE;
     if unknown != 0 {
         return unsupported(&format!(
-            "the file has the unknown feature bit {} which allows reading only; a newer program is needed",
+            "the file has the unknown feature bit {} which allows reading only; a newer program is \
+             needed",
             unknown.trailing_zeros()
         ));
     }

@@ -126,7 +126,7 @@ impl Regions {
     }
 }
 
-/// The entries that a root entry stands for.
+/// The entries that a root entry names.
 pub(super) fn read_blocks(
     file: &CheckedFile,
     header: &Header,

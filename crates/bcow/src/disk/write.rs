@@ -5,7 +5,7 @@
 
 use bcow_format::{BlockShift, Entry, Stored, Uba, crc32c};
 
-use super::blocks::Blocks;
+use super::blocks::{Blocks, CHECKED_SHIFT};
 use super::extents::Ranges;
 use super::region::{Region, State, Transit};
 use super::regions::Found;
@@ -17,8 +17,6 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, SMALL};
 use crate::{Error, Layout, Space as Under, WritableDevice};
 
-/// log2 of the size of blocks with a checksum: 4 KiB.
-pub(super) const CHECKED_SHIFT: u8 = 12;
 /// log2 of the block size of regions whose first write has at least `STREAM_BYTES`: 64 KiB.
 const STREAM_SHIFT: u8 = 16;
 /// Least length in bytes of a first write that selects `STREAM_SHIFT`.

@@ -51,7 +51,8 @@ impl DiskForm {
         }
         if !self.size.is_multiple_of(SECTOR_BYTES) || self.size > MAX_ADDRESS {
             return unsupported(format!(
-                "a disk of {} bytes: sizes are multiples of {SECTOR_BYTES}, and at most {MAX_ADDRESS}",
+                "a disk of {} bytes: sizes are multiples of {SECTOR_BYTES}, and at most \
+                 {MAX_ADDRESS}",
                 self.size
             ));
         }
@@ -257,17 +258,9 @@ mod tests {
 
     use super::*;
     use crate::{
-        BackingResolver, Disk, Image, Mapping, MemoryStorage, NoBackings, OpenOptions,
-        WritableDevice, check, verify_written,
+        Disk, Image, Mapping, MemoryStorage, NoBackings, OneBacking, OpenOptions, WritableDevice,
+        check, verify_written,
     };
-
-    struct Below(Arc<dyn BlockDevice>);
-
-    impl BackingResolver for Below {
-        fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-            Ok(Some(self.0.clone()))
-        }
-    }
 
     fn named(size: u64) -> BackingEntry {
         BackingEntry {
@@ -332,7 +325,7 @@ mod tests {
     fn only_what_a_disk_has_itself_is_stored_in_its_layer() {
         let base = sample();
         let size = base.len() as u64;
-        let resolver = Below(Arc::new(base.clone()));
+        let resolver = OneBacking(Some(Arc::new(base.clone())));
         // The layer below: absent except a sector, a MiB of zeros, and the end.
         let storage = Arc::new(MemoryStorage::default());
         let form = DiskForm {
@@ -405,11 +398,7 @@ mod tests {
         assert!(content(&disk) == expected);
         assert_eq!(disk.rebuild_free_list().unwrap(), 0);
         disk.close().unwrap();
-        let options = check::CheckOptions {
-            data: true,
-            threads: 1,
-        };
-        let report = check::check(storage.clone(), &options).unwrap();
+        let report = check::check(storage.clone(), &check::CheckOptions::FULL).unwrap();
         assert!(report.findings.is_empty(), "{:?}", report.findings);
         let image = Image::open_storage(storage, &OpenOptions::default()).unwrap();
         assert!(content(&*image) == expected);
@@ -443,11 +432,7 @@ mod tests {
             writer.finish(&[], &serde_json::json!({})).unwrap();
             let image = Image::open_storage(storage.clone(), &OpenOptions::default()).unwrap();
             assert_eq!(image.size(), size);
-            let options = check::CheckOptions {
-                data: true,
-                threads: 1,
-            };
-            let report = check::check(storage, &options).unwrap();
+            let report = check::check(storage, &check::CheckOptions::FULL).unwrap();
             assert!(report.findings.is_empty(), "{:?}", report.findings);
         }
     }

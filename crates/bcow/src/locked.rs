@@ -1,0 +1,132 @@
+//! The file of a writable disk, open and locked against other writers.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow_format::{HEADER_AREA_BYTES, Header, State, Use, choose_header, incompatible};
+
+use crate::Storage;
+use crate::lock::{FileLock, LockError};
+use crate::new_file::NewFile;
+
+/// How many times a file is opened again because another file took its name.
+const MOST_REPLACEMENTS: u32 = 100;
+
+/// The file of a writable disk, open for reading and writing. No other process writes to it until
+/// this is dropped.
+#[derive(Debug)]
+pub struct LockedFile {
+    file: Arc<File>,
+    path: PathBuf,
+    _lock: FileLock,
+}
+
+/// The reason why a file was not opened and locked as a writable disk.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LockFileError {
+    /// The host cannot open the file.
+    #[error(transparent)]
+    Open(io::Error),
+    /// Another process uses the file.
+    #[error(transparent)]
+    Lock(LockError),
+    /// The file is sealed.
+    #[error("it is sealed, and never changes")]
+    Sealed,
+    /// The file belongs to the upper of a writable mount.
+    #[error("it belongs to a writable mount, and is no disk")]
+    Sketch,
+    /// The file has windows, which only sealed files have.
+    #[error("it has windows onto other files")]
+    Windows,
+    /// Other processes replaced the file again and again.
+    #[error("another file takes its place again and again")]
+    Replaced,
+}
+
+impl LockedFile {
+    /// Opens and locks the disk at `path`; follows symbolic links. `note` names the process and its
+    /// purpose to processes that are refused.
+    ///
+    /// Only the header is examined: a file without a valid header is locked too, and fails when it
+    /// is opened as a disk.
+    pub fn open(path: &Path, note: &str) -> Result<Self, LockFileError> {
+        for _ in 0..MOST_REPLACEMENTS {
+            let path = path.canonicalize().map_err(LockFileError::Open)?;
+            // Examined first: the error of a file that is no writable disk is more precise than
+            // that of a file that this user must not write.
+            if let Some(header) = File::open(&path).ok().and_then(|file| header_of(&file)) {
+                check_writable(&header)?;
+            }
+            let mut options = File::options();
+            let file = options
+                .read(true)
+                .write(true)
+                .open(&path)
+                .map_err(LockFileError::Open)?;
+            let lock = FileLock::exclusive(&file, note).map_err(LockFileError::Lock)?;
+            // The previous holder of the lock may have replaced the file.
+            let there = std::fs::metadata(&path).map_err(LockFileError::Open)?;
+            let locked = file.metadata().map_err(LockFileError::Open)?;
+            if (locked.dev(), locked.ino()) == (there.dev(), there.ino()) {
+                return Ok(LockedFile {
+                    file: Arc::new(file),
+                    path,
+                    _lock: lock,
+                });
+            }
+        }
+        Err(LockFileError::Replaced)
+    }
+
+    /// The path, with links resolved.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The open file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The open file, for [`Disk::open`] and [`Image::open_with_backings`].
+    ///
+    /// [`Disk::open`]: crate::Disk::open
+    /// [`Image::open_with_backings`]: crate::Image::open_with_backings
+    pub fn storage(&self) -> Arc<dyn Storage> {
+        self.file.clone()
+    }
+
+    /// Gives a new file the mode and, where the host allows it, the owner of this file, whose place
+    /// it may take.
+    pub fn pass_attributes(&self, new: &NewFile) -> io::Result<()> {
+        let metadata = self.file.metadata()?;
+        // An ordinary user cannot change the owner, and owns both files.
+        let (user, group) = (Some(metadata.uid()), Some(metadata.gid()));
+        let _ = std::os::unix::fs::fchown(new.file(), user, group);
+        let mode = std::fs::Permissions::from_mode(metadata.mode() & 0o7777);
+        new.file().set_permissions(mode)
+    }
+}
+
+/// The header of a file, if the file has a valid one. Nothing else of the file is examined.
+pub fn header_of(storage: &dyn Storage) -> Option<Header> {
+    let mut area = [0; HEADER_AREA_BYTES];
+    storage.read_at(0, &mut area).ok()?;
+    choose_header(&area).ok()
+}
+
+fn check_writable(header: &Header) -> Result<(), LockFileError> {
+    match header.purpose {
+        _ if header.state == State::Sealed => Err(LockFileError::Sealed),
+        Use::Disk if header.features.has_incompatible(incompatible::WINDOWS) => {
+            Err(LockFileError::Windows)
+        }
+        Use::Disk => Ok(()),
+        Use::Image | Use::Sketch => Err(LockFileError::Sketch),
+    }
+}

@@ -1,0 +1,173 @@
+//! A file that gets its name only when it is complete.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
+use rustix::io::Errno;
+
+/// A file in the directory of its destination that has no name yet. If the process ends before
+/// [`NewFile::complete`], nothing remains. On a file system without unnamed files (O_TMPFILE) the
+/// file has a temporary name.
+#[derive(Debug)]
+pub struct NewFile {
+    file: File,
+    destination: PathBuf,
+    /// Removed on drop.
+    temporary: Option<PathBuf>,
+    /// Whether a file of the name of the destination is replaced.
+    replaces: bool,
+}
+
+/// The reason why a new file was not created or completed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NewFileError {
+    /// The destination exists.
+    #[error("file exists; not overwriting it")]
+    Exists,
+    /// The path has no last component.
+    #[error("there is no file name in it")]
+    NoName,
+    /// The destination is a directory.
+    #[error("it is a directory")]
+    Directory,
+    /// The destination is a device, a pipe or a socket, which a rename would replace.
+    #[error("it is there, and is no regular file")]
+    NoRegularFile,
+    /// The host cannot create the file.
+    #[error(transparent)]
+    Create(io::Error),
+    /// The host cannot write, sync or rename the file.
+    #[error(transparent)]
+    Write(io::Error),
+}
+
+impl NewFile {
+    /// Starts a file that becomes `destination`. The destination must not exist; this never
+    /// replaces a file.
+    pub fn create_new(destination: &Path) -> Result<Self, NewFileError> {
+        if destination.symlink_metadata().is_ok() {
+            return Err(NewFileError::Exists);
+        }
+        let mut new = NewFile::create(destination)?;
+        new.replaces = false;
+        Ok(new)
+    }
+
+    /// Starts a file that becomes `destination`, and replaces an existing file of that name.
+    pub fn create(destination: &Path) -> Result<Self, NewFileError> {
+        if destination.file_name().is_none() {
+            return Err(NewFileError::NoName);
+        }
+        let destination = match std::fs::metadata(destination) {
+            Ok(metadata) if metadata.is_dir() => return Err(NewFileError::Directory),
+            Ok(metadata) if !metadata.is_file() => return Err(NewFileError::NoRegularFile),
+            // A symbolic link stays; its target is replaced.
+            Ok(_) => destination.canonicalize().map_err(NewFileError::Create)?,
+            Err(_) => destination.to_owned(),
+        };
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let mode = Mode::from_raw_mode(0o666);
+        let unnamed = rustix::fs::open(directory_of(&destination), flags | OFlags::TMPFILE, mode);
+        let (file, temporary) = match unnamed {
+            Ok(file) => (file, None),
+            // EISDIR comes from kernels and file systems that take O_TMPFILE for O_DIRECTORY.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => {
+                let flags = flags | OFlags::CREATE | OFlags::EXCL;
+                let (file, name) =
+                    with_temporary_name(&destination, |name| rustix::fs::open(name, flags, mode))
+                        .map_err(NewFileError::Create)?;
+                (file, Some(name))
+            }
+            Err(error) => return Err(NewFileError::Create(error.into())),
+        };
+        Ok(NewFile {
+            file: file.into(),
+            destination,
+            temporary,
+            replaces: true,
+        })
+    }
+
+    /// The file, to be filled.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Makes the content durable, gives the file its name, and makes the name durable.
+    pub fn complete(mut self) -> Result<(), NewFileError> {
+        self.file.sync_all().map_err(NewFileError::Write)?;
+        let descriptor = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let link = |name: &Path| {
+            rustix::fs::linkat(CWD, &descriptor[..], CWD, name, AtFlags::SYMLINK_FOLLOW)
+        };
+        let destination = &self.destination;
+        match (&self.temporary, self.replaces) {
+            (Some(temporary), true) => {
+                std::fs::rename(temporary, destination).map_err(NewFileError::Write)?;
+            }
+            (Some(temporary), false) => {
+                let flags = RenameFlags::NOREPLACE;
+                rustix::fs::renameat_with(CWD, temporary, CWD, destination, flags)
+                    .map_err(not_named)?;
+            }
+            (None, true) => {
+                // A rename replaces a file, a link does not; so the file gets a temporary name.
+                let ((), name) =
+                    with_temporary_name(destination, link).map_err(NewFileError::Write)?;
+                let name = self.temporary.insert(name);
+                std::fs::rename(name, destination).map_err(NewFileError::Write)?;
+            }
+            (None, false) => link(destination).map_err(not_named)?,
+        }
+        self.temporary = None;
+        File::open(directory_of(destination))
+            .and_then(|directory| directory.sync_all())
+            .map_err(NewFileError::Write)
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary {
+            // The error that caused the drop is more precise than an error here.
+            let _ = std::fs::remove_file(temporary);
+        }
+    }
+}
+
+fn not_named(error: Errno) -> NewFileError {
+    match error {
+        Errno::EXIST => NewFileError::Exists,
+        error => NewFileError::Create(error.into()),
+    }
+}
+
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != OsStr::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Tries temporary names in the directory of `destination` until one is free.
+fn with_temporary_name<T>(
+    destination: &Path,
+    mut make: impl FnMut(&Path) -> Result<T, Errno>,
+) -> io::Result<(T, PathBuf)> {
+    for attempt in 0..100 {
+        // Does not contain the name of the destination, which may have the greatest length.
+        let name = format!(".bcow-{}-{attempt}.part", std::process::id());
+        let path = directory_of(destination).join(name);
+        match make(&path) {
+            Ok(made) => return Ok((made, path)),
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(Errno::EXIST.into())
+}

@@ -1,0 +1,258 @@
+//! Commit into the backing: the own data of a disk moves into the disk below it.
+//!
+//! The order of the steps keeps the visible content at each moment:
+//!
+//! 1. The disk forgets the identity of its backing, because the backing is about to change.
+//! 2. The own data is copied. The disk still has the data, so a half-done copy does not show.
+//! 3. The backing becomes durable.
+//! 4. The disk records the new identity.
+//! 5. The disk drops its own data.
+//!
+//! A backing that is smaller than the disk grows after step 1. Between this growth and its record
+//! in the disk the two sizes differ, and the disk does not open. A power cut there leaves that
+//! state; the next commit recognises it and continues.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bcow_format::{BackingEntry, BackingName};
+
+use super::{Monitor, OperationError, PIECE_BYTES, Phase, step};
+use crate::chain::{ChainProblem, Opener, Policy};
+use crate::locked::{LockFileError, LockedFile};
+use crate::{
+    BlockDevice, Content, Disk, Error, Image, Mapping, OneBacking, OpenOptions, Space, Storage,
+    UnreadBackings, WritableDevice,
+};
+
+/// The result of a commit into the backing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Committed {
+    /// Number of bytes that were written into the backing or zeroed there.
+    pub bytes: u64,
+    /// Path of the backing.
+    pub backing: PathBuf,
+}
+
+/// The reason why a disk was not committed into its backing. The visible content of the disk has
+/// not changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommitError {
+    /// The disk cannot be opened.
+    #[error(transparent)]
+    Disk(Error),
+    /// The disk has no backing.
+    #[error("it has no backing")]
+    NoBacking,
+    /// The backing is named by digest. Such a backing never changes.
+    #[error("its backing is named by digest, and never changes")]
+    BackingByDigest,
+    /// The backing cannot be opened for reading, or is not the recorded one.
+    #[error(transparent)]
+    Chain(Arc<ChainProblem>),
+    /// The backing cannot be locked for writing.
+    #[error("backing {}: {source}", path.display())]
+    Lock {
+        /// Path of the backing.
+        path: PathBuf,
+        /// The cause.
+        source: LockFileError,
+    },
+    /// The backing cannot be opened for writing.
+    #[error("backing {}: {source}", path.display())]
+    Backing {
+        /// Path of the backing.
+        path: PathBuf,
+        /// The cause.
+        source: Error,
+        /// The problem with a file below the backing, if that is the cause.
+        below: Option<Arc<ChainProblem>>,
+    },
+    /// The backing changed between its check and its lock.
+    #[error("its backing changed while it was opened")]
+    BackingChanged,
+    /// The copy ended early.
+    #[error(transparent)]
+    Operation(#[from] OperationError),
+}
+
+/// Writes the own data of the disk in `file` into its backing, which must be a writable disk, and
+/// drops it from `file`. `policy` finds the backing; `note` names the process to others that want
+/// to write to the backing meanwhile.
+///
+/// Other disks over the same backing do not open any more afterwards, because their backing has
+/// changed.
+pub fn commit_into_backing(
+    file: &LockedFile,
+    policy: &Policy<'_>,
+    note: &str,
+    monitor: &dyn Monitor,
+) -> Result<Committed, CommitError> {
+    let options = &policy.options;
+    let image = Image::open_with_backings(file.storage(), options, &UnreadBackings)
+        .map_err(CommitError::Disk)?;
+    let entry = image.disk_backing().ok_or(CommitError::NoBacking)?;
+    let BackingName::FileName { identity, .. } = entry.name else {
+        return Err(CommitError::BackingByDigest);
+    };
+    // Opened for reading first: an error of the backing comes before any write.
+    let opener = Opener::new(file.path(), policy.clone());
+    let path = match opener.open(entry) {
+        Ok(_) => opener.files().into_iter().next().and_then(|file| file.path),
+        Err(problem) => match &*problem {
+            ChainProblem::Size { path, found, .. } if is_interrupted(&image, *found) => {
+                Some(path.clone())
+            }
+            _ => return Err(CommitError::Chain(problem)),
+        },
+    };
+    let path = path.ok_or(CommitError::BackingByDigest)?;
+    drop((image, opener));
+    let locked = LockedFile::open(&path, note).map_err(|source| CommitError::Lock {
+        path: path.clone(),
+        source,
+    })?;
+    let opener = Opener::new(locked.path(), policy.clone());
+    let failed = |source| CommitError::Backing {
+        path: locked.path().to_owned(),
+        source,
+        below: opener.problems().into_iter().next(),
+    };
+    let found = Image::open_with_backings(locked.storage(), options, &UnreadBackings)
+        .map_err(failed)?
+        .identity_hash();
+    if identity.is_some_and(|identity| identity != found) {
+        return Err(CommitError::BackingChanged);
+    }
+    let backing = Disk::open(locked.storage(), options, &opener).map_err(failed)?;
+    let backing = Arc::new(backing);
+    let disk = open_over(file.storage(), &backing, options).map_err(CommitError::Disk)?;
+    let bytes = commit(disk, &backing, monitor)?;
+    // The disk is closed, so this is the last reference.
+    if let Some(backing) = Arc::into_inner(backing) {
+        backing.close().map_err(OperationError::Write)?;
+    }
+    Ok(Committed {
+        bytes,
+        backing: locked.path().to_owned(),
+    })
+}
+
+/// Whether a commit of this disk was interrupted when its backing had grown to `size` bytes.
+fn is_interrupted(image: &Image, size: u64) -> bool {
+    let unidentified = image.disk_backing().is_some_and(|entry| {
+        let name = &entry.name;
+        matches!(name, BackingName::FileName { identity: None, .. }) && entry.size < size
+    });
+    unidentified && size == image.size()
+}
+
+/// Opens the disk in `storage` over its backing `backing`, for [`commit`]. The caller has compared
+/// the identity of the backing. Repairs the size that an interrupted commit left.
+pub fn open_over(
+    storage: Arc<dyn Storage>,
+    backing: &Arc<Disk>,
+    options: &OpenOptions,
+) -> Result<Disk, Error> {
+    let image = Image::open_with_backings(storage.clone(), options, &UnreadBackings)?;
+    let entry = image.disk_backing();
+    if is_interrupted(&image, backing.size())
+        && entry.is_some_and(|entry| reads_as_zeros(&**backing, entry.size))
+    {
+        let disk = Disk::open(storage.clone(), options, &UnreadBackings)?;
+        let entry = disk.backing();
+        record(&disk, backing, entry.as_ref(), None)?;
+    }
+    Disk::open(storage, options, &OneBacking(Some(backing.clone())))
+}
+
+/// Whether a device stores no data from `at` on, as after it has grown.
+fn reads_as_zeros(device: &dyn BlockDevice, mut at: u64) -> bool {
+    while at < device.size() {
+        match device.status(at, device.size() - at) {
+            Ok(status) if status.content != Content::Data => at += status.length,
+            _ => return false,
+        }
+    }
+    true
+}
+
+/// Writes the own data of `disk` into `backing`, over which it was opened, and drops it from the
+/// disk. Both are durable afterwards. Returns the number of bytes that were written or zeroed.
+pub fn commit(
+    disk: Disk,
+    backing: &Arc<Disk>,
+    monitor: &dyn Monitor,
+) -> Result<u64, OperationError> {
+    let entry = disk.backing();
+    monitor.phase(Phase::Commit, Some(disk.size()));
+    let identity =
+        |identity| record(&disk, backing, entry.as_ref(), identity).map_err(OperationError::Write);
+    identity(None)?;
+    if disk.size() > backing.size() {
+        backing.resize(disk.size()).map_err(OperationError::Write)?;
+        identity(None)?;
+    }
+    let copied = copy(&disk, backing, monitor)?;
+    monitor.phase(Phase::Sync, None);
+    backing.checkpoint().map_err(OperationError::Write)?;
+    identity(Some(backing.identity_hash()))?;
+    disk.clear()
+        .and_then(|()| disk.close())
+        .map_err(OperationError::Write)?;
+    Ok(copied)
+}
+
+/// Records the present size of the backing, and its identity if that will not change any more.
+fn record(
+    disk: &Disk,
+    backing: &Arc<Disk>,
+    entry: Option<&BackingEntry>,
+    identity: Option<[u8; 32]>,
+) -> Result<(), Error> {
+    let Some(entry) = entry else {
+        return Err(Error::Unsupported("a disk without a backing".into()));
+    };
+    let entry = BackingEntry {
+        name: BackingName::FileName {
+            name: entry.name.to_string(),
+            identity,
+        },
+        size: backing.size(),
+    };
+    disk.set_backing(Some((entry, backing.clone())))
+}
+
+fn copy(disk: &Disk, backing: &Disk, monitor: &dyn Monitor) -> Result<u64, OperationError> {
+    let (mut at, mut copied) = (0, 0);
+    let mut buffer = Vec::new();
+    while at < disk.size() {
+        let extent = disk.map(at).map_err(OperationError::Read)?;
+        let end = extent.offset + extent.length;
+        while at < end {
+            let length = PIECE_BYTES.min(end - at);
+            match extent.mapping {
+                Mapping::Backing { .. } | Mapping::Hole => {}
+                Mapping::Zero => {
+                    backing
+                        .write_zeroes(at, length, Space::Free)
+                        .map_err(OperationError::Write)?;
+                    copied += length;
+                }
+                Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
+                    buffer.resize(length as usize, 0);
+                    disk.read_at(at, &mut buffer)
+                        .map_err(OperationError::Read)?;
+                    backing
+                        .write_at(at, &buffer)
+                        .map_err(OperationError::Write)?;
+                    copied += length;
+                }
+            }
+            step(monitor, length)?;
+            at += length;
+        }
+    }
+    Ok(copied)
+}

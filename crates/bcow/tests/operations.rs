@@ -1,0 +1,601 @@
+//! Operations on whole disks, as a program calls them: commit into the backing, rebase, rewrite,
+//! compare; with power cuts, cancellation and failing hosts.
+
+use std::cell::Cell;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use bcow::chain::{ChainProblem, NoDigests, Policy, Share};
+use bcow::check::{CheckOptions, check};
+use bcow::format::{BackingEntry, BackingName, Use};
+use bcow::operation::{
+    CommitError, CompareError, Monitor, NameError, OperationError, Phase, RewriteOptions, commit,
+    commit_into_backing, compare, name_backing, open_over, rebase, rebase_reference, rewrite,
+};
+use bcow::{
+    BlockDevice, Compression, CreateOptions, Disk, Error, Image, Keep, Layout, LockFileError,
+    LockedFile, MemoryStorage, NewFile, NewFileError, OneBacking, OpenOptions, Space, Storage,
+    UnreadBackings, WritableDevice,
+};
+use bcow_testkit::{Fault, Faulty, On, PowerCut, Random, Window};
+
+const KIB: u64 = 1024;
+
+fn options() -> OpenOptions {
+    OpenOptions::default()
+}
+
+fn create(size: u64, layout: Layout) -> CreateOptions {
+    CreateOptions {
+        layout,
+        // A small log, which makes small files.
+        purpose: Use::Sketch,
+        ..CreateOptions::disk(size)
+    }
+}
+
+fn content(device: &dyn BlockDevice) -> Vec<u8> {
+    let mut bytes = vec![0; device.size() as usize];
+    device.read_at(0, &mut bytes).unwrap();
+    bytes
+}
+
+fn named(identity: Option<[u8; 32]>, size: u64) -> BackingEntry {
+    BackingEntry {
+        name: BackingName::FileName {
+            name: "base".into(),
+            identity,
+        },
+        size,
+    }
+}
+
+/// A disk over a writable one, and what it shows.
+struct Pair {
+    base: Vec<u8>,
+    top: Vec<u8>,
+    shown: Vec<u8>,
+}
+
+/// The top has data, zeros and parts of blocks of its own, some of them behind the end of the base.
+fn pair(base_bytes: u64, top_bytes: u64, layout: Layout) -> Pair {
+    let storage = Arc::new(MemoryStorage::default());
+    let base = Disk::create_alone(storage.clone(), &create(base_bytes, layout)).unwrap();
+    base.write_at(0, &vec![1; base_bytes as usize - 20_000])
+        .unwrap();
+    base.close().unwrap();
+    let image = Image::open_storage(storage.clone(), &options()).unwrap();
+    let entry = named(Some(image.identity_hash()), base_bytes);
+    let backing = Some((entry, image as Arc<dyn BlockDevice>));
+    let top_storage = Arc::new(MemoryStorage::default());
+    let made = create(top_bytes, layout);
+    let top = Disk::create(top_storage.clone(), &made, backing, &options()).unwrap();
+    top.write_at(5000, &[2; 100]).unwrap();
+    top.write_at(40 * KIB, &vec![3; 20 << 10]).unwrap();
+    top.write_zeroes(80 * KIB, 16 * KIB, Space::Free).unwrap();
+    top.write_at(top_bytes - 8192, &[4; 4096]).unwrap();
+    top.flush().unwrap();
+    let shown = content(&top);
+    top.close().unwrap();
+    Pair {
+        base: storage.to_vec(),
+        top: top_storage.to_vec(),
+        shown,
+    }
+}
+
+/// A storage whose operations have a place in the order of the operations of several storages.
+struct Ordered {
+    cut: PowerCut,
+    number: usize,
+    order: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Ordered {
+    fn in_order<T>(&self, operation: impl FnOnce() -> T) -> T {
+        let mut order = self.order.lock().unwrap();
+        order.push(self.number);
+        operation()
+    }
+
+    /// The window of a cut after `count` operations, and the durable content at its start.
+    fn window(&self, windows: &[(Window, Vec<u8>)], count: usize) -> (Window, Vec<u8>) {
+        let last = windows.iter().rfind(|(w, _)| w.operations.start <= count);
+        let (window, durable) = last.expect("the first window starts at 0").clone();
+        let end = window.operations.end.min(count);
+        let operations = window.operations.start..end;
+        (Window { operations }, durable)
+    }
+
+    fn windows(&self) -> Vec<(Window, Vec<u8>)> {
+        let mut windows = Vec::new();
+        self.cut
+            .walk(|window, durable| windows.push((window.clone(), durable.to_vec())));
+        windows
+    }
+}
+
+impl Storage for Ordered {
+    fn len(&self) -> io::Result<u64> {
+        self.cut.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.cut.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.in_order(|| self.cut.write_at(offset, bytes))
+    }
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.in_order(|| self.cut.set_len(bytes))
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.in_order(|| self.cut.sync())
+    }
+    fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        self.in_order(|| self.cut.punch(offset, bytes))
+    }
+}
+
+/// Commits a disk with a power cut at each moment. The disk shows the same content after each of
+/// them, and a second commit completes the first one. Returns the number of cuts between the growth
+/// of the base and its record in the top.
+fn cut_commits(pair: &Pair) -> u64 {
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let files = [&pair.base, &pair.top].map(|bytes| PowerCut::new(bytes.clone()));
+    let before = files[0].operations();
+    let mut number = 0;
+    let files = files.map(|cut| {
+        number += 1;
+        Arc::new(Ordered {
+            cut,
+            number: number - 1,
+            order: order.clone(),
+        })
+    });
+    let backing = Arc::new(Disk::open(files[0].clone(), &options(), &UnreadBackings).unwrap());
+    let disk = open_over(files[1].clone(), &backing, &options()).unwrap();
+    assert!(commit(disk, &backing, &()).unwrap() > 0);
+    Arc::into_inner(backing).expect("alone").close().unwrap();
+
+    let order = order.lock().unwrap().clone();
+    let windows = [files[0].windows(), files[1].windows()];
+    let mut counts = [before; 2];
+    let mut random = Random::new(1);
+    let (mut cuts, mut behind) = (0, 0);
+    for number in order.iter().map(Some).chain([None]) {
+        // What a cut leaves at another moment, a cut before the next sync may leave too.
+        let is_sync = number.is_none_or(|&number| {
+            let is_end = |(window, _): &(Window, _)| window.operations.end == counts[number];
+            windows[number].iter().any(is_end)
+        });
+        if is_sync {
+            let [base, top] = [0, 1].map(|file| {
+                let (window, durable) = files[file].window(&windows[file], counts[file]);
+                let fates = files[file].cut.fates(&window, 2, 6, &mut random);
+                let after = |fates: &Vec<_>| files[file].cut.after(&durable, &window, fates);
+                fates.iter().map(after).collect::<Vec<_>>()
+            });
+            for index in 0..base.len().max(top.len()) {
+                let base = base.get(index).unwrap_or_else(|| random.pick(&base));
+                let top = top.get(index).unwrap_or_else(|| random.pick(&top));
+                let again = random.one_in(8);
+                behind += u64::from(look(base, top, &pair.shown, again));
+                cuts += 1;
+            }
+        }
+        if let Some(&number) = number {
+            counts[number] += 1;
+        }
+    }
+    println!("{cuts} power cuts, {behind} of them between the two sizes");
+    behind
+}
+
+/// Checks two files that a power cut left. Returns whether the size of the base is not yet recorded
+/// in the top.
+fn look(base: &[u8], top: &[u8], shown: &[u8], again: bool) -> bool {
+    let base_storage = Arc::new(MemoryStorage::new(base.to_vec()));
+    let top_storage = Arc::new(MemoryStorage::new(top.to_vec()));
+    let base = Image::open_storage(base_storage.clone(), &options()).unwrap();
+    let image = Image::open_with_backings(top_storage.clone(), &options(), &UnreadBackings);
+    let image = image.unwrap();
+    let entry = image.disk_backing().expect("a backing").clone();
+    let BackingName::FileName { identity, .. } = entry.name else {
+        panic!("a name");
+    };
+    assert!(identity.is_none_or(|identity| identity == base.identity_hash()));
+    let behind = entry.size != base.size();
+    if !behind {
+        let resolver = OneBacking(Some(base));
+        let disk = Image::open_with_backings(top_storage.clone(), &options(), &resolver).unwrap();
+        assert!(content(&*disk) == shown);
+    }
+    if behind || again {
+        let backing = Disk::open(base_storage.clone(), &options(), &UnreadBackings).unwrap();
+        let backing = Arc::new(backing);
+        let disk = open_over(top_storage.clone(), &backing, &options()).unwrap();
+        assert!(content(&disk) == shown);
+        commit(disk, &backing, &()).unwrap();
+        assert!(content(&*backing)[..shown.len()] == *shown);
+        Arc::into_inner(backing).expect("alone").close().unwrap();
+        assert_sound(base_storage);
+        assert_sound(top_storage);
+    }
+    behind
+}
+
+fn assert_sound(storage: Arc<dyn Storage>) {
+    assert_eq!(check(storage, &CheckOptions::FULL).unwrap().findings, []);
+}
+
+#[test]
+fn a_power_cut_in_a_commit_changes_no_content() {
+    for layout in [Layout::Space, Layout::Performance, Layout::Auto] {
+        assert_eq!(cut_commits(&pair(256 * KIB, 256 * KIB, layout)), 0);
+    }
+}
+
+#[test]
+fn a_power_cut_while_the_backing_grows_is_completed_by_the_next_commit() {
+    assert!(cut_commits(&pair(192 * KIB, 256 * KIB, Layout::Space)) > 0);
+}
+
+#[test]
+fn a_grown_backing_with_data_in_its_new_part_is_refused() {
+    let pair = pair(192 * KIB, 256 * KIB, Layout::Space);
+    let storage = Arc::new(MemoryStorage::new(pair.base));
+    let backing = Arc::new(Disk::open(storage, &options(), &UnreadBackings).unwrap());
+    let top = Arc::new(MemoryStorage::new(pair.top));
+    let disk = Disk::open(top.clone(), &options(), &UnreadBackings).unwrap();
+    let device: Arc<dyn BlockDevice> = Arc::new(vec![0; 192 << 10]);
+    disk.set_backing(Some((named(None, 192 * KIB), device)))
+        .unwrap();
+    disk.close().unwrap();
+    backing.resize(256 * KIB).unwrap();
+    backing.write_at(250 * KIB, &[9]).unwrap();
+    let refused = open_over(top, &backing, &options()).err().expect("refused");
+    assert!(matches!(refused, Error::WrongBacking { .. }), "{refused}");
+}
+
+/// Cancels an operation after some steps, and records its phases.
+#[derive(Default)]
+struct Impatient {
+    steps: Cell<Option<u32>>,
+    phases: Cell<Vec<Phase>>,
+    announced: Cell<u64>,
+    done: Cell<u64>,
+}
+
+impl Impatient {
+    fn after(steps: u32) -> Self {
+        Impatient {
+            steps: Cell::new(Some(steps)),
+            ..Impatient::default()
+        }
+    }
+}
+
+impl Monitor for Impatient {
+    fn phase(&self, phase: Phase, total: Option<u64>) {
+        let mut phases = self.phases.take();
+        phases.push(phase);
+        self.phases.set(phases);
+        self.announced
+            .set(self.announced.get() + total.unwrap_or(0));
+    }
+    fn advance(&self, bytes: u64) {
+        self.done.set(self.done.get() + bytes);
+    }
+    fn is_cancelled(&self) -> bool {
+        match self.steps.get() {
+            Some(0) => true,
+            left => {
+                self.steps.set(left.map(|left| left - 1));
+                false
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_commit_changes_no_content_and_can_run_again() {
+    let pair = pair(256 * KIB, 256 * KIB, Layout::Space);
+    let base = Arc::new(MemoryStorage::new(pair.base));
+    let top = Arc::new(MemoryStorage::new(pair.top));
+    for steps in [0, 1, 5] {
+        let backing = Arc::new(Disk::open(base.clone(), &options(), &UnreadBackings).unwrap());
+        let disk = open_over(top.clone(), &backing, &options()).unwrap();
+        let stopped = commit(disk, &backing, &Impatient::after(steps)).unwrap_err();
+        assert!(matches!(stopped, OperationError::Cancelled));
+        let disk = open_over(top.clone(), &backing, &options()).unwrap();
+        assert!(content(&disk) == pair.shown);
+    }
+    let backing = Arc::new(Disk::open(base.clone(), &options(), &UnreadBackings).unwrap());
+    let disk = open_over(top.clone(), &backing, &options()).unwrap();
+    let monitor = Impatient::default();
+    commit(disk, &backing, &monitor).unwrap();
+    assert_eq!(monitor.phases.take(), [Phase::Commit, Phase::Sync]);
+    assert_eq!(monitor.done.get(), monitor.announced.get());
+    assert!(content(&*backing) == pair.shown);
+    let disk = Image::open_with_backings(top, &options(), &OneBacking(Some(backing))).unwrap();
+    assert_eq!(disk.extents().count(), 1, "it has no data of its own");
+}
+
+fn policy<'a>() -> Policy<'a> {
+    Policy {
+        directories: &[],
+        digests: &NoDigests,
+        share: Share::Lock,
+        options: options(),
+    }
+}
+
+/// Writes the files of a pair into a directory, as disks.
+fn files(directory: &Path) -> Vec<u8> {
+    let new = |name: &str, size, backing| {
+        let new = NewFile::create_new(&directory.join(name)).unwrap();
+        let file = Arc::new(new.file().try_clone().unwrap());
+        let disk = Disk::create(file, &CreateOptions::disk(size), backing, &options()).unwrap();
+        (new, disk)
+    };
+    let (file, base) = new("base", 64 * KIB, None);
+    base.write_at(0, &[1; 40_000]).unwrap();
+    base.close().unwrap();
+    file.complete().unwrap();
+    let path = directory.join("base");
+    let image = Image::open(&path, &options()).unwrap();
+    let top = directory.join("top");
+    let entry = name_backing(&top, &path, &image, &policy()).unwrap();
+    let (file, disk) = new("top", 64 * KIB, Some((entry, image)));
+    disk.write_at(4096, &[2; 4096]).unwrap();
+    let shown = content(&disk);
+    disk.close().unwrap();
+    file.complete().unwrap();
+    shown
+}
+
+#[test]
+fn a_commit_of_files_names_the_backing_that_it_wrote() {
+    let directory = tempfile::tempdir().unwrap();
+    let shown = files(directory.path());
+    let file = LockedFile::open(&directory.path().join("top"), "a test").unwrap();
+    let committed = commit_into_backing(&file, &policy(), "a test", &()).unwrap();
+    assert_eq!(committed.bytes, 4096);
+    assert_eq!(committed.backing.file_name(), Some("base".as_ref()));
+    let base = Image::open(&committed.backing, &options()).unwrap();
+    assert!(content(&*base) == shown);
+    let again = commit_into_backing(&file, &policy(), "a test", &()).unwrap();
+    assert_eq!(again.bytes, 0);
+}
+
+#[test]
+fn a_commit_that_cannot_be_says_why_by_its_kind() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    files(directory.path());
+    let lock = |name: &str| LockedFile::open(&path(name), "a test").unwrap();
+    let refused = |file: &LockedFile| {
+        commit_into_backing(file, &policy(), "a test", &()).expect_err("it is refused")
+    };
+    let base = lock("base");
+    assert!(matches!(refused(&base), CommitError::NoBacking));
+    let top = lock("top");
+    // A writer keeps readers away too, so the check of the backing meets the lock.
+    let CommitError::Chain(problem) = refused(&top) else {
+        panic!("a problem of the chain");
+    };
+    assert!(matches!(&*problem, ChainProblem::InUse { .. }), "{problem}");
+    let forced = Policy {
+        share: Share::Force,
+        ..policy()
+    };
+    let locked = commit_into_backing(&top, &forced, "a test", &()).unwrap_err();
+    let CommitError::Lock { source, .. } = &locked else {
+        panic!("{locked}");
+    };
+    assert!(matches!(source, LockFileError::Lock(_)), "{source}");
+    drop(base);
+    std::fs::rename(path("base"), path("moved")).unwrap();
+    assert!(matches!(refused(&top), CommitError::Chain(_)));
+    let digest = BackingEntry {
+        name: BackingName::Digest([7; 32]),
+        size: 64 * KIB,
+    };
+    let device: Arc<dyn BlockDevice> = Arc::new(vec![0; 64 << 10]);
+    rebase_reference(top.storage(), Some((digest, device)), &options()).unwrap();
+    assert!(matches!(refused(&top), CommitError::BackingByDigest));
+}
+
+#[test]
+fn a_file_is_locked_only_as_a_writable_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    files(directory.path());
+    let lock = |name: &str| LockedFile::open(&path(name), "a test");
+    assert!(matches!(lock("missing"), Err(LockFileError::Open(_))));
+    let top = lock("top").unwrap();
+    let refused = lock("top").unwrap_err();
+    assert_eq!(refused.to_string(), "it is being written by a test");
+    let image = Image::open_with_backings(top.storage(), &options(), &UnreadBackings).unwrap();
+    let sealed = Arc::new(std::fs::File::create_new(path("sealed")).unwrap());
+    let form = RewriteOptions {
+        verify: false,
+        ..RewriteOptions::sealed(&image, Keep::Own)
+    };
+    rewrite(&*image, sealed, form, &()).unwrap();
+    assert!(matches!(lock("sealed"), Err(LockFileError::Sealed)));
+    drop((image, top));
+    lock("top").unwrap();
+    let sketch = Arc::new(std::fs::File::create_new(path("sketch")).unwrap());
+    Disk::create_alone(sketch, &create(4096, Layout::Space)).unwrap();
+    assert!(matches!(lock("sketch"), Err(LockFileError::Sketch)));
+}
+
+#[test]
+fn a_backing_is_named_only_where_the_disk_finds_it() {
+    let directory = tempfile::tempdir().unwrap();
+    files(directory.path());
+    let base = directory.path().join("base");
+    let image = Image::open(&base, &options()).unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let disk = elsewhere.path().join("disk");
+    let refused = name_backing(&disk, &base, &image, &policy()).unwrap_err();
+    let NameError::OutOfReach { searched, .. } = &refused else {
+        panic!("{refused}");
+    };
+    assert_eq!(searched, elsewhere.path());
+    let directories = [directory.path().to_owned()];
+    let allowed = Policy {
+        directories: &directories,
+        ..policy()
+    };
+    let entry = name_backing(&disk, &base, &image, &allowed).unwrap();
+    assert_eq!(entry.name.to_string(), "base");
+    std::fs::write(elsewhere.path().join("base"), "another file").unwrap();
+    let refused = name_backing(&disk, &base, &image, &allowed).unwrap_err();
+    assert!(matches!(refused, NameError::Chain(_)), "{refused}");
+}
+
+#[test]
+fn a_new_file_appears_complete_or_not_at_all() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("file");
+    let entries = || std::fs::read_dir(&directory).unwrap().count();
+    drop(NewFile::create_new(&path).unwrap());
+    assert_eq!(entries(), 0);
+    let (one, two) = (NewFile::create_new(&path), NewFile::create_new(&path));
+    one.unwrap().complete().unwrap();
+    assert!(matches!(two.unwrap().complete(), Err(NewFileError::Exists)));
+    assert!(matches!(
+        NewFile::create_new(&path),
+        Err(NewFileError::Exists)
+    ));
+    NewFile::create(&path).unwrap().complete().unwrap();
+    assert_eq!(entries(), 1);
+    let refused = NewFile::create(directory.path()).unwrap_err();
+    assert!(matches!(refused, NewFileError::Directory));
+    let refused = NewFile::create(&directory.path().join("..")).unwrap_err();
+    assert!(matches!(refused, NewFileError::NoName));
+    let refused = NewFile::create(Path::new("/dev/null")).unwrap_err();
+    assert!(matches!(refused, NewFileError::NoRegularFile));
+}
+
+#[test]
+fn a_rebased_disk_shows_the_same_even_if_it_was_cancelled_before() {
+    let pair = pair(256 * KIB, 256 * KIB, Layout::Space);
+    let base = Arc::new(MemoryStorage::new(pair.base));
+    let base = Image::open_storage(base, &options()).unwrap();
+    let top = Arc::new(MemoryStorage::new(pair.top));
+    let open = || Disk::open(top.clone(), &options(), &OneBacking(Some(base.clone()))).unwrap();
+    // Shorter than the disk, with the same data at first.
+    let mut other = content(&*base);
+    other.truncate(128 << 10);
+    other[100 << 10..].fill(9);
+    let other: Arc<dyn BlockDevice> = Arc::new(other);
+    let new = || Some((named(None, other.size()), other.clone()));
+    let cancelled = rebase(open(), new(), &Impatient::after(1)).unwrap_err();
+    assert!(matches!(cancelled, OperationError::Cancelled));
+    assert!(content(&open()) == pair.shown);
+    let monitor = Impatient::default();
+    // The changed 28 KiB, and 112 KiB of the old backing behind the end of the new one.
+    assert_eq!(rebase(open(), new(), &monitor).unwrap(), 140 * KIB);
+    assert_eq!(monitor.phases.take(), [Phase::Compare]);
+    assert_eq!(monitor.done.get(), 256 * KIB);
+    let over = OneBacking(Some(other.clone()));
+    let disk = Disk::open(top.clone(), &options(), &over).unwrap();
+    assert!(content(&disk) == pair.shown);
+    rebase(disk, None, &()).unwrap();
+    let alone = Image::open_storage(top.clone(), &options()).unwrap();
+    assert!(alone.disk_backing().is_none());
+    assert!(content(&*alone) == pair.shown);
+    assert_sound(top);
+}
+
+#[test]
+fn a_rewrite_keeps_the_content_in_every_form() {
+    let pair = pair(192 * KIB, 256 * KIB, Layout::Space);
+    let base = Arc::new(MemoryStorage::new(pair.base));
+    let over = OneBacking(Some(Image::open_storage(base, &options()).unwrap()));
+    let top = Arc::new(MemoryStorage::new(pair.top));
+    let image = Image::open_with_backings(top, &options(), &over).unwrap();
+    let zstd = Compression::Zstd { level: 1 };
+    for (form, is_sealed) in [
+        (RewriteOptions::sealed(&image, Keep::Own), true),
+        (RewriteOptions::sealed(&image, Keep::All), true),
+        (RewriteOptions::compacted(&image, zstd).unwrap(), false),
+        (
+            RewriteOptions::compacted(&image, Compression::None).unwrap(),
+            false,
+        ),
+    ] {
+        let storage = Arc::new(MemoryStorage::default());
+        let has_backing = form.form.backing.is_some();
+        let written = rewrite(&*image, storage.clone(), form, &()).unwrap();
+        assert_eq!(written.header.merkle.is_some(), is_sealed);
+        let new = Image::open_with_backings(storage.clone(), &options(), &over).unwrap();
+        assert_eq!(new.disk_backing().is_some(), has_backing);
+        assert!(content(&*new) == pair.shown);
+        assert_sound(storage);
+    }
+}
+
+#[test]
+fn a_rewrite_that_ends_early_says_whether_it_read_or_wrote() {
+    let pair = pair(256 * KIB, 256 * KIB, Layout::Space);
+    let top = Arc::new(Faulty::new(pair.top));
+    let image = Image::open_with_backings(top.clone(), &options(), &UnreadBackings).unwrap();
+    let seal = |monitor: &dyn Monitor, storage: Arc<dyn Storage>| {
+        let form = RewriteOptions::sealed(&image, Keep::Own);
+        rewrite(&*image, storage, form, monitor).map(|_| ())
+    };
+    let memory = || Arc::new(MemoryStorage::default());
+    let cancelled = seal(&Impatient::after(1), memory()).unwrap_err();
+    assert!(matches!(cancelled, OperationError::Cancelled));
+    let full = Arc::new(bcow_testkit::SmallDisk::new(4096));
+    let failed = seal(&(), full).unwrap_err();
+    assert!(matches!(failed, OperationError::Write(_)), "{failed}");
+    let fault = |on| Fault {
+        on,
+        after: 0,
+        stays: true,
+        errno: 5,
+    };
+    top.plan(Some(fault(On::Read)));
+    let failed = seal(&(), memory()).unwrap_err();
+    assert!(matches!(failed, OperationError::Read(_)), "{failed}");
+    top.plan(None);
+    let monitor = Impatient::default();
+    seal(&monitor, memory()).unwrap();
+    assert_eq!(
+        monitor.phases.take(),
+        [Phase::Write, Phase::Hash, Phase::Verify]
+    );
+    assert_eq!(monitor.done.get(), monitor.announced.get());
+}
+
+#[test]
+fn a_comparison_finds_each_range_once_and_zeros_behind_an_end_are_the_same() {
+    let disk = |size: u64, writes: &[(u64, &[u8])]| {
+        let storage = Arc::new(MemoryStorage::default());
+        let disk = Disk::create_alone(storage.clone(), &CreateOptions::disk(size)).unwrap();
+        for (at, bytes) in writes {
+            disk.write_at(*at, bytes).unwrap();
+        }
+        disk.close().unwrap();
+        Image::open_storage(storage, &options()).unwrap()
+    };
+    let long = vec![1; 40 << 10];
+    let a = disk(9 << 20, &[(4096, &long), (5 << 20, &[7; 9])]);
+    let b = disk(4 << 20, &[(4096, &long[4096..]), (2 << 20, &[0; 4096])]);
+    let mut found = Vec::new();
+    let mut sink = |range| {
+        found.push(range);
+        Ok::<_, ()>(())
+    };
+    compare(&a, &b, &mut sink).unwrap();
+    assert_eq!(found, [40 << 10..44 << 10, 5 << 20..(5 << 20) + 4096]);
+    compare::<()>(&a, &a, &mut |range| panic!("{range:?}")).unwrap();
+    let ended = compare(&a, &b, &mut |_| Err("enough")).unwrap_err();
+    assert!(matches!(ended, CompareError::Sink("enough")));
+}
