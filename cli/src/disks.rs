@@ -1,52 +1,38 @@
-//! Disks and the files below them, as the commands open them.
+//! Disks and the files below them, opened as the options of the command line allow.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::chain::{self, ChainFile, ChainProblem, OpenProblem, Opener, Policy, Share};
-use bcow::format::{HEADER_AREA_BYTES, Header, State, Use, choose_header, incompatible};
+use bcow::format::{FormatError, State, Use};
 use bcow::lock::FileLock;
-use bcow::{Disk, Error, Image, OpenOptions, Storage};
+use bcow::{Disk, Error, Image, LockFileError, LockedFile, OpenOptions, header_of};
 use bcow_oci::ImageName;
 use bcow_oci::store::{Places, Stores};
 
 use crate::error::{CommandError, Context};
-use crate::image::{StoreArgs, cannot_open_file, parse_name, refuse_what_is_no_file};
 use crate::running;
+use crate::stores::{StoreArgs, cannot_open_file, parse_name, refuse_what_is_no_file};
 
 /// A disk, open for reading, with the files below it.
 pub struct OpenChain {
     pub image: Arc<Image>,
-    /// Where the disk is.
-    pub path: PathBuf,
     /// The files below it that were found, the nearest first.
     pub files: Vec<ChainFile>,
-    /// What is wrong with files below it.
+    /// Problems with the files below it.
     pub problems: Vec<Problem>,
 }
 
-/// A disk, open for writing, and locked; so are the writable files below it, against writers.
+/// A disk, open for writing, and its locked file. The disk itself locks the writable files below it
+/// against writers.
 pub struct WritableDisk {
     pub disk: Disk,
-    // Dropped behind the disk.
-    _lock: FileLock,
+    // Dropped after the disk.
+    pub file: LockedFile,
 }
 
-/// What keeps others from writing to a disk. The files below it are kept by the disk itself.
-pub struct Held {
-    _lock: FileLock,
-}
-
-impl WritableDisk {
-    /// The disk alone, for who shares it, and what is to be kept as long.
-    pub fn into_parts(self) -> (Disk, Held) {
-        (self.disk, Held { _lock: self._lock })
-    }
-}
-
-/// What is wrong with a file below a disk.
+/// A problem with a file below a disk.
 #[derive(Debug, Clone)]
 pub struct Problem {
     pub text: String,
@@ -55,28 +41,24 @@ pub struct Problem {
 
 /// Whether the file at `path` is a disk, according to its header.
 pub fn is_disk(path: &Path) -> bool {
-    File::open(path)
-        .ok()
-        .and_then(|file| header_of(&file))
+    let file = File::open(path).ok();
+    file.and_then(|file| header_of(&file))
         .is_some_and(|header| header.purpose != Use::Image)
 }
 
 /// Whether the file at `path` is a disk that is not sealed, according to its header.
 pub fn is_writable_disk(path: &Path) -> bool {
-    File::open(path)
-        .ok()
-        .and_then(|file| header_of(&file))
+    let file = File::open(path).ok();
+    file.and_then(|file| header_of(&file))
         .is_some_and(|header| header.purpose == Use::Disk && header.state == State::Writable)
 }
 
-/// The header of a file, if it has one.
-pub fn header_of(file: &File) -> Option<Header> {
-    let mut area = [0; HEADER_AREA_BYTES];
-    Storage::read_at(file, 0, &mut area).ok()?;
-    choose_header(&area).ok()
+/// The note by which locked files name this process.
+pub fn lock_note(command: &str) -> String {
+    format!("bcow {command}, process {}", std::process::id())
 }
 
-/// Finds the files below a disk as the command line allows it.
+/// Finds the files below a disk as the command line allows.
 pub struct Below {
     directories: Vec<PathBuf>,
     stores: Stores,
@@ -101,28 +83,28 @@ impl Below {
         })
     }
 
-    /// For the disk at `path`.
-    pub fn opener(&self, path: &Path) -> Opener<'_> {
-        Opener::new(
-            path,
-            Policy {
-                directories: &self.directories,
-                digests: &self.stores,
-                share: self.share,
-                options: self.options.clone(),
-            },
-        )
+    pub fn policy(&self) -> Policy<'_> {
+        Policy {
+            directories: &self.directories,
+            digests: &self.stores,
+            share: self.share,
+            options: self.options.clone(),
+        }
     }
 
-    /// What is wrong with the files that `opener` was asked for.
-    pub fn problems(&self, opener: &Opener<'_>) -> Vec<Problem> {
+    /// For the disk at `path`.
+    pub fn opener(&self, path: &Path) -> Opener<'_> {
+        Opener::new(path, self.policy())
+    }
+
+    /// The problems of an opener of [`Below::policy`].
+    fn problems(&self, problems: &[Arc<ChainProblem>]) -> Vec<Problem> {
         let in_stores = self.stores.problems();
         let mut in_stores = in_stores.iter();
-        opener
-            .problems()
+        problems
             .iter()
             .map(|problem| match &**problem {
-                // The stores know better what was wrong with it.
+                // The stores know the cause.
                 ChainProblem::NoDigest { .. } => match in_stores.next() {
                     Some(problem) => Problem {
                         text: problem.to_string(),
@@ -134,20 +116,53 @@ impl Below {
             })
             .collect()
     }
+
+    /// The first problem of an opener of [`Below::policy`].
+    pub fn first_problem(&self, problem: &Arc<ChainProblem>) -> Problem {
+        let first = self.problems(std::slice::from_ref(problem)).pop();
+        first.unwrap_or_else(|| Problem::of(problem))
+    }
+
+    /// Opens the disk in a locked file, which the user calls `name`. The disk locks the writable
+    /// files below it against writers.
+    pub fn open_disk(&self, name: &Path, file: &LockedFile) -> Result<Disk, CommandError> {
+        let opener = self.opener(file.path());
+        Disk::open(file.storage(), &self.options, &opener)
+            .map_err(|error| self.cannot_open_disk(name, &error, opener.problems().first()))
+    }
+
+    /// The error of a disk that does not open, or of a problem below it.
+    pub fn cannot_open_disk(
+        &self,
+        name: &Path,
+        error: &Error,
+        problem: Option<&Arc<ChainProblem>>,
+    ) -> CommandError {
+        match (error, problem) {
+            (Error::MissingBacking { .. }, Some(problem)) => {
+                self.first_problem(problem).failure(name)
+            }
+            _ => cannot_open_file(name, name, error),
+        }
+    }
 }
 
 impl Problem {
     fn of(problem: &ChainProblem) -> Self {
         Problem {
             text: problem.to_string(),
-            hint: problem.hint().map(str::to_owned),
+            hint: hint(problem).map(str::to_owned),
         }
     }
 
-    /// What to say when the disk that the user calls `name` cannot do without the file.
+    /// The error of the disk that the user calls `name` and that needs the file.
     pub fn failure(&self, name: &Path) -> CommandError {
-        let failure = CommandError::new(format!("cannot open {}", name.display()))
-            .caused_by_text(self.text.clone());
+        self.cause_of(CommandError::new(format!("cannot open {}", name.display())))
+    }
+
+    /// Adds the problem to an error.
+    pub fn cause_of(&self, failure: CommandError) -> CommandError {
+        let failure = failure.caused_by_text(self.text.clone());
         match &self.hint {
             Some(hint) => failure.hint(hint.clone()),
             None => failure,
@@ -155,7 +170,31 @@ impl Problem {
     }
 }
 
-/// Opens the disk in `file` for reading, with whatever can be had of the files below it.
+fn hint(problem: &ChainProblem) -> Option<&'static str> {
+    match problem {
+        ChainProblem::Missing { .. } => Some(
+            "name the directory that has it with --backing-dir, or another backing with \
+             `bcow rebase --unsafe`",
+        ),
+        ChainProblem::Changed { .. } | ChainProblem::Size { .. } => Some(
+            "the backing has changed, and its data no longer matches this disk; \
+             if the change is intended, `bcow rebase --unsafe` accepts it",
+        ),
+        ChainProblem::NoDigest { .. } => Some("name a directory that has it with --store"),
+        ChainProblem::InUse { .. } => {
+            Some("end the program that writes to it, or read the file anyway with --force-share")
+        }
+        ChainProblem::Open { source, .. } => match source.innermost() {
+            Error::Format(FormatError::NotBcow) => {
+                Some("a backing is a BCoW file; `bcow convert raw:FILE` or `qcow2:FILE` makes one")
+            }
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Opens the disk at `path` for reading, with those files below it that are available.
 pub fn open_chain(
     name: &Path,
     path: &Path,
@@ -169,135 +208,106 @@ pub fn open_chain(
     let image =
         chain::open_shared(&file, stores.share(), options, &opener).map_err(
             |problem| match problem {
-                OpenProblem::InUse(error) => in_use(cannot(), path, &error, true),
+                OpenProblem::InUse(error) => in_use(cannot(), path, &error, Access::Read),
                 OpenProblem::Failed(error) => cannot_open_file(name, path, &error),
             },
         )?;
     Ok(OpenChain {
         image,
-        path: path.to_owned(),
         files: opener.files(),
-        problems: below.problems(&opener),
+        problems: below.problems(&opener.problems()),
     })
+}
+
+/// The access that a lock refuses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Read,
+    Write,
 }
 
 fn in_use(
     cannot: String,
     path: &Path,
     error: &(dyn std::error::Error + 'static),
-    reading: bool,
+    access: Access,
 ) -> CommandError {
     let failure = running::describe_lock_holders(path).into_iter().fold(
         CommandError::new(cannot).caused_by(error),
         CommandError::caused_by_text,
     );
-    match reading {
-        true => failure.hint("end that program, or read what is there with --force-share"),
-        false => failure,
+    match access {
+        Access::Read => {
+            failure.hint("end that program, or read the file anyway with --force-share")
+        }
+        Access::Write => failure,
     }
 }
 
-/// Opens the disk that the user calls `name` for writing. `what` is the command, for the error of a
-/// second writer.
+/// Opens the disk that the user calls `name` for writing. `command` names this process to a second
+/// writer.
 pub fn open_writable(
     name: &Path,
     stores: &StoreArgs,
     options: &OpenOptions,
-    what: &str,
+    command: &str,
 ) -> Result<WritableDisk, CommandError> {
     let below = Below::new(stores, options)?;
-    let (file, path, lock) = lock_disk(name, what)?;
-    let disk = open_locked(name, &path, &file, &below, options)?;
-    Ok(WritableDisk { disk, _lock: lock })
+    let file = lock_disk(name, command)?;
+    let disk = below.open_disk(name, &file)?;
+    Ok(WritableDisk { disk, file })
 }
 
-/// Opens the disk in a file that [`lock_disk`] gave. The writable files below it are locked against writers as long as it
-/// is open.
-pub fn open_locked(
-    name: &Path,
-    path: &Path,
-    file: &Arc<File>,
-    below: &Below,
-    options: &OpenOptions,
-) -> Result<Disk, CommandError> {
-    let opener = below.opener(path);
-    Disk::open(file.clone(), options, &opener).map_err(|error| {
-        match (&error, below.problems(&opener).first()) {
-            (Error::MissingBacking { .. }, Some(problem)) => problem.failure(name),
-            _ => cannot_open_file(name, name, &error),
-        }
-    })
-}
-
-/// A writable disk opened for reading, locked against writers.
+/// A writable disk opened for reading, and its locked file.
 pub struct LockedImage {
     pub image: Arc<Image>,
-    pub file: Arc<File>,
-    /// The path, with links resolved.
-    pub path: PathBuf,
-    _lock: FileLock,
+    pub file: LockedFile,
 }
 
-/// Opens the writable disk that the user calls `name`, to replace its file. `what` is the command,
-/// for the error of a second writer.
+/// Opens the writable disk that the user calls `name`, to replace its file. `command` names this
+/// process to a second writer.
 pub fn open_to_replace(
     name: &Path,
     stores: &StoreArgs,
-    what: &str,
+    command: &str,
 ) -> Result<LockedImage, CommandError> {
     let options = OpenOptions::default();
-    let (file, path, lock) = lock_disk(name, what)?;
+    let file = lock_disk(name, command)?;
     let below = Below::new(stores, &options)?;
-    let opener = below.opener(&path);
-    let image = Image::open_with_backings(file.clone(), &options, &opener)
+    let opener = below.opener(file.path());
+    let image = Image::open_with_backings(file.storage(), &options, &opener)
         .map_err(|error| cannot_open_file(name, name, &error))?;
-    match below.problems(&opener).first() {
-        Some(problem) => Err(problem.failure(name)),
-        None => Ok(LockedImage {
-            image,
-            file,
-            path,
-            _lock: lock,
-        }),
+    match opener.problems().first() {
+        Some(problem) => Err(below.first_problem(problem).failure(name)),
+        None => Ok(LockedImage { image, file }),
     }
 }
 
-/// Opens and locks the file of a writable disk, without its backings. Also returns its path, with
-/// links resolved.
-pub fn lock_disk(name: &Path, what: &str) -> Result<(Arc<File>, PathBuf, FileLock), CommandError> {
+/// Opens and locks the file of the writable disk that the user calls `name`, without its backings.
+pub fn lock_disk(name: &Path, command: &str) -> Result<LockedFile, CommandError> {
     let parsed = parse_name(name)?;
     refuse_what_is_no_file(&parsed)?;
-    let ImageName::File(named) = parsed else {
+    let ImageName::File(path) = parsed else {
         return Err(
             CommandError::new(format!("cannot write to {}", name.display()))
-                .caused_by_text("what is in an OCI layout is sealed")
+                .caused_by_text("images in an OCI layout are sealed")
                 .hint("`bcow create -b` makes a disk on top of it"),
         );
     };
-    let cannot = || format!("cannot write to {}", name.display());
-    let note = format!("bcow {what}, process {}", std::process::id());
-    for _ in 0..100 {
-        let path = named.canonicalize().context(cannot)?;
-        // The error of a file that cannot be a disk comes before the error of one that cannot be
-        // written.
-        let sealed = File::open(&path).ok().and_then(|file| header_of(&file));
-        if let Some(header) = sealed {
-            refuse_sealed(name, &header)?;
-        }
-        let mut open = File::options();
-        let file = open.read(true).write(true).open(&path).context(cannot)?;
-        let lock = FileLock::exclusive(&file, &note)
-            .map_err(|error| in_use(cannot(), &path, &error, false))?;
-        // The previous holder of the lock may have replaced the file (`bcow compact`).
-        let (locked, there) = (
-            file.metadata().context(cannot)?,
-            std::fs::metadata(&path).context(cannot)?,
-        );
-        if (locked.dev(), locked.ino()) == (there.dev(), there.ino()) {
-            return Ok((Arc::new(file), path, lock));
-        }
+    LockedFile::open(&path, &lock_note(command)).map_err(|error| cannot_lock(name, &path, &error))
+}
+
+/// The error of a disk that cannot be locked for writing.
+pub fn cannot_lock(name: &Path, path: &Path, error: &LockFileError) -> CommandError {
+    let shown = name.display();
+    let cannot = format!("cannot write to {shown}");
+    match error {
+        LockFileError::Lock(error) => in_use(cannot, path, error, Access::Write),
+        LockFileError::Sealed => CommandError::new(cannot).caused_by(error).hint(format!(
+            "`bcow create -b {shown} NEW` makes a disk on top of it"
+        )),
+        _ => CommandError::new(cannot).caused_by(error),
     }
-    Err(CommandError::new(cannot()).caused_by_text("another file takes its place again and again"))
 }
 
 /// Keeps writers away from a file that may change, for as long as `file` is open.
@@ -305,7 +315,7 @@ pub fn lock_for_reading(name: &Path, file: &File, share: Share) -> Result<(), Co
     let writable = header_of(file).is_some_and(|header| header.state == State::Writable);
     if share == Share::Lock && writable {
         let cannot = || format!("cannot read {}", name.display());
-        FileLock::shared(file).map_err(|error| in_use(cannot(), name, &error, true))?;
+        FileLock::shared(file).map_err(|error| in_use(cannot(), name, &error, Access::Read))?;
     }
     Ok(())
 }
@@ -320,32 +330,12 @@ pub fn open_for_repair(
     let mut open = File::options();
     let file = open.read(true).write(true).open(path).context(cannot)?;
     let writable = header_of(&file).is_some_and(|header| header.state == State::Writable);
-    let note = format!("bcow fsck --repair, process {}", std::process::id());
     let lock = match writable {
         true => Some(
-            FileLock::exclusive(&file, &note)
-                .map_err(|error| in_use(cannot(), path, &error, false))?,
+            FileLock::exclusive(&file, &lock_note("fsck --repair"))
+                .map_err(|error| in_use(cannot(), path, &error, Access::Write))?,
         ),
         false => None,
     };
     Ok((Arc::new(file), lock))
-}
-
-fn refuse_sealed(name: &Path, header: &Header) -> Result<(), CommandError> {
-    let cannot = || CommandError::new(format!("cannot write to {}", name.display()));
-    if header.state == State::Sealed {
-        return Err(cannot()
-            .caused_by_text("it is sealed, and never changes")
-            .hint(format!(
-                "`bcow create -b {} NEW` makes a disk on top of it",
-                name.display()
-            )));
-    }
-    if header.purpose != Use::Disk {
-        return Err(cannot().caused_by_text("it belongs to a writable mount, and is no disk"));
-    }
-    if header.features.has_incompatible(incompatible::WINDOWS) {
-        return Err(cannot().caused_by_text("it has windows onto other files"));
-    }
-    Ok(())
 }

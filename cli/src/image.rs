@@ -1,43 +1,28 @@
-//! Opening an image, and finding things in its tree, with messages that name both.
+//! Opening an image, with the files that it needs and layers on top.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::chain::{ChainFile, Share};
-use bcow::format::{FormatError, Use};
-use bcow::{Error, Image, OpenOptions};
+use bcow::chain::ChainFile;
+use bcow::format::Use;
+use bcow::{Image, OpenOptions};
 use bcow_erofs::overlay::TreeForm;
-use bcow_erofs::reader::{ErofsError, Filesystem, Inode, Nid, Symlinks};
+use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
-use bcow_oci::store::{self, Opened, Places, StoreError};
+use bcow_oci::store::{self, Opened, Places};
 use bcow_oci::{ConvertError, ImageName};
 use serde_json::{Map, Value, json};
 
-use crate::disks::{self, OpenChain, Problem};
+use crate::disks::{self, Problem};
 use crate::error::{CommandError, Context};
-use crate::names;
 use crate::place::Layout;
 use crate::size::Count;
 use crate::ui::Ui;
 
-/// Directories in which the layers of an image are looked up, in addition to the layout of the
-/// image.
-#[derive(Debug, Default, clap::Args)]
-pub struct StoreArgs {
-    /// Also look for layers in this directory: an OCI layout, or files named by their digest
-    /// (repeatable)
-    #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-    stores: Vec<PathBuf>,
-    /// Also look for backing files in this directory (repeatable)
-    #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
-    backing_dirs: Vec<PathBuf>,
-    /// Read a disk without a lock, even while another process writes to the disk; reads may be
-    /// inconsistent
-    #[arg(short = 'U', long)]
-    force_share: bool,
-}
+pub use crate::stores::{
+    StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
+};
+pub use crate::tree::{LastLink, Tree};
 
 /// Layers on top of an image.
 #[derive(Debug, Default, clap::Args)]
@@ -48,55 +33,15 @@ pub struct LayerArgs {
     pub layers: Vec<PathBuf>,
 }
 
-/// Stores for every command, as in PATH.
-const STORES: &str = "BCOW_STORE";
-
-impl StoreArgs {
-    /// The directories, those of the command line first.
-    pub fn directories(&self) -> Result<Vec<PathBuf>, CommandError> {
-        let variable = std::env::var_os(STORES).unwrap_or_default();
-        let named = std::env::split_paths(&variable).filter(|path| !path.as_os_str().is_empty());
-        let directories: Vec<PathBuf> = self.stores.iter().cloned().chain(named).collect();
-        require_directories(&directories, "layers")?;
-        Ok(directories)
-    }
-
-    /// Whether files that may change are locked while they are read.
-    pub fn share(&self) -> Share {
-        match self.force_share {
-            true => Share::Force,
-            false => Share::Lock,
-        }
-    }
-
-    /// The directories in which referenced files may be opened, in addition to the directory of the
-    /// file itself.
-    pub fn backing_dirs(&self) -> Result<&[PathBuf], CommandError> {
-        require_directories(&self.backing_dirs, "backings")?;
-        Ok(&self.backing_dirs)
-    }
-}
-
-/// A spelling mistake would else look like a missing file.
-fn require_directories(directories: &[PathBuf], what: &str) -> Result<(), CommandError> {
-    for directory in directories {
-        let cannot = || format!("cannot look for {what} in {}", directory.display());
-        if !std::fs::metadata(directory).context(cannot)?.is_dir() {
-            return Err(CommandError::new(cannot()).caused_by_text("it is no directory"));
-        }
-    }
-    Ok(())
-}
-
 /// An open image and the name the user gave it.
 pub struct OpenImage {
     name: PathBuf,
     opened: Opened,
     /// The files below a disk, the nearest first.
     chain: Vec<ChainFile>,
-    /// What is wrong with them.
+    /// Problems with files below a disk.
     problems: Vec<Problem>,
-    /// What it is put together of, if it was given with layers; the lowest first.
+    /// The images that are shown as one, if this one was opened with layers; the lowest first.
     parts: Vec<ImagePart>,
 }
 
@@ -109,7 +54,7 @@ pub struct ImagePart {
 }
 
 impl OpenImage {
-    /// Opens the image that the user calls `name`, with everything it is made of.
+    /// Opens the image that the user calls `name`, with all its layers and backings.
     pub fn open(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
         OpenImage::open_with(name, stores, &OpenOptions::default())
     }
@@ -145,8 +90,8 @@ impl OpenImage {
         OpenImage::open_layered(name, &layers.layers, stores, &OpenOptions::default())
     }
 
-    /// Opens an image with `layers` on top, of which only the tree and the tables are needed: layers
-    /// of their stacks that are missing or do not match cause a warning.
+    /// Opens an image with `layers` on top, of which only the tree and the tables are needed:
+    /// layers of their stacks that are missing or do not match cause a warning.
     pub fn open_without_content(
         name: &Path,
         layers: &LayerArgs,
@@ -214,7 +159,7 @@ impl OpenImage {
         }
         let mut parts = vec![base];
         for layer in layers {
-            // What the layer shows of those below it, it finds there.
+            // The layer finds the images below it among these files.
             let given: Vec<PathBuf> = parts.iter().flat_map(OpenImage::files).collect();
             let image = check(OpenImage::find(layer, &given, stores, options)?)?;
             let metadata = image.metadata()?;
@@ -233,7 +178,10 @@ impl OpenImage {
                         over.chars().take(12).collect::<String>(),
                         &hex(&below)[..12]
                     ))
-                    .hint("name the image that it was made over, and the layers between them in order"));
+                    .hint(
+                        "name the image that it was made over, and the layers between them in \
+                         order",
+                    ));
             }
             parts.push(image);
         }
@@ -259,32 +207,31 @@ impl OpenImage {
             described.insert("config".into(), config.clone());
         }
         let Joined { image, starts } = join(&parts, described, options)?;
-        let name = images[0].name.clone();
-        let path = images[0].opened.path.clone();
+        let opened = opened_alone(image, images[0].opened.path.clone());
+        let mut joined = OpenImage::of(&images[0].name, opened);
         let parts = starts.into_iter().zip(images);
-        Ok(OpenImage {
-            name,
-            opened: Opened {
-                image,
-                path,
-                layers: Vec::new(),
-                below: Vec::new(),
-                problems: Vec::new(),
-            },
-            chain: Vec::new(),
-            problems: Vec::new(),
-            parts: parts
-                .map(|(start, image)| ImagePart { start, image })
-                .collect(),
-        })
+        joined.parts = parts
+            .map(|(start, image)| ImagePart { start, image })
+            .collect();
+        Ok(joined)
     }
 
-    /// What it is put together of, if it was given with layers; the lowest first.
+    fn of(name: &Path, opened: Opened) -> Self {
+        OpenImage {
+            name: name.to_owned(),
+            opened,
+            chain: Vec::new(),
+            problems: Vec::new(),
+            parts: Vec::new(),
+        }
+    }
+
+    /// The images that are shown as one, if this one was opened with layers; the lowest first.
     pub fn parts(&self) -> &[ImagePart] {
         &self.parts
     }
 
-    /// What an upper recognises it by.
+    /// The identity that an upper records.
     pub fn identity(&self) -> [u8; 32] {
         match &self.parts[..] {
             [] => self.image().identity_hash(),
@@ -295,14 +242,14 @@ impl OpenImage {
         }
     }
 
-    /// What it says of itself.
+    /// The metadata of the image.
     pub fn metadata(&self) -> Result<Value, CommandError> {
         self.image()
             .metadata()
             .context(|| format!("cannot read {}", self.name.display()))
     }
 
-    /// What its file system holds.
+    /// The form of its file system.
     pub fn form(&self) -> TreeForm {
         match self.metadata() {
             Ok(metadata) if metadata.get("layer").is_some() => TreeForm::Layer,
@@ -322,7 +269,7 @@ impl OpenImage {
         Ok(image)
     }
 
-    /// Logs what was opened.
+    /// Logs the opened files.
     fn log(&self, begun: std::time::Instant) {
         let header = self.image().header();
         tracing::info!(
@@ -363,29 +310,14 @@ impl OpenImage {
         let directories = stores.directories()?;
         let parsed = parse_name(name)?;
         refuse_what_is_no_file(&parsed)?;
-        let name = name.to_owned();
         if let ImageName::File(path) = &parsed
             && disks::is_disk(path)
         {
-            let OpenChain {
-                image,
-                path,
-                files,
-                problems,
-            } = disks::open_chain(&name, path, stores, options)?;
-            return Ok(OpenImage {
-                name,
-                opened: Opened {
-                    image,
-                    path,
-                    layers: Vec::new(),
-                    below: Vec::new(),
-                    problems: Vec::new(),
-                },
-                chain: files,
-                problems,
-                parts: Vec::new(),
-            });
+            let disk = disks::open_chain(name, path, stores, options)?;
+            let mut opened = OpenImage::of(name, opened_alone(disk.image, path.clone()));
+            opened.chain = disk.files;
+            opened.problems = disk.problems;
+            return Ok(opened);
         }
         let places = Places {
             stores: &directories,
@@ -393,14 +325,8 @@ impl OpenImage {
             files: given,
         };
         let opened =
-            store::open(&parsed, places, options).map_err(|error| cannot_open(&name, &error))?;
-        Ok(OpenImage {
-            name,
-            opened,
-            chain: Vec::new(),
-            problems: Vec::new(),
-            parts: Vec::new(),
-        })
+            store::open(&parsed, places, options).map_err(|error| cannot_open(name, &error))?;
+        Ok(OpenImage::of(name, opened))
     }
 
     /// The files below a disk that were found, the nearest first; none of an image.
@@ -408,7 +334,7 @@ impl OpenImage {
         &self.chain
     }
 
-    /// What the user called it.
+    /// The name that the user gave.
     pub fn path(&self) -> &Path {
         &self.name
     }
@@ -418,7 +344,7 @@ impl OpenImage {
         &self.opened.image
     }
 
-    /// The files it is made of.
+    /// All files of the image.
     pub fn files(&self) -> Vec<PathBuf> {
         let below = self.opened.below.iter().map(|file| file.path.clone());
         let chain = self.chain.iter().filter_map(|file| file.path.clone());
@@ -468,7 +394,7 @@ impl OpenImage {
         }
     }
 
-    /// The image with what is known of its layers.
+    /// The image and its layers.
     pub fn opened(&self) -> &Opened {
         &self.opened
     }
@@ -481,7 +407,18 @@ impl OpenImage {
     }
 }
 
-/// What images are recognised by that are shown as one.
+/// An image of one file.
+fn opened_alone(image: Arc<Image>, path: PathBuf) -> Opened {
+    Opened {
+        image,
+        path,
+        layers: Vec::new(),
+        below: Vec::new(),
+        problems: Vec::new(),
+    }
+}
+
+/// The identity of images that are shown as one.
 fn identity_of(images: &[OpenImage]) -> [u8; 32] {
     match images {
         [image] => image.identity(),
@@ -492,270 +429,4 @@ fn identity_of(images: &[OpenImage]) -> [u8; 32] {
 /// An identity as metadata has it.
 pub fn hex(identity: &[u8; 32]) -> String {
     identity.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The name of an image as the user wrote it.
-pub fn parse_name(name: &Path) -> Result<ImageName, CommandError> {
-    ImageName::parse(name.as_os_str())
-        .map_err(|error| CommandError::usage(error.to_string()).hint(error.hint()))
-}
-
-/// Fails with a clear message if there is nothing that could be an image.
-pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
-    let ImageName::File(path) = name else {
-        return Ok(());
-    };
-    let metadata = std::fs::metadata(path).context(|| format!("cannot open {}", path.display()))?;
-    if metadata.is_dir() {
-        let failure =
-            CommandError::new(format!("cannot open {}: it is a directory", path.display()));
-        return Err(failure.hint(match path.join("oci-layout").exists() {
-            true => format!(
-                "it is an OCI image layout: name the image in it as oci:{}[:REF]",
-                path.display()
-            ),
-            false => "`bcow convert` makes an image of a directory (dir:PATH) or of an OCI layout (oci:DIR)"
-                .to_owned(),
-        }));
-    }
-    Ok(())
-}
-
-/// What to say when the image that the user calls `name` does not open.
-pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
-    let shown = name.display();
-    let failure = CommandError::new(format!("cannot open {shown}"));
-    let failure = match error {
-        StoreError::Open { path, source } => return cannot_open_file(name, path, source),
-        StoreError::Layout(inner) => match std::error::Error::source(inner) {
-            // An error of the host, whose own text says less than what was being done.
-            Some(source) => failure.caused_by_text(format!("{inner}: {source}")),
-            None => failure.caused_by(inner),
-        },
-        other => failure.caused_by(other),
-    };
-    match error.hint() {
-        Some(hint) => failure.hint(hint),
-        None => failure,
-    }
-}
-
-/// The error for a file at `path`, part of the image that the user calls `name`, that does not open
-/// as an image.
-pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError {
-    let failure = CommandError::new(format!("cannot open {}", name.display()));
-    let failure = match error {
-        // "cannot open at byte 0" would not help the user.
-        Error::Io {
-            action: "open",
-            source,
-            ..
-        } => failure.caused_by(source),
-        _ if name == path => failure.caused_by(error),
-        _ => failure.caused_by_text(format!("{}: {error}", path.display())),
-    };
-    match error {
-        Error::Format(FormatError::NotBcow) => match guess(path) {
-            Some(hint) => failure.hint(hint),
-            None => failure,
-        },
-        // There is nothing to find in a file that this program does not know.
-        Error::Format(FormatError::Version(_) | FormatError::UnknownFeature { .. }) => failure,
-        Error::Format(FormatError::Truncated { .. }) => {
-            failure.hint("copy it again from where it came, or convert its source again")
-        }
-        Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => {
-            failure.hint(format!("`bcow fsck {}` lists all damage", name.display()))
-        }
-        _ => failure,
-    }
-}
-
-/// What a file seems to be, by its first bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
-    Empty,
-    /// A tar archive, or something compressed, which may be one.
-    Archive,
-    Qcow2,
-    Erofs,
-    Squashfs,
-}
-
-/// What the file seems to be. Nothing is done with it for that: a raw disk may begin with anything.
-pub fn form(path: &Path) -> Option<Form> {
-    let mut start = Vec::new();
-    let flags = rustix::fs::OFlags::NONBLOCK | rustix::fs::OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok()?;
-    File::from(file).take(1028).read_to_end(&mut start).ok()?;
-    let has = |offset: usize, magic: &[u8]| {
-        start
-            .get(offset..)
-            .is_some_and(|rest| rest.starts_with(magic))
-    };
-    match () {
-        () if start.is_empty() => Some(Form::Empty),
-        () if has(257, b"ustar") || has(0, b"\x1f\x8b") || has(0, b"\x28\xb5\x2f\xfd") => {
-            Some(Form::Archive)
-        }
-        () if has(0, b"QFI\xfb") => Some(Form::Qcow2),
-        () if has(1024, b"\xe2\xe1\xf5\xe0") => Some(Form::Erofs),
-        () if has(0, b"hsqs") => Some(Form::Squashfs),
-        () => None,
-    }
-}
-
-/// What the file probably is, and what to do with it then.
-pub fn guess(path: &Path) -> Option<String> {
-    let shown = path.display();
-    Some(match form(path)? {
-        Form::Empty => "the file is empty".to_owned(),
-        Form::Archive => format!(
-            "it looks like an archive; `bcow convert tar:{shown} IMAGE.bcow` makes an image of it"
-        ),
-        Form::Qcow2 => format!(
-            "it is a qcow2 image; `bcow convert qcow2:{shown} DISK.bcow` makes a disk of it"
-        ),
-        Form::Erofs => {
-            "it is an EROFS image without BCoW headers; the kernel can mount it".to_owned()
-        }
-        Form::Squashfs => "it is a squashfs image".to_owned(),
-    })
-}
-
-/// The file system in an image.
-pub struct Tree {
-    image: PathBuf,
-    filesystem: Filesystem,
-}
-
-/// What to do if a path's last component is a symbolic link. Links on the way are followed, always
-/// inside the image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LastLink {
-    /// Take what it points to.
-    Follow,
-    /// Take the link.
-    Keep,
-}
-
-impl Tree {
-    /// The file system in the image that the user calls `image`.
-    pub fn new(image: &Path, filesystem: Filesystem) -> Self {
-        Tree {
-            image: image.to_owned(),
-            filesystem,
-        }
-    }
-
-    /// The file system's reader.
-    pub fn filesystem(&self) -> &Filesystem {
-        &self.filesystem
-    }
-
-    /// What the user called the image.
-    pub fn image(&self) -> &Path {
-        &self.image
-    }
-
-    /// Reads something; `path` is for the message.
-    pub fn read<T>(
-        &self,
-        path: &[u8],
-        read: impl FnOnce(&Filesystem) -> Result<T, ErofsError>,
-    ) -> Result<T, CommandError> {
-        read(&self.filesystem).context(|| self.cannot_read(path))
-    }
-
-    /// The file system's reader, for good.
-    pub fn into_filesystem(self) -> Filesystem {
-        self.filesystem
-    }
-
-    /// The inode that `path` names. Relative paths start at the root.
-    pub fn find(&self, path: &[u8], last: LastLink) -> Result<Inode, CommandError> {
-        let cannot = |error: ErofsError| self.cannot_look_up(path, &error);
-        let nid = match (last, split_last(path)) {
-            (LastLink::Keep, Some((parent, name))) => {
-                match self
-                    .filesystem
-                    .resolve_with(parent, Symlinks::Follow)
-                    .map_err(cannot)?
-                {
-                    Some(nid) => {
-                        let parent = self.inode(nid, parent)?;
-                        self.filesystem
-                            .lookup(&parent, name)
-                            .map_err(cannot)?
-                            .map(|entry| entry.nid)
-                    }
-                    None => None,
-                }
-            }
-            _ => self
-                .filesystem
-                .resolve_with(path, Symlinks::Follow)
-                .map_err(cannot)?,
-        };
-        match nid {
-            Some(nid) => self.inode(nid, path),
-            None => Err(CommandError::new(format!(
-                "there is no {} in {}",
-                names::quoted(path),
-                self.image.display()
-            ))),
-        }
-    }
-
-    fn cannot_look_up(&self, path: &[u8], error: &ErofsError) -> CommandError {
-        let failure = CommandError::new(format!(
-            "cannot look up {} in {}",
-            names::quoted(path),
-            self.image.display()
-        ));
-        match error {
-            // The reader knows inodes, the user paths.
-            ErofsError::WrongKind { .. } => failure.caused_by_text("a part of it is no directory"),
-            _ => failure.caused_by(error),
-        }
-    }
-
-    /// Reads an inode; `path` is for the message.
-    pub fn inode(&self, nid: Nid, path: &[u8]) -> Result<Inode, CommandError> {
-        self.read(path, |fs| fs.inode(nid))
-    }
-
-    /// "cannot read PATH in IMAGE"
-    pub fn cannot_read(&self, path: &[u8]) -> String {
-        format!(
-            "cannot read {} in {}",
-            names::quoted(path),
-            self.image.display()
-        )
-    }
-}
-
-/// A path's parent and last component, unless it ends in a slash, `.` or `..` (which follow links
-/// anyway) or names the root.
-fn split_last(path: &[u8]) -> Option<(&[u8], &[u8])> {
-    let (parent, name) = match path.iter().rposition(|&b| b == b'/') {
-        Some(slash) => (&path[..=slash], &path[slash + 1..]),
-        None => (&b"/"[..], path),
-    };
-    (!matches!(name, b"" | b"." | b"..")).then_some((parent, name))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_proper_last_component_is_kept_apart() {
-        assert_eq!(split_last(b"/a/b"), Some((&b"/a/"[..], &b"b"[..])));
-        assert_eq!(split_last(b"a"), Some((&b"/"[..], &b"a"[..])));
-        assert_eq!(split_last(b"/"), None);
-        assert_eq!(split_last(b"/a/"), None);
-        assert_eq!(split_last(b"/a/.."), None);
-        assert_eq!(split_last(b""), None);
-    }
 }

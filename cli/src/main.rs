@@ -5,10 +5,12 @@
 
 mod ask;
 mod commands;
+mod conversion;
 mod copy_out;
 mod cpus;
 mod disks;
 mod error;
+mod form;
 mod heap;
 mod image;
 mod interrupt;
@@ -20,6 +22,8 @@ mod rewrite;
 mod running;
 mod size;
 mod stat;
+mod stores;
+mod tree;
 mod ui;
 mod upper;
 

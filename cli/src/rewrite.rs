@@ -1,105 +1,94 @@
-//! Makes a BCoW disk of what another device has, in one pass.
+//! Long operations on disks: their progress, their cancellation, their errors; and disks in new
+//! files.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::sync::Arc;
 
-use bcow::format::{BackingEntry, incompatible};
-use bcow::{
-    BlockDevice, Compression, DiskForm, Error, Image, ImageWriter, Keep, WriterOptions, Written,
-    append_disk, verify_written,
-};
+use bcow::operation::{Monitor, OperationError, Phase, RewriteOptions, rewrite};
+use bcow::{BlockDevice, Compression, Written};
 use bcow_oci::ConvertOptions;
 use serde_json::{Map, Value, json};
 
+use crate::conversion::source_date_epoch;
 use crate::error::{CommandError, Context};
-use crate::interrupt::Interrupt;
+use crate::interrupt::{Interrupt, interrupted};
 use crate::new_file::NewFile;
 use crate::ui::{Progress, Ui};
 
-/// Room for the record log of a disk that can be written, as `bcow create` makes it.
-pub const LOG_BYTES: u64 = 4 << 20;
-
-/// What to write.
-pub struct Rewrite<'a> {
-    pub device: &'a dyn BlockDevice,
-    /// What the user calls it.
-    pub name: &'a Path,
-    pub keep: Keep,
-    pub form: DiskForm,
-    pub compression: Compression,
-    pub block_bytes: Option<u32>,
-    pub jobs: Option<u16>,
-    pub verify: bool,
-    pub metadata: Value,
+/// Shows the progress of an operation, and cancels it after a signal.
+pub struct TerminalMonitor<'u> {
+    progress: Progress<'u>,
+    interrupt: Interrupt,
 }
 
-impl Rewrite<'_> {
-    /// Fills `new`, which is to become `destination`. Nothing is synced, and it has no name yet.
-    pub fn write(
-        self,
-        new: &NewFile,
-        destination: &Path,
-        ui: &Ui,
-    ) -> Result<Written, CommandError> {
-        let interrupt = Interrupt::catch();
-        let progress = ui.progress();
-        progress.phase("writing");
-        progress.total(Some(self.device.size()));
-        let cannot = || format!("cannot write {}", destination.display());
-        let threads = self
-            .jobs
-            .map_or(ConvertOptions::default().threads, usize::from);
-        let options = WriterOptions {
-            compression: self.compression,
-            block_bytes: self.block_bytes,
-            threads,
-            disk: Some(self.form.clone()),
-            ..WriterOptions::default()
-        };
-        let file = new.file().try_clone().context(cannot)?;
-        let mut writer = ImageWriter::create(file, options).context(cannot)?;
-        self.append(&mut writer, &interrupt, &progress, &cannot)?;
-        progress.phase("hashing");
-        let written = writer.finish(&[], &self.metadata).context(cannot)?;
-        if self.verify {
-            progress.phase("verifying");
-            verify_written(&written, threads).context(cannot)?;
+impl<'u> TerminalMonitor<'u> {
+    /// Catches signals from now on.
+    pub fn new(ui: &'u Ui) -> Self {
+        TerminalMonitor {
+            interrupt: Interrupt::catch(),
+            progress: ui.progress(),
         }
-        Ok(written)
+    }
+}
+
+impl Monitor for TerminalMonitor<'_> {
+    fn phase(&self, phase: Phase, total: Option<u64>) {
+        self.progress.phase(match phase {
+            Phase::Commit => "committing",
+            Phase::Compare => "comparing",
+            Phase::Write => "writing",
+            Phase::Hash => "hashing",
+            Phase::Verify => "verifying",
+            _ => "syncing",
+        });
+        if total.is_some() {
+            self.progress.total(total);
+        }
     }
 
-    fn append(
-        &self,
-        writer: &mut ImageWriter,
-        interrupt: &Interrupt,
-        progress: &Progress<'_>,
-        cannot: &dyn Fn() -> String,
-    ) -> Result<(), CommandError> {
-        enum Stop {
-            Failed(Error),
-            Interrupted(CommandError),
-        }
-        impl From<Error> for Stop {
-            fn from(error: Error) -> Self {
-                Stop::Failed(error)
-            }
-        }
-        let appended = append_disk(writer, self.device, self.keep, &mut |bytes| {
-            progress.advance(bytes);
-            interrupt.check().map_err(Stop::Interrupted)
-        });
-        appended.map_err(|stop| match stop {
-            Stop::Interrupted(error) => error,
-            Stop::Failed(
-                error @ Error::Io {
-                    action: "write", ..
-                },
-            ) => CommandError::new(cannot()).caused_by(&error),
-            Stop::Failed(error) => {
-                CommandError::new(format!("cannot read {}", self.name.display())).caused_by(&error)
-            }
-        })
+    fn advance(&self, bytes: u64) {
+        self.progress.advance(bytes);
     }
+
+    fn is_cancelled(&self) -> bool {
+        self.interrupt.check().is_err()
+    }
+}
+
+/// The error of an operation that reads `source` and writes `destination`.
+pub fn operation_failure(
+    error: &OperationError,
+    source: impl FnOnce() -> String,
+    destination: impl FnOnce() -> String,
+) -> CommandError {
+    match error {
+        OperationError::Cancelled => interrupted(),
+        OperationError::Write(_) => CommandError::new(destination()).caused_by(error),
+        _ => CommandError::new(source()).caused_by(error),
+    }
+}
+
+/// Writes `source`, which the user calls `name`, into `new`, which becomes `destination`. Nothing
+/// is synced.
+pub fn write_new(
+    source: &dyn BlockDevice,
+    name: &Path,
+    new: &NewFile,
+    destination: &Path,
+    options: RewriteOptions,
+    ui: &Ui,
+) -> Result<Written, CommandError> {
+    let cannot_write = || format!("cannot write {}", destination.display());
+    let file = new.file().try_clone().context(cannot_write)?;
+    rewrite(source, Arc::new(file), options, &TerminalMonitor::new(ui)).map_err(|error| {
+        let cannot_read = || format!("cannot read {}", name.display());
+        operation_failure(&error, cannot_read, cannot_write)
+    })
+}
+
+/// The number of threads that `--jobs` selects.
+pub fn threads(jobs: Option<u16>) -> usize {
+    jobs.map_or(ConvertOptions::default().threads, usize::from)
 }
 
 /// The metadata of a sealed disk.
@@ -111,8 +100,7 @@ pub fn metadata(
     let mut all = Map::new();
     let tool = format!("bcow {}", env!("CARGO_PKG_VERSION"));
     all.insert("tool".into(), tool.into());
-    let created = crate::commands::convert::source_date_epoch()?.and_then(bcow_oci::rfc3339);
-    if let Some(created) = created {
+    if let Some(created) = source_date_epoch()?.and_then(bcow::rfc3339) {
         all.insert("created".into(), created.into());
     }
     let compress = match compression {
@@ -128,25 +116,4 @@ pub fn metadata(
         all.insert("source".into(), source);
     }
     Ok(Value::Object(all))
-}
-
-/// The backing of a disk, if it has one.
-pub fn backing_of(image: &Image) -> Option<BackingEntry> {
-    match image
-        .header()
-        .features
-        .has_incompatible(incompatible::BACKING)
-    {
-        true => image.backings().next().cloned(),
-        false => None,
-    }
-}
-
-/// Gives a file that takes the place of another the other's mode and, where that is allowed, owner.
-pub fn inherit(new: &NewFile, old: &std::fs::File) -> std::io::Result<()> {
-    let metadata = old.metadata()?;
-    // An ordinary user cannot, and owns both.
-    let _ = std::os::unix::fs::fchown(new.file(), Some(metadata.uid()), Some(metadata.gid()));
-    let mode = std::fs::Permissions::from_mode(metadata.mode() & 0o7777);
-    new.file().set_permissions(mode)
 }

@@ -107,7 +107,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 fn in_background() -> Result<(), CommandError> {
     match daemon::launch().map_err(|error| daemon_failure(&error))? {
         Launch::Ready => Ok(()),
-        // The background process has said why.
+        // The background process has reported the cause.
         Launch::Failed(code) => std::process::exit(code.into()),
     }
 }

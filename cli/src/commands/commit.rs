@@ -2,29 +2,20 @@
 
 mod upper;
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
-use bcow::format::{BackingEntry, BackingName};
-use bcow::{
-    BackingResolver, BlockDevice, Disk, Error, Image, Keep, Mapping, NoBackings, OpenOptions,
-    Space, WritableDevice,
-};
-
+use bcow::operation::{CommitError, commit_into_backing};
+use bcow::{Keep, OpenOptions};
 use bcow_oci::export::LayerCompression;
 
-use super::seal::{How, seal_into};
-use crate::disks::{Below, lock_disk, open_locked};
-use crate::error::{CommandError, Context};
+use super::seal::{SealArgs, seal_into};
+use crate::disks::{Below, cannot_lock, lock_disk, lock_note};
+use crate::error::CommandError;
 use crate::image::{LayerArgs, StoreArgs, cannot_open_file};
-use crate::interrupt::Interrupt;
 use crate::place::{self, Destination};
-use crate::rewrite::backing_of;
+use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
-use crate::ui::{Progress, Ui};
-
-/// Bytes per copy step.
-const PIECE_BYTES: u64 = 1 << 20;
+use crate::ui::Ui;
 
 /// Commit changes of a disk or a writable mount to a new layer or the backing
 ///
@@ -75,7 +66,7 @@ pub struct Args {
     #[arg(long, value_name = "HOW", requires = "upper")]
     layer_compress: Option<LayerCompression>,
     #[command(flatten, next_help_heading = "Options for NEW")]
-    how: How,
+    seal: SealArgs,
     #[command(flatten, next_help_heading = "Files")]
     layers: LayerArgs,
     #[command(flatten, next_help_heading = "Files")]
@@ -103,15 +94,6 @@ impl Args {
     }
 }
 
-/// Returns the same device for every request.
-pub struct Given(pub Arc<dyn BlockDevice>);
-
-impl BackingResolver for Given {
-    fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
-        Ok(Some(self.0.clone()))
-    }
-}
-
 /// Commits.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if let Some(upper) = &args.upper {
@@ -124,7 +106,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     match &args.new {
         Some(new) => match Destination::parse(new.as_os_str())? {
             Destination::File(new) => {
-                seal_into(&args.disk, &new, Keep::Own, &args.how, &args.stores, ui)
+                seal_into(&args.disk, &new, Keep::Own, &args.seal, &args.stores, ui)
             }
             _ => Err(place::refuse(&new.to_string_lossy(), "commit")
                 .hint("the layer of a disk is a BCoW file")),
@@ -135,148 +117,43 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
 
 fn into_backing(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let name = &args.disk;
-    let cannot = || format!("cannot commit {}", name.display());
-    let options = OpenOptions::default();
-    let (file, path, _lock) = lock_disk(name, "commit")?;
-    let before = Image::open_with_backings(file.clone(), &options, &NoBackings)
-        .map_err(|error| cannot_open_file(name, name, &error))?;
-    let Some(entry) = backing_of(&before) else {
-        return Err(CommandError::new(cannot()).caused_by_text("it has no backing"));
-    };
-    let BackingName::FileName { identity, .. } = &entry.name else {
-        return Err(CommandError::new(cannot())
-            .caused_by_text("its backing is named by digest, and never changes")
-            .hint("`bcow commit DISK NEW` makes a layer on top of it"));
-    };
-    // The backing is found and compared as for reading first, so that an error of the backing comes
-    // before any write.
-    let below = Below::new(&args.stores, &options)?;
-    let found = {
-        let opener = below.opener(&path);
-        opener
-            .open(&entry)
-            .map_err(|problem| CommandError::new(cannot()).caused_by(&*problem))?;
-        opener.files().into_iter().next().and_then(|file| file.path)
-    };
-    let backing_path = found
-        .ok_or_else(|| CommandError::new(cannot()).caused_by_text("its backing is not there"))?;
-    let (backing_file, backing_path, _backing_lock) =
-        lock_disk(&backing_path, "commit").map_err(|error| {
-            error.hint(format!(
-                "`bcow commit {} NEW.bcow` makes a layer on top of the backing instead",
-                name.display()
-            ))
-        })?;
-    let is_same = Image::open_with_backings(backing_file.clone(), &options, &NoBackings)
-        .map_err(|error| cannot_open_file(&backing_path, &backing_path, &error))?
-        .identity_hash();
-    if identity.is_some_and(|identity| identity != is_same) {
-        return Err(CommandError::new(cannot())
-            .caused_by_text("its backing changed while it was looked at"));
-    }
-    let backing = open_locked(
-        &backing_path,
-        &backing_path,
-        &backing_file,
-        &below,
-        &options,
-    )?;
-    let backing = Arc::new(backing);
-    let device: Arc<dyn BlockDevice> = backing.clone();
-    let disk = Disk::open(file, &options, &Given(device.clone()))
-        .map_err(|error| cannot_open_file(name, name, &error))?;
-    let copied = {
-        let interrupt = Interrupt::catch();
-        let progress = ui.progress();
-        progress.phase("committing");
-        progress.total(Some(disk.size()));
-        // From here on the backing is not what the disk says, until the disk says otherwise.
-        let renamed = |identity: Option<[u8; 32]>, size: u64| BackingEntry {
-            name: BackingName::FileName {
-                name: entry.name.to_string(),
-                identity,
-            },
-            size,
-        };
-        disk.set_backing(Some((renamed(None, backing.size()), device.clone())))
-            .context(cannot)?;
-        if disk.size() > backing.size() {
-            backing.resize(disk.size()).context(cannot)?;
-            disk.set_backing(Some((renamed(None, backing.size()), device.clone())))
-                .context(cannot)?;
-        }
-        // Opened anew: what was changed until now may have moved things in the file.
-        let own = Image::open_with_backings(own_storage(&path)?, &options, &NoBackings)
-            .context(cannot)?;
-        let copied = copy(&own, &backing, &interrupt, &progress, &cannot)?;
-        progress.phase("syncing");
-        backing
-            .flush()
-            .and_then(|()| backing.checkpoint())
-            .context(cannot)?;
-        let identity = Image::open_with_backings(backing_file.clone(), &options, &NoBackings)
-            .context(cannot)?
-            .identity_hash();
-        disk.set_backing(Some((renamed(Some(identity), backing.size()), device)))
-            .and_then(|()| disk.clear())
-            .and_then(|()| disk.close())
-            .context(cannot)?;
-        copied
-    };
-    if let Some(backing) = Arc::into_inner(backing) {
-        backing.close().context(cannot)?;
-    }
+    let file = lock_disk(name, "commit")?;
+    let below = Below::new(&args.stores, &OpenOptions::default())?;
+    let monitor = TerminalMonitor::new(ui);
+    let committed = commit_into_backing(&file, &below.policy(), &lock_note("commit"), &monitor)
+        .map_err(|error| failure(args, &below, error))?;
+    drop(monitor);
     ui.status(format_args!(
         "{}: {} committed into {}",
         name.display(),
-        Human(copied),
-        backing_path.display()
+        Human(committed.bytes),
+        committed.backing.display()
     ));
     Ok(())
 }
 
-/// A second descriptor of the disk's file, for reading. The first descriptor keeps the lock.
-fn own_storage(path: &Path) -> Result<Arc<std::fs::File>, CommandError> {
-    std::fs::File::open(path)
-        .map(Arc::new)
-        .context(|| format!("cannot open {}", path.display()))
-}
-
-/// Writes the own data of `own` into `backing`. Returns the number of bytes.
-fn copy(
-    own: &Image,
-    backing: &Disk,
-    interrupt: &Interrupt,
-    progress: &Progress<'_>,
-    cannot: &dyn Fn() -> String,
-) -> Result<u64, CommandError> {
-    let mut buffer = Vec::new();
-    let mut copied = 0;
-    for extent in own.extents() {
-        let extent = extent.context(cannot)?;
-        match extent.mapping {
-            Mapping::Backing { .. } | Mapping::Hole => {}
-            Mapping::Zero => {
-                backing
-                    .write_zeroes(extent.offset, extent.length, Space::Free)
-                    .context(cannot)?;
-                copied += extent.length;
-            }
-            Mapping::Raw { .. } | Mapping::Compressed { .. } | Mapping::Open { .. } => {
-                let mut done = 0;
-                while done < extent.length {
-                    let n = PIECE_BYTES.min(extent.length - done);
-                    buffer.resize(n as usize, 0);
-                    own.read_at(extent.offset + done, &mut buffer)
-                        .and_then(|()| backing.write_at(extent.offset + done, &buffer))
-                        .context(cannot)?;
-                    done += n;
-                }
-                copied += extent.length;
-            }
+fn failure(args: &Args, below: &Below, error: CommitError) -> CommandError {
+    let name = &args.disk;
+    let cannot = || format!("cannot commit {}", name.display());
+    match error {
+        CommitError::Disk(error) => cannot_open_file(name, name, &error),
+        CommitError::BackingByDigest => CommandError::new(cannot())
+            .caused_by(&error)
+            .hint("`bcow commit DISK NEW` makes a layer on top of it"),
+        CommitError::Chain(problem) => {
+            let problem = below.first_problem(&problem);
+            problem.cause_of(CommandError::new(cannot()))
         }
-        interrupt.check()?;
-        progress.advance(extent.length);
+        CommitError::Lock { path, source } => cannot_lock(&path, &path, &source).hint(format!(
+            "`bcow commit {} NEW.bcow` makes a layer on top of the backing instead",
+            name.display()
+        )),
+        CommitError::Backing {
+            path,
+            source,
+            below: problem,
+        } => below.cannot_open_disk(&path, &source, problem.as_ref()),
+        CommitError::Operation(error) => operation_failure(&error, cannot, cannot),
+        error => CommandError::new(cannot()).caused_by(&error),
     }
-    Ok(copied)
 }

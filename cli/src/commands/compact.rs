@@ -2,21 +2,17 @@
 
 use std::path::PathBuf;
 
-use bcow::{Compression, DiskForm, Keep, Layout};
-use serde_json::Value;
+use bcow::Compression;
+use bcow::operation::RewriteOptions;
 
-use super::convert::{Compress, compression};
+use crate::conversion::{Compress, compression};
 use crate::disks::open_to_replace;
 use crate::error::{CommandError, Context};
 use crate::image::StoreArgs;
 use crate::new_file::NewFile;
-use crate::rewrite::{LOG_BYTES, Rewrite, backing_of, inherit};
+use crate::rewrite::{threads, write_new};
 use crate::size::Human;
 use crate::ui::Ui;
-
-/// Blocks that large writes make, in the auto layout.
-const LARGE_BLOCK_BYTES: u32 = 64 << 10;
-const SMALL_BLOCK_BYTES: u32 = 4 << 10;
 
 /// Rewrite a disk without its unused space
 ///
@@ -50,37 +46,20 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Some(compress) => compress.of_blocks()?,
         None => Compression::None,
     };
-    let shown = args.disk.display();
+    let cannot_read = || format!("cannot read {}", args.disk.display());
     let old = open_to_replace(&args.disk, &args.stores, "compact")?;
-    let (image, file, path) = (&old.image, &old.file, &old.path);
-    let header = image.header();
-    let metadata = image
-        .metadata()
-        .context(|| format!("cannot read {shown}"))?;
-    let output = args.output.as_deref().unwrap_or(path);
+    let mut options = RewriteOptions::compacted(&old.image, compression).context(cannot_read)?;
+    options.threads = threads(args.jobs);
+    let output = args.output.as_deref().unwrap_or(old.file.path());
     let new = match &args.output {
         Some(output) => NewFile::create_new(output)?,
-        None => NewFile::create(path)?,
+        None => NewFile::create(output)?,
     };
-    inherit(&new, file).context(|| format!("cannot write {}", output.display()))?;
-    let before = file.metadata().context(|| format!("cannot read {shown}"))?;
-    let written = Rewrite {
-        device: &**image,
-        name: &args.disk,
-        keep: Keep::Own,
-        form: DiskForm {
-            size: header.size,
-            backing: backing_of(image),
-            region_shift: Some(header.region_shift),
-            log_bytes: LOG_BYTES,
-        },
-        compression,
-        block_bytes: largest_block(&metadata, header.region_shift, compression),
-        jobs: args.jobs,
-        verify: true,
-        metadata,
-    }
-    .write(&new, output, ui)?;
+    old.file
+        .pass_attributes(new.inner())
+        .context(|| format!("cannot write {}", output.display()))?;
+    let before = old.file.file().metadata().context(cannot_read)?;
+    let written = write_new(&old.image, &args.disk, &new, output, options, ui)?;
     new.complete()?;
     ui.status(format_args!(
         "{}: file of {}, was {}",
@@ -89,22 +68,4 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         Human(before.len())
     ));
     Ok(())
-}
-
-/// Blocks as the disk's layout would make them; larger ones where they are to be compressed.
-fn largest_block(metadata: &Value, region_shift: u8, compression: Compression) -> Option<u32> {
-    let options = &metadata["options"];
-    let layout = options["layout"].as_str().and_then(Layout::from_name);
-    let chosen = options["block_size"]
-        .as_u64()
-        .and_then(|bytes| u32::try_from(bytes).ok())
-        .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 24).contains(bytes));
-    let region = 1u64 << region_shift;
-    let bytes = match (layout, compression) {
-        (Some(Layout::Performance), _) if region_shift <= 24 => region as u32,
-        (_, Compression::Zstd { .. }) => return None,
-        (Some(Layout::Space), _) => SMALL_BLOCK_BYTES,
-        _ => chosen.unwrap_or(LARGE_BLOCK_BYTES),
-    };
-    Some(u64::from(bytes).min(region) as u32)
 }

@@ -8,19 +8,21 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use bcow_oci::{
-    Compression, ConvertError, ConvertOptions, LayerOrigin, LayoutForm, LayoutOptions,
-    LayoutReport, Limits, Platform, Report, Source,
+    ConvertError, ConvertOptions, LayerOrigin, LayoutForm, LayoutOptions, LayoutReport, Limits,
+    Platform, Report, Source,
 };
 use replace::By;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::error::{CommandError, exit};
-use crate::image::{self, Form, OpenImage, StoreArgs};
-use crate::interrupt::{Interrupt, interrupted};
+use crate::conversion::{BlockSize, Compress, block_size, compression, failure, source_date_epoch};
+use crate::error::CommandError;
+use crate::form::{Form, form};
+use crate::image::{OpenImage, StoreArgs};
+use crate::interrupt::Interrupt;
 use crate::place::{self, Destination, Layout};
 use crate::size::{self, Human, plural};
-use crate::ui::{Progress, Ui};
+use crate::ui::Ui;
 
 /// Make an image from a container image, an archive or a directory, or convert a disk
 ///
@@ -110,10 +112,20 @@ pub struct Args {
     #[arg(long)]
     no_verify: bool,
     /// Refuse a source with more entries
-    #[arg(long, value_name = "N", default_value_t = Limits::default().max_entries, help_heading = "Limits")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = Limits::default().max_entries,
+        help_heading = "Limits"
+    )]
     max_entries: u64,
     /// Refuse a layer that is larger than 4 GiB and more than N times its compressed size
-    #[arg(long, value_name = "N", default_value_t = Limits::default().max_ratio, help_heading = "Limits")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = Limits::default().max_ratio,
+        help_heading = "Limits"
+    )]
     max_ratio: u64,
     /// Refuse a source with more uncompressed bytes; holes of sparse files count
     #[arg(
@@ -131,30 +143,6 @@ pub struct Args {
     #[command(flatten)]
     stores: StoreArgs,
 }
-
-/// What `--compress` says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Compress {
-    None,
-    Zstd { level: i32 },
-    Zlib,
-}
-
-impl Compress {
-    /// For a BCoW file.
-    pub fn of_blocks(self) -> Result<Compression, CommandError> {
-        match self {
-            Compress::None => Ok(Compression::None),
-            Compress::Zstd { level } => Ok(Compression::Zstd { level }),
-            Compress::Zlib => Err(CommandError::usage("blocks are not compressed with zlib")
-                .hint("use zstd, zstd:LEVEL or none")),
-        }
-    }
-}
-
-/// A block size or the choice of one. (clap would take `Option<Option<..>>` for something else.)
-#[derive(Debug, Clone, Copy)]
-pub struct BlockSize(pub Option<u32>);
 
 /// Converts.
 pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
@@ -241,7 +229,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             drop(progress);
             match args.json {
                 true => ui.print_json(&as_json("bcow.convert/1", &report)?),
-                false => tell(&report, path, ui),
+                false => report_image(&report, path, ui),
             }
         }
         (Destination::Layout(to), source) => {
@@ -265,14 +253,14 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             drop(progress);
             match args.json {
                 true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
-                false => tell_layout(&report, to, ui),
+                false => report_layout(&report, to, ui),
             }
         }
         (Destination::File(path), None) => match &image {
             Some(image) => again::to_file(args, image, path, &options, ui),
             None => Ok(()),
         },
-        // Those are for disks, or were refused.
+        // These destinations are for disks, or were refused.
         (Destination::Raw(_) | Destination::Qcow2(_) | Destination::Tar(_), _) => Ok(()),
     }
 }
@@ -296,9 +284,10 @@ fn missing_transport(text: &str) -> CommandError {
             true => format!("oci:{text}"),
             false => format!("dir:{text}, or oci:{text} for an OCI layout"),
         },
-        Ok(_) => match image::form(path) {
+        Ok(_) => match form(path) {
             Some(Form::Archive) => format!(
-                "tar:{text}, or for an image in an archive docker-archive:{text} or oci-archive:{text}"
+                "tar:{text}, or for an image in an archive docker-archive:{text} or \
+                 oci-archive:{text}"
             ),
             Some(Form::Qcow2) => format!("qcow2:{text}"),
             _ => format!("raw:{text}"),
@@ -310,72 +299,6 @@ fn missing_transport(text: &str) -> CommandError {
     match std::fs::metadata(path) {
         Err(error) => failure.caused_by(&error),
         Ok(_) => failure,
-    }
-}
-
-/// The time to record, if the environment sets one (reproducible-builds.org).
-pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
-    match std::env::var("SOURCE_DATE_EPOCH") {
-        Ok(text) if text.is_empty() => Ok(None),
-        Ok(text) => text.parse().map(Some).map_err(|_| {
-            CommandError::usage(format!(
-                "SOURCE_DATE_EPOCH is {text:?}, which is no number of seconds"
-            ))
-        }),
-        Err(std::env::VarError::NotPresent) => Ok(None),
-        Err(std::env::VarError::NotUnicode(_)) => Err(CommandError::usage(
-            "SOURCE_DATE_EPOCH is no number of seconds",
-        )),
-    }
-}
-
-/// Reads `--compress`.
-pub fn compression(text: &str) -> Result<Compress, String> {
-    match text.split_once(':') {
-        None if text == "none" => Ok(Compress::None),
-        None if text == "zstd" => Ok(Compress::Zstd { level: 3 }),
-        None if text == "zlib" => Ok(Compress::Zlib),
-        Some(("zstd", level)) => match level.parse() {
-            Ok(level @ 1..=22) => Ok(Compress::Zstd { level }),
-            _ => Err("zstd has levels from 1 to 22".to_owned()),
-        },
-        _ => Err("use zstd, zstd:LEVEL or none".to_owned()),
-    }
-}
-
-/// Reads `--block-size`.
-pub fn block_size(text: &str) -> Result<BlockSize, String> {
-    if text == "auto" {
-        return Ok(BlockSize(None));
-    }
-    let bytes = size::parse(text)?;
-    match u32::try_from(bytes) {
-        Ok(bytes) if bytes.is_power_of_two() && (4096..=4 << 20).contains(&bytes) => {
-            Ok(BlockSize(Some(bytes)))
-        }
-        _ => Err("block sizes are powers of two from 4K to 4M".to_owned()),
-    }
-}
-
-/// The error for a failed conversion, or a failed write into a layout.
-pub fn failure(error: &ConvertError) -> CommandError {
-    if matches!(error, ConvertError::Interrupted) {
-        return interrupted();
-    }
-    let mut failure = CommandError::new(error.to_string());
-    if let Some(source) = std::error::Error::source(error) {
-        failure = failure.caused_by(source);
-    }
-    if let Some(hint) = error.hint() {
-        failure = failure.hint(hint);
-    }
-    match error {
-        ConvertError::SourceSyntax { .. }
-        | ConvertError::MissingTransport { .. }
-        | ConvertError::HoldsImage { .. }
-        | ConvertError::PlatformSyntax(_)
-        | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
-        _ => failure,
     }
 }
 
@@ -402,7 +325,7 @@ fn as_json(schema: &str, report: &impl Serialize) -> Result<Value, CommandError>
     Ok(Value::Object(object))
 }
 
-fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError> {
+fn report_image(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
     let layers = plural(report.layers.len() as u64, "layer");
     let saved = match report.deduplicated_bytes {
@@ -421,7 +344,7 @@ fn tell(report: &Report, destination: &Path, ui: &Ui) -> Result<(), CommandError
     out.finish()
 }
 
-fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
+fn report_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), CommandError> {
     let mut out = ui.output();
     for (i, layer) in report.layers.iter().enumerate() {
         let made = match layer.made {
@@ -454,52 +377,4 @@ fn tell_layout(report: &LayoutReport, layout: &Layout, ui: &Ui) -> Result<(), Co
         if report.verified { ", verified" } else { "" }
     )?;
     out.finish()
-}
-
-impl bcow_oci::Progress for Progress<'_> {
-    fn total(&self, bytes: Option<u64>) {
-        Progress::total(self, bytes);
-    }
-    fn advance(&self, bytes: u64) {
-        Progress::advance(self, bytes);
-    }
-    fn phase(&self, name: &str) {
-        Progress::phase(self, name);
-    }
-    fn warning(&self, message: &str) {
-        Progress::warning(self, message);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn compression_is_written_with_its_level() {
-        assert_eq!(compression("none"), Ok(Compress::None));
-        assert_eq!(compression("zstd"), Ok(Compress::Zstd { level: 3 }));
-        assert_eq!(compression("zstd:19"), Ok(Compress::Zstd { level: 19 }));
-        for text in [
-            "",
-            "zstd:",
-            "zstd:0",
-            "zstd:23",
-            "gzip",
-            "none:1",
-            "zstd:fast",
-        ] {
-            assert!(compression(text).is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn block_sizes_are_powers_of_two_within_the_format() {
-        assert_eq!(block_size("auto").map(|b| b.0), Ok(None));
-        assert_eq!(block_size("4K").map(|b| b.0), Ok(Some(4096)));
-        assert_eq!(block_size("4M").map(|b| b.0), Ok(Some(4 << 20)));
-        for text in ["2K", "5K", "8M", "0", "big", "4G"] {
-            assert!(block_size(text).is_err(), "{text}");
-        }
-    }
 }

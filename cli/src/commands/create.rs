@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::format::{BackingEntry, BackingName, SECTOR_BYTES, State};
+use bcow::format::{BackingEntry, BackingName, BlockShift, SECTOR_BYTES, State};
+use bcow::operation::{NameError, name_backing};
 use bcow::{BlockDevice, CreateOptions, Disk, Layout, OpenOptions};
 use bcow_oci::digest::Algorithm;
 use bcow_oci::store;
@@ -66,7 +67,7 @@ fn layout(text: &str) -> Result<Layout, String> {
 fn block_size(text: &str) -> Result<u32, String> {
     u32::try_from(size::parse(text)?)
         .ok()
-        .filter(|bytes| bytes.is_power_of_two() && (4096..=16 << 20).contains(bytes))
+        .filter(|bytes| BlockShift::from_bytes(*bytes).is_some())
         .ok_or_else(|| "block sizes are powers of two from 4K to 16M".to_owned())
 }
 
@@ -129,7 +130,7 @@ pub fn disk_size(size: u64) -> Result<u64, CommandError> {
     }
 }
 
-/// The backing that the user calls `name`, as the disk at `disk` is to name it, and what it shows.
+/// The entry and the content of the backing that the user calls `name`, for the disk at `disk`.
 pub fn backing(
     name: &Path,
     by_digest: bool,
@@ -161,7 +162,7 @@ pub fn backing(
             let cannot = || format!("cannot make {} a backing", name.display());
             if device.header().state != State::Sealed {
                 return Err(CommandError::new(cannot())
-                    .caused_by_text("it can be written, and has no digest for long")
+                    .caused_by_text("it is writable, so its digest changes")
                     .hint("leave out --by-digest, or make it immutable with `bcow seal`"));
             }
             let located = store::locate(&parsed).map_err(|error| cannot_open(name, &error))?;
@@ -185,7 +186,7 @@ pub fn backing(
     }
 }
 
-/// Names a backing by its file name, if it will be found by that.
+/// The entry that names the backing at `path` by its file name.
 fn by_name(
     path: &Path,
     disk: &Path,
@@ -193,51 +194,18 @@ fn by_name(
     options: &OpenOptions,
     image: &OpenImage,
 ) -> Result<BackingEntry, CommandError> {
-    let cannot = || format!("cannot make {} a backing", path.display());
-    let path = path.canonicalize().context(cannot)?;
-    let name = path
-        .file_name()
-        .and_then(|name| name.to_str())
-        .ok_or_else(|| CommandError::new(cannot()).caused_by_text("its name is not UTF-8"))?;
-    let entry = BackingEntry {
-        name: BackingName::FileName {
-            name: name.to_owned(),
-            identity: Some(image.image().identity_hash()),
-        },
-        size: image.image().size(),
-    };
-    let directory = path.parent().unwrap_or(Path::new("/"));
-    let allowed = |place: &Path| place.canonicalize().is_ok_and(|place| place == directory);
-    let own = match disk.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let given = stores.backing_dirs()?;
-    if !std::iter::once(own)
-        .chain(given.iter().map(PathBuf::as_path))
-        .any(allowed)
-    {
-        return Err(CommandError::new(cannot())
-            .caused_by_text(format!(
-                "it is not in {}, and a backing is looked up beside the disk",
-                own.display()
-            ))
-            .hint(format!(
-                "make the disk in {0}, or allow that directory with --backing-dir {0}, here and wherever the disk is used",
-                directory.display()
-            )));
-    }
-    // As it will be opened: the depth of the chain, links, and another file of that name show now.
     let below = Below::new(stores, options)?;
-    let opener = below.opener(disk);
-    match opener.open(&entry) {
-        Ok(_) => Ok(entry),
-        Err(problem) => {
-            let failure = CommandError::new(cannot()).caused_by(&*problem);
-            Err(match problem.hint() {
-                Some(hint) => failure.hint(hint),
-                None => failure,
-            })
+    let named = name_backing(disk, path, image.image(), &below.policy());
+    named.map_err(|error| {
+        let cannot = CommandError::new(format!("cannot make {} a backing", path.display()));
+        match error {
+            NameError::OutOfReach { ref directory, .. } => cannot.caused_by(&error).hint(format!(
+                "make the disk in {0}, or allow that directory with --backing-dir {0}, \
+                     here and wherever the disk is used",
+                directory.display()
+            )),
+            NameError::Chain(problem) => below.first_problem(&problem).cause_of(cannot),
+            error => cannot.caused_by(&error),
         }
-    }
+    })
 }

@@ -13,8 +13,7 @@ use bcow_oci::export::{
 };
 use serde_json::Value;
 
-use super::convert::failure as convert_failure;
-
+use crate::conversion::failure as convert_failure;
 use crate::copy_out::CopyOut;
 use crate::error::{CommandError, Context};
 use crate::image::{LayerArgs, OpenImage, StoreArgs};

@@ -34,7 +34,13 @@ pub struct Args {
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// First byte of the address space to show [default: 0]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "0", hide_default_value = true)]
+    #[arg(
+        long,
+        value_name = "SIZE",
+        value_parser = size::parse,
+        default_value = "0",
+        hide_default_value = true
+    )]
     start: u64,
     /// Number of bytes of the address space to show [default: all]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -121,7 +127,7 @@ impl Chain {
         )
     }
 
-    /// What the files are called; nothing where there is only one.
+    /// Names of the files; empty if there is only one file.
     fn names(&self, image: &OpenImage) -> Vec<String> {
         if image.chain().is_empty() {
             return Vec::new();
@@ -136,7 +142,7 @@ impl Chain {
     fn map(&self, image: &OpenImage, at: u64) -> Result<(usize, Extent), bcow::Error> {
         let mut file = 0;
         let mut extent = image.image().map(at)?;
-        // Only what shows the same bytes of the file below is followed: disks have no windows.
+        // Disks have no windows, so the file below has the same bytes at the same address.
         while let Mapping::Backing {
             index: 0,
             offset,
@@ -199,8 +205,8 @@ fn cut(extent: Extent, range: Range<u64>) -> Extent {
     }
 }
 
-/// Makes the run longer by `next` if they belong together. Zeros, holes and windows are not stored block by block, so
-/// there is nothing to tell block by block.
+/// Extends the run by `next` if both have one mapping. Zeros, holes and windows are not stored in
+/// blocks, so they are shown as one range.
 fn join(run: &mut Extent, next: &Extent) -> bool {
     match (&mut run.mapping, next.mapping) {
         (Mapping::Zero, Mapping::Zero) | (Mapping::Hole, Mapping::Hole) => {}
@@ -227,8 +233,8 @@ fn join(run: &mut Extent, next: &Extent) -> bool {
     true
 }
 
-/// Makes the run longer by `next` if both are pieces of one stored block of a lower file, which the smaller blocks of
-/// those above cut.
+/// Extends the run by `next` if both are pieces of one stored block of a lower file, which smaller
+/// blocks of the files above divide.
 fn join_block(run: &mut Extent, next: &Extent) -> bool {
     let is_stored = matches!(
         run.mapping,
@@ -243,9 +249,9 @@ fn join_block(run: &mut Extent, next: &Extent) -> bool {
 
 struct Map {
     json: bool,
-    /// Of the files of a chain; nothing where there is only one.
+    /// Names of the files of a chain; empty if there is only one file.
     chain: Vec<String>,
-    /// Of the backings, by index.
+    /// Names of the backings, by index.
     names: Vec<String>,
     backing_kind: &'static str,
     out: Output,

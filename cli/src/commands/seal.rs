@@ -3,15 +3,16 @@
 use std::path::{Path, PathBuf};
 
 use bcow::format::Use;
-use bcow::{Compression, DiskForm, Image, Keep, OpenOptions};
+use bcow::operation::RewriteOptions;
+use bcow::{Compression, Image, Keep, OpenOptions};
 
-use super::convert::{BlockSize, Compress, block_size, compression};
+use crate::conversion::{BlockSize, Compress, block_size, compression};
 use crate::disks::{Below, open_to_replace};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs};
 use crate::new_file::NewFile;
-use crate::rewrite::{Rewrite, backing_of, inherit, metadata};
-use crate::size::{Count, Human};
+use crate::rewrite::{metadata, threads, write_new};
+use crate::size::{Human, plural};
 use crate::ui::Ui;
 
 /// Make a disk immutable
@@ -33,14 +34,14 @@ pub struct Args {
     #[arg(long)]
     flatten: bool,
     #[command(flatten)]
-    how: How,
+    seal: SealArgs,
     #[command(flatten)]
     stores: StoreArgs,
 }
 
-/// How a sealed disk is written.
+/// The form of a sealed disk.
 #[derive(Debug, clap::Args)]
-pub struct How {
+pub struct SealArgs {
     /// Compression of blocks: zstd[:LEVEL] or none [default: zstd:3]
     #[arg(long, value_name = "HOW", value_parser = compression)]
     compress: Option<Compress>,
@@ -55,8 +56,8 @@ pub struct How {
     no_verify: bool,
 }
 
-impl How {
-    /// How blocks are stored.
+impl SealArgs {
+    /// Compression of blocks.
     pub fn compression(&self) -> Result<Compression, CommandError> {
         match self.compress {
             Some(compress) => compress.of_blocks(),
@@ -64,17 +65,17 @@ impl How {
         }
     }
 
-    /// Block size in bytes, if it was chosen.
+    /// Block size in bytes, if the user chose one.
     pub fn block_bytes(&self) -> Option<u32> {
         self.block_size.0
     }
 
-    /// Threads, if their number was chosen.
+    /// Number of threads, if the user chose one.
     pub fn jobs(&self) -> Option<usize> {
         self.jobs.map(usize::from)
     }
 
-    /// Whether what was written is read back.
+    /// Whether the new file is read back.
     pub fn verify(&self) -> bool {
         !self.no_verify
     }
@@ -87,21 +88,24 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         false => Keep::Own,
     };
     if let Some(output) = &args.output {
-        return seal_into(&args.disk, output, keep, &args.how, &args.stores, ui);
+        return seal_into(&args.disk, output, keep, &args.seal, &args.stores, ui);
     }
     // The file does not change, but the lock keeps writers away until the new file has replaced it.
     let old = open_to_replace(&args.disk, &args.stores, "seal")?;
-    let new = NewFile::create(&old.path)?;
-    inherit(&new, &old.file).context(|| format!("cannot write {}", args.disk.display()))?;
-    seal(&old.image, &args.disk, new, &args.disk, keep, &args.how, ui)
+    let new = NewFile::create(old.file.path())?;
+    old.file
+        .pass_attributes(new.inner())
+        .context(|| format!("cannot write {}", args.disk.display()))?;
+    let (name, image) = (&args.disk, &old.image);
+    seal(image, name, new, name, keep, &args.seal, ui)
 }
 
-/// Writes what the disk `name` has, or shows, into a new sealed file.
+/// Writes the own or the visible content of the disk `name` into a new sealed file.
 pub fn seal_into(
     name: &Path,
     output: &Path,
     keep: Keep,
-    how: &How,
+    args: &SealArgs,
     stores: &StoreArgs,
     ui: &Ui,
 ) -> Result<(), CommandError> {
@@ -112,16 +116,19 @@ pub fn seal_into(
             .caused_by_text("it is no disk; images are sealed as they are made"));
     }
     let new = NewFile::create_new(output)?;
-    if let (Keep::Own, Some(entry)) = (keep, backing_of(image)) {
+    if let (Keep::Own, Some(entry)) = (keep, image.disk_backing()) {
         let below = Below::new(stores, &OpenOptions::default())?;
-        let found = below.opener(output).open(&entry);
+        let found = below.opener(output).open(entry);
         found.map_err(|problem| {
             CommandError::new(format!("cannot write {}", output.display()))
                 .caused_by_text(format!("it would not find its backing: {problem}"))
-                .hint("write it beside the backing, or store everything in it (`bcow seal --flatten`)")
+                .hint(
+                    "write it beside the backing, or store everything in it \
+                     (`bcow seal --flatten`)",
+                )
         })?;
     }
-    seal(image, name, new, output, keep, how, ui)
+    seal(image, name, new, output, keep, args, ui)
 }
 
 fn seal(
@@ -130,41 +137,31 @@ fn seal(
     new: NewFile,
     output: &Path,
     keep: Keep,
-    how: &How,
+    args: &SealArgs,
     ui: &Ui,
 ) -> Result<(), CommandError> {
-    let compression = how.compression()?;
-    let backing = match keep {
-        Keep::All => None,
-        Keep::Own => backing_of(image),
-    };
-    let over = backing
-        .as_ref()
-        .map_or(String::new(), |entry| format!(" over {}", entry.name));
-    let block_bytes = how.block_size.0;
-    let size = image.header().size;
-    let written = Rewrite {
-        device: image,
-        name,
-        keep,
-        form: DiskForm {
-            size,
-            backing,
-            ..DiskForm::default()
-        },
+    let compression = args.compression()?;
+    let block_bytes = args.block_bytes();
+    let options = RewriteOptions {
         compression,
         block_bytes,
-        jobs: how.jobs,
-        verify: !how.no_verify,
+        threads: threads(args.jobs),
+        verify: args.verify(),
         metadata: metadata(compression, block_bytes, None)?,
-    }
-    .write(&new, output, ui)?;
+        ..RewriteOptions::sealed(image, keep)
+    };
+    let over = match &options.form.backing {
+        Some(entry) => format!(" over {}", entry.name),
+        None => String::new(),
+    };
+    let size = options.form.size;
+    let written = write_new(image, name, &new, output, options, ui)?;
     new.complete()?;
     ui.status(format_args!(
-        "{}: sealed disk of {} ({} bytes){over}, file of {}",
+        "{}: sealed disk of {} ({}){over}, file of {}",
         output.display(),
         Human(size),
-        Count(size),
+        plural(size, "byte"),
         Human(written.file_bytes())
     ));
     Ok(())

@@ -39,7 +39,11 @@ by one of the certificates in that file. Without TLS, every client that can reac
 read all exports and write to writable exports.")]
 pub struct Args {
     /// The images and disks: files, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
-    #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath, required_unless_present = "exports")]
+    #[arg(
+        value_name = "IMG",
+        value_hint = clap::ValueHint::FilePath,
+        required_unless_present = "exports"
+    )]
     images: Vec<PathBuf>,
     /// Serve an image under NAME instead of its file name (repeatable)
     #[arg(long = "export", value_name = "NAME=IMG")]
@@ -92,10 +96,20 @@ struct ListenArgs {
 #[command(next_help_heading = "Limits for clients")]
 struct LimitArgs {
     /// Maximum number of connections
-    #[arg(long, value_name = "N", default_value = "256", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value = "256",
+        value_parser = clap::value_parser!(u16).range(1..)
+    )]
     max_clients: u16,
     /// Maximum number of requests in flight per connection
-    #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value = "16",
+        value_parser = clap::value_parser!(u16).range(1..=256)
+    )]
     in_flight: u16,
     /// Maximum bytes per second per connection, reads and writes together [default: no limit]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
@@ -189,7 +203,7 @@ fn serve(
     let pid_file = args.listen.pid_file.as_deref();
     let _pid_file = pid_file.map(PidFile::write).transpose()?;
     let mut out = ui.output();
-    // An only export has no need of a name.
+    // A single export needs no name.
     let is_only = served.exports.len() == 1;
     let uri = |listener: &Listener, name: &str| {
         place::uri(listener.place(), if is_only { "" } else { name }, scheme)
@@ -217,13 +231,14 @@ fn warn_of_open_doors(listeners: &[Listener], scheme: Scheme, ui: &Ui) {
             && scheme == Scheme::Plain
         {
             ui.warning(format_args!(
-                "everybody who reaches {address} is served, and can read along: there is no TLS (--tls-cert)"
+                "every client that reaches {address} is served, without encryption: TLS is off \
+                 (--tls-cert)"
             ));
         }
     }
 }
 
-/// Names of exports and of their images, as the user wants them.
+/// Names of the exports, and their images.
 fn named_images(args: &Args) -> Result<Vec<(String, PathBuf)>, CommandError> {
     let mut named = Vec::new();
     for image in &args.images {
@@ -287,7 +302,7 @@ fn tls(args: &TlsArgs) -> Result<Option<Tls>, CommandError> {
     tls.map(Some).map_err(|error| failure(&error))
 }
 
-/// The library's error in the command's form.
+/// The error of the library as that of the command.
 pub fn failure(error: &bcow_nbd::Error) -> CommandError {
     let failure = CommandError::new(names::printable(&error.to_string()).into_owned());
     match std::error::Error::source(error) {

@@ -92,14 +92,14 @@ pub enum ChainProblem {
         directories: Vec<PathBuf>,
     },
     /// The name leads to something other than a regular file.
-    #[error("backing {name}: {} is {what}", path.display())]
+    #[error("backing {name}: {} is {kind}", path.display())]
     NoFile {
         /// Name of the backing.
         name: String,
         /// The path that was found.
         path: PathBuf,
         /// "a directory", "a symbolic link", "no regular file".
-        what: &'static str,
+        kind: &'static str,
     },
     /// The file cannot be opened.
     #[error("backing {name}: cannot open {}: {source}", path.display())]
@@ -172,34 +172,6 @@ impl ChainProblem {
             | ChainProblem::Changed { name, .. }
             | ChainProblem::TooDeep { name }
             | ChainProblem::NoDigest { name } => name,
-        }
-    }
-
-    /// Advice to the user, if there is any.
-    pub fn hint(&self) -> Option<&'static str> {
-        match self {
-            ChainProblem::Missing { .. } => Some(
-                "name the directory that has it with --backing-dir, or another backing with `bcow rebase --unsafe`",
-            ),
-            ChainProblem::Changed { .. } | ChainProblem::Size { .. } => Some(
-                "the backing has changed, and its data no longer matches this disk; \
-                 if the change is intended, `bcow rebase --unsafe` accepts it",
-            ),
-            ChainProblem::NoDigest { .. } => Some("name a directory that has it with --store"),
-            ChainProblem::InUse { .. } => {
-                Some("end the program that writes to it, or read what is there with --force-share")
-            }
-            ChainProblem::Open { source, .. }
-                if matches!(
-                    source.innermost(),
-                    Error::Format(bcow_format::FormatError::NotBcow)
-                ) =>
-            {
-                Some("a backing is a BCoW file; `bcow convert raw:FILE` or `qcow2:FILE` makes one")
-            }
-            ChainProblem::Open { .. }
-            | ChainProblem::NoFile { .. }
-            | ChainProblem::TooDeep { .. } => None,
         }
     }
 
@@ -375,8 +347,8 @@ impl Level<'_> {
 
     fn find_named(&self, name: &str) -> Result<(Arc<Image>, PathBuf, u32), Option<ChainProblem>> {
         let own = std::iter::once(self.directory);
-        let given = self.opener.policy.directories.iter().map(PathBuf::as_path);
-        let directories: Vec<&Path> = own.chain(given).collect();
+        let allowed = self.opener.policy.directories.iter().map(PathBuf::as_path);
+        let directories: Vec<&Path> = own.chain(allowed).collect();
         for directory in &directories {
             let path = directory.join(name);
             let failed = |error: io::Error| {
@@ -390,11 +362,11 @@ impl Level<'_> {
                     },
                 })
             };
-            let no_file = |what| {
+            let no_file = |kind| {
                 Some(ChainProblem::NoFile {
                     name: name.to_owned(),
                     path: path.clone(),
-                    what,
+                    kind,
                 })
             };
             match open_named(directory, name) {
@@ -402,7 +374,7 @@ impl Level<'_> {
                     let (image, height) = self.open_file(name, &path, file)?;
                     return Ok((image, path, height));
                 }
-                Ok(Named::Other(what)) => return Err(no_file(what)),
+                Ok(Named::Other(kind)) => return Err(no_file(kind)),
                 Err(Errno::NOENT) => {}
                 Err(error) => return Err(failed(error.into())),
             }

@@ -30,13 +30,13 @@ pub enum NewFileError {
     #[error("file exists; not overwriting it")]
     Exists,
     /// The path has no last component.
-    #[error("there is no file name in it")]
+    #[error("missing file name")]
     NoName,
     /// The destination is a directory.
     #[error("it is a directory")]
     Directory,
     /// The destination is a device, a pipe or a socket, which a rename would replace.
-    #[error("it is there, and is no regular file")]
+    #[error("file exists and is not a regular file")]
     NoRegularFile,
     /// The host cannot create the file.
     #[error(transparent)]

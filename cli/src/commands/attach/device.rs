@@ -32,7 +32,7 @@ impl NbdDevice {
         }
         let number = metadata.rdev();
         let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-        // The kernel's own name for it, whatever the file is called.
+        // The name of the kernel, which is independent of the name of the file.
         let name = fs::read_link(format!("/sys/dev/block/{major}:{minor}"))
             .ok()
             .and_then(|link| Some(link.file_name()?.to_str()?.to_owned()));
@@ -77,7 +77,7 @@ impl NbdDevice {
         }
     }
 
-    /// What uses it: a mount, swap, or another device on top.
+    /// The user of the device: a mount, swap, or another device on top.
     pub fn user(&self) -> Option<String> {
         let name = format!("nbd{}", self.index);
         let block = PathBuf::from("/sys/block").join(&name);
@@ -113,7 +113,7 @@ impl NbdDevice {
     pub fn detach(&self) -> Result<(), CommandError> {
         File::open(&self.path)
             .and_then(|device| device.sync_all())
-            .context(|| format!("cannot write out what {} holds", self.path.display()))?;
+            .context(|| format!("cannot flush {}", self.path.display()))?;
         Driver::open()
             .and_then(|mut driver| driver.disconnect(self.index))
             .map_err(|error| driver_failure(&error))

@@ -12,15 +12,15 @@ use bcow_erofs::tree::Tree as ErofsTree;
 use bcow_oci::commit::{Base, Commit, CommitReport};
 use bcow_oci::digest::Algorithm;
 use bcow_oci::export::{
-    ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, TarReport, export_layout, export_tar,
+    ExportOptions, KnownLayer, Layers, LayoutExport, TarForm, export_layout, export_tar,
 };
 use bcow_oci::{ConvertOptions, Digest, ImageName, LayoutForm, Limits, store};
 use bcow_union::offline::{Changes, LOWER_FROM, Scope, Spliced};
 use serde_json::{Map, Value, json};
 
 use super::{Args, Extent};
-use crate::commands::convert::{failure as convert_failure, source_date_epoch};
 use crate::commands::export::{export_failure, layers_of_stack, metadata, to_archive};
+use crate::conversion::{failure as convert_failure, source_date_epoch};
 use crate::error::CommandError;
 use crate::image::{OpenImage, hex, parse_name};
 use crate::interrupt::Interrupt;
@@ -29,7 +29,7 @@ use crate::size::{Human, plural};
 use crate::ui::Ui;
 use crate::upper::{self, Joined};
 
-/// Makes a layer, or an image, of what `upper` changes.
+/// Makes a layer or an image of the changes in `upper`.
 pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     let Some(new) = &args.new else {
         return Err(
@@ -50,29 +50,29 @@ pub fn run(args: &Args, upper: &Path, ui: &Ui) -> Result<(), CommandError> {
     }
     let image = OpenImage::open_with_layers(&args.disk, &args.layers, &args.stores)?;
     let changes = upper::changes(&image, upper, Scope::Layer, ui)?;
-    let work = Work {
+    let commit = UpperCommit {
         args,
         image: &image,
         upper,
         ui,
     };
     match destination {
-        Destination::Tar(output) => work.archive(changes, output.as_deref()),
-        Destination::Layout(layout) => work.layout(changes, &layout),
-        Destination::File(path) => work.file(changes, &path),
+        Destination::Tar(output) => commit.archive(changes, output.as_deref()),
+        Destination::Layout(layout) => commit.layout(changes, &layout),
+        Destination::File(path) => commit.file(changes, &path),
         // Refused before anything was opened.
         Destination::Raw(_) | Destination::Qcow2(_) => Ok(()),
     }
 }
 
-struct Work<'w> {
+struct UpperCommit<'w> {
     args: &'w Args,
     image: &'w OpenImage,
     upper: &'w Path,
     ui: &'w Ui,
 }
 
-impl Work<'_> {
+impl UpperCommit<'_> {
     /// The changes as a layer in overlayfs's form.
     fn layer(&self, changes: Changes) -> Result<(ErofsTree, Spliced), CommandError> {
         let tree = changes.layer.into_overlay().joined(self.upper)?;
@@ -83,7 +83,7 @@ impl Work<'_> {
     fn export_options(&self, interrupt: &Interrupt) -> ExportOptions {
         let defaults = ExportOptions::default();
         ExportOptions {
-            threads: self.args.how.jobs().unwrap_or(defaults.threads),
+            threads: self.args.seal.jobs().unwrap_or(defaults.threads),
             cancel: Some(interrupt.flag()),
         }
     }
@@ -103,16 +103,11 @@ impl Work<'_> {
             return Ok(());
         };
         drop(progress);
-        let TarReport {
-            entries,
-            content_bytes,
-            ..
-        } = report;
         self.ui.status(format_args!(
             "{}: layer of {}, {} of file content",
             output.display(),
-            plural(entries, "entry"),
-            Human(content_bytes)
+            plural(report.entries, "entry"),
+            Human(report.content_bytes)
         ));
         Ok(())
     }
@@ -172,7 +167,7 @@ impl Work<'_> {
             return Err(
                 CommandError::new(format!("cannot write {}", path.display()))
                     .caused_by_text(format!(
-                        "{} is a disk, which an image cannot name as what lies below it",
+                        "{} is a disk, which cannot be below an image",
                         self.args.disk.display()
                     ))
                     .hint("store everything in it (--flatten), or write the changes to tar:FILE"),
@@ -202,7 +197,7 @@ impl Work<'_> {
         let report = bcow_oci::commit::commit(commit, path, &options, &progress)
             .map_err(|error| convert_failure(&error))?;
         drop(progress);
-        self.tell(&report, path);
+        self.report(&report, path);
         if report.base_bytes > 0 {
             self.warn_of_distance(path);
         }
@@ -246,12 +241,12 @@ impl Work<'_> {
 
     fn convert_options(&self, interrupt: &Interrupt) -> Result<ConvertOptions, CommandError> {
         let defaults = ConvertOptions::default();
-        let how = &self.args.how;
+        let seal = &self.args.seal;
         Ok(ConvertOptions {
-            compression: how.compression()?,
-            block_bytes: how.block_bytes(),
-            threads: how.jobs().unwrap_or(defaults.threads),
-            verify: how.verify(),
+            compression: seal.compression()?,
+            block_bytes: seal.block_bytes(),
+            threads: seal.jobs().unwrap_or(defaults.threads),
+            verify: seal.verify(),
             source_date_epoch: source_date_epoch()?,
             tool_version: env!("CARGO_PKG_VERSION").to_owned(),
             cancel: Some(interrupt.flag()),
@@ -288,7 +283,7 @@ impl Work<'_> {
         Ok(all)
     }
 
-    fn tell(&self, report: &CommitReport, path: &Path) {
+    fn report(&self, report: &CommitReport, path: &Path) {
         let what = match self.args.extent() {
             Extent::Layer => "layer",
             Extent::Merged | Extent::Whole => "image",
@@ -317,7 +312,8 @@ fn base(start: u64, image: &OpenImage) -> Base<'_> {
     )
 }
 
-/// The name of the image's file, under which others find it again; those in a layout go by their digest.
+/// The file name by which other files name the image; `None` in a layout, where the digest names
+/// it.
 fn file_name(image: &OpenImage) -> Option<String> {
     let ImageName::File(path) = parse_name(image.path()).ok()? else {
         return None;
@@ -327,7 +323,7 @@ fn file_name(image: &OpenImage) -> Option<String> {
     is_plain_name(name).then(|| name.to_owned())
 }
 
-/// The digest of the image's file: known if it goes by one, else read.
+/// The digest of the file of the image: known in a layout, else computed.
 fn digest(image: &OpenImage) -> std::io::Result<[u8; 32]> {
     let name = parse_name(image.path()).ok();
     let located = name.and_then(|name| store::locate(&name).ok());
@@ -381,7 +377,8 @@ mod tests {
 
     #[test]
     fn a_history_says_who_made_the_last_layer() {
-        let config = json!({"os": "linux", "history": [{"created_by": "one"}, {"created_by": "x", "empty_layer": true}]});
+        let history = json!([{"created_by": "one"}, {"created_by": "x", "empty_layer": true}]);
+        let config = json!({"os": "linux", "history": history});
         let after = config_after(Some(&config), 1).unwrap().unwrap();
         let history = after["history"].as_array().unwrap();
         assert_eq!(history.len(), 3);

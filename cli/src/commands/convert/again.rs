@@ -7,8 +7,9 @@ use bcow_oci::recode::recode;
 use bcow_oci::{ConvertOptions, LayoutForm, LayoutOptions, convert_trees};
 use serde_json::Value;
 
-use super::{Args, as_json, failure, tell, tell_layout};
+use super::{Args, as_json, report_image, report_layout};
 use crate::commands::export::{ImageLayers, export_failure};
+use crate::conversion::failure;
 use crate::error::CommandError;
 use crate::image::OpenImage;
 use crate::place::Layout;
@@ -37,11 +38,12 @@ pub fn to_file(
     drop(progress);
     match args.json {
         true => ui.print_json(&as_json("bcow.convert/1", &report)?),
-        false => tell(&report, destination, ui),
+        false => report_image(&report, destination, ui),
     }
 }
 
-/// Makes an image in an OCI layout of `image`: of a stack layer by layer, of another image one layer.
+/// Makes an image in an OCI layout of `image`: a stack keeps its layers, another image becomes one
+/// layer.
 pub fn to_layout(
     args: &Args,
     image: &OpenImage,
@@ -67,6 +69,6 @@ pub fn to_layout(
     drop(progress);
     match args.json {
         true => ui.print_json(&as_json("bcow.convert-layout/1", &report)?),
-        false => tell_layout(&report, layout, ui),
+        false => report_layout(&report, layout, ui),
     }
 }

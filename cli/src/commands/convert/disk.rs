@@ -4,21 +4,24 @@ use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use bcow::BlockDevice;
 use bcow::format::{SECTOR_BYTES, State, Use};
-use bcow::{BlockDevice, DiskForm, Keep};
+use bcow::operation::{RewriteOptions, WRITABLE_LOG_BYTES};
 use bcow_foreign::{ClusterCompression, ForeignError, Qcow2Disk, RawDisk};
 use bcow_oci::ConvertOptions;
 use serde_json::{Value, json};
 
+use super::Args;
 use super::replace::{self, By};
-use super::{Args, Compress};
+use crate::conversion::Compress;
 use crate::copy_out::CopyOut;
 use crate::error::CommandError;
-use crate::image::{self, OpenImage};
+use crate::form::guess;
+use crate::image::OpenImage;
 use crate::interrupt::Interrupt;
 use crate::new_file::NewFile;
 use crate::place::{self, Destination};
-use crate::rewrite::{LOG_BYTES, Rewrite, metadata};
+use crate::rewrite::{metadata, threads, write_new};
 use crate::size::{Human, plural};
 use crate::ui::Ui;
 
@@ -59,7 +62,7 @@ impl<'a> Foreign<'a> {
         }
     }
 
-    /// Refuses what cannot name a file.
+    /// Refuses names that no file can have.
     fn check(&self) -> Result<(), CommandError> {
         let path = self.path().as_os_str();
         if path.is_empty() {
@@ -69,17 +72,18 @@ impl<'a> Foreign<'a> {
             )));
         }
         if path == "-" {
-            return Err(CommandError::usage(format!(
-                "{}:- is no file",
-                self.transport()
-            ))
-            .hint("a disk is not read or written in order; `bcow export --to raw -o -` writes to standard output"));
+            return Err(
+                CommandError::usage(format!("{}:- is no file", self.transport())).hint(
+                    "a disk is not read or written in order; `bcow export --to raw -o -` writes to \
+                 standard output",
+                ),
+            );
         }
         Ok(())
     }
 }
 
-/// Whether the command line is about disks. `image` is the source, if that is in BCoW form.
+/// Whether the command line is about disks. `image` is the source, if it is a BCoW file.
 pub fn is_meant(
     source: &place::Source,
     destination: &Destination,
@@ -144,9 +148,9 @@ struct Source {
     device: Box<dyn BlockDevice>,
     name: PathBuf,
     transport: &'static str,
-    /// Bytes that count; what the device has behind them is zeros up to the next sector.
+    /// Length in bytes of the disk; the device continues with zeros up to the next sector.
     bytes: u64,
-    /// Files it is made of.
+    /// All files of the disk and its backings.
     files: Vec<PathBuf>,
 }
 
@@ -201,7 +205,8 @@ fn open_source(
     }
 }
 
-/// Refuses a source of files, which no disk can be made of. `oci:DIR` may have a BCoW image, and a file of any name be one.
+/// Refuses a source of files, of which no disk can be made. `oci:DIR` may have a BCoW image, and a
+/// file of any name may be one.
 fn refuse_files(source: &OsStr, destination: &Path) -> Result<(), CommandError> {
     use bcow_oci::Source;
     let Some(Ok(files)) = source.to_str().map(str::parse::<Source>) else {
@@ -269,7 +274,7 @@ fn foreign_failure(error: &ForeignError) -> CommandError {
     let failure = CommandError::new("cannot open the disk").caused_by(error);
     match (error, error.hint()) {
         (_, Some(hint)) => failure.hint(hint),
-        (ForeignError::NotQcow2 { path }, None) => match image::guess(path) {
+        (ForeignError::NotQcow2 { path }, None) => match guess(path) {
             Some(hint) => failure.hint(hint),
             None => failure,
         },
@@ -340,7 +345,8 @@ fn write_disk(
     let size = source.device.size();
     if size != source.bytes {
         ui.warning(format_args!(
-            "{} has {}, a disk has whole sectors of {SECTOR_BYTES}: zeros fill up the last one ({})",
+            "{} has {}, a disk has whole sectors of {SECTOR_BYTES}: zeros fill up the last one \
+             ({})",
             source.name.display(),
             plural(source.bytes, "byte"),
             plural(size - source.bytes, "byte")
@@ -348,29 +354,26 @@ fn write_disk(
     }
     let compression = match args.compress {
         Some(compress) => compress.of_blocks()?,
-        // What is going to be written over need not be unpacked first.
+        // Blocks that will be overwritten soon are not compressed.
         None if args.writable => bcow::Compression::None,
         None => ConvertOptions::default().compression,
     };
     let verified = !args.no_verify;
     let source_json = json!({ "transport": source.transport, "bytes": source.bytes });
     let new = NewFile::create(destination)?;
-    let written = Rewrite {
-        device: &*source.device,
-        name: &source.name,
-        keep: Keep::All,
-        form: DiskForm {
-            size,
-            log_bytes: if args.writable { LOG_BYTES } else { 0 },
-            ..DiskForm::default()
-        },
+    let mut options = RewriteOptions {
         compression,
         block_bytes: args.block_size.0,
-        jobs: args.jobs,
+        threads: threads(args.jobs),
         verify: verified,
         metadata: metadata(compression, args.block_size.0, Some(source_json))?,
+        ..RewriteOptions::new(size)
+    };
+    if args.writable {
+        options.form.log_bytes = WRITABLE_LOG_BYTES;
     }
-    .write(&new, destination, ui)?;
+    let device = &*source.device;
+    let written = write_new(device, &source.name, &new, destination, options, ui)?;
     new.complete()?;
     report(
         args,
@@ -382,7 +385,7 @@ fn write_disk(
     )
 }
 
-/// Tells what was made; of a BCoW disk also whether it was read back, and whether it can be written.
+/// Prints the result; of a BCoW disk also whether it was read back, and whether it is writable.
 fn report(
     args: &Args,
     ui: &Ui,

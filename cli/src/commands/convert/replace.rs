@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 use bcow::format::{BackingName, Use};
 use bcow::lock::FileLock;
-use bcow::{Image, OpenOptions};
+use bcow::{Image, OpenOptions, header_of};
 
-use crate::disks::{self, header_of};
+use crate::disks;
 use crate::error::{CommandError, Context};
-use crate::image::{self, Form};
+use crate::form::{Form, form};
 
 /// The new content of the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,14 +51,14 @@ pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError
         Some(Use::Image) => match (disk_over(destination), by) {
             (Some(disk), _) => format!("{} has it for its backing", disk.display()),
             (None, By::Image) => return Ok(()),
-            (None, _) => "it is there already, and is a BCoW image".to_owned(),
+            (None, _) => "it exists, and is a BCoW image".to_owned(),
         },
-        Some(Use::Disk) => "it is there already, and is a disk".to_owned(),
-        Some(_) => "it is there already, and belongs to a writable mount".to_owned(),
-        None if by == By::Archive && image::form(destination) == Some(Form::Archive) => {
+        Some(Use::Disk) => "it exists, and is a disk".to_owned(),
+        Some(_) => "it exists, and belongs to a writable mount".to_owned(),
+        None if by == By::Archive && form(destination) == Some(Form::Archive) => {
             return Ok(());
         }
-        None => "it is there already, and bcow did not make it".to_owned(),
+        None => "it exists, and bcow did not make it".to_owned(),
     };
     Err(CommandError::new(cannot())
         .caused_by_text(why)

@@ -1,32 +1,32 @@
-//! What is served: images for reading, disks for writing, either under an overlay for the length of a session.
+//! The served devices: images for reading, disks for writing, or either under an overlay for the
+//! length of a session.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use bcow::disk::{CreateOptions, Disk};
 use bcow::format::{BackingEntry, BackingName};
-use bcow::{BlockCache, BlockDevice, OpenOptions};
+use bcow::{BlockCache, BlockDevice, CreateOptions, Disk, LockedFile, OpenOptions};
 use bcow_nbd::{Device, Export, FailureReport};
 use bcow_union::log::{self, Severity};
 
-use crate::disks::{Held, is_writable_disk, open_writable};
+use crate::disks::{is_writable_disk, open_writable};
 use crate::error::{CommandError, Context};
 use crate::image::{OpenImage, StoreArgs, parse_name};
 use crate::running::{self, Service};
 
-/// What clients may do.
+/// Access of clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Write to what is writable.
+    /// Writable where the file is.
     AsFile,
-    /// Only read.
+    /// Read-only.
     ReadOnly,
-    /// Write to everything, and nothing is kept.
+    /// Writable; all writes are dropped at the end.
     Snapshot,
 }
 
 impl Access {
-    /// As the options of that name say, of which one can be given.
+    /// The access that the options of these names select, which exclude each other.
     pub fn of_options(read_only: bool, snapshot: bool) -> Self {
         match (read_only, snapshot) {
             (true, _) => Access::ReadOnly,
@@ -36,31 +36,31 @@ impl Access {
     }
 }
 
-/// How to open what is served.
+/// How devices are opened.
 pub struct Opening<'a> {
     /// Where layers are looked up.
     pub stores: &'a StoreArgs,
-    /// Shared by everything that is opened.
+    /// Shared by all devices.
     pub cache: BlockCache,
-    /// For clients.
+    /// Access of clients.
     pub access: Access,
-    /// The command, for writers that are refused meanwhile.
+    /// The command, which names this process to writers that are refused.
     pub command: &'static str,
 }
 
-/// Devices that are served, and what is to be closed when they are not served any more.
+/// The served devices, and the disks to close afterwards.
 #[derive(Default)]
 pub struct Served {
     /// In the order of the command line.
     pub exports: Vec<Export>,
-    /// What each of them is.
+    /// One for each export.
     described: Vec<Described>,
-    disks: Vec<(PathBuf, Arc<Disk>, Held)>,
-    /// No process writes to these files in the meantime.
+    disks: Vec<(PathBuf, Arc<Disk>, LockedFile)>,
+    /// Open images keep their locks against writers.
     images: Vec<OpenImage>,
 }
 
-/// What is served, for messages and for `bcow ps`.
+/// A served device, for messages and for `bcow ps`.
 #[derive(Debug, Clone)]
 struct Described {
     image: String,
@@ -69,7 +69,7 @@ struct Described {
 }
 
 impl Served {
-    /// What is served, by a process of this kind, in these places.
+    /// The services of a process of this kind, at these places.
     pub fn services(&self, kind: &str, at: impl Fn(&str) -> Vec<String>) -> Vec<Service> {
         let is_only = self.described.len() == 1;
         self.described
@@ -88,7 +88,7 @@ impl Served {
             .collect()
     }
 
-    /// Logs requests that fail, with the image that they were for.
+    /// Logs failed requests with the name of their image.
     pub fn failure_report(&self) -> FailureReport {
         let described = self.described.clone();
         FailureReport::new(move |failed| {
@@ -104,7 +104,7 @@ impl Served {
         })
     }
 
-    /// Opens one more.
+    /// Opens a device and adds an export of it.
     pub fn add(
         &mut self,
         path: &Path,
@@ -125,9 +125,9 @@ impl Served {
         let device = match opening.access {
             Access::AsFile if is_writable_disk(path) => {
                 let opened = open_writable(path, opening.stores, &options, opening.command)?;
-                let (disk, held) = opened.into_parts();
-                let disk = Arc::new(disk);
-                self.disks.push((path.to_owned(), disk.clone(), held));
+                let disk = Arc::new(opened.disk);
+                self.disks
+                    .push((path.to_owned(), disk.clone(), opened.file));
                 Device::Writable(disk)
             }
             Access::AsFile | Access::ReadOnly => Device::ReadOnly(image()?),
@@ -156,10 +156,10 @@ impl Served {
     pub fn close(self) -> Result<(), CommandError> {
         drop(self.exports);
         let mut result = Ok(());
-        for (path, disk, _held) in self.disks {
+        for (path, disk, _file) in self.disks {
             let closed = match Arc::try_unwrap(disk) {
                 Ok(disk) => disk.close(),
-                // Somebody does use it; then it is only brought up to date.
+                // Another reference exists, so the disk is only checkpointed.
                 Err(disk) => disk.checkpoint(),
             };
             let closed = closed.context(|| format!("cannot close {}", path.display()));
@@ -170,12 +170,12 @@ impl Served {
 }
 
 /// The reason for a missing overlay.
-enum NoSnapshot {
+enum SnapshotError {
     File(std::io::Error),
     Disk(bcow::Error),
 }
 
-impl NoSnapshot {
+impl SnapshotError {
     fn context_of(self, path: &Path) -> CommandError {
         let directory = std::env::temp_dir();
         let failure = CommandError::new(format!(
@@ -184,17 +184,17 @@ impl NoSnapshot {
             directory.display()
         ));
         match self {
-            NoSnapshot::File(error) => failure
+            SnapshotError::File(error) => failure
                 .caused_by(&error)
                 .hint("TMPDIR names another directory for it"),
-            NoSnapshot::Disk(error) => failure.caused_by(&error),
+            SnapshotError::Disk(error) => failure.caused_by(&error),
         }
     }
 }
 
 /// A disk over `below` in a file without a name, which vanishes with the process.
-fn snapshot(below: Arc<dyn BlockDevice>, options: &OpenOptions) -> Result<Disk, NoSnapshot> {
-    let file = tempfile::tempfile().map_err(NoSnapshot::File)?;
+fn snapshot(below: Arc<dyn BlockDevice>, options: &OpenOptions) -> Result<Disk, SnapshotError> {
+    let file = tempfile::tempfile().map_err(SnapshotError::File)?;
     let size = below.size();
     let entry = BackingEntry {
         name: BackingName::FileName {
@@ -209,5 +209,5 @@ fn snapshot(below: Arc<dyn BlockDevice>, options: &OpenOptions) -> Result<Disk, 
         Some((entry, below)),
         options,
     )
-    .map_err(NoSnapshot::Disk)
+    .map_err(SnapshotError::Disk)
 }

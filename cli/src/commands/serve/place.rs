@@ -17,7 +17,8 @@ pub enum Scheme {
     Tls,
 }
 
-/// Listens where the command line says, or on what a service manager passes, or on a socket of its own.
+/// Listens at the places of the command line, or on sockets of a service manager, or on a socket
+/// of its own.
 pub fn listeners(
     socket: Option<&PathBuf>,
     addresses: &[String],
@@ -69,7 +70,7 @@ fn default_socket() -> Result<PathBuf, CommandError> {
     Ok(directory.join(format!("serve-{}.sock", std::process::id())))
 }
 
-/// By which clients find an export; `None` if the socket has no name.
+/// The URI of an export; `None` if the socket has no name.
 pub fn uri(place: &Place, export: &str, scheme: Scheme) -> Option<String> {
     let export = percent_encoded(export.as_bytes());
     let scheme = match scheme {

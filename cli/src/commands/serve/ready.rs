@@ -1,4 +1,4 @@
-//! Signals that end the server, and whom to tell that it is ready.
+//! Signals that end the server, and the notification that the server is ready.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -13,7 +13,7 @@ use crate::error::{CommandError, Context};
 pub struct Signals(SigSet);
 
 impl Signals {
-    /// To be called before other threads start.
+    /// Must be called before other threads start.
     pub fn block() -> Result<Self, CommandError> {
         let signals: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]
             .into_iter()
@@ -24,7 +24,7 @@ impl Signals {
         Ok(Signals(signals))
     }
 
-    /// The first signal ends in an orderly way, by `end`; the second at once.
+    /// The first signal calls `end`; the second one ends the process.
     pub fn at_first(self, end: impl FnOnce() + Send + 'static) -> Result<(), CommandError> {
         std::thread::Builder::new()
             .name("signals".into())
@@ -45,9 +45,9 @@ impl Signals {
 /// Notifies the service manager, and the reader of the descriptor `fd`, that clients can connect.
 pub fn announce(fd: Option<u32>) -> Result<(), CommandError> {
     activation::notify("READY=1")
-        .context(|| "cannot tell the service manager that the server is ready".to_owned())?;
+        .context(|| "cannot notify the service manager that the server is ready".to_owned())?;
     if let Some(fd) = fd {
-        // Opened anew, as a number alone says nothing about who owns it.
+        // Opened anew: this process may not own the descriptor of this number.
         let path = format!("/proc/self/fd/{fd}");
         File::options()
             .write(true)
@@ -58,11 +58,11 @@ pub fn announce(fd: Option<u32>) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// A file with this process's number, as long as it runs.
+/// A file with the ID of this process, removed on drop.
 pub struct PidFile(PathBuf);
 
 impl PidFile {
-    /// Writes it; a file of that name is replaced.
+    /// Writes the file; replaces an existing file of that name.
     pub fn write(path: &Path) -> Result<Self, CommandError> {
         fs::write(path, format!("{}\n", std::process::id()))
             .context(|| format!("cannot write {}", path.display()))?;

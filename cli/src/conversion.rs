@@ -1,0 +1,146 @@
+//! Options, errors and progress that the commands which write images and disks share.
+
+use bcow_oci::{Compression, ConvertError};
+
+use crate::error::{CommandError, exit};
+use crate::interrupt::interrupted;
+use crate::size;
+use crate::ui::Progress;
+
+/// The value of `--compress`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compress {
+    None,
+    Zstd { level: i32 },
+    Zlib,
+}
+
+impl Compress {
+    /// For a BCoW file.
+    pub fn of_blocks(self) -> Result<Compression, CommandError> {
+        match self {
+            Compress::None => Ok(Compression::None),
+            Compress::Zstd { level } => Ok(Compression::Zstd { level }),
+            Compress::Zlib => Err(CommandError::usage("blocks are not compressed with zlib")
+                .hint("use zstd, zstd:LEVEL or none")),
+        }
+    }
+}
+
+/// A block size or the choice of one. (clap would take `Option<Option<..>>` for something else.)
+#[derive(Debug, Clone, Copy)]
+pub struct BlockSize(pub Option<u32>);
+
+/// The time to record, if the environment sets one (reproducible-builds.org).
+pub fn source_date_epoch() -> Result<Option<i64>, CommandError> {
+    match std::env::var("SOURCE_DATE_EPOCH") {
+        Ok(text) if text.is_empty() => Ok(None),
+        Ok(text) => text.parse().map(Some).map_err(|_| {
+            CommandError::usage(format!(
+                "SOURCE_DATE_EPOCH is {text:?}, which is not a number of seconds"
+            ))
+        }),
+        Err(std::env::VarError::NotPresent) => Ok(None),
+        Err(std::env::VarError::NotUnicode(_)) => Err(CommandError::usage(
+            "SOURCE_DATE_EPOCH is not a number of seconds",
+        )),
+    }
+}
+
+/// Reads `--compress`.
+pub fn compression(text: &str) -> Result<Compress, String> {
+    match text.split_once(':') {
+        None if text == "none" => Ok(Compress::None),
+        None if text == "zstd" => Ok(Compress::Zstd { level: 3 }),
+        None if text == "zlib" => Ok(Compress::Zlib),
+        Some(("zstd", level)) => match level.parse() {
+            Ok(level @ 1..=22) => Ok(Compress::Zstd { level }),
+            _ => Err("zstd has levels from 1 to 22".to_owned()),
+        },
+        _ => Err("use zstd, zstd:LEVEL or none".to_owned()),
+    }
+}
+
+/// Reads `--block-size`.
+pub fn block_size(text: &str) -> Result<BlockSize, String> {
+    if text == "auto" {
+        return Ok(BlockSize(None));
+    }
+    let bytes = size::parse(text)?;
+    match u32::try_from(bytes) {
+        Ok(bytes) if bytes.is_power_of_two() && (4096..=4 << 20).contains(&bytes) => {
+            Ok(BlockSize(Some(bytes)))
+        }
+        _ => Err("block sizes are powers of two from 4K to 4M".to_owned()),
+    }
+}
+
+/// The error for a failed conversion, or a failed write into a layout.
+pub fn failure(error: &ConvertError) -> CommandError {
+    if matches!(error, ConvertError::Interrupted) {
+        return interrupted();
+    }
+    let mut failure = CommandError::new(error.to_string());
+    if let Some(source) = std::error::Error::source(error) {
+        failure = failure.caused_by(source);
+    }
+    if let Some(hint) = error.hint() {
+        failure = failure.hint(hint);
+    }
+    match error {
+        ConvertError::SourceSyntax { .. }
+        | ConvertError::MissingTransport { .. }
+        | ConvertError::HoldsImage { .. }
+        | ConvertError::PlatformSyntax(_)
+        | ConvertError::Options(_) => failure.exit_with(exit::USAGE),
+        _ => failure,
+    }
+}
+
+impl bcow_oci::Progress for Progress<'_> {
+    fn total(&self, bytes: Option<u64>) {
+        Progress::total(self, bytes);
+    }
+    fn advance(&self, bytes: u64) {
+        Progress::advance(self, bytes);
+    }
+    fn phase(&self, name: &str) {
+        Progress::phase(self, name);
+    }
+    fn warning(&self, message: &str) {
+        Progress::warning(self, message);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compression_is_written_with_its_level() {
+        assert_eq!(compression("none"), Ok(Compress::None));
+        assert_eq!(compression("zstd"), Ok(Compress::Zstd { level: 3 }));
+        assert_eq!(compression("zstd:19"), Ok(Compress::Zstd { level: 19 }));
+        for text in [
+            "",
+            "zstd:",
+            "zstd:0",
+            "zstd:23",
+            "gzip",
+            "none:1",
+            "zstd:fast",
+        ] {
+            assert!(compression(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn block_sizes_are_powers_of_two_within_the_format() {
+        assert_eq!(block_size("auto").map(|b| b.0), Ok(None));
+        assert_eq!(block_size("4K").map(|b| b.0), Ok(Some(4096)));
+        assert_eq!(block_size("4M").map(|b| b.0), Ok(Some(4 << 20)));
+        for text in ["2K", "5K", "8M", "0", "big", "4G"] {
+            assert!(block_size(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Names of images, the directories in which their layers and backings are found, and the errors of
+//! images that do not open.
+
+use std::path::{Path, PathBuf};
+
+use bcow::Error;
+use bcow::chain::Share;
+use bcow::format::FormatError;
+use bcow_oci::ImageName;
+use bcow_oci::store::StoreError;
+
+use crate::error::{CommandError, Context};
+use crate::form::guess;
+
+/// Directories in which the layers of an image are looked up, in addition to the layout of the
+/// image.
+#[derive(Debug, Default, clap::Args)]
+pub struct StoreArgs {
+    /// Also look for layers in this directory: an OCI layout, or files named by their digest
+    /// (repeatable)
+    #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    stores: Vec<PathBuf>,
+    /// Also look for backing files in this directory (repeatable)
+    #[arg(long = "backing-dir", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    backing_dirs: Vec<PathBuf>,
+    /// Read a disk without a lock, even while another process writes to the disk; reads may be
+    /// inconsistent
+    #[arg(short = 'U', long)]
+    force_share: bool,
+}
+
+/// Stores for every command, as in PATH.
+const STORES: &str = "BCOW_STORE";
+
+impl StoreArgs {
+    /// The directories, those of the command line first.
+    pub fn directories(&self) -> Result<Vec<PathBuf>, CommandError> {
+        let variable = std::env::var_os(STORES).unwrap_or_default();
+        let named = std::env::split_paths(&variable).filter(|path| !path.as_os_str().is_empty());
+        let directories: Vec<PathBuf> = self.stores.iter().cloned().chain(named).collect();
+        require_directories(&directories, "layers")?;
+        Ok(directories)
+    }
+
+    /// Whether files that may change are locked while they are read.
+    pub fn share(&self) -> Share {
+        match self.force_share {
+            true => Share::Force,
+            false => Share::Lock,
+        }
+    }
+
+    /// The directories in which referenced files may be opened, in addition to the directory of the
+    /// file itself.
+    pub fn backing_dirs(&self) -> Result<&[PathBuf], CommandError> {
+        require_directories(&self.backing_dirs, "backings")?;
+        Ok(&self.backing_dirs)
+    }
+}
+
+/// Else a misspelt directory would look like a missing file.
+fn require_directories(directories: &[PathBuf], what: &str) -> Result<(), CommandError> {
+    for directory in directories {
+        let cannot = || format!("cannot look for {what} in {}", directory.display());
+        if !std::fs::metadata(directory).context(cannot)?.is_dir() {
+            return Err(CommandError::new(cannot()).caused_by_text("it is no directory"));
+        }
+    }
+    Ok(())
+}
+
+/// The name of an image as the user wrote it.
+pub fn parse_name(name: &Path) -> Result<ImageName, CommandError> {
+    ImageName::parse(name.as_os_str())
+        .map_err(|error| CommandError::usage(error.to_string()).hint(error.hint()))
+}
+
+/// Fails with a clear message if there is nothing that could be an image.
+pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
+    let ImageName::File(path) = name else {
+        return Ok(());
+    };
+    let metadata = std::fs::metadata(path).context(|| format!("cannot open {}", path.display()))?;
+    if metadata.is_dir() {
+        let failure =
+            CommandError::new(format!("cannot open {}: it is a directory", path.display()));
+        return Err(failure.hint(match path.join("oci-layout").exists() {
+            true => format!(
+                "it is an OCI image layout: name the image in it as oci:{}[:REF]",
+                path.display()
+            ),
+            false => "`bcow convert` makes an image of a directory (dir:PATH) or of an OCI layout \
+                      (oci:DIR)"
+                .to_owned(),
+        }));
+    }
+    Ok(())
+}
+
+/// The error of an image, which the user calls `name`, that does not open.
+pub fn cannot_open(name: &Path, error: &StoreError) -> CommandError {
+    let shown = name.display();
+    let failure = CommandError::new(format!("cannot open {shown}"));
+    let failure = match error {
+        StoreError::Open { path, source } => return cannot_open_file(name, path, source),
+        StoreError::Layout(inner) => match std::error::Error::source(inner) {
+            // An error of the host, whose text does not name the action.
+            Some(source) => failure.caused_by_text(format!("{inner}: {source}")),
+            None => failure.caused_by(inner),
+        },
+        other => failure.caused_by(other),
+    };
+    match error.hint() {
+        Some(hint) => failure.hint(hint),
+        None => failure,
+    }
+}
+
+/// The error for a file at `path`, part of the image that the user calls `name`, that does not open
+/// as an image.
+pub fn cannot_open_file(name: &Path, path: &Path, error: &Error) -> CommandError {
+    let failure = CommandError::new(format!("cannot open {}", name.display()));
+    let failure = match error {
+        // "cannot open at byte 0" would not help the user.
+        Error::Io {
+            action: "open",
+            source,
+            ..
+        } => failure.caused_by(source),
+        _ if name == path => failure.caused_by(error),
+        _ => failure.caused_by_text(format!("{}: {error}", path.display())),
+    };
+    match error {
+        Error::Format(FormatError::NotBcow) => match guess(path) {
+            Some(hint) => failure.hint(hint),
+            None => failure,
+        },
+        // There is nothing to find in a file that this program does not know.
+        Error::Format(FormatError::Version(_) | FormatError::UnknownFeature { .. }) => failure,
+        Error::Format(FormatError::Truncated { .. }) => {
+            failure.hint("copy it again from where it came, or convert its source again")
+        }
+        Error::Format(_) | Error::BadBlock { .. } | Error::Merkle { .. } => {
+            failure.hint(format!("`bcow fsck {}` lists all damage", name.display()))
+        }
+        _ => failure,
+    }
+}
