@@ -23,8 +23,8 @@ use bcow::{
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 const MIB: u64 = 1 << 20;
-/// Taken in turn, so that what else the machine does meets all; the table has the median of each
-/// number.
+/// Rounds in turn, so that other load of the machine meets all layouts; the table has the median of
+/// each number.
 const ROUNDS: usize = 5;
 const LAYOUTS: [Option<Layout>; 4] = [
     None,
@@ -159,7 +159,7 @@ fn row(layout: &str, pattern: Pattern, rounds: Vec<Vec<Case>>) {
     println!(" |");
 }
 
-/// A plain file that is there as a whole: what the host does without any layout.
+/// A plain file without holes: the cost of the host alone.
 fn plain(dir: &Path, size: u64, pattern: Pattern) -> Outcome<Case> {
     let path = dir.join("plain");
     std::fs::copy(dir.join("base"), &path)?;

@@ -1,4 +1,4 @@
-//! Errors of BCoW files, in variants by what a caller can do about them.
+//! Errors of BCoW files, in variants by the possible reaction of a caller.
 
 use std::io;
 

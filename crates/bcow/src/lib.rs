@@ -1,22 +1,35 @@
-//! BCoW files and their chains: storage, open, map, read, write, check, cache.
+//! One BCoW file and the files below it: reading, writing, checking, and operations on whole disks.
 //!
-//! [`Storage`] is the interface to the bytes of a file; [`BlockDevice`] is the interface to its
-//! address space. [`Image`] reads a file, [`ImageWriter`] writes a sealed one in one pass,
-//! [`check`](mod@check) checks one.
+//! A BCoW file holds an address space of blocks: a sealed image, or a disk that stores its own
+//! blocks and shows those of a backing elsewhere. `spec/bcow-v1.md` defines the format; the crate
+//! [`format`] validates its structures.
+//!
+//! The path through the crate, from the bytes upwards:
+//!
+//! - [`Storage`] is the interface to the bytes of a file, [`BlockDevice`] and [`WritableDevice`]
+//!   are the interface to an address space.
+//! - [`Image`] reads a file; [`BlockCache`] keeps its decoded blocks.
+//! - [`Disk`] reads and writes a file that is not sealed.
+//! - [`chain`] finds and opens the files below a disk, under a policy of the user. [`lock`] and
+//!   [`LockedFile`] keep a second writer away.
+//! - [`ImageWriter`] writes a file in one pass. [`NewFile`] gives the file its name when it is
+//!   complete.
+//! - [`operation`] commits, rebases, seals, compacts and compares whole disks.
+//! - [`check`](mod@check) finds and repairs damage.
 //!
 //! ```
 //! use std::sync::Arc;
-//! use bcow::{BlockDevice, Image, ImageWriter, MemoryStorage, OpenOptions, WriterOptions};
+//! use bcow::{BlockDevice, CreateOptions, Disk, Image, MemoryStorage, OpenOptions, WritableDevice};
 //!
 //! let storage = Arc::new(MemoryStorage::default());
-//! let mut writer = ImageWriter::on_storage(storage.clone(), WriterOptions::default())?;
-//! let at = writer.position();
-//! writer.append(b"some content")?;
-//! writer.finish(&[], &serde_json::json!({}))?;
+//! let disk = Disk::create_alone(storage.clone(), &CreateOptions::disk(1 << 20))?;
+//! disk.write_at(8000, b"some content")?;
+//! disk.flush()?; // durable from here on
+//! disk.close()?;
 //!
 //! let image = Image::open_storage(storage, &OpenOptions::default())?;
 //! let mut buf = [0; 12];
-//! image.read_at(at, &mut buf)?;
+//! image.read_at(8000, &mut buf)?;
 //! assert_eq!(&buf, b"some content");
 //! # Ok::<(), bcow::Error>(())
 //! ```
@@ -27,9 +40,9 @@ pub mod check;
 mod checked;
 mod codec;
 mod date;
-pub mod device;
-pub mod disk;
-pub mod error;
+mod device;
+mod disk;
+mod error;
 mod image;
 pub mod lock;
 mod locked;
@@ -41,7 +54,7 @@ pub mod operation;
 mod overlay;
 mod root;
 mod same;
-pub mod storage;
+mod storage;
 #[doc(hidden)]
 pub mod sync;
 mod threads;
@@ -51,7 +64,7 @@ pub use bcow_format as format;
 pub use cache::{BlockCache, CacheFigures};
 pub use date::rfc3339;
 pub use device::{BlockDevice, Content, Space, Status, WritableDevice};
-pub use disk::{CreateOptions, Disk, Layout};
+pub use disk::{CreateOptions, Disk, Layout, Statistics};
 pub use error::{BlockProblem, Error};
 pub use image::{
     BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, Verify, identity,

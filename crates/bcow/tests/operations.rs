@@ -258,6 +258,26 @@ fn a_grown_backing_with_data_in_its_new_part_is_refused() {
     assert!(matches!(refused, Error::WrongBacking { .. }), "{refused}");
 }
 
+#[test]
+fn a_disk_without_a_backing_or_over_a_digest_is_not_committed() {
+    let new = |backing| {
+        let storage = Arc::new(MemoryStorage::default());
+        Disk::create(storage, &CreateOptions::disk(4096), backing, &options()).unwrap()
+    };
+    let backing = Arc::new(new(None));
+    let digest = BackingEntry {
+        name: BackingName::Digest([7; 32]),
+        size: 4096,
+    };
+    let over_digest = new(Some((digest, backing.clone() as Arc<dyn BlockDevice>)));
+    for disk in [new(None), over_digest] {
+        let refused = commit(disk, &backing, &()).unwrap_err();
+        let OperationError::Write(Error::Unsupported(_)) = refused else {
+            panic!("{refused}");
+        };
+    }
+}
+
 /// Cancels an operation after some steps, and records its phases.
 #[derive(Default)]
 struct Impatient {

@@ -40,11 +40,11 @@ impl Disk {
     /// format or for this file.
     pub fn resize(&self, size: u64) -> Result<(), Error> {
         let inner = &self.inner;
-        inner.maintain(|frame, committer, work| {
+        inner.maintain(|frame, committer, next| {
             let old = committer.header.clone();
             check_size(size, old.region_shift)?;
-            work.header.size = size;
-            inner.fit_regions(frame, &old, work)
+            next.header.size = size;
+            inner.fit_regions(frame, &old, next)
         })
     }
 
@@ -61,22 +61,22 @@ impl Disk {
         backing: Option<(BackingEntry, Arc<dyn BlockDevice>)>,
     ) -> Result<(), Error> {
         let inner = &self.inner;
-        inner.maintain(|_, _, work| {
-            work.change.freed.push(section_range(&work.header.backings));
-            work.header.backings = match &backing {
+        inner.maintain(|_, _, next| {
+            next.change.freed.push(section_range(&next.header.backings));
+            next.header.backings = match &backing {
                 Some((entry, _)) => {
                     let bytes = encode_backings(std::slice::from_ref(entry));
-                    inner.write_section(&bytes, &mut work.change)?
+                    inner.write_section(&bytes, &mut next.change)?
                 }
                 None => Section::default(),
             };
-            work.header.backing_count = backing.is_some().into();
-            let bits = &mut work.header.features.incompatible;
+            next.header.backing_count = backing.is_some().into();
+            let bits = &mut next.header.features.incompatible;
             match backing {
                 Some(_) => *bits |= incompatible::BACKING,
                 None => *bits &= !incompatible::BACKING,
             }
-            work.backing = backing.map(|(entry, device)| Backing { entry, device });
+            next.backing = backing.map(|(entry, device)| Backing { entry, device });
             Ok(())
         })
     }
@@ -84,14 +84,14 @@ impl Disk {
     /// Drops all stored data: the disk then reads as its backing, or as zeros.
     pub fn clear(&self) -> Result<(), Error> {
         let inner = &self.inner;
-        inner.maintain(|_, committer, work| {
-            work.root = Root::absent(work.root.len());
+        inner.maintain(|_, committer, next| {
+            next.root = Root::absent(next.root.len());
             let mut used = Extents::default();
             used.insert(SECTOR_BYTES..committer.file_bytes);
             for section in sections(&committer.header) {
                 used.remove(section);
             }
-            work.change.freed.extend(used.iter());
+            next.change.freed.extend(used.iter());
             Ok(())
         })
     }
@@ -101,7 +101,7 @@ impl Disk {
     pub fn rebuild_free_list(&self) -> Result<u64, Error> {
         let inner = &self.inner;
         let mut found = 0;
-        inner.maintain(|frame, committer, work| {
+        inner.maintain(|frame, committer, next| {
             let mut lost = Extents::default();
             lost.insert(SECTOR_BYTES..committer.file_bytes);
             for section in sections(&committer.header) {
@@ -110,7 +110,7 @@ impl Disk {
             for range in committer.free.iter() {
                 lost.remove(range);
             }
-            for (region, entry) in work.root.iter() {
+            for (region, entry) in next.root.iter() {
                 let entries = entry.stored().into_iter();
                 entries.map(sectors).for_each(|range| lost.remove(range));
                 if let Entry::Table(_) = entry {
@@ -120,7 +120,7 @@ impl Disk {
                 }
             }
             found = lost.total();
-            work.change.freed.extend(lost.iter());
+            next.change.freed.extend(lost.iter());
             Ok(())
         })?;
         Ok(found)
@@ -128,7 +128,7 @@ impl Disk {
 }
 
 /// The state of the file after the change.
-struct Work {
+struct NextState {
     header: Header,
     root: Root,
     backing: Option<Backing>,
@@ -138,7 +138,7 @@ struct Work {
 impl Inner {
     fn maintain(
         &self,
-        work: impl FnOnce(&Frame, &Committer, &mut Work) -> Result<(), Error>,
+        change: impl FnOnce(&Frame, &Committer, &mut NextState) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut closed: Closed<'_, Frame> = self.gate.close();
         let frame = Arc::clone(closed.get());
@@ -147,7 +147,7 @@ impl Inner {
         if committer.tail > 0 {
             self.checkpoint(&frame, &mut committer, &Taken::default())?;
         }
-        let mut next = Work {
+        let mut next = NextState {
             header: committer.header.clone(),
             root: self.regions.root(),
             backing: frame.backing.as_ref().map(|backing| Backing {
@@ -156,9 +156,9 @@ impl Inner {
             }),
             change: Change::default(),
         };
-        let worked = work(&frame, &committer, &mut next);
-        self.or_free(worked, &next.change)?;
-        let Work {
+        let changed = change(&frame, &committer, &mut next);
+        self.or_free(changed, &next.change)?;
+        let NextState {
             header,
             root,
             backing,
@@ -181,19 +181,19 @@ impl Inner {
     }
 
     /// Adapts the root table to another size.
-    fn fit_regions(&self, frame: &Frame, old: &Header, work: &mut Work) -> Result<(), Error> {
+    fn fit_regions(&self, frame: &Frame, old: &Header, next: &mut NextState) -> Result<(), Error> {
         let shift = old.region_shift;
-        let new_size = work.header.size;
+        let new_size = next.header.size;
         let boundary = old.size.min(new_size);
         let regions = new_size.div_ceil(1 << shift) as usize;
-        for (region, entry) in work.root.iter() {
+        for (region, entry) in next.root.iter() {
             if region < regions as u64 {
                 continue;
             }
             let blocks = read_blocks(&self.file, old, region, entry)?;
             let stored = blocks.iter().filter_map(|entry| entry.stored());
-            work.change.freed.extend(stored.map(sectors));
-            work.change.freed.extend(
+            next.change.freed.extend(stored.map(sectors));
+            next.change.freed.extend(
                 entry
                     .stored()
                     .filter(|_| matches!(entry, Entry::Table(_)))
@@ -206,23 +206,23 @@ impl Inner {
         };
         let edge = boundary >> shift;
         if boundary & ((1 << shift) - 1) != 0 {
-            let lengths = (old.region_length(edge), work.header.region_length(edge));
-            let blocks = read_blocks(&self.file, old, edge, work.root[edge as usize])?;
+            let lengths = (old.region_length(edge), next.header.region_length(edge));
+            let blocks = read_blocks(&self.file, old, edge, next.root[edge as usize])?;
             let fit = Fit {
                 region: Region::new(edge, lengths.0, None),
                 old: lengths.0,
                 new: lengths.1,
                 covered: covered(boundary),
             };
-            let blocks = self.fit_blocks(frame, fit, blocks, &mut work.change)?;
-            self.write_table(edge, &blocks, &mut work.root, &mut work.change)?;
+            let blocks = self.fit_blocks(frame, fit, blocks, &mut next.change)?;
+            self.write_table(edge, &blocks, &mut next.root, &mut next.change)?;
         }
-        let before = work.root.len();
-        work.root.resize(regions);
+        let before = next.root.len();
+        next.root.resize(regions);
         for region in before..regions {
             let start = (region as u64) << shift;
             if covered(start.max(boundary)) {
-                work.root.set(region, Entry::Zero);
+                next.root.set(region, Entry::Zero);
             }
         }
         Ok(())

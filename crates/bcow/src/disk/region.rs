@@ -35,7 +35,7 @@ pub(super) struct State {
     /// Set when the region was cut into blocks while it was pending as a whole: the entry that it
     /// had as a whole, and the entry that is published.
     whole: Option<(Entry, Entry)>,
-    /// What the record in flight contains of this region.
+    /// The blocks of this region in the record in flight.
     committing: Option<Committing>,
     /// Whether the table in the file is older than the newest record.
     pub(super) logged: bool,

@@ -94,7 +94,7 @@ impl Disk {
         let inner = &self.inner;
         let frame = inner.enter();
         inner.check_alive()?;
-        // A flush takes the list away and completes the blocks on it. This waits for it.
+        // A flush takes ownership of the list and completes its blocks. This waits for the flush.
         let _flushed = lock(&inner.committer);
         let mut outcome = Ok(());
         for shard in &inner.changed {

@@ -211,14 +211,16 @@ fn record(
     entry: Option<&BackingEntry>,
     identity: Option<[u8; 32]>,
 ) -> Result<(), Error> {
-    let Some(entry) = entry else {
-        return Err(Error::Unsupported("a disk without a backing".into()));
+    let name = match entry.map(|entry| &entry.name) {
+        Some(BackingName::FileName { name, .. }) => name.clone(),
+        Some(BackingName::Digest(_)) => {
+            let problem = "a commit into a backing that is named by digest";
+            return Err(Error::Unsupported(problem.into()));
+        }
+        None => return Err(Error::Unsupported("a commit without a backing".into())),
     };
     let entry = BackingEntry {
-        name: BackingName::FileName {
-            name: entry.name.to_string(),
-            identity,
-        },
+        name: BackingName::FileName { name, identity },
         size: backing.size(),
     };
     disk.set_backing(Some((entry, backing.clone())))

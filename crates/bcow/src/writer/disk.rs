@@ -45,7 +45,7 @@ impl DiskForm {
 
     /// Checks the options. Returns log2 of the region size.
     pub(super) fn check(&self, options: &WriterOptions) -> Result<u8, Error> {
-        let unsupported = |what: String| Err(Error::Unsupported(what));
+        let unsupported = |problem: String| Err(Error::Unsupported(problem));
         if options.plain || options.erofs || options.metadata_first {
             return unsupported("a disk in the form of an image".into());
         }
@@ -134,11 +134,11 @@ impl ImageWriter {
 struct Run {
     offset: u64,
     length: u64,
-    what: What,
+    kind: RunKind,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum What {
+enum RunKind {
     Data,
     Zeros,
     Absent,
@@ -169,7 +169,7 @@ pub fn append_disk<E: From<Error>>(
         let end = (start + writer.region_bytes()).min(size);
         let runs = runs(device, start, end, keep)?;
         if let [only] = &runs[..]
-            && only.what == What::Absent
+            && only.kind == RunKind::Absent
         {
             writer.append_absent(only.length)?;
             step(only.length)?;
@@ -180,12 +180,12 @@ pub fn append_disk<E: From<Error>>(
             writer.begin_blocks(block_shift(&runs, largest, end));
         }
         for run in &runs {
-            match run.what {
-                What::Data => append_data(writer, device, run, &mut buffer, step)?,
-                What::Zeros => writer.append_zeros(run.length)?,
-                What::Absent => writer.append_absent(run.length)?,
+            match run.kind {
+                RunKind::Data => append_data(writer, device, run, &mut buffer, step)?,
+                RunKind::Zeros => writer.append_zeros(run.length)?,
+                RunKind::Absent => writer.append_absent(run.length)?,
             }
-            if run.what != What::Data {
+            if run.kind != RunKind::Data {
                 step(run.length)?;
             }
         }
@@ -200,19 +200,19 @@ fn runs(device: &dyn BlockDevice, start: u64, end: u64, keep: Keep) -> Result<Ve
     let mut at = start;
     while at < end {
         let status = device.status(at, end - at)?;
-        let what = match (keep, status.content) {
-            (Keep::Own, _) if status.depth != 1 => What::Absent,
-            (Keep::All, Content::Hole) => What::Absent,
-            (_, Content::Data) => What::Data,
-            (_, Content::Zero | Content::Hole) => What::Zeros,
+        let kind = match (keep, status.content) {
+            (Keep::Own, _) if status.depth != 1 => RunKind::Absent,
+            (Keep::All, Content::Hole) => RunKind::Absent,
+            (_, Content::Data) => RunKind::Data,
+            (_, Content::Zero | Content::Hole) => RunKind::Zeros,
         };
         let length = status.length.clamp(1, end - at);
         match runs.last_mut() {
-            Some(last) if last.what == what => last.length += length,
+            Some(last) if last.kind == kind => last.length += length,
             _ => runs.push(Run {
                 offset: at,
                 length,
-                what,
+                kind,
             }),
         }
         at += length;
@@ -222,7 +222,7 @@ fn runs(device: &dyn BlockDevice, start: u64, end: u64, keep: Keep) -> Result<Ve
 
 /// log2 of the largest block size, up to `largest`, with which no block is partly absent.
 fn block_shift(runs: &[Run], largest: u8, end: u64) -> u8 {
-    let edges = runs.iter().filter(|run| run.what == What::Absent);
+    let edges = runs.iter().filter(|run| run.kind == RunKind::Absent);
     let bits = edges.fold(1u64 << largest, |bits, run| {
         let run_end = run.offset + run.length;
         // The end of the disk ends a block of any size.

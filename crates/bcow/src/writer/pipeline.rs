@@ -127,26 +127,26 @@ impl Pipeline {
 
     /// Adds `blocks` blocks of zeros.
     pub(super) fn zeros(&mut self, blocks: u64) -> Result<(), Error> {
-        self.say(Ordered::Zeros(blocks))
+        self.send(Ordered::Zeros(blocks))
     }
 
     /// Adds `blocks` absent blocks.
     pub(super) fn absent(&mut self, blocks: u64) -> Result<(), Error> {
-        self.say(Ordered::Absent(blocks))
+        self.send(Ordered::Absent(blocks))
     }
 
     /// Adds a block that is passed later, to [`Pipeline::finish`].
     pub(super) fn skip(&mut self) -> Result<(), Error> {
-        self.say(Ordered::Skip)
+        self.send(Ordered::Skip)
     }
 
-    fn say(&mut self, what: Ordered) -> Result<(), Error> {
+    fn send(&mut self, ordered: Ordered) -> Result<(), Error> {
         let sent = match &mut self.stage {
             Stage::Inline { sink, .. } => {
-                sink.note(&what);
+                sink.record(&ordered);
                 true
             }
-            Stage::Threads { order, .. } => order.send(what).is_ok(),
+            Stage::Threads { order, .. } => order.send(ordered).is_ok(),
             Stage::Failed => false,
         };
         if sent { Ok(()) } else { Err(self.failure()) }
@@ -222,7 +222,7 @@ fn drain(mut sink: Sink, results: &Receiver<Ordered>) -> Result<Sink, Error> {
                 let encoded = encoded.recv().map_err(|_| thread_died())?;
                 sink.accept(logical, encoded)?;
             }
-            other => sink.note(&other),
+            other => sink.record(&other),
         }
     }
     Ok(sink)
@@ -252,8 +252,8 @@ impl Sink {
         }
     }
 
-    fn note(&mut self, what: &Ordered) {
-        match what {
+    fn record(&mut self, ordered: &Ordered) {
+        match ordered {
             Ordered::Zeros(blocks) => self.records.push(Record::Zeros(*blocks)),
             Ordered::Absent(blocks) => self.records.push(Record::Absent(*blocks)),
             Ordered::Skip => self.records.push(Record::Zeros(1)),
