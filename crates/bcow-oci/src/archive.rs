@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::blob::{Blob, BlobReader, open_regular, read_error};
 use crate::cancel::Cancel;
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::layer::Format;
 use crate::path::components;
 use crate::stream::{ChunkSource, ChunkStream};
@@ -30,11 +30,10 @@ impl Files {
         let metadata = std::fs::metadata(path).map_err(|e| read_error("open", &name, e))?;
         match metadata.is_dir() {
             true => Ok(Files::Directory(path.to_owned())),
-            false => Err(ConvertError::Layout {
-                place: name,
-                problem: "not a directory; for an image layout in a tar archive, use oci-archive:"
-                    .into(),
-            }),
+            false => Err(ConvertError::layout(
+                name,
+                "not a directory; for an image layout in a tar archive, use oci-archive:",
+            )),
         }
     }
 
@@ -134,14 +133,8 @@ impl Archive {
                 _ => continue,
             };
             members.insert(names.join(&b'/'), member);
-            if members.len() as u64 > MAX_MEMBERS {
-                return Err(ConvertError::Limit {
-                    place: Place::layer(&name),
-                    kind: LimitKind::ArchiveMembers,
-                    value: Some(members.len() as u64),
-                    allowed: MAX_MEMBERS,
-                });
-            }
+            check_limit(LimitKind::ArchiveMembers, members.len() as u64, MAX_MEMBERS)
+                .map_err(|exceeded| exceeded.at(Place::layer(&name)))?;
         }
         drop(tar);
         Ok(Archive {

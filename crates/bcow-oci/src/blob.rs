@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 
 use crate::cancel::Cancel;
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
 
 /// A source of bytes. Files are read by offset, so that clones do not disturb each other.
 #[derive(Debug, Clone)]
@@ -120,23 +120,17 @@ impl Blob {
         limit: u64,
         expected: Option<&Digest>,
     ) -> Result<Vec<u8>, ConvertError> {
-        let too_large = |value| ConvertError::Limit {
-            place: Place::layer(&self.name),
-            kind: LimitKind::DocumentBytes,
-            value: Some(value),
-            allowed: limit,
+        let check = |bytes| {
+            check_limit(LimitKind::DocumentBytes, bytes, limit)
+                .map_err(|exceeded| exceeded.at(Place::layer(&self.name)))
         };
-        if let Some(length) = self.length().filter(|&length| length > limit) {
-            return Err(too_large(length));
-        }
+        self.length().map_or(Ok(()), check)?;
         let mut bytes = Vec::new();
         BlobReader::new(self, Cancel::default())
             .take(limit + 1)
             .read_to_end(&mut bytes)
             .map_err(|e| read_error("read", &self.name, e))?;
-        if bytes.len() as u64 > limit {
-            return Err(too_large(bytes.len() as u64));
-        }
+        check(bytes.len() as u64)?;
         if let Some(expected) = expected {
             let mut hasher = crate::digest::Hasher::new(expected.algorithm());
             hasher.update(&bytes);
@@ -255,10 +249,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<Option<Blob>, ConvertError> {
     let file = File::from(fd);
     let metadata = file.metadata().map_err(|e| read_error("open", &name, e))?;
     if !metadata.is_file() {
-        return Err(ConvertError::Layout {
-            place: name,
-            problem: "not a regular file".to_owned(),
-        });
+        return Err(ConvertError::layout(name, "not a regular file"));
     }
     let length = metadata.len();
     Ok(Some(Blob::range(name, Arc::new(file), 0, length)))

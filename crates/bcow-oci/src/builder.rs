@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Attributes, Directory, LayerTree, Node, NodeId, NodeKind, Xattrs};
 
-use crate::error::{ConvertError, LimitKind, Place, TarProblem};
+use crate::error::{ConvertError, Exceeded, LimitKind, Place, TarProblem, check_limit};
 use crate::path::components;
 use crate::warnings::Warnings;
 
@@ -34,11 +34,13 @@ const MAX_NAME_BYTES: u64 = 512 << 20;
 #[derive(Debug)]
 pub(crate) enum PlaceError {
     Problem(TarProblem),
-    Limit {
-        kind: LimitKind,
-        value: u64,
-        allowed: u64,
-    },
+    Limit(Exceeded),
+}
+
+impl From<Exceeded> for PlaceError {
+    fn from(exceeded: Exceeded) -> Self {
+        PlaceError::Limit(exceeded)
+    }
 }
 
 impl From<TarProblem> for PlaceError {
@@ -53,16 +55,7 @@ impl PlaceError {
         let place = Place::entry(layer, entry);
         match self {
             PlaceError::Problem(problem) => ConvertError::Tar { place, problem },
-            PlaceError::Limit {
-                kind,
-                value,
-                allowed,
-            } => ConvertError::Limit {
-                place,
-                kind,
-                value: Some(value),
-                allowed,
-            },
+            PlaceError::Limit(exceeded) => exceeded.at(place),
         }
     }
 }
@@ -355,7 +348,7 @@ impl<'b> LayerBuilder<'b> {
             let (chain, end) = self.follow_links(link.id).map_err(|cause| match cause {
                 PlaceError::Problem(problem) => error(problem),
                 // Nothing is added here, so a limit cannot be exceeded.
-                PlaceError::Limit { .. } => error(TarProblem::TooManyLinks),
+                PlaceError::Limit(_) => error(TarProblem::TooManyLinks),
             })?;
             let Some(end) = end else {
                 return Err(error(TarProblem::LinkToNothing {
@@ -468,26 +461,19 @@ impl<'b> LayerBuilder<'b> {
 
     fn add(&mut self, node: Node) -> Result<NodeId> {
         self.budget.entries += 1;
-        if self.budget.entries > self.budget.max_entries {
-            return Err(PlaceError::Limit {
-                kind: LimitKind::Entries,
-                value: self.budget.entries,
-                allowed: self.budget.max_entries,
-            });
-        }
+        let Budget {
+            entries,
+            max_entries,
+            ..
+        } = *self.budget;
+        check_limit(LimitKind::Entries, entries, max_entries)?;
         Ok(self.tree.add(node))
     }
 
     fn charge_names(&mut self, bytes: usize) -> Result<()> {
         self.budget.name_bytes += bytes as u64;
-        match self.budget.name_bytes {
-            value if value > MAX_NAME_BYTES => Err(PlaceError::Limit {
-                kind: LimitKind::NameBytes,
-                value,
-                allowed: MAX_NAME_BYTES,
-            }),
-            _ => Ok(()),
-        }
+        let bytes = self.budget.name_bytes;
+        Ok(check_limit(LimitKind::NameBytes, bytes, MAX_NAME_BYTES)?)
     }
 
     /// Whether the path of `slot` still refers to this node: neither the node nor a directory above

@@ -17,6 +17,7 @@ use bcow_erofs::tree::{Blocks, ChunkRun, Content, TailSource, Tree};
 use bcow_erofs::writer::{ContentWindow, MAX_INLINE, Plan, WriteOptions};
 use serde_json::{Map, Value, json};
 
+use crate::blob;
 use crate::cancel::Cancel;
 use crate::content::{ContentStats, ContentWriter, Data, StoreError};
 use crate::digest::{Digest, hex};
@@ -157,10 +158,8 @@ pub fn commit(
         .into_iter()
         .filter(|base| base.referenced_bytes > 0)
         .map(|base| {
-            let digest = (base.digest)().map_err(|source| ConvertError::Read {
-                action: "take the digest of",
-                what: "the image below".to_owned(),
-                source,
+            let digest = (base.digest)().map_err(|error| {
+                blob::read_error("take the digest of", "the image below", error)
             })?;
             Ok(ReferencedBase {
                 digest,
@@ -460,12 +459,8 @@ fn runs(content: &Content) -> Vec<DeviceRun> {
     }
 }
 
-fn read_error(error: Error) -> StoreError {
-    StoreError::from(ConvertError::Read {
-        action: "read",
-        what: "a file's content".to_owned(),
-        source: io::Error::other(error),
-    })
+fn read_error(error: Error) -> ConvertError {
+    ConvertError::read_through("a file's content", error)
 }
 
 /// The bytes of several runs in sequence.
@@ -510,11 +505,7 @@ impl Data for DeviceData<'_> {
             self.buffer.resize(have + length, 0);
             self.device
                 .read_at(run.at + self.done, &mut self.buffer[have..])
-                .map_err(|error| ConvertError::Read {
-                    action: "read",
-                    what: "a file's content".to_owned(),
-                    source: io::Error::other(error),
-                })?;
+                .map_err(read_error)?;
             self.progress.advance(length as u64);
             self.done += length as u64;
             if self.done == run.length {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bcow_erofs::tree::{Blocks, ChunkRun, Content, Tail};
 
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, Exceeded, LimitKind, Place, check_limit};
 use crate::lower::{LowerIndex, LowerPiece, LowerUsed};
 use crate::space::{BLOCK_BYTES, LOWER_FROM, PIECE_BYTES};
 use crate::tails::TailStore;
@@ -48,14 +48,16 @@ pub(crate) trait Data {
 /// Why content cannot be stored.
 #[derive(Debug)]
 pub(crate) enum StoreError {
-    /// The address space is full: the required and the allowed size.
-    AddressSpace { value: u64, allowed: u64 },
-    /// Sparse files with few bytes far apart: the chunks around these bytes exceed the limit.
-    Fill { value: u64, allowed: u64 },
-    /// Too many chunks.
-    Chunks { value: u64, allowed: u64 },
+    /// The content exceeds a limit.
+    Limit(Exceeded),
     /// Reading or writing failed.
     Other(Box<ConvertError>),
+}
+
+impl From<Exceeded> for StoreError {
+    fn from(exceeded: Exceeded) -> Self {
+        StoreError::Limit(exceeded)
+    }
 }
 
 impl From<ConvertError> for StoreError {
@@ -67,19 +69,9 @@ impl From<ConvertError> for StoreError {
 impl StoreError {
     /// The error of the entry at `place`.
     pub(crate) fn at(self, place: Place) -> ConvertError {
-        let (kind, value, allowed) = match self {
-            StoreError::Fill { value, allowed } => (LimitKind::SparseFill, value, allowed),
-            StoreError::AddressSpace { value, allowed } => {
-                (LimitKind::AddressSpace, value, allowed)
-            }
-            StoreError::Chunks { value, allowed } => (LimitKind::Chunks, value, allowed),
-            StoreError::Other(error) => return *error,
-        };
-        ConvertError::Limit {
-            place,
-            kind,
-            value: Some(value),
-            allowed,
+        match self {
+            StoreError::Limit(exceeded) => exceeded.at(place),
+            StoreError::Other(error) => *error,
         }
     }
 }
@@ -212,24 +204,14 @@ impl<S: ContentSink> ContentWriter<S> {
         let chunk_bytes = BLOCK_BYTES << shift;
         if !map.runs.is_empty() {
             self.chunks += map.size.div_ceil(chunk_bytes);
-            if self.chunks > MAX_CHUNKS {
-                return Err(StoreError::Chunks {
-                    value: self.chunks,
-                    allowed: MAX_CHUNKS,
-                });
-            }
+            check_limit(LimitKind::Chunks, self.chunks, MAX_CHUNKS)?;
         }
         let mut runs = Runs::default();
         let mut pieces = Pieces::new(map, chunk_bytes);
         while let Some(chunk) = pieces.next_chunk() {
             let length = chunk_bytes.min(map.size - chunk * chunk_bytes);
             self.sparse_bytes += length;
-            if self.sparse_bytes > self.max_bytes {
-                return Err(StoreError::Fill {
-                    value: self.sparse_bytes,
-                    allowed: self.max_bytes,
-                });
-            }
+            check_limit(LimitKind::SparseFill, self.sparse_bytes, self.max_bytes)?;
             let start = match usize::try_from(length) {
                 Ok(length) if length <= PIECE_BYTES => {
                     let mut bytes = std::mem::take(&mut self.scratch);
@@ -408,10 +390,11 @@ impl<S: ContentSink> ContentWriter<S> {
         };
         match u32::try_from(block) {
             Ok(block) if end < allowed => Ok(block),
-            _ => Err(StoreError::AddressSpace {
+            _ => Err(StoreError::Limit(Exceeded {
+                kind: LimitKind::AddressSpace,
                 value: end.saturating_mul(BLOCK_BYTES),
                 allowed: allowed * BLOCK_BYTES,
-            }),
+            })),
         }
     }
 }

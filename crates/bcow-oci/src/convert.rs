@@ -45,7 +45,7 @@ pub fn convert(
         bytes: &bytes,
     };
     progress.total(input.bytes());
-    let mut report = empty_report();
+    let mut report = Report::default();
     let (layers, names) = match &input {
         Input::Image(image) => {
             report.manifest = image.manifest.clone();
@@ -119,20 +119,4 @@ fn read_layers(
     let mut layers = uppers.into_layers();
     layers.reverse();
     Ok(layers)
-}
-
-fn empty_report() -> Report {
-    Report {
-        manifest: None,
-        platform: None,
-        layers: Vec::new(),
-        entries: 0,
-        content_bytes: 0,
-        deduplicated_bytes: 0,
-        hidden_bytes: 0,
-        size: 0,
-        file_bytes: 0,
-        merkle_root: String::new(),
-        verified: false,
-    }
 }

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use crate::archive::{Archive, Files};
 use crate::digest::Digest;
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::layout::{self, MAX_CONFIG_BYTES, MAX_LAYERS};
@@ -30,18 +30,17 @@ pub(crate) fn find(
     platform: Option<&Platform>,
 ) -> Result<Image, ConvertError> {
     let files = Files::Archive(archive);
-    let bad = |problem: String| ConvertError::Layout {
-        place: format!("manifest.json in {}", files.name()),
-        problem,
+    let bad = |problem: String| {
+        ConvertError::layout(format!("manifest.json in {}", files.name()), problem)
     };
     let Some(bytes) = files.document("manifest.json", 4 << 20)? else {
         if layout::is_layout(&files)? {
             return layout::find(&files, reference, platform);
         }
-        return Err(ConvertError::Layout {
-            place: files.name(),
-            problem: "not a docker archive: it has no manifest.json".to_owned(),
-        });
+        return Err(ConvertError::layout(
+            files.name(),
+            "not a docker archive: it has no manifest.json",
+        ));
     };
     let images: Vec<Saved> = serde_json::from_slice(&bytes)
         .map_err(|error| bad(format!("invalid document: {error}")))?;
@@ -66,14 +65,8 @@ pub(crate) fn find(
     let config = ImageConfig::parse(&format!("{} in {}", image.config, files.name()), &config)?;
     let paths = image.layers.as_deref().unwrap_or_default();
     config.check_layers(&files.name(), paths.len())?;
-    if paths.len() > MAX_LAYERS {
-        return Err(ConvertError::Limit {
-            place: Place::layer(files.name()),
-            kind: LimitKind::Layers,
-            value: Some(paths.len() as u64),
-            allowed: MAX_LAYERS as u64,
-        });
-    }
+    check_limit(LimitKind::Layers, paths.len() as u64, MAX_LAYERS)
+        .map_err(|exceeded| exceeded.at(Place::layer(files.name())))?;
     if let (Some(wanted), Some(found)) = (platform, &config.platform)
         && !wanted.suits(found)
     {
@@ -137,10 +130,7 @@ fn choose<'s>(
     };
     match found[..] {
         [image] => Ok(image),
-        [] if reference.is_none() => Err(ConvertError::Layout {
-            place: files.name(),
-            problem: "it lists no images".to_owned(),
-        }),
+        [] if reference.is_none() => Err(ConvertError::layout(files.name(), "it lists no images")),
         [] => Err(ConvertError::NoSuchReference {
             place: files.name(),
             reference: reference.unwrap_or_default().to_owned(),

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::digest::Digest;
 use crate::platform::{Platform, PlatformSyntax};
@@ -122,6 +122,38 @@ impl LimitKind {
             LimitKind::Window => "bytes of decompression window",
             LimitKind::AddressSpace => "bytes of content",
         }
+    }
+}
+
+/// A value of the input that exceeds a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Exceeded {
+    pub kind: LimitKind,
+    pub value: u64,
+    pub allowed: u64,
+}
+
+impl Exceeded {
+    /// The error of the input at `place`.
+    pub(crate) fn at(self, place: Place) -> ConvertError {
+        ConvertError::Limit {
+            place,
+            kind: self.kind,
+            value: Some(self.value),
+            allowed: self.allowed,
+        }
+    }
+}
+
+/// Compares a value of the input with its limit.
+pub(crate) fn check_limit(kind: LimitKind, value: u64, allowed: u64) -> Result<(), Exceeded> {
+    match value > allowed {
+        true => Err(Exceeded {
+            kind,
+            value,
+            allowed,
+        }),
+        false => Ok(()),
     }
 }
 
@@ -471,6 +503,35 @@ pub enum TarProblem {
 }
 
 impl ConvertError {
+    /// An invalid layout, archive or document.
+    pub(crate) fn layout(place: impl Into<String>, problem: impl fmt::Display) -> Self {
+        ConvertError::Layout {
+            place: place.into(),
+            problem: problem.to_string(),
+        }
+    }
+
+    /// A failure of the host to write.
+    pub(crate) fn write(action: &'static str, path: &Path, source: io::Error) -> Self {
+        ConvertError::Write {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// A failure to read content through a device.
+    pub(crate) fn read_through(
+        what: &str,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        ConvertError::Read {
+            action: "read",
+            what: what.to_owned(),
+            source: io::Error::other(source),
+        }
+    }
+
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         use ConvertError as E;

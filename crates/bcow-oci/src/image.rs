@@ -51,9 +51,8 @@ struct RootDocument {
 
 impl ImageConfig {
     pub(crate) fn parse(place: &str, bytes: &[u8]) -> Result<ImageConfig, ConvertError> {
-        let bad = |error: serde_json::Error| ConvertError::Layout {
-            place: place.to_owned(),
-            problem: format!("invalid document: {error}"),
+        let bad = |error: serde_json::Error| {
+            ConvertError::layout(place, format!("invalid document: {error}"))
         };
         let document: Value = serde_json::from_slice(bytes).map_err(bad)?;
         let fields = ConfigDocument::deserialize(&document).map_err(bad)?;
@@ -89,13 +88,11 @@ impl ImageConfig {
     pub(crate) fn check_layers(&self, place: &str, layers: usize) -> Result<(), ConvertError> {
         match self.diff_ids.len() {
             count if count == layers => Ok(()),
-            count => Err(ConvertError::Layout {
-                place: place.to_owned(),
-                problem: format!(
-                    "it has {}, but its configuration lists {count}",
-                    plural(layers as u64, "layer")
-                ),
-            }),
+            count => {
+                let layers = plural(layers as u64, "layer");
+                let problem = format!("it has {layers}, but its configuration lists {count}");
+                Err(ConvertError::layout(place, problem))
+            }
         }
     }
 }

@@ -16,6 +16,7 @@ use bcow_erofs::reader::Filesystem;
 use bcow_erofs::tree::TailSource;
 use bcow_erofs::writer::{EmitError, Plan, WriteError};
 
+use crate::blob::read_error;
 use crate::content::ContentSink;
 use crate::error::ConvertError;
 use crate::options::{Compression, ConvertOptions};
@@ -59,11 +60,7 @@ pub(crate) fn emit(
     plan.write(tails, &mut |bytes| writer.append(bytes))
         .map_err(|e| match e {
             EmitError::Output(e) => image_error(path, e),
-            EmitError::Tail(source) => ConvertError::Read {
-                action: "read",
-                what: "the end of a file".to_owned(),
-                source,
-            },
+            EmitError::Tail(error) => read_error("read", "the end of a file", error),
         })?;
     debug_assert_eq!(writer.position(), end);
     Ok(())
@@ -83,10 +80,7 @@ pub(crate) fn tree_error(names: &[String], error: MergeError) -> ConvertError {
         MergeError::Layer { layer, source } => (names.get(layer).cloned(), source),
         MergeError::Tree(source) => (None, source),
         other => {
-            return ConvertError::Layout {
-                place: "the layers".to_owned(),
-                problem: other.to_string(),
-            };
+            return ConvertError::layout("the layers", other);
         }
     };
     ConvertError::Tree {
@@ -134,11 +128,7 @@ impl ContentSink for ImageSink {
 
 pub(crate) fn image_error(path: &Path, error: Error) -> ConvertError {
     match error {
-        Error::Io { action, source, .. } => ConvertError::Write {
-            action,
-            path: path.to_owned(),
-            source,
-        },
+        Error::Io { action, source, .. } => ConvertError::write(action, path, source),
         error => ConvertError::Image {
             path: path.to_owned(),
             source: Box::new(error),

@@ -8,7 +8,7 @@ use bcow_erofs::tree::{
 
 use crate::builder::{Budget, LayerBuilder, PlaceError, Slot, keep_xattr};
 use crate::content::{ContentSink, ContentWriter, Data};
-use crate::error::{ConvertError, LimitKind, Place, TarProblem};
+use crate::error::{ConvertError, LimitKind, Place, TarProblem, check_limit};
 use crate::hidden::UpperLayers;
 use crate::layer::Reading;
 use crate::path::{MAX_PATH_BYTES, components};
@@ -129,13 +129,8 @@ impl Layer<'_> {
         let layer = self.name;
         let path = std::mem::take(&mut entry.path);
         let error = |e: PlaceError| e.at(layer, &path);
-        if path.len() > MAX_PATH_BYTES {
-            return Err(error(PlaceError::Limit {
-                kind: LimitKind::PathBytes,
-                value: path.len() as u64,
-                allowed: MAX_PATH_BYTES as u64,
-            }));
-        }
+        check_limit(LimitKind::PathBytes, path.len() as u64, MAX_PATH_BYTES)
+            .map_err(|exceeded| error(exceeded.into()))?;
         let names = components(&path).map_err(|p| error(p.into()))?;
         // Internal files of aufs; the opaque mark has the same prefix.
         let internal = |name: &&[u8]| name.starts_with(b".wh..wh.");

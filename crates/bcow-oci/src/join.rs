@@ -63,11 +63,7 @@ pub fn join(
     options: &OpenOptions,
 ) -> Result<Joined, ConvertError> {
     let path = Path::new("memory");
-    let in_memory = |source: std::io::Error| ConvertError::Write {
-        action: "make a file in",
-        path: path.to_owned(),
-        source,
-    };
+    let in_memory = |error| ConvertError::write("make a file in", path, error);
     let places = place_regions(parts.iter().map(|part| part.image.size()));
     let trees = parts
         .iter()
@@ -122,11 +118,8 @@ pub fn join(
 
 /// The tree of the part at `index`, with its contents at `place`.
 fn tree(part: &JoinPart, place: BlockRange, index: usize) -> Result<LayerTree, ConvertError> {
-    let damaged = |problem: &dyn std::fmt::Display| ConvertError::Layout {
-        place: part.name.clone(),
-        problem: problem.to_string(),
-    };
-    let filesystem = Filesystem::open(part.image.clone()).map_err(|error| damaged(&error))?;
+    let filesystem = Filesystem::open(part.image.clone())
+        .map_err(|error| ConvertError::layout(&part.name, error))?;
     let find = |offset: u64, bytes: u64| {
         let end = offset.checked_add(bytes)?;
         let inside = offset.is_multiple_of(BLOCK_BYTES) && end <= place.blocks * BLOCK_BYTES;
@@ -139,5 +132,5 @@ fn tree(part: &JoinPart, place: BlockRange, index: usize) -> Result<LayerTree, C
         tails: (index as u64) << TAIL_SHIFT,
         max_inodes: Limits::default().max_entries,
     };
-    read_layer(&filesystem, &options).map_err(|error| damaged(&error))
+    read_layer(&filesystem, &options).map_err(|error| ConvertError::layout(&part.name, error))
 }

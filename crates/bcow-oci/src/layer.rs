@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use crate::blob::{Blob, BlobReader, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::options::{Limits, Progress};
 use crate::stream::{CHUNK_BYTES, ChunkSource, ChunkStream};
 
@@ -61,15 +61,8 @@ impl<'r> Reading<'r> {
     ) -> Result<(), ConvertError> {
         let before = self.bytes.fetch_add(bytes, Ordering::Relaxed);
         let value = before.saturating_add(bytes);
-        match value > self.limits.max_bytes {
-            true => Err(ConvertError::Limit {
-                place: place(),
-                kind: LimitKind::Bytes,
-                value: Some(value),
-                allowed: self.limits.max_bytes,
-            }),
-            false => Ok(()),
-        }
+        check_limit(LimitKind::Bytes, value, self.limits.max_bytes)
+            .map_err(|exceeded| exceeded.at(place()))
     }
 
     /// For a second reading of a layer: its bytes are counted in `bytes`, not in the totals.
@@ -574,13 +567,9 @@ impl<'r> Output<'r> {
         self.reading.count(read, || Place::layer(self.name))?;
         let ratio = self.total / stored.max(1);
         let allowed = self.reading.limits.max_ratio;
-        if self.total > RATIO_FREE_BYTES && ratio > allowed {
-            return Err(ConvertError::Limit {
-                place: Place::layer(self.name),
-                kind: LimitKind::Ratio,
-                value: Some(ratio),
-                allowed,
-            });
+        if self.total > RATIO_FREE_BYTES {
+            check_limit(LimitKind::Ratio, ratio, allowed)
+                .map_err(|exceeded| exceeded.at(Place::layer(self.name)))?;
         }
         Ok(())
     }

@@ -28,7 +28,7 @@ use serde_json::{Map, Value, json};
 use crate::cancel::Cancel;
 use crate::conversion::{Conversion, Target};
 use crate::digest::{DiffId, Digest, hex};
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::hidden::UpperLayers;
 use crate::image::{Image, ImageConfig};
 use crate::image_file::{ImagesByDigest, read_back, tree_error, writer_options};
@@ -144,14 +144,8 @@ fn convert_image(
         true => conversions.convert_over_lower()?,
     };
     let entries: u64 = made.layers.iter().map(|layer| layer.info.entries).sum();
-    if entries > options.limits.max_entries {
-        return Err(ConvertError::Limit {
-            place: Place::layer("all layers together"),
-            kind: LimitKind::Entries,
-            value: Some(entries),
-            allowed: options.limits.max_entries,
-        });
-    }
+    check_limit(LimitKind::Entries, entries, options.limits.max_entries)
+        .map_err(|exceeded| exceeded.at(Place::layer("all layers together")))?;
     progress.phase("merge");
     progress.total(None);
     let begun = Instant::now();
@@ -278,7 +272,7 @@ impl LayerConversions<'_> {
                         layer.own_bytes,
                         layer.info.metadata_start,
                     )
-                    .map_err(|error| layer.damaged(&error))?;
+                    .map_err(|error| layer.damaged(error))?;
             }
             order.push(layers.len());
             layers.push(layer);

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::archive::Files;
 use crate::digest::{DiffId, Digest};
-use crate::error::{ConvertError, LimitKind, Place};
+use crate::error::{ConvertError, LimitKind, Place, check_limit};
 use crate::image::{Image, ImageConfig, layer_name};
 use crate::layer::LayerInput;
 use crate::platform::Platform;
@@ -20,11 +20,11 @@ const MAX_MANIFEST_BYTES: u64 = 4 << 20;
 /// Largest size of an image configuration, which can have a long history.
 pub(crate) const MAX_CONFIG_BYTES: u64 = 16 << 20;
 /// Largest depth of nested indexes. Usual images have one or two levels.
-const MAX_INDEX_DEPTH: usize = 4;
+const MAX_INDEX_DEPTH: u64 = 4;
 /// Largest number of manifests read to find one image.
-const MAX_MANIFESTS: usize = 1000;
+const MAX_MANIFESTS: u64 = 1000;
 /// Largest number of layers of one image. Container engines stop at about 127.
-pub(crate) const MAX_LAYERS: usize = 4096;
+pub(crate) const MAX_LAYERS: u64 = 4096;
 
 const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
 pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
@@ -136,10 +136,10 @@ pub(crate) fn find_bcow(
         [] => None,
         [stack] => Some((digest(files, &stack.digest)?, stack.size)),
         _ => {
-            return Err(ConvertError::Layout {
+            return Err(ConvertError::layout(
                 place,
-                problem: format!("it has {} stacks", stacks.len()),
-            });
+                format!("it has {} stacks", stacks.len()),
+            ));
         }
     };
     let place = format!("{place} in {}", files.name());
@@ -182,7 +182,7 @@ pub(crate) fn manifests_in(directory: &Path) -> Result<Vec<Vec<u8>>, ConvertErro
     let ours = manifests
         .iter()
         .filter(|d| d.media_type == OCI_MANIFEST)
-        .take(MAX_MANIFESTS);
+        .take(MAX_MANIFESTS as usize);
     Ok(ours
         .filter_map(|d| document(&files, "manifest", d, MAX_MANIFEST_BYTES).ok())
         .map(|(_, bytes)| bytes)
@@ -227,10 +227,7 @@ pub(crate) fn check_version(files: &Files) -> Result<(), ConvertError> {
 }
 
 fn no_layout(files: &Files, why: &str) -> ConvertError {
-    ConvertError::Layout {
-        place: files.name(),
-        problem: format!("not a valid OCI image layout: {why}"),
-    }
+    ConvertError::layout(files.name(), format!("not a valid OCI image layout: {why}"))
 }
 
 fn in_files(files: &Files, path: &str) -> String {
@@ -241,10 +238,8 @@ fn in_files(files: &Files, path: &str) -> String {
 }
 
 fn parse<T: DeserializeOwned>(place: &str, bytes: &[u8]) -> Result<T, ConvertError> {
-    serde_json::from_slice(bytes).map_err(|error| ConvertError::Layout {
-        place: place.to_owned(),
-        problem: format!("invalid document: {error}"),
-    })
+    serde_json::from_slice(bytes)
+        .map_err(|error| ConvertError::layout(place, format!("invalid document: {error}")))
 }
 
 impl Descriptor {
@@ -312,10 +307,8 @@ fn choose_named(
         }
     }
     let Some(first) = images.first() else {
-        return Err(ConvertError::Layout {
-            place: in_files(files, "index.json"),
-            problem: "it lists no images".to_owned(),
-        });
+        let place = in_files(files, "index.json");
+        return Err(ConvertError::layout(place, "it lists no images"));
     };
     let same_digest = images.iter().all(|d| d.digest == first.digest);
     let per_platform = images
@@ -349,24 +342,18 @@ fn choose_platform(
             .partition(Descriptor::is_index);
         manifests.extend(found);
         depth += 1;
-        let limit = |kind, value: usize, allowed: usize| ConvertError::Limit {
-            place: Place::layer(files.name()),
-            kind,
-            value: Some(value as u64),
-            allowed: allowed as u64,
+        let check = |kind, value: usize, allowed| {
+            check_limit(kind, value as u64, allowed)
+                .map_err(|exceeded| exceeded.at(Place::layer(files.name())))
         };
-        if depth > MAX_INDEX_DEPTH {
-            return Err(limit(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH));
-        }
+        check(LimitKind::IndexDepth, depth, MAX_INDEX_DEPTH)?;
         level = Vec::new();
         for index in &indexes {
             let (place, bytes) = document(files, "index", index, MAX_MANIFEST_BYTES)?;
             let index: IndexDocument = parse(&place, &bytes)?;
             level.extend(index.manifests.unwrap_or_default());
-            if manifests.len() + level.len() > MAX_MANIFESTS {
-                let count = manifests.len() + level.len();
-                return Err(limit(LimitKind::Manifests, count, MAX_MANIFESTS));
-            }
+            let count = manifests.len() + level.len();
+            check(LimitKind::Manifests, count, MAX_MANIFESTS)?;
         }
     }
     if let [only] = &manifests[..] {
@@ -473,15 +460,9 @@ fn load(files: &Files, descriptor: &Descriptor) -> Result<Image, ConvertError> {
     let (in_files, bytes) = document(files, "config", &manifest.config, MAX_CONFIG_BYTES)?;
     let config = ImageConfig::parse(&in_files, &bytes)?;
     config.check_layers(&place, manifest.layers.len())?;
-    if manifest.layers.len() > MAX_LAYERS {
-        return Err(ConvertError::Limit {
-            place: Place::layer(place),
-            kind: LimitKind::Layers,
-            value: Some(manifest.layers.len() as u64),
-            allowed: MAX_LAYERS as u64,
-        });
-    }
     let count = manifest.layers.len();
+    check_limit(LimitKind::Layers, count as u64, MAX_LAYERS)
+        .map_err(|exceeded| exceeded.at(Place::layer(place)))?;
     let layers = manifest
         .layers
         .iter()

@@ -106,7 +106,7 @@ pub trait Progress: Send + Sync {
 impl Progress for () {}
 
 /// The result of a conversion.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct Report {
     /// Digest of the image's manifest, if the source has one.

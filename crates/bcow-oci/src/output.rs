@@ -33,11 +33,7 @@ impl Output {
             path: destination.to_owned(),
             problem,
         };
-        let failed = |source: io::Error| ConvertError::Write {
-            action: "create",
-            path: destination.to_owned(),
-            source,
-        };
+        let failed = |source| ConvertError::write("create", destination, source);
         let path = match std::fs::metadata(destination) {
             Ok(metadata) if metadata.is_dir() => return Err(refuse("it is a directory")),
             Ok(metadata) if !metadata.is_file() => {
@@ -67,12 +63,8 @@ impl Output {
 
     /// Creates a file in `directory`; [`Output::name_as`] gives it a name.
     pub(crate) fn unnamed(directory: &Path) -> Result<Output, ConvertError> {
-        let (file, name) =
-            temporary(directory, directory).map_err(|source| ConvertError::Write {
-                action: "create a file in",
-                path: directory.to_owned(),
-                source,
-            })?;
+        let (file, name) = temporary(directory, directory)
+            .map_err(|source| ConvertError::write("create a file in", directory, source))?;
         Ok(Output {
             path: directory.to_owned(),
             directory: directory.to_owned(),
@@ -143,11 +135,7 @@ impl Output {
     }
 
     fn failed(&self, action: &'static str, source: io::Error) -> ConvertError {
-        ConvertError::Write {
-            action,
-            path: self.path.clone(),
-            source,
-        }
+        ConvertError::write(action, &self.path, source)
     }
 }
 

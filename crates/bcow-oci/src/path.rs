@@ -3,7 +3,7 @@
 use crate::error::TarProblem;
 
 /// Longest path, as in Linux. The limit also bounds the depth of the tree.
-pub(crate) const MAX_PATH_BYTES: usize = 4096;
+pub(crate) const MAX_PATH_BYTES: u64 = 4096;
 
 /// The prefix of the name of a whiteout.
 pub(crate) const WHITEOUT: &[u8] = b".wh.";

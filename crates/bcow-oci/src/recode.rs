@@ -40,7 +40,7 @@ pub fn recode(
     options: &ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<Report, ConvertError> {
-    let unreadable = |error: bcow::Error| read_error(name, error);
+    let unreadable = |error: bcow::Error| ConvertError::read_through(name, error);
     let metadata = match image.metadata().map_err(unreadable)? {
         Value::Object(metadata) => metadata,
         _ => Map::new(),
@@ -90,7 +90,7 @@ impl Recoding<'_> {
         let written = self
             .copy(&output, options, change_at)
             .map_err(|error| match error {
-                Stop::Read(error) => read_error(self.name, error),
+                Stop::Read(error) => ConvertError::read_through(self.name, error),
                 Stop::Write(error) => failed(error),
                 Stop::Interrupted => ConvertError::Interrupted,
             })?;
@@ -185,18 +185,16 @@ impl Recoding<'_> {
 
     /// Writes the tree anew, with all its content.
     fn tree(self) -> Result<Report, ConvertError> {
-        let damaged = |problem: &dyn std::fmt::Display| ConvertError::Layout {
-            place: self.name.to_owned(),
-            problem: problem.to_string(),
-        };
-        let filesystem = Filesystem::open(self.image.clone()).map_err(|error| damaged(&error))?;
+        let filesystem = Filesystem::open(self.image.clone())
+            .map_err(|error| ConvertError::layout(self.name, error))?;
         let read = ReadOptions {
             form: self.form,
             place: &|offset, _| u32::try_from(offset / BLOCK_BYTES).ok(),
             tails: 0,
             max_inodes: self.options.limits.max_entries,
         };
-        let tree = read_layer(&filesystem, &read).map_err(|error| damaged(&error))?;
+        let tree = read_layer(&filesystem, &read)
+            .map_err(|error| ConvertError::layout(self.name, error))?;
         let tree = match self.form {
             TreeForm::Layer => tree.into_overlay(),
             TreeForm::Whole => tree.into_tree(),
@@ -246,8 +244,6 @@ impl Recoding<'_> {
         let described = self.described();
         let layers = described.get("layers").and_then(Value::as_array);
         Report {
-            manifest: None,
-            platform: None,
             layers: layers
                 .map_or(&[][..], Vec::as_slice)
                 .iter()
@@ -263,14 +259,8 @@ impl Recoding<'_> {
                     entries: 0,
                 })
                 .collect(),
-            entries: 0,
-            content_bytes: 0,
-            deduplicated_bytes: 0,
-            hidden_bytes: 0,
-            size: 0,
-            file_bytes: 0,
-            merkle_root: String::new(),
             verified: self.options.verify,
+            ..Report::default()
         }
     }
 
@@ -297,12 +287,4 @@ fn flatten_layer(layer: &mut Value) {
         flat.insert("diff_id".into(), diff_id.clone());
     }
     *layer = Value::Object(flat);
-}
-
-fn read_error(name: &str, error: bcow::Error) -> ConvertError {
-    ConvertError::Read {
-        action: "read",
-        what: name.to_owned(),
-        source: std::io::Error::other(error),
-    }
 }

@@ -42,10 +42,8 @@ impl TailStore {
         let length = first.len() + second.len();
         // Whole tails are spilled, so that no tail is partly in the file.
         if self.memory.len() + length > MEMORY_BYTES {
-            self.spill().map_err(|source| ConvertError::Write {
-                action: "write a temporary file in",
-                path: self.directory.clone(),
-                source,
+            self.spill().map_err(|source| {
+                ConvertError::write("write a temporary file in", &self.directory, source)
             })?;
         }
         let offset = self.spilled + self.memory.len() as u64;

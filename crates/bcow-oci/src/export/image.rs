@@ -15,9 +15,10 @@ use super::{ExportError, ExportOptions, TarReport};
 use crate::blob::{open_regular, read_error};
 use crate::cancel::Cancel;
 use crate::digest::{Algorithm, DiffId, Digest, Hasher};
+use crate::error::ConvertError;
 use crate::image::ImageConfig;
 use crate::layout::write::{
-    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes, write_error,
+    LayoutForm, LayoutWriter, ManifestEntry, NewBlob, descriptor, json_bytes,
 };
 use crate::layout::{OCI_CONFIG, OCI_MANIFEST};
 use crate::metadata::insert_some;
@@ -322,7 +323,7 @@ impl ImageExport<'_> {
     }
 
     fn layer(&self, fs: &Filesystem, below: &[&Filesystem]) -> Result<WrittenLayer, ExportError> {
-        let failed = |error| write_error("write", self.writer.directory(), error);
+        let failed = |error| ConvertError::write("write", self.writer.directory(), error);
         let output = self.writer.new_blob()?;
         let file = BufWriter::with_capacity(CHUNK_BYTES, output.file()?);
         let mut encoder = Encoder::new(file, self.compression).map_err(failed)?;

@@ -19,7 +19,7 @@ use super::stored::{LayerRequest, StoredLayer};
 use crate::blob::open_regular;
 use crate::digest::{Algorithm, Digest, Hasher};
 use crate::error::ConvertError;
-use crate::layout::write::{LayoutWriter, digest_of, write_error};
+use crate::layout::write::{LayoutWriter, digest_of};
 use crate::options::Progress;
 use crate::output::Output;
 
@@ -35,7 +35,7 @@ pub(crate) struct LayerCache {
 impl LayerCache {
     pub(crate) fn open(directory: &Path) -> Result<LayerCache, ConvertError> {
         std::fs::create_dir_all(directory)
-            .map_err(|source| write_error("create", directory, source))?;
+            .map_err(|source| ConvertError::write("create", directory, source))?;
         Ok(LayerCache {
             directory: directory.to_owned(),
         })
@@ -123,7 +123,7 @@ impl LayerCache {
             };
             hasher.update(&buffer[..read]);
             file.write_all(&buffer[..read])
-                .map_err(|source| write_error("write to", layout.directory(), source))?;
+                .map_err(|source| ConvertError::write("write to", layout.directory(), source))?;
         }
         if hasher.finish() != named {
             return Ok(Err(
@@ -183,13 +183,13 @@ impl LayerCache {
         };
         let directory = self.entry(request);
         std::fs::create_dir_all(&directory)
-            .map_err(|source| write_error("create", &directory, source))?;
+            .map_err(|source| ConvertError::write("create", &directory, source))?;
         let output = Output::unnamed(&directory)?;
         let mut from = blob.file()?;
         // The descriptor shares its position with the writer's.
-        io::Seek::rewind(&mut from).map_err(|e| write_error("read back", &directory, e))?;
+        io::Seek::rewind(&mut from).map_err(|e| ConvertError::write("read back", &directory, e))?;
         io::copy(&mut from, &mut output.file()?)
-            .map_err(|source| write_error("write to", &directory, source))?;
+            .map_err(|source| ConvertError::write("write to", &directory, source))?;
         output.name_as(&format!("{}.{ENDING}", layer.digest.hex()))
     }
 }

@@ -147,7 +147,7 @@ fn read_trees(
             tails: (i as u64) << TAIL_SHIFT,
             max_inodes: options.limits.max_entries.saturating_add(1),
         };
-        read_layer(&layer.filesystem()?, &read).map_err(|error| layer.damaged(&error))
+        read_layer(&layer.filesystem()?, &read).map_err(|error| layer.damaged(error))
     })
 }
 
@@ -165,11 +165,11 @@ fn lower_layers(
         .map(|window| {
             let entry = backings[window.backing as usize];
             let BackingName::Digest(digest) = &entry.name else {
-                return Err(layer.damaged(&"it names a layer by file name"));
+                return Err(layer.damaged("it names a layer by file name"));
             };
             match by_digest.get(digest) {
                 Some(&below) if below < index => Ok((*window, below)),
-                _ => Err(layer.damaged(&format!(
+                _ => Err(layer.damaged(format!(
                     "it needs layer {}, which is not below it",
                     entry.name
                 ))),

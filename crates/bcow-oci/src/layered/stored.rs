@@ -108,10 +108,8 @@ impl StoredLayer {
             request,
             LayerOrigin::Converted,
         );
-        let mut layer = found.map_err(|problem| ConvertError::Layout {
-            place: path.display().to_string(),
-            problem,
-        })?;
+        let place = path.display().to_string();
+        let mut layer = found.map_err(|problem| ConvertError::layout(place, problem))?;
         layer.new = Some(blob);
         Ok(layer)
     }
@@ -178,22 +176,19 @@ impl StoredLayer {
 
     /// The layer's file system.
     pub(crate) fn filesystem(&self) -> Result<Filesystem, ConvertError> {
-        Filesystem::open(self.image.clone()).map_err(|error| self.damaged(&error))
+        Filesystem::open(self.image.clone()).map_err(|error| self.damaged(error))
     }
 
     /// The digest in the form of backing tables.
     pub(crate) fn sha256(&self) -> Result<[u8; 32], ConvertError> {
         self.digest
             .sha256()
-            .ok_or_else(|| self.damaged(&"its digest is not SHA-256"))
+            .ok_or_else(|| self.damaged("its digest is not SHA-256"))
     }
 
     /// An error for damage in this layer.
-    pub(crate) fn damaged(&self, problem: &dyn std::fmt::Display) -> ConvertError {
-        ConvertError::Layout {
-            place: self.name.clone(),
-            problem: problem.to_string(),
-        }
+    pub(crate) fn damaged(&self, problem: impl std::fmt::Display) -> ConvertError {
+        ConvertError::layout(&self.name, problem)
     }
 
     pub(crate) fn report(&self, input: &LayerInput) -> StoredLayerReport {

@@ -105,11 +105,7 @@ impl LayoutWriter {
                 return Err(refuse("it is not a directory"));
             }
             Err(source) => {
-                return Err(ConvertError::Write {
-                    action: "open",
-                    path: directory.to_owned(),
-                    source,
-                });
+                return Err(ConvertError::write("open", directory, source));
             }
         }
         let mut writer = LayoutWriter {
@@ -129,7 +125,7 @@ impl LayoutWriter {
         match std::fs::create_dir(path) {
             Ok(()) => self.created.push(path.to_owned()),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(source) => return Err(write_error("create", path, source)),
+            Err(source) => return Err(ConvertError::write("create", path, source)),
         }
         Ok(())
     }
@@ -157,10 +153,10 @@ impl LayoutWriter {
     /// Computes the digest of a written blob and makes its bytes durable.
     pub(crate) fn finish(&self, output: Output) -> Result<NewBlob, ConvertError> {
         let file = output.file()?;
-        let (digest, size) =
-            digest_of(&file).map_err(|source| write_error("read back", &self.blobs, source))?;
+        let (digest, size) = digest_of(&file)
+            .map_err(|source| ConvertError::write("read back", &self.blobs, source))?;
         file.sync_all()
-            .map_err(|source| write_error("sync", &self.blobs, source))?;
+            .map_err(|source| ConvertError::write("sync", &self.blobs, source))?;
         Ok(NewBlob {
             output,
             digest,
@@ -174,7 +170,7 @@ impl LayoutWriter {
         output
             .file()?
             .write_all(bytes)
-            .map_err(|source| write_error("write", &self.blobs, source))?;
+            .map_err(|source| ConvertError::write("write", &self.blobs, source))?;
         self.finish(output)
     }
 
@@ -194,9 +190,9 @@ impl LayoutWriter {
         // Without the lock, each of two writers would drop the other's entry. Closing the
         // descriptor releases the lock.
         let lock = File::open(&self.directory)
-            .map_err(|source| write_error("open", &self.directory, source))?;
+            .map_err(|source| ConvertError::write("open", &self.directory, source))?;
         rustix::fs::flock(&lock, FlockOperation::LockExclusive)
-            .map_err(|error| write_error("lock", &self.directory, error.into()))?;
+            .map_err(|error| ConvertError::write("lock", &self.directory, error.into()))?;
         let layout = self.directory.join("oci-layout");
         if !layout.exists() {
             replace(&layout, LAYOUT.as_bytes())?;
@@ -214,7 +210,7 @@ impl LayoutWriter {
         blobs: Vec<NewBlob>,
         entry: &ManifestEntry,
     ) -> Result<(), ConvertError> {
-        let failed = |source| write_error("write", &self.directory, source);
+        let failed = |source| ConvertError::write("write", &self.directory, source);
         let index = json!({
             "schemaVersion": 2,
             "mediaType": OCI_INDEX,
@@ -247,10 +243,7 @@ impl LayoutWriter {
 
     fn update_index(&self, entry: &ManifestEntry) -> Result<(), ConvertError> {
         let path = self.directory.join("index.json");
-        let bad = |problem: String| ConvertError::Layout {
-            place: path.display().to_string(),
-            problem,
-        };
+        let bad = |problem: String| ConvertError::layout(path.display().to_string(), problem);
         let mut index: Map<String, Value> = match open_regular(&path)? {
             Some(blob) => serde_json::from_slice(&blob.document(MAX_MANIFEST_BYTES, None)?)
                 .map_err(|error| bad(format!("invalid document: {error}")))?,
@@ -390,10 +383,8 @@ pub(crate) fn annotated(
 
 /// The text of a document; `what` is its name in messages.
 pub(crate) fn json_bytes(value: &Value, what: &Path) -> Result<Vec<u8>, ConvertError> {
-    serde_json::to_vec(value).map_err(|error| ConvertError::Layout {
-        place: what.display().to_string(),
-        problem: error.to_string(),
-    })
+    serde_json::to_vec(value)
+        .map_err(|error| ConvertError::layout(what.display().to_string(), error))
 }
 
 /// SHA-256 digest and length of a file.
@@ -407,20 +398,12 @@ fn replace(path: &Path, bytes: &[u8]) -> Result<(), ConvertError> {
     output
         .file()?
         .write_all(bytes)
-        .map_err(|source| write_error("write", path, source))?;
+        .map_err(|source| ConvertError::write("write", path, source))?;
     output.publish()
 }
 
 fn sync_directory(path: &Path) -> Result<(), ConvertError> {
     File::open(path)
         .and_then(|directory| directory.sync_all())
-        .map_err(|source| write_error("sync", path, source))
-}
-
-pub(crate) fn write_error(action: &'static str, path: &Path, source: io::Error) -> ConvertError {
-    ConvertError::Write {
-        action,
-        path: path.to_owned(),
-        source,
-    }
+        .map_err(|source| ConvertError::write("sync", path, source))
 }

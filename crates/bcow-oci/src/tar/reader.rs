@@ -8,7 +8,7 @@ use tar_core::{EntryType, GNU_MAGIC, HEADER_SIZE, Header, USTAR_MAGIC, UstarHead
 use super::number;
 use super::pax::PaxHeader;
 use super::sparse::{MAX_RUNS, MapReader, PaxSparse, SparseMap};
-use crate::error::{ConvertError, LimitKind, Place, TarProblem};
+use crate::error::{ConvertError, Exceeded, LimitKind, Place, TarProblem, check_limit};
 use crate::stream::{CHUNK_BYTES, ChunkStream};
 
 /// Largest size of the extension headers of one entry. Linux allows 64 KiB of extended attributes
@@ -73,11 +73,7 @@ pub(crate) struct TarError {
 #[derive(Debug)]
 pub(crate) enum TarCause {
     Problem(TarProblem),
-    Limit {
-        kind: LimitKind,
-        value: u64,
-        allowed: u64,
-    },
+    Limit(Exceeded),
     Stream(Box<ConvertError>),
 }
 
@@ -90,18 +86,15 @@ impl TarError {
         };
         match self.cause {
             TarCause::Problem(problem) => ConvertError::Tar { place, problem },
-            TarCause::Limit {
-                kind,
-                value,
-                allowed,
-            } => ConvertError::Limit {
-                place,
-                kind,
-                value: Some(value),
-                allowed,
-            },
+            TarCause::Limit(exceeded) => exceeded.at(place),
             TarCause::Stream(error) => *error,
         }
+    }
+}
+
+impl From<Exceeded> for TarCause {
+    fn from(exceeded: Exceeded) -> Self {
+        TarCause::Limit(exceeded)
     }
 }
 
@@ -316,11 +309,11 @@ impl<'s> TarReader<'s> {
     ) -> Result<Vec<u8>, TarCause> {
         extensions.bytes = extensions.bytes.saturating_add(size);
         if extensions.bytes > allowed.max(MAX_EXTENSION_BYTES) || size > allowed {
-            return Err(TarCause::Limit {
+            return Err(TarCause::Limit(Exceeded {
                 kind: LimitKind::ExtensionBytes,
                 value: extensions.bytes,
                 allowed,
-            });
+            }));
         }
         let offset = self.input.position();
         let padded = size.next_multiple_of(HEADER_SIZE as u64) as usize;
@@ -419,13 +412,7 @@ impl<'s> TarReader<'s> {
                 .block("a sparse header")?
                 .ok_or_else(|| truncated(offset, "a sparse header"))?;
             collect_runs(&block[..504], &mut runs)?;
-            if runs.len() > MAX_RUNS {
-                return Err(TarCause::Limit {
-                    kind: LimitKind::SparseRuns,
-                    value: runs.len() as u64,
-                    allowed: MAX_RUNS as u64,
-                });
-            }
+            check_limit(LimitKind::SparseRuns, runs.len() as u64, MAX_RUNS as u64)?;
             more = block[504] != 0;
         }
         let size = unsigned(&gnu.realsize, "realsize")?;
