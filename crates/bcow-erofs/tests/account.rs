@@ -91,7 +91,7 @@ fn one_layer_adds_all_it_has() {
 }
 
 #[test]
-fn what_is_deleted_or_replaced_is_hidden_by_who_does_it() {
+fn deletions_and_replacements_are_attributed_to_their_layer() {
     check(
         vec![
             layer(vec![
@@ -160,7 +160,7 @@ fn files_and_directories_replace_each_other() {
 }
 
 #[test]
-fn bytes_count_once_however_many_names_they_have() {
+fn bytes_count_once_for_files_with_many_names() {
     let mut lower = LayerTree::new();
     let id = put(&mut lower, "a", file(1000));
     link(&mut lower, "b", id);
@@ -182,7 +182,7 @@ fn bytes_count_once_however_many_names_they_have() {
 }
 
 #[test]
-fn a_link_from_above_keeps_a_deleted_file_in_sight() {
+fn a_link_in_an_upper_layer_keeps_a_deleted_file() {
     let lower = || {
         layer(vec![
             ("d", directory()),

@@ -144,7 +144,7 @@ fn two_trees() -> [Vec<u8>; 2] {
 }
 
 #[test]
-fn differences_of_every_kind_are_told_in_the_order_of_names() {
+fn every_kind_of_difference_is_reported_in_order_of_names() {
     let [a, b] = two_trees();
     assert_eq!(
         lines(&a, &b, Compare::All),
@@ -192,7 +192,7 @@ fn metadata_and_content_divide_the_differences_between_them() {
 }
 
 #[test]
-fn turned_round_the_differences_are_the_same_ones() {
+fn swapped_sides_give_the_mirrored_differences() {
     let [a, b] = two_trees();
     let round = |letter: &str| match letter {
         "A" => "D".to_owned(),
@@ -230,7 +230,7 @@ fn a_tree_does_not_differ_from_itself() {
 }
 
 #[test]
-fn what_is_known_to_be_the_same_is_not_read() {
+fn known_equal_content_is_not_read() {
     let (tree, space) = everything();
     let image = space.image(&tree);
     let asked = Cell::new(0);
@@ -276,7 +276,7 @@ fn content_of_a_file_with_many_names_is_read_once() {
 }
 
 #[test]
-fn holes_are_zeros_however_they_are_stored() {
+fn holes_of_every_form_read_as_zeros() {
     let image = |stored: bool, last: u8| {
         let mut space = Space::new(0);
         let mut layer = LayerTree::new();
@@ -319,7 +319,7 @@ fn find(image: &[u8], name: &[u8]) -> usize {
 }
 
 #[test]
-fn a_directory_out_of_order_is_damage_and_of_one_side() {
+fn an_unsorted_directory_is_reported_as_damage_of_its_side() {
     let [a, mut b] = two_trees();
     let at = find(&b, b"times");
     b[at] = b'a';

@@ -250,7 +250,7 @@ fn damaged_xattrs_are_found() {
 }
 
 #[test]
-fn superblock_claims_are_checked() {
+fn superblock_fields_are_checked() {
     let mut image = small();
     put32(&mut image, 1024 + 36, 1_000_000);
     sign(&mut image);
@@ -267,7 +267,7 @@ fn superblock_claims_are_checked() {
 }
 
 #[test]
-fn a_superblock_that_is_none_or_needs_more_is_refused_by_name() {
+fn an_invalid_or_unsupported_superblock_is_refused_with_the_reason() {
     let refusal = |change: &dyn Fn(&mut [u8])| {
         let mut image = small();
         change(&mut image);
@@ -317,7 +317,7 @@ fn a_superblock_that_is_none_or_needs_more_is_refused_by_name() {
 }
 
 #[test]
-fn the_wrong_operation_is_the_caller_s_mistake() {
+fn operations_on_the_wrong_type_are_errors_of_the_caller() {
     let image = small();
     let fs = open(&image);
     let inode = |path: &str| {
@@ -337,7 +337,7 @@ fn the_wrong_operation_is_the_caller_s_mistake() {
 }
 
 #[test]
-fn links_are_followed_inside_the_file_system_and_not_for_ever() {
+fn links_are_followed_inside_the_file_system_up_to_a_limit() {
     use bcow_erofs::reader::Symlinks::{Follow, Keep};
     let mut layer = LayerTree::new();
     put(&mut layer, "d", directory());

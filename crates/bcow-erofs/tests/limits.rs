@@ -83,7 +83,7 @@ fn plan_with_xattr(name: &[u8], value: &[u8]) -> Result<u64, WriteError> {
 }
 
 #[test]
-fn xattrs_that_erofs_cannot_hold_name_file_and_attribute() {
+fn xattrs_that_erofs_cannot_store_are_refused_by_name() {
     let message = |name: &[u8], value: &[u8]| plan_with_xattr(name, value).unwrap_err().to_string();
     assert_eq!(
         message(b"user.big", &[0; 65_536]),
@@ -121,7 +121,7 @@ fn xattrs_beyond_what_an_inode_counts_name_the_last_one() {
 }
 
 #[test]
-fn more_shared_xattrs_than_an_inode_counts_are_stored_all_the_same() {
+fn shared_xattrs_beyond_the_count_of_an_inode_are_stored() {
     let names: Vec<String> = (0..300).map(|i| format!("user.{i:03}")).collect();
     let pairs: Vec<(&[u8], &[u8])> = names
         .iter()
@@ -163,7 +163,7 @@ fn an_address_space_beyond_16_tib_is_refused() {
 }
 
 #[test]
-fn tails_longer_than_the_option_says_are_refused_with_their_path() {
+fn tails_over_the_limit_are_refused_with_their_path() {
     let mut space = Space::new(2000);
     let mut layer = LayerTree::new();
     put(

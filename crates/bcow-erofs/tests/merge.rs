@@ -156,7 +156,7 @@ fn the_root_keeps_its_attributes_unless_a_layer_names_it() {
 }
 
 #[test]
-fn a_whiteout_hides_the_layers_below_and_leaves_nothing() {
+fn a_whiteout_hides_lower_layers_and_is_dropped() {
     assert_eq!(
         merged(&[&["a=1", "d/x=1"], &["a!", "d!"]]),
         Vec::<String>::new()
@@ -167,7 +167,7 @@ fn a_whiteout_hides_the_layers_below_and_leaves_nothing() {
 }
 
 #[test]
-fn a_whiteout_inside_a_new_directory_leaves_nothing() {
+fn a_whiteout_inside_a_new_directory_is_dropped() {
     assert_eq!(
         merged(&[&["b=1"], &["d/", "d/x!", "d/y=1"]]),
         ["b=1", "d/", "d/y=1"]
@@ -305,7 +305,7 @@ fn a_directory_with_two_names_is_refused() {
 }
 
 #[test]
-fn names_and_targets_that_no_file_system_has_are_refused_with_their_path() {
+fn impossible_names_and_targets_are_refused_with_their_path() {
     let long = vec![b'n'; 256];
     for name in [&b""[..], b".", b"..", b"a/b", b"a\0b", &long] {
         let mut layer = layer(&["d/"]);
@@ -366,7 +366,7 @@ fn contents_that_contradict_themselves_are_refused() {
 }
 
 #[test]
-fn two_thousand_components_deep_is_no_problem() {
+fn a_path_of_two_thousand_components_is_read() {
     let deep = |name: &str| {
         let mut layer = LayerTree::new();
         let mut at = LayerTree::ROOT;

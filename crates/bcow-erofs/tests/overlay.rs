@@ -23,7 +23,7 @@ fn read_back(image: &[u8]) -> Result<LayerTree, LayerError> {
 }
 
 #[test]
-fn a_layer_comes_back_as_it_went() {
+fn a_layer_in_overlayfs_form_reads_back_unchanged() {
     let (tree, space) = everything();
     let image = space.image(&tree);
     let again = read_back(&image).unwrap().into_tree().unwrap();

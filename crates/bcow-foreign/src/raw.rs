@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn holes_are_told_and_the_last_sector_is_whole() {
+    fn holes_are_reported_and_the_last_sector_is_complete() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len((8 << 20) + 5).unwrap();
         file.seek(io::SeekFrom::Start(4 << 20)).unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_disk_is_refused() {
+    fn files_that_are_not_disks_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let error = RawDisk::open(directory.path()).unwrap_err().to_string();
         assert!(error.ends_with("it is a directory"), "{error}");

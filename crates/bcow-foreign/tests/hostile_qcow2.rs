@@ -159,7 +159,7 @@ fn the_format_of_a_version_2_backing_file_is_read_as_qemu_records_it() {
 }
 
 #[test]
-fn an_encrypted_image_is_not_read_as_if_it_were_none() {
+fn an_encrypted_image_is_refused() {
     for method in [1u32, 2, 9] {
         let mut bytes = image(ClusterCompression::None);
         put(&mut bytes, 32, &method.to_be_bytes());
@@ -169,7 +169,7 @@ fn an_encrypted_image_is_not_read_as_if_it_were_none() {
 }
 
 #[test]
-fn an_image_that_was_cut_off_is_an_error_and_no_zeros() {
+fn a_truncated_image_is_an_error_instead_of_zeros() {
     let bytes = image(ClusterCompression::None);
     let whole = read_bytes(&bytes).unwrap();
     // The tables come last in what bcow writes; here they come first.
@@ -188,7 +188,7 @@ fn an_image_that_was_cut_off_is_an_error_and_no_zeros() {
 }
 
 #[test]
-fn tables_larger_than_any_disk_or_smaller_than_their_own_are_refused() {
+fn tables_too_large_or_too_small_for_the_disk_are_refused() {
     let refused = |at: usize, value: &[u8]| {
         let mut bytes = image(ClusterCompression::None);
         put(&mut bytes, at, value);

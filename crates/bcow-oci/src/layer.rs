@@ -627,7 +627,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formats_are_told_by_their_first_bytes() {
+    fn formats_are_recognized_by_their_first_bytes() {
         assert_eq!(Format::of(b""), Format::Plain);
         assert_eq!(Format::of(&[0x1f]), Format::Plain);
         assert_eq!(Format::of(&[0x1f, 0x8b, 8]), Format::Gzip);

@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn files_layouts_and_blobs_are_told_apart() {
+    fn files_layouts_and_blobs_are_distinguished() {
         for file in ["a.bcow", "./oci:x", "dir/oci:x", "tar:x", "a@sha256:0"] {
             assert_eq!(parse(file), Ok(ImageName::File(file.into())));
         }
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_says_why() {
+    fn invalid_names_are_refused_with_the_reason() {
         for (text, why) in [
             ("bcow:", "missing file name"),
             ("oci:", "missing directory"),
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_no_text_are_kept() {
+    fn names_outside_utf_8_are_kept() {
         let text = OsStr::from_bytes(b"oci:a\xff:tag");
         let name = ImageName::parse(text).unwrap();
         assert_eq!(name.absolute(), text);

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_stand_by_index_whatever_the_order() {
+    fn results_are_ordered_by_index() {
         let order = [3, 0, 2, 1];
         for threads in 1..5 {
             let found = run(&order, threads, &AtomicBool::new(false), |i| {

@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn whiteout_of_the_longest_name_is_no_name_too_long() {
+    fn a_whiteout_of_the_longest_name_is_not_too_long() {
         let whiteout = |bytes| [WHITEOUT, &vec![b'x'; bytes]].concat();
         assert!(components(&whiteout(255)).is_ok());
         assert!(components(&whiteout(256)).is_err());

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_container_of_images_holds_makes_it_one() {
+    fn image_containers_are_recognized_by_their_files() {
         let docker = br#"[{"Config":"a.json","RepoTags":null,"Layers":["a/layer.tar"]}]"#;
         for (name, content, form) in [
             (

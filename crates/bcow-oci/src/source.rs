@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_source_says_why() {
+    fn invalid_sources_are_refused_with_the_reason() {
         for (text, problem) in [
             ("image", "missing transport"),
             ("oci:", "missing path"),

@@ -134,7 +134,7 @@ mod tests {
     use crate::writer::MAX_INLINE;
 
     #[test]
-    fn every_tail_up_to_the_limit_finds_a_place_in_one_block() {
+    fn every_tail_up_to_the_limit_fits_in_one_block() {
         for inode_bytes in [32, 64] {
             for xattr_bytes in (0..3 * BLOCK).step_by(4) {
                 let head = inode_bytes + xattr_bytes;

@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_configuration_there_is_a_platform_all_the_same() {
+    fn a_platform_is_exported_without_a_configuration() {
         let template = ConfigTemplate::new(None).unwrap();
         assert_eq!(template.platform(), Some(Platform::host()));
     }

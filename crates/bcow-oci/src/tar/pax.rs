@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_value_takes_back_the_global_one() {
+    fn an_empty_value_removes_the_global_one() {
         let global = [record(b"uid", b"55"), record(b"gid", b"66")].concat();
         let global = PaxHeader::parse_global(&global, &PaxHeader::default()).unwrap();
         let header = PaxHeader::parse(&record(b"uid", b""), &global).unwrap();

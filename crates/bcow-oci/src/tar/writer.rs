@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn sparse_files_come_back_with_their_holes() {
+    fn sparse_files_are_read_back_with_their_holes() {
         let run = |offset, length| Run { offset, length };
         for (size, runs) in [
             (10_000, vec![]),

@@ -78,7 +78,7 @@ fn a_large_window_is_refused() {
 }
 
 #[test]
-fn bytes_that_are_not_what_the_manifest_says_are_refused() {
+fn content_that_differs_from_the_manifest_is_refused() {
     let mut messages = Vec::new();
     // The same length, other bytes.
     let layout = Layout::of(&[tar()]);
@@ -115,7 +115,7 @@ fn a_wrong_diff_id_is_refused() {
 }
 
 #[test]
-fn media_types_are_named_when_they_are_unknown() {
+fn unknown_media_types_are_named_in_the_error() {
     let mut messages = Vec::new();
     let refused = |media_type: &str| message(convert(&stored(media_type, tar(), tar())));
     messages.push(refused("application/vnd.oci.image.layer.v1.tar+encrypted"));
@@ -164,7 +164,7 @@ fn digests_are_checked_before_they_name_a_file() {
 }
 
 #[test]
-fn a_foreign_layer_that_is_not_there_is_named_as_one() {
+fn a_missing_foreign_layer_is_reported_as_foreign() {
     let mut layout = Layout::new();
     let tar = tar();
     let digest = bcow_oci::Digest::of(&tar).to_string();
@@ -192,7 +192,7 @@ fn indexes_that_never_end_are_refused() {
 }
 
 #[test]
-fn documents_that_are_none_are_refused() {
+fn invalid_documents_are_refused() {
     let mut messages = Vec::new();
     let layout = Layout::of(&[tar()]);
     let write = |name: &str, bytes: &str| std::fs::write(layout.path().join(name), bytes).unwrap();
@@ -210,7 +210,7 @@ fn documents_that_are_none_are_refused() {
 }
 
 #[test]
-fn sources_that_cannot_be_read_say_so() {
+fn errors_of_unreadable_sources_name_them() {
     let mut messages = Vec::new();
     let text = |source: &str| message(convert_with(&source.parse::<Source>().unwrap(), &options()));
     messages.push(text("oci:/no/such/layout"));

@@ -288,7 +288,7 @@ fn warned(tar: &[u8], options: &ConvertOptions) -> (Vec<String>, String) {
 }
 
 #[test]
-fn an_archive_without_its_end_is_taken_if_asked_for_and_an_empty_one_never() {
+fn truncated_archives_are_accepted_on_request_and_empty_ones_never() {
     let (tar, [empty, one, two]) = two_entries();
     let truncated = ConvertOptions {
         allow_truncated: true,
@@ -310,7 +310,7 @@ fn an_archive_without_its_end_is_taken_if_asked_for_and_an_empty_one_never() {
 }
 
 #[test]
-fn half_an_end_marker_and_what_follows_a_whole_one_are_told() {
+fn half_an_end_marker_and_data_after_a_whole_one_cause_warnings() {
     let (tar, [.., two]) = two_entries();
     let whole = warned(&tar, &options()).1;
     let (warnings, lines) = warned(&tar[..two + 512], &options());
@@ -334,7 +334,7 @@ fn half_an_end_marker_and_what_follows_a_whole_one_are_told() {
 }
 
 #[test]
-fn an_archive_without_any_entry_is_an_empty_root_if_it_says_where_it_ends() {
+fn an_archive_with_only_an_end_marker_is_an_empty_root() {
     assert_eq!(
         warned(&Tar::new().done(), &options()),
         (vec![], String::new())
@@ -371,7 +371,7 @@ fn a_compressed_archive_is_refused_wherever_it_is_cut() {
 }
 
 #[test]
-fn the_owner_that_chown_does_not_take_is_refused_in_pax_records_too() {
+fn the_owner_number_that_chown_refuses_is_refused_in_pax_records_too() {
     for key in ["uid", "gid"] {
         let tar = Tar::new().pax(&[(key, "4294967295")]).file("f", "").done();
         let text = refused(&tar);

@@ -55,7 +55,7 @@ fn the_oldest_headers_are_understood() {
 }
 
 #[test]
-fn long_names_come_in_four_ways() {
+fn all_four_forms_of_long_names_are_read() {
     let long = |c: char| format!("{}/{}", c.to_string().repeat(120), c.to_string().repeat(90));
     let (prefix, name) = ("p".repeat(155), "n".repeat(100));
     let mut ustar = Header::new(&name, b'0').block();
@@ -107,7 +107,7 @@ fn a_gnu_header_with_times_has_no_prefix() {
 }
 
 #[test]
-fn pax_says_more_than_the_header() {
+fn pax_records_override_the_header() {
     let tar = Tar::new()
         .pax(&[
             ("uid", "4294967294"),
@@ -198,7 +198,7 @@ fn sparse_content() -> (Vec<u8>, Vec<u8>) {
 }
 
 #[test]
-fn sparse_files_come_in_four_ways() {
+fn all_four_forms_of_sparse_files_are_read() {
     let (whole, data) = sparse_content();
     let stored = data.len() as u64;
     let mut gnu = Header::new("gnu", b'S').magic(GNU).size(stored).block();
@@ -277,7 +277,7 @@ fn a_file_that_is_one_hole_costs_nothing() {
 }
 
 #[test]
-fn a_layer_may_lack_its_end_as_its_digest_says_that_it_is_whole() {
+fn a_layer_with_the_right_digest_may_lack_the_end_marker() {
     let tar = Tar::new().file("a", "1").file("b", "2").done();
     let expected = convert_layers(std::slice::from_ref(&tar)).unwrap().dump();
     let end = tar.len() - 1024;
@@ -325,7 +325,7 @@ fn compression_is_known_by_its_magic() {
 }
 
 #[test]
-fn hardlinks_are_resolved_whatever_the_order() {
+fn hardlinks_are_resolved_in_any_order() {
     let tar = Tar::new()
         .hardlink("first", "./target")
         .hardlink("chain", "first")
@@ -383,7 +383,7 @@ fn a_long_chain_of_links_takes_no_longer_than_many_links() {
 }
 
 #[test]
-fn a_pipe_is_read_as_it_comes() {
+fn a_pipe_is_read_once_without_seeking() {
     let dir = tempfile::tempdir().unwrap();
     let fifo = dir.path().join("fifo.tar");
     let made = std::process::Command::new("mkfifo").arg(&fifo).status();
@@ -457,7 +457,7 @@ fn the_last_of_several_entries_wins() {
 }
 
 #[test]
-fn volume_labels_and_data_of_directories_are_passed_over() {
+fn volume_labels_and_data_of_directories_are_skipped() {
     let tar = Tar::new()
         .entry(&Header::new("label", b'V').magic(GNU), b"")
         .entry(&Header::new("d", b'D').magic(GNU).size(5), b"Ya\0\0\0")
@@ -473,7 +473,7 @@ fn volume_labels_and_data_of_directories_are_passed_over() {
 }
 
 #[test]
-fn a_stream_is_read_alike_however_large_its_files() {
+fn file_sizes_do_not_change_how_a_stream_is_read() {
     // Sizes around those of stream chunks and of deduplicated pieces.
     let mib = 1 << 20;
     let mut tar = Tar::new();

@@ -290,7 +290,7 @@ fn a_stack_is_exported_layer_by_layer_and_is_the_same_image() {
 }
 
 #[test]
-fn an_exported_image_exports_to_the_same_digests_again() {
+fn a_second_export_has_the_same_digests() {
     let stacked = stack(&hard_layers()).unwrap();
     let gzip = LayerCompression::Gzip { level: 6 };
     let zstd = LayerCompression::Zstd { level: 3 };
@@ -336,7 +336,7 @@ fn unpacked(path: &Path) -> Vec<u8> {
 }
 
 #[test]
-fn how_an_image_is_stored_makes_no_difference_to_what_it_is_exported_as() {
+fn the_form_of_an_image_does_not_change_its_export() {
     let noise: Vec<u8> = (0..3_000_000u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 20) as u8)
         .collect();
@@ -387,7 +387,7 @@ fn a_flattened_image_is_exported_as_one_layer() {
 }
 
 #[test]
-fn other_images_of_the_layout_stay() {
+fn other_images_in_the_layout_are_kept() {
     let converted = convert_tar(&Tar::new().file("a", "a").done()).unwrap();
     let mut layout = Layout::of(&[Tar::new().file("b", "b").done()]);
     let other = layout.image("linux/arm64", &[]);
@@ -413,7 +413,7 @@ fn other_images_of_the_layout_stay() {
 }
 
 #[test]
-fn a_name_that_would_be_a_whiteout_is_refused_and_nothing_is_left() {
+fn a_name_with_the_whiteout_prefix_is_refused_without_output() {
     let tree = tempfile::tempdir().unwrap();
     std::fs::write(tree.path().join(".wh.file"), "x").unwrap();
     let converted = convert_with(&Source::Directory(tree.path().to_owned()), &options()).unwrap();
@@ -432,7 +432,7 @@ fn a_name_that_would_be_a_whiteout_is_refused_and_nothing_is_left() {
 }
 
 #[test]
-fn sparse_files_are_zeros_in_layers_unless_they_are_great_holes() {
+fn layers_store_small_holes_as_zeros_and_large_ones_as_holes() {
     let sparse = |name: &str, size: u64| {
         let map = format!("1\n{size}\n0\n");
         let mut data = map.into_bytes();
@@ -457,7 +457,7 @@ fn sparse_files_are_zeros_in_layers_unless_they_are_great_holes() {
 }
 
 #[test]
-fn writing_that_fails_is_told_as_such() {
+fn write_failures_are_reported_as_such() {
     struct Full;
     impl std::io::Write for Full {
         fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {

@@ -80,7 +80,7 @@ fn images_on_one_base_share_its_file() {
 }
 
 #[test]
-fn how_a_layer_was_compressed_is_nothing_to_it() {
+fn compression_of_the_source_does_not_change_the_digest() {
     let plain = layered(&image(&[1]).source(None), |_| {});
     let mut other = Layout::new();
     let layers = [base(), upper(1)].map(|tar| (concat_gzip(), gzip(&tar), tar));
@@ -101,7 +101,7 @@ fn concat_gzip() -> String {
 }
 
 #[test]
-fn what_the_layout_has_is_not_made_again() {
+fn existing_layers_of_the_layout_are_not_converted_again() {
     let (one, two) = (image(&[1]), image(&[1, 2]));
     let layered = layered(&one.source(None), |_| {});
     let before = layered.files();
@@ -164,7 +164,7 @@ fn entries(cache: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn the_cache_gives_what_it_was_given() {
+fn the_cache_returns_what_was_stored() {
     let image = image(&[1, 2]);
     let source = image.source(None);
     let dir = tempfile::tempdir().unwrap();
@@ -184,7 +184,7 @@ fn the_cache_gives_what_it_was_given() {
 }
 
 #[test]
-fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
+fn damaged_files_in_the_cache_are_reported_and_converted_again() {
     let image = image(&[1]);
     let source = image.source(None);
     let dir = tempfile::tempdir().unwrap();
@@ -243,7 +243,7 @@ fn what_has_rotted_in_the_cache_is_dropped_told_and_made_again() {
 }
 
 #[test]
-fn a_layer_that_is_there_does_not_hide_that_the_source_contradicts_itself() {
+fn a_contradiction_in_the_source_is_found_even_if_the_layer_exists() {
     let good = image(&[1]);
     let dir = tempfile::tempdir().unwrap();
     let cached = |layout: &mut LayoutOptions| layout.cache = Some(dir.path().to_owned());
@@ -359,7 +359,7 @@ fn several_converters_share_a_cache_and_a_layout() {
 }
 
 #[test]
-fn what_lower_layers_have_is_named_there_if_that_is_wanted() {
+fn content_of_lower_layers_is_referenced_on_request() {
     let image = image(&[1, 2]);
     let source = image.source(None);
     let alone = layered(&source, |_| {});
@@ -416,7 +416,7 @@ fn odd_numbers_of_layers_are_images() {
 }
 
 #[test]
-fn what_is_no_layout_is_not_written_into() {
+fn a_directory_that_is_not_a_layout_is_not_written() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("precious"), "x").unwrap();
     let image = image(&[]);

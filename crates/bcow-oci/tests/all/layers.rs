@@ -45,7 +45,7 @@ fn whiteouts_hide_lower_layers_only() {
 }
 
 #[test]
-fn an_opaque_mark_hides_lower_layers_wherever_it_stands() {
+fn an_opaque_mark_at_any_position_hides_lower_layers() {
     let lower = Tar::new()
         .entry(
             &Header {
@@ -74,7 +74,7 @@ fn an_opaque_mark_hides_lower_layers_wherever_it_stands() {
 }
 
 #[test]
-fn what_aufs_left_behind_is_ignored() {
+fn files_of_aufs_are_ignored() {
     let layer = Tar::new()
         .dir(".wh..wh.plnk")
         .file(".wh..wh.plnk/123.456", "x")
@@ -107,7 +107,7 @@ fn hidden_content_is_not_stored() {
 }
 
 #[test]
-fn a_hidden_file_lives_on_under_its_other_names() {
+fn a_hidden_file_keeps_its_other_names() {
     let lower = Tar::new()
         .file("first", data(1))
         .hardlink("second", "first")
@@ -164,7 +164,7 @@ fn a_parent_that_is_a_symlink_below_becomes_a_directory() {
 }
 
 #[test]
-fn implicit_parents_take_what_a_lower_layer_says() {
+fn implicit_parents_take_the_attributes_of_lower_layers() {
     let mut dir = Header::new("d", b'5');
     (dir.mode, dir.uid, dir.mtime) = (0o1777, 33, 77);
     let lower = Tar::new().entry(&dir, b"").done();
@@ -207,7 +207,7 @@ fn the_bytes_do_not_depend_on_threads() {
 }
 
 #[test]
-fn a_thousand_layers_are_no_deeper_than_one() {
+fn a_thousand_layers_need_no_recursion() {
     let layers: Vec<_> = (0..1000)
         .map(|i| {
             Tar::new()

@@ -66,7 +66,7 @@ fn the_platform_picks_from_an_index() {
 }
 
 #[test]
-fn one_image_for_another_platform_is_taken_unless_one_was_asked_for() {
+fn a_single_image_for_another_platform_is_used_unless_a_platform_is_given() {
     let mut layout = Layout::new();
     let image = layout.image("plan9/mips", &[(LAYER, layer("x"), layer("x"))]);
     layout.list(image, None);
@@ -76,7 +76,7 @@ fn one_image_for_another_platform_is_taken_unless_one_was_asked_for() {
 }
 
 #[test]
-fn a_name_or_digest_picks_an_image_and_none_is_guessed() {
+fn a_name_or_digest_selects_an_image_without_guessing() {
     let mut messages = Vec::new();
     let mut layout = Layout::new();
     let mut digests = Vec::new();
@@ -162,7 +162,7 @@ fn sha512_digests_are_understood() {
 }
 
 #[test]
-fn the_metadata_says_where_the_image_comes_from_and_nothing_of_the_host() {
+fn the_metadata_records_the_source_image_and_nothing_of_the_host() {
     let layout = Layout::of(&[layer("x")]);
     let options = ConvertOptions {
         source_date_epoch: Some(1_700_000_000),
@@ -261,7 +261,7 @@ fn docker_archives_are_understood() {
 }
 
 #[test]
-fn a_docker_archive_that_lies_is_refused() {
+fn a_docker_archive_that_contradicts_itself_is_refused() {
     let mut messages = Vec::new();
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("saved.tar");

@@ -22,7 +22,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn an_image_that_is_there_is_replaced_only_by_a_whole_one() {
+fn an_existing_image_is_replaced_only_by_a_complete_one() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image");
     std::fs::write(&path, "old").unwrap();

@@ -122,7 +122,7 @@ fn problems(opened: &Opened, layout: &Layout) -> Vec<String> {
 }
 
 #[test]
-fn a_stack_opens_with_its_layers_by_every_name_it_has() {
+fn a_stack_opens_by_each_of_its_names() {
     let (one, two) = (layer(b"first"), layer(b"second"));
     let (layout, stack) = layout(&[&one, &two]);
     let bare = ImageName::File(blob_path(&layout, &stack.digest));
@@ -192,7 +192,7 @@ fn a_missing_layer_is_named_and_can_come_from_a_store() {
 }
 
 #[test]
-fn another_file_under_a_layers_name_is_refused_and_a_right_one_behind_it_taken() {
+fn a_wrong_file_with_the_name_of_a_layer_is_skipped_for_a_right_one() {
     let (one, two) = (layer(b"first"), layer(b"second"));
     let (layout, _) = layout(&[&one, &two]);
     let path = blob_path(&layout, &one.digest);
@@ -236,7 +236,7 @@ fn another_file_under_a_layers_name_is_refused_and_a_right_one_behind_it_taken()
 }
 
 #[test]
-fn layers_in_each_others_place_are_refused() {
+fn swapped_layers_are_refused() {
     let (one, two) = (layer(b"first"), layer(b"second"));
     let (layout, _) = layout(&[&one, &two]);
     std::fs::write(blob_path(&layout, &one.digest), &two.bytes).unwrap();
@@ -247,7 +247,7 @@ fn layers_in_each_others_place_are_refused() {
 }
 
 #[test]
-fn layers_below_layers_are_found_the_same_way() {
+fn backing_files_of_layers_are_found_the_same_way() {
     let one = layer(b"first");
     let two = make(b"second", &[&one], &[]);
     let (layout, _) = layout(&[&one, &two]);
@@ -333,7 +333,7 @@ fn the_merkle_tree_vouches_for_layers_and_the_manifest_for_the_stack() {
 }
 
 #[test]
-fn layouts_without_the_image_say_so() {
+fn a_layout_without_the_requested_image_is_refused() {
     let mut ordinary = Layout::new();
     let image = ordinary.image("linux/amd64", &[(LAYER, b"tar".to_vec(), b"tar".to_vec())]);
     ordinary.list(image, Some("x"));
@@ -356,7 +356,7 @@ fn layouts_without_the_image_say_so() {
 }
 
 #[test]
-fn without_a_name_the_one_image_in_bcow_form_is_meant() {
+fn the_only_image_in_bcow_form_needs_no_name() {
     let one = layer(b"first");
     let (mut layout, _) = layout(&[&one]);
     let image = layout.image("linux/amd64", &[(LAYER, b"tar".to_vec(), b"tar".to_vec())]);
@@ -394,7 +394,7 @@ fn names_for_digests_are_single_names() {
 
 /// False metadata in a stack cannot make the reader search other directories.
 #[test]
-fn nothing_in_a_file_leads_out_of_the_stores() {
+fn no_reference_in_a_file_leaves_the_stores() {
     let secret = layer(b"secret");
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("secret"), &secret.bytes).unwrap();
