@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 
-from measure import MIB, Failed, disk_bytes, machine, process_cpu, process_rss, run, table
+from measure import MIB, Failed, disk_bytes, machine, process_cpu, process_rss, run
 
 BASE = 1024 * MIB
 # Repeated writes go to a part of the disk that was written before.

@@ -217,7 +217,7 @@ class Generator:
             # The listing process still has CAP_SYS_ADMIN, which ext4 checks; the mount checks the
             # user only.
             if self.random.random() < 0.15 and name != "list_xattrs":
-                arguments["who"] = self.random.choice(["alice", "bob"])
+                arguments["user"] = self.random.choice(["alice", "bob"])
             if self.random.random() < 0.1:
                 arguments["umask"] = self.random.choice([0, 0o077, 0o027])
             yield name, arguments

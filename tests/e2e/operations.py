@@ -77,10 +77,10 @@ class Side:
         """Runs an operation; returns ["ok", value] or ["E...", None]. Raises NoSlot without an open
         slot."""
         arguments = dict(arguments)
-        who, umask = arguments.pop("who", "root"), arguments.pop("umask", 0o022)
+        user, umask = arguments.pop("user", "root"), arguments.pop("umask", 0o022)
         self.seen = None
         try:
-            with syscalls.acting_as(*USERS[who], umask):
+            with syscalls.acting_as(*USERS[user], umask):
                 return ["ok", getattr(self, "do_" + name)(**arguments)]
         except OSError as error:
             return [syscalls.name_of(error.errno), None]

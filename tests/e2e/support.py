@@ -246,6 +246,81 @@ def unpacked(name):
     return rootfs, tree.dump(rootfs)
 
 
+class Scratch(unittest.TestCase):
+    """The base of test cases with a directory for the class, which is removed afterwards."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.directory = tempfile.mkdtemp(prefix=f"{cls.__name__.lower()}-", dir=WORK)
+        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        os.chmod(cls.directory, 0o755)
+
+    @classmethod
+    def use_image(cls, name):
+        """Sets the source of the real or the small image, and the tree that umoci unpacks."""
+        cls.source = "oci:" + ":".join(image(name))
+        cls.rootfs, cls.reference = unpacked(name)
+
+    @classmethod
+    def path(cls, name, data=None):
+        """A path in the directory; with `data`, a new file."""
+        path = os.path.join(cls.directory, name)
+        if data is not None:
+            with open(path, "wb") as out:
+                out.write(data)
+        return path
+
+
+class Served:
+    """A running `bcow serve` and the URIs that it printed."""
+
+    def __init__(self, *arguments, exports=1, wrapper=(), **options):
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen([*wrapper, BCOW, "serve", *arguments],
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                        stderr=self.log, **options)
+        self.uris = [self.process.stdout.readline().decode().strip() for _ in range(exports)]
+        if not all(self.uris):
+            code = self.process.wait(timeout=60)
+            raise AssertionError(
+                f"bcow serve {' '.join(arguments)} ended with {code}: {self.output()}")
+        self.uri = self.uris[0]
+
+    @property
+    def port(self):
+        return int(re.search(r":(\d+)(?:/|$)", self.uri)[1])
+
+    def output(self):
+        # The server writes at the file's offset, which must not change.
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def peak_bytes(self):
+        with open(f"/proc/{self.process.pid}/status") as status:
+            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read()).group(1)) * 1024
+
+    def end(self, how=signal.SIGTERM):
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        code = self.process.wait(timeout=60)
+        self.process.stdout.close()
+        output = self.output()
+        self.log.close()
+        if how == signal.SIGTERM and (code != 0 or "panicked" in output):
+            raise AssertionError(f"bcow serve ended with {code}: {output}")
+
+
+@contextlib.contextmanager
+def served(*arguments, end=signal.SIGTERM, **options):
+    """`bcow serve` for the length of a with block, ended by this signal."""
+    server = Served(*arguments, **options)
+    try:
+        yield server
+    except BaseException:
+        server.end(signal.SIGKILL)
+        raise
+    server.end(end)
+
+
 def layer_bytes(name):
     """The total uncompressed size of an image's layers."""
     directory, _ = image(name)

@@ -114,15 +114,13 @@ class Writable:
                    for path, _, names in os.walk(self.upper) for name in names)
 
 
-class Containers(unittest.TestCase):
+class Containers(support.Scratch):
     @classmethod
     def setUpClass(cls):
         need("runc", "podman", "conmon", root=True, fuse=True)
         layout, tag = image("real")
-        cls.directory = tempfile.mkdtemp(prefix="containers-", dir=support.WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
-        os.chmod(cls.directory, 0o755)
-        cls.image = os.path.join(cls.directory, "real.bcow")
+        super().setUpClass()
+        cls.image = cls.path("real.bcow")
         bcow("convert", "--no-verify", f"oci:{layout}:{tag}", cls.image)
         with support.mounted(cls.image) as root:
             cls.packages = packages(root)

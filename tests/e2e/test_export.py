@@ -5,8 +5,8 @@ import os
 import shutil
 import unittest
 
-from support import (PEAK_BYTES, WORK, assert_same_tree, bcow, image, kernel_at_least,
-                     kernel_mounted, mounted, need, run, unpacked)
+from support import (PEAK_BYTES, Scratch, assert_same_tree, bcow, kernel_at_least, kernel_mounted,
+                     mounted, need, run)
 from test_merge import scratch, stack as overlays
 import sequences
 import tree
@@ -18,23 +18,12 @@ class Exported:
     @classmethod
     def setUpClass(cls):
         need("umoci", "skopeo", "tar", root=True, fuse=True)
-        directory, tag = image(cls.NAME)
-        cls.source = f"oci:{directory}:{tag}"
-        cls.rootfs, cls.reference = unpacked(cls.NAME)
-        cls.directory = os.path.join(WORK, f"export-{cls.NAME}")
-        shutil.rmtree(cls.directory, ignore_errors=True)
-        os.makedirs(cls.directory)
-        cls.flat = os.path.join(cls.directory, "flat.bcow")
+        super().setUpClass()
+        cls.use_image(cls.NAME)
+        cls.flat = cls.path("flat.bcow")
         cls.stack = f"oci:{cls.directory}/stack:t"
         bcow("convert", cls.source, cls.flat)
         bcow("convert", cls.source, cls.stack)
-
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.directory, ignore_errors=True)
-
-    def path(self, name):
-        return os.path.join(self.directory, name)
 
     def umoci(self, layout):
         """The tree that umoci unpacks from an image."""
@@ -77,7 +66,7 @@ class Exported:
         self.assertEqual(summary["same"], len(self.reference))
 
 
-class Export(Exported, unittest.TestCase):
+class Export(Exported, Scratch):
     NAME = "small"
     COMPRESS = "gzip:6"
 
@@ -194,7 +183,7 @@ class Export(Exported, unittest.TestCase):
         self.assertEqual(manifests[0], manifests[2])
 
 
-class ExportOfTheRealImage(Exported, unittest.TestCase):
+class ExportOfTheRealImage(Exported, Scratch):
     NAME = "real"
     # umoci does not read zstd; a larger image takes minutes.
     COMPRESS = "gzip:1"

@@ -1,6 +1,7 @@
 """Failures around bcow (full disks, wrong files, wrong places, signals) give one clear error and
 leave no file behind."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -11,37 +12,40 @@ import tempfile
 import termios
 import unittest
 
-from support import (BCOW, TOP, WORK, assert_refused, assert_same_tree, bcow, is_mounted, mounted,
-                     need, run, until)
+from support import (BCOW, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, is_mounted,
+                     mounted, need, run, until)
 import tree
 from sequences import ocilib
 
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
 
 
-class Failures(unittest.TestCase):
+class Failures(Scratch):
     @classmethod
     def setUpClass(cls):
         need(root=True, fuse=True)
-        cls.directory = os.path.join(WORK, "failures")
-        shutil.rmtree(cls.directory, ignore_errors=True)
+        super().setUpClass()
         run(sys.executable, GENERATOR, cls.directory, "sizes")
         cls.source = f"oci:{cls.directory}/sizes/image"
         cls.image = os.path.join(cls.directory, "image.bcow")
         bcow("convert", cls.source, cls.image)
 
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.directory, ignore_errors=True)
-
     refused = assert_refused
 
-    def path(self, name, data=None):
-        path = os.path.join(self.directory, name)
-        if data is not None:
-            with open(path, "wb") as out:
-                out.write(data)
-        return path
+    @contextlib.contextmanager
+    def foreground(self):
+        """A foreground mount of the image: its process and its mount point."""
+        where = tempfile.mkdtemp(dir=self.directory)
+        process = subprocess.Popen([BCOW, "mount", "-f", self.image, where],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: process.poll() is not None or is_mounted(where), "mounted")
+            self.assertIsNone(process.poll(), "bcow mount -f ended by itself")
+            yield process, where
+        finally:
+            process.kill()
+            if is_mounted(where):
+                subprocess.run(["umount", "-l", where])
 
     def test_convert_onto_a_full_disk_leaves_nothing(self):
         small = self.path("small-disk")
@@ -156,31 +160,15 @@ class Failures(unittest.TestCase):
 
     def test_daemon_unmounts_and_ends_on_signals(self):
         for number in (signal.SIGTERM, signal.SIGINT):
-            with self.subTest(signal=number):
-                where = tempfile.mkdtemp(dir=self.directory)
-                process = subprocess.Popen([BCOW, "mount", "-f", self.image, where],
-                                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                try:
-                    until(lambda: process.poll() is not None or is_mounted(where), "mounted")
-                    self.assertIsNone(process.poll(), "bcow mount -f ended by itself")
-                    process.send_signal(number)
-                    process.wait(60)
-                    self.assertFalse(is_mounted(where))
-                finally:
-                    process.kill()
-                    if is_mounted(where):
-                        subprocess.run(["umount", "-l", where])
+            with self.subTest(signal=number), self.foreground() as (process, where):
+                process.send_signal(number)
+                process.wait(60)
+                self.assertFalse(is_mounted(where))
 
     def test_foreground_daemon_ends_when_unmounted(self):
-        where = tempfile.mkdtemp(dir=self.directory)
-        process = subprocess.Popen([BCOW, "mount", "-f", self.image, where],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            until(lambda: process.poll() is not None or is_mounted(where), "mounted")
+        with self.foreground() as (process, where):
             run("umount", where)
             self.assertEqual(process.wait(60), 0)
-        finally:
-            process.kill()
 
     def test_mount_is_read_only_nosuid_and_nodev(self):
         with mounted(self.image) as where:

@@ -7,7 +7,6 @@ with nbd.ko, a virtual machine with virtio-blk on qemu's NBD client, and nbdfuse
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -16,7 +15,7 @@ import unittest
 import support
 import uml
 import vm
-from support import BCOW, bcow, run
+from support import BCOW, bcow, run, served
 
 MIB = 1 << 20
 KINDS = ("ext4", "xfs", "btrfs")
@@ -26,39 +25,6 @@ FILES = 40
 DURABLE = 10
 # fsx comes from crates.io; a run has this number of operations.
 OPERATIONS = int(os.environ.get("BCOW_FSX") or 3000)
-
-
-class Served:
-    """A running `bcow serve`."""
-
-    def __init__(self, *arguments):
-        self.process = subprocess.Popen([BCOW, "serve", *arguments], stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.PIPE)
-        first = self.process.stdout.readline().decode()
-        if not first:
-            raise AssertionError(
-                f"bcow serve {' '.join(arguments)} ended with {self.process.wait()}")
-        match = re.search(r":(\d+)(?:/|$)", first.strip())
-        self.port = int(match.group(1)) if match else None
-
-    def end(self, how=signal.SIGTERM):
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        code = self.process.wait(timeout=60)
-        self.process.stdout.close()
-        if how == signal.SIGTERM and code != 0:
-            raise AssertionError(f"bcow serve ended with {code} after SIGTERM")
-
-
-@contextlib.contextmanager
-def served(*arguments, end=signal.SIGTERM):
-    server = Served(*arguments)
-    try:
-        yield server
-    except BaseException:
-        server.end(signal.SIGKILL)
-        raise
-    server.end(end)
 
 
 class KernelClients(unittest.TestCase):

@@ -16,7 +16,7 @@ import subprocess
 import time
 import unittest
 
-from support import (BCOW, UNPRIVILEGED, PEAK_BYTES, WORK, assert_refused, bcow, for_everyone,
+from support import (BCOW, PEAK_BYTES, UNPRIVILEGED, Scratch, assert_refused, bcow, for_everyone,
                      image, need, run)
 import sequences
 from sequences import ocilib
@@ -101,21 +101,16 @@ class Layout:
                                          "its manifest says")
 
 
-class Layers(unittest.TestCase):
+class Layers(Scratch):
     @classmethod
     def setUpClass(cls):
         need("zstd", root=True, fuse=True)
-        cls.top = os.path.join(WORK, "layers")
-        shutil.rmtree(cls.top, ignore_errors=True)
-        os.makedirs(cls.top)
+        super().setUpClass()
+        cls.top = cls.directory
         cls.parts = [part(number) for number in range(6)]
         cls.a = sequences.write_layout(cls.parts[:4], os.path.join(cls.top, "source-a"))
         cls.b = sequences.write_layout(cls.parts[:3] + [cls.parts[5]],
                                        os.path.join(cls.top, "source-b"))
-
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.top, ignore_errors=True)
 
     def setUp(self):
         self.directory = os.path.join(self.top, self._testMethodName)

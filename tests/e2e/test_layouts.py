@@ -12,33 +12,27 @@ import subprocess
 import sys
 import unittest
 
-from support import (PEAK_BYTES, TOP, WORK, assert_same_tree, bcow, kernel_at_least, kernel_mounted,
-                     mounted, need, run)
+from support import (PEAK_BYTES, TOP, Scratch, assert_same_tree, bcow, kernel_at_least,
+                     kernel_mounted, mounted, need, run)
 import tree
 
 GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
-CASES = os.path.join(WORK, "layouts")
 SECONDS = 60
 # No case needs a larger file; this limit stops a decompression bomb.
 FILE_BYTES = 3 << 30
 
 
-class Layouts(unittest.TestCase):
+class Layouts(Scratch):
     @classmethod
     def setUpClass(cls):
         need("zstd", root=True, fuse=True)
-        cls.out = os.path.join(WORK, "layouts-out")
-        shutil.rmtree(cls.out, ignore_errors=True)
-        os.makedirs(cls.out)
-
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.out, ignore_errors=True)
-        shutil.rmtree(CASES, ignore_errors=True)
+        super().setUpClass()
+        cls.out = cls.path("out")
+        os.mkdir(cls.out)
 
     def convert(self, name, *options):
-        case = os.path.join(CASES, name)
-        run(sys.executable, GENERATOR, CASES, name)
+        case = self.path(name)
+        run(sys.executable, GENERATOR, self.directory, name)
         with open(os.path.join(case, "source")) as source:
             source, *more = source.read().format(dir=case).split()
         image = os.path.join(self.out, name + ".bcow")

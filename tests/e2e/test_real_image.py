@@ -11,9 +11,9 @@ import subprocess
 import sys
 import unittest
 
-from support import (UNPRIVILEGED, PEAK_BYTES, READER, WORK, assert_same_tree, bcow, for_everyone,
-                     image, kernel_at_least, kernel_mounted, layer_bytes, mounted, need,
-                     need_kernel, run, unpacked)
+from support import (PEAK_BYTES, READER, UNPRIVILEGED, Scratch, assert_same_tree, bcow,
+                     for_everyone, kernel_at_least, kernel_mounted, layer_bytes, mounted, need,
+                     need_kernel, run)
 import tree
 
 
@@ -25,7 +25,7 @@ def same_bytes(a, b):
     return subprocess.run(["cmp", a, b], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-class RealImage(unittest.TestCase):
+class RealImage(Scratch):
     """The tests share the conversions of setUpClass."""
 
     NAME = "real"
@@ -33,20 +33,11 @@ class RealImage(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         need("umoci", root=True, fuse=True)
-        directory, tag = image(cls.NAME)
-        cls.source = f"oci:{directory}:{tag}"
-        cls.rootfs, cls.reference = unpacked(cls.NAME)
-        cls.directory = os.path.join(WORK, cls.NAME)
-        shutil.rmtree(cls.directory, ignore_errors=True)
-        os.makedirs(cls.directory)
-        cls.compressed, cls.plain = (os.path.join(cls.directory, name)
-                                     for name in ("zstd.bcow", "plain.bcow"))
+        super().setUpClass()
+        cls.use_image(cls.NAME)
+        cls.compressed, cls.plain = cls.path("zstd.bcow"), cls.path("plain.bcow")
         cls.conversion = bcow("convert", cls.source, cls.compressed, "--compress", "zstd:3")
         cls.plain_conversion = bcow("convert", cls.source, cls.plain, "--plain")
-
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.directory, ignore_errors=True)
 
     def test_mounted_tree_equals_the_tree_that_umoci_unpacks(self):
         with mounted(self.compressed) as where:

@@ -15,7 +15,7 @@ import time
 import unittest
 import urllib.request
 
-from support import PEAK_BYTES, WORK, assert_same_tree, bcow, image, mounted, need, run, unpacked
+from support import PEAK_BYTES, Scratch, assert_same_tree, bcow, mounted, need, run
 
 CONFIG = """
 version: 0.1
@@ -55,20 +55,15 @@ def registry(directory):
             server.wait(30)
 
 
-class Registry(unittest.TestCase):
+class Registry(Scratch):
     NAME = "real"
 
     @classmethod
     def setUpClass(cls):
         need("umoci", "skopeo", "docker-registry", root=True, fuse=True)
-        directory, tag = image(cls.NAME)
-        _, cls.reference = unpacked(cls.NAME)
-        cls.directory = os.path.join(WORK, "registry")
-        shutil.rmtree(cls.directory, ignore_errors=True)
-        os.makedirs(cls.directory)
-        cls.layout, cls.pulled = (os.path.join(cls.directory, name)
-                                  for name in ("layout", "pulled"))
-        cls.source = f"oci:{directory}:{tag}"
+        super().setUpClass()
+        cls.use_image(cls.NAME)
+        cls.layout, cls.pulled = cls.path("layout"), cls.path("pulled")
         cls.conversion = bcow("convert", cls.source, f"oci:{cls.layout}:tag")
         with registry(cls.directory) as address:
             for source, destination in (
@@ -77,10 +72,6 @@ class Registry(unittest.TestCase):
                 run("skopeo", "--insecure-policy", "copy", "--src-tls-verify=false",
                     "--dest-tls-verify=false", source, destination)
         shutil.rmtree(os.path.join(cls.directory, "storage"))
-
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.directory, ignore_errors=True)
 
     def blobs(self, layout):
         directory = os.path.join(layout, "blobs", "sha256")

@@ -13,11 +13,10 @@ import socket
 import stat
 import struct
 import subprocess
-import tempfile
 import time
 import unittest
 
-from support import BCOW, WORK, assert_refused, bcow, need, run, until
+from support import BCOW, Scratch, Served, assert_refused, bcow, need, run, served, until
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -33,52 +32,7 @@ def disk_bytes():
     return bytes(content)
 
 
-class Served:
-    """A running `bcow serve` and the URIs it printed."""
-
-    def __init__(self, *arguments, exports=1, wrapper=(), **options):
-        self.log = tempfile.TemporaryFile()
-        self.process = subprocess.Popen([*wrapper, BCOW, "serve", *arguments],
-                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                        stderr=self.log, **options)
-        self.uris = [self.process.stdout.readline().decode().strip() for _ in range(exports)]
-        if not all(self.uris):
-            code = self.process.wait(timeout=60)
-            raise AssertionError(
-                f"bcow serve {' '.join(arguments)} ended with {code}: {self.output()}")
-        self.uri = self.uris[0]
-
-    def output(self):
-        # The server writes at the file's offset, which must not change.
-        return os.pread(self.log.fileno(), 1 << 20, 0).decode(errors="replace")
-
-    def peak_bytes(self):
-        with open(f"/proc/{self.process.pid}/status") as status:
-            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read()).group(1)) * 1024
-
-    def end(self, how=signal.SIGTERM):
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        code = self.process.wait(timeout=60)
-        self.process.stdout.close()
-        output = self.output()
-        self.log.close()
-        if how == signal.SIGTERM and (code != 0 or "panicked" in output):
-            raise AssertionError(f"bcow serve ended with {code}: {output}")
-
-
-@contextlib.contextmanager
-def served(*arguments, **options):
-    server = Served(*arguments, **options)
-    try:
-        yield server
-    except BaseException:
-        server.end(signal.SIGKILL)
-        raise
-    server.end()
-
-
-class Serve(unittest.TestCase):
+class Serve(Scratch):
     """Each class has a directory with the same disk as raw, sealed and writable file; each test
     runs in it."""
 
@@ -86,36 +40,30 @@ class Serve(unittest.TestCase):
     def setUpClass(cls):
         # nbdinfo calls file.
         need("qemu-img", "qemu-io", "nbdinfo", "nbdcopy", "file")
-        directory = tempfile.TemporaryDirectory(prefix="serve-", dir=WORK)
-        cls.addClassCleanup(directory.cleanup)
-        cls.directory = directory.name
+        super().setUpClass()
         cls.content = disk_bytes()
-        cls.raw = cls.at("disk.raw")
+        cls.raw = cls.path("disk.raw")
         with open(cls.raw, "wb") as file:
             file.truncate(SIZE)
             for at, length in DATA:
                 file.seek(at)
                 file.write(cls.content[at:at + length])
-        cls.sealed = cls.at("sealed.bcow")
+        cls.sealed = cls.path("sealed.bcow")
         bcow("convert", f"raw:{cls.raw}", cls.sealed)
 
-    @classmethod
-    def at(cls, name):
-        return os.path.join(cls.directory, name)
-
     def socket(self):
-        return self.at(f"{self.id().rsplit('.', 1)[1][:40]}.sock")
+        return self.path(f"{self.id().rsplit('.', 1)[1][:40]}.sock")
 
     def writable(self, name="disk.bcow"):
         """A fresh writable disk with the content."""
-        path = self.at(name)
+        path = self.path(name)
         bcow("convert", "--writable", f"raw:{self.raw}", path)
         self.addCleanup(os.remove, path)
         return path
 
     def content_of(self, disk):
         """The content of a disk, read without the server."""
-        raw = self.at("shown.raw")
+        raw = self.path("shown.raw")
         bcow("convert", disk, f"raw:{raw}")
         with open(raw, "rb") as file:
             content = file.read()
@@ -201,11 +149,11 @@ class Readers(Serve):
             self.assertIn(f"({SIZE} bytes)", run("qemu-img", "info", server.uri).out.decode())
             run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, server.uri)
             run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", server.uri,
-                self.at("copy.qcow2"))
-            run("qemu-img", "compare", self.raw, self.at("copy.qcow2"))
+                self.path("copy.qcow2"))
+            run("qemu-img", "compare", self.raw, self.path("copy.qcow2"))
             for options in ((), ("--connections=4", "--requests=64"), ("--synchronous",),
                             ("--allocated",)):
-                copy = self.at("copy.raw")
+                copy = self.path("copy.raw")
                 run("nbdcopy", *options, server.uri, copy)
                 with open(copy, "rb") as file:
                     self.assertTrue(file.read() == self.content, options)
@@ -261,16 +209,16 @@ class Writers(Serve):
     def test_whole_disks_are_copied_in(self):
         other = (random.Random(7).randbytes(3 * MIB) + bytes(40 * MIB)
                  + random.Random(8).randbytes(SIZE - 43 * MIB))
-        with open(self.at("other.raw"), "wb") as file:
+        with open(self.path("other.raw"), "wb") as file:
             file.write(other)
-        for command in (("nbdcopy", "--flush", self.at("other.raw")),
-                        ("nbdcopy", "--connections=4", "--flush", self.at("other.raw")),
+        for command in (("nbdcopy", "--flush", self.path("other.raw")),
+                        ("nbdcopy", "--connections=4", "--flush", self.path("other.raw")),
                         ("qemu-img", "convert", "-n", "-f", "raw", "-O", "raw",
-                         self.at("other.raw"))):
+                         self.path("other.raw"))):
             disk = self.writable("copied.bcow")
             with served(disk, "--socket", self.socket()) as server:
                 run(*command, server.uri)
-                run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.at("other.raw"),
+                run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.path("other.raw"),
                     server.uri)
             self.assert_same_content(disk, other)
             self.doCleanups()
@@ -324,7 +272,7 @@ h.shutdown()
     def test_nbdfuse_shows_the_disk_as_a_file(self):
         need("nbdfuse", "fusermount3", fuse=True)
         disk = self.writable()
-        where = self.at("nbdfuse")
+        where = self.path("nbdfuse")
         os.mkdir(where)
         expected = bytearray(self.content)
         with served(disk, "--socket", self.socket()) as server:
@@ -410,10 +358,10 @@ for number in range(1, 1 << 20):
     def test_a_second_writer_is_refused_by_name_of_the_first(self):
         disk = self.writable()
         with served(disk, "--socket", self.socket()) as server:
-            result = bcow("serve", disk, "--socket", self.at("second.sock"), check=False,
+            result = bcow("serve", disk, "--socket", self.path("second.sock"), check=False,
                           timeout=60)
             assert_refused(self, result, "bcow serve", str(server.process.pid))
-            self.assertFalse(os.path.exists(self.at("second.sock")))
+            self.assertFalse(os.path.exists(self.path("second.sock")))
 
 
 class Doors(Serve):
@@ -440,7 +388,7 @@ class Doors(Serve):
         self.assertEqual(os.stat(self.raw), before)
 
     def test_without_a_place_the_socket_is_in_the_runtime_directory(self):
-        runtime = self.at("run")
+        runtime = self.path("run")
         os.mkdir(runtime)
         with served(self.sealed, env={**os.environ, "XDG_RUNTIME_DIR": runtime}) as server:
             self.assertIn(runtime, server.uri)
@@ -477,12 +425,12 @@ class Doors(Serve):
             manager.stdout.close()
 
     def test_service_managers_are_notified(self):
-        notify = self.at("notify")
+        notify = self.path("notify")
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
             listener.bind(notify)
             listener.settimeout(30)
             reader, writer = os.pipe()
-            pid_file = self.at("pid")
+            pid_file = self.path("pid")
             with served(self.sealed, "--socket", self.socket(), "--ready-fd", str(writer),
                         "--pid-file", pid_file, pass_fds=[writer],
                         env={**os.environ, "NOTIFY_SOCKET": notify}) as server:
@@ -503,7 +451,7 @@ class Doors(Serve):
                 ((self.sealed, "--listen", "nonsense"), "cannot listen on nonsense"),
                 ((self.sealed, "--tls-cert", self.raw, "--tls-key", self.raw), "disk.raw"),
                 ((self.raw,), "raw"),
-                ((self.at("missing.bcow"),), "missing.bcow")):
+                ((self.path("missing.bcow"),), "missing.bcow")):
             result = bcow("serve", *arguments, "--socket", self.socket(), check=False)
             assert_refused(self, result, mention, code=result.code)
             self.assertIn(result.code, (1, 2))
@@ -517,7 +465,7 @@ class Tls(Serve):
     def setUpClass(cls):
         super().setUpClass()
         need("openssl")
-        cls.certificates = cls.at("certificates")
+        cls.certificates = cls.path("certificates")
         os.mkdir(cls.certificates)
         in_it = {"cwd": cls.certificates, "check": True, "stderr": subprocess.DEVNULL}
         for ca in ("ca", "other"):
@@ -564,7 +512,7 @@ class Tls(Serve):
             for uri in server.uris:
                 info = json.loads(run("nbdinfo", "--json", self.with_certificates(uri)).out)
                 self.assertTrue(info["TLS"])
-            copy = self.at("tls.raw")
+            copy = self.path("tls.raw")
             run("nbdcopy", self.with_certificates(server.uri), copy)
             with open(copy, "rb") as file:
                 self.assertTrue(file.read() == self.content)
@@ -668,14 +616,14 @@ class Crowds(Serve):
             self.assertLess(server.peak_bytes(), 900 << 20)
 
     def test_rate_counts_data_and_not_holes(self):
-        with open(self.at("hole.raw"), "wb") as file:
+        with open(self.path("hole.raw"), "wb") as file:
             file.write(self.content[:16384])
             file.truncate(SIZE)
-        bcow("convert", f"raw:{self.at('hole.raw')}", self.at("hole.bcow"))
-        with served(self.at("hole.bcow"), "--socket", self.socket(), "--rate", "64K") as server:
+        bcow("convert", f"raw:{self.path('hole.raw')}", self.path("hole.bcow"))
+        with served(self.path("hole.bcow"), "--socket", self.socket(), "--rate", "64K") as server:
             # The first second's amount is not delayed. At this rate, the whole disk would take 1024
             # seconds.
-            run("nbdcopy", "--connections=1", server.uri, self.at("slow.raw"), timeout=300)
+            run("nbdcopy", "--connections=1", server.uri, self.path("slow.raw"), timeout=300)
         with served(self.sealed, "--socket", self.socket(), "--rate", "16M") as server:
             # 36 MiB: at least a second, however fast the machine is.
             begin = time.monotonic()

@@ -5,28 +5,17 @@ import shutil
 import subprocess
 import unittest
 
-from support import (UNPRIVILEGED, WORK, assert_refused, assert_same_tree, bcow, for_everyone,
-                     image, mounted, need, run, unpacked)
+from support import (UNPRIVILEGED, Scratch, assert_refused, assert_same_tree, bcow, for_everyone,
+                     image, mounted, need, run)
 
 
-class Sources(unittest.TestCase):
+class Sources(Scratch):
     @classmethod
     def setUpClass(cls):
         need("umoci", "skopeo", "tar", root=True, fuse=True)
-        directory, tag = image("small")
-        cls.source = f"oci:{directory}:{tag}"
-        cls.rootfs, cls.reference = unpacked("small")
-        cls.directory = os.path.join(WORK, "sources")
-        shutil.rmtree(cls.directory, ignore_errors=True)
-        os.makedirs(cls.directory)
-        cls.image = os.path.join(cls.directory, "image.bcow")
-
-    @classmethod
-    def tearDownClass(cls):
-        shutil.rmtree(cls.directory, ignore_errors=True)
-
-    def path(self, name):
-        return os.path.join(self.directory, name)
+        super().setUpClass()
+        cls.use_image("small")
+        cls.image = cls.path("image.bcow")
 
     def tearDown(self):
         if os.path.exists(self.image):

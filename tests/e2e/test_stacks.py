@@ -4,28 +4,25 @@ unpacks."""
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 import unittest
 
-from support import (READER, WORK, assert_same_tree, bcow, image, is_mounted, mounted, need,
-                     need_kernel, run, unpacked)
+from support import (READER, WORK, Scratch, assert_same_tree, bcow, is_mounted, mounted, need,
+                     need_kernel, run)
 
 KINDS = {"compressed": [], "plain": ["--plain"], "dedup": ["--dedup-lower"]}
 
 
-class Stacks(unittest.TestCase):
+class Stacks(Scratch):
     @classmethod
     def setUpClass(cls):
         need("umoci", root=True, fuse=True)
-        cls.directory = tempfile.mkdtemp(prefix="stacks-", dir=WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
-        cls.reference = unpacked("small")[1]
-        cls.layout = os.path.join(cls.directory, "layout")
-        source = "oci:" + ":".join(image("small"))
+        super().setUpClass()
+        cls.use_image("small")
+        cls.layout = cls.path("layout")
         for name, options in KINDS.items():
-            bcow("convert", *options, source, f"oci:{cls.layout}:{name}")
+            bcow("convert", *options, cls.source, f"oci:{cls.layout}:{name}")
 
     def name(self, kind):
         return f"oci:{self.layout}:{kind}"

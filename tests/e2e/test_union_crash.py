@@ -10,24 +10,22 @@ BCOW_CRASHES=2000 sets the number of kills for each kind and policy; the number 
 quarter of it. BCOW_SEED=N selects other rounds.
 """
 
-import concurrent.futures
 import contextlib
 import errno
 import mmap
 import os
 import pickle
 import random
-import shutil
 import tempfile
 import time
 import traceback
-import unittest
 
 import subjects
 import support
 import syscalls
 from promises import promise
 from support import run
+from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_CRASHES") or 10)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
@@ -536,15 +534,9 @@ def differing(one, two):
     return sorted(path for path in one.keys() | two.keys() if one.get(path, 0) != two.get(path, 0))
 
 
-class Crashes(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        subjects.need_for(*subjects.chosen(KINDS))
-        cls.directory = tempfile.mkdtemp(prefix="crashes-", dir=support.WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory)
-        os.chmod(cls.directory, 0o755)
-        cls.lower = subjects.Lower(cls.directory, plant)
-        cls.lower.make_image()
+class Crashes(LowerCase):
+    kinds = KINDS
+    plant = staticmethod(plant)
 
     @promise("Creating, renaming and removing files, directories, links, pipes, sockets and "
              "devices is atomic. Every program sees the tree before or after the operation, and so "
@@ -560,17 +552,9 @@ class Crashes(unittest.TestCase):
              "If only the process is killed, no name and no file that is stored whole is lost, but "
              "recent writes to sketches may be lost.")
     def test_synced_data_survives_a_kill(self):
-        names = subjects.chosen(KINDS)
-        with concurrent.futures.ProcessPoolExecutor(2) as pool:
-            found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names),
-                             [ROUNDS] * len(names))
-            self.assertEqual([wrong for wrong in found if wrong], [])
+        self.assert_no_failure(self.names, rounds, SEED, ROUNDS)
 
     @promise("or the machine crashed, the next mount of the same upper recovers automatically")
     def test_synced_data_survives_a_power_cut(self):
         support.need("mkfs.ext4")
-        names = subjects.chosen(DURABLE)
-        with concurrent.futures.ProcessPoolExecutor(2) as pool:
-            found = pool.map(rounds, names, [self.lower] * len(names), [SEED] * len(names),
-                             [ROUNDS // 4 + 2] * len(names), [True] * len(names))
-            self.assertEqual([wrong for wrong in found if wrong], [])
+        self.assert_no_failure(subjects.chosen(DURABLE), rounds, SEED, ROUNDS // 4 + 2, True)

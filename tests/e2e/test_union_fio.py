@@ -10,15 +10,12 @@ import contextlib
 import hashlib
 import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
-import unittest
 
 import subjects
-import support
 from support import run
+from union import LowerCase
 
 ROUNDS = int(os.environ.get("BCOW_FIO_ROUNDS") or 1)
 SEED = int(os.environ.get("BCOW_SEED") or 1)
@@ -95,17 +92,10 @@ def sums(where):
     return found
 
 
-class Verified(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        support.need("fio")
-        cls.names = subjects.chosen(SUBJECTS)
-        subjects.need_for(*cls.names)
-        cls.directory = tempfile.mkdtemp(prefix="fio-", dir=support.WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory)
-        os.chmod(cls.directory, 0o755)
-        cls.lower = subjects.Lower(cls.directory, plant)
-        cls.lower.make_image()
+class Verified(LowerCase):
+    kinds = SUBJECTS
+    plant = staticmethod(plant)
+    tools = ("fio",)
 
     def round(self, subject, seed):
         dice = random.Random(seed)

@@ -6,20 +6,18 @@ lower file's content. BCOW_SKETCH_OPERATIONS=2000000 sets the number for each ki
 first seed.
 """
 
-import concurrent.futures
 import contextlib
 import mmap
 import os
 import random
-import shutil
 import tempfile
-import unittest
 
 import subjects
 import support
 import syscalls
 from promises import promise
 from support import run
+from union import LowerCase
 
 OPERATIONS = int(os.environ.get("BCOW_SKETCH_OPERATIONS") or 12_000)
 # Operations on one file before the next file: a file with every block written is no sketch any
@@ -357,31 +355,18 @@ def exercise(name, lower, seed, operations):
     return None
 
 
-class Sketches(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        subjects.need_for(*subjects.chosen())
-        cls.directory = tempfile.mkdtemp(prefix="sketches-", dir=support.WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory)
-        os.chmod(cls.directory, 0o755)
-        cls.lower = subjects.Lower(cls.directory, plant)
-        cls.lower.make_image()
+class Sketches(LowerCase):
+    plant = staticmethod(plant)
 
     @promise("Unmounting makes all changes durable, except with `--sync volatile`.")
     def test_every_byte_is_the_written_one_or_the_lower_one(self):
-        names = subjects.chosen()
-        with concurrent.futures.ProcessPoolExecutor(2) as pool:
-            found = pool.map(exercise, names, [self.lower] * len(names), [SEED] * len(names),
-                             [OPERATIONS] * len(names))
-            self.assertEqual([wrong for wrong in found if wrong], [])
+        self.assert_no_failure(self.names, exercise, SEED, OPERATIONS)
 
     def test_the_fsx_of_crates_io_finds_no_error(self):
         """fsx truncates its file first: a lower file, and a new one."""
         support.need("fsx")
-        configuration = os.path.join(self.directory, "fsx.toml")
-        with open(configuration, "w") as file:
-            file.write(FSX)
-        for name in subjects.chosen():
+        configuration = self.path("fsx.toml", FSX.encode())
+        for name in self.names:
             with subjects.shown(name, self.lower) as subject, contextlib.ExitStack() as stack:
                 for file in ("file-5", "new"):
                     artifacts = stack.enter_context(tempfile.TemporaryDirectory(dir=support.WORK))

@@ -11,9 +11,7 @@ import json
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import traceback
 import unittest
 
@@ -22,6 +20,7 @@ import operations
 import subjects
 import support
 from promises import promise
+from union import LowerCase
 
 LENGTH = int(os.environ.get("BCOW_MODEL_LENGTH") or 120)
 SEEDS = os.environ.get("BCOW_MODEL_SEEDS") or "1-16"
@@ -148,20 +147,11 @@ def crowd(where, seed, steps):
     one.forget_all()
 
 
-class Model(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        subjects.need_for(*subjects.chosen())
-        cls.directory = tempfile.mkdtemp(prefix="model-", dir=support.WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory)
-        os.chmod(cls.directory, 0o755)
-        cls.lower = subjects.Lower(cls.directory, subjects.plant)
-        cls.lower.make_image()
-
+class Model(LowerCase):
     @promise("A writable mount answers each system call like a plain directory on ext4: with the "
              "same result or the same error.")
     def test_sequences_have_the_results_of_a_plain_directory(self):
-        work = [(name, seed) for seed in seeds() for name in subjects.chosen()]
+        work = [(name, seed) for seed in seeds() for name in self.names]
         failed = []
         # Processes, since each forks again.
         with concurrent.futures.ProcessPoolExecutor(2) as pool:
@@ -182,7 +172,7 @@ class Model(unittest.TestCase):
 
     def test_concurrent_changes_survive_a_remount(self):
         """No process hangs, and the next mount shows the final tree."""
-        for name in subjects.chosen():
+        for name in self.names:
             with self.subTest(subject=name), subjects.shown(name, self.lower) as subject:
                 running = [multiprocessing.Process(target=crowd, args=(subject.where, seed, LENGTH))
                            for seed in range(CROWD)]
@@ -210,7 +200,7 @@ class Model(unittest.TestCase):
     def test_replay(self):
         with open(os.environ["BCOW_MODEL_REPLAY"]) as lines:
             sequence = [json.loads(line) for line in lines if line.strip()]
-        for name in subjects.chosen():
+        for name in self.names:
             with self.subTest(subject=name):
                 _, wrong = play(name, self.lower, sequence=sequence)
                 self.assertIsNone(wrong)

@@ -3,13 +3,11 @@ passes on a writable mount."""
 
 import os
 import re
-import shutil
-import tempfile
-import unittest
 
 import subjects
 import support
 from support import run
+from union import LowerCase
 
 CONFIGURATION = """
 [features]
@@ -33,26 +31,20 @@ def plant(top):
     os.chmod(top, 0o755)
 
 
-class Pjdfstest(unittest.TestCase):
+class Pjdfstest(LowerCase):
+    kinds = subjects.SPARSE
+    plant = staticmethod(plant)
+    tools = ("pjdfstest", "gcc")
+
     def setUp(self):
-        subjects.need_for(*subjects.chosen(subjects.SPARSE))
-        support.need("pjdfstest", "gcc")
-        self.directory = tempfile.mkdtemp(prefix="pjdfstest-", dir=support.WORK)
-        self.addCleanup(shutil.rmtree, self.directory)
-        os.chmod(self.directory, 0o755)
-        self.lower = subjects.Lower(self.directory, plant)
-        self.preload, self.configuration = self.path("preload.so"), self.path("configuration")
+        self.preload = self.path("preload.so")
+        self.configuration = self.path("configuration", CONFIGURATION.encode())
         run("gcc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", self.preload, PRELOAD)
-        with open(self.configuration, "w") as file:
-            file.write(CONFIGURATION)
         # Another file system, for links and renames across file systems.
         self.other = self.path("other")
         os.mkdir(self.other)
         run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", self.other)
         self.addCleanup(run, "umount", self.other)
-
-    def path(self, name):
-        return os.path.join(self.directory, name)
 
     def outcome(self, name):
         """Each case with `ok`, `skipped` or `FAILED`, and the whole output."""
@@ -67,7 +59,7 @@ class Pjdfstest(unittest.TestCase):
         judge, _ = self.outcome("overlayfs")
         passed = {case for case, how in judge.items() if how == "ok"}
         self.assertGreaterEqual(len(passed), CASES)
-        for name in subjects.chosen(subjects.SPARSE):
+        for name in self.names:
             with self.subTest(subject=name):
                 found, text = self.outcome(name)
                 worse = sorted(case for case in passed if found.get(case) != "ok")

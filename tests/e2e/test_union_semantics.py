@@ -639,42 +639,42 @@ class Names(UnionCase):
 
 
 class Attributes(UnionCase):
-    def as_somebody(self, who, function, *arguments, umask=0o022, **options):
-        with syscalls.acting_as(*who, umask):
+    def as_user(self, user, function, *arguments, umask=0o022, **options):
+        with syscalls.acting_as(*user, umask):
             return function(*arguments, **options)
 
     @promise("The kernel checks every access by owner, mode and ACL, with or without "
              "`allow_other`.")
     def test_access_is_checked(self):
         def denied(function, *arguments):
-            self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, function, *arguments),
+            self.assertEqual(self.as_user(ALICE, syscalls.code_of, function, *arguments),
                              "EACCES")
 
         denied(self.open, "d0/one", os.O_RDONLY)
         denied(self.open, "d0/hundred", os.O_WRONLY)
         denied(self.write, "d0/new")
         denied(os.unlink, self.at("d0/hundred"))
-        self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chmod, self.at("top"), 0o777),
+        self.assertEqual(self.as_user(ALICE, syscalls.code_of, os.chmod, self.at("top"), 0o777),
                          "EPERM")
-        self.assertEqual(self.as_somebody(ALICE, syscalls.code_of, os.chown, self.at("d2/blocks"),
+        self.assertEqual(self.as_user(ALICE, syscalls.code_of, os.chown, self.at("d2/blocks"),
                                           0, 0), "EPERM")
         # Access by owner and by ACL, and no access after the ACL is removed.
-        os.close(self.as_somebody(ALICE, self.open, "d2/blocks", os.O_RDWR))
-        os.close(self.as_somebody(ALICE, self.open, "d1/large", os.O_RDWR))
+        os.close(self.as_user(ALICE, self.open, "d2/blocks", os.O_RDWR))
+        os.close(self.as_user(ALICE, self.open, "d1/large", os.O_RDWR))
         os.setxattr(self.at("d1/large"), syscalls.ACCESS_ACL,
                     syscalls.simple_acl(6, 4, 0, mask=6, users=((1001, 6),)))
         denied(self.open, "d1/large", os.O_RDWR)
-        os.close(self.as_somebody(BOB, self.open, "d1/large", os.O_RDWR))
+        os.close(self.as_user(BOB, self.open, "d1/large", os.O_RDWR))
         self.remount()
         denied(self.open, "d1/large", os.O_RDWR)
-        os.close(self.as_somebody(BOB, self.open, "d1/large", os.O_RDWR))
+        os.close(self.as_user(BOB, self.open, "d1/large", os.O_RDWR))
 
     @promise("A new file belongs to the user and group of the process that creates it, and has the "
              "mode that the umask permits. In a directory with a default ACL, the ACL replaces the "
              "umask.")
     def test_new_files(self):
-        self.as_somebody(ALICE, self.write, "d2/hers", mode=0o666, umask=0o027)
-        self.as_somebody(ALICE, os.mkdir, self.at("d2/her-directory"), 0o777, umask=0o077)
+        self.as_user(ALICE, self.write, "d2/hers", mode=0o666, umask=0o027)
+        self.as_user(ALICE, os.mkdir, self.at("d2/her-directory"), 0o777, umask=0o077)
         for again in (False, True):
             info, directory = os.stat(self.at("d2/hers")), os.stat(self.at("d2/her-directory"))
             self.assertEqual((info.st_uid, info.st_gid, info.st_mode & 0o7777), (*ALICE, 0o640))
@@ -705,9 +705,9 @@ class Attributes(UnionCase):
              "directory. A new directory also inherits the bit.")
     def test_set_group_id_directories(self):
         os.chmod(self.at("setgid"), 0o2777)
-        self.as_somebody(ALICE, self.write, "setgid/file", mode=0o666)
-        self.as_somebody(ALICE, os.mkdir, self.at("setgid/directory"))
-        self.as_somebody(ALICE, self.write, "setgid/directory/file", mode=0o666)
+        self.as_user(ALICE, self.write, "setgid/file", mode=0o666)
+        self.as_user(ALICE, os.mkdir, self.at("setgid/directory"))
+        self.as_user(ALICE, self.write, "setgid/directory/file", mode=0o666)
         os.symlink("x", self.at("setgid/link"))
         for name, mode in (("file", 0o644), ("directory", 0o2755), ("directory/file", 0o644),
                            ("link", 0o777)):
@@ -717,15 +717,15 @@ class Attributes(UnionCase):
     @promise("In a directory with the sticky bit, only the owner of a file, the owner of the "
              "directory and root can remove or rename the file.")
     def test_sticky_directories(self):
-        self.as_somebody(ALICE, self.write, "sticky/hers")
+        self.as_user(ALICE, self.write, "sticky/hers")
         for name in ("sticky/others", "sticky/hers"):
-            who = ALICE if name == "sticky/others" else BOB
-            self.assertEqual(self.as_somebody(who, syscalls.code_of, os.unlink, self.at(name)),
+            user = ALICE if name == "sticky/others" else BOB
+            self.assertEqual(self.as_user(user, syscalls.code_of, os.unlink, self.at(name)),
                              "EPERM")
-            self.assertEqual(self.as_somebody(who, syscalls.code_of, os.rename, self.at(name),
+            self.assertEqual(self.as_user(user, syscalls.code_of, os.rename, self.at(name),
                                               self.at("sticky/x")), "EPERM")
-        self.as_somebody(BOB, os.rename, self.at("sticky/others"), self.at("sticky/mine"))
-        self.as_somebody(BOB, os.unlink, self.at("sticky/mine"))
+        self.as_user(BOB, os.rename, self.at("sticky/others"), self.at("sticky/mine"))
+        self.as_user(BOB, os.unlink, self.at("sticky/mine"))
         os.unlink(self.at("sticky/hers"))
 
     @promise("Writing to a file, truncating it or changing its owner removes its set-user-ID and "
@@ -758,7 +758,7 @@ class Attributes(UnionCase):
                 os.chown(self.at(name), 1000, 1000)
                 os.chmod(self.at(name), 0o6777)
                 self.assertEqual(mode(name), 0o6777)
-                self.as_somebody(ALICE, how, name)
+                self.as_user(ALICE, how, name)
                 self.assertEqual(oct(mode(name)), oct(0o777))
         os.chmod(self.at("setgid/tool"), 0o6777)
         write("setgid/tool")
@@ -768,7 +768,7 @@ class Attributes(UnionCase):
                                         (ALICE, ALICE, 0o777)):
             os.chown(self.at("setgid/tool"), *owner)
             os.chmod(self.at("setgid/tool"), 0o6777)
-            self.as_somebody(caller, os.chown, self.at("setgid/tool"), -1, -1)
+            self.as_user(caller, os.chown, self.at("setgid/tool"), -1, -1)
             self.assertEqual(oct(mode("setgid/tool")), oct(expected))
         os.chmod(self.at("setgid/tool"), 0o755)
         os.setxattr(self.at("setgid/tool"), "security.capability", capability)

@@ -1,37 +1,52 @@
 """The base of the test cases of writable mounts: one lower tree for a class, one mount for a
 test."""
 
+import concurrent.futures
 import os
-import shutil
-import tempfile
-import unittest
 
 import subjects
 import support
 import syscalls
 
 
-class UnionCase(unittest.TestCase):
-    """Each test has its own mount of the class's tree, at `self.where`."""
+class LowerCase(support.Scratch):
+    """A class of tests with one lower tree and its image, for subjects of these kinds."""
 
-    kind = "bcow+sketch=sparse"
+    kinds = subjects.KINDS
     plant = staticmethod(subjects.plant)
     # Programs that the tests need.
     tools = ()
+
+    @classmethod
+    def setUpClass(cls):
+        cls.names = subjects.chosen(cls.kinds)
+        subjects.need_for(*cls.names)
+        support.need(*cls.tools)
+        super().setUpClass()
+        cls.lower = subjects.Lower(cls.directory, cls.plant)
+        if any(name.startswith("bcow") for name in cls.names):
+            cls.lower.make_image()
+
+    def assert_no_failure(self, names, function, *arguments):
+        """Calls a function, which returns a failure or None, for each subject, two at a time."""
+        with concurrent.futures.ProcessPoolExecutor(2) as pool:
+            running = [pool.submit(function, name, self.lower, *arguments) for name in names]
+            found = [one.result() for one in running]
+        self.assertEqual([failure for failure in found if failure], [])
+
+
+class UnionCase(LowerCase):
+    """Each test has its own mount of the class's tree, at `self.where`."""
+
+    kind = "bcow+sketch=sparse"
     # Whether setUp mounts. A test with its own options mounts by itself.
     mounts = True
 
     @classmethod
     def setUpClass(cls):
-        cls.kind = subjects.chosen((cls.kind,))[0]
-        subjects.need_for(cls.kind)
-        support.need(*cls.tools)
-        cls.directory = tempfile.mkdtemp(prefix="union-", dir=support.WORK)
-        cls.addClassCleanup(shutil.rmtree, cls.directory)
-        os.chmod(cls.directory, 0o755)
-        cls.lower = subjects.Lower(cls.directory, cls.plant)
-        if cls.kind.startswith("bcow"):
-            cls.lower.make_image()
+        cls.kinds = (cls.kind,)
+        super().setUpClass()
+        cls.kind = cls.names[0]
 
     def setUp(self):
         self.mount = self.enterContext(subjects.shown(self.kind, self.lower, mount=self.mounts))
