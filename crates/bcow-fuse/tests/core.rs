@@ -137,17 +137,19 @@ fn any_node_id_is_answered_without_a_panic() {
 
 #[test]
 fn semantics_page_names_the_limits_of_the_code() {
-    let page = include_str!("../../../docs/semantics.md");
-    let opening = page.split("\n## ").nth(1).unwrap();
+    let text = include_str!("../../../docs/semantics.md");
+    let opening = text.split("\n## ").nth(1).unwrap();
     assert!(
         opening.starts_with("Tenets\n"),
         "the page opens with its tenets"
     );
     assert!(opening.contains("1. **No silent wrong data.**"));
-    assert!(page.contains("FUSE calls\n  it 1") && NodeId::ROOT == NodeId(1));
+    // Line breaks do not matter.
+    let page = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(page.contains("its number in FUSE is 1") && NodeId::ROOT == NodeId(1));
     let counted = bcow_fuse::fs::COUNTED_EXTENTS;
     assert_eq!(counted, 65_536);
-    assert!(page.contains("more than\n  65,536 pieces"));
+    assert!(page.contains("more than 65,536 pieces"));
     for option in ["default_permissions", "allow_other"] {
         let mut options = bcow_fuse::MountOptions::default();
         options.apply(option.as_ref()).unwrap();
