@@ -11,27 +11,27 @@ use std::path::{Path, PathBuf};
 use bcow_union::mountinfo::unescape;
 
 /// The file-system type of bcow mounts in `/proc/self/mountinfo`.
-pub const FS_TYPE: &str = "fuse.bcow";
+pub(crate) const FS_TYPE: &str = "fuse.bcow";
 
 /// One line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MountEntry {
+pub(crate) struct MountEntry {
     /// Device number as the kernel writes it, `major:minor`.
-    pub device: String,
+    pub(crate) device: String,
     /// The mountpoint.
-    pub target: PathBuf,
+    pub(crate) target: PathBuf,
     /// File-system type with subtype.
-    pub fs_type: String,
+    pub(crate) fs_type: String,
     /// The source of the mount.
-    pub source: OsString,
+    pub(crate) source: OsString,
     /// Whether the file system is writable.
-    pub is_writable: bool,
+    pub(crate) is_writable: bool,
     /// Uid and gid of the only user who may enter the mount, without `allow_other`.
-    pub owner: Option<(u32, u32)>,
+    pub(crate) owner: Option<(u32, u32)>,
 }
 
 /// All mounts of this mount namespace. A mount that covers another one comes after it.
-pub fn mounts() -> io::Result<Vec<MountEntry>> {
+pub(crate) fn mounts() -> io::Result<Vec<MountEntry>> {
     Ok(std::fs::read("/proc/self/mountinfo")?
         .split(|&byte| byte == b'\n')
         .filter_map(parse)
@@ -39,7 +39,7 @@ pub fn mounts() -> io::Result<Vec<MountEntry>> {
 }
 
 /// The topmost mount at exactly `target`.
-pub fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
+pub(crate) fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
     Ok(mounts()?
         .into_iter()
         .rev()
@@ -48,7 +48,7 @@ pub fn mounted_at(target: &Path) -> io::Result<Option<MountEntry>> {
 
 /// All paths where the file system with this device number is visible. A mount may be moved, or
 /// bound to other directories.
-pub fn places_of(device: &str) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn places_of(device: &str) -> io::Result<Vec<PathBuf>> {
     Ok(visible(&mounts()?, device))
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 /// A kind of request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(usize)]
-pub enum Operation {
+pub(crate) enum Operation {
     /// Look up a name.
     Lookup,
     /// Get attributes.
@@ -86,12 +86,12 @@ const OPERATIONS: [(Operation, &str, &str); 23] = [
 
 impl Operation {
     /// All kinds, in the order of their numbers.
-    pub fn all() -> impl Iterator<Item = Operation> {
+    pub(crate) fn all() -> impl Iterator<Item = Operation> {
         OPERATIONS.iter().map(|(operation, ..)| *operation)
     }
 
     /// The name in reports.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         OPERATIONS[self as usize].1
     }
 
@@ -103,11 +103,11 @@ impl Operation {
 
 /// Number of buckets of a histogram. Bucket `i` counts requests that took from `2^(i-1)` ns to less
 /// than `2^i` ns. The last bucket also counts all slower requests (above 4.6 minutes).
-pub const BUCKETS: usize = 40;
+pub(crate) const BUCKETS: usize = 40;
 
 /// A histogram for each kind of request.
 #[derive(Debug)]
-pub struct Latencies([Histogram; OPERATIONS.len()]);
+pub(crate) struct Latencies([Histogram; OPERATIONS.len()]);
 
 #[derive(Debug)]
 struct Histogram {
@@ -117,17 +117,17 @@ struct Histogram {
 
 /// The content of a histogram at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Counts {
+pub(crate) struct Counts {
     /// Requests in each bucket.
-    pub buckets: [u64; BUCKETS],
+    pub(crate) buckets: [u64; BUCKETS],
     /// Sum of all times in ns.
-    pub total_ns: u64,
+    pub(crate) total_ns: u64,
 }
 
 /// A request in progress. Its time is counted when this is dropped.
 #[derive(Debug)]
 #[must_use]
-pub struct Running<'a> {
+pub(crate) struct Running<'a> {
     histogram: &'a Histogram,
     start: Instant,
 }
@@ -143,7 +143,7 @@ impl Default for Latencies {
 
 impl Latencies {
     /// Measures from now until the result is dropped.
-    pub fn time(&self, operation: Operation) -> Running<'_> {
+    pub(crate) fn time(&self, operation: Operation) -> Running<'_> {
         Running {
             histogram: &self.0[operation as usize],
             start: Instant::now(),
@@ -151,7 +151,7 @@ impl Latencies {
     }
 
     /// The counts so far.
-    pub fn counts(&self, operation: Operation) -> Counts {
+    pub(crate) fn counts(&self, operation: Operation) -> Counts {
         let histogram = &self.0[operation as usize];
         Counts {
             buckets: std::array::from_fn(|i| histogram.buckets[i].load(Ordering::Relaxed)),
@@ -174,19 +174,19 @@ fn bucket(ns: u64) -> usize {
 }
 
 /// The upper limit of a bucket in ns, exclusive.
-pub fn upper_ns(bucket: usize) -> u64 {
+pub(crate) fn upper_ns(bucket: usize) -> u64 {
     1 << bucket
 }
 
 impl Counts {
     /// Number of requests.
-    pub fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
     /// The time in ns within which `share` (0 to 1) of the requests were answered. Assumes an even
     /// distribution within a bucket. 0 without requests.
-    pub fn quantile_ns(&self, share: f64) -> u64 {
+    pub(crate) fn quantile_ns(&self, share: f64) -> u64 {
         let count = self.count();
         let wanted = share * count as f64;
         let mut below = 0.0;

@@ -1,7 +1,7 @@
 //! Statistics of a mount, for `bcow stats` and for Prometheus.
 
 pub mod document;
-pub mod latency;
+mod latency;
 mod prometheus;
 
 use std::cell::RefCell;
@@ -18,10 +18,10 @@ use bcow_union::fs::UnionFs;
 use rustix::io::Errno;
 
 pub use document::Document;
-pub use latency::{Latencies, Operation};
+pub(crate) use latency::Operation;
 
 use document::{Cache, Errors, Image, OperationFigures, Process, Upper};
-use latency::Running;
+use latency::{Latencies, Running};
 
 /// The extended attribute of the root directory that contains the [`Document`] as JSON. `listxattr`
 /// does not list it.

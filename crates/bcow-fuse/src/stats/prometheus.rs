@@ -5,7 +5,7 @@ use std::fmt::Write;
 use super::document::{Document, OperationFigures, Upper};
 
 /// The whole document as metrics.
-pub fn text(document: &Document) -> String {
+pub(crate) fn text(document: &Document) -> String {
     let mut out = Metrics::default();
     let Document {
         image,
