@@ -407,7 +407,7 @@ class Chains(Directory):
                      mention=("its digest is",))
         bcow("create", "-s", "1M", "changes.bcow")
         self.refused("create", "-b", "changes.bcow", "--by-digest", "new.bcow",
-                     mention=("can be written",))
+                     mention=("it is writable",))
 
     def test_chains_of_64_files_and_no_more(self):
         bcow("create", "-s", "1M", "0.bcow")

@@ -402,7 +402,7 @@ class Doors(Serve):
                 run("qemu-img", "compare", "-f", "raw", "-F", "raw", self.raw, uri)
             self.assertEqual(server.output(), "")
         with served(self.sealed, "--listen", "0.0.0.0:0") as server:
-            self.assertIn("warning: everybody who reaches 0.0.0.0", server.output())
+            self.assertIn("warning: every client that reaches 0.0.0.0", server.output())
 
     def test_systemd_passes_sockets(self):
         need("systemd-socket-activate")

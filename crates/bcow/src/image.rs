@@ -98,7 +98,9 @@ impl BlockDevice for Unread {
     }
 
     fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), Error> {
-        Err(Error::Inconsistent("a backing is read".into()))
+        Err(Error::Unsupported(
+            "a backing that was opened for its reference only is read".into(),
+        ))
     }
 }
 
