@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use bcow_erofs::reader::Filesystem;
+use bcow_erofs::reader::{Filesystem, Walk};
 use bcow_ext4::Sink;
-use bcow_testkit::{has_program, lacks};
+use bcow_testkit::{Random, has_program, lacks};
 use bcow_view::{BLOCK_BYTES, Options, View, lay_out};
 use rustix::fs::{Dev, FileType, Mode, mknodat, setxattr, utimensat};
 use tempfile::TempDir;
@@ -215,6 +215,66 @@ fn the_view_is_the_tree_where_files_share_blocks() {
         .map(|fragment| fragment.block)
         .collect();
     assert_eq!(blocks.len(), view.fragments.len());
+}
+
+/// An image may contradict itself. The image is then refused, or its view is sound.
+#[test]
+fn the_view_of_a_damaged_image_is_sound_or_refused() {
+    if without_tools() {
+        return;
+    }
+    let tree = tree();
+    let scratch = tempfile::tempdir().expect("a directory");
+    let path = scratch.path().join("image");
+    run(Command::new("mkfs.erofs")
+        .arg("--chunksize=4096")
+        .arg(&path)
+        .arg(tree.path()));
+    let good = fs::read(&path).expect("an image");
+    let opened = Filesystem::open(Arc::new(good.clone())).expect("an EROFS");
+    let places = inode_places(&opened);
+    let mut random = Random::new(12);
+    let mut made = 0;
+    for round in 0..150 {
+        let mut bytes = good.clone();
+        for _ in 0..=random.below(3) {
+            // An inode has 32 or 64 bytes, and its attributes and chunks behind them.
+            let place = places[random.below(places.len() as u64) as usize];
+            let at = place + random.below(96);
+            if let Some(byte) = bytes.get_mut(at as usize) {
+                *byte ^= 1 << random.below(8);
+            }
+        }
+        let Ok(fs) = Filesystem::open(Arc::new(bytes)) else {
+            continue;
+        };
+        let raw = tempfile::NamedTempFile::new_in(scratch.path()).expect("a file");
+        let options = Options {
+            bytes: 1 << 30,
+            ..OPTIONS
+        };
+        raw.as_file().set_len(options.bytes).expect("a size");
+        if lay_out(&fs, &options, &mut Host(raw.as_file())).is_ok() {
+            made += 1;
+            let output = Command::new("e2fsck")
+                .args(["-f", "-n"])
+                .arg(raw.path())
+                .output();
+            let output = output.expect("e2fsck runs");
+            assert!(output.status.success(), "round {round}: {output:?}");
+        }
+    }
+    assert!(made > 15, "only {made} views were made");
+}
+
+/// Where the inodes of an EROFS are, in bytes.
+fn inode_places(fs: &Filesystem) -> Vec<u64> {
+    let mut walk = Walk::new(fs);
+    let mut places = Vec::new();
+    while let Some(inode) = walk.next().expect("an inode") {
+        places.push(fs.superblock().metadata_offset + 32 * inode.nid.0);
+    }
+    places
 }
 
 /// The same for any image: `BCOW_VIEW_EROFS` names a file with an EROFS.

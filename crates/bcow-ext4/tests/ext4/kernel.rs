@@ -10,7 +10,9 @@ use std::path::Path;
 use std::process::Command;
 
 use bcow_testkit::{has_program, lacks};
+use proptest::prelude::*;
 
+use super::programs::random_tree;
 use super::tree::of_all_kinds;
 use super::tree::{BLOCK, Image, Kind, Tree, block_content, check, directory, file, image};
 
@@ -179,6 +181,21 @@ fn the_kernel_shows_the_tree() {
         compare(&tree, Mount::new(&image, "ro").path());
         compare(&tree, Mount::new(&image, "rw,noatime").path());
         check(&image);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 8,
+        max_shrink_iters: 100,
+        ..ProptestConfig::default()
+    })]
+    #[test]
+    fn the_kernel_shows_random_trees(tree in random_tree()) {
+        if !without_root() {
+            let image = image(&tree, 64 << 20);
+            compare(&tree, Mount::new(&image, "ro").path());
+        }
     }
 }
 

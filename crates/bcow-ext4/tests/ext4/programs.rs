@@ -177,7 +177,11 @@ fn step() -> impl Strategy<Value = Step> {
             |(at, name, kind, (uid, gid, permissions), modified, xattrs)| {
                 let mut seen = std::collections::BTreeSet::new();
                 let mut xattrs: Vec<_> = xattrs.into_values().collect();
-                xattrs.retain(|(name, _)| seen.insert(name.clone()));
+                // The kernel shows `user.` on files and directories only.
+                let has_user = matches!(kind, Kind::File(..) | Kind::Directory(_));
+                xattrs.retain(|(name, _): &(Vec<u8>, _)| {
+                    (has_user || !name.starts_with(b"user.")) && seen.insert(name.clone())
+                });
                 let kind_of = Inode { permissions, uid, gid, modified, xattrs, ..inode(kind) };
                 Step::Add(at, name, kind_of)
             }
