@@ -317,7 +317,7 @@ class Uppers:
     def test_a_refused_commit_leaves_no_file(self):
         target = self.path("refused.bcow")
         refused = bcow("commit", self.base, "--upper", self.path("nowhere"), target, check=False)
-        assert_refused(self, refused, "there is no such directory")
+        assert_refused(self, refused, "no such directory")
         assert_refused(self,
                        bcow("commit", self.base, "--upper", self.upper, self.base, check=False),
                        "is made of it")

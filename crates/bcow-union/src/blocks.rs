@@ -289,7 +289,7 @@ mod tests {
     use bcow_testkit::Random;
 
     #[test]
-    fn it_holds_what_a_plain_list_holds() {
+    fn block_set_agrees_with_a_plain_list() {
         for seed in 0..40 {
             let mut random = Random::new(seed);
             let mut set = BlockSet::default();
@@ -304,11 +304,11 @@ mod tests {
                     changed += u64::from(model[block as usize] != insert);
                     model[block as usize] = insert;
                 }
-                let told = match insert {
+                let count = match insert {
                     true => set.insert(range.clone()),
                     false => set.remove(range.clone()),
                 };
-                assert_eq!(told, changed, "{range:?}");
+                assert_eq!(count, changed, "{range:?}");
                 let inside = |block: u64| model[block as usize];
                 assert_eq!(set.len(), (0..3000).filter(|at| inside(*at)).count() as u64);
                 assert_eq!(set.contains(start), inside(start));
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn full_regions_take_no_room() {
+    fn full_regions_take_no_memory() {
         let mut set = BlockSet::default();
         for block in 0..10 * REGION_BLOCKS {
             set.insert(block..block + 1);

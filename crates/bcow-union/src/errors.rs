@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn lack_of_room_is_news_again_after_a_while() {
+    fn shortage_is_logged_again_after_an_interval() {
         let (mut state, now) = (State::default(), Instant::now());
         let full = |inode| Failure {
             kind: ErrorKind::NoSpace,
@@ -479,7 +479,8 @@ mod tests {
         assert_eq!(line(&[]), format!("/images/web.bcow at /srv/web: {rest}"));
         assert_eq!(
             line(&["/bin/sh", "/bin/dash"]),
-            "/images/web.bcow at /srv/web: /bin/sh = /bin/dash: cannot read at byte 4096: checksum is wrong"
+            "/images/web.bcow at /srv/web: /bin/sh = /bin/dash: \
+             cannot read at byte 4096: checksum is wrong"
         );
     }
 

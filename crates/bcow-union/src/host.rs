@@ -32,7 +32,7 @@ pub trait HostFile: Send + Sync {
     /// Allocates space for a range. Size and content do not change.
     fn allocate(&self, offset: u64, length: u64) -> io::Result<()>;
     /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
-    /// `None` if there is none before the end of the file.
+    /// `None` if the file ends before one.
     fn seek(&self, offset: u64, what: Seek) -> io::Result<Option<u64>>;
     /// The time of last modification.
     fn modified(&self) -> io::Result<Timespec>;

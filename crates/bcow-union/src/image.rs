@@ -116,7 +116,7 @@ impl Image {
     pub fn at_path(&self, path: &[u8]) -> Result<Option<Nid>, Errno> {
         self.fs
             .resolve_with(path, Symlinks::Keep)
-            .map_err(|error| self.failure(self.root(), "find what a redirect names", &error))
+            .map_err(|error| self.failure(self.root(), "resolve a redirect", &error))
     }
 
     /// Target of a symbolic link.
@@ -126,7 +126,7 @@ impl Image {
             .map_err(|error| self.failure(inode.nid, "read the link", &error))
     }
 
-    /// The value of an extended attribute; `None` if there is none.
+    /// The value of an extended attribute; `None` if the inode does not have it.
     pub fn xattr(&self, inode: &Inode, name: &[u8]) -> Result<Option<Vec<u8>>, Errno> {
         self.fs
             .xattr(inode, name)

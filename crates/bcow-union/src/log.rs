@@ -26,8 +26,8 @@ pub enum Severity {
 
 static SYSLOG: OnceLock<UnixDatagram> = OnceLock::new();
 
-/// Sends the messages of this process to the system log from now on. If there is none, standard
-/// error is still used.
+/// Sends the messages of this process to the system log from now on. Without a system log,
+/// standard error is still used.
 pub fn use_syslog() {
     let Ok(socket) = UnixDatagram::unbound() else {
         return;

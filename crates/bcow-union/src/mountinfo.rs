@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// A directory as its file system knows it, whatever mount shows it.
+/// A directory: its file system, and its path there. It does not depend on the mount.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     device: Vec<u8>,

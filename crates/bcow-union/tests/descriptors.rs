@@ -65,7 +65,7 @@ fn goes_deep(union: &UnionFs) {
         low = union.lookup(low, b"d").unwrap().unwrap().node;
     }
     union.create(&ROOT, low, b"file", 0o644).unwrap();
-    // So many other directories that the cache of descriptors evicts those above.
+    // Enough other directories that the cache of descriptors evicts those above.
     let many = union.lookup(NodeId::ROOT, b"many").unwrap().unwrap().node;
     for index in 0..BREADTH {
         let name = format!("{index}").into_bytes();

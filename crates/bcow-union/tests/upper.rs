@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use bcow_testkit::lacks;
 use bcow_union::upper::{
-    Attribute, Begun, ImageName, Instance, Mark, Marks, Metacopy, Namespace, Origin, SetHow,
-    UpperError, UpperReader, is_whiteout,
+    Attribute, ImageName, Instance, Mark, Marks, Metacopy, Namespace, Origin, Provenance,
+    UpperError, UpperReader, XattrMode, is_whiteout,
 };
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
@@ -40,14 +40,14 @@ fn a_missing_upper_is_created_for_its_owner_and_found_again() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("upper");
     let instance = begin(&path);
-    assert_eq!(instance.begun(), Begun::New);
+    assert_eq!(instance.provenance(), Provenance::Created);
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o700);
     let meta = path.join(".bcow");
     assert_eq!(fs::metadata(&meta).unwrap().mode() & 0o7777, 0o700);
     drop(instance);
 
     let instance = begin(&path);
-    assert_eq!(instance.begun(), Begun::Before);
+    assert_eq!(instance.provenance(), Provenance::Existing);
     assert_eq!(instance.record().identity(), Some([7; 32]));
     assert_eq!(instance.record().image_name, "base.bcow");
     let mut names: Vec<_> = fs::read_dir(&meta)
@@ -110,11 +110,11 @@ fn acls_that_the_host_inherits_reach_nothing_that_is_made() {
     check(&begin(&path));
     // ACLs of the root that were added after the start are left as they are.
     share(&path);
-    assert_eq!(begin(&path).begun(), Begun::Before);
+    assert_eq!(begin(&path).provenance(), Provenance::Existing);
     assert_eq!(acls(&path), ACLS);
     fs::remove_dir_all(path.join(".bcow")).unwrap();
     fs::write(path.join("theirs"), "").unwrap();
-    assert_eq!(begin(&path).begun(), Begun::Adopted);
+    assert_eq!(begin(&path).provenance(), Provenance::Adopted);
     assert_eq!(acls(&path), ACLS);
     for path in &ours {
         assert!(acls(path).is_empty(), "{}", path.display());
@@ -125,8 +125,8 @@ fn acls_that_the_host_inherits_reach_nothing_that_is_made() {
 fn an_upper_without_a_record_is_adopted() {
     let dir = TempDir::new().unwrap();
     fs::write(dir.path().join("file"), "x").unwrap();
-    assert_eq!(begin(dir.path()).begun(), Begun::Adopted);
-    assert_eq!(begin(dir.path()).begun(), Begun::Before);
+    assert_eq!(begin(dir.path()).provenance(), Provenance::Adopted);
+    assert_eq!(begin(dir.path()).provenance(), Provenance::Existing);
 }
 
 #[test]
@@ -179,7 +179,8 @@ fn an_upper_of_another_image_is_refused_by_both_names() {
     assert_eq!(
         refused.to_string(),
         format!(
-            "{}: it belongs to the image base.bcow (070707070707), not to other.bcow (abababababab)",
+            "{}: the upper belongs to the image base.bcow (070707070707), \
+             not to other.bcow (abababababab)",
             dir.path().display()
         )
     );
@@ -196,9 +197,9 @@ fn records_that_are_newer_or_damaged_are_refused() {
     let cases = [
         (
             text.replace("instance/1", "instance/2"),
-            "\"bcow.instance/2\", which this version",
+            "unknown schema \"bcow.instance/2\"",
         ),
-        (text.replace("0707", "07"), "its image is no identity"),
+        (text.replace("0707", "07"), "its image is not an identity"),
         (text.replace("schema", "scheme"), "it names no schema"),
         (
             text.replace("image_name", "name"),
@@ -262,7 +263,7 @@ fn an_upper_inside_one_in_use_or_around_it_is_refused_by_both_names() {
         assert_eq!(
             refusal(path).to_string(),
             format!(
-                "{}: it is inside the upper {}: {holder}",
+                "{}: inside the upper {}: {holder}",
                 path.display(),
                 used.display()
             )
@@ -273,7 +274,7 @@ fn an_upper_inside_one_in_use_or_around_it_is_refused_by_both_names() {
     assert_eq!(
         refusal(dir.path()).to_string(),
         format!(
-            "{}: the upper {} is inside it: {holder}",
+            "{}: contains the upper {}: {holder}",
             dir.path().display(),
             used.display()
         )
@@ -291,7 +292,7 @@ fn an_upper_inside_one_in_use_or_around_it_is_refused_by_both_names() {
 }
 
 #[test]
-fn the_work_directory_is_emptied_whatever_is_in_it() {
+fn work_directory_is_emptied_of_objects_of_each_type() {
     let dir = TempDir::new().unwrap();
     drop(begin(dir.path()));
     let work = dir.path().join(".bcow/work");
@@ -357,7 +358,9 @@ fn whiteouts_take_the_place_of_anything() {
         ("dir", Some(FileType::Directory)),
     ];
     for (name, present) in places {
-        instance.white_out(root, name.as_bytes(), present).unwrap();
+        instance
+            .place_whiteout(root, name.as_bytes(), present)
+            .unwrap();
         let stat = rustix::fs::statat(root, name, AtFlags::SYMLINK_NOFOLLOW).unwrap();
         assert!(is_whiteout(&stat), "{name}");
         let metadata = fs::metadata(dir.path().join(name)).unwrap();
@@ -370,7 +373,7 @@ fn whiteouts_take_the_place_of_anything() {
     fs::write(dir.path().join("gone/file"), "x").unwrap();
     drop(
         instance
-            .take_out(root, b"gone", FileType::Directory)
+            .move_to_work(root, b"gone", FileType::Directory)
             .unwrap(),
     );
     assert!(!dir.path().join("gone").exists());
@@ -384,7 +387,7 @@ fn whiteouts_share_an_inode_as_long_as_the_host_permits() {
     let dir = TempDir::new().unwrap();
     let instance = begin(dir.path());
     let root = instance.root();
-    instance.keep_whiteouts();
+    instance.prepare_whiteouts();
     let mut inodes = std::collections::HashSet::new();
     // More links than an inode of ext4 can have.
     for index in 0..65_100 {
@@ -400,7 +403,9 @@ fn whiteouts_share_an_inode_as_long_as_the_host_permits() {
             }
             _ => None,
         };
-        instance.white_out(root, name.as_bytes(), present).unwrap();
+        instance
+            .place_whiteout(root, name.as_bytes(), present)
+            .unwrap();
         let stat = rustix::fs::statat(root, &*name, AtFlags::SYMLINK_NOFOLLOW).unwrap();
         assert!(is_whiteout(&stat));
         inodes.insert(stat.st_ino);
@@ -409,7 +414,7 @@ fn whiteouts_share_an_inode_as_long_as_the_host_permits() {
 }
 
 #[test]
-fn marks_are_read_of_whatever_they_are_on() {
+fn marks_are_read_on_objects_of_each_type() {
     let dir = TempDir::new().unwrap();
     let instance = begin(dir.path());
     let (root, namespace) = (instance.root(), instance.namespace());
@@ -458,7 +463,7 @@ fn attributes_of_any_length_are_read() {
     let at = Attribute::Named(root.as_fd(), b"file");
     for length in [0usize, 1, 256, 257, 3000] {
         let value = vec![b'v'; length];
-        at.set(b"user.long", &value, SetHow::Any).unwrap();
+        at.set(b"user.long", &value, XattrMode::Any).unwrap();
         assert_eq!(at.get(b"user.long").unwrap(), Some(value));
     }
     at.remove(b"user.long").unwrap();
@@ -466,7 +471,7 @@ fn attributes_of_any_length_are_read() {
         .map(|n| CString::new(format!("user.{}{n}", "n".repeat(60))).unwrap())
         .collect();
     for name in &names {
-        at.set(name.as_bytes(), b"", SetHow::Create).unwrap();
+        at.set(name.as_bytes(), b"", XattrMode::Create).unwrap();
     }
     let list = at.list().unwrap();
     assert_eq!(list.split(|&byte| byte == 0).count(), 13);
@@ -513,7 +518,7 @@ fn marks_that_this_user_cannot_see_are_not_taken_for_missing() {
 }
 
 #[test]
-fn what_lies_where_the_record_is_written_is_in_nobodys_way() {
+fn object_at_the_name_of_the_temporary_record_is_replaced() {
     let dir = TempDir::new().unwrap();
     let meta = dir.path().join(".bcow");
     fs::create_dir(&meta).unwrap();
@@ -525,5 +530,5 @@ fn what_lies_where_the_record_is_written_is_in_nobodys_way() {
     std::thread::spawn(move || sender.send(Instance::open(&path, IMAGE, NOTE).map(drop)));
     let opened = receiver.recv_timeout(Duration::from_secs(20));
     opened.expect("it hangs").unwrap();
-    assert_eq!(begin(dir.path()).begun(), Begun::Before);
+    assert_eq!(begin(dir.path()).provenance(), Provenance::Existing);
 }

@@ -3,7 +3,7 @@
 use std::time::SystemTime;
 
 use bcow_erofs::tree::Timestamp;
-use bcow_union::fs::{Allocate, Attributes, Caller, Privileges, RenameHow, SetHow, SetTime};
+use bcow_union::fs::{Allocate, Attributes, Caller, Privileges, RenameMode, SetTime, XattrMode};
 use fuser::{FileAttr, INodeNo, RenameFlags, Request, TimeOrNow, WriteFlags};
 
 use super::{NO_INODE, file_type, system_time};
@@ -24,20 +24,20 @@ pub(super) fn caller(request: &Request, umask: u32) -> Caller {
 
 /// Returns `None` for unknown flags and for RENAME_WHITEOUT. RENAME_WHITEOUT leaves a device 0:0
 /// behind, which in an upper would hide the name.
-pub(super) fn rename_how(flags: RenameFlags) -> Option<RenameHow> {
+pub(super) fn rename_how(flags: RenameFlags) -> Option<RenameMode> {
     match flags {
-        flags if flags.is_empty() => Some(RenameHow::Replace),
-        RenameFlags::RENAME_NOREPLACE => Some(RenameHow::NoReplace),
-        RenameFlags::RENAME_EXCHANGE => Some(RenameHow::Exchange),
+        flags if flags.is_empty() => Some(RenameMode::Replace),
+        RenameFlags::RENAME_NOREPLACE => Some(RenameMode::NoReplace),
+        RenameFlags::RENAME_EXCHANGE => Some(RenameMode::Exchange),
         _ => None,
     }
 }
 
-pub(super) fn set_how(flags: i32) -> Option<SetHow> {
+pub(super) fn set_how(flags: i32) -> Option<XattrMode> {
     match flags {
-        0 => Some(SetHow::Any),
-        libc::XATTR_CREATE => Some(SetHow::Create),
-        libc::XATTR_REPLACE => Some(SetHow::Replace),
+        0 => Some(XattrMode::Any),
+        libc::XATTR_CREATE => Some(XattrMode::Create),
+        libc::XATTR_REPLACE => Some(XattrMode::Replace),
         _ => None,
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Changes, SyncWhat, UnionFs};
+use bcow_union::fs::{Changes, SyncScope, UnionFs};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
@@ -328,8 +328,8 @@ impl fuser::Filesystem for Writable {
     ) {
         let _running = self.stats.time(Operation::Sync, id(ino));
         let what = match data_only {
-            true => SyncWhat::Data,
-            false => SyncWhat::All,
+            true => SyncScope::Data,
+            false => SyncScope::All,
         };
         reply::empty(self.fs.sync(id(ino), what), reply);
     }

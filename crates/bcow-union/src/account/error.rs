@@ -18,7 +18,7 @@ pub struct NoSpace {
 
 /// A limit leaves no room for a reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NoRoom {
+pub enum ReserveError {
     /// The limit of bytes.
     #[error(transparent)]
     Bytes(NoSpace),

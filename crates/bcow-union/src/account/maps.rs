@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::sync::{MutexGuard, PoisonError};
 
-use super::{Account, Room};
+use super::{Account, Reservation};
 use crate::blocks::BLOCK_BYTES;
 
 impl Account {
     /// Counts the map of sketch `id`, which exists or will exist, with `bytes` bytes. Does nothing
     /// if the map is already counted.
-    pub fn map_takes(&self, id: u64, bytes: u64, room: &mut Room<'_>) {
+    pub fn add_map(&self, id: u64, bytes: u64, room: &mut Reservation<'_>) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         self.lock_maps().entry(id).or_insert_with(|| {
             room.use_inode();
@@ -19,7 +19,7 @@ impl Account {
     }
 
     /// Raises the figure of the map of sketch `id` to `bytes` bytes.
-    pub(crate) fn map_grows(&self, id: u64, bytes: u64) {
+    pub(crate) fn grow_map(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.lock_maps().get_mut(&id)
             && *before < bytes
@@ -30,7 +30,7 @@ impl Account {
     }
 
     /// Sets the figure of the map of sketch `id` to `bytes` bytes.
-    pub(crate) fn map_has(&self, id: u64, bytes: u64) {
+    pub(crate) fn set_map(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
         if let Some(before) = self.lock_maps().get_mut(&id) {
             self.add(bytes.saturating_sub(*before));
@@ -40,7 +40,7 @@ impl Account {
     }
 
     /// Releases the map of sketch `id`.
-    pub(crate) fn map_gone(&self, id: u64) {
+    pub(crate) fn release_map(&self, id: u64) {
         let removed = self.lock_maps().remove(&id);
         if let Some(bytes) = removed {
             self.release(bytes);

@@ -1,26 +1,26 @@
 //! The space that an upper uses, and its limits.
 
-mod beside;
 mod error;
 mod limits;
 mod maps;
-mod room;
+mod overhead;
+mod reservation;
 mod stored;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use beside::{
-    Beside, Footing, attribute_bytes, attributes_take, stored_attributes, target_takes,
-};
-pub use error::{ChargeError, NoRoom, NoSpace};
+pub use error::{ChargeError, NoSpace, ReserveError};
 pub use limits::Limits;
-pub use room::Room;
-pub use stored::{Found, Reserved, StoredBlocks};
+pub use overhead::{
+    HostInodes, Overhead, attribute_bytes, attributes_take, stored_attributes, target_takes,
+};
+pub use reservation::Reservation;
+pub use stored::{DataBlocks, Reserved, StoredBlocks};
 
 /// Counts the bytes and inodes that an upper stores, against its limits. Bytes are counted in whole
-/// blocks of 4 KiB: blocks with data of files, and blocks beside the data ([`Beside`]).
+/// blocks of 4 KiB: blocks with data of files, and blocks beside the data ([`Overhead`]).
 ///
 /// Space is charged before it is used. A change that does not fit is refused before it has any
 /// effect. A charge never takes the sum above the limit, also with concurrent threads.
@@ -31,7 +31,7 @@ pub struct Account {
     used: AtomicU64,
     inodes: AtomicU64,
     /// Bytes that inodes take beside their data.
-    pub(crate) beside: Beside,
+    pub(crate) overhead: Overhead,
     /// Bytes of the maps of sketches, by the sketch's id. A leaf lock.
     maps: Mutex<HashMap<u64, u64>>,
     /// Charged bytes of files that are not tracked now, by inode number: only files for which a new
@@ -132,8 +132,8 @@ impl Account {
     }
 
     /// Releases a freed inode of the host, with the bytes that it took beside its data.
-    pub fn inode_gone(&self, inode: u64) {
-        self.release(self.beside.forget(inode));
+    pub fn release_inode(&self, inode: u64) {
+        self.release(self.overhead.forget(inode));
         self.release_inodes(1);
     }
 
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_does_not_fit_is_refused_and_changes_nothing() {
+    fn charge_above_the_limit_is_refused_and_changes_nothing() {
         let account = Account::new(Some(10 * 4096));
         account.charge(9 * 4096).unwrap();
         let error = account.charge(2 * 4096).unwrap_err();
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_holds_whoever_charges_at_the_same_time() {
+    fn limit_holds_under_concurrent_charges() {
         let account = Account::new(Some(1000 * 4096));
         let taken: u64 = std::thread::scope(|scope| {
             let charge = || (0..1000).filter(|_| account.charge(4096).is_ok()).count() as u64;

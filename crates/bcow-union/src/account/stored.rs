@@ -19,12 +19,12 @@ use crate::host::HostFile;
 #[derive(Debug)]
 pub struct StoredBlocks {
     account: Arc<Account>,
-    set: Mutex<Option<Known>>,
+    set: Mutex<Option<TrackedBlocks>>,
 }
 
 /// The known blocks, and the number of their extents.
 #[derive(Debug, Default)]
-struct Known {
+struct TrackedBlocks {
     set: BlockSet,
     pieces: u64,
     /// Bytes that the host takes beyond these blocks: space that was preallocated before the file
@@ -40,7 +40,7 @@ const PIECES_INSIDE: u64 = 4;
 /// The smallest number of extents in a block of ext4's extent tree, after blocks were split.
 const PIECES_PER_BLOCK: u64 = 170;
 
-impl Known {
+impl TrackedBlocks {
     /// Adds blocks and returns the number of them that were not in the set.
     fn insert(&mut self, blocks: Range<u64>) -> u64 {
         if blocks.is_empty() {
@@ -72,14 +72,14 @@ impl Known {
     }
 
     /// Asks the host how much space it takes beyond these blocks and beyond the attributes.
-    fn look_at_allocated(
+    fn examine_allocated(
         &mut self,
         file: &dyn HostFile,
         account: &Account,
     ) -> Result<(), ChargeError> {
-        let failed = |error| ChargeError::host("look at its space", &error);
+        let failed = |error| ChargeError::host("read its allocated size", &error);
         let host = file.stored_bytes().map_err(failed)?;
-        let beside = account.beside.of(inode_of(file)?);
+        let beside = account.overhead.of(inode_of(file)?);
         self.allocated = 0;
         self.allocated = host.saturating_sub(self.bytes() + beside);
         self.had_allocated |= self.allocated > 0;
@@ -113,19 +113,19 @@ pub struct Reserved {
 
 /// The amount to reserve if there is no room for all of it.
 #[derive(Debug, Clone, Copy)]
-enum Most {
-    ThereIsRoomFor,
-    AllOrNothing,
+enum Wanted {
+    AsMuchAsFits,
+    All,
 }
 
 /// The blocks of 4 KiB of an existing file in which there is data.
 #[derive(Debug)]
-pub struct Found(Known);
+pub struct DataBlocks(TrackedBlocks);
 
-impl Found {
+impl DataBlocks {
     /// Finds the blocks with data in a file.
-    pub fn look(file: &dyn HostFile) -> Result<Found, ChargeError> {
-        scan(file).map(Found)
+    pub fn scan(file: &dyn HostFile) -> Result<DataBlocks, ChargeError> {
+        scan(file).map(DataBlocks)
     }
 
     /// The bytes of the blocks.
@@ -136,7 +136,7 @@ impl Found {
     /// Adds these blocks and the preallocated space to the account. The space for attributes is
     /// already in the account.
     pub fn count(mut self, file: &dyn HostFile, account: &Account) -> Result<(), ChargeError> {
-        self.0.look_at_allocated(file, account)?;
+        self.0.examine_allocated(file, account)?;
         account.add(self.0.bytes());
         // A later scan may take preallocated space for data, once a program has read it.
         if self.0.allocated > 0 {
@@ -159,7 +159,7 @@ impl StoredBlocks {
     /// all of them, charges as many from the start as fit: the result then ends at the end of a
     /// block and has at least one byte. Fails if not even one byte fits.
     pub fn reserve(&self, file: &dyn HostFile, range: Range<u64>) -> Result<Reserved, ChargeError> {
-        self.take(file, range, Most::ThereIsRoomFor)
+        self.take(file, range, Wanted::AsMuchAsFits)
     }
 
     /// As [`StoredBlocks::reserve`], but charges the whole range or fails.
@@ -168,14 +168,14 @@ impl StoredBlocks {
         file: &dyn HostFile,
         range: Range<u64>,
     ) -> Result<Reserved, ChargeError> {
-        self.take(file, range, Most::AllOrNothing)
+        self.take(file, range, Wanted::All)
     }
 
     fn take(
         &self,
         file: &dyn HostFile,
         range: Range<u64>,
-        most: Most,
+        wanted: Wanted,
     ) -> Result<Reserved, ChargeError> {
         let mut reserved = Reserved {
             start: range.start,
@@ -190,15 +190,15 @@ impl StoredBlocks {
             return Ok(reserved);
         };
         // Writes since the last look may have used preallocated space.
-        self.look_again_at(file, known)?;
+        self.reexamine_locked(file, known)?;
         let before = known.tree_blocks();
         let blocks = touched(&range);
         let missing = (blocks.end - blocks.start - known.set.count(blocks.clone())) * BLOCK_BYTES;
-        let charged = match most {
-            Most::ThereIsRoomFor => self.account.charge_up_to(missing, BLOCK_BYTES),
+        let charged = match wanted {
+            Wanted::AsMuchAsFits => self.account.charge_up_to(missing, BLOCK_BYTES),
             // The charge comes before the insertion, because other threads rely on the blocks in
             // the set.
-            Most::AllOrNothing => {
+            Wanted::All => {
                 // The blocks may lie in preallocated space. The next look at the file corrects
                 // this.
                 let there = missing.min(known.allocated);
@@ -233,17 +233,21 @@ impl StoredBlocks {
 
     /// Updates the charge after an allocation of space, because a part of it may have been
     /// allocated before.
-    pub fn look_again(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
+    pub fn reexamine(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         match self.lock().as_mut() {
-            Some(known) => self.look_again_at(file, known),
+            Some(known) => self.reexamine_locked(file, known),
             None => Ok(()),
         }
     }
 
-    fn look_again_at(&self, file: &dyn HostFile, known: &mut Known) -> Result<(), ChargeError> {
+    fn reexamine_locked(
+        &self,
+        file: &dyn HostFile,
+        known: &mut TrackedBlocks,
+    ) -> Result<(), ChargeError> {
         if known.had_allocated {
             let before = known.bytes();
-            known.look_at_allocated(file, &self.account)?;
+            known.examine_allocated(file, &self.account)?;
             self.settle_bytes(before, known.bytes());
         }
         Ok(())
@@ -251,7 +255,7 @@ impl StoredBlocks {
 
     /// The bytes that the file is charged for; `None` before the file was examined.
     pub fn charged(&self) -> Option<u64> {
-        self.lock().as_ref().map(Known::bytes)
+        self.lock().as_ref().map(TrackedBlocks::bytes)
     }
 
     /// Whether any of these bytes lies in a charged block.
@@ -295,7 +299,7 @@ impl StoredBlocks {
     }
 
     /// Examines the file. To be called before a hole is punched or the file is truncated.
-    pub fn look(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
+    pub fn examine(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         if self.account.limit().is_some() {
             drop(self.known(file)?);
         }
@@ -319,20 +323,20 @@ impl StoredBlocks {
 
     /// Releases all blocks of a file that is about to be removed.
     pub fn release_all(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
-        self.look(file)?;
+        self.examine(file)?;
         self.truncated(0);
         Ok(())
     }
 
     /// Ends the tracking of a file that continues to exist. The next call examines the file again.
     /// The caller ensures that no thread writes to the file in between.
-    pub fn let_go(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
+    pub fn stop_tracking(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
         let mut guard = self.lock();
         if let Some(known) = guard.as_mut() {
             // Preallocated space that was written in many extents takes more space than the
             // preallocation.
             let before = known.bytes();
-            known.look_at_allocated(file, &self.account)?;
+            known.examine_allocated(file, &self.account)?;
             self.settle_bytes(before, known.bytes());
             // A later scan does not find preallocated space.
             self.account.remember(inode_of(file)?, known.bytes());
@@ -352,14 +356,17 @@ impl StoredBlocks {
         }
     }
 
-    fn known(&self, file: &dyn HostFile) -> Result<MutexGuard<'_, Option<Known>>, ChargeError> {
+    fn known(
+        &self,
+        file: &dyn HostFile,
+    ) -> Result<MutexGuard<'_, Option<TrackedBlocks>>, ChargeError> {
         let mut set = self.lock();
         if set.is_none() {
             let mut found = scan(file)?;
             if let Some(charged) = self.account.recall(inode_of(file)?) {
                 // The account must release exactly what it has charged, so the difference is
                 // settled now.
-                found.look_at_allocated(file, &self.account)?;
+                found.examine_allocated(file, &self.account)?;
                 self.settle_bytes(charged, found.bytes());
             }
             *set = Some(found);
@@ -367,7 +374,7 @@ impl StoredBlocks {
         Ok(set)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Known>> {
+    fn lock(&self) -> MutexGuard<'_, Option<TrackedBlocks>> {
         self.set
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -381,13 +388,13 @@ fn touched(range: &Range<u64>) -> Range<u64> {
 
 fn inode_of(file: &dyn HostFile) -> Result<u64, ChargeError> {
     file.inode()
-        .map_err(|error| ChargeError::host("look at its inode number", &error))
+        .map_err(|error| ChargeError::host("read its inode number", &error))
 }
 
 /// The blocks of a file that contain data.
-fn scan(file: &dyn HostFile) -> Result<Known, ChargeError> {
+fn scan(file: &dyn HostFile) -> Result<TrackedBlocks, ChargeError> {
     let failed = |error: std::io::Error| ChargeError::host("look for holes", &error);
-    let mut found = Known::default();
+    let mut found = TrackedBlocks::default();
     let mut at = 0;
     while let Some(start) = file.seek(at, Seek::Data).map_err(failed)? {
         let end = file.seek(start, Seek::Hole).map_err(failed)?;
@@ -456,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_short_at_the_end_of_a_block() {
+    fn reservation_is_cut_short_at_the_end_of_a_block() {
         let (account, stored, file) = setup(3);
         stored.reserve(&file, 2 * B..3 * B).unwrap();
         // Blocks 0 and 1 fit, block 2 is already charged, block 3 does not fit.
@@ -484,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_only_allocated_counts_wherever_it_lies() {
+    fn preallocated_space_counts_at_any_offset() {
         let (account, stored, file) = setup(10);
         let used = || account.used() / B;
         stored.reserve_all(&file, 0..6 * B).unwrap();
@@ -496,7 +503,7 @@ mod tests {
         };
         write(1).unwrap();
         assert_eq!(used(), 6);
-        stored.let_go(&file).unwrap();
+        stored.stop_tracking(&file).unwrap();
         assert_eq!(used(), 6);
         // A write into preallocated space takes no more space, as the next write finds.
         write(2).unwrap();
@@ -505,20 +512,23 @@ mod tests {
         // A write elsewhere does.
         write(8).unwrap();
         assert_eq!(used(), 7);
-        stored.let_go(&file).unwrap();
+        stored.stop_tracking(&file).unwrap();
         assert_eq!(used(), 7);
         stored.release_all(&file).unwrap();
         assert_eq!(used(), 0);
     }
 
     #[test]
-    fn what_was_only_allocated_and_looks_like_data_later_is_not_given_back_twice() {
+    fn preallocated_space_that_becomes_data_is_not_released_twice() {
         let (account, _, file) = setup(10);
         file.write_all_at(&[1; 5000], B).unwrap();
         HostFile::allocate(&file, 4 * B, 4 * B).unwrap();
         file.set_len(8 * B).unwrap();
         account.add(3 * B);
-        Found::look(&file).unwrap().count(&file, &account).unwrap();
+        DataBlocks::scan(&file)
+            .unwrap()
+            .count(&file, &account)
+            .unwrap();
         let used = || account.used() / B;
         assert_eq!(used(), 9);
         let read = || file.read_exact_at(&mut [0; 4 * B as usize], 4 * B).unwrap();
@@ -526,9 +536,9 @@ mod tests {
             // The host reports pages of preallocated space as data after a read.
             read();
             let stored = StoredBlocks::new(Arc::clone(&account));
-            stored.look(&file).unwrap();
+            stored.examine(&file).unwrap();
             rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
-            stored.let_go(&file).unwrap();
+            stored.stop_tracking(&file).unwrap();
             assert_eq!(used(), 9);
         }
         read();
@@ -538,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_takes_nothing_from_who_reserved_at_the_same_time() {
+    fn failed_reservation_takes_nothing_from_a_concurrent_one() {
         let (account, stored, file) = setup(3);
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -562,21 +572,24 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_before_is_not_charged_again() {
+    fn existing_blocks_are_not_charged_again() {
         let (account, stored, file) = setup(4);
         file.write_all_at(&[1; 5000], 3 * B).unwrap();
         file.set_len(100 * B).unwrap();
-        Found::look(&file).unwrap().count(&file, &account).unwrap();
+        DataBlocks::scan(&file)
+            .unwrap()
+            .count(&file, &account)
+            .unwrap();
         assert_eq!(account.used(), 2 * B);
         stored.reserve(&file, 3 * B..5 * B).unwrap();
         assert_eq!(account.used(), 2 * B);
-        stored.look(&file).unwrap();
+        stored.examine(&file).unwrap();
         stored.truncated(0);
         assert_eq!(account.used(), 0);
     }
 
     #[test]
-    fn without_a_limit_nothing_is_asked_of_the_host() {
+    fn account_without_a_limit_does_not_examine_the_host() {
         let stored = StoredBlocks::new(Arc::default());
         let file = tempfile::tempfile().unwrap();
         assert_eq!(stored.reserve(&file, 0..1 << 40).unwrap().end, 1 << 40);

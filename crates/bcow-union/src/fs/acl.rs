@@ -65,7 +65,7 @@ pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> 
 
 /// Whether an access ACL permits a user who is not the owner to write, as `posix_acl_permission` in
 /// the kernel. `group` is the file's group; `is_in` tells whether the user is in a group.
-pub(super) fn lets_write(
+pub(super) fn permits_write(
     acl: &[u8],
     user: u32,
     group: u32,
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn mode_is_cut_to_what_the_directory_allows() {
+    fn mode_is_masked_by_the_default_acl() {
         let default = acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 5, !0), (OTHER, 0, !0)]);
         assert_eq!(inherited(&default, 0o666), Ok((None, 0o640)));
     }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_write_is_as_in_the_kernel() {
+    fn write_permission_is_as_in_the_kernel() {
         let of = |mask| {
             acl(&[
                 (USER_OBJ, 7, !0),
@@ -196,12 +196,15 @@ mod tests {
             (4, 1002, &[50], false),
             (4, 1002, &[7], true),
         ] {
-            let lets = lets_write(&of(mask), user, 5, &mut |group| groups.contains(&group));
+            let lets = permits_write(&of(mask), user, 5, &mut |group| groups.contains(&group));
             assert_eq!(lets, Ok(may), "{mask} {user} {groups:?}");
         }
         let small = acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 6, !0), (OTHER, 0, !0)]);
-        assert_eq!(lets_write(&small, 1, 5, &mut |group| group == 5), Ok(true));
-        assert_eq!(lets_write(&small, 1, 5, &mut |_| false), Ok(false));
+        assert_eq!(
+            permits_write(&small, 1, 5, &mut |group| group == 5),
+            Ok(true)
+        );
+        assert_eq!(permits_write(&small, 1, 5, &mut |_| false), Ok(false));
     }
 
     #[test]

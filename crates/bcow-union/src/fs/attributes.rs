@@ -15,7 +15,7 @@ use super::types::{Attributes, Changes, SetTime};
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
-use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, SetHow, host_mode};
+use crate::upper::{Attribute, OVERRIDE, Override, OverrideKind, Ownership, XattrMode, host_mode};
 
 /// The kernel's attribute for file capabilities.
 pub(super) const CAPABILITIES: &[u8] = b"security.capability";
@@ -191,7 +191,7 @@ impl UnionFs {
                 self.change_owner(&node, &file, changes)?;
             }
             if let (Some(permissions), true) = (changes.permissions, self.keeps_owner(&node)) {
-                self.lead_acl(&node, permissions)?;
+                self.update_acl_mode(&node, permissions)?;
             }
             if times {
                 if let Content::Sketch(sketch) = &node.read_state().content {
@@ -234,7 +234,7 @@ impl UnionFs {
         if self.keeps_owner(node) {
             // The attribute is read and rewritten as a whole, so the node's lock is held.
             let _state = node.write_state();
-            let mut owner = self.kept_owner(node, file)?;
+            let mut owner = self.read_override(node, file)?;
             owner.uid = changes.uid.unwrap_or(owner.uid);
             owner.gid = changes.gid.unwrap_or(owner.gid);
             if changes_owner && node.kind == FileType::Regular {
@@ -242,7 +242,7 @@ impl UnionFs {
                 self.remove_capabilities(file)?;
             }
             owner.permissions = changes.permissions.unwrap_or(owner.permissions);
-            self.keep_owner(node.id, file, &owner)?;
+            self.write_override(node.id, file, &owner)?;
         } else {
             if changes_owner {
                 // The host removes set-id bits and capabilities.
@@ -265,15 +265,15 @@ impl UnionFs {
     /// not chown, and always for the root, because the host's directory may be more private than
     /// the container's root.
     pub(super) fn keeps_owner(&self, node: &Node) -> bool {
-        (node.id == NodeId::ROOT || self.keeps_owners()) && node.kind != FileType::Symlink
+        (node.id == NodeId::ROOT || self.uses_override()) && node.kind != FileType::Symlink
     }
 
     /// Whether attributes keep the owners of all nodes except symlinks.
-    pub(super) fn keeps_owners(&self) -> bool {
+    pub(super) fn uses_override(&self) -> bool {
         self.upper.ownership() == Ownership::Override
     }
 
-    fn kept_owner(&self, node: &Node, file: &File) -> Result<Override, Errno> {
+    fn read_override(&self, node: &Node, file: &File) -> Result<Override, Errno> {
         if let Some(owner) = self.read_owner(file)? {
             return Ok(owner);
         }
@@ -291,13 +291,13 @@ impl UnionFs {
 
     /// Writes the attribute that keeps owner and mode, and sets the corresponding mode of the
     /// host's file.
-    pub(super) fn keep_owner(
+    pub(super) fn write_override(
         &self,
         id: NodeId,
         file: &File,
         owner: &Override,
     ) -> Result<(), Errno> {
-        Attribute::Path(file.as_fd()).set(OVERRIDE, owner.encode().as_bytes(), SetHow::Any)?;
+        Attribute::Path(file.as_fd()).set(OVERRIDE, owner.encode().as_bytes(), XattrMode::Any)?;
         if id == NodeId::ROOT {
             return Ok(());
         }
@@ -335,7 +335,7 @@ impl UnionFs {
         }
         self.settle_node(node, &file);
         let permissions = match self.keeps_owner(node) {
-            true => self.kept_owner(node, &file)?.permissions,
+            true => self.read_override(node, &file)?.permissions,
             false => (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16,
         };
         let kept = without_set_id(permissions);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 
-use super::content::is_now_plain;
+use super::content::set_plain;
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::{UnionFs, promote};
 use crate::sketch::{Durability, Sketch, SketchKind};
@@ -97,36 +97,36 @@ impl OpenSketches {
 #[derive(Debug, Default)]
 pub(super) struct Background {
     /// Held only to add or to take requests.
-    asked: Mutex<Asked>,
+    requests: Mutex<Requests>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
-struct Asked {
-    look_at: Vec<Arc<Node>>,
+struct Requests {
+    to_promote: Vec<Arc<Node>>,
     finish_batch: bool,
     stop: bool,
 }
 
 impl Background {
     /// Requests the promotion of a complete sketch.
-    pub(super) fn look_at(&self, node: &Arc<Node>) {
+    pub(super) fn request_promotion(&self, node: &Arc<Node>) {
         if node.is_waiting.swap(true, Ordering::AcqRel) {
             return;
         }
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        match asked.look_at.len() < WAITING_MOST {
-            true => asked.look_at.push(Arc::clone(node)),
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        match requests.to_promote.len() < WAITING_MOST {
+            true => requests.to_promote.push(Arc::clone(node)),
             false => node.is_waiting.store(false, Ordering::Release),
         }
-        drop(asked);
+        drop(requests);
         self.changed.notify_one();
     }
 
     /// Requests the sync of the batch.
     pub(super) fn finish_batch(&self) {
-        self.asked
+        self.requests
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .finish_batch = true;
@@ -135,7 +135,7 @@ impl Background {
 
     /// Stops the thread, if it was started. The caller handles the pending requests.
     pub(super) fn stop(&self) {
-        self.asked
+        self.requests
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .stop = true;
@@ -154,19 +154,19 @@ impl Background {
 
     /// Waits for a request or until `until`; `None` if the thread must stop.
     fn wait(&self, until: Instant) -> Option<(Vec<Arc<Node>>, bool)> {
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if asked.stop {
+            if requests.stop {
                 return None;
             }
             let left = until.saturating_duration_since(Instant::now());
-            if !asked.look_at.is_empty() || asked.finish_batch || left.is_zero() {
-                let nodes = std::mem::take(&mut asked.look_at);
-                return Some((nodes, std::mem::take(&mut asked.finish_batch)));
+            if !requests.to_promote.is_empty() || requests.finish_batch || left.is_zero() {
+                let nodes = std::mem::take(&mut requests.to_promote);
+                return Some((nodes, std::mem::take(&mut requests.finish_batch)));
             }
-            asked = self
+            requests = self
                 .changed
-                .wait_timeout(asked, left)
+                .wait_timeout(requests, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
@@ -194,7 +194,7 @@ impl UnionFs {
         Ok(())
     }
 
-    pub(super) fn regularly(&self) {
+    pub(super) fn run_periodic(&self) {
         // Errors were logged. A sketch with unflushed data stays open, and a later fsync meets the
         // error again.
         let _ = self.flush_sketches(self.durability());
@@ -204,14 +204,14 @@ impl UnionFs {
                 _ => self.open_sketches.drop_unused(sketch),
             }
         }
-        self.finish_batch_and_say();
+        self.finish_batch_logged();
         self.table.purge();
-        self.spare_descriptors();
+        self.limit_descriptors();
     }
 
-    fn finish_batch_and_say(&self) {
+    fn finish_batch_logged(&self) {
         if let Err(errno) = self.finish_batch() {
-            self.host_failed(b"", "cannot synchronise what was copied up", errno);
+            self.host_failed(b"", "cannot sync the files that were copied up", errno);
         }
     }
 
@@ -243,7 +243,7 @@ impl UnionFs {
                 return;
             }
         }
-        is_now_plain(&mut state);
+        set_plain(&mut state);
         drop(state);
         self.open_sketches.remove(sketch.id());
     }
@@ -276,24 +276,24 @@ impl UnionFs {
     }
 
     /// Closes idle descriptors if nodes and their sketches hold too many.
-    pub(super) fn spare_descriptors(&self) {
+    pub(super) fn limit_descriptors(&self) {
         let limit = self.descriptors_limit.load(Ordering::Relaxed);
         if self.descriptors_held() <= limit {
             return;
         }
-        self.give_descriptors_back(false);
+        self.close_idle_descriptors(false);
         // Most of them belong to sketches with unflushed data.
         if self.descriptors_held() > limit / 2 {
-            self.give_descriptors_back(true);
+            self.close_idle_descriptors(true);
         }
         // If most descriptors are in use, another attempt soon would close few.
-        let most = self.descriptors_most.max(2 * self.descriptors_held());
+        let most = self.max_descriptors.max(2 * self.descriptors_held());
         self.descriptors_limit.store(most, Ordering::Relaxed);
     }
 
     /// Closes descriptors that are not in use. Those of sketches with unflushed data are closed
     /// only if `flush` is set, after a flush.
-    fn give_descriptors_back(&self, flush: bool) {
+    fn close_idle_descriptors(&self, flush: bool) {
         for (sketch, node) in self.open_sketches.all() {
             if node.strong_count() > 0 {
                 continue;
@@ -315,7 +315,7 @@ impl UnionFs {
                 Place::Root | Place::Nowhere => false,
             };
             if can_be_found_again {
-                self.let_sketch_go(&mut state, flush);
+                self.close_sketch(&mut state, flush);
             }
             match &mut state.upper {
                 // A thread that holds the file may be about to remove the name by which it would be
@@ -351,7 +351,7 @@ impl UnionFs {
 
     /// Closes the sketch of a node that can be opened again, if all its data is recorded. The
     /// caller holds the lock of the node's state.
-    fn let_sketch_go(&self, state: &mut State, flush: bool) {
+    fn close_sketch(&self, state: &mut State, flush: bool) {
         let Content::Sketch(sketch) = &state.content else {
             return;
         };
@@ -380,13 +380,13 @@ fn run(background: &Background, union: &Weak<UnionFs>) {
         };
         for node in nodes {
             union.promote_if_complete(&node);
-            union.table.let_go(node);
+            union.table.drop_node(node);
         }
         if finish_batch {
-            union.finish_batch_and_say();
+            union.finish_batch_logged();
         }
         if Instant::now() >= next {
-            union.regularly();
+            union.run_periodic();
             next = Instant::now() + INTERVAL;
         }
     }
@@ -394,7 +394,7 @@ fn run(background: &Background, union: &Weak<UnionFs>) {
 
 /// Upper bound of the descriptors that nodes may hold: half of the process's limit, which is first
 /// raised to its hard limit.
-pub(super) fn descriptors_most() -> usize {
+pub(super) fn max_descriptors() -> usize {
     let limits = rustix::process::getrlimit(Resource::Nofile);
     if limits.current != limits.maximum {
         let raised = Rlimit {

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::UnionFs;
 use super::nodes::Node;
-use crate::account::{self, Room, StoredBlocks};
+use crate::account::{self, Reservation, StoredBlocks};
 use crate::blocks::BLOCK_BYTES;
 
 /// Bytes by which a directory may grow for one more name. (An indexed directory may split more than
@@ -24,20 +24,24 @@ pub(super) const MARKS_BYTES: u64 = 400;
 
 impl UnionFs {
     /// Reserves room for bytes beside the data of files, and for inodes; `ENOSPC` at a limit.
-    pub(super) fn room(&self, bytes: u64, inodes: u64) -> Result<Room<'_>, Errno> {
+    pub(super) fn room(&self, bytes: u64, inodes: u64) -> Result<Reservation<'_>, Errno> {
         match self.account.is_limited() {
             true => self
                 .account
                 .reserve(bytes, inodes)
                 .map_err(|_| Errno::NOSPC),
-            false => Ok(self.account.no_room()),
+            false => Ok(self.account.unreserved()),
         }
     }
 
     /// Reserves room for a copy of an inode of the image, beside its data.
-    pub(super) fn room_for_copy(&self, inode: &Inode, names: u64) -> Result<Room<'_>, Errno> {
+    pub(super) fn room_for_copy(
+        &self,
+        inode: &Inode,
+        names: u64,
+    ) -> Result<Reservation<'_>, Errno> {
         if !self.account.is_limited() {
-            return Ok(self.account.no_room());
+            return Ok(self.account.unreserved());
         }
         let mut attributes = MARKS_BYTES;
         if inode.has_xattrs() {
@@ -56,10 +60,10 @@ impl UnionFs {
 
     /// Room for a whiteout. A whiteout seldom makes its directory larger, and a removal must be
     /// possible at the limit: so it is refused (`ENOSPC`) only above the limit.
-    pub(super) fn room_to_hide(&self) -> Result<Room<'_>, Errno> {
+    pub(super) fn room_to_hide(&self) -> Result<Reservation<'_>, Errno> {
         match self.account.is_above() {
             true => Err(Errno::NOSPC),
-            false => Ok(self.account.no_room()),
+            false => Ok(self.account.unreserved()),
         }
     }
 
@@ -69,9 +73,9 @@ impl UnionFs {
         file: &File,
         name: &[u8],
         value: usize,
-    ) -> Result<Room<'_>, Errno> {
+    ) -> Result<Reservation<'_>, Errno> {
         if !self.account.is_limited() {
-            return Ok(self.account.no_room());
+            return Ok(self.account.unreserved());
         }
         let before = account::stored_attributes(file)?;
         let after = before + account::attribute_bytes(name, value);
@@ -79,9 +83,9 @@ impl UnionFs {
         self.room(more, 0)
     }
 
-    /// Counts a new inode and what it stores beside its data, against its room. `file` may be open
-    /// with `O_PATH`.
-    pub(super) fn made(&self, file: &File, room: &mut Room<'_>) {
+    /// Counts a new inode and the bytes that it stores beside its data, against its reservation.
+    /// `file` may be open with `O_PATH`.
+    pub(super) fn count_new(&self, file: &File, room: &mut Reservation<'_>) {
         if self.account.is_limited() {
             room.use_inode();
             self.settle_in(file, room);
@@ -90,16 +94,16 @@ impl UnionFs {
 
     /// Counts again the bytes that an inode takes beside its data.
     pub(super) fn settle(&self, file: impl AsFd) {
-        self.settle_in(file, &mut self.account.no_room());
+        self.settle_in(file, &mut self.account.unreserved());
     }
 
     /// As [`UnionFs::settle`], against reserved room.
-    pub(super) fn settle_in(&self, file: impl AsFd, room: &mut Room<'_>) {
+    pub(super) fn settle_in(&self, file: impl AsFd, room: &mut Reservation<'_>) {
         if !self.account.is_limited() {
             return;
         }
-        let counted = self.account.beside.settle(file, room);
-        self.say_if_not_counted(counted);
+        let counted = self.account.overhead.settle(file, room);
+        self.log_count_failure(counted);
     }
 
     /// Counts a node again, if it is open: the host may have removed its capabilities.
@@ -115,28 +119,28 @@ impl UnionFs {
 
     /// As [`UnionFs::settle`], for a node's object in the upper.
     pub(super) fn settle_node(&self, node: &Node, file: &File) {
-        let mut room = self.account.no_room();
+        let mut room = self.account.unreserved();
         match node.stored.get().and_then(StoredBlocks::charged) {
             Some(data) if self.account.is_limited() => {
-                let counted = self.account.beside.count(file, data, &mut room);
-                self.say_if_not_counted(counted);
+                let counted = self.account.overhead.count(file, data, &mut room);
+                self.log_count_failure(counted);
             }
             _ => self.settle_in(file, &mut room),
         }
     }
 
-    fn say_if_not_counted(&self, counted: Result<(), Errno>) {
+    fn log_count_failure(&self, counted: Result<(), Errno>) {
         if let Err(errno) = counted {
             // The old count stays until the next one.
-            self.host_failed(b"", "cannot count what it stores", errno);
+            self.host_failed(b"", "cannot count the stored bytes", errno);
         }
     }
 
     /// Called when a node's object in the upper has no name any more, or never had one: the drop of
     /// the node gives back its charge.
-    pub(super) fn departs(&self, node: &Node) {
+    pub(super) fn release_on_drop(&self, node: &Node) {
         if self.account.is_limited() {
-            node.departs_from(&self.account);
+            node.release_on_drop(&self.account);
         }
     }
 }

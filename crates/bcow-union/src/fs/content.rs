@@ -107,7 +107,7 @@ impl UnionFs {
                     if sketch.kind() == SketchKind::Sparse
                         && matches!(sketch.is_complete(), Ok(true))
                     {
-                        self.background.look_at(&node);
+                        self.background.request_promotion(&node);
                     }
                     break written;
                 }
@@ -204,7 +204,7 @@ impl UnionFs {
                 node.marks_changed();
             }
         }
-        is_now_plain(&mut state);
+        set_plain(&mut state);
         self.settle(&*file);
         Ok(())
     }
@@ -254,7 +254,7 @@ impl UnionFs {
         Ok(())
     }
 
-    /// Offset of the next data or hole at or after `offset`; `ENXIO` if there is none.
+    /// Offset of the next data or hole at or after `offset`; `ENXIO` if the file ends before.
     pub fn seek(&self, id: NodeId, offset: u64, seek: Seek) -> Result<u64, Errno> {
         let node = self.regular(id)?;
         let state = self.known_content(&node)?;
@@ -364,7 +364,7 @@ impl UnionFs {
                 return Ok(state);
             }
             drop(state);
-            self.spare_descriptors();
+            self.limit_descriptors();
             self.open_content(node, &mut node.write_state())?;
         }
     }
@@ -398,7 +398,7 @@ impl UnionFs {
             node.lower.ok_or(Errno::IO)?;
             state.content = Content::Lower;
         } else {
-            is_now_plain(state);
+            set_plain(state);
         }
         Ok(())
     }
@@ -406,7 +406,7 @@ impl UnionFs {
     /// Makes a plain file or a sketch of a file before its first write.
     fn make_writable(&self, node: &Arc<Node>) -> Result<(), Errno> {
         self.ensure_upper(node)?;
-        self.spare_descriptors();
+        self.limit_descriptors();
         let mut state = node.write_state();
         self.open_content(node, &mut state)?;
         if !matches!(state.content, Content::Lower) {
@@ -438,7 +438,7 @@ impl UnionFs {
         self.settle_in(&*file, &mut room);
         let sketch = made.map_err(|error| self.content_failed(node, error))?;
         if maps > 0 && self.account.is_limited() {
-            self.account.map_takes(sketch.id(), map_bytes, &mut room);
+            self.account.add_map(sketch.id(), map_bytes, &mut room);
         }
         // A file that was copied up after it lost its name will not be looked up again, so its
         // sketch is not kept.
@@ -471,17 +471,17 @@ impl UnionFs {
         let (atime, mtime) = host::times(&rustix::fs::fstat(&**file)?);
         let keep_times = || host::set_times(file, at(atime), at(mtime));
         let copied = self
-            .make_hollow(node, file, inode.size)
+            .discard_blocks(node, file, inode.size)
             .and_then(|()| self.copy_bytes(node, inode, file))
             .and_then(|()| keep_times());
         if let Err(errno) = copied {
             // Give the space back. The mark still says that the bytes are in the image.
-            let _ = self.make_hollow(node, file, inode.size);
+            let _ = self.discard_blocks(node, file, inode.size);
             let _ = keep_times();
             return Err(errno);
         }
         self.copied_whole.fetch_add(1, Ordering::Relaxed);
-        is_now_plain(state);
+        set_plain(state);
         let most = match self.options.sync {
             // A file without a name does not survive a crash.
             _ if node.is_removed.load(Ordering::Acquire) => return Ok(()),
@@ -502,10 +502,10 @@ impl UnionFs {
 
     /// Discards the blocks of the host's file of a copy of metadata, for example bytes of a copy
     /// that a crash undid, and sets its size to `size`.
-    fn make_hollow(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
+    fn discard_blocks(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
         let stored = self.stored(node);
         stored
-            .look(file)
+            .examine(file)
             .map_err(|error| self.content_failed(node, error))?;
         let stat = rustix::fs::fstat(file)?;
         if stat.st_blocks > 0 || u64::try_from(stat.st_size) != Ok(size) {
@@ -588,7 +588,7 @@ impl UnionFs {
     fn resize_plain(&self, node: &Node, file: &File, size: u64) -> Result<(), Errno> {
         let stored = self.stored(node);
         stored
-            .look(file)
+            .examine(file)
             .map_err(|error| self.content_failed(node, error))?;
         rustix::fs::ftruncate(file, size)?;
         stored.truncated(size);
@@ -614,7 +614,7 @@ impl UnionFs {
         let stored = self.stored(node);
         let range = offset..offset + length;
         if how == Allocate::PunchHole {
-            stored.look(file).map_err(failed)?;
+            stored.examine(file).map_err(failed)?;
             rustix::fs::fallocate(file, flags, offset, length)?;
             stored.punched(range);
             return Ok(());
@@ -623,7 +623,7 @@ impl UnionFs {
         rustix::fs::fallocate(file, flags, offset, length).inspect_err(|_| {
             stored.undo(reserved, 0);
         })?;
-        stored.look_again(file).map_err(failed)
+        stored.reexamine(file).map_err(failed)
     }
 }
 
@@ -638,7 +638,7 @@ pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
 }
 
 /// Marks all bytes as in the upper's file.
-pub(super) fn is_now_plain(state: &mut State) {
+pub(super) fn set_plain(state: &mut State) {
     state.content = Content::Plain;
     if let Some(upper) = &mut state.upper {
         upper.is_partial = false;

@@ -23,7 +23,7 @@ use super::types::SetTime;
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::{
-    Attribute, Begun, META, Mark, Metacopy, Namespace, Origin, Override, SetHow, Temporary,
+    Attribute, META, Mark, Metacopy, Namespace, Origin, Override, Provenance, Temporary, XattrMode,
 };
 
 impl UnionFs {
@@ -44,7 +44,7 @@ impl UnionFs {
             return Ok(());
         }
         let inode = self.image.inode(self.image.root())?;
-        if self.upper.begun() == Begun::Adopted {
+        if self.upper.provenance() == Provenance::Adopted {
             self.adopt_root(file, &inode)?;
             return self.set_origin(file, inode.nid);
         }
@@ -54,10 +54,10 @@ impl UnionFs {
             return self.set_origin(file, inode.nid);
         }
         self.copy_xattrs(&inode, file)?;
-        if self.keeps_owners() {
+        if self.uses_override() {
             // For other tools this attribute is the sign that all owners in the upper are kept in
             // attributes.
-            self.keep_owner(NodeId::ROOT, file, &owner_of_inode(&inode))?;
+            self.write_override(NodeId::ROOT, file, &owner_of_inode(&inode))?;
         }
         let time = Some(SetTime::At(inode.mtime));
         host::set_times(file, time, time)?;
@@ -68,7 +68,7 @@ impl UnionFs {
     /// shows them. If owner and mode of the host's directory differ from the image's root, our
     /// attribute keeps them from now on.
     fn adopt_root(&self, file: &File, inode: &Inode) -> Result<(), Errno> {
-        if self.keeps_owners() || self.read_owner(file)?.is_some() {
+        if self.uses_override() || self.read_owner(file)?.is_some() {
             return Ok(());
         }
         let stat = rustix::fs::fstat(file)?;
@@ -80,7 +80,7 @@ impl UnionFs {
         };
         match theirs == owner_of_inode(inode) {
             true => Ok(()),
-            false => self.keep_owner(NodeId::ROOT, file, &theirs),
+            false => self.write_override(NodeId::ROOT, file, &theirs),
         }
     }
 
@@ -105,7 +105,7 @@ impl UnionFs {
             self.copy_up_at_place(&directory)?;
             // Each copied directory is open now, and there may be more directories than
             // descriptors.
-            self.spare_descriptors();
+            self.limit_descriptors();
         }
         self.open_upper(node, Access::Directory)
     }
@@ -165,7 +165,7 @@ impl UnionFs {
             self.set_names_lower(inode.nid, &file, names)?;
             host::link(&file, self.upper.index(), &index_name(inode.nid))?;
         }
-        let placed = unseen(parent, directory, || {
+        let placed = preserve_times(parent, directory, || {
             temporary
                 .place_new(directory.as_fd(), name)
                 .map_err(|(_, errno)| errno)
@@ -180,7 +180,7 @@ impl UnionFs {
             }
             return Err(errno);
         }
-        self.made(&file, &mut room);
+        self.count_new(&file, &mut room);
         parent.names_have_changed();
         if has_names && let Err(errno) = self.set_names_upper(&file, names) {
             // The present mark is correct. The next change of the number of names writes it again.
@@ -204,7 +204,7 @@ impl UnionFs {
         let mut room = self.room(NAME_BYTES, 0)?;
         // The host's link count grows by one, and the number of names stays.
         let recount = self.begin_recount(node)?.ok_or(Errno::STALE)?;
-        let linked = unseen(parent, directory, || {
+        let linked = preserve_times(parent, directory, || {
             host::link(recount.file(), directory, name)
         });
         self.end_recount(Some(recount), 0);
@@ -239,8 +239,8 @@ impl UnionFs {
         let mut room = self.room_for_copy(&inode, 0)?;
         // The drop of the temporary removes its name; the descriptor stays open.
         let (_temporary, file) = self.make_copy(&inode)?;
-        self.made(&file, &mut room);
-        self.departs(node);
+        self.count_new(&file, &mut room);
+        self.release_on_drop(node);
         self.finish_copy(node, &mut state, &inode, file, false)
     }
 
@@ -282,7 +282,7 @@ impl UnionFs {
     /// 0:0, and types are not kept in attributes.
     pub(super) fn is_a_whiteout(&self, inode: &Inode) -> bool {
         let device = inode.rdev.map(|device| (device.major, device.minor));
-        inode.kind == FileType::CharDevice && device == Some((0, 0)) && !self.keeps_owners()
+        inode.kind == FileType::CharDevice && device == Some((0, 0)) && !self.uses_override()
     }
 
     /// Makes a copy of an inode in the work directory, complete except for its bytes, and opens it.
@@ -313,9 +313,9 @@ impl UnionFs {
         if inode.kind == FileType::Regular {
             self.set_metacopy(&file, Metacopy::Whole)?;
         }
-        if self.keeps_owners() && inode.kind != FileType::Symlink {
-            self.keep_owner(NodeId(0), &file, &owner_of_inode(inode))?;
-        } else if !self.keeps_owners() {
+        if self.uses_override() && inode.kind != FileType::Symlink {
+            self.write_override(NodeId(0), &file, &owner_of_inode(inode))?;
+        } else if !self.uses_override() {
             host::set_owner(&file, Some(inode.uid), Some(inode.gid))?;
             if inode.kind != FileType::Symlink {
                 host::set_mode(&file, inode.permissions)?;
@@ -329,13 +329,13 @@ impl UnionFs {
     }
 
     /// Makes a device, pipe or socket in the work directory. Where owners and types are kept in
-    /// attributes, a regular file stands for it.
+    /// attributes, a regular file represents it.
     pub(super) fn make_special(
         &self,
         kind: FileType,
         device: Option<bcow_erofs::tree::DeviceNumber>,
     ) -> Result<(Temporary<'_>, File), Errno> {
-        if self.keeps_owners() {
+        if self.uses_override() {
             return self.upper.temporary_file(0o600);
         }
         let number = device.map_or(0, |device| rustix::fs::makedev(device.major, device.minor));
@@ -366,7 +366,7 @@ impl UnionFs {
                 true => names.stored_name_at_root(&name),
                 false => names.stored_name(&name),
             };
-            match Attribute::Path(file.as_fd()).set(&stored, &value, SetHow::Any) {
+            match Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any) {
                 // The host has no such attributes for symlinks.
                 Err(Errno::PERM | Errno::NOTSUP) if inode.kind == FileType::Symlink => {}
                 other => other?,
@@ -383,7 +383,7 @@ impl UnionFs {
             Some(value) => {
                 let names = self.upper.names();
                 let stored = names.stored_name(CAPABILITIES);
-                Attribute::Path(file.as_fd()).set(&stored, &value, SetHow::Any)
+                Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any)
             }
             None => Ok(()),
         }
@@ -413,7 +413,7 @@ impl UnionFs {
                 FileType::Regular | FileType::Directory => true,
                 FileType::Symlink => false,
                 // Where owners are kept in attributes, the object on the host is a regular file.
-                _ => self.keeps_owners(),
+                _ => self.uses_override(),
             }
     }
 
@@ -483,7 +483,7 @@ fn is_inner_mark(name: &[u8]) -> bool {
 
 /// Changes a directory of the host without a visible change: the directory shows the same names as
 /// before, so its times are restored. The lock of its times hides the intermediate state.
-pub(super) fn unseen<T>(
+pub(super) fn preserve_times<T>(
     node: &Node,
     directory: &File,
     change: impl FnOnce() -> Result<T, Errno>,

@@ -14,10 +14,10 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::fs::Dir;
 use rustix::io::Errno;
 
-use super::found::Above;
 use super::lookup::UPPER_ONLY;
 use super::nodes::{Node, Place};
 use super::types::{Entry, EntryPlus};
+use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::is_whiteout;
@@ -49,7 +49,7 @@ pub(super) enum From {
     /// `.` or `..`, with the node that it names.
     Dot(NodeId),
     /// The upper, with the host's type and inode number.
-    Above { kind: FileType, inode: u64 },
+    UpperEntry { kind: FileType, inode: u64 },
     /// The image.
     Below { nid: Nid, kind: FileType },
 }
@@ -158,7 +158,7 @@ impl UnionFs {
                 break;
             }
         }
-        self.spare_descriptors();
+        self.limit_descriptors();
         Ok(())
     }
 
@@ -211,9 +211,9 @@ impl UnionFs {
         match name.from {
             From::Dot(node) => (node, FileType::Directory),
             From::Below { nid, kind } => (self.image.node(nid), kind),
-            From::Above { kind, inode } => {
+            From::UpperEntry { kind, inode } => {
                 if let Some(above) = above
-                    && let Ok(Above::Found(found)) = self.look_above(above, &name.name)
+                    && let Ok(UpperEntry::Object(found)) = self.lookup_upper(above, &name.name)
                 {
                     return match self.lower_of(directory, &name.name, &found) {
                         Ok(Some(nid)) => (self.image.node(nid), found.kind),
@@ -255,7 +255,7 @@ impl UnionFs {
                     covered.insert(name.into());
                 }
                 if let Some(kind) = kind {
-                    let from = From::Above {
+                    let from = From::UpperEntry {
                         kind,
                         inode: entry.ino(),
                     };

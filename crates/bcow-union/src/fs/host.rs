@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_N
 use rustix::io::Errno;
 
 use super::types::SetTime;
-use crate::upper::{OverrideKind, leave_access_time};
+use crate::upper::{OverrideKind, set_noatime};
 
 /// Opens `name` in `directory` with `O_PATH`; `None` if there is no such name.
 pub(super) fn open_path(directory: impl AsFd, name: &[u8]) -> Result<Option<File>, Errno> {
@@ -33,7 +33,7 @@ pub(super) fn open_directory(directory: impl AsFd, name: &[u8]) -> Result<File, 
         OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
         Mode::empty(),
     )?;
-    leave_access_time(&opened);
+    set_noatime(&opened);
     Ok(File::from(opened))
 }
 

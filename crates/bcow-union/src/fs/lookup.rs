@@ -9,9 +9,9 @@ use bcow_erofs::reader::{FileType, Nid};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::found::{Above, Found};
 use super::nodes::{Node, Place, State, Upper};
 use super::types::Attributes;
+use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::beneath::is_regular;
@@ -42,13 +42,13 @@ impl UnionFs {
             _ => {}
         }
         if let Some(directory) = self.upper_directory(parent)? {
-            match self.look_above(&directory, name)? {
-                Above::Nothing => {}
-                Above::Whiteout => return Ok(None),
-                Above::Found(found) => return self.adopt(parent, name, *found).map(Some),
+            match self.lookup_upper(&directory, name)? {
+                UpperEntry::Absent => {}
+                UpperEntry::Whiteout => return Ok(None),
+                UpperEntry::Object(found) => return self.adopt(parent, name, *found).map(Some),
             }
         }
-        match self.look_below(parent, name)? {
+        match self.lookup_lower(parent, name)? {
             Some(nid) => self.node_below(parent, name, nid).map(Some),
             None => Ok(None),
         }
@@ -69,17 +69,21 @@ impl UnionFs {
     }
 
     /// Looks up `name` in a directory of the upper.
-    pub(super) fn look_above(&self, directory: impl AsFd, name: &[u8]) -> Result<Above, Errno> {
+    pub(super) fn lookup_upper(
+        &self,
+        directory: impl AsFd,
+        name: &[u8],
+    ) -> Result<UpperEntry, Errno> {
         let Some(file) = host::open_path(directory, name)? else {
-            return Ok(Above::Nothing);
+            return Ok(UpperEntry::Absent);
         };
         let stat = rustix::fs::fstat(&file)?;
         if is_whiteout(&stat) {
-            return Ok(Above::Whiteout);
+            return Ok(UpperEntry::Whiteout);
         }
         let marks = self.read_marks(&file)?;
         let kept = match &marks.owner {
-            Some(owner) if self.keeps_owners() => owner.kind_over(&stat).map_err(|damage| {
+            Some(owner) if self.uses_override() => owner.kind_over(&stat).map_err(|damage| {
                 self.damaged(name, &damage.to_string());
                 Errno::IO
             })?,
@@ -89,7 +93,7 @@ impl UnionFs {
             Some(kind) => kind.file_type(),
             None => host::kind_of(stat.st_mode),
         };
-        Ok(Above::Found(Box::new(Found {
+        Ok(UpperEntry::Object(Box::new(UpperObject {
             file,
             stat,
             kind,
@@ -98,7 +102,7 @@ impl UnionFs {
     }
 
     /// Looks up `name` in the directory of the image that `parent` shows.
-    pub(super) fn look_below(&self, parent: &Node, name: &[u8]) -> Result<Option<Nid>, Errno> {
+    pub(super) fn lookup_lower(&self, parent: &Node, name: &[u8]) -> Result<Option<Nid>, Errno> {
         match parent.lower {
             Some(directory) => self.image.lookup(directory, name),
             None => Ok(None),
@@ -110,7 +114,7 @@ impl UnionFs {
         &self,
         parent: &Arc<Node>,
         name: &[u8],
-        found: Found,
+        found: UpperObject,
     ) -> Result<Arc<Node>, Errno> {
         let lower = self.lower_of(parent, name, &found)?;
         let kind = found.kind;
@@ -184,12 +188,17 @@ impl UnionFs {
     }
 
     /// Looks up `name` in the upper again; gives the object if its inode number is not `inode`.
-    fn replaced(&self, parent: &Node, name: &[u8], inode: u64) -> Result<Option<Found>, Errno> {
+    fn replaced(
+        &self,
+        parent: &Node,
+        name: &[u8],
+        inode: u64,
+    ) -> Result<Option<UpperObject>, Errno> {
         let Some(directory) = self.upper_directory(parent)? else {
             return Ok(None);
         };
-        Ok(match self.look_above(&directory, name)? {
-            Above::Found(found) if found.stat.st_ino != inode => Some(*found),
+        Ok(match self.lookup_upper(&directory, name)? {
+            UpperEntry::Object(found) if found.stat.st_ino != inode => Some(*found),
             _ => None,
         })
     }
@@ -229,17 +238,14 @@ impl UnionFs {
         if state.upper.is_some() {
             return Ok(());
         }
-        let found = match self.look_above(self.upper.index(), &index_name(nid))? {
-            Above::Nothing => return Ok(()),
-            Above::Found(found) if self.origin(&found)? == Some(nid) => found,
+        let found = match self.lookup_upper(self.upper.index(), &index_name(nid))? {
+            UpperEntry::Absent => return Ok(()),
+            UpperEntry::Object(found) if self.origin(&found)? == Some(nid) => found,
             // An upper can come from an untrusted source. A file that is not a copy of this inode
             // is neither shown nor opened.
-            Above::Found(_) | Above::Whiteout => {
+            UpperEntry::Object(_) | UpperEntry::Whiteout => {
                 let path = [META.as_bytes(), b"/index/", &index_name(nid)].concat();
-                self.damaged(
-                    &path,
-                    "it is not the file that this inode of the image became",
-                );
+                self.damaged(&path, "it is not the copy of this inode of the image");
                 return Err(Errno::IO);
             }
         };
@@ -253,7 +259,7 @@ impl UnionFs {
         &self,
         parent: &Node,
         name: &[u8],
-        found: &Found,
+        found: &UpperObject,
     ) -> Result<Option<Nid>, Errno> {
         let marks = &found.marks;
         if found.kind == FileType::Directory {
@@ -276,7 +282,10 @@ impl UnionFs {
         match self.continued(parent, name, found)? {
             Some(nid) => Ok(Some(nid)),
             None => {
-                self.damaged(name, "the image has no file that it is a copy of");
+                self.damaged(
+                    name,
+                    "the file of the image that it is a copy of is missing",
+                );
                 Err(Errno::IO)
             }
         }
@@ -284,11 +293,16 @@ impl UnionFs {
 
     /// The inode of the image to which the object's redirect or name leads, if that has the same
     /// type.
-    fn continued(&self, parent: &Node, name: &[u8], found: &Found) -> Result<Option<Nid>, Errno> {
+    fn continued(
+        &self,
+        parent: &Node,
+        name: &[u8],
+        found: &UpperObject,
+    ) -> Result<Option<Nid>, Errno> {
         let below = match &found.marks.redirect {
             Some(Redirect::Path(path)) => self.image.at_path(path)?,
-            Some(Redirect::Sibling(name)) => self.look_below(parent, name)?,
-            None => self.look_below(parent, name)?,
+            Some(Redirect::Sibling(name)) => self.lookup_lower(parent, name)?,
+            None => self.lookup_lower(parent, name)?,
         };
         match below {
             Some(nid) if self.image.inode(nid)?.kind == found.kind => Ok(Some(nid)),
@@ -298,7 +312,7 @@ impl UnionFs {
 
     /// The inode that the origin mark names, if the mark is of this image and the inode has the
     /// same type.
-    fn origin(&self, found: &Found) -> Result<Option<Nid>, Errno> {
+    fn origin(&self, found: &UpperObject) -> Result<Option<Nid>, Errno> {
         let Some(origin) = &found.marks.origin else {
             return Ok(None);
         };
@@ -355,7 +369,10 @@ impl UnionFs {
             // place of a regular file, opening it would open the host's device, even where the
             // mount permits no devices.
             Access::Data if !is_regular(&rustix::fs::fstat(&**file)?) => {
-                self.damaged(b"", "what was a regular file is none");
+                self.damaged(
+                    b"",
+                    "the host has another type of file in the place of a regular file",
+                );
                 return Err(Errno::IO);
             }
             Access::Data => OFlags::RDWR,
@@ -375,7 +392,7 @@ impl UnionFs {
         if found.is_none()
             && let Place::At { parent, name } = node.place()
         {
-            found = host::open_path(&*self.open_way(&parent)?, &name)?;
+            found = host::open_path(&*self.open_path_to(&parent)?, &name)?;
         }
         is_same(found, upper.host_inode)
     }
@@ -383,7 +400,7 @@ impl UnionFs {
     /// A directory of the upper, open to look up names. Directories above it without a descriptor
     /// are opened from the top and not kept: there may be more of them than descriptors. A loop,
     /// because recursion could overflow the stack on a deep path.
-    fn open_way(&self, node: &Arc<Node>) -> Result<Arc<File>, Errno> {
+    fn open_path_to(&self, node: &Arc<Node>) -> Result<Arc<File>, Errno> {
         let mut closed = Vec::new();
         let mut here = Arc::clone(node);
         let mut directory = loop {
@@ -412,7 +429,7 @@ impl UnionFs {
     pub(super) fn hold(&self, node: &Arc<Node>) -> Result<Attributes, Errno> {
         let attributes = self.attributes_of(node)?;
         self.table.hold(node);
-        self.spare_descriptors();
+        self.limit_descriptors();
         Ok(attributes)
     }
 }

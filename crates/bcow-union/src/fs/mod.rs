@@ -14,7 +14,6 @@ mod charge;
 mod content;
 mod copy_up;
 mod directory;
-mod found;
 mod host;
 mod links;
 mod lookup;
@@ -31,6 +30,7 @@ mod sync;
 #[cfg(test)]
 mod tests;
 mod types;
+mod upper_entry;
 mod xattr;
 
 use std::fs::File;
@@ -42,12 +42,12 @@ use std::sync::{Arc, Mutex};
 use bcow_erofs::reader::{FileType, Filesystem};
 use rustix::io::Errno;
 
-pub use crate::upper::SetHow;
+pub use crate::upper::XattrMode;
 pub use attributes::encode_device;
 pub use report::Report;
 pub use types::{
-    Allocate, Attributes, Caller, Changes, Entry, EntryPlus, Figures, Privileges, RenameHow,
-    SetTime, SyncWhat,
+    Allocate, Attributes, Caller, Changes, Entry, EntryPlus, Figures, Privileges, RenameMode,
+    SetTime, SyncScope,
 };
 
 use crate::account::Account;
@@ -84,7 +84,7 @@ pub struct UnionFs {
     account: Arc<Account>,
     options: UnionOptions,
     listings: Listings,
-    departures: room::Departures,
+    pending_frees: room::PendingFrees,
     /// Files that were copied up whole and whose flush is pending: one sync makes them all durable.
     /// The lock is held only to add or to take files.
     batch: Mutex<Vec<Arc<Node>>>,
@@ -97,7 +97,7 @@ pub struct UnionFs {
     descriptors: AtomicUsize,
     /// Above this number, idle descriptors are closed.
     descriptors_limit: AtomicUsize,
-    descriptors_most: usize,
+    max_descriptors: usize,
     copied_whole: AtomicU64,
     copied_metadata: AtomicU64,
     /// Outcome of [`UnionFs::close`], once there is one. The lock is held while the union closes,
@@ -135,12 +135,12 @@ impl UnionFs {
             }
         };
         sync::refuse_after_volatile(&instance, options.sync)?;
-        let descriptors_most = background::descriptors_most();
+        let max_descriptors = background::max_descriptors();
         let account = Arc::new(Account::with_limits(options.limits()));
         if account.is_limited() {
-            recount::count_stored(&instance, &account).map_err(failed("count what it stores"))?;
+            recount::count_stored(&instance, &account).map_err(failed("count its stored bytes"))?;
         }
-        instance.keep_whiteouts();
+        instance.prepare_whiteouts();
         let sketches = Sketches::new(&instance, Arc::clone(&account), options)
             .map_err(failed("prepare it for sketches"))?;
         let image = Arc::new(Image::new(lower.fs));
@@ -166,12 +166,12 @@ impl UnionFs {
             account,
             options: options.clone(),
             listings: Listings::default(),
-            departures: room::Departures::default(),
+            pending_frees: room::PendingFrees::default(),
             batch: Mutex::default(),
             batch_host,
             descriptors: AtomicUsize::new(0),
-            descriptors_limit: AtomicUsize::new(descriptors_most),
-            descriptors_most,
+            descriptors_limit: AtomicUsize::new(max_descriptors),
+            max_descriptors,
             copied_whole: AtomicU64::new(0),
             copied_metadata: AtomicU64::new(0),
             closed: Mutex::default(),
@@ -219,12 +219,12 @@ impl UnionFs {
         };
         if !node.is_removed.load(Ordering::Acquire) {
             self.forgotten(&node);
-            return self.table.let_go(node);
+            return self.table.drop_node(node);
         }
-        self.departures.forgotten(|| {
+        self.pending_frees.forgotten(|| {
             self.forgotten(&node);
             self.leave_batch(&node);
-            self.table.let_go(node);
+            self.table.drop_node(node);
         });
     }
 
@@ -253,7 +253,7 @@ impl UnionFs {
         let read = Marks::read(Attribute::Path(file.as_fd()), self.upper.namespace());
         let damage = match read {
             Ok(mut marks) => match marks.owner_damage.take() {
-                Some(damage) if self.keeps_owners() => damage,
+                Some(damage) if self.uses_override() => damage,
                 _ => return Ok(marks),
             },
             Err(ReadMarksError::Io(errno)) => return Err(errno),
@@ -290,16 +290,16 @@ impl UnionFs {
 
     /// Counts and logs damage of the upper.
     fn damaged(&self, name: &[u8], problem: &str) {
-        self.complain(ErrorKind::UpperDamage, name, problem);
+        self.note_problem(ErrorKind::UpperDamage, name, problem);
     }
 
     /// Counts and logs a failure of the host that fails no request.
     fn host_failed(&self, name: &[u8], what: &str, errno: Errno) {
         let kind = ErrorKind::of_errno(errno).unwrap_or(ErrorKind::UpperIo);
-        self.complain(kind, name, &format!("{what}: {errno}"));
+        self.note_problem(kind, name, &format!("{what}: {errno}"));
     }
 
-    fn complain(&self, kind: ErrorKind, name: &[u8], problem: &str) {
+    fn note_problem(&self, kind: ErrorKind, name: &[u8], problem: &str) {
         let upper = self.upper.path().display();
         let path = match name {
             [] => upper.to_string(),

@@ -11,23 +11,23 @@ use rustix::io::Errno;
 
 use super::attributes::decode_device;
 use super::charge::{MARKS_BYTES, NAME_BYTES};
-use super::found::Above;
 use super::lookup::{Access, NAME_MAX, UPPER_ONLY};
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::{Attributes, Caller};
+use super::upper_entry::UpperEntry;
 use super::{UnionFs, host};
-use crate::account::{self, Room};
+use crate::account::{self, Reservation};
 use crate::blocks::BLOCK_BYTES;
 use crate::node::NodeId;
 use crate::upper::{
-    ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, SetHow, Temporary, leave_access_time,
+    ACCESS_ACL, Attribute, DEFAULT_ACL, Mark, Override, Temporary, XattrMode, set_noatime,
 };
 
 /// Set-group-ID bit.
 const SET_GID: u16 = 0o2000;
 
 /// A free place for a new name.
-pub(super) struct Spot {
+pub(super) struct NewName {
     /// The directory on the host.
     pub(super) directory: Arc<File>,
     /// Whether a whiteout is at the name.
@@ -35,7 +35,7 @@ pub(super) struct Spot {
 }
 
 /// Owner, mode and ACL of a new inode.
-struct Owned {
+struct NewOwner {
     uid: u32,
     gid: u32,
     permissions: u16,
@@ -116,13 +116,13 @@ impl UnionFs {
         self.ensure_directory(&parent)?;
         let node = {
             let _names = parent.lock_names();
-            let spot = self.free_spot(&parent, name)?;
+            let new_name = self.new_name(&parent, name)?;
             let owned = self.owned_in(caller, &parent, permissions, new)?;
-            let mut room = self.room_for_new(new, &owned, &spot)?;
-            let made = self.make_at(&parent, &spot, name, &owned, new);
-            self.settle_in(&*spot.directory, &mut room);
+            let mut room = self.room_for_new(new, &owned, &new_name)?;
+            let made = self.make_at(&parent, &new_name, name, &owned, new);
+            self.settle_in(&*new_name.directory, &mut room);
             let file = made?;
-            self.made(&file, &mut room);
+            self.count_new(&file, &mut room);
             parent.names_have_changed();
             self.new_node(&parent, name, new, &owned, file)?
         };
@@ -130,7 +130,12 @@ impl UnionFs {
     }
 
     /// Reserves room for a new inode in a directory.
-    fn room_for_new(&self, new: &New<'_>, owned: &Owned, spot: &Spot) -> Result<Room<'_>, Errno> {
+    fn room_for_new(
+        &self,
+        new: &New<'_>,
+        owned: &NewOwner,
+        new_name: &NewName,
+    ) -> Result<Reservation<'_>, Errno> {
         let own = match new {
             New::Directory => BLOCK_BYTES,
             New::Symlink(target) => account::target_takes(target.len() as u64),
@@ -138,8 +143,8 @@ impl UnionFs {
         };
         // A directory inherits the ACL twice: as its access ACL and as its default ACL.
         let acl = owned.acl.as_ref().map_or(0, |acl| 2 * acl.len() as u64);
-        let is_opaque = spot.is_whited_out && matches!(new, New::Directory);
-        let attributes = match acl > 0 || self.keeps_owners() || is_opaque {
+        let is_opaque = new_name.is_whited_out && matches!(new, New::Directory);
+        let attributes = match acl > 0 || self.uses_override() || is_opaque {
             true => account::attributes_take(MARKS_BYTES + acl),
             false => 0,
         };
@@ -148,20 +153,20 @@ impl UnionFs {
 
     /// The free place of `name` in `parent`; `EEXIST` if the name exists. The parent is in the
     /// upper, and the caller holds the lock of its names.
-    pub(super) fn free_spot(&self, parent: &Node, name: &[u8]) -> Result<Spot, Errno> {
+    pub(super) fn new_name(&self, parent: &Node, name: &[u8]) -> Result<NewName, Errno> {
         if self.is_reserved(parent, name) {
             return Err(Errno::PERM);
         }
         let directory = self.open_upper(parent, Access::Directory)?;
-        let is_whited_out = match self.look_above(&directory, name)? {
-            Above::Found(_) => return Err(Errno::EXIST),
-            Above::Whiteout => true,
-            Above::Nothing if self.look_below(parent, name)?.is_some() => {
+        let is_whited_out = match self.lookup_upper(&directory, name)? {
+            UpperEntry::Object(_) => return Err(Errno::EXIST),
+            UpperEntry::Whiteout => true,
+            UpperEntry::Absent if self.lookup_lower(parent, name)?.is_some() => {
                 return Err(Errno::EXIST);
             }
-            Above::Nothing => false,
+            UpperEntry::Absent => false,
         };
-        Ok(Spot {
+        Ok(NewName {
             directory,
             is_whited_out,
         })
@@ -174,7 +179,7 @@ impl UnionFs {
         parent: &Node,
         permissions: u16,
         new: &New<'_>,
-    ) -> Result<Owned, Errno> {
+    ) -> Result<NewOwner, Errno> {
         let above = self.attributes_of(parent)?;
         let inherits_group = above.permissions & SET_GID != 0;
         let acl = match new {
@@ -190,7 +195,7 @@ impl UnionFs {
         if inherits_group && matches!(new, New::Directory) {
             permissions |= SET_GID;
         }
-        Ok(Owned {
+        Ok(NewOwner {
             uid: caller.uid,
             gid: if inherits_group {
                 above.gid
@@ -217,15 +222,18 @@ impl UnionFs {
     fn make_at(
         &self,
         parent: &Node,
-        spot: &Spot,
+        new_name: &NewName,
         name: &[u8],
-        owned: &Owned,
+        owned: &NewOwner,
         new: &New<'_>,
     ) -> Result<File, Errno> {
-        if !spot.is_whited_out && owned.acl.is_none() && self.owns_from_the_start(spot, owned)? {
+        if !new_name.is_whited_out
+            && owned.acl.is_none()
+            && self.inherits_right_owner(new_name, owned)?
+        {
             match new {
-                New::File => return self.make_file_in_place(spot, name, owned),
-                New::Directory => return self.make_directory_in_place(spot, name, owned),
+                New::File => return self.make_file_in_place(new_name, name, owned),
+                New::Directory => return self.make_directory_in_place(new_name, name, owned),
                 New::Symlink(_) | New::Special(..) => {}
             }
         }
@@ -239,63 +247,68 @@ impl UnionFs {
             New::Special(kind, rdev) => self.make_special(*kind, Some(decode_device(*rdev)))?,
         };
         self.own(&file, owned, new)?;
-        if matches!(new, New::Directory) && self.look_below(parent, name)?.is_some() {
+        if matches!(new, New::Directory) && self.lookup_lower(parent, name)?.is_some() {
             // The new directory must not be merged with the image's directory of this name.
             self.set_mark(&file, Mark::Opaque, b"y")?;
         }
-        place(temporary, spot, name, matches!(new, New::Directory))?;
+        place(temporary, new_name, name, matches!(new, New::Directory))?;
         Ok(file)
     }
 
     /// Whether an inode that the host creates in this place has the right owner at once. Then a
     /// crash cannot leave it with another owner.
-    fn owns_from_the_start(&self, spot: &Spot, owned: &Owned) -> Result<bool, Errno> {
-        if self.keeps_owners() || owned.uid != rustix::process::geteuid().as_raw() {
+    fn inherits_right_owner(&self, new_name: &NewName, owned: &NewOwner) -> Result<bool, Errno> {
+        if self.uses_override() || owned.uid != rustix::process::geteuid().as_raw() {
             return Ok(false);
         }
-        let stat = rustix::fs::fstat(&*spot.directory)?;
+        let stat = rustix::fs::fstat(&*new_name.directory)?;
         Ok(match stat.st_mode & u32::from(SET_GID) {
             0 => owned.gid == rustix::process::getegid().as_raw(),
             _ => owned.gid == stat.st_gid,
         })
     }
 
-    fn make_file_in_place(&self, spot: &Spot, name: &[u8], owned: &Owned) -> Result<File, Errno> {
+    fn make_file_in_place(
+        &self,
+        new_name: &NewName,
+        name: &[u8],
+        owned: &NewOwner,
+    ) -> Result<File, Errno> {
         let file = File::from(rustix::fs::openat(
-            &*spot.directory,
+            &*new_name.directory,
             name,
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC,
             first_mode(owned),
         )?);
-        leave_access_time(&file);
-        let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::empty());
-        self.own_in_place(&file, owned, &New::File, undo)?;
+        set_noatime(&file);
+        let undo = || rustix::fs::unlinkat(&*new_name.directory, name, AtFlags::empty());
+        self.set_owner_in_place(&file, owned, &New::File, undo)?;
         Ok(file)
     }
 
     fn make_directory_in_place(
         &self,
-        spot: &Spot,
+        new_name: &NewName,
         name: &[u8],
-        owned: &Owned,
+        owned: &NewOwner,
     ) -> Result<File, Errno> {
-        rustix::fs::mkdirat(&*spot.directory, name, first_mode(owned))?;
-        let undo = || rustix::fs::unlinkat(&*spot.directory, name, AtFlags::REMOVEDIR);
-        let file = match host::open_directory(&*spot.directory, name) {
+        rustix::fs::mkdirat(&*new_name.directory, name, first_mode(owned))?;
+        let undo = || rustix::fs::unlinkat(&*new_name.directory, name, AtFlags::REMOVEDIR);
+        let file = match host::open_directory(&*new_name.directory, name) {
             Ok(file) => file,
             Err(errno) => {
                 let _ = undo();
                 return Err(errno);
             }
         };
-        self.own_in_place(&file, owned, &New::Directory, undo)?;
+        self.set_owner_in_place(&file, owned, &New::Directory, undo)?;
         Ok(file)
     }
 
-    fn own_in_place(
+    fn set_owner_in_place(
         &self,
         file: &File,
-        owned: &Owned,
+        owned: &NewOwner,
         new: &New<'_>,
         undo: impl Fn() -> Result<(), Errno>,
     ) -> Result<(), Errno> {
@@ -304,9 +317,9 @@ impl UnionFs {
         })
     }
 
-    fn own(&self, file: &File, owned: &Owned, new: &New<'_>) -> Result<(), Errno> {
+    fn own(&self, file: &File, owned: &NewOwner, new: &New<'_>) -> Result<(), Errno> {
         let is_symlink = matches!(new, New::Symlink(_));
-        if self.keeps_owners() {
+        if self.uses_override() {
             if !is_symlink {
                 let device = match new {
                     New::Special(_, rdev) => Some(decode_device(*rdev)),
@@ -318,7 +331,7 @@ impl UnionFs {
                     permissions: owned.permissions,
                     kind: Some(host::kind_to_keep(new.kind(), device)),
                 };
-                self.keep_owner(NodeId(0), file, &owner)?;
+                self.write_override(NodeId(0), file, &owner)?;
             }
         } else {
             let stat = rustix::fs::fstat(file)?;
@@ -341,7 +354,7 @@ impl UnionFs {
     fn inherit_acl(
         &self,
         file: &File,
-        owned: &Owned,
+        owned: &NewOwner,
         new: &New<'_>,
         default: &[u8],
     ) -> Result<(), Errno> {
@@ -349,9 +362,9 @@ impl UnionFs {
         let at = Attribute::Path(file.as_fd());
         let (access, permissions) = super::acl::inherited(default, owned.permissions)?;
         if let Some(access) = access {
-            at.set(&names.stored_name(ACCESS_ACL), &access, SetHow::Any)?;
+            at.set(&names.stored_name(ACCESS_ACL), &access, XattrMode::Any)?;
         }
-        if self.keeps_owners() {
+        if self.uses_override() {
             let owner = Override {
                 uid: owned.uid,
                 gid: owned.gid,
@@ -364,12 +377,12 @@ impl UnionFs {
                     },
                 )),
             };
-            self.keep_owner(NodeId(0), file, &owner)?;
+            self.write_override(NodeId(0), file, &owner)?;
         } else {
             host::set_mode(file, permissions)?;
         }
         if matches!(new, New::Directory) {
-            at.set(&names.stored_name(DEFAULT_ACL), default, SetHow::Any)?;
+            at.set(&names.stored_name(DEFAULT_ACL), default, XattrMode::Any)?;
         }
         Ok(())
     }
@@ -380,7 +393,7 @@ impl UnionFs {
         parent: &Arc<Node>,
         name: &[u8],
         new: &New<'_>,
-        owned: &Owned,
+        owned: &NewOwner,
         file: File,
     ) -> Result<Arc<Node>, Errno> {
         let host_inode = rustix::fs::fstat(&file)?.st_ino;
@@ -451,23 +464,27 @@ impl UnionFs {
         self.ensure_directory(&parent)?;
         {
             let _names = parent.lock_names();
-            let spot = self.free_spot(&parent, name)?;
+            let new_name = self.new_name(&parent, name)?;
             let mut room = self.room(NAME_BYTES, 0)?;
             self.settle_names(&node)?;
             let file = self.open_upper(&node, Access::Path)?;
-            if spot.is_whited_out {
+            if new_name.is_whited_out {
                 let temporary = self.upper.temporary_name();
                 host::link(&file, self.upper.work(), temporary.as_bytes())?;
-                let moved =
-                    rustix::fs::renameat(self.upper.work(), &*temporary, &*spot.directory, name);
+                let moved = rustix::fs::renameat(
+                    self.upper.work(),
+                    &*temporary,
+                    &*new_name.directory,
+                    name,
+                );
                 if let Err(errno) = moved {
                     let _ = rustix::fs::unlinkat(self.upper.work(), &*temporary, AtFlags::empty());
                     return Err(errno);
                 }
             } else {
-                host::link(&file, &*spot.directory, name)?;
+                host::link(&file, &*new_name.directory, name)?;
             }
-            self.settle_in(&*spot.directory, &mut room);
+            self.settle_in(&*new_name.directory, &mut room);
             parent.names_have_changed();
             node.name_is_new.store(true, Ordering::Release);
             if matches!(node.place(), Place::Nowhere) {
@@ -537,7 +554,7 @@ impl UnionFs {
 
 /// The mode with which an object is created in place: its permission bits without the set-id and
 /// sticky bits, which are set after the owner.
-fn first_mode(owned: &Owned) -> Mode {
+fn first_mode(owned: &NewOwner) -> Mode {
     Mode::from_raw_mode(u32::from(owned.permissions) & 0o777)
 }
 
@@ -563,12 +580,12 @@ impl New<'_> {
 /// Moves a temporary to its place, over a whiteout if there is one.
 pub(super) fn place(
     temporary: Temporary<'_>,
-    spot: &Spot,
+    new_name: &NewName,
     name: &[u8],
     is_directory: bool,
 ) -> Result<(), Errno> {
-    let directory = spot.directory.as_fd();
-    let placed = match (spot.is_whited_out, is_directory) {
+    let directory = new_name.directory.as_fd();
+    let placed = match (new_name.is_whited_out, is_directory) {
         (false, _) => temporary.place_new(directory, name),
         (true, false) => temporary.place(directory, name),
         // rename(2) cannot put a directory over a whiteout. After the exchange the temporary is the

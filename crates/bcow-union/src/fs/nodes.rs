@@ -34,7 +34,7 @@ use std::sync::{
 use bcow_erofs::reader::{FileType, Nid};
 use rustix::io::Errno;
 
-use super::found::Found;
+use super::upper_entry::UpperObject;
 use crate::account::{Account, StoredBlocks};
 use crate::node::NodeId;
 use crate::sketch::Sketch;
@@ -90,7 +90,7 @@ pub(super) struct Node {
     pub(super) target: OnceLock<Box<[u8]>>,
     /// Set once the node lost its last name: the account to which the drop of this node gives back
     /// the space that its inode takes beside its data.
-    departs_from: OnceLock<Arc<Account>>,
+    release_on_drop: OnceLock<Arc<Account>>,
 }
 
 /// Knowledge about a file's capabilities.
@@ -157,7 +157,7 @@ pub(super) enum Content {
 }
 
 impl Upper {
-    pub(super) fn new(found: Found) -> Self {
+    pub(super) fn new(found: UpperObject) -> Self {
         Upper {
             host_inode: found.stat.st_ino,
             file: Some(Arc::new(found.file)),
@@ -186,7 +186,7 @@ impl Drop for Node {
     /// Gives back the space that a node without a name takes. Then drops the parents that only this
     /// node held, one after the other: recursion could overflow the stack on a deep path.
     fn drop(&mut self) {
-        self.depart();
+        self.release_charge();
         let take = |place: &mut RwLock<Place>| {
             let place = place.get_mut().unwrap_or_else(PoisonError::into_inner);
             std::mem::replace(place, Place::Nowhere)
@@ -231,19 +231,19 @@ impl Node {
             is_waiting: AtomicBool::new(false),
             stored: OnceLock::new(),
             target: OnceLock::new(),
-            departs_from: OnceLock::new(),
+            release_on_drop: OnceLock::new(),
         }
     }
 
     /// The node lost its last name: when its file in the upper is closed, the host frees the inode,
     /// which `account` counts.
-    pub(super) fn departs_from(&self, account: &Arc<Account>) {
-        let _ = self.departs_from.set(Arc::clone(account));
+    pub(super) fn release_on_drop(&self, account: &Arc<Account>) {
+        let _ = self.release_on_drop.set(Arc::clone(account));
     }
 
     /// Gives back to the account what the host frees when this node is dropped.
-    fn depart(&mut self) {
-        let Some(account) = self.departs_from.get() else {
+    fn release_charge(&mut self) {
+        let Some(account) = self.release_on_drop.get() else {
             return;
         };
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -253,7 +253,7 @@ impl Node {
             && rustix::fs::fstat(&**file).is_ok_and(|stat| stat.st_nlink == 0)
         {
             // Before the file is closed: afterwards the host may reuse the inode number.
-            account.inode_gone(upper.host_inode);
+            account.release_inode(upper.host_inode);
         }
     }
 
@@ -409,7 +409,7 @@ impl NodeTable {
             .map_or_else(Weak::new, |slot| Weak::clone(&slot.node))
     }
 
-    /// The node with this id. If there is none, `make` makes it. The node lives as long as a strong
+    /// The node with this id. `make` makes a missing one. The node lives as long as a strong
     /// reference to it exists.
     pub(super) fn get_or_insert(&self, id: NodeId, make: impl FnOnce() -> Node) -> Arc<Node> {
         let mut shard = self.shard(id);
@@ -454,7 +454,7 @@ impl NodeTable {
     }
 
     /// Drops a node that the kernel released, and then each parent that only the dropped node held.
-    pub(super) fn let_go(&self, node: Arc<Node>) {
+    pub(super) fn drop_node(&self, node: Arc<Node>) {
         let mut next = Some(node);
         while let Some(node) = next.take() {
             let id = node.id;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::fs::Stat;
 use rustix::io::Errno;
 
-use super::copy_up::unseen;
+use super::copy_up::preserve_times;
 use super::lookup::Access;
 use super::nodes::{Node, Place, State};
 use super::types::SetTime;
@@ -15,7 +15,7 @@ use super::{UnionFs, host};
 use crate::blocks::BLOCK_BYTES;
 use crate::options::SyncPolicy;
 use crate::sketch::{Durability, Sketch, SketchKind};
-use crate::upper::{Attribute, Mark, SetHow};
+use crate::upper::{Attribute, Mark, XattrMode};
 
 /// Result of a promotion.
 pub(super) enum Promoted {
@@ -124,7 +124,7 @@ impl UnionFs {
         }
         let directory = self.open_upper(parent, Access::Directory)?;
         let mark = self.read_marks(old)?.sketch;
-        unseen(parent, &directory, || {
+        preserve_times(parent, &directory, || {
             temporary
                 .place(directory.as_fd(), name)
                 .map_err(|(_, errno)| errno)
@@ -135,8 +135,8 @@ impl UnionFs {
         let host_inode = rustix::fs::fstat(&file)?.st_ino;
         if self.account.is_limited() {
             // The old file had only this name, so its inode is gone.
-            self.made(&file, &mut self.account.no_room());
-            self.account.inode_gone(stat.st_ino);
+            self.count_new(&file, &mut self.account.unreserved());
+            self.account.release_inode(stat.st_ino);
         }
         if let Some(mark) = mark {
             self.sketches
@@ -158,7 +158,7 @@ impl UnionFs {
                 continue;
             }
             if let Some(value) = from.get(name)? {
-                to.set(name, &value, SetHow::Any)?;
+                to.set(name, &value, XattrMode::Any)?;
             }
         }
         Ok(())

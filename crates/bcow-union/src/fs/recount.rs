@@ -9,17 +9,19 @@ use rustix::fs::{Dir, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::host;
-use crate::account::{Account, ChargeError, Footing, Found};
+use crate::account::{Account, ChargeError, DataBlocks, HostInodes};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::beneath::open_beneath;
-use crate::upper::{Attribute, Instance, META, Mark, SetHow, SketchKind, SketchMark, is_whiteout};
+use crate::upper::{
+    Attribute, Instance, META, Mark, SketchKind, SketchMark, XattrMode, is_whiteout,
+};
 
 /// Counts the bytes and inodes that an upper stores. Each inode counts once. Whiteouts are links to
 /// shared inodes and count only as names. The parts of an empty upper do not count.
 pub(super) fn count_stored(upper: &Instance, account: &Arc<Account>) -> Result<(), Errno> {
     let inode = |directory: BorrowedFd<'_>| Ok::<_, Errno>(rustix::fs::fstat(directory)?.st_ino);
-    account.beside.set_footing(Footing {
-        spared: vec![
+    account.overhead.set_host_inodes(HostInodes {
+        exempt: vec![
             // Two blocks: the root also has the attributes of the image's root.
             (inode(upper.root())?, 2 * BLOCK_BYTES),
             (inode(upper.index())?, BLOCK_BYTES),
@@ -50,7 +52,7 @@ impl Count<'_> {
         let mut todo = vec![Vec::new()];
         while let Some(path) = todo.pop() {
             let directory = open_beneath(upper.root(), &path, OFlags::RDONLY | OFlags::DIRECTORY)?;
-            self.beside(&directory, 0)?;
+            self.overhead(&directory, 0)?;
             for entry in Dir::read_from(&directory)? {
                 let entry = entry?;
                 let name = entry.file_name().to_bytes();
@@ -71,7 +73,7 @@ impl Count<'_> {
 
     /// Counts files whose only name may be in the index.
     fn index(&mut self, upper: &Instance) -> Result<(), Errno> {
-        self.beside(upper.index(), 0)?;
+        self.overhead(upper.index(), 0)?;
         for entry in Dir::read_from(upper.index())? {
             let entry = entry?;
             let name = entry.file_name().to_bytes();
@@ -83,7 +85,7 @@ impl Count<'_> {
     }
 
     fn maps(&mut self, upper: &Instance) -> Result<(), Errno> {
-        self.beside(upper.maps(), 0)?;
+        self.overhead(upper.maps(), 0)?;
         for entry in Dir::read_from(upper.maps())? {
             let entry = entry?;
             let id = entry.file_name().to_str().ok();
@@ -92,7 +94,7 @@ impl Count<'_> {
             if let (Some(id), Some(stat)) = (id, stat) {
                 let bytes = u64::try_from(stat.st_size).unwrap_or(0);
                 self.account
-                    .map_takes(id, bytes, &mut self.account.no_room());
+                    .add_map(id, bytes, &mut self.account.unreserved());
             }
         }
         Ok(())
@@ -122,7 +124,7 @@ impl Count<'_> {
             }
             _ => {
                 if let Some(file) = host::open_path(directory, name)? {
-                    self.beside(&file, 0)?;
+                    self.overhead(&file, 0)?;
                 }
             }
         }
@@ -133,37 +135,37 @@ impl Count<'_> {
         if self.account.limit().is_none() {
             return Ok(());
         }
-        let found = Found::look(file)?;
-        let failed = |errno: Errno| ChargeError::host("look at its attributes", &errno.into());
+        let found = DataBlocks::scan(file)?;
+        let failed = |errno: Errno| ChargeError::host("read its attributes", &errno.into());
         let names = Attribute::Open(file.as_fd()).list().map_err(failed)?;
         if !names.is_empty() {
-            self.beside(file, found.bytes()).map_err(failed)?;
+            self.overhead(file, found.bytes()).map_err(failed)?;
         }
         if names
             .split(|&byte| byte == 0)
             .any(|name| name == self.sketch_mark)
         {
-            self.map_to_come(file).map_err(failed)?;
+            self.unwritten_map(file).map_err(failed)?;
         }
         found.count(file, self.account)
     }
 
     /// Counts the map of a sparse sketch, also if the first flush has not created it yet.
-    fn map_to_come(&self, file: &File) -> Result<(), Errno> {
+    fn unwritten_map(&self, file: &File) -> Result<(), Errno> {
         let value = Attribute::Open(file.as_fd()).get(self.sketch_mark)?;
         // A sketch with an invalid mark has no map.
         if let Some(Ok(mark)) = value.map(|value| SketchMark::decode(&value))
             && mark.kind == SketchKind::Sparse
         {
-            let mut room = self.account.no_room();
-            self.account.map_takes(mark.id, BLOCK_BYTES, &mut room);
+            let mut room = self.account.unreserved();
+            self.account.add_map(mark.id, BLOCK_BYTES, &mut room);
         }
         Ok(())
     }
 
-    fn beside(&self, file: impl AsFd, data: u64) -> Result<(), Errno> {
-        let mut room = self.account.no_room();
-        self.account.beside.count(file, data, &mut room)
+    fn overhead(&self, file: impl AsFd, data: u64) -> Result<(), Errno> {
+        let mut room = self.account.unreserved();
+        self.account.overhead.count(file, data, &mut room)
     }
 }
 
@@ -171,7 +173,7 @@ impl Count<'_> {
 fn has_small_inodes(upper: &Instance) -> Result<bool, Errno> {
     let (temporary, file) = upper.temporary_file(0o600)?;
     let name = upper.names().stored_name(b"user.x");
-    Attribute::Open(file.as_fd()).set(&name, b"x", SetHow::Any)?;
+    Attribute::Open(file.as_fd()).set(&name, b"x", XattrMode::Any)?;
     let stat = rustix::fs::fstat(&file)?;
     drop(temporary);
     Ok(stat.st_blocks > 0)

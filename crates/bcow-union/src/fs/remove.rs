@@ -33,11 +33,11 @@ impl UnionFs {
                 other => other?,
             }
         }
-        self.ready_for_change(&parent, name)?;
+        self.prepare_parent(&parent, name)?;
         let _names = parent.lock_names();
         let node = self.find_existing(&parent, name)?;
-        let parting = self.part(&node)?;
-        let is_below = self.look_below(&parent, name)?.is_some();
+        let object = self.open_for_removal(&node)?;
+        let is_below = self.lookup_lower(&parent, name)?.is_some();
         let directory = self.upper_directory(&parent)?.ok_or(Errno::STALE)?;
         let is_above = host::stat_at(&*directory, name)?
             .map(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode));
@@ -46,12 +46,12 @@ impl UnionFs {
                 let mut room = self.room_to_hide()?;
                 // The host's link count does not change.
                 let recount = self.begin_recount(&node)?;
-                let hidden = self.upper.white_out(directory.as_fd(), name, None);
+                let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
                 self.end_recount(recount, i64::from(hidden.is_ok()));
                 self.settle_in(&*directory, &mut room);
                 hidden?;
             }
-            (above, true) => self.upper.white_out(directory.as_fd(), name, above)?,
+            (above, true) => self.upper.place_whiteout(directory.as_fd(), name, above)?,
             (Some(_), false) => {
                 rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
                 self.settle(&*directory);
@@ -59,7 +59,7 @@ impl UnionFs {
             (None, false) => return Err(Errno::NOENT),
         }
         parent.names_have_changed();
-        self.parted(&parent, name, &node, parting);
+        self.name_removed(&parent, name, &node, object);
         Ok(())
     }
 
@@ -75,32 +75,32 @@ impl UnionFs {
         if !node.is_directory() {
             return Err(Errno::NOTDIR);
         }
-        self.ready_for_change(&parent, name)?;
+        self.prepare_parent(&parent, name)?;
         let _names = parent.lock_names();
         let node = self.find_existing(&parent, name)?;
         let _inside = node.try_lock_names().ok_or(Errno::BUSY)?;
         if !self.is_empty(&node)? {
             return Err(Errno::NOTEMPTY);
         }
-        let parting = self.part(&node)?;
+        let object = self.open_for_removal(&node)?;
         let directory = self.open_upper(&parent, Access::Directory)?;
-        let is_below = self.look_below(&parent, name)?.is_some();
+        let is_below = self.lookup_lower(&parent, name)?.is_some();
         let is_above = node.read_state().upper.is_some();
         match (is_above, is_below) {
             (false, _) => {
                 let mut room = self.room_to_hide()?;
-                let hidden = self.upper.white_out(directory.as_fd(), name, None);
+                let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
                 self.settle_in(&*directory, &mut room);
                 hidden?;
             }
-            (true, true) => self.upper.white_out(
+            (true, true) => self.upper.place_whiteout(
                 directory.as_fd(),
                 name,
                 Some(rustix::fs::FileType::Directory),
             )?,
             (true, false) => {
                 // It may contain whiteouts. The drop of the temporary removes it with them.
-                let removed = self.upper.take_out(
+                let removed = self.upper.move_to_work(
                     directory.as_fd(),
                     name,
                     rustix::fs::FileType::Directory,
@@ -110,13 +110,13 @@ impl UnionFs {
             }
         }
         parent.names_have_changed();
-        self.parted(&parent, name, &node, parting);
+        self.name_removed(&parent, name, &node, object);
         Ok(())
     }
 
     /// Makes sure that the parent is in the upper; `EPERM` for the name of the upper's own
     /// directory.
-    fn ready_for_change(&self, parent: &Arc<Node>, name: &[u8]) -> Result<(), Errno> {
+    fn prepare_parent(&self, parent: &Arc<Node>, name: &[u8]) -> Result<(), Errno> {
         if self.is_reserved(parent, name) {
             return Err(Errno::PERM);
         }
@@ -153,43 +153,49 @@ impl UnionFs {
 
     /// Called before a name is removed: opens the object, because a program may still use it, and
     /// brings its count of names to the usual form.
-    pub(super) fn part(&self, node: &Node) -> Result<Parting, Errno> {
+    pub(super) fn open_for_removal(&self, node: &Node) -> Result<RemovedObject, Errno> {
         if node.read_state().upper.is_none() {
-            return Ok(Parting { file: None });
+            return Ok(RemovedObject { file: None });
         }
         self.settle_names(node)?;
         self.open_upper(node, Access::Path)
-            .map(|file| Parting { file: Some(file) })
+            .map(|file| RemovedObject { file: Some(file) })
     }
 
     /// Called after `name` in `parent` was removed from a node. Failures are logged and leave
     /// garbage in the upper; the name stays removed.
-    pub(super) fn parted(&self, parent: &Node, name: &[u8], node: &Node, parting: Parting) {
+    pub(super) fn name_removed(
+        &self,
+        parent: &Node,
+        name: &[u8],
+        node: &Node,
+        object: RemovedObject,
+    ) {
         if node.is_at(parent, name) {
             node.set_place(Place::Nowhere);
         }
-        let Some(file) = parting.file.filter(|_| !node.is_directory()) else {
-            self.departs(node);
+        let Some(file) = object.file.filter(|_| !node.is_directory()) else {
+            self.release_on_drop(node);
             // A node that exists only in the image has one name. With several it would have been
             // copied up, if it can have marks.
             if self.names_below(node).is_ok_and(|names| names <= 1) {
-                self.is_removed_now(node);
+                self.set_removed(node);
             }
             return;
         };
-        if let Err(errno) = self.lost_name(node, &file) {
-            self.host_failed(name, "removed, but not what lies beside it", errno);
+        if let Err(errno) = self.update_removed_name(node, &file) {
+            self.host_failed(name, "removed, but its link count or map is stale", errno);
         }
     }
 
-    fn is_removed_now(&self, node: &Node) {
+    fn set_removed(&self, node: &Node) {
         if !node.is_removed.swap(true, Ordering::AcqRel) {
-            self.departures.removed();
+            self.pending_frees.removed();
         }
     }
 
     /// Handles the loss of a name: finds out whether it was the node's last.
-    fn lost_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
+    fn update_removed_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let indexed = node
             .read_state()
             .upper
@@ -202,20 +208,20 @@ impl UnionFs {
         if !is_last {
             return Ok(());
         }
-        self.departs(node);
-        self.is_removed_now(node);
+        self.release_on_drop(node);
+        self.set_removed(node);
         if indexed && let Some(nid) = node.lower {
             self.leave_index(nid);
         }
         match node.kind {
-            FileType::Regular => self.lost_last_name(node, file),
+            FileType::Regular => self.last_name_removed(node, file),
             _ => Ok(()),
         }
     }
 
     /// Removes the map of a sketch that lost its last name. The bytes of a file stay while a
     /// program has it open.
-    fn lost_last_name(&self, node: &Node, file: &File) -> Result<(), Errno> {
+    fn last_name_removed(&self, node: &Node, file: &File) -> Result<(), Errno> {
         let state = node.read_state();
         let is_sketch = match (&state.content, &state.upper) {
             (Content::Sketch(_), _) => true,
@@ -262,7 +268,7 @@ impl UnionFs {
                 // A lookup may just have found the node again. It must not write meanwhile.
                 let mut state = node.write_state();
                 match self.open_upper_locked(node, &mut state, Access::Data) {
-                    Ok(file) => stored.let_go(&*file),
+                    Ok(file) => stored.stop_tracking(&*file),
                     Err(_) => return,
                 }
             }
@@ -274,6 +280,6 @@ impl UnionFs {
 }
 
 /// An object of the upper, held open while its name is removed.
-pub(super) struct Parting {
+pub(super) struct RemovedObject {
     file: Option<Arc<File>>,
 }

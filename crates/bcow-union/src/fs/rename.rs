@@ -14,11 +14,11 @@ use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 
 use super::charge::NAME_BYTES;
-use super::found::{Above, Found};
 use super::lookup::Access;
 use super::namespace::check_new_name;
 use super::nodes::{Node, Place};
-use super::types::{RenameHow, SetTime};
+use super::types::{RenameMode, SetTime};
+use super::upper_entry::{UpperEntry, UpperObject};
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::upper::{Mark, Temporary};
@@ -41,7 +41,7 @@ impl UnionFs {
         name: &[u8],
         new_parent: NodeId,
         new_name: &[u8],
-        how: RenameHow,
+        how: RenameMode,
     ) -> Result<(), Errno> {
         let parent = self.node(parent)?;
         let new_parent = self.node(new_parent)?;
@@ -58,7 +58,7 @@ impl UnionFs {
         self.prepare(&parent, &node)?;
         self.ensure_directory(&new_parent)?;
         match self.find(&new_parent, new_name)? {
-            Some(there) if how == RenameHow::Exchange || self.has_names_below(&there)? => {
+            Some(there) if how == RenameMode::Exchange || self.has_names_below(&there)? => {
                 self.prepare(&new_parent, &there)?;
             }
             _ => {}
@@ -69,10 +69,10 @@ impl UnionFs {
         let node = self.find_existing(&parent, name)?;
         let there = self.find(&new_parent, new_name)?;
         match (how, there) {
-            (RenameHow::NoReplace, Some(_)) => Err(Errno::EXIST),
-            (RenameHow::Exchange, None) => Err(Errno::NOENT),
+            (RenameMode::NoReplace, Some(_)) => Err(Errno::EXIST),
+            (RenameMode::Exchange, None) => Err(Errno::NOENT),
             (_, Some(there)) if there.id == node.id => Ok(()),
-            (RenameHow::Exchange, Some(there)) => self.exchange(&from, &node, &to, &there),
+            (RenameMode::Exchange, Some(there)) => self.exchange(&from, &node, &to, &there),
             (_, there) => self.move_to(&from, &node, &to, there.as_ref()),
         }
     }
@@ -87,7 +87,7 @@ impl UnionFs {
     fn end<'a>(&self, parent: &'a Arc<Node>, name: &'a [u8]) -> Result<End<'a>, Errno> {
         Ok(End {
             directory: self.open_upper(parent, Access::Directory)?,
-            is_below: self.look_below(parent, name)?.is_some(),
+            is_below: self.lookup_lower(parent, name)?.is_some(),
             parent,
             name,
         })
@@ -117,7 +117,7 @@ impl UnionFs {
         if node.is_directory() && self.is_inside(to.parent, node) {
             return Err(Errno::INVAL);
         }
-        let mut parting = None;
+        let mut object = None;
         if let Some(there) = there {
             match (node.is_directory(), there.is_directory()) {
                 (true, false) => return Err(Errno::NOTDIR),
@@ -132,18 +132,25 @@ impl UnionFs {
             } else if self.has_names_below(there)? {
                 self.copy_up_locked_if_needed(to, there)?;
             }
-            parting = Some((there, self.part(there)?));
+            object = Some((there, self.open_for_removal(there)?));
         }
         self.make_movable(from, node)?;
-        self.hide_below(node, to)?;
-        let above = self.look_above(&to.directory, to.name)?;
-        let new_names = u64::from(!matches!(above, Above::Found(_) | Above::Whiteout));
+        self.hide_lower(node, to)?;
+        let above = self.lookup_upper(&to.directory, to.name)?;
+        let new_names = u64::from(!matches!(
+            above,
+            UpperEntry::Object(_) | UpperEntry::Whiteout
+        ));
         let mut room = self.room(new_names * NAME_BYTES, 0)?;
         let was_indexed_only = there.is_some_and(|there| {
-            !there.is_directory() && !matches!(above, Above::Found(_)) && there.lower.is_some()
+            !there.is_directory()
+                && !matches!(above, UpperEntry::Object(_))
+                && there.lower.is_some()
         });
         let cleared = match &above {
-            Above::Found(found) if node.is_directory() => Some(self.clear_way(to, found)?),
+            UpperEntry::Object(found) if node.is_directory() => {
+                Some(self.replace_directory(to, found)?)
+            }
             _ => None,
         };
         // The host's link count does not change when a name goes that exists only in the image.
@@ -151,7 +158,7 @@ impl UnionFs {
             Some(there) if was_indexed_only => self.begin_recount(there)?,
             _ => None,
         };
-        let placed = if matches!(above, Above::Whiteout) && node.is_directory() {
+        let placed = if matches!(above, UpperEntry::Whiteout) && node.is_directory() {
             // The directory and the whiteout exchange places: the old name may need a whiteout
             // anyway.
             rename(from, to, RenameFlags::EXCHANGE)
@@ -173,7 +180,7 @@ impl UnionFs {
             return Err(errno);
         }
         drop(cleared);
-        if matches!(above, Above::Whiteout) && node.is_directory() && !from.is_below {
+        if matches!(above, UpperEntry::Whiteout) && node.is_directory() && !from.is_below {
             let none = rustix::fs::AtFlags::empty();
             if let Err(errno) = rustix::fs::unlinkat(&*from.directory, from.name, none) {
                 // The whiteout that is left hides no name.
@@ -182,8 +189,8 @@ impl UnionFs {
         }
         from.parent.names_have_changed();
         to.parent.names_have_changed();
-        if let Some((there, parting)) = parting {
-            self.parted(to.parent, to.name, there, parting);
+        if let Some((there, object)) = object {
+            self.name_removed(to.parent, to.name, there, object);
         }
         moved(node, from, to);
         Ok(())
@@ -203,8 +210,8 @@ impl UnionFs {
         }
         self.make_movable(from, node)?;
         self.make_movable(to, there)?;
-        self.hide_below(node, to)?;
-        self.hide_below(there, from)?;
+        self.hide_lower(node, to)?;
+        self.hide_lower(there, from)?;
         rename(from, to, RenameFlags::EXCHANGE)?;
         from.parent.names_have_changed();
         to.parent.names_have_changed();
@@ -224,7 +231,7 @@ impl UnionFs {
 
     /// Marks a directory that has no part in the image as opaque if the image has its new name: it
     /// must not be merged with the image's directory of that name.
-    fn hide_below(&self, node: &Node, to: &End<'_>) -> Result<(), Errno> {
+    fn hide_lower(&self, node: &Node, to: &End<'_>) -> Result<(), Errno> {
         if !node.is_directory() || node.lower.is_some() || !to.is_below {
             return Ok(());
         }
@@ -239,11 +246,11 @@ impl UnionFs {
     /// Prepares the replacement of the empty directory `found`. On the host it may contain
     /// whiteouts, so rename(2) would fail: an empty directory with the same attributes takes its
     /// place. Gives the old directory, which is removed when the result is dropped.
-    fn clear_way(&self, to: &End<'_>, found: &Found) -> Result<Temporary<'_>, Errno> {
+    fn replace_directory(&self, to: &End<'_>, found: &UpperObject) -> Result<Temporary<'_>, Errno> {
         let (temporary, fd) = self.upper.temporary_directory(0o700)?;
         let file = File::from(fd);
         // An incomplete copy is visible only if the process is killed before the next step.
-        let _ = self.make_alike(found, &file);
+        let _ = self.copy_attributes(found, &file);
         self.set_mark(&file, Mark::Opaque, b"y")?;
         temporary
             .exchange(
@@ -255,9 +262,9 @@ impl UnionFs {
     }
 
     /// Gives a directory the owner, mode, attributes and times of another.
-    fn make_alike(&self, found: &Found, file: &File) -> Result<(), Errno> {
+    fn copy_attributes(&self, found: &UpperObject, file: &File) -> Result<(), Errno> {
         let stat = &found.stat;
-        if !self.keeps_owners() {
+        if !self.uses_override() {
             host::set_owner(file, Some(stat.st_uid), Some(stat.st_gid))?;
         }
         host::set_mode(file, (stat.st_mode & 0o7777) as u16)?;

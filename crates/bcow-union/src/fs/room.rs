@@ -23,7 +23,7 @@ const FREEING: Duration = Duration::from_secs(5);
 /// Counts files that lost their last name, and how far they are freed. The lock is a leaf, held for
 /// a few instructions.
 #[derive(Debug, Default)]
-pub(super) struct Departures {
+pub(super) struct PendingFrees {
     counts: Mutex<Counts>,
     freed: Condvar,
 }
@@ -44,7 +44,7 @@ struct Counts {
 /// Bounds of a request's wait, fixed when it first finds no space. Later removals do not extend the
 /// wait.
 #[derive(Debug)]
-struct Hope {
+struct WaitLimits {
     /// End of the wait for a forget of files that were removed before.
     soon: Instant,
     /// End of the wait for a file that is being freed.
@@ -53,7 +53,7 @@ struct Hope {
     is_last: bool,
 }
 
-impl Departures {
+impl PendingFrees {
     /// Counts a file that lost its last name.
     pub(super) fn removed(&self) {
         let mut counts = self.lock();
@@ -74,27 +74,27 @@ impl Departures {
     }
 
     /// The bounds of the wait of a request that finds no space now.
-    fn hope(&self) -> Hope {
+    fn wait_limits(&self) -> WaitLimits {
         let now = Instant::now();
-        Hope {
+        WaitLimits {
             soon: self.lock().newest.map_or(now, |newest| newest + SOON),
             at_last: now + FREEING,
             is_last: false,
         }
     }
 
-    /// Whether more than `before` files are freed; waits for that within the bounds of `hope`.
-    fn more_than(&self, before: u64, hope: &mut Hope) -> bool {
+    /// Whether more than `before` files are freed; waits for that within the bounds of `limits`.
+    fn more_than(&self, before: u64, limits: &mut WaitLimits) -> bool {
         let mut counts = self.lock();
-        let is_late = Instant::now() >= hope.soon;
-        if is_late && hope.is_last {
+        let is_late = Instant::now() >= limits.soon;
+        if is_late && limits.is_last {
             return false;
         }
-        hope.is_last = is_late;
+        limits.is_last = is_late;
         while counts.freed == before && counts.freed < counts.removed && !counts.is_awaited {
             let until = match counts.forgotten > counts.freed {
-                true => hope.at_last,
-                false => hope.soon,
+                true => limits.at_last,
+                false => limits.soon,
             };
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -124,14 +124,15 @@ impl UnionFs {
         &self,
         mut attempt: impl FnMut(&UnionFs) -> Result<T, Errno>,
     ) -> Result<T, Errno> {
-        let mut hope = None;
+        let mut limits = None;
         loop {
-            let before = self.departures.count();
+            let before = self.pending_frees.count();
             match attempt(self) {
                 Err(Errno::NOSPC | Errno::DQUOT)
-                    if self
-                        .departures
-                        .more_than(before, hope.get_or_insert_with(|| self.departures.hope())) => {}
+                    if self.pending_frees.more_than(
+                        before,
+                        limits.get_or_insert_with(|| self.pending_frees.wait_limits()),
+                    ) => {}
                 other => return other,
             }
         }
@@ -144,69 +145,69 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
-    fn more_than(departures: &Departures, before: u64) -> bool {
-        departures.more_than(before, &mut departures.hope())
+    fn more_than(pending_frees: &PendingFrees, before: u64) -> bool {
+        pending_frees.more_than(before, &mut pending_frees.wait_limits())
     }
 
     #[test]
-    fn only_what_was_just_removed_is_waited_for() {
-        let departures = Departures::default();
-        assert!(!more_than(&departures, 0));
-        departures.removed();
+    fn request_waits_only_for_files_just_removed() {
+        let pending_frees = PendingFrees::default();
+        assert!(!more_than(&pending_frees, 0));
+        pending_frees.removed();
         // A program has the file open.
-        assert!(!more_than(&departures, 0));
+        assert!(!more_than(&pending_frees, 0));
         // On a busy machine the other thread may come too late once, but not 100 times.
         assert!((0..100).any(|_| {
-            let before = departures.count();
-            departures.removed();
+            let before = pending_frees.count();
+            pending_frees.removed();
             thread::scope(|scope| {
-                scope.spawn(|| departures.forgotten(|| ()));
-                more_than(&departures, before)
+                scope.spawn(|| pending_frees.forgotten(|| ()));
+                more_than(&pending_frees, before)
             })
         }));
         // After this time the file that is still open counts as removed too long ago.
         thread::sleep(SOON);
-        let before = departures.count();
-        assert!(!more_than(&departures, before));
+        let before = pending_frees.count();
+        assert!(!more_than(&pending_frees, before));
         // The file may be forgotten between the attempt and this call.
-        departures.forgotten(|| ());
-        assert!(more_than(&departures, before));
-        assert!(!more_than(&departures, departures.count()));
+        pending_frees.forgotten(|| ());
+        assert!(more_than(&pending_frees, before));
+        assert!(!more_than(&pending_frees, pending_frees.count()));
     }
 
     #[test]
-    fn what_is_being_freed_is_waited_for() {
-        let departures = Departures::default();
-        departures.removed();
+    fn request_waits_for_files_that_are_being_freed() {
+        let pending_frees = PendingFrees::default();
+        pending_frees.removed();
         let began = std::sync::Barrier::new(2);
         thread::scope(|scope| {
             scope.spawn(|| {
-                departures.forgotten(|| {
+                pending_frees.forgotten(|| {
                     began.wait();
                     thread::sleep(SOON * 3);
                 });
             });
             began.wait();
-            assert!(more_than(&departures, 0));
+            assert!(more_than(&pending_frees, 0));
         });
     }
 
     #[test]
-    fn who_finds_no_room_in_the_end_does_not_wait_for_what_others_remove_meanwhile() {
-        let departures = Departures::default();
+    fn request_does_not_wait_for_later_removals() {
+        let pending_frees = PendingFrees::default();
         // One file stays open.
-        departures.removed();
+        pending_frees.removed();
         let done = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
                 while !done.load(Ordering::Acquire) {
-                    departures.removed();
-                    departures.forgotten(|| thread::sleep(Duration::from_millis(1)));
+                    pending_frees.removed();
+                    pending_frees.forgotten(|| thread::sleep(Duration::from_millis(1)));
                 }
             });
-            let mut hope = departures.hope();
+            let mut limits = pending_frees.wait_limits();
             // The loop must end.
-            while departures.more_than(departures.count(), &mut hope) {}
+            while pending_frees.more_than(pending_frees.count(), &mut limits) {}
             done.store(true, Ordering::Release);
         });
     }

@@ -14,7 +14,7 @@ use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 
 use super::nodes::{Content, Node, Place};
-use super::types::SyncWhat;
+use super::types::SyncScope;
 use super::{UnionFs, host};
 use crate::node::NodeId;
 use crate::options::SyncPolicy;
@@ -29,7 +29,7 @@ const VOLATILE: &str = "volatile";
 impl UnionFs {
     /// Makes a file or directory durable, as fsync or fdatasync: all completed writes are on the
     /// disk when this returns. Does nothing for [`SyncPolicy::Volatile`].
-    pub fn sync(&self, id: NodeId, what: SyncWhat) -> Result<(), Errno> {
+    pub fn sync(&self, id: NodeId, what: SyncScope) -> Result<(), Errno> {
         let node = self.node(id)?;
         if self.options.sync == SyncPolicy::Volatile {
             return Ok(());
@@ -40,7 +40,7 @@ impl UnionFs {
         self.sync_node(&node, what)
     }
 
-    fn sync_node(&self, node: &Arc<Node>, what: SyncWhat) -> Result<(), Errno> {
+    fn sync_node(&self, node: &Arc<Node>, what: SyncScope) -> Result<(), Errno> {
         if node.read_state().upper.is_none() {
             return Ok(());
         }
@@ -62,14 +62,14 @@ impl UnionFs {
         synced
     }
 
-    fn sync_content(&self, node: &Node, what: SyncWhat, name_is_new: bool) -> Result<(), Errno> {
+    fn sync_content(&self, node: &Node, what: SyncScope, name_is_new: bool) -> Result<(), Errno> {
         {
             let state = node.read_state();
             if let Content::Sketch(sketch) = &state.content {
                 sketch
                     .flush(Durability::Durable)
                     .map_err(|error| self.content_failed(node, error))?;
-                if what == SyncWhat::Data && !name_is_new {
+                if what == SyncScope::Data && !name_is_new {
                     return Ok(());
                 }
             }
@@ -83,7 +83,7 @@ impl UnionFs {
             _ => return Ok(()),
         };
         match what {
-            SyncWhat::Data if !name_is_new => rustix::fs::fdatasync(&*file),
+            SyncScope::Data if !name_is_new => rustix::fs::fdatasync(&*file),
             _ => rustix::fs::fsync(&*file),
         }
     }
@@ -177,7 +177,7 @@ impl UnionFs {
                 false => self.finish_batch_of(&node),
             };
             match finished {
-                Ok(()) => self.table.let_go(node),
+                Ok(()) => self.table.drop_node(node),
                 // The file stays for the next batch; the other files are not delayed.
                 Err(errno) => {
                     result = result.and(Err(errno));
@@ -251,7 +251,7 @@ impl UnionFs {
         self.background.stop();
         let synced = self.sync_all();
         self.confirm_sketches();
-        self.upper.put_away();
+        self.upper.remove_spare_whiteouts();
         if synced.is_ok() && self.options.sync == SyncPolicy::Volatile {
             // A clean unmount: the host's kernel has all data, and writes it to the disk later.
             let _ = remove_volatile(&self.upper);

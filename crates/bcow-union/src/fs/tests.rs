@@ -19,10 +19,10 @@ use rustix::fs::IFlags;
 use rustix::io::Errno;
 use tempfile::TempDir;
 
-use super::found::Above;
 use super::lookup::Access;
 use super::nodes::Node;
-use super::{Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncWhat, UnionFs};
+use super::upper_entry::UpperEntry;
+use super::{Attributes, Caller, Changes, LowerImage, Privileges, SetTime, SyncScope, UnionFs};
 use crate::node::NodeId;
 use crate::options::{SketchChoice, SyncPolicy, UnionOptions};
 
@@ -219,7 +219,7 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         fixture.lower.broken.store(true, Ordering::Release);
         fixture.write(big, 100_000, b"hello");
         fixture.fs().forget(big, 1);
-        fixture.fs().regularly();
+        fixture.fs().run_periodic();
         assert_eq!(fixture.fs().open_sketches.all().count(), 1, "{kind:?}");
         fixture.lower.broken.store(false, Ordering::Release);
         let mut expected = noise(1, BIG);
@@ -227,7 +227,7 @@ fn sketch_that_could_not_be_flushed_outlives_its_node() {
         assert!(fixture.content("big") == expected, "{kind:?}");
         // The kernel forgets the node: the sketch is not used any more.
         fixture.fs().forget(big, 1);
-        fixture.fs().regularly();
+        fixture.fs().run_periodic();
         assert_eq!(fixture.fs().open_sketches.all().count(), 0, "{kind:?}");
         assert!(fixture.content("big") == expected, "{kind:?}");
         fixture.reopen();
@@ -243,12 +243,12 @@ fn sketch_that_grew_has_its_size_also_when_its_node_was_forgotten() {
         };
         let big = fixture.get("big").node;
         fixture.write(big, 0, b"hello");
-        fixture.fs().regularly();
+        fixture.fs().run_periodic();
         fixture.write(big, BIG as u64, b"more");
         fixture.fs().forget(big, 1);
         for _ in 0..2 {
             assert_eq!(fixture.get("big").size, BIG as u64 + 4, "{kind:?}");
-            fixture.fs().regularly();
+            fixture.fs().run_periodic();
         }
     }
 }
@@ -275,7 +275,7 @@ fn sketch_that_was_emptied_is_closed() {
 }
 
 #[test]
-fn what_was_written_to_a_copy_that_a_crash_undid_does_not_come_back() {
+fn bytes_of_a_copy_that_a_crash_undid_do_not_come_back() {
     let options = UnionOptions {
         sync: SyncPolicy::Batch(100),
         size_limit: Some(100 * BLOCK),
@@ -415,11 +415,11 @@ fn file_that_was_promoted_while_it_was_looked_up_is_found() {
     let big = fixture.node("big");
     fixture.write(big.id, 0, &vec![3; BIG]);
     let directory = union.upper_directory(&union.root).unwrap().unwrap();
-    let Above::Found(before) = union.look_above(&directory, b"big").unwrap() else {
+    let UpperEntry::Object(before) = union.lookup_upper(&directory, b"big").unwrap() else {
         panic!("it is in the upper");
     };
     let old = before.stat.st_ino;
-    union.regularly();
+    union.run_periodic();
     assert_ne!(big.read_state().upper.as_ref().unwrap().host_inode, old);
     let found = union.adopt(&union.root, b"big", *before).unwrap();
     assert_eq!(found.id, big.id);
@@ -454,7 +454,7 @@ fn packed_sketch_with_an_index_entry_is_not_replaced() {
     fixture.write(fixture.get("h1").node, 0, &bytes);
     fixture.fs().unlink(NodeId::ROOT, b"h1").unwrap();
     assert_eq!(fixture.content("h2"), bytes);
-    fixture.fs().regularly();
+    fixture.fs().run_periodic();
     // Its only name on the host is the index entry.
     assert!(!fixture.upper().join("h2").exists());
     fixture.reopen();
@@ -475,7 +475,7 @@ fn time_that_is_set_during_a_flush_stays() {
             fixture.write(big, 5 + turn * BLOCK, b"x");
             let union = fixture.fs();
             thread::scope(|scope| {
-                let flush = scope.spawn(|| union.sync(big, SyncWhat::All));
+                let flush = scope.spawn(|| union.sync(big, SyncScope::All));
                 let mtime = at(1_000_000 + turn as i64);
                 fixture.set(
                     big,
@@ -532,11 +532,11 @@ fn descriptor_that_is_in_use_is_not_given_back() {
     // A thread that removes the name holds the file like this.
     let file = union.open_upper(&node, Access::Path).unwrap();
     union.descriptors_limit.store(0, Ordering::Relaxed);
-    union.spare_descriptors();
+    union.limit_descriptors();
     assert!(has_file());
     drop(file);
     union.descriptors_limit.store(0, Ordering::Relaxed);
-    union.spare_descriptors();
+    union.limit_descriptors();
     assert!(!has_file());
 }
 
@@ -572,7 +572,7 @@ fn sketches_give_their_descriptors_back() {
         }
         assert_eq!(union.sketches.statistics().open, MANY as u64);
         union.descriptors_limit.store(10, Ordering::Relaxed);
-        union.spare_descriptors();
+        union.limit_descriptors();
         assert_eq!(union.sketches.statistics().open, 0, "{kind:?}");
         let check = |fixture: &Fixture, number: usize| {
             let found = fixture.get(&format!("many/{number}"));
@@ -584,7 +584,7 @@ fn sketches_give_their_descriptors_back() {
         for (number, id) in nodes.iter().enumerate() {
             fixture.write(*id, 3 * BLOCK, b"longer");
             union.descriptors_limit.store(0, Ordering::Relaxed);
-            union.spare_descriptors();
+            union.limit_descriptors();
             assert_eq!(fixture.get(&format!("many/{number}")).size, 3 * BLOCK + 6);
             let size = Some(2 * BLOCK);
             fixture.set(
@@ -602,7 +602,7 @@ fn sketches_give_their_descriptors_back() {
 }
 
 #[test]
-fn fsync_tells_of_bytes_that_the_background_could_not_make_durable() {
+fn fsync_reports_bytes_that_the_background_could_not_make_durable() {
     let options = UnionOptions {
         sync: SyncPolicy::Batch(100),
         ..UnionOptions::default()
@@ -622,7 +622,7 @@ fn fsync_tells_of_bytes_that_the_background_could_not_make_durable() {
     assert!(fixture.fs().finish_batch().is_err());
     replace(file);
     for _ in 0..2 {
-        assert!(fixture.fs().sync(node.id, SyncWhat::Data).is_err());
+        assert!(fixture.fs().sync(node.id, SyncScope::Data).is_err());
     }
     // The copy is visible as long as the mount lives. After a kill the image's content is visible.
     assert_eq!(fixture.content("a"), b"Small file\n");
@@ -644,7 +644,7 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
     node.name_is_new.store(false, Ordering::Release);
     let changed = union.root.names_changed.unsynced();
     thread::scope(|scope| {
-        let second = scope.spawn(|| union.sync(new.node, SyncWhat::All));
+        let second = scope.spawn(|| union.sync(new.node, SyncScope::All));
         thread::sleep(Duration::from_millis(50));
         assert!(!second.is_finished());
         drop(first);
@@ -657,7 +657,7 @@ fn fsync_of_a_new_name_waits_for_one_that_is_making_it_durable() {
     union.create(&ROOT, NodeId::ROOT, b"newer", 0o644).unwrap();
     union.root.names_changed.synced(changed.unwrap());
     assert!(union.root.names_changed.unsynced().is_some());
-    union.sync(NodeId::ROOT, SyncWhat::All).unwrap();
+    union.sync(NodeId::ROOT, SyncScope::All).unwrap();
     assert_eq!(union.root.names_changed.unsynced(), None);
 }
 

@@ -90,7 +90,7 @@ pub enum Privileges {
 
 /// How a rename treats an existing object at the new name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RenameHow {
+pub enum RenameMode {
     /// The rename replaces it.
     Replace,
     /// The rename fails with EEXIST.
@@ -101,7 +101,7 @@ pub enum RenameHow {
 
 /// What `sync` makes durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SyncWhat {
+pub enum SyncScope {
     /// The content and the metadata needed to read it (`fdatasync`).
     Data,
     /// All attributes too (`fsync`).

@@ -14,7 +14,7 @@ use super::lookup::Access;
 use super::nodes::{Capabilities, Content, Node};
 use super::types::Changes;
 use crate::node::NodeId;
-use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Names, SetHow};
+use crate::upper::{ACCESS_ACL, Attribute, DEFAULT_ACL, Names, XattrMode};
 
 /// Longest name of an attribute, in bytes.
 const NAME_MAX: usize = 255;
@@ -23,7 +23,7 @@ const NAME_MAX: usize = 255;
 const VALUE_MAX: usize = 64 << 10;
 
 impl UnionFs {
-    /// The value of an extended attribute; `ENODATA` if there is none.
+    /// The value of an extended attribute; `ENODATA` if the node does not have it.
     pub fn xattr(&self, id: NodeId, name: &[u8]) -> Result<Vec<u8>, Errno> {
         self.xattr_of(&*self.node(id)?, name)?.ok_or(Errno::NODATA)
     }
@@ -75,7 +75,7 @@ impl UnionFs {
         id: NodeId,
         name: &[u8],
         value: &[u8],
-        how: SetHow,
+        how: XattrMode,
     ) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
@@ -100,7 +100,13 @@ impl UnionFs {
     }
 
     /// Sets an attribute of a file in the upper, if the limits leave room for it.
-    fn set_stored(&self, file: &File, name: &[u8], value: &[u8], how: SetHow) -> Result<(), Errno> {
+    fn set_stored(
+        &self,
+        file: &File,
+        name: &[u8],
+        value: &[u8],
+        how: XattrMode,
+    ) -> Result<(), Errno> {
         let mut room = self.room_for_attribute(file, name, value.len())?;
         let set = Attribute::Path(file.as_fd()).set(name, value, how);
         self.settle_in(file, &mut room);
@@ -108,7 +114,12 @@ impl UnionFs {
     }
 
     /// Sets the capabilities. The caller holds their lock.
-    fn set_capabilities(&self, node: &Arc<Node>, value: &[u8], how: SetHow) -> Result<(), Errno> {
+    fn set_capabilities(
+        &self,
+        node: &Arc<Node>,
+        value: &[u8],
+        how: XattrMode,
+    ) -> Result<(), Errno> {
         self.ensure_upper(node)?;
         if node.kind == FileType::Regular {
             // The host removes capabilities at each write to its file. So the sketch must have
@@ -116,7 +127,7 @@ impl UnionFs {
             let state = self.known_content(node)?;
             if let Content::Sketch(sketch) = &state.content {
                 sketch
-                    .rest(self.durability())
+                    .quiesce(self.durability())
                     .map_err(|error| self.content_failed(node, error))?;
             }
         }
@@ -152,11 +163,11 @@ impl UnionFs {
         let written = write();
         // Also after a failed write, and if they are still present: a sketch may write to its file
         // later.
-        let put_back = self.set_capabilities(&node, &kept, SetHow::Any);
+        let put_back = self.set_capabilities(&node, &kept, XattrMode::Any);
         written.and_then(|written| put_back.map(|()| written))
     }
 
-    /// Removes an extended attribute; `ENODATA` if there is none, unless it is an ACL.
+    /// Removes an extended attribute; `ENODATA` if the node does not have it, unless it is an ACL.
     pub fn remove_xattr(&self, id: NodeId, name: &[u8]) -> Result<(), Errno> {
         let node = self.node(id)?;
         check(name)?;
@@ -178,7 +189,7 @@ impl UnionFs {
 
     /// Whether mode and ACL permit a user to write to a file, as the kernel checks at open. `is_in`
     /// tells whether the user is in a group.
-    pub fn lets_write(
+    pub fn permits_write(
         &self,
         id: NodeId,
         user: u32,
@@ -194,7 +205,7 @@ impl UnionFs {
         if permissions & 0o070 != 0
             && let Some(acl) = self.xattr_of(&node, ACCESS_ACL)?
         {
-            return super::acl::lets_write(&acl, user, attributes.gid, is_in);
+            return super::acl::permits_write(&acl, user, attributes.gid, is_in);
         }
         Ok(permissions
             & match is_in(attributes.gid) {
@@ -210,7 +221,7 @@ impl UnionFs {
             DEFAULT_ACL => node.may_have_default_acl.store(true, Ordering::Release),
             // The host does not know this attribute as an ACL, so it does not update the mode.
             ACCESS_ACL if self.keeps_owner(node) => {
-                self.follow_acl(node, value)?;
+                self.apply_acl_mode(node, value)?;
             }
             _ => {}
         }
@@ -218,7 +229,7 @@ impl UnionFs {
     }
 
     /// Sets the mode that corresponds to a new ACL.
-    fn follow_acl(&self, node: &Node, acl: &[u8]) -> Result<(), Errno> {
+    fn apply_acl_mode(&self, node: &Node, acl: &[u8]) -> Result<(), Errno> {
         let bits = super::acl::mode_of(acl)?;
         let permissions = self.attributes_of(node)?.permissions & !0o777 | bits;
         let file = self.open_upper(node, Access::Path)?;
@@ -230,7 +241,7 @@ impl UnionFs {
     }
 
     /// Updates the ACL for a new mode, where the host does not know the attribute as an ACL.
-    pub(super) fn lead_acl(&self, node: &Node, permissions: u16) -> Result<(), Errno> {
+    pub(super) fn update_acl_mode(&self, node: &Node, permissions: u16) -> Result<(), Errno> {
         let Some(acl) = self.xattr_of(node, ACCESS_ACL)? else {
             return Ok(());
         };
@@ -239,7 +250,7 @@ impl UnionFs {
         Attribute::Path(file.as_fd()).set(
             &self.stored_name(node, ACCESS_ACL)?,
             &changed,
-            SetHow::Any,
+            XattrMode::Any,
         )
     }
 

@@ -13,8 +13,8 @@ pub(super) const OWN_FROM: u64 = 1 << 40;
 /// The address at which the image's address space begins.
 pub const LOWER_FROM: u64 = 8 << 40;
 
-/// The offset in the image of a byte of a [`Spliced`](super::Spliced) device; `None` if the byte is not the
-/// image's.
+/// The offset in the image of a byte of a [`Spliced`](super::Spliced) device; `None` for a byte
+/// outside the image's part.
 pub fn lower_offset(offset: u64) -> Option<u64> {
     offset.checked_sub(LOWER_FROM)
 }
@@ -59,7 +59,7 @@ impl Segments {
     }
 
     /// The segment of the upper's content at an address, and the offset in the segment; `None` if
-    /// there is none.
+    /// no segment covers it.
     pub(super) fn at(&self, offset: u64) -> Option<(Segment, u64)> {
         let block = offset.checked_sub(OWN_FROM)? / BLOCK_BYTES;
         let after = self.all.partition_point(|s| s.first <= block);

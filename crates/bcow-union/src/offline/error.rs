@@ -21,7 +21,7 @@ pub struct ChangesError {
 #[non_exhaustive]
 pub enum Problem {
     /// The host failed.
-    #[error("the host: {0}")]
+    #[error("host error: {0}")]
     Host(#[source] Errno),
     /// A mark is damaged.
     #[error(transparent)]
@@ -30,13 +30,13 @@ pub enum Problem {
     #[error("the image: {0}")]
     Image(#[source] ErofsError),
     /// The object of the image that this one continues does not exist.
-    #[error("the image has no {what} that it could continue")]
+    #[error("the image has no {kind} that it continues")]
     NoLower {
         /// The type of the missing object.
-        what: &'static str,
+        kind: &'static str,
     },
     /// An entry of the index is not the file of its inode number.
-    #[error("{META}/index/{nid:016x} is not the file that this inode of the image became")]
+    #[error("{META}/index/{nid:016x} is not the copy of this inode of the image")]
     Index {
         /// The image's inode number.
         nid: u64,

@@ -16,7 +16,7 @@ use super::error::Problem;
 use crate::blocks::{BLOCK_BYTES, BlockSet};
 use crate::sketch::Damage;
 use crate::sketch::journal::{Header, Replay, SECTOR_BYTES};
-use crate::upper::beneath::{is_no_regular_file, open_regular, open_regular_beneath};
+use crate::upper::beneath::{is_not_regular, open_regular, open_regular_beneath};
 use crate::upper::{META, SketchKind, SketchMark, UpperReader, entry_name};
 
 /// Bytes of one read.
@@ -58,7 +58,7 @@ pub(super) fn body(
 }
 
 /// Checks the stored data of a sketch. With `data`, also verifies the checksums of its content. The
-/// error says what is wrong.
+/// error describes the damage.
 pub(super) fn check(
     upper: &UpperReader,
     mark: &SketchMark,
@@ -106,7 +106,7 @@ fn check_mark(mark: &SketchMark, lower: &Inode) -> Result<(), String> {
     }
     match mark.lower_limit > lower.size {
         true => Err(format!(
-            "{} bytes of the image's file shall show, which has {}",
+            "its mark covers {} bytes of a file of the image that has {}",
             mark.lower_limit, lower.size
         )),
         false => Ok(()),
@@ -307,7 +307,7 @@ fn read_map(
         .ok_or_else(missing)?;
     let file = match open_regular(maps.as_fd(), &name, OFlags::RDONLY) {
         Err(Errno::NOENT) => return Err(missing()),
-        Err(errno) if is_no_regular_file(errno) => return Err(damaged(0, &Damage::NoFile)),
+        Err(errno) if is_not_regular(errno) => return Err(damaged(0, &Damage::NoFile)),
         other => other?,
     };
     let mut file = std::io::BufReader::with_capacity(64 << 10, File::from(file));

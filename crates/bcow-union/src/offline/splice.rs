@@ -163,7 +163,7 @@ impl Store {
             .map_err(|errno| io_error(0, errno.into()))?;
         let stat = rustix::fs::fstat(&file).map_err(|errno| io_error(0, errno.into()))?;
         if stat.st_ino != *inode {
-            let changed = io::Error::other("it is another file than a moment ago");
+            let changed = io::Error::other("the file was replaced");
             return Err(io_error(0, changed));
         }
         let file = File::from(file);

@@ -43,16 +43,16 @@ pub enum SketchError {
         damage: Damage,
     },
     /// The mark on the host's file has a value that this version does not support.
-    #[error("the mark of the sketch has {what} {value}, which this version does not know")]
+    #[error("the mark of the sketch has an unsupported {field} {value}")]
     Unsupported {
         /// The field of the mark.
-        what: &'static str,
+        field: &'static str,
         /// The field's value.
         value: u64,
     },
     /// The mark's limit is larger than the lower file: the mark belongs to a sketch of another
     /// file.
-    #[error("the mark of the sketch shows {limit} bytes of a lower file that has {size}")]
+    #[error("the mark of the sketch covers {limit} bytes of a lower file of {size} bytes")]
     OtherLower {
         /// The limit in the mark, in bytes.
         limit: u64,
@@ -61,7 +61,7 @@ pub enum SketchError {
     },
     /// An earlier barrier failed. It is unknown which of the writes before it are on the disk, so
     /// all later writes are refused.
-    #[error("no more is written to this file since a sync failed: {errno}")]
+    #[error("writes to this file are refused since a sync failed: {errno}")]
     Refused {
         /// The errno of the failed barrier.
         errno: Errno,
@@ -70,7 +70,7 @@ pub enum SketchError {
     #[error(transparent)]
     Packed(Arc<bcow::Error>),
     /// The file would be larger than the host or the format supports.
-    #[error("byte {end} lies beyond the largest file there can be")]
+    #[error("byte {end} is beyond the maximum file size")]
     TooLarge {
         /// The requested end, in bytes.
         end: u64,
@@ -87,10 +87,10 @@ pub enum Damage {
     #[error("the map of the sketch is not a regular file")]
     NoFile,
     /// The file does not begin with a valid header of a map.
-    #[error("this is not a map of a sketch, or its header is damaged")]
+    #[error("not a map of a sketch, or its header is damaged")]
     Header,
     /// The map belongs to another sketch.
-    #[error("this is the map of sketch {found:016x}, not {expected:016x}")]
+    #[error("the map belongs to sketch {found:016x}, not to {expected:016x}")]
     Other {
         /// The number of this sketch.
         expected: u64,
@@ -98,7 +98,7 @@ pub enum Damage {
         found: u64,
     },
     /// The map belongs to a sketch of another lower file.
-    #[error("this is the map of a sketch of a file of {found} blocks, not {expected}")]
+    #[error("the map covers a file of {found} blocks, not of {expected}")]
     Blocks {
         /// Blocks of this lower file.
         expected: u64,
@@ -106,19 +106,19 @@ pub enum Damage {
         found: u64,
     },
     /// The map has an unknown version.
-    #[error("version {0} of the map is not known")]
+    #[error("unknown map version {0}")]
     Version(u8),
     /// The map has an unsupported block size: log2 of the bytes.
-    #[error("blocks of 2^{0} bytes are not known")]
+    #[error("unsupported block size of 2^{0} bytes")]
     BlockShift(u8),
     /// A record's checksum does not match, or its fields are invalid.
     #[error("a record of the map is damaged")]
     Record,
     /// A record names a block beyond the end of the lower file.
-    #[error("a record of the map is about a block beyond the end of the lower file")]
+    #[error("a record of the map names a block beyond the end of the lower file")]
     Range,
     /// Durable records are missing at the end of the map.
-    #[error("the map was cut off: it had {expected} records")]
+    #[error("the map is truncated: it had {expected} records")]
     Cut {
         /// The number of records that must exist.
         expected: u64,

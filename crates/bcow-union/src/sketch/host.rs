@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use crate::Seek;
 use crate::host::HostFile;
-use crate::upper::beneath::{is_no_regular_file, open_regular};
+use crate::upper::beneath::{is_not_regular, open_regular};
 use crate::upper::{
     Attribute, Mark, Metacopy, Namespace, REDIRECT_NOWHERE, SketchMark, entry_name,
 };
@@ -26,10 +26,10 @@ pub trait MarkedFile: Send + Sync {
     fn set_mark(&self, mark: &SketchMark) -> io::Result<()>;
     /// Sets a redirect and a metacopy mark with which overlayfs rejects the file instead of showing
     /// wrong content.
-    fn set_foreign(&self) -> io::Result<()>;
+    fn set_reject_marks(&self) -> io::Result<()>;
     /// Restores the metadata copy that the file was before [`MarkedFile::set_mark`] and
-    /// [`MarkedFile::set_foreign`], whether these succeeded or not.
-    fn take_marks_back(&self) -> io::Result<()>;
+    /// [`MarkedFile::set_reject_marks`], whether these succeeded or not.
+    fn restore_marks(&self) -> io::Result<()>;
     /// Removes all marks of a sketch: makes the file a plain file.
     fn remove_marks(&self) -> io::Result<()>;
 }
@@ -91,7 +91,7 @@ impl MarkedFile for UpperFile {
     fn set_mark(&self, mark: &SketchMark) -> io::Result<()> {
         self.set(Mark::Sketch, &mark.encode())
     }
-    fn set_foreign(&self) -> io::Result<()> {
+    fn set_reject_marks(&self) -> io::Result<()> {
         if self.redirect.get().is_none() {
             let before = self.at().get(Mark::Redirect.name(self.namespace))?;
             let _ = self.redirect.set(before);
@@ -102,7 +102,7 @@ impl MarkedFile for UpperFile {
             None => Ok(()),
         }
     }
-    fn take_marks_back(&self) -> io::Result<()> {
+    fn restore_marks(&self) -> io::Result<()> {
         // The sketch mark is removed last. As long as it exists, the file is a sketch without
         // stored blocks, and shows the same content as the metadata copy.
         if let Some(value) = Metacopy::Whole.encode() {
@@ -154,7 +154,7 @@ impl MapStore for MapDirectory {
         match open_regular(self.maps.as_fd(), &entry_name(id), OFlags::RDWR) {
             Ok(file) => Ok(Some(Arc::new(File::from(file)))),
             Err(Errno::NOENT) => Ok(None),
-            Err(errno) if is_no_regular_file(errno) => Err(io::ErrorKind::InvalidData.into()),
+            Err(errno) if is_not_regular(errno) => Err(io::ErrorKind::InvalidData.into()),
             Err(errno) => Err(errno.into()),
         }
     }

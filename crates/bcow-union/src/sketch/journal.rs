@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_is_read_again() {
+    fn recorded_blocks_are_replayed() {
         for seed in 0..200 {
             let mut random = Random::new(seed);
             let mut all = BlockSet::default();

@@ -20,7 +20,7 @@ pub(super) fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
 
 /// Serializes flushes. Threads that request a flush while another flush runs share the next one.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct GroupFlush {
     state: Mutex<State>,
     ended: Condvar,
 }
@@ -30,18 +30,18 @@ struct State {
     running: bool,
     /// The number of requests.
     #[cfg(test)]
-    asked: u32,
-    /// The numbers of turns that have begun and ended.
+    requested: u32,
+    /// The numbers of flushes that have begun and ended.
     begun: u64,
     ended: u64,
-    /// The number and the error of the newest turn that failed.
+    /// The number and the error of the newest flush that failed.
     failed: Option<(u64, SketchError)>,
 }
 
-impl Turns {
-    /// Returns when a turn has ended that began after this call: the caller's own, or that of
+impl GroupFlush {
+    /// Returns when a flush has ended that began after this call: the caller's own, or that of
     /// another thread that also waited.
-    pub(super) fn take(
+    pub(super) fn join(
         &self,
         work: impl FnOnce() -> Result<(), SketchError>,
     ) -> Result<(), SketchError> {
@@ -49,7 +49,7 @@ impl Turns {
         let mine = state.begun + 1;
         #[cfg(test)]
         {
-            state.asked += 1;
+            state.requested += 1;
         }
         while state.running && state.ended < mine {
             state = self
@@ -59,20 +59,20 @@ impl Turns {
         }
         if state.ended >= mine {
             return match &state.failed {
-                Some((turn, error)) if *turn >= mine => Err(error.clone()),
+                Some((number, error)) if *number >= mine => Err(error.clone()),
                 _ => Ok(()),
             };
         }
         state.running = true;
         state.begun += 1;
-        let turn = state.begun;
+        let number = state.begun;
         drop(state);
         let result = work();
         let mut state = lock(&self.state);
         state.running = false;
-        state.ended = turn;
+        state.ended = number;
         if let Err(error) = &result {
-            state.failed = Some((turn, error.clone()));
+            state.failed = Some((number, error.clone()));
         }
         drop(state);
         self.ended.notify_all();
@@ -87,12 +87,12 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn those_who_wait_share_a_turn_and_its_failure() {
-        let turns = Turns::default();
+    fn waiting_flushes_share_the_next_one_and_its_failure() {
+        let flushes = GroupFlush::default();
         let done = AtomicU64::new(0);
         let all_wait = || {
-            // The first turn lasts until the other threads wait for the next one.
-            while done.load(Ordering::Relaxed) == 0 && lock(&turns.state).asked < 8 {
+            // The first number lasts until the other threads wait for the next one.
+            while done.load(Ordering::Relaxed) == 0 && lock(&flushes.state).requested < 8 {
                 thread::yield_now();
             }
             done.fetch_add(1, Ordering::Relaxed);
@@ -100,10 +100,10 @@ mod tests {
         };
         thread::scope(|scope| {
             for _ in 0..8 {
-                scope.spawn(|| assert!(turns.take(all_wait).is_err()));
+                scope.spawn(|| assert!(flushes.join(all_wait).is_err()));
             }
         });
         assert_eq!(done.load(Ordering::Relaxed), 2);
-        turns.take(|| Ok(())).unwrap();
+        flushes.join(|| Ok(())).unwrap();
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct Map {
     /// The number of records after the last rewrite.
     compact: u64,
     /// Whether the content behind the last known record is unknown.
-    spoilt: bool,
+    dirty_tail: bool,
     /// Whether some records may not be durable: they were written without barriers, or the process
     /// was killed before the barrier.
     unsynced: bool,
@@ -53,7 +53,7 @@ impl Map {
             records: 0,
             confirmed: 0,
             compact: 0,
-            spoilt: false,
+            dirty_tail: false,
             unsynced: false,
         }
     }
@@ -77,7 +77,7 @@ impl Map {
         map.records = replayed.records;
         map.compact = replayed.records;
         map.confirmed = header.confirmed;
-        map.spoilt = replayed.torn;
+        map.dirty_tail = replayed.torn;
         // The records came from the host's page cache and may not be on the disk.
         map.unsynced = true;
         Ok((map, replayed.present))
@@ -89,8 +89,8 @@ impl Map {
     }
 
     /// Whether the map must be rewritten even without new blocks.
-    pub(super) fn is_spoilt(&self) -> bool {
-        self.spoilt && self.exists()
+    pub(super) fn has_dirty_tail(&self) -> bool {
+        self.dirty_tail && self.exists()
     }
 
     /// Whether all records are durable.
@@ -101,7 +101,7 @@ impl Map {
     /// Whether the next call of [`Map::record`] rewrites the map, and so needs all present blocks
     /// instead of the new ones.
     pub(super) fn wants_all(&self) -> bool {
-        self.file.is_none() || self.spoilt || self.records > FEW_RECORDS + 2 * self.compact
+        self.file.is_none() || self.dirty_tail || self.records > FEW_RECORDS + 2 * self.compact
     }
 
     /// Records `blocks`: all present blocks if [`Map::wants_all`], else the new ones. Returns
@@ -119,7 +119,7 @@ impl Map {
             }
             _ => self.rewrite(blocks, barriers).map(|()| true),
         };
-        self.spoilt = result.is_err();
+        self.dirty_tail = result.is_err();
         self.unsynced |= barriers == Barriers::None;
         result
     }
@@ -130,7 +130,7 @@ impl Map {
             return Ok(());
         };
         let synced = file.sync_all().and_then(|()| self.store.sync());
-        self.spoilt |= synced.is_err();
+        self.dirty_tail |= synced.is_err();
         self.unsynced = synced.is_err();
         synced.map_err(|error| SketchError::host("sync the map of a sketch", &error))
     }
@@ -139,7 +139,7 @@ impl Map {
     /// records. Does nothing if some records may not be durable, because a crash may still lose
     /// them.
     pub(super) fn confirm(&mut self) -> Result<(), SketchError> {
-        let is_durable = !self.spoilt && !self.unsynced;
+        let is_durable = !self.dirty_tail && !self.unsynced;
         let Some(file) = self.file.as_ref().filter(|_| is_durable) else {
             return Ok(());
         };
@@ -184,7 +184,7 @@ impl Map {
 
     /// Writes a new file and renames it over the old one.
     fn rewrite(&mut self, blocks: &BlockSet, barriers: Barriers) -> Result<(), SketchError> {
-        let failed = |error| SketchError::host("write the map of a sketch anew", &error);
+        let failed = |error| SketchError::host("rewrite the map of a sketch", &error);
         let records = journal::encode(blocks, &self.header(0), 0);
         let count = (records.len() / SECTOR_BYTES) as u64;
         let mut bytes = self.header(count).encode().to_vec();

@@ -43,8 +43,8 @@ impl<S: MapStore> CountedMaps<S> {
     }
 
     fn settle_directory(&self) -> io::Result<()> {
-        let mut room = self.account.no_room();
-        Ok(self.account.beside.settle(&self.directory, &mut room)?)
+        let mut room = self.account.unreserved();
+        Ok(self.account.overhead.settle(&self.directory, &mut room)?)
     }
 }
 
@@ -55,14 +55,14 @@ impl<S: MapStore> MapStore for CountedMaps<S> {
     }
     fn create(&self, id: u64) -> io::Result<Arc<dyn HostFile>> {
         let map = self.maps.create(id)?;
-        self.account.map_takes(id, 0, &mut self.account.no_room());
+        self.account.add_map(id, 0, &mut self.account.unreserved());
         Ok(self.counted(id, map))
     }
     fn publish(&self, id: u64) -> io::Result<()> {
         self.maps.publish(id)?;
         // The new map may be smaller than the one that it replaced.
         if let Some(map) = self.maps.open(id)? {
-            self.account.map_has(id, map.size()?);
+            self.account.set_map(id, map.size()?);
         }
         self.settle_directory()
     }
@@ -74,7 +74,7 @@ impl<S: MapStore> MapStore for CountedMaps<S> {
     }
     fn remove(&self, id: u64) -> io::Result<()> {
         self.maps.remove(id)?;
-        self.account.map_gone(id);
+        self.account.release_map(id);
         self.settle_directory()
     }
     fn path(&self, id: u64) -> PathBuf {
@@ -105,7 +105,7 @@ impl HostFile for CountedMap {
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<usize> {
         let written = self.file.write_at(offset, data)?;
         let end = offset.saturating_add(written as u64);
-        self.account.map_grows(self.id, end);
+        self.account.grow_map(self.id, end);
         Ok(written)
     }
     fn set_size(&self, size: u64) -> io::Result<()> {

@@ -77,26 +77,26 @@ pub(super) fn mark_new(
     host: &dyn MarkedFile,
     mark: &SketchMark,
 ) -> Result<(), SketchError> {
-    let marked = host.set_mark(mark).and_then(|()| host.set_foreign());
+    let marked = host.set_mark(mark).and_then(|()| host.set_reject_marks());
     marked.map_err(|error| {
-        take_back(shared, host);
+        restore_copy(shared, host);
         SketchError::host("mark a file as a sketch", &error)
     })
 }
 
 /// Restores the metadata copy after a sketch could not be created.
-pub(super) fn take_back(shared: &Shared, host: &dyn MarkedFile) {
-    if let Err(error) = host.take_marks_back() {
+pub(super) fn restore_copy(shared: &Shared, host: &dyn MarkedFile) {
+    if let Err(error) = host.restore_marks() {
         // The file stays a sketch without stored blocks. It reads the same as the metadata copy.
-        let error = SketchError::host("take the marks of a sketch back", &error);
-        shared.log("a file that could not become a sketch", &error);
+        let error = SketchError::host("remove the marks of a sketch", &error);
+        shared.log("cannot undo the creation of a sketch", &error);
     }
 }
 
 /// Sets the size of the host's file to the size of the lower file. A metadata copy already has this
 /// size, unless a crash or a full host interrupted its creation. In that case its content is not
 /// valid and is discarded.
-pub(super) fn make_fit(
+pub(super) fn fit_size(
     host: &dyn MarkedFile,
     stored: &StoredBlocks,
     size: u64,
@@ -105,7 +105,7 @@ pub(super) fn make_fit(
         return Ok(());
     }
     let content = host.content();
-    stored.look(content)?;
+    stored.examine(content)?;
     let failed = |error| SketchError::host("empty the file of a sketch", &error);
     content.set_size(0).map_err(failed)?;
     stored.truncated(0);
@@ -116,5 +116,5 @@ pub(super) fn make_fit(
 pub(super) fn size_of(host: &dyn MarkedFile) -> Result<u64, SketchError> {
     host.content()
         .size()
-        .map_err(|error| SketchError::host("look at the size of a sketch", &error))
+        .map_err(|error| SketchError::host("read the size of a sketch", &error))
 }

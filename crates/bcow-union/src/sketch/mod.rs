@@ -42,8 +42,7 @@ pub trait Lower: Send + Sync {
     /// Fills `buf` with the bytes at `offset`. The range lies within the file.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<(), Errno>;
     /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
-    /// `None` if there is none before the end of the file. The end of the file counts as a hole (as
-    /// in lseek(2)).
+    /// `None` if the file ends before one. The end of the file counts as a hole (as in lseek(2)).
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, Errno>;
 }
 
@@ -61,8 +60,8 @@ pub enum KeepSize {
 pub enum Durability {
     /// All earlier writes are on the disk when the flush returns.
     Durable,
-    /// The sketch can be opened again from what the host's kernel has. A crash of the host may lose
-    /// or damage it.
+    /// The sketch can be opened again from the data that the host's kernel has. A crash of the host
+    /// may lose or damage it.
     Volatile,
 }
 
@@ -114,7 +113,7 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     fn allocate(&self, offset: u64, length: u64, size: KeepSize) -> Result<(), SketchError>;
 
     /// The offset of the first byte of data, or of the first byte in a hole, at or behind `offset`;
-    /// `None` if there is none before the end of the file.
+    /// `None` if the file ends before one.
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError>;
 
     /// Completes all blocks in transit. After that, only the caller's own calls change the host's
@@ -134,7 +133,7 @@ pub trait Sketch: Send + Sync + std::fmt::Debug {
     /// content changes again. Neither the background threads nor the next open write to it. The
     /// reason is that the host's kernel removes a file's capabilities (the xattr
     /// `security.capability`) at each write.
-    fn rest(&self, how: Durability) -> Result<(), SketchError>;
+    fn quiesce(&self, how: Durability) -> Result<(), SketchError>;
 
     /// Records beside the host's file how much of its map is durable, so that a later open detects
     /// a loss. The drop of a sketch does this too. Does nothing if the record is up to date.

@@ -20,7 +20,7 @@ use crate::account::Account;
 const BLOCKS_PER_TURN: usize = 256;
 
 /// The operations on a sketch that are internal to the instance.
-pub(super) trait Kept: Sketch {
+pub(super) trait Fillable: Sketch {
     /// Completes up to `most` blocks in transit that are due. Returns the time of the next call, if
     /// another call is needed.
     fn fill_some(&self, most: usize) -> Option<Instant>;
@@ -40,7 +40,7 @@ pub(super) struct Counters {
 
 /// The actor that completed a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum By {
+pub(super) enum Completer {
     Background,
     Reader,
     Flush,
@@ -63,7 +63,7 @@ pub(super) struct Shared {
     queue: Mutex<Queue>,
     queued: Condvar,
     /// Open sketches by number. Reads and writes do not take this lock.
-    open: Mutex<HashMap<u64, Weak<dyn Kept>>>,
+    open: Mutex<HashMap<u64, Weak<dyn Fillable>>>,
     numbers: RandomState,
     next_number: AtomicU64,
 }
@@ -71,7 +71,7 @@ pub(super) struct Shared {
 #[derive(Default)]
 struct Queue {
     /// Sketches with blocks in transit, and the time at which their first block is due.
-    sketches: VecDeque<(Weak<dyn Kept>, Instant)>,
+    sketches: VecDeque<(Weak<dyn Fillable>, Instant)>,
     ended: bool,
 }
 
@@ -140,12 +140,12 @@ impl Shared {
         self.in_transit() > self.options.most_in_transit
     }
 
-    pub(super) fn filled(&self, by: By) {
+    pub(super) fn filled(&self, by: Completer) {
         self.counters.fills[by as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// Queues a sketch with blocks in transit for the fillers.
-    pub(super) fn fill_later(&self, sketch: Weak<dyn Kept>) {
+    pub(super) fn fill_later(&self, sketch: Weak<dyn Fillable>) {
         if self.options.fillers == 0 {
             return;
         }
@@ -202,12 +202,12 @@ impl Shared {
     }
 
     /// The open sketch with this number.
-    pub(super) fn find(&self, id: u64) -> Option<Arc<dyn Kept>> {
+    pub(super) fn find(&self, id: u64) -> Option<Arc<dyn Fillable>> {
         lock(&self.open).get(&id)?.upgrade()
     }
 
     /// Registers a sketch, and returns it. If a sketch with this number is open, returns that one.
-    pub(super) fn enter(&self, sketch: Arc<dyn Kept>) -> Arc<dyn Kept> {
+    pub(super) fn register(&self, sketch: Arc<dyn Fillable>) -> Arc<dyn Fillable> {
         let mut open = lock(&self.open);
         if let Some(there) = open.get(&sketch.id()).and_then(Weak::upgrade) {
             return there;
@@ -217,7 +217,7 @@ impl Shared {
     }
 
     /// Removes the entry of a closed sketch, unless the sketch was opened again.
-    pub(super) fn leave(&self, id: u64) {
+    pub(super) fn unregister(&self, id: u64) {
         let mut open = lock(&self.open);
         if open.get(&id).is_some_and(|kept| kept.strong_count() == 0) {
             open.remove(&id);
@@ -225,7 +225,7 @@ impl Shared {
     }
 
     /// Logs an error of work that no request waits for.
-    pub(super) fn log(&self, what: &str, error: &SketchError) {
-        tracing::warn!("{what}: {error}");
+    pub(super) fn log(&self, problem: &str, error: &SketchError) {
+        tracing::warn!("{problem}: {error}");
     }
 }

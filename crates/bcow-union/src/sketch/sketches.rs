@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use super::host::{MapDirectory, MapStore, MarkedFile, UpperFile};
 use super::maps::CountedMaps;
 use super::packed::Packed;
-use super::shared::{By, Kept, Shared};
+use super::shared::{Completer, Fillable, Shared};
 use super::sparse::Sparse;
 use super::{Lower, Sketch, SketchError, SketchKind, SketchMark, SketchOptions};
 use crate::account::Account;
@@ -137,11 +137,11 @@ impl Sketches {
         host: Arc<dyn MarkedFile>,
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<dyn Sketch>, SketchError> {
-        let sketch: Arc<dyn Kept> = match kind {
+        let sketch: Arc<dyn Fillable> = match kind {
             SketchKind::Sparse => Sparse::create(&self.shared, host, lower)?,
             SketchKind::Packed => Packed::create(&self.shared, host, lower)?,
         };
-        Ok(self.shared.enter(sketch))
+        Ok(self.shared.register(sketch))
     }
 
     /// As [`Sketches::open`], on any [`MarkedFile`].
@@ -154,11 +154,11 @@ impl Sketches {
         if let Some(sketch) = self.shared.find(mark.id) {
             return Ok(sketch);
         }
-        let sketch: Arc<dyn Kept> = match mark.kind {
+        let sketch: Arc<dyn Fillable> = match mark.kind {
             SketchKind::Sparse => Sparse::open(&self.shared, mark, host, lower)?,
             SketchKind::Packed => Packed::open(&self.shared, mark, host, lower)?,
         };
-        Ok(self.shared.enter(sketch))
+        Ok(self.shared.register(sketch))
     }
 
     /// Removes the data beside the host's file of a sketch that lost its last name. Open users of
@@ -194,7 +194,7 @@ impl Sketches {
     /// Figures of the sketches.
     pub fn statistics(&self) -> Statistics {
         let counters = &self.shared.counters;
-        let fills = |by: By| counters.fills[by as usize].load(Ordering::Relaxed);
+        let fills = |by: Completer| counters.fills[by as usize].load(Ordering::Relaxed);
         let present = counters.present.load(Ordering::Relaxed);
         let lower_bytes = counters.lower_bytes.load(Ordering::Relaxed);
         Statistics {
@@ -202,10 +202,10 @@ impl Sketches {
             blocks_present: present,
             blocks_in_transit: self.shared.in_transit(),
             bytes_not_copied: lower_bytes.saturating_sub(present * BLOCK_BYTES),
-            fills_by_background: fills(By::Background),
-            fills_by_readers: fills(By::Reader),
-            fills_by_flushes: fills(By::Flush),
-            fills_by_writers: fills(By::Writer),
+            fills_by_background: fills(Completer::Background),
+            fills_by_readers: fills(Completer::Reader),
+            fills_by_flushes: fills(Completer::Flush),
+            fills_by_writers: fills(Completer::Writer),
             promotions: counters.promotions.load(Ordering::Relaxed),
             flushes: counters.flushes.load(Ordering::Relaxed),
             maps_written: counters.maps_compacted.load(Ordering::Relaxed),

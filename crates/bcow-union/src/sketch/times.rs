@@ -74,7 +74,7 @@ impl Times {
 impl Held<'_> {
     /// Runs `work`, which writes to the file without a change of its content, and restores the
     /// file's time. A thread that holds [`Changing`] must not call this: it would deadlock.
-    pub(super) fn unseen<T>(&self, file: &dyn HostFile, work: impl FnOnce() -> T) -> T {
+    pub(super) fn preserve_time<T>(&self, file: &dyn HostFile, work: impl FnOnce() -> T) -> T {
         let times = self.times;
         // The order matters. The time may or may not include a change that is in progress, but the
         // end of that change increments `changes`.
@@ -86,7 +86,7 @@ impl Held<'_> {
         };
         let is_seen = file.modified().is_ok_and(|now| now != modified);
         if is_seen {
-            let _nobody_changes = write(&times.changing);
+            let _no_change = write(&times.changing);
             if times.changes.load(Ordering::Acquire) == before {
                 // A wrong time is not a reason to fail the work.
                 let _ = file.set_modified(modified);

@@ -67,7 +67,7 @@ pub(super) struct Transit {
     pub(super) since: Instant,
     /// Whether the background threads failed to complete the block. They leave it to the next read
     /// or flush that needs it, which returns the error if it persists.
-    pub(super) given_up: bool,
+    pub(super) has_failed: bool,
 }
 
 /// The blocks in transit of a part of a file.
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gaps_are_what_was_not_written() {
+    fn gaps_are_the_unwritten_ranges() {
         let mut written = Written::default();
         for range in [10..20, 30..40, 15..32] {
             written.insert(range);

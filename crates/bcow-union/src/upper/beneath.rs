@@ -2,7 +2,7 @@
 //! only are opened for I/O.
 //!
 //! An upper may come from an untrusted source. A device node in it would be the host's device,
-//! whatever the union's mount options say. An open of a pipe would block.
+//! also with the mount option `nodev`. An open of a pipe would block.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -61,18 +61,18 @@ pub(crate) fn open_regular(
     flags: OFlags,
 ) -> Result<OwnedFd, Errno> {
     match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(stat) => must_be_regular(&stat)?,
+        Ok(stat) => check_regular(&stat)?,
         Err(Errno::NOENT) if flags.contains(OFlags::CREATE) => {}
         Err(errno) => return Err(errno),
     }
     let file = rustix::fs::openat(dir, name, flags | CAREFUL, Mode::from_raw_mode(0o600))?;
-    must_be_regular(&rustix::fs::fstat(&file)?)?;
+    check_regular(&rustix::fs::fstat(&file)?)?;
     Ok(file)
 }
 
 /// Whether [`open_regular`] failed because the name is not a regular file, or because another
 /// object took the name between the check and the open.
-pub(crate) fn is_no_regular_file(errno: Errno) -> bool {
+pub(crate) fn is_not_regular(errno: Errno) -> bool {
     matches!(
         errno,
         Errno::INVAL | Errno::LOOP | Errno::ISDIR | Errno::NXIO
@@ -83,7 +83,7 @@ pub(crate) fn is_no_regular_file(errno: Errno) -> bool {
 /// Fails with `EINVAL` if the file is not a regular file any more.
 pub(crate) fn open_regular_beneath(root: BorrowedFd<'_>, path: &[u8]) -> Result<OwnedFd, Errno> {
     let file = open_beneath(root, path, OFlags::RDONLY | CAREFUL)?;
-    must_be_regular(&rustix::fs::fstat(&file)?)?;
+    check_regular(&rustix::fs::fstat(&file)?)?;
     Ok(file)
 }
 
@@ -92,7 +92,7 @@ pub(crate) fn is_regular(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
 }
 
-pub(super) fn must_be_regular(stat: &Stat) -> Result<(), Errno> {
+pub(super) fn check_regular(stat: &Stat) -> Result<(), Errno> {
     match is_regular(stat) {
         true => Ok(()),
         false => Err(Errno::INVAL),

@@ -12,37 +12,41 @@ use super::{Namespace, Ownership};
 #[non_exhaustive]
 pub enum UpperError {
     /// The directory and its parent are missing.
-    #[error("{}: there is no such directory, and none to create it in", path.display())]
+    #[error("{}: no such directory, and its parent is missing too", path.display())]
     NoParent {
         /// The upper.
         path: PathBuf,
     },
     /// The directory is missing, and this operation does not create it.
-    #[error("{}: there is no such directory", path.display())]
+    #[error("{}: no such directory", path.display())]
     Missing {
         /// The upper.
         path: PathBuf,
     },
     /// The name exists, but is not a directory.
-    #[error("{}: it is not a directory", path.display())]
+    #[error("{}: not a directory", path.display())]
     NotADirectory {
         /// The path that is not a directory.
         path: PathBuf,
     },
     /// The file system is read-only.
-    #[error("{}: its file system is read-only", path.display())]
+    #[error("{}: the file system is read-only", path.display())]
     ReadOnly {
         /// The upper.
         path: PathBuf,
     },
     /// The file system does not support extended attributes, so marks cannot be stored.
-    #[error("{}: its file system keeps no extended attributes", path.display())]
+    #[error("{}: the file system does not support extended attributes", path.display())]
     NoAttributes {
         /// The upper.
         path: PathBuf,
     },
     /// Whiteouts cannot be created, so names of the lower tree could not be removed.
-    #[error("{}: its file system, or this user, cannot create whiteouts (character device 0:0)", path.display())]
+    #[error(
+        "{}: the file system or this user cannot create whiteouts \
+         (character device 0:0)",
+        path.display()
+    )]
     NoWhiteouts {
         /// The upper.
         path: PathBuf,
@@ -51,13 +55,16 @@ pub enum UpperError {
         source: Errno,
     },
     /// [`META`](super::META) or a directory in it is on another file system.
-    #[error("{}: it is on another file system than the upper", path.display())]
+    #[error("{}: not on the file system of the upper", path.display())]
     AnotherFileSystem {
         /// The directory on the other file system.
         path: PathBuf,
     },
     /// The upper belongs to another image.
-    #[error("{}: it belongs to the image {} ({}), not to {} ({})", path.display(), .belongs.1, hex_start(.belongs.0), .image.1, hex_start(.image.0))]
+    #[error(
+        "{}: the upper belongs to the image {} ({}), not to {} ({})",
+        path.display(), .belongs.1, hex_start(.belongs.0), .image.1, hex_start(.image.0)
+    )]
     AnotherImage {
         /// The upper.
         path: PathBuf,
@@ -67,7 +74,7 @@ pub enum UpperError {
         image: Box<([u8; 32], String)>,
     },
     /// The upper has a schema that this version does not know.
-    #[error("{}: its form is {schema:?}, which this version does not know", path.display())]
+    #[error("{}: unknown schema {schema:?}", path.display())]
     UnknownSchema {
         /// The file with the schema.
         path: PathBuf,
@@ -75,7 +82,7 @@ pub enum UpperError {
         schema: String,
     },
     /// The record of the upper is damaged.
-    #[error("{}: it is damaged: {problem}", path.display())]
+    #[error("{}: damaged: {problem}", path.display())]
     Record {
         /// The file.
         path: PathBuf,
@@ -83,7 +90,10 @@ pub enum UpperError {
         problem: String,
     },
     /// The upper's marks are in a namespace that this user cannot use.
-    #[error("{}: its marks are in {}, which this user may not use", path.display(), namespace_name(*.namespace))]
+    #[error(
+        "{}: its marks are in {}, to which this user has no access",
+        path.display(), namespace_name(*.namespace)
+    )]
     NamespaceDenied {
         /// The upper.
         path: PathBuf,
@@ -91,7 +101,11 @@ pub enum UpperError {
         namespace: Namespace,
     },
     /// The upper's files have their owners on the host, and this user cannot set owners.
-    #[error("{}: its files have their owners on the host, which this user cannot set", path.display())]
+    #[error(
+        "{}: its files have their owners on the host, and this user \
+         cannot set owners",
+        path.display()
+    )]
     OwnershipDenied {
         /// The upper.
         path: PathBuf,
@@ -107,7 +121,7 @@ pub enum UpperError {
         holder: LockError,
     },
     /// The upper lies in an upper that another mount uses.
-    #[error("{}: it is inside the upper {}: {holder}", path.display(), outer.display())]
+    #[error("{}: inside the upper {}: {holder}", path.display(), outer.display())]
     Inside {
         /// The upper.
         path: PathBuf,
@@ -117,7 +131,7 @@ pub enum UpperError {
         holder: LockError,
     },
     /// The upper contains an upper that another mount uses.
-    #[error("{}: the upper {} is inside it: {holder}", path.display(), inner.display())]
+    #[error("{}: contains the upper {}: {holder}", path.display(), inner.display())]
     Around {
         /// The upper.
         path: PathBuf,
@@ -127,7 +141,11 @@ pub enum UpperError {
         holder: LockError,
     },
     /// The machine stopped while the upper was mounted with `--sync volatile`.
-    #[error("{}: it was mounted with --sync volatile when the machine stopped, so what is in it may be anything", path.display())]
+    #[error(
+        "{}: mounted with --sync volatile when the machine stopped; \
+         its content may be damaged",
+        path.display()
+    )]
     Volatile {
         /// The upper.
         path: PathBuf,

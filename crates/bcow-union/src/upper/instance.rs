@@ -29,14 +29,14 @@ pub struct ImageName<'a> {
 
 /// The origin of an upper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Begun {
+pub enum Provenance {
     /// Created by this open, in a directory that was empty or missing.
-    New,
+    Created,
     /// Created by this open, in a directory that had files in it, from overlayfs or any other
     /// source.
     Adopted,
     /// Created earlier.
-    Before,
+    Existing,
 }
 
 /// An upper that is open for writing. Only this process may change it.
@@ -49,7 +49,7 @@ pub struct Instance {
     work: OwnedFd,
     names: Names,
     record: Record,
-    begun: Begun,
+    begun: Provenance,
     temporaries: TemporaryNames,
     /// Held during one link(2).
     whiteouts: Mutex<Whiteouts>,
@@ -108,7 +108,7 @@ impl Instance {
             other => other?,
         };
         let (record, begun) = match record {
-            Some(record) => (record, Begun::Before),
+            Some(record) => (record, Provenance::Existing),
             None => {
                 let namespace = match marked_by_user(opening.root.as_fd()) {
                     true => Namespace::User,
@@ -133,8 +133,8 @@ impl Instance {
                 work::make_durable(opening.root.as_fd())
                     .map_err(|errno| UpperError::io(path, "synchronise it", errno))?;
                 let begun = match is_empty {
-                    true => Begun::New,
-                    false => Begun::Adopted,
+                    true => Provenance::Created,
+                    false => Provenance::Adopted,
                 };
                 (record, begun)
             }
@@ -147,7 +147,7 @@ impl Instance {
         let root = open_root(path)?;
         let missing = || UpperError::Record {
             path: path.join(META),
-            problem: "there is no record of an image in it".into(),
+            problem: "it has no record of an image".into(),
         };
         let meta = match work::open_directory(root.as_fd(), META.as_bytes()) {
             Err(Errno::NOENT) => return Err(missing()),
@@ -157,7 +157,7 @@ impl Instance {
         let opening = Opening::open(path, root, meta, lock)?;
         let record = Record::read(opening.meta.as_fd(), path)?.ok_or_else(missing)?;
         let found = opening.probe()?;
-        opening.finish(record, Begun::Before, found)
+        opening.finish(record, Provenance::Existing, found)
     }
 
     /// The path of the upper.
@@ -207,7 +207,7 @@ impl Instance {
 
     /// The origin of the upper. The root of a new upper does not have the attributes of the image's
     /// root yet.
-    pub fn begun(&self) -> Begun {
+    pub fn provenance(&self) -> Provenance {
         self.begun
     }
 
@@ -223,7 +223,7 @@ impl Instance {
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.work, &*name, flags, Mode::from_raw_mode(mode))?;
-        work::leave_access_time(&file);
+        work::set_noatime(&file);
         let temporary = Temporary::adopt(self.work(), name, FileType::RegularFile);
         Ok((temporary, file.into()))
     }
@@ -235,7 +235,7 @@ impl Instance {
         let dir = work::open_directory(self.work(), name.as_bytes());
         let temporary = Temporary::adopt(self.work(), name, FileType::Directory);
         let dir = dir?;
-        work::leave_access_time(&dir);
+        work::set_noatime(&dir);
         Ok((temporary, dir))
     }
 
@@ -270,7 +270,7 @@ impl Instance {
 
     /// Creates a whiteout at `name` in `dir`, atomically. `present` is the type of the object that
     /// has the name now. A directory may contain only whiteouts; the caller checks this.
-    pub fn white_out(
+    pub fn place_whiteout(
         &self,
         dir: BorrowedFd<'_>,
         name: &[u8],
@@ -292,7 +292,7 @@ impl Instance {
 
     /// Creates spare whiteouts, so that names can be hidden later even if the host has no free
     /// inode. A failure is ignored: the whiteout is then created when it is needed.
-    pub fn keep_whiteouts(&self) {
+    pub fn prepare_whiteouts(&self) {
         let kept = &mut *self.lock_whiteouts();
         for slot in [&mut kept.current, &mut kept.spare] {
             if slot.is_none() {
@@ -345,7 +345,7 @@ impl Instance {
     }
 
     /// Removes the kept whiteouts from the work directory.
-    pub fn put_away(&self) {
+    pub fn remove_spare_whiteouts(&self) {
         let mut kept = self.lock_whiteouts();
         for whiteout in [kept.current.take(), kept.spare.take()]
             .into_iter()
@@ -363,7 +363,7 @@ impl Instance {
 
     /// Moves the object at `name` in `dir` to the work directory. The drop of the result removes
     /// it.
-    pub fn take_out(
+    pub fn move_to_work(
         &self,
         dir: BorrowedFd<'_>,
         name: &[u8],
@@ -377,7 +377,7 @@ impl Instance {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        self.put_away();
+        self.remove_spare_whiteouts();
     }
 }
 
@@ -446,7 +446,12 @@ impl Opening {
         }
     }
 
-    fn finish(self, record: Record, begun: Begun, found: Names) -> Result<Instance, UpperError> {
+    fn finish(
+        self,
+        record: Record,
+        begun: Provenance,
+        found: Names,
+    ) -> Result<Instance, UpperError> {
         let names = Names {
             namespace: record.namespace,
             ownership: record.ownership,

@@ -6,7 +6,7 @@
 use bcow_format::{crc32c, crc32c_matches};
 use rustix::io::Errno;
 
-use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, SetHow};
+use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, XattrMode};
 
 /// An attribute of bcow or of overlayfs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Mark {
 
     /// Sets the mark on a file.
     pub fn set(self, at: Attribute<'_>, namespace: Namespace, value: &[u8]) -> Result<(), Errno> {
-        at.set(self.name(namespace), value, SetHow::Any)
+        at.set(self.name(namespace), value, XattrMode::Any)
     }
 
     /// Removes the mark from a file. Returns whether it existed.
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn metadata_copies_and_sketches_are_told_apart() {
+    fn metadata_copies_and_sketches_are_distinct() {
         for form in [Metacopy::Whole, Metacopy::Sketch] {
             assert_eq!(Metacopy::decode(form.encode().unwrap()), Ok(form));
         }
@@ -531,7 +531,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_decoded_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+        fn any_bytes_are_decoded_or_refused(
+            bytes in proptest::collection::vec(any::<u8>(), 0..64),
+        ) {
             let mut marks = Marks::default();
             for mark in Mark::ALL {
                 let _ = marks.take(mark, &bytes);

@@ -25,7 +25,7 @@ pub(crate) mod work;
 mod xattr;
 
 pub use error::{MarkError, ReadMarksError, UpperError};
-pub use instance::{Begun, ImageName, Instance};
+pub use instance::{ImageName, Instance, Provenance};
 pub use marks::{
     Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SKETCH_MARK_BYTES,
     SketchKind, SketchMark,
@@ -35,9 +35,9 @@ pub use names::{Names, Namespace, Ownership};
 pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
 pub use record::{Record, SCHEMA};
-pub(crate) use work::leave_access_time;
+pub(crate) use work::set_noatime;
 pub use work::{Temporary, is_whiteout, make_durable};
-pub use xattr::{Attribute, SetHow};
+pub use xattr::{Attribute, XattrMode};
 
 /// The directory in the upper's root for everything that is not part of the tree.
 pub const META: &str = ".bcow";

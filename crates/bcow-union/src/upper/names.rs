@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_mean_something_are_escaped_and_come_back() {
+    fn reserved_names_are_escaped_and_come_back() {
         let both = [
             (TRUSTED, "user.a", "user.a"),
             (TRUSTED, "trusted.overlay", "trusted.overlay"),
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_and_what_the_host_put_there_are_not_shown() {
+    fn marks_and_attributes_of_the_host_are_not_shown() {
         for name in [
             "trusted.overlay.opaque",
             "trusted.overlay.",

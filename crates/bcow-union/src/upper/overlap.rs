@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use bcow::lock::{FileLock, LockError};
 use rustix::fs::{CWD, Mode, OFlags};
 
-use super::beneath::must_be_regular;
+use super::beneath::check_regular;
 use super::lock::open_lock;
 use super::{META, UpperError, work};
 use crate::mountinfo::Place;
@@ -163,7 +163,7 @@ fn open_of_process(pid: &str, descriptor: i32) -> Option<File> {
     let open = |path: String, flags| rustix::fs::openat(CWD, path, flags, Mode::empty()).ok();
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let file = open(format!("/proc/{pid}/fd/{descriptor}"), flags)?;
-    must_be_regular(&rustix::fs::fstat(&file).ok()?).ok()?;
+    check_regular(&rustix::fs::fstat(&file).ok()?).ok()?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Some(open(path, OFlags::RDONLY | OFlags::CLOEXEC)?.into())
 }

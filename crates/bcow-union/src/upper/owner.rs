@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_other_writers_wrote_is_understood() {
+    fn values_of_other_writers_are_decoded() {
         let read = |text: &str| Override::decode(text.as_bytes()).unwrap();
         assert_eq!(read("1000:100:755").permissions, 0o755);
         assert_eq!(read("1000:100:100644").permissions, 0o644);

@@ -6,7 +6,7 @@ use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::{Attribute, Names, Namespace, Ownership, SetHow};
+use super::{Attribute, Names, Namespace, Ownership, XattrMode};
 
 /// The name of the test file in the work directory.
 const PROBE: &str = "probe";
@@ -14,9 +14,9 @@ const PROBE: &str = "probe";
 const TRUSTED: &[u8] = b"trusted.bcow.probe";
 /// The inode number of the initial user namespace (`PROC_USER_INIT_INO` in Linux).
 const FIRST_USER_NAMESPACE: u64 = 0xefff_fffd;
-/// The user id of `nobody` in a container. A user that can chown files to it has a sufficient range
-/// of user ids.
-const NOBODY: u32 = 65534;
+/// The overflow user id, 65534, in a container. A user that can chown files to it has a sufficient
+/// range of user ids.
+const OVERFLOW_ID: u32 = 65534;
 
 /// The operation that the host refused.
 #[derive(Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub(super) fn permits(found: Names, names: Names) -> (bool, bool) {
 
 fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
     let file = Attribute::Open(file);
-    let set = |name: &[u8]| file.set(name, b"y", SetHow::Any);
+    let set = |name: &[u8]| file.set(name, b"y", XattrMode::Any);
     match set(TRUSTED) {
         Ok(()) => return Ok(Namespace::Trusted),
         Err(Errno::PERM | Errno::ACCESS | Errno::NOTSUP) => {}
@@ -71,18 +71,18 @@ fn namespace(file: BorrowedFd<'_>) -> Result<Namespace, Refused> {
 
 /// Whether this user sees attributes of `trusted.*`. For other users the kernel hides them without
 /// an error, and reports EPERM only on a change. Nothing is changed.
-pub(super) fn sees_trusted(file: BorrowedFd<'_>) -> Result<bool, Errno> {
+pub(super) fn can_read_trusted(file: BorrowedFd<'_>) -> Result<bool, Errno> {
     match Attribute::Open(file).remove(TRUSTED) {
         Ok(()) | Err(Errno::NODATA) => Ok(true),
         Err(Errno::NOTSUP) => Ok(false),
         // The cause can also be that the file or its file system is read-only.
-        Err(Errno::PERM | Errno::ACCESS | Errno::ROFS) => administers(),
+        Err(Errno::PERM | Errno::ACCESS | Errno::ROFS) => has_sys_admin(),
         Err(errno) => Err(errno),
     }
 }
 
 /// Whether this thread has CAP_SYS_ADMIN in the initial user namespace.
-fn administers() -> Result<bool, Errno> {
+fn has_sys_admin() -> Result<bool, Errno> {
     let capable = capabilities(None)?
         .effective
         .contains(CapabilitySet::SYS_ADMIN);
@@ -96,9 +96,9 @@ fn administers() -> Result<bool, Errno> {
 }
 
 fn ownership(file: BorrowedFd<'_>) -> Ownership {
-    let nobody = (Uid::from_raw(NOBODY), Gid::from_raw(NOBODY));
+    let overflow = (Uid::from_raw(OVERFLOW_ID), Gid::from_raw(OVERFLOW_ID));
     let given = rustix::process::geteuid().is_root()
-        && rustix::fs::fchown(file, Some(nobody.0), Some(nobody.1)).is_ok();
+        && rustix::fs::fchown(file, Some(overflow.0), Some(overflow.1)).is_ok();
     match given {
         true => Ownership::Native,
         false => Ownership::Override,

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::beneath::open_regular;
 use super::instance::{marked_by_user, meta_failed, open_root};
 use super::lock::lock_shared;
-use super::probe::sees_trusted;
+use super::probe::can_read_trusted;
 use super::work;
 use super::{Instance, META, Names, Namespace, Ownership, Record, UpperError};
 
@@ -47,13 +47,13 @@ impl UpperReader {
                 Record::read(meta.as_fd(), path)?,
             ),
         };
-        let sees_trusted = sees_trusted(root.as_fd()).map_err(|errno| {
+        let can_read_trusted = can_read_trusted(root.as_fd()).map_err(|errno| {
             UpperError::io(path, "find out which attributes can be read", errno)
         })?;
         let names = match &record {
             // Marks that this user cannot see would count as missing. A metadata copy would then
             // read as a file of zeros.
-            Some(record) if record.namespace == Namespace::Trusted && !sees_trusted => {
+            Some(record) if record.namespace == Namespace::Trusted && !can_read_trusted => {
                 return Err(UpperError::NamespaceDenied {
                     path: path.to_owned(),
                     namespace: record.namespace,
@@ -65,7 +65,7 @@ impl UpperReader {
             },
             // The names that a mount would choose for a new upper.
             None => {
-                let is_users = marked_by_user(root.as_fd()) || !sees_trusted;
+                let is_users = marked_by_user(root.as_fd()) || !can_read_trusted;
                 match is_users {
                     true => Names {
                         namespace: Namespace::User,

@@ -52,7 +52,7 @@ impl Record {
         Some(identity)
     }
 
-    /// Reads the record in the directory `meta` of the upper at `path`; `None` if there is none.
+    /// Reads the record in the directory `meta` of the upper at `path`; `None` if it is missing.
     pub(super) fn read(meta: BorrowedFd<'_>, path: &Path) -> Result<Option<Record>, UpperError> {
         let path = path.join(META).join(FILE);
         let io = |source| UpperError::Io {
@@ -94,7 +94,7 @@ impl Record {
         let record: Record =
             serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?;
         if record.identity().is_none() {
-            return Err(damaged("its image is no identity".into()));
+            return Err(damaged("its image is not an identity".into()));
         }
         Ok(Some(record))
     }

@@ -106,7 +106,7 @@ pub fn is_whiteout(stat: &Stat) -> bool {
 
 /// Sets `O_NOATIME`, so that reads of an open file or directory do not change its time of access.
 /// Does nothing if the user does not own the file.
-pub(crate) fn leave_access_time(file: impl AsFd) {
+pub(crate) fn set_noatime(file: impl AsFd) {
     let _ = rustix::fs::fcntl_getfl(&file)
         .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | OFlags::NOATIME));
 }

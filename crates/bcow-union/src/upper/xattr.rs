@@ -23,7 +23,7 @@ pub enum Attribute<'a> {
 
 /// The behaviour if the attribute does or does not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SetHow {
+pub enum XattrMode {
     /// Create or replace the attribute.
     Any,
     /// Fail with `EEXIST` if it exists.
@@ -70,12 +70,12 @@ impl Attribute<'_> {
     }
 
     /// Sets `name`.
-    pub fn set(&self, name: &[u8], value: &[u8], how: SetHow) -> Result<(), Errno> {
+    pub fn set(&self, name: &[u8], value: &[u8], how: XattrMode) -> Result<(), Errno> {
         let path = self.path()?;
         let flags = match how {
-            SetHow::Any => XattrFlags::empty(),
-            SetHow::Create => XattrFlags::CREATE,
-            SetHow::Replace => XattrFlags::REPLACE,
+            XattrMode::Any => XattrFlags::empty(),
+            XattrMode::Create => XattrFlags::CREATE,
+            XattrMode::Replace => XattrFlags::REPLACE,
         };
         match self {
             Attribute::Open(fd) => rustix::fs::fsetxattr(fd, name, value, flags),

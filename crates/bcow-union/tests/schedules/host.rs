@@ -163,11 +163,11 @@ impl MarkedFile for Host {
     fn set_mark(&self, mark: &SketchMark) -> io::Result<()> {
         self.marks().set_mark(mark)
     }
-    fn set_foreign(&self) -> io::Result<()> {
-        self.marks().set_foreign()
+    fn set_reject_marks(&self) -> io::Result<()> {
+        self.marks().set_reject_marks()
     }
-    fn take_marks_back(&self) -> io::Result<()> {
-        self.marks().take_marks_back()
+    fn restore_marks(&self) -> io::Result<()> {
+        self.marks().restore_marks()
     }
     fn remove_marks(&self) -> io::Result<()> {
         self.marks().remove_marks()

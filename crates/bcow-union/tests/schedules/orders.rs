@@ -34,16 +34,16 @@ pub enum Op {
 
 /// Possible origins of a byte, as a bit set: [`ABSENT`], [`ZERO`], [`LOWER`], and one bit for each
 /// operation that writes.
-pub type Could = u64;
+pub type Origins = u64;
 /// The byte is beyond the end of the file.
-pub const ABSENT: Could = 1;
-pub const ZERO: Could = 2;
+pub const ABSENT: Origins = 1;
+pub const ZERO: Origins = 2;
 /// The byte is that of the lower file.
-pub const LOWER: Could = 4;
+pub const LOWER: Origins = 4;
 const WRITTEN: u32 = 3;
 
 /// The bit for bytes that operation `number` writes.
-fn written(number: usize) -> Could {
+fn written(number: usize) -> Origins {
     1 << (WRITTEN + number as u32)
 }
 
@@ -54,14 +54,14 @@ pub fn tag(number: usize) -> u8 {
 
 /// Possible origins of ranges. Each key is the start of a range, which ends at the next key.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bytes(BTreeMap<u64, Could>);
+pub struct Bytes(BTreeMap<u64, Origins>);
 
 impl Bytes {
     fn nothing(places: &[u64]) -> Self {
         Bytes(places.iter().map(|at| (*at, 0)).collect())
     }
 
-    fn add(&mut self, state: &[Could]) {
+    fn add(&mut self, state: &[Origins]) {
         for (could, bit) in self.0.values_mut().zip(state) {
             *could |= bit;
         }
@@ -184,7 +184,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    fn go(&mut self, state: Vec<Could>) {
+    fn go(&mut self, state: Vec<Origins>) {
         self.orders.ever.add(&state);
         for number in &self.done {
             self.orders.since[*number].add(&state);
@@ -215,8 +215,8 @@ impl Walk<'_> {
         }
     }
 
-    fn carry_out(&self, op: &Op, number: usize, state: &mut [Could]) {
-        let mut each = |change: &dyn Fn(u64, Could) -> Could| {
+    fn carry_out(&self, op: &Op, number: usize, state: &mut [Origins]) {
+        let mut each = |change: &dyn Fn(u64, Origins) -> Origins| {
             for (at, bit) in self.places.iter().zip(state.iter_mut()) {
                 *bit = change(*at, *bit);
             }

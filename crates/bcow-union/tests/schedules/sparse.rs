@@ -69,7 +69,7 @@ fn a_block_that_is_punched_or_cut_while_it_is_completed_stays_so() {
 }
 
 #[test]
-fn what_was_cut_off_is_zeros_when_the_file_grows_again() {
+fn truncated_bytes_read_as_zeros_after_growth() {
     let threads: [&[Op]; 2] = [
         &[Op::Resize(B + 30), Op::Resize(3 * B), Op::Flush],
         &[write(B + 10, 10), write(2 * B + 5, 10), read(0, 3 * B)],
@@ -115,7 +115,7 @@ fn a_sketch_is_promoted_only_when_nothing_of_the_lower_file_shows() {
 }
 
 #[test]
-fn what_is_fetched_ahead_takes_nothing_from_who_writes_there() {
+fn fetching_ahead_overwrites_no_written_bytes() {
     // The flushes go forward in order; the fourth one triggers the readahead from the image.
     let mut first = Vec::new();
     for block in 0..3 {
@@ -138,7 +138,7 @@ fn what_is_fetched_ahead_takes_nothing_from_who_writes_there() {
 }
 
 #[test]
-fn what_is_called_a_hole_was_one() {
+fn seek_finds_only_real_holes() {
     let threads: [&[Op]; 3] = [
         &[zero(B, B), write(B + 10, 10), Op::SeekData(B)],
         &[Op::SeekHole(0), Op::SeekHole(B)],

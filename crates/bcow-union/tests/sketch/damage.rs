@@ -112,9 +112,12 @@ fn marks_that_make_no_sense_are_refused() {
     let error = open(&sketches, &world, shift, 1000 * B).to_string();
     assert!(error.contains("block size"), "{error}");
     let error = open(&sketches, &world, mark, 999 * B).to_string();
-    assert!(error.contains("lower file that has"), "{error}");
+    assert!(error.contains("bytes of a lower file of"), "{error}");
     let error = open(&sketches, &world, mark, 1001 * B).to_string();
-    assert!(error.contains("file of 1000 blocks, not 1001"), "{error}");
+    assert!(
+        error.contains("file of 1000 blocks, not of 1001"),
+        "{error}"
+    );
     let packed = SketchMark {
         kind: SketchKind::Packed,
         size: 1000 * B,
@@ -143,7 +146,7 @@ fn a_mark_may_say_more_bytes_than_a_packed_sketch_has() {
     for size in [u64::MAX, 1 << 50] {
         let error = open(&sketches, &world, longer(size), lower.size());
         assert_eq!(error.errno(), rustix::io::Errno::IO);
-        assert!(error.to_string().contains("a size in bytes of"), "{error}");
+        assert!(error.to_string().contains("size in bytes of"), "{error}");
     }
     let size = 65 << 20;
     let sketch = sketches
@@ -174,7 +177,7 @@ fn a_torn_append_is_dropped_and_written_over() {
 }
 
 #[test]
-fn what_has_a_maps_name_and_is_no_file_is_damage_and_is_not_waited_for() {
+fn object_with_a_maps_name_that_is_not_a_file_is_damage_and_does_not_block() {
     let node = |kind, device| {
         move |at: &Path| mknodat(CWD, at, kind, Mode::RUSR | Mode::WUSR, device).unwrap()
     };

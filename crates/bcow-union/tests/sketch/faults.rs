@@ -22,9 +22,9 @@ fn run(kind: SketchKind, seed: u64, fault: Option<Fault>) -> (u64, u64) {
         };
         let context = format!("{context}, step {step}: {error}");
         let fault = fault.expect("nothing fails by itself");
-        let told = error.errno().raw_os_error();
+        let reported = error.errno().raw_os_error();
         assert!(
-            told == fault.errno || told == Errno::IO.raw_os_error(),
+            reported == fault.errno || reported == Errno::IO.raw_os_error(),
             "{context}"
         );
         // A packed sketch must complete a block in transit to read it; this must not fail.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_union::account::{Account, Found};
+use bcow_union::account::{Account, DataBlocks};
 use bcow_union::blocks::BLOCK_BYTES;
 use bcow_union::sketch::{Durability, Lower, Sketch, SketchError, SketchKind, Sketches};
 use bcow_union::upper::{Metacopy, Namespace};
@@ -191,7 +191,7 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
     write_all(&*sketch, 5, b"lost").unwrap();
     let world = world.killed();
     let (sketches, account) = limited(&world, 1);
-    let found_in = Found::look(world.host().content()).unwrap();
+    let found_in = DataBlocks::scan(world.host().content()).unwrap();
     found_in.count(world.host().content(), &account).unwrap();
     let mark = world.mark().unwrap();
     assert!(!mark.map_exists);
@@ -200,7 +200,7 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
         .unwrap();
     assert!(shown(&*sketch).unwrap() == lower.bytes);
     let found = Account::new(None);
-    let found_in = Found::look(world.host().content()).unwrap();
+    let found_in = DataBlocks::scan(world.host().content()).unwrap();
     found_in.count(world.host().content(), &found).unwrap();
     let stored = found.used();
     assert_eq!(account.used(), stored);
@@ -209,7 +209,7 @@ fn a_packed_sketch_that_was_never_flushed_is_read_without_room() {
 }
 
 #[test]
-fn who_opens_a_packed_sketch_that_was_never_flushed_does_not_change_its_time() {
+fn open_of_an_unflushed_packed_sketch_keeps_its_time() {
     let place = Place::new();
     let lower = Arc::new(TestLower::full(30 * B + 5));
     let sketches = on_host(&place, quiet());

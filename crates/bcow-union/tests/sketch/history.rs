@@ -79,7 +79,7 @@ impl History {
 }
 
 #[test]
-fn what_was_synced_or_came_later_is_allowed() {
+fn synced_bytes_and_later_bytes_are_allowed() {
     let mut history = History::new(vec![9; 4]);
     history.step(1, 2, false, vec![9, 1, 1, 9]);
     history.step(3, 4, true, vec![9, 1, 1, 9]);

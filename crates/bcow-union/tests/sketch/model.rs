@@ -202,14 +202,14 @@ fn check_plain(dir: &Place, model: &Model, context: &str) {
 }
 
 #[test]
-fn a_sparse_sketch_shows_what_was_written() {
+fn sparse_sketch_agrees_with_bytes_in_memory() {
     for seed in 0..crate::support::cases(60) {
         run(SketchKind::Sparse, seed, 150, quiet());
     }
 }
 
 #[test]
-fn a_packed_sketch_shows_what_was_written() {
+fn packed_sketch_agrees_with_bytes_in_memory() {
     for seed in 0..crate::support::cases(30) {
         run(SketchKind::Packed, seed, 100, quiet());
     }

@@ -106,7 +106,7 @@ fn the_last_block_is_whole_when_it_was_written_to_the_end_of_the_file() {
 }
 
 #[test]
-fn the_background_completes_what_is_left_alone() {
+fn background_completes_blocks_in_transit() {
     let options = SketchOptions {
         fillers: 1,
         fill_delay: Duration::from_millis(1),
@@ -128,7 +128,7 @@ fn the_background_completes_what_is_left_alone() {
 }
 
 #[test]
-fn who_writes_completes_when_too_much_is_in_transit() {
+fn writer_completes_blocks_above_the_transit_limit() {
     let options = SketchOptions {
         most_in_transit: 8,
         ..quiet()
@@ -142,7 +142,7 @@ fn who_writes_completes_when_too_much_is_in_transit() {
 }
 
 #[test]
-fn a_lower_file_that_cannot_be_read_fails_what_needs_it_and_nothing_else() {
+fn unreadable_lower_file_fails_only_operations_that_need_it() {
     let (sketch, world, lower, _sketches) = setup(10, quiet());
     write_all(&*sketch, 10, &[1; 400]).unwrap();
     write_all(&*sketch, 5 * B, &[2; B as usize]).unwrap();
@@ -229,7 +229,7 @@ fn a_file_that_is_cut_to_nothing_is_complete() {
 }
 
 #[test]
-fn what_was_cut_off_does_not_come_back() {
+fn truncated_bytes_do_not_come_back() {
     for kind in [SketchKind::Sparse, SketchKind::Packed] {
         for to in [0, 1, B - 1, B, 3 * B + 5] {
             let lower = Arc::new(TestLower::full(10 * B));
@@ -328,7 +328,7 @@ fn the_limit_is_exact_and_space_comes_back() {
 }
 
 #[test]
-fn space_that_was_taken_and_not_used_counts_once_until_it_is_cut_off() {
+fn unused_allocated_space_counts_once_until_truncation() {
     let (place, sketches, account) = limited(100);
     let lower = Arc::new(TestLower::full(10 * B));
     let file = place.file(lower.size());
@@ -488,7 +488,7 @@ fn flushes_that_go_on_in_order_map_blocks_ahead() {
 }
 
 #[test]
-fn flushes_here_and_there_map_what_was_written() {
+fn concurrent_flushes_map_all_written_blocks() {
     let options = SketchOptions {
         ahead_blocks: 256,
         ..quiet()

@@ -153,7 +153,7 @@ fn a_block_that_somebody_needs_complete_is_no_change() {
 }
 
 #[test]
-fn what_is_complete_is_not_touched_by_who_asks_for_times() {
+fn reading_times_does_not_write_to_a_complete_sketch() {
     for kind in [SketchKind::Sparse, SketchKind::Packed] {
         let timed = Timed::new(kind, quiet(), Duration::ZERO);
         timed.write(3..4);

@@ -526,10 +526,10 @@ impl MarkedFile for Host {
         state.files[HOST].mark = Some(mark.encode());
         Ok(())
     }
-    fn set_foreign(&self) -> io::Result<()> {
+    fn set_reject_marks(&self) -> io::Result<()> {
         self.set_metacopy(Metacopy::Sketch)
     }
-    fn take_marks_back(&self) -> io::Result<()> {
+    fn restore_marks(&self) -> io::Result<()> {
         self.set_metacopy(Metacopy::Whole)?;
         self.clear_mark()
     }

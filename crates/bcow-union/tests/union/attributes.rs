@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Changes, Privileges, SetHow};
+use bcow_union::fs::{Changes, Privileges, XattrMode};
 use bcow_union::options::SketchChoice;
 use rustix::io::Errno;
 
@@ -55,7 +55,7 @@ fn acl_of_the_root_does_not_reach_the_host() {
     let (name, acl) = (ACCESS_ACL.as_bytes(), acl_of_user(3));
     let set = union
         .fs()
-        .set_xattr(NodeId::ROOT, name, &acl, SetHow::Replace);
+        .set_xattr(NodeId::ROOT, name, &acl, XattrMode::Replace);
     set.unwrap();
     union.reopen();
     assert_eq!(on_host(), private);

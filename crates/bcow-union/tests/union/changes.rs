@@ -20,7 +20,7 @@ fn layer_of(union: &Union) -> Spliced {
 }
 
 #[test]
-fn what_comes_from_the_image_is_not_stored_again() {
+fn bytes_of_the_image_are_not_stored_again() {
     let Some(mut union) = open_many() else { return };
     union.write("large", 1_000_000, b"x");
     union.close();
@@ -59,7 +59,7 @@ fn the_acl_of_the_root_is_the_mounts_and_not_the_directorys() {
 }
 
 #[test]
-fn the_root_continues_the_images_root_whatever_it_is_marked_as() {
+fn marks_of_the_root_do_not_matter() {
     let Some(mut union) = sketched() else { return };
     let before = union.put_together();
     let root = fs::File::open(union.upper()).unwrap();
@@ -77,7 +77,7 @@ fn the_root_continues_the_images_root_whatever_it_is_marked_as() {
 }
 
 #[test]
-fn nobody_writes_to_an_upper_whose_content_is_still_to_be_read() {
+fn writer_is_refused_while_content_of_the_upper_is_read() {
     let Some(union) = sketched() else { return };
     let spliced = layer_of(&union);
     assert!(matches!(union.instance(), Err(UpperError::InUse { .. })));

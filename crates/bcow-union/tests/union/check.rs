@@ -7,7 +7,7 @@ use bcow_union::NodeId;
 use bcow_union::offline::Scope;
 use bcow_union::offline::check::Severity;
 use bcow_union::upper::{
-    Attribute, Mark, Marks, Namespace, OVERRIDE, SetHow, SketchKind, SketchMark,
+    Attribute, Mark, Marks, Namespace, OVERRIDE, SketchKind, SketchMark, XattrMode,
 };
 use rustix::io::Errno;
 
@@ -63,7 +63,7 @@ fn no_number_of_warnings_is_an_error_or_hides_one() {
     assert_eq!(report.findings.len(), 1000);
     let file = fs::File::create(union.host("zzz")).unwrap();
     let at = Attribute::Open(file.as_fd());
-    at.set(b"trusted.overlay.metacopy", b"?", SetHow::Any)
+    at.set(b"trusted.overlay.metacopy", b"?", XattrMode::Any)
         .unwrap();
     let report = union.checked();
     assert!(!report.is_sound());
@@ -75,7 +75,7 @@ fn no_number_of_warnings_is_an_error_or_hides_one() {
 }
 
 #[test]
-fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
+fn internal_directory_of_another_type_is_reported() {
     for name in [".bcow/index", ".bcow/maps", ".bcow/work"] {
         let Some(mut union) = open_many() else { return };
         union.close();
@@ -92,22 +92,26 @@ fn what_should_be_a_directory_beside_the_tree_and_is_none_is_named() {
 }
 
 #[test]
-fn a_file_is_not_what_the_host_has_no_such_file_for() {
+fn owner_type_that_the_host_file_cannot_represent_is_found() {
     let Some(mut union) = closed() else { return };
     // An upper that stores owners in attributes.
     fs::create_dir_all(union.host(".bcow")).unwrap();
-    let record = format!(
-        r#"{{"schema":"bcow.instance/1","image":"{}","image_name":"image","namespace":"user","ownership":"override","created_by":"a test"}}"#,
-        "07".repeat(32)
-    );
-    fs::write(union.host(".bcow/instance.json"), record).unwrap();
+    let record = serde_json::json!({
+        "schema": "bcow.instance/1",
+        "image": "07".repeat(32),
+        "image_name": "image",
+        "namespace": "user",
+        "ownership": "override",
+        "created_by": "a test",
+    });
+    fs::write(union.host(".bcow/instance.json"), record.to_string()).unwrap();
     fs::write(union.host("file"), "").unwrap();
     fs::create_dir(union.host("directory")).unwrap();
     let keep = |union: &Union, name: &str, kind: &str| {
         let value = format!("1:2:0644:{kind}");
         let file = fs::File::open(union.host(name)).unwrap();
         let at = Attribute::Open(file.as_fd());
-        at.set(OVERRIDE, value.as_bytes(), SetHow::Any).unwrap();
+        at.set(OVERRIDE, value.as_bytes(), XattrMode::Any).unwrap();
     };
     for (name, kind, fits) in [
         ("file", "file", true),

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
-use bcow_union::fs::SyncWhat;
+use bcow_union::fs::SyncScope;
 use bcow_union::options::{SketchChoice, UnionOptions};
 use bcow_union::upper::SketchMark;
 
@@ -18,13 +18,13 @@ fn small_file_is_copied_by_its_first_write() {
     union.write("small", 6, b"FILE");
     assert_eq!(union.content("small"), b"small FILE\n");
     assert_eq!(fs::read(union.host("small")).unwrap(), b"small FILE\n");
-    union.fs().sync(node, SyncWhat::All).unwrap();
+    union.fs().sync(node, SyncScope::All).unwrap();
     assert_eq!(union.id("small"), node);
     union.assert_kept();
 }
 
 #[test]
-fn first_write_to_a_big_file_stores_what_it_touches() {
+fn first_write_to_a_large_file_stores_the_touched_blocks() {
     let Some(mut union) = open() else { return };
     let node = union.id("big");
     let mut expected = big();
@@ -34,7 +34,7 @@ fn first_write_to_a_big_file_stores_what_it_touches() {
     let host = fs::metadata(union.host("big")).unwrap();
     assert_eq!(host.len(), BIG as u64);
     assert!(host.blocks() <= 16 + 8, "{}", host.blocks());
-    union.fs().sync(node, SyncWhat::Data).unwrap();
+    union.fs().sync(node, SyncScope::Data).unwrap();
     union.assert_kept();
     assert_eq!(union.content("big"), expected);
     // Truncate and extend: the truncated data does not come back.
@@ -92,7 +92,7 @@ fn a_sketch_of_a_file_without_a_name_leaves_nothing_behind() {
         for at in [5000, 100_000] {
             union.write_to(node, at, b"hello").unwrap();
             expected[at as usize..][..5].copy_from_slice(b"hello");
-            union.fs().sync(node, SyncWhat::All).unwrap();
+            union.fs().sync(node, SyncScope::All).unwrap();
         }
         assert!(union.fs().report().counted_bytes > before);
         assert_eq!(union.read(node), expected);

@@ -9,7 +9,7 @@ use bcow_erofs::reader::FileType;
 use bcow_testkit::lacks_mkfs;
 use bcow_union::NodeId;
 use bcow_union::fs::{
-    Attributes, Caller, Changes, LowerImage, Privileges, RenameHow, SetHow, SyncWhat, UnionFs,
+    Attributes, Caller, Changes, LowerImage, Privileges, RenameMode, SyncScope, UnionFs, XattrMode,
 };
 use bcow_union::options::{SketchChoice, UnionOptions};
 use rustix::io::Errno;
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use crate::host;
 use crate::image::{self, Image};
-use crate::tree::{Bytes, FirstNames, Seen, Tree, join};
+use crate::tree::{Bytes, FirstNames, PathState, Tree, join};
 
 pub const ROOT: Caller = Caller {
     uid: 0,
@@ -227,7 +227,7 @@ impl Union {
     }
 
     /// All paths with their node, number of links, and visible state.
-    fn walk(&self) -> BTreeMap<String, (NodeId, u32, Seen)> {
+    fn walk(&self) -> BTreeMap<String, (NodeId, u32, PathState)> {
         let mut tree = BTreeMap::new();
         let mut firsts = FirstNames::default();
         let mut todo = vec![(String::new(), self.get("").unwrap())];
@@ -246,7 +246,7 @@ impl Union {
                 FileType::Symlink => self.fs().read_link(found.node).unwrap(),
                 _ => Vec::new(),
             };
-            let seen = Seen {
+            let seen = PathState {
                 kind: found.kind,
                 permissions: found.permissions,
                 owner: (found.uid, found.gid),
@@ -296,10 +296,10 @@ impl Union {
 
     /// Renames and replaces an existing file of the new name.
     pub fn rename(&self, from: &str, to: &str) -> Result<(), Errno> {
-        self.rename_how(from, to, RenameHow::Replace)
+        self.rename_how(from, to, RenameMode::Replace)
     }
 
-    pub fn rename_how(&self, from: &str, to: &str, how: RenameHow) -> Result<(), Errno> {
+    pub fn rename_how(&self, from: &str, to: &str, how: RenameMode) -> Result<(), Errno> {
         let (parent, name) = self.place(from);
         let (to_parent, to_name) = self.place(to);
         self.fs().rename(parent, name, to_parent, to_name, how)
@@ -332,7 +332,7 @@ impl Union {
     }
 
     pub fn sync(&self, path: &str) {
-        self.fs().sync(self.id(path), SyncWhat::All).unwrap();
+        self.fs().sync(self.id(path), SyncScope::All).unwrap();
     }
 
     pub fn set_attributes(&self, path: &str, changes: &Changes) -> Attributes {
@@ -357,6 +357,8 @@ impl Union {
 
     pub fn set_xattr(&self, path: &str, name: &str, value: &[u8]) {
         let (id, name) = (self.id(path), name.as_bytes());
-        self.fs().set_xattr(id, name, value, SetHow::Any).unwrap();
+        self.fs()
+            .set_xattr(id, name, value, XattrMode::Any)
+            .unwrap();
     }
 }

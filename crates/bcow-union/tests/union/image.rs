@@ -28,13 +28,13 @@ pub fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
 
 /// An ACL with which all users may read, and user 1000 has the permissions `may`.
 pub fn acl_of_user(may: u16) -> Vec<u8> {
-    const NOBODY: u32 = u32::MAX;
+    const NO_ID: u32 = u32::MAX;
     acl(&[
-        (0x01, 7, NOBODY),
+        (0x01, 7, NO_ID),
         (0x02, may, 1000),
-        (0x04, 5, NOBODY),
-        (0x10, 7, NOBODY),
-        (0x20, 5, NOBODY),
+        (0x04, 5, NO_ID),
+        (0x10, 7, NO_ID),
+        (0x20, 5, NO_ID),
     ])
 }
 

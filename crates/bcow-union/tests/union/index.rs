@@ -125,7 +125,7 @@ fn a_wrong_number_of_names_is_corrected() {
 }
 
 #[test]
-fn wrong_numbers_of_names_are_told_from_those_that_a_crash_leaves() {
+fn wrong_link_counts_are_distinct_from_those_of_a_crash() {
     let Some(union) = linked(3) else { return };
     for (mark, wrong) in [("L+0", 0), ("L+1", 0), ("L+2", 1), ("L-1", 1), ("U+3", 1)] {
         union.set_names_mark(mark);

@@ -2,7 +2,7 @@
 
 use bcow_testkit::Random;
 use bcow_union::NodeId;
-use bcow_union::fs::{Allocate, Changes, RenameHow, SetHow, SetTime};
+use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, XattrMode};
 use bcow_union::options::{SketchChoice, UnionOptions};
 use rustix::io::Errno;
 
@@ -39,9 +39,9 @@ fn until_full(most: u32, mut attempt: impl FnMut(u32) -> Result<(), Errno>) -> u
 }
 
 /// A way to store data: its name and its function.
-type Way = (&'static str, fn(&Union, u32) -> Result<(), Errno>);
+type Operation = (&'static str, fn(&Union, u32) -> Result<(), Errno>);
 
-const WAYS: [Way; 13] = [
+const OPERATIONS: [Operation; 13] = [
     ("targets of symbolic links", |union, index| {
         let target = vec![b'x'; 4000];
         let name = format!("s{index}");
@@ -55,7 +55,7 @@ const WAYS: [Way; 13] = [
         let target = vec![b'x'; 3000];
         fs.make_symlink(&ROOT, NodeId::ROOT, b"next", &target)?;
         let name = format!("r{}", index / 2);
-        let how = RenameHow::Replace;
+        let how = RenameMode::Replace;
         fs.rename(NodeId::ROOT, b"next", NodeId::ROOT, name.as_bytes(), how)
     }),
     ("directories", |union, index| {
@@ -74,15 +74,15 @@ const WAYS: [Way; 13] = [
         let (id, own) = (union.id(&name), format!("user.{}", index % 3));
         union
             .fs()
-            .set_xattr(id, own.as_bytes(), &[7; 1000], SetHow::Any)
+            .set_xattr(id, own.as_bytes(), &[7; 1000], XattrMode::Any)
     }),
     (
         "an attribute outside the inode that stays alone",
         |union, index| {
             let fs = union.fs();
             let id = union.create(&format!("o{index}"), 0o644)?.node;
-            fs.set_xattr(id, b"user.a", &[7; 60], SetHow::Any)?;
-            fs.set_xattr(id, b"user.b", &[7; 60], SetHow::Any)?;
+            fs.set_xattr(id, b"user.a", &[7; 60], XattrMode::Any)?;
+            fs.set_xattr(id, b"user.b", &[7; 60], XattrMode::Any)?;
             fs.remove_xattr(id, b"user.a")
         },
     ),
@@ -152,7 +152,7 @@ fn assert_within(union: &Union, empty: &Stored, way: &str) {
 #[test]
 fn no_way_of_storing_something_gets_round_the_limits() {
     for sketch in [SketchChoice::Sparse, SketchChoice::Packed] {
-        for (way, attempt) in WAYS {
+        for (way, attempt) in OPERATIONS {
             let Some(mut union) = closed_on(image::crowd, limited(sketch)) else {
                 return;
             };
@@ -194,7 +194,7 @@ fn all_ways_together_stay_within_the_limits() {
     union.open();
     let empty = stored_in(&union.upper());
     for round in 0..4 {
-        for (way, attempt) in WAYS {
+        for (way, attempt) in OPERATIONS {
             until_full(300, |index| attempt(&union, round * 1000 + index));
             assert_within(&union, &empty, way);
         }
@@ -215,7 +215,7 @@ fn all_ways_together_stay_within_the_limits() {
 }
 
 #[test]
-fn what_is_removed_gives_back_all_that_it_took() {
+fn removal_releases_all_space_of_an_object() {
     let Some(mut union) = open_with(limited(SketchChoice::Sparse)) else {
         return;
     };
@@ -236,7 +236,7 @@ fn what_is_removed_gives_back_all_that_it_took() {
     assert_eq!(figures(), (3 * 4096, 3));
     union
         .fs()
-        .set_xattr(file.node, b"user.y", &[1; 1500], SetHow::Any)
+        .set_xattr(file.node, b"user.y", &[1; 1500], XattrMode::Any)
         .unwrap();
     fs.forget(file.node, 1000);
     assert_eq!(figures(), (2 * 4096, 2));
@@ -299,7 +299,7 @@ fn a_change_without_room_changes_nothing() {
             union.rename("small", "moved"),
             union.rename("dir", "moved"),
             union.fs().link(small, NodeId::ROOT, b"linked").map(drop),
-            union.rename_how("small", "big", RenameHow::Exchange),
+            union.rename_how("small", "big", RenameMode::Exchange),
         ];
         assert_eq!(results, [Err(Errno::NOSPC); 8], "{bytes}, {inodes}");
         assert_eq!(union.tree(), tree);
@@ -328,7 +328,7 @@ fn statistics_show_the_limit_of_inodes() {
 
 /// `BCOW_ROUNDS` sets the number of rounds.
 #[test]
-fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
+fn after_random_changes_the_account_equals_a_recount() {
     let rounds = std::env::var("BCOW_ROUNDS").map_or(12, |count| count.parse().unwrap());
     for seed in 0..rounds {
         let sketch = match seed % 2 {
@@ -363,19 +363,19 @@ fn after_random_changes_the_account_is_what_a_recount_of_the_upper_says() {
                 break;
             }
             closed.unwrap();
-            let told = fs.report();
-            let told = (told.counted_bytes, told.counted_inodes);
+            let reported = fs.report();
+            let reported = (reported.counted_bytes, reported.counted_inodes);
             drop(fs);
             union.open();
             let counted = union.fs().report();
             let counted = (counted.counted_bytes, counted.counted_inodes);
             // If the host stores a sketch in more extents than its blocks suggest, only a recount
             // finds the block with the extent records.
-            assert_eq!(told.1, counted.1, "seed {seed}, step {step}");
-            let differs = told.0.abs_diff(counted.0);
+            assert_eq!(reported.1, counted.1, "seed {seed}, step {step}");
+            let differs = reported.0.abs_diff(counted.0);
             assert!(
                 differs <= 2 * 4096,
-                "seed {seed}, step {step}: {told:?} told, {counted:?} counted"
+                "seed {seed}, step {step}: {reported:?} reported, {counted:?} counted"
             );
             let host = stored_in(&union.upper());
             // The map of a sketch without stored blocks is counted, but does not exist yet.
@@ -407,7 +407,7 @@ fn attributes(union: &Union, random: &mut Random) {
             let value = vec![1; random.below(1200) as usize];
             let _ = union
                 .fs()
-                .set_xattr(id, name.as_bytes(), &value, SetHow::Any);
+                .set_xattr(id, name.as_bytes(), &value, XattrMode::Any);
         }
         _ => {}
     }

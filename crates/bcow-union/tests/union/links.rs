@@ -3,7 +3,7 @@
 use std::fs;
 
 use bcow_union::NodeId;
-use bcow_union::fs::RenameHow;
+use bcow_union::fs::RenameMode;
 use rustix::io::Errno;
 
 use crate::fixture::{open, open_many};
@@ -93,7 +93,7 @@ fn a_further_name_that_cannot_be_copied_up_still_counts() {
     fs::remove_dir(union.host("a/b")).unwrap();
     for _ in 0..3 {
         let fs = union.fs();
-        let moved = fs.rename(parent, b"h3", NodeId::ROOT, b"new", RenameHow::Replace);
+        let moved = fs.rename(parent, b"h3", NodeId::ROOT, b"new", RenameMode::Replace);
         assert_eq!(moved, Err(Errno::NOENT));
         assert_eq!(fs.unlink(parent, b"h3"), Err(Errno::NOENT));
         assert_eq!(fs.attributes(file).unwrap().nlink, 4);

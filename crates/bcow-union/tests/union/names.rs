@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
 use bcow_union::NodeId;
-use bcow_union::fs::{Caller, Changes, RenameHow, SetHow};
+use bcow_union::fs::{Caller, Changes, RenameMode, XattrMode};
 use bcow_union::options::UnionOptions;
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use rustix::fs::{Gid, IFlags, Uid};
@@ -62,7 +62,7 @@ fn lower_directory_is_renamed_with_all_that_is_in_it() {
     let Some(mut union) = open() else { return };
     let (dir, y) = (union.id("dir"), union.id("dir/sub/y"));
     union
-        .rename_how("dir", "moved", RenameHow::NoReplace)
+        .rename_how("dir", "moved", RenameMode::NoReplace)
         .unwrap();
     assert!(union.get("dir").is_none());
     assert!(is_whiteout(&union.host("dir")));
@@ -77,7 +77,7 @@ fn lower_directory_is_renamed_with_all_that_is_in_it() {
     assert_eq!(union.content("empty/sub/y"), b"yes");
     union.assert_kept();
     union
-        .rename_how("dir", "empty", RenameHow::Exchange)
+        .rename_how("dir", "empty", RenameMode::Exchange)
         .unwrap();
     assert_eq!(union.names("dir"), ["sub", "x"]);
     assert!(union.names("empty").is_empty());
@@ -171,7 +171,7 @@ fn meta_directory_is_not_part_of_the_tree() {
 
 /// If owners are stored in an attribute, the owner must be able to set it for any mode.
 #[test]
-fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
+fn ordinary_user_creates_objects_whose_mode_denies_access() {
     let Some(mut union) = closed() else { return };
     fs::create_dir(union.upper()).unwrap();
     let everyone = fs::Permissions::from_mode(0o755);
@@ -197,7 +197,7 @@ fn an_ordinary_user_makes_what_its_mode_keeps_him_out_of() {
 /// A new file with another owner than the mount's gets its name only when it is complete. A crash
 /// therefore leaves no file with the wrong owner.
 #[test]
-fn what_is_made_has_its_owner_when_it_has_its_name() {
+fn new_object_has_its_owner_when_it_has_its_name() {
     let Some(union) = open() else { return };
     let watch = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC).unwrap();
     let what = WatchFlags::CREATE | WatchFlags::MOVED_TO;
@@ -237,12 +237,12 @@ fn a_device_that_is_a_whiteout_elsewhere_stays_or_is_removed() {
     };
     let set = union.fs().set_attributes(id, &changes);
     assert_eq!(set.map(drop), refused);
-    let set = union.fs().set_xattr(id, b"trusted.x", b"y", SetHow::Any);
+    let set = union.fs().set_xattr(id, b"trusted.x", b"y", XattrMode::Any);
     assert_eq!(set, refused);
     let linked = union.fs().link(id, NodeId::ROOT, b"linked");
     assert_eq!(linked.map(drop), refused);
     assert_eq!(union.rename("device", "moved"), refused);
-    let exchanged = union.rename_how("f1", "device", RenameHow::Exchange);
+    let exchanged = union.rename_how("f1", "device", RenameMode::Exchange);
     assert_eq!(exchanged, refused);
     assert_eq!(union.get("device").unwrap(), before);
     // Renaming the directory moves the device with it.

@@ -35,7 +35,7 @@ fn fresh_union_shows_the_image_and_its_upper_stays_empty() {
 
 /// After a rename within a directory, overlayfs records only the old name, without a path.
 #[test]
-fn what_overlayfs_renamed_can_be_moved_again() {
+fn directory_that_overlayfs_renamed_can_be_renamed_again() {
     let Some(mut union) = closed() else { return };
     fs::create_dir_all(union.host("moved")).unwrap();
     set_attribute(&union.host("moved"), "trusted.overlay.redirect", b"dir");
@@ -56,7 +56,7 @@ fn what_overlayfs_renamed_can_be_moved_again() {
 }
 
 #[test]
-fn the_root_of_an_adopted_upper_stays_what_it_was_made() {
+fn root_of_an_adopted_upper_keeps_its_attributes() {
     let Some(mut union) = closed() else { return };
     fs::create_dir(union.upper()).unwrap();
     fs::write(union.host("theirs"), b"x").unwrap();
@@ -100,7 +100,7 @@ fn a_root_that_was_not_completed_is_so_by_the_next_mount() {
 /// A process that is asked to end twice exits when the first close has completed, not at the second
 /// request.
 #[test]
-fn whoever_closes_while_another_does_waits_for_the_outcome() {
+fn concurrent_close_waits_for_the_outcome() {
     let options = UnionOptions {
         sync: SyncPolicy::Volatile,
         ..UnionOptions::default()
@@ -133,7 +133,7 @@ fn whoever_closes_while_another_does_waits_for_the_outcome() {
 
 /// A process exits while its threads still hold the union.
 #[test]
-fn who_closed_need_not_drop() {
+fn closed_union_need_not_be_dropped() {
     let Some(mut union) = open() else { return };
     // The creation of the map confirms the first record, but not the second.
     union.write("big", 4096, b"x");

@@ -5,7 +5,7 @@ use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
 use bcow_testkit::Random;
 use bcow_union::NodeId;
-use bcow_union::fs::{Allocate, Attributes, Changes, RenameHow, SetTime};
+use bcow_union::fs::{Allocate, Attributes, Changes, RenameMode, SetTime};
 use bcow_union::options::SketchChoice;
 
 use crate::fixture::{ROOT, Union, closed_on, with_sketches};
@@ -58,9 +58,9 @@ pub fn change(union: &Union, random: &mut Random) {
         3 => drop(fs.remove_directory(parent, &name)),
         4 | 5 => {
             let how = *random.pick(&[
-                RenameHow::Replace,
-                RenameHow::NoReplace,
-                RenameHow::Exchange,
+                RenameMode::Replace,
+                RenameMode::NoReplace,
+                RenameMode::Exchange,
             ]);
             let (to, to_name) = match random.one_in(2) {
                 true => (into, new),
@@ -124,20 +124,20 @@ fn rounds(sketch: SketchChoice, first: u64) {
             }
             let shown = union.tree();
             union.close();
-            let told = union.put_together();
-            assert_same(&shown, &told, &format!("seed {seed}"));
+            let found = union.put_together();
+            assert_same(&shown, &found, &format!("seed {seed}"));
             union.assert_sound();
-            union.assert_touched(&before, &told);
+            union.assert_touched(&before, &found);
         }
     }
 }
 
 #[test]
-fn an_upper_with_sparse_sketches_is_what_the_union_showed() {
+fn upper_with_sparse_sketches_reads_as_the_union_did() {
     rounds(SketchChoice::Sparse, 0);
 }
 
 #[test]
-fn an_upper_with_packed_sketches_is_what_the_union_showed() {
+fn upper_with_packed_sketches_reads_as_the_union_did() {
     rounds(SketchChoice::Packed, 1 << 32);
 }

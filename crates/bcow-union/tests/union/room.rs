@@ -11,7 +11,7 @@ use crate::host::attribute;
 use crate::image::{BIG, big, noise};
 
 #[test]
-fn limit_counts_what_is_stored_and_deleting_makes_room() {
+fn limit_counts_stored_bytes_and_a_removal_releases_them() {
     // Ten blocks, the blocks for attributes, the map and extent records, and the most that a
     // copy-up needs temporarily.
     let Some(mut union) = open_with(with_limit(13 * 4096)) else {

@@ -7,7 +7,7 @@ use bcow_erofs::reader::{FileType, Filesystem, Walk};
 
 /// The visible state of a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen {
+pub struct PathState {
     pub kind: FileType,
     pub permissions: u16,
     pub owner: (u32, u32),
@@ -29,14 +29,14 @@ impl Debug for Bytes {
 }
 
 /// The visible state of each path. The path of the root is empty.
-pub type Tree = BTreeMap<String, Seen>;
+pub type Tree = BTreeMap<String, PathState>;
 
 /// The first path of each file in a walk of the tree in order.
 #[derive(Default)]
 pub struct FirstNames(HashMap<u64, String>);
 
 impl FirstNames {
-    /// The value of [`Seen::names`] for the file `id` at `path`.
+    /// The value of [`PathState::names`] for the file `id` at `path`.
     pub fn of(&mut self, kind: FileType, id: u64, nlink: u32, path: &str) -> Option<(u32, String)> {
         let first = self.0.entry(id).or_insert_with(|| path.to_owned());
         (kind != FileType::Directory).then(|| (nlink, first.clone()))
@@ -66,7 +66,7 @@ pub fn tree_of(fs: &Filesystem) -> Tree {
             FileType::Symlink => fs.read_link(&inode).unwrap(),
             _ => Vec::new(),
         };
-        let seen = Seen {
+        let seen = PathState {
             kind: inode.kind,
             permissions: inode.permissions,
             owner: (inode.uid, inode.gid),
@@ -79,13 +79,13 @@ pub fn tree_of(fs: &Filesystem) -> Tree {
     tree
 }
 
-/// Asserts for each path that `told` equals `shown`.
+/// Asserts for each path that `found` equals `shown`.
 pub fn assert_same<T: Debug + PartialEq>(
     shown: &BTreeMap<String, T>,
-    told: &BTreeMap<String, T>,
+    found: &BTreeMap<String, T>,
     what: &str,
 ) {
-    for path in shown.keys().chain(told.keys()) {
-        assert_eq!(shown.get(path), told.get(path), "{what}: {path:?}");
+    for path in shown.keys().chain(found.keys()) {
+        assert_eq!(shown.get(path), found.get(path), "{what}: {path:?}");
     }
 }

@@ -7,7 +7,7 @@ use bcow_erofs::tree::{Content, DeviceNumber, Directory, Node, NodeId, NodeKind}
 use rustix::fs::AtFlags;
 use rustix::io::Errno;
 
-use super::{Above, Kind, Pending, Reader};
+use super::{Kind, Pending, Reader, UpperObject};
 use crate::offline::body::{Body, Holder, Piece, Source};
 use crate::offline::error::Problem;
 use crate::offline::sketched::{self, HostFile};
@@ -18,7 +18,7 @@ impl Reader<'_> {
     /// The node of an object that is not a directory.
     pub(super) fn file(
         &mut self,
-        above: &Above<'_>,
+        above: &UpperObject<'_>,
         parent: Option<&Inode>,
         below: Option<Inode>,
     ) -> Result<NodeId, Problem> {
@@ -66,7 +66,7 @@ impl Reader<'_> {
                 self.pending.push(Pending {
                     node,
                     path: path.to_vec(),
-                    is_above: false,
+                    in_upper: false,
                     lower: Some(inode),
                     is_whole: true,
                 });
@@ -143,7 +143,7 @@ impl Reader<'_> {
             return Ok(node);
         }
         let path = [META.as_bytes(), b"/index/", &name].concat();
-        let above = Above {
+        let above = UpperObject {
             dir: dir.as_fd(),
             name: &name,
             path: &path,
@@ -174,7 +174,7 @@ impl Reader<'_> {
     /// The content of a regular file, as pieces.
     pub(super) fn body(
         &self,
-        above: &Above<'_>,
+        above: &UpperObject<'_>,
         parent: Option<&Inode>,
         below: Option<Inode>,
     ) -> Result<Body, Problem> {
@@ -198,7 +198,7 @@ impl Reader<'_> {
             }),
             Metacopy::Whole => Ok(Body::of_lower(self.lower_of(above, parent, below)?)),
             Metacopy::Sketch => Err(Problem::Sketch(
-                "it is marked as a sketch, but does not say of what kind".into(),
+                "it is marked as a sketch, but has no sketch mark".into(),
             )),
         }
     }
@@ -206,7 +206,7 @@ impl Reader<'_> {
     /// The file of the image that a metadata copy or a sketch continues.
     pub(super) fn lower_of(
         &self,
-        above: &Above<'_>,
+        above: &UpperObject<'_>,
         parent: Option<&Inode>,
         below: Option<Inode>,
     ) -> Result<Inode, Problem> {
@@ -219,11 +219,15 @@ impl Reader<'_> {
         };
         found
             .filter(|inode| inode.kind == FileType::Regular)
-            .ok_or(Problem::NoLower { what: "file" })
+            .ok_or(Problem::NoLower { kind: "file" })
     }
 
     /// The runs of data of a host file.
-    pub(super) fn host_pieces(&self, above: &Above<'_>, size: u64) -> Result<Vec<Piece>, Problem> {
+    pub(super) fn host_pieces(
+        &self,
+        above: &UpperObject<'_>,
+        size: u64,
+    ) -> Result<Vec<Piece>, Problem> {
         let whole = vec![Piece {
             end: size,
             source: Source::Host,

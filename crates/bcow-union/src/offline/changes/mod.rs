@@ -151,7 +151,7 @@ struct Pending {
     /// The path in the union.
     path: Vec<u8>,
     /// Whether the directory is in the upper. If so, it has the same path there.
-    is_above: bool,
+    in_upper: bool,
     /// The directory of the image that it continues.
     lower: Option<Inode>,
     /// Whether the layer must list all its entries.
@@ -181,7 +181,7 @@ struct Reader<'r> {
 }
 
 /// An object of the upper.
-struct Above<'a> {
+struct UpperObject<'a> {
     dir: BorrowedFd<'a>,
     name: &'a [u8],
     path: &'a [u8],
@@ -233,7 +233,7 @@ impl Reader<'_> {
         self.links_below()
     }
 
-    /// The root continues the image's root, whatever its marks say.
+    /// The root continues the image's root. Its marks do not matter.
     fn root(&mut self) -> Result<(), Problem> {
         let fd = self.upper.root();
         let stat = rustix::fs::fstat(fd)?;
@@ -263,7 +263,7 @@ impl Reader<'_> {
         self.pending.push(Pending {
             node: LayerTree::ROOT,
             path: Vec::new(),
-            is_above: true,
+            in_upper: true,
             lower: Some(below),
             is_whole: false,
         });
@@ -272,7 +272,7 @@ impl Reader<'_> {
 
     fn directory(&mut self, dir: Pending) -> Result<(), ChangesError> {
         let mut seen: BTreeSet<Vec<u8>> = BTreeSet::new();
-        if dir.is_above {
+        if dir.in_upper {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY;
             let fd = open_beneath(self.upper.root(), &dir.path, flags)
                 .map_err(|errno| at(&dir.path)(errno.into()))?;
@@ -333,7 +333,7 @@ impl Reader<'_> {
         }
         let marks = Marks::read(Attribute::Named(fd, name), self.names.namespace)?;
         let kind = self.kind(&stat, &marks)?;
-        let above = Above {
+        let above = UpperObject {
             dir: fd,
             name,
             path,
@@ -354,7 +354,7 @@ impl Reader<'_> {
     fn subdirectory(
         &mut self,
         dir: &Pending,
-        above: &Above<'_>,
+        above: &UpperObject<'_>,
         below: Option<Inode>,
     ) -> Result<(), Problem> {
         let lower = self.continued_directory(above, dir.lower.as_ref(), below)?;
@@ -377,7 +377,7 @@ impl Reader<'_> {
         self.pending.push(Pending {
             node,
             path: above.path.to_vec(),
-            is_above: true,
+            in_upper: true,
             lower,
             is_whole,
         });
@@ -387,7 +387,7 @@ impl Reader<'_> {
     /// The directory of the image that a directory of the upper continues.
     fn continued_directory(
         &self,
-        above: &Above<'_>,
+        above: &UpperObject<'_>,
         parent: Option<&Inode>,
         below: Option<Inode>,
     ) -> Result<Option<Inode>, Problem> {
@@ -401,7 +401,7 @@ impl Reader<'_> {
         match self.redirected(&above.marks, parent)? {
             Some(found) => match found.filter(is_directory) {
                 Some(found) => Ok(Some(found)),
-                None => Err(Problem::NoLower { what: "directory" }),
+                None => Err(Problem::NoLower { kind: "directory" }),
             },
             None => Ok(below.filter(is_directory)),
         }

@@ -58,7 +58,7 @@ impl Reader<'_> {
                 self.pending.push(Pending {
                     node: here,
                     path,
-                    is_above: false,
+                    in_upper: false,
                     lower: Some(lower),
                     is_whole: true,
                 });
@@ -84,7 +84,7 @@ impl Reader<'_> {
                     self.pending.push(Pending {
                         node,
                         path,
-                        is_above: false,
+                        in_upper: false,
                         lower: Some(inode),
                         is_whole: true,
                     });

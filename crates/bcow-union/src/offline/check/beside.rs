@@ -25,17 +25,17 @@ impl Checker<'_> {
         for name in sorted(dir.as_fd())? {
             let path = [META.as_bytes(), b"/index/", &name].concat();
             let Some(nid) = parse_entry_name(&name) else {
-                let message = "it has no name of an entry of the index";
+                let message = "not the name of an index entry";
                 self.report.warning("upper-unknown-file", &path, message);
                 continue;
             };
             let stat = rustix::fs::statat(&dir, &name[..], AtFlags::SYMLINK_NOFOLLOW)?;
             let marks = self.marks(Attribute::Named(dir.as_fd(), &name), &path)?;
-            if let Some(message) = self.misfit(nid, &stat, &marks) {
+            if let Some(message) = self.index_problem(nid, &stat, &marks) {
                 self.report.error("upper-index", &path, message);
             }
             if let Some(other) = self.indexed.insert(stat.st_ino, nid) {
-                let message = format!("it is the same file as that of inode {other}");
+                let message = format!("it is the same file as the entry of inode {other}");
                 self.report.error("upper-index", &path, message);
             }
             // If the image is given, its names are counted instead, which is more exact than the
@@ -47,7 +47,7 @@ impl Checker<'_> {
                 };
             if is_leak {
                 // If the entry is a sketch, its map is a leak too.
-                self.nothing_names(name, None);
+                self.report_unreferenced(name, None);
             } else if marks.sketch.is_some() && is_regular(&stat) {
                 // The sketch may have no name in the tree.
                 self.sketch(&path, &stat, &marks, None);
@@ -57,16 +57,16 @@ impl Checker<'_> {
     }
 
     /// Why an entry of the index is not the file for the image's inode `nid`; `None` if it is.
-    fn misfit(&self, nid: u64, stat: &Stat, marks: &Marks) -> Option<String> {
+    fn index_problem(&self, nid: u64, stat: &Stat, marks: &Marks) -> Option<String> {
         let kind = file_type(stat);
         if is_whiteout(stat) || kind == rustix::fs::FileType::Directory {
-            return Some("it is no file with several names".into());
+            return Some("it is not a file with several names".into());
         }
-        if self.has_unsuited_owner(stat, marks) {
-            return Some("its owner's attribute has a type that it cannot stand for".into());
+        if self.has_unsuitable_owner(stat, marks) {
+            return Some("the type in its owner attribute does not suit the host's file".into());
         }
         let Some(origin) = &marks.origin else {
-            return Some("it does not say which file of the image it is of".into());
+            return Some("it has no origin in the image".into());
         };
         if origin.nid != nid {
             return Some(format!("its origin is inode {} of the image", origin.nid));
@@ -93,18 +93,18 @@ impl Checker<'_> {
             let path = [META.as_bytes(), b"/maps/", &name].concat();
             match parse_entry_name(&name) {
                 None => {
-                    let message = "it has no name of a map";
+                    let message = "not the name of a map";
                     self.report.warning("upper-unknown-file", &path, message);
                 }
                 Some(id) if self.sketches.contains_key(&id) => {}
                 // If marks are damaged, the map may belong to one of those files.
                 Some(_) if !self.report.is_sound() => {
-                    let message = "no sketch has this map, as far as marks can be read";
+                    let message = "no sketch with readable marks uses this map";
                     self.report.warning("upper-map-leak", &path, message);
                 }
                 Some(_) => {
                     self.report
-                        .warning("upper-map-leak", &path, "no sketch has this map");
+                        .warning("upper-map-leak", &path, "no sketch uses this map");
                     self.report.repairs.push(Repair::Map(name));
                 }
             }
@@ -125,7 +125,7 @@ impl Checker<'_> {
         }
         if count > 0 {
             let path = format!("{META}/work").into_bytes();
-            let message = format!("temporaries that nobody needs any more: {count}");
+            let message = format!("unused temporary files: {count}");
             self.report.warning("upper-work-leak", &path, message);
             self.report.repairs.push(Repair::Work);
         }
@@ -173,7 +173,7 @@ impl Checker<'_> {
             let held = temporaries.get(&host_inode).copied().unwrap_or(0);
             if names == 0 {
                 let is_alone = links - held == 1;
-                self.nothing_names(name, is_alone.then_some(host_inode));
+                self.report_unreferenced(name, is_alone.then_some(host_inode));
                 continue;
             }
             let (says, is_right) = match said {
@@ -193,7 +193,7 @@ impl Checker<'_> {
                 continue;
             }
             let path = [META.as_bytes(), b"/index/", &name].concat();
-            let message = format!("it says that it has {says} names, and has {names}");
+            let message = format!("its mark records {says} names, but it has {names}");
             self.report.warning("upper-nlink", &path, message);
             if let Ok(delta) = i32::try_from(names - (links - held)) {
                 self.report.repairs.push(Repair::Nlink(name, delta));
@@ -204,9 +204,9 @@ impl Checker<'_> {
     /// Reports an entry of the index without a name, and queues its removal. If the entry is a
     /// sketch and `host_inode` is given (the entry is the file's only link), its map is removed
     /// too.
-    fn nothing_names(&mut self, name: Vec<u8>, host_inode: Option<u64>) {
+    fn report_unreferenced(&mut self, name: Vec<u8>, host_inode: Option<u64>) {
         let path = [META.as_bytes(), b"/index/", &name].concat();
-        let message = "nothing names it any more";
+        let message = "it is unreachable: no name refers to it";
         self.report.warning("upper-index-leak", &path, message);
         self.report.repairs.push(Repair::Index(name));
         let mut sketches = self.sketches.iter();

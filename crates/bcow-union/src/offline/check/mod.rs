@@ -211,11 +211,14 @@ pub fn repair(instance: &Instance, report: &Report) -> Result<Vec<String>, Upper
         done.push(match repair {
             Repair::Map(name) => {
                 remove(instance.maps(), name).map_err(host)?;
-                format!("removed {META}/maps/{}, which no sketch has", shown(name))
+                format!("removed {META}/maps/{}, which no sketch uses", shown(name))
             }
             Repair::Index(name) => {
                 remove(instance.index(), name).map_err(host)?;
-                format!("removed {META}/index/{}, which nothing names", shown(name))
+                format!(
+                    "removed {META}/index/{}, which no name refers to",
+                    shown(name)
+                )
             }
             // The open of the instance has emptied the directory.
             Repair::Work => format!("emptied {META}/work"),
@@ -288,7 +291,7 @@ impl Checker<'_> {
         let stat = rustix::fs::fstat(root)?;
         let below = self.image.and_then(|image| image.inode(image.root()).ok());
         self.entry(b"", &stat, &marks, None, below);
-        // The root continues the image's root, whatever its marks say.
+        // The root continues the image's root. Its marks do not matter.
         self.pending.push((Vec::new(), below));
         while let Some((path, lower)) = self.pending.pop() {
             self.directory(&path, lower)?;
@@ -341,7 +344,7 @@ impl Checker<'_> {
         if is_whiteout(&stat) {
             self.report.whiteouts += 1;
             if self.image.is_some() && parent.is_some() && below.is_none() {
-                let message = "a whiteout of what the image does not have";
+                let message = "a whiteout of a name that the image does not have";
                 self.report.warning("upper-whiteout", path, message);
             }
             return Ok(());
@@ -402,47 +405,51 @@ impl Checker<'_> {
             false => self.report.files += 1,
         }
         let misplaced = [
-            (marks.opaque && !is_directory, "opaque", "is no directory"),
+            (
+                marks.opaque && !is_directory,
+                "opaque",
+                "is not a directory",
+            ),
             (
                 marks.metacopy != Metacopy::None && !is_regular,
                 "metacopy",
-                "is no regular file",
+                "is not a regular file",
             ),
             (
                 marks.sketch.is_some() && !is_regular,
                 "sketch",
-                "is no regular file",
+                "is not a regular file",
             ),
             (
                 marks.metacopy == Metacopy::Sketch && marks.sketch.is_none(),
                 "metacopy",
-                "does not say what kind of sketch it is",
+                "has no sketch mark",
             ),
             (
                 marks.metacopy == Metacopy::None && self.shows_holes(marks, stat),
                 "sketch",
-                "is not marked as a copy, so that overlayfs would show its holes",
+                "has no metacopy mark, so overlayfs would show its holes",
             ),
             (
                 marks.sketch.is_some() && marks.origin.is_none(),
                 "sketch",
-                "does not say which file of the image it is of",
+                "has no origin in the image",
             ),
         ];
-        for (is_wrong, mark, what) in misplaced {
+        for (is_wrong, mark, problem) in misplaced {
             if is_wrong {
-                let message = format!("it is marked as {mark}, but {what}");
+                let message = format!("it is marked as {mark}, but {problem}");
                 self.report.error("upper-mark-misplaced", path, message);
             }
         }
-        if self.has_unsuited_owner(stat, marks) {
-            let message = "its owner's attribute has a type that the host's file cannot stand for";
+        if self.has_unsuitable_owner(stat, marks) {
+            let message = "the type in its owner attribute does not suit the host's file";
             self.report.error("upper-mark-misplaced", path, message);
         }
         let lower = self.lower(path, marks, kind, parent, below);
         let has_lower_bytes = is_regular && marks.metacopy != Metacopy::None;
         if has_lower_bytes && self.image.is_some() && lower.is_none() {
-            let message = "its bytes are in the image, which has no such file";
+            let message = "its data is in the image, which has no such file";
             self.report.error("upper-lower-missing", path, message);
         }
         if self.data && is_regular {
@@ -503,7 +510,7 @@ impl Checker<'_> {
                 };
                 if !target.is_some_and(|inode| self.is_of_type(inode.kind, kind, marks)) {
                     let shown = String::from_utf8_lossy(&redirect.encode()).into_owned();
-                    let message = format!("the image has no {shown:?} that it could continue");
+                    let message = format!("the image has no {shown:?} that it continues");
                     match found {
                         // With a valid origin, only overlayfs uses the redirect.
                         Some(_) => self.report.warning("upper-redirect", path, message),
@@ -520,7 +527,7 @@ impl Checker<'_> {
     }
 
     /// Whether the owner's attribute has a type that this host file cannot represent.
-    fn has_unsuited_owner(&self, stat: &Stat, marks: &Marks) -> bool {
+    fn has_unsuitable_owner(&self, stat: &Stat, marks: &Marks) -> bool {
         let owner = marks.owner.filter(|_| self.keeps_owners());
         owner.is_some_and(|owner| owner.kind_over(stat).is_err())
     }
@@ -566,7 +573,7 @@ impl Checker<'_> {
         if let Some((inode, other)) = self.sketches.get(&mark.id) {
             if *inode != stat.st_ino {
                 let other = String::from_utf8_lossy(other).into_owned();
-                let message = format!("it has the number of the sketch {other:?}");
+                let message = format!("it has the same number as the sketch {other:?}");
                 self.report.error("upper-sketch-number", path, message);
             }
             // This is another name of the same file.

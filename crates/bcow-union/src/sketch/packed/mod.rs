@@ -32,9 +32,9 @@ use bcow::{
 use rustix::io::Errno;
 
 use super::host::MarkedFile;
-use super::locks::{Turns, lock, read, write};
-use super::mark::{Fence, MarkState, mark_new, take_back};
-use super::shared::{Kept, Shared};
+use super::locks::{GroupFlush, lock, read, write};
+use super::mark::{Fence, MarkState, mark_new, restore_copy};
+use super::shared::{Fillable, Shared};
 use super::times::Times;
 use super::{
     Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchMark, SketchStatus, copy,
@@ -77,7 +77,7 @@ pub(super) struct Packed {
     /// The value of `changes` when the last flush began; [`NOT_RECORDED`] if that flush failed.
     recorded: AtomicU64,
     mark: Mutex<MarkState>,
-    turns: Turns,
+    flushes: GroupFlush,
     fence: Fence,
     /// Whether the drop releases the sketch's space.
     discarded: AtomicBool,
@@ -115,12 +115,12 @@ impl Packed {
             Ok(disk) => Ok(Self::new(shared, file, disk, mark)),
             Err(error) => {
                 if let Err(error) = file.storage.empty(size) {
-                    shared.log("a file that could not become a sketch", &error);
+                    shared.log("cannot undo the creation of a sketch", &error);
                 }
                 if let Ok(modified) = modified {
                     let _ = file.host.content().set_modified(modified);
                 }
-                take_back(shared, &*file.host);
+                restore_copy(shared, &*file.host);
                 Err(error)
             }
         }
@@ -141,7 +141,7 @@ impl Packed {
         }
         if mark.size > MOST_BYTES {
             return Err(SketchError::Unsupported {
-                what: "a size in bytes of",
+                field: "size in bytes of",
                 value: mark.size,
             });
         }
@@ -185,7 +185,7 @@ impl Packed {
             changes: AtomicU64::new(0),
             recorded: AtomicU64::new(0),
             mark: Mutex::new(MarkState::new(mark)),
-            turns: Turns::default(),
+            flushes: GroupFlush::default(),
             fence: Fence::default(),
             discarded: AtomicBool::new(false),
         })
@@ -262,7 +262,7 @@ impl Packed {
         if let Err(error) = self.disk.write_zeroes(size, end - size, Space::Free) {
             // The rest is not valid any more. The next growth of the file zeroes it.
             self.shared
-                .log("a file that was cut", &SketchError::from(error));
+                .log("cannot finish a truncation", &SketchError::from(error));
             self.is_clean.store(false, Ordering::Release);
         }
         Ok(())
@@ -303,7 +303,7 @@ impl Packed {
     fn flush_once(&self, how: Durability) -> Result<(), SketchError> {
         self.fence.check()?;
         self.shared.counters.flushes.fetch_add(1, Ordering::Relaxed);
-        self.unseen(|| self.record())?;
+        self.preserve_time(|| self.record())?;
         let mut state = lock(&self.mark);
         if how == Durability::Durable && state.unsynced {
             self.fence.sync(|| self.host.content().sync_all())?;
@@ -341,8 +341,11 @@ impl Packed {
 
     /// Runs `work`, which writes to the host's file without a change of the sketch's content, and
     /// restores the file's time.
-    fn unseen(&self, work: impl FnOnce() -> Result<(), SketchError>) -> Result<(), SketchError> {
-        self.times.hold().unseen(self.host.content(), work)
+    fn preserve_time(
+        &self,
+        work: impl FnOnce() -> Result<(), SketchError>,
+    ) -> Result<(), SketchError> {
+        self.times.hold().preserve_time(self.host.content(), work)
     }
 
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<usize, SketchError> {
@@ -411,11 +414,11 @@ impl Files {
     }
 
     fn open_disk(&self, shared: &Shared) -> Result<Disk, SketchError> {
-        let given = Given(&self.lower);
+        let backing = LowerBacking(&self.lower);
         Ok(Disk::open(
             self.storage.clone(),
             &open_options(shared),
-            &given,
+            &backing,
         )?)
     }
 
@@ -455,9 +458,9 @@ fn open_options(shared: &Shared) -> OpenOptions {
 }
 
 /// Provides the lower file as the backing.
-struct Given<'a>(&'a Arc<LowerDevice>);
+struct LowerBacking<'a>(&'a Arc<LowerDevice>);
 
-impl BackingResolver for Given<'_> {
+impl BackingResolver for LowerBacking<'_> {
     fn resolve(&self, _: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, bcow::Error> {
         Ok(Some(self.0.clone()))
     }
@@ -481,7 +484,7 @@ impl Sketch for Packed {
             false => None,
         };
         match held {
-            Some(times) => times.unseen(self.host.content(), || self.read(offset, buf)),
+            Some(times) => times.preserve_time(self.host.content(), || self.read(offset, buf)),
             None => self.read(offset, buf),
         }
     }
@@ -537,7 +540,7 @@ impl Sketch for Packed {
     fn allocate(&self, _: u64, _: u64, _: KeepSize) -> Result<(), SketchError> {
         // The BCoW file chooses the place of a block when the block is written.
         Err(SketchError::Host {
-            action: "take space for a packed sketch",
+            action: "allocate space for a packed sketch",
             errno: Errno::OPNOTSUPP,
         })
     }
@@ -556,14 +559,14 @@ impl Sketch for Packed {
         })
     }
     fn settle(&self) -> Result<(), SketchError> {
-        self.unseen(|| Ok(self.disk.settle()?))
+        self.preserve_time(|| Ok(self.disk.settle()?))
     }
     fn hold_times(&self, work: &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno> {
         let _held = self.times.hold();
         work()
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
-        self.turns.take(|| {
+        self.flushes.join(|| {
             let changes = self.changes.load(Ordering::Acquire);
             let flushed = self.flush_once(how);
             let recorded = flushed.as_ref().map_or(NOT_RECORDED, |()| changes);
@@ -571,10 +574,10 @@ impl Sketch for Packed {
             flushed
         })
     }
-    fn rest(&self, how: Durability) -> Result<(), SketchError> {
+    fn quiesce(&self, how: Durability) -> Result<(), SketchError> {
         self.flush(how)?;
         // Otherwise the next open would fold the log of the BCoW file, which is a write.
-        self.unseen(|| Ok(self.disk.rest()?))
+        self.preserve_time(|| Ok(self.disk.rest()?))
     }
     fn confirm(&self) -> Result<(), SketchError> {
         // The BCoW file records this itself.
@@ -596,11 +599,9 @@ impl Sketch for Packed {
             blocks,
             present: blocks.saturating_sub(below.div_ceil(BLOCK_BYTES)),
             in_transit: self.disk.statistics().waiting_blocks,
-            stored_bytes: self
-                .host
-                .content()
-                .stored_bytes()
-                .map_err(|error| SketchError::host("look at the space of a sketch", &error))?,
+            stored_bytes: self.host.content().stored_bytes().map_err(|error| {
+                SketchError::host("read the allocated size of a sketch", &error)
+            })?,
         })
     }
     fn is_complete(&self) -> Result<bool, SketchError> {
@@ -621,7 +622,7 @@ impl Sketch for Packed {
     }
 }
 
-impl Kept for Packed {
+impl Fillable for Packed {
     fn fill_some(&self, _: usize) -> Option<Instant> {
         // The BCoW file completes its blocks itself.
         None
@@ -643,8 +644,8 @@ impl Drop for Packed {
         if self.discarded.load(Ordering::Acquire)
             && let Err(error) = self.storage.release()
         {
-            self.shared.log("a sketch that is closed", &error);
+            self.shared.log("cannot close a sketch", &error);
         }
-        self.shared.leave(self.id);
+        self.shared.unregister(self.id);
     }
 }

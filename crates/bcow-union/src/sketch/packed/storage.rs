@@ -130,7 +130,7 @@ impl Storage for HostStorage {
     }
 
     fn set_len(&self, bytes: u64) -> io::Result<()> {
-        self.look()?;
+        self.examine()?;
         self.content().set_size(bytes)?;
         self.stored.truncated(bytes);
         Ok(())
@@ -144,7 +144,7 @@ impl Storage for HostStorage {
     }
 
     fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
-        self.look()?;
+        self.examine()?;
         match self.content().punch(offset, bytes) {
             Ok(()) => {
                 self.stored.punched(offset..offset + bytes);
@@ -155,14 +155,14 @@ impl Storage for HostStorage {
         }
     }
     fn unasked(&self, work: &mut dyn FnMut()) {
-        self.times.hold().unseen(self.content(), work);
+        self.times.hold().preserve_time(self.content(), work);
     }
 }
 
 impl HostStorage {
-    fn look(&self) -> io::Result<()> {
+    fn examine(&self) -> io::Result<()> {
         self.stored
-            .look(self.content())
+            .examine(self.content())
             .map_err(|error| io::Error::from(error.errno()))
     }
 }

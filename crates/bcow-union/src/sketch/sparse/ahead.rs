@@ -36,7 +36,7 @@ impl Sparse {
     ///
     /// Does nothing if the upper has a size limit: the space under the limit belongs to the
     /// program.
-    pub(super) fn go_ahead(&self, frame: &Frame) {
+    pub(super) fn complete_ahead(&self, frame: &Frame) {
         let most = self.shared.options.ahead_blocks;
         if most == 0 || self.shared.account.limit().is_some() || !frame.marked {
             return;
@@ -69,7 +69,7 @@ impl Sparse {
         let _ = self
             .times
             .hold()
-            .unseen(self.content(), || self.fetch(frame, new.end..end));
+            .preserve_time(self.content(), || self.fetch(frame, new.end..end));
     }
 
     /// Copies unwritten blocks from the lower file and marks them as present.

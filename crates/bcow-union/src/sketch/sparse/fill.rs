@@ -4,7 +4,7 @@ use bcow::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::super::locks::{lock, read};
-use super::super::shared::By;
+use super::super::shared::Completer;
 use super::super::{Sketch, SketchError};
 use super::{Frame, Sparse};
 use crate::blocks::BLOCK_BYTES;
@@ -13,7 +13,12 @@ use crate::host::write_all;
 impl Sparse {
     /// Completes a block if it is in transit. The function does not hold the block's stripe while
     /// it reads the lower file.
-    pub(super) fn complete(&self, frame: &Frame, block: u64, by: By) -> Result<(), SketchError> {
+    pub(super) fn complete(
+        &self,
+        frame: &Frame,
+        block: u64,
+        by: Completer,
+    ) -> Result<(), SketchError> {
         let start = block * BLOCK_BYTES;
         let gaps = match self.stripe(block).get(&block) {
             Some(transit) => transit.written.gaps(self.length(block)),
@@ -60,7 +65,7 @@ impl Sparse {
         let times = self.times.hold();
         match self.in_transit.load(Ordering::Acquire) {
             0 => Ok(()),
-            _ => times.unseen(self.content(), || self.complete_stripes(frame)),
+            _ => times.preserve_time(self.content(), || self.complete_stripes(frame)),
         }
     }
 
@@ -69,7 +74,7 @@ impl Sparse {
         for stripe in &self.stripes {
             let blocks: Vec<u64> = lock(stripe).keys().copied().collect();
             for block in blocks {
-                let completed = self.complete(frame, block, By::Flush);
+                let completed = self.complete(frame, block, Completer::Flush);
                 result = result.and(completed);
             }
         }
@@ -83,7 +88,7 @@ impl Sparse {
         self.queued.store(false, Ordering::Release);
         let frame = read(&self.gate);
         let times = self.times.hold();
-        times.unseen(self.content(), || self.complete_due(&frame, most))
+        times.preserve_time(self.content(), || self.complete_due(&frame, most))
     }
 
     fn complete_due(&self, frame: &Frame, most: usize) -> Option<Instant> {
@@ -95,7 +100,7 @@ impl Sparse {
             let behind = self.shared.is_behind();
             let mut due = Vec::new();
             for (block, transit) in lock(stripe).iter() {
-                if transit.given_up {
+                if transit.has_failed {
                     continue;
                 }
                 let when = transit.since + delay;
@@ -107,10 +112,10 @@ impl Sparse {
             }
             left -= due.len();
             for block in due {
-                if let Err(error) = self.complete(frame, block, By::Background) {
-                    self.shared.log("a block could not be completed", &error);
+                if let Err(error) = self.complete(frame, block, Completer::Background) {
+                    self.shared.log("cannot complete a block", &error);
                     if let Some(transit) = lock(stripe).get_mut(&block) {
-                        transit.given_up = true;
+                        transit.has_failed = true;
                     }
                 }
             }

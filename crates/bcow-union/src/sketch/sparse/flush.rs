@@ -25,14 +25,14 @@ impl Sparse {
         // After an error, the flush still completes and records the other blocks.
         let completed = self.complete_all(&frame);
         if how == Durability::Durable {
-            self.go_ahead(&frame);
+            self.complete_ahead(&frame);
         }
         let (new, all) = self.take_unrecorded(map.wants_all());
         drop(frame);
         if how == Durability::Durable
             && let Err(error) = self.sync_host()
         {
-            self.give_back(&new);
+            self.return_unrecorded(&new);
             return Err(error);
         }
         if !marked {
@@ -42,7 +42,7 @@ impl Sparse {
             Durability::Durable => Barriers::Use,
             Durability::Volatile => Barriers::None,
         };
-        if !new.is_empty() || map.is_spoilt() {
+        if !new.is_empty() || map.has_dirty_tail() {
             let blocks = all.as_ref().unwrap_or(&new);
             match map.record(blocks, barriers) {
                 Ok(rewritten) => {
@@ -50,7 +50,7 @@ impl Sparse {
                     compacted.fetch_add(u64::from(rewritten), Ordering::Relaxed);
                 }
                 Err(error) => {
-                    self.give_back(&new);
+                    self.return_unrecorded(&new);
                     return Err(error);
                 }
             }
@@ -75,7 +75,7 @@ impl Sparse {
         let is_recorded = || {
             self.in_transit.load(Ordering::Acquire) == 0
                 && read(&self.presence).unrecorded.is_empty()
-                && !map.is_spoilt()
+                && !map.has_dirty_tail()
                 // Without the mark, the next open ignores the map.
                 && (!map.exists() || lock(&self.mark).written.map_exists)
                 && (map.is_synced() || !self.shared.options.durable)
@@ -92,7 +92,7 @@ impl Sparse {
         (new, all)
     }
 
-    fn give_back(&self, new: &BlockSet) {
+    fn return_unrecorded(&self, new: &BlockSet) {
         write(&self.presence).unrecorded.extend(new);
     }
 
@@ -124,7 +124,7 @@ impl Sparse {
     }
 
     /// Whether no byte of the lower file is visible.
-    pub(super) fn lacks_nothing(&self, frame: &Frame) -> bool {
+    pub(super) fn covers_lower(&self, frame: &Frame) -> bool {
         read(&self.presence).present.len() == frame.covered()
     }
 
@@ -135,7 +135,7 @@ impl Sparse {
             return Ok(true);
         }
         self.fence.check()?;
-        if !self.lacks_nothing(&frame) {
+        if !self.covers_lower(&frame) {
             return Ok(false);
         }
         let durable = self.shared.options.durable;
@@ -145,7 +145,7 @@ impl Sparse {
         self.host
             .remove_marks()
             .map_err(|error| SketchError::host("remove the marks of a sketch", &error))?;
-        self.leave(&mut frame);
+        self.detach_lower(&mut frame);
         if durable {
             // The map is still needed until the removal of the marks is durable: later fdatasync
             // calls on the plain file need not include the marks.
@@ -153,10 +153,12 @@ impl Sparse {
         }
         if let Err(error) = map.remove() {
             // A later fsck of the upper reports and removes the leaked map.
-            self.shared.log("a map that nobody needs", &error);
+            self.shared
+                .log("cannot remove the map of a promoted sketch", &error);
         }
-        if let Err(error) = self.stored.let_go(self.content()) {
-            self.shared.log("the space of a plain file", &error.into());
+        if let Err(error) = self.stored.stop_tracking(self.content()) {
+            self.shared
+                .log("cannot count the space of a plain file", &error.into());
         }
         let promotions = &self.shared.counters.promotions;
         promotions.fetch_add(1, Ordering::Relaxed);
@@ -166,7 +168,7 @@ impl Sparse {
     }
 
     /// Removes the map of a file that has no name any more.
-    pub(super) fn forget_map(&self) -> Result<(), SketchError> {
+    pub(super) fn remove_map(&self) -> Result<(), SketchError> {
         let mut map = lock(&self.map);
         let mut frame = write(&self.gate);
         frame.marked = false;
@@ -178,7 +180,7 @@ impl Sparse {
     }
 
     /// Makes the sketch behave as a plain file.
-    fn leave(&self, frame: &mut Frame) {
+    fn detach_lower(&self, frame: &mut Frame) {
         let counters = &self.shared.counters;
         counters
             .lower_bytes

@@ -46,10 +46,10 @@ use std::time::Instant;
 use rustix::io::Errno;
 
 use super::host::MarkedFile;
-use super::locks::{Turns, lock, read, write};
+use super::locks::{GroupFlush, lock, read, write};
 use super::map::Map;
-use super::mark::{Fence, MarkState, make_fit, mark_new, size_of};
-use super::shared::{Kept, Shared};
+use super::mark::{Fence, MarkState, fit_size, mark_new, size_of};
+use super::shared::{Fillable, Shared};
 use super::times::Times;
 use super::transit::Stripe;
 use super::{
@@ -83,9 +83,9 @@ pub(super) struct Sparse {
     mark: Mutex<MarkState>,
     /// Whether the mark's limit is larger than `limit`. The mark must be written before the file
     /// may grow.
-    mark_is_late: AtomicBool,
+    mark_is_stale: AtomicBool,
     map: Mutex<Map>,
-    turns: Turns,
+    flushes: GroupFlush,
     fence: Fence,
     /// The positions of recent flushes. A leaf.
     ahead: Mutex<ahead::Ahead>,
@@ -134,7 +134,7 @@ impl Sparse {
         lower: Arc<dyn Lower>,
     ) -> Result<Arc<Self>, SketchError> {
         let size = lower.size();
-        make_fit(
+        fit_size(
             &*host,
             &StoredBlocks::new(Arc::clone(&shared.account)),
             size,
@@ -163,7 +163,7 @@ impl Sparse {
     ) -> Result<Arc<Self>, SketchError> {
         if 1u64.checked_shl(mark.block_shift.into()) != Some(BLOCK_BYTES) {
             return Err(SketchError::Unsupported {
-                what: "a block size of 2 to the power of",
+                field: "block size of 2 to the power of",
                 value: mark.block_shift.into(),
             });
         }
@@ -219,9 +219,9 @@ impl Sparse {
             in_transit: AtomicU64::new(0),
             stored: StoredBlocks::new(Arc::clone(&shared.account)),
             mark: Mutex::new(MarkState::new(mark)),
-            mark_is_late: AtomicBool::new(limit < mark.lower_limit),
+            mark_is_stale: AtomicBool::new(limit < mark.lower_limit),
             map: Mutex::new(map),
-            turns: Turns::default(),
+            flushes: GroupFlush::default(),
             fence: Fence::default(),
             ahead: Mutex::default(),
             times: Times::default(),
@@ -320,7 +320,7 @@ impl Sketch for Sparse {
         self.take_space(offset, length, size)
     }
     fn seek(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
-        self.find_next(offset, what)
+        self.seek_next(offset, what)
     }
     fn settle(&self) -> Result<(), SketchError> {
         self.complete_all(&read(&self.gate))
@@ -331,11 +331,11 @@ impl Sketch for Sparse {
     }
     fn flush(&self, how: Durability) -> Result<(), SketchError> {
         match how {
-            Durability::Durable => self.turns.take(|| self.flush_once(how)),
+            Durability::Durable => self.flushes.join(|| self.flush_once(how)),
             Durability::Volatile => self.flush_once(how),
         }
     }
-    fn rest(&self, how: Durability) -> Result<(), SketchError> {
+    fn quiesce(&self, how: Durability) -> Result<(), SketchError> {
         // An open only reads the host's file.
         self.flush(how)
     }
@@ -356,27 +356,26 @@ impl Sketch for Sparse {
             blocks,
             present: present + blocks.saturating_sub(frame.covered()),
             in_transit: self.in_transit.load(Ordering::Relaxed),
-            stored_bytes: self
-                .content()
-                .stored_bytes()
-                .map_err(|error| SketchError::host("look at the space of a sketch", &error))?,
+            stored_bytes: self.content().stored_bytes().map_err(|error| {
+                SketchError::host("read the allocated size of a sketch", &error)
+            })?,
         })
     }
     fn is_complete(&self) -> Result<bool, SketchError> {
-        Ok(self.lacks_nothing(&read(&self.gate)))
+        Ok(self.covers_lower(&read(&self.gate)))
     }
     fn promote(&self) -> Result<bool, SketchError> {
         self.make_plain()
     }
     fn discard(&self) -> Result<(), SketchError> {
-        self.forget_map()
+        self.remove_map()
     }
     fn copy_out(&self, to: &File) -> Result<u64, SketchError> {
         copy::copy_out(self, to)
     }
 }
 
-impl Kept for Sparse {
+impl Fillable for Sparse {
     fn fill_some(&self, most: usize) -> Option<Instant> {
         self.fill_due(most)
     }
@@ -407,13 +406,13 @@ impl Drop for Sparse {
                 .release_all(self.content())
                 .map_err(SketchError::from),
             false => {
-                let released = self.stored.let_go(self.content());
+                let released = self.stored.stop_tracking(self.content());
                 self.confirm().and(released.map_err(SketchError::from))
             }
         };
         if let Err(error) = left {
-            self.shared.log("a sketch that is closed", &error);
+            self.shared.log("cannot close a sketch", &error);
         }
-        self.shared.leave(self.id);
+        self.shared.unregister(self.id);
     }
 }

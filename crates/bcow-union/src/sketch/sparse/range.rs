@@ -28,17 +28,17 @@ impl Sparse {
             self.before_growth(frame)?;
             self.content()
                 .set_size(size)
-                .map_err(|error| SketchError::host("lengthen a sketch", &error))?;
+                .map_err(|error| SketchError::host("extend a sketch", &error))?;
             self.size.store(size, Ordering::Release);
         }
         Ok(())
     }
 
     fn cut(&self, frame: &mut Frame, size: u64) -> Result<(), SketchError> {
-        self.stored.look(self.content())?;
+        self.stored.examine(self.content())?;
         self.content()
             .set_size(size)
-            .map_err(|error| SketchError::host("cut a sketch", &error))?;
+            .map_err(|error| SketchError::host("truncate a sketch", &error))?;
         self.size.store(size, Ordering::Release);
         self.stored.truncated(size);
         self.end_transit(size.div_ceil(BLOCK_BYTES)..u64::MAX);
@@ -65,7 +65,7 @@ impl Sparse {
                 .lower_bytes
                 .fetch_sub(frame.limit - size, Ordering::Relaxed);
             frame.limit = size;
-            self.mark_is_late.store(true, Ordering::Release);
+            self.mark_is_stale.store(true, Ordering::Release);
             let mut presence = write(&self.presence);
             let gone = presence.present.remove(frame.covered()..u64::MAX);
             presence.unrecorded.remove(frame.covered()..u64::MAX);
@@ -73,7 +73,7 @@ impl Sparse {
             drop(presence);
             // If this fails, the next growth of the file tries it again.
             if let Err(error) = self.before_growth(frame) {
-                self.shared.log("a file that was cut", &error);
+                self.shared.log("cannot finish a truncation", &error);
             }
         }
         Ok(())
@@ -146,7 +146,7 @@ impl Sparse {
 
     /// Punches a hole into the host's file, or writes zeros if the host cannot punch holes.
     fn punch(&self, frame: &Frame, hole: Range<u64>) -> Result<(), SketchError> {
-        self.stored.look(self.content())?;
+        self.stored.examine(self.content())?;
         match self.content().punch(hole.start, hole.end - hole.start) {
             Ok(()) => {
                 self.stored.punched(hole);
@@ -155,7 +155,7 @@ impl Sparse {
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
                 self.write_zeros(frame, hole.start..hole.end.min(self.size()))
             }
-            Err(error) => Err(SketchError::host("make a hole in a sketch", &error)),
+            Err(error) => Err(SketchError::host("punch a hole in a sketch", &error)),
         }
     }
 
@@ -195,7 +195,7 @@ impl Sparse {
         let allocated = self.content().allocate(offset, length);
         if let Err(error) = allocated {
             self.stored.undo(reserved, 0);
-            return Err(SketchError::host("take space for a sketch", &error));
+            return Err(SketchError::host("allocate space for a sketch", &error));
         }
         match size {
             KeepSize::Grow => self.grow(&frame, end),

@@ -1,7 +1,7 @@
 //! Reads and seeks in a sparse sketch.
 
 use super::super::locks::read;
-use super::super::shared::By;
+use super::super::shared::Completer;
 use super::super::{Sketch, SketchError};
 use super::{Frame, Source, Sparse};
 use crate::Seek;
@@ -34,7 +34,7 @@ impl Sparse {
 
     pub(super) fn read_host(&self, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
         read_all(self.content(), at, buf)
-            .map_err(|error| SketchError::host("read what a sketch stores", &error))
+            .map_err(|error| SketchError::host("read the stored data of a sketch", &error))
     }
 
     /// Reads the visible bytes of the lower file, and zeros behind `limit`.
@@ -60,10 +60,11 @@ impl Sparse {
         let block = at / BLOCK_BYTES;
         // The read does not wait for another thread that completes blocks, because that thread may
         // have many of them.
-        let completed = self
-            .times
-            .try_hold()
-            .map(|times| times.unseen(self.content(), || self.complete(frame, block, By::Reader)));
+        let completed = self.times.try_hold().map(|times| {
+            times.preserve_time(self.content(), || {
+                self.complete(frame, block, Completer::Reader)
+            })
+        });
         match completed {
             Some(Ok(())) => self.read_host(at, buf),
             // The other cases are that another thread holds the times, that the host has no room
@@ -93,7 +94,7 @@ impl Sparse {
         Ok(())
     }
 
-    pub(super) fn find_next(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
+    pub(super) fn seek_next(&self, offset: u64, what: Seek) -> Result<Option<u64>, SketchError> {
         let frame = read(&self.gate);
         let size = self.size();
         if offset >= size {

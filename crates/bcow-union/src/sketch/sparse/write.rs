@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::super::locks::{lock, read};
-use super::super::shared::{By, Kept};
+use super::super::shared::{Completer, Fillable};
 use super::super::transit::{Stripe, Transit, Written};
 use super::super::{Sketch, SketchError, SketchMark};
 use super::{Frame, Sparse, UNIT_BLOCKS, end_of};
@@ -136,7 +136,7 @@ impl Sparse {
                     Transit {
                         written: Written::default(),
                         since: Instant::now(),
-                        given_up: false,
+                        has_failed: false,
                     }
                 });
                 transit.written.insert(range);
@@ -178,13 +178,13 @@ impl Sparse {
         if self.shared.is_behind() {
             // The write itself succeeded. The next read or flush that needs the block meets the
             // error again.
-            let _ = self.complete(frame, block, By::Writer);
+            let _ = self.complete(frame, block, Completer::Writer);
             return;
         }
         if !self.queued.swap(true, Ordering::AcqRel)
             && let Some(me) = self.me.upgrade()
         {
-            let me: Arc<dyn Kept> = me;
+            let me: Arc<dyn Fillable> = me;
             self.shared.fill_later(Arc::downgrade(&me));
         }
     }
@@ -192,7 +192,7 @@ impl Sparse {
     /// Writes the reduced limit into the mark, if a truncation could not. The caller does this
     /// before the file grows.
     pub(super) fn before_growth(&self, frame: &Frame) -> Result<(), SketchError> {
-        if !self.mark_is_late.load(Ordering::Acquire) || !frame.marked {
+        if !self.mark_is_stale.load(Ordering::Acquire) || !frame.marked {
             return Ok(());
         }
         let mut state = lock(&self.mark);
@@ -201,7 +201,7 @@ impl Sparse {
             ..state.written
         };
         state.change(&*self.host, mark)?;
-        self.mark_is_late.store(false, Ordering::Release);
+        self.mark_is_stale.store(false, Ordering::Release);
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{Found, Room};
+use super::{DataBlocks, Reservation};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::Attribute;
 
@@ -31,49 +31,59 @@ const SHARDS: usize = 16;
 
 /// The bytes beside the data, by inode number. Inodes with zero bytes have no entry.
 #[derive(Debug)]
-pub struct Beside {
+pub struct Overhead {
     /// Held while an inode is examined, so that the last examination determines the figure. A leaf.
     shards: [Mutex<HashMap<u64, u64>>; SHARDS],
-    footing: OnceLock<Footing>,
+    host: OnceLock<HostInodes>,
 }
 
-impl Default for Beside {
+impl Default for Overhead {
     fn default() -> Self {
-        Beside {
+        Overhead {
             shards: std::array::from_fn(|_| Mutex::default()),
-            footing: OnceLock::new(),
+            host: OnceLock::new(),
         }
     }
 }
 
 /// Properties of the host.
 #[derive(Debug, Default)]
-pub struct Footing {
+pub struct HostInodes {
     /// Bytes that the directories of an empty upper take, by inode number. They do not count.
-    pub spared: Vec<(u64, u64)>,
+    pub exempt: Vec<(u64, u64)>,
     /// Whether the inodes have no place for attributes, so that the smallest attribute takes a
     /// block.
     pub has_small_inodes: bool,
 }
 
-impl Beside {
+impl Overhead {
     /// Sets the host's properties. To be called once, before any inode is examined.
-    pub fn set_footing(&self, footing: Footing) {
-        let _ = self.footing.set(footing);
+    pub fn set_host_inodes(&self, host: HostInodes) {
+        let _ = self.host.set(host);
     }
 
     /// Examines an inode of the host and counts the difference to the last examination. `file` may
     /// be open with `O_PATH`.
-    pub fn settle(&self, file: impl AsFd, room: &mut Room<'_>) -> Result<(), Errno> {
-        self.look(file, None, room)
+    pub fn settle(&self, file: impl AsFd, room: &mut Reservation<'_>) -> Result<(), Errno> {
+        self.examine(file, None, room)
     }
 
-    /// As [`Beside::settle`], for an inode whose data takes `data` bytes.
-    pub fn count(&self, file: impl AsFd, data: u64, room: &mut Room<'_>) -> Result<(), Errno> {
-        self.look(file, Some(data), room)
+    /// As [`Overhead::settle`], for an inode whose data takes `data` bytes.
+    pub fn count(
+        &self,
+        file: impl AsFd,
+        data: u64,
+        room: &mut Reservation<'_>,
+    ) -> Result<(), Errno> {
+        self.examine(file, Some(data), room)
     }
 
-    fn look(&self, file: impl AsFd, data: Option<u64>, room: &mut Room<'_>) -> Result<(), Errno> {
+    fn examine(
+        &self,
+        file: impl AsFd,
+        data: Option<u64>,
+        room: &mut Reservation<'_>,
+    ) -> Result<(), Errno> {
         let file = file.as_fd();
         let inode = rustix::fs::fstat(file)?.st_ino;
         let mut shard = self.shard(inode);
@@ -83,7 +93,7 @@ impl Beside {
         let stat = rustix::fs::fstat(file)?;
         let host = u64::try_from(stat.st_blocks).unwrap_or(0) * 512;
         let attributes = stored_attributes(file)?;
-        let has_small_inodes = self.footing().is_some_and(|host| host.has_small_inodes);
+        let has_small_inodes = self.host().is_some_and(|host| host.has_small_inodes);
         let mut outside = attributes_take(attributes);
         let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
         if is_file && attributes > 0 && outside == 0 {
@@ -102,7 +112,7 @@ impl Beside {
             FileType::Directory => {
                 let entries = size.max(1).next_multiple_of(BLOCK_BYTES);
                 host.max(entries + attributes_take(attributes))
-                    .saturating_sub(self.spared(inode))
+                    .saturating_sub(self.exempt(inode))
             }
             FileType::Symlink => host.max(target_takes(size) + attributes_take(attributes)),
             _ => host.max(attributes_take(attributes)),
@@ -130,13 +140,13 @@ impl Beside {
         self.shard(inode).remove(&inode).unwrap_or(0)
     }
 
-    fn footing(&self) -> Option<&Footing> {
-        self.footing.get()
+    fn host(&self) -> Option<&HostInodes> {
+        self.host.get()
     }
 
-    fn spared(&self, inode: u64) -> u64 {
-        let spared = self.footing().map_or(&[][..], |host| &host.spared);
-        let found = spared.iter().find(|(number, _)| *number == inode);
+    fn exempt(&self, inode: u64) -> u64 {
+        let exempt = self.host().map_or(&[][..], |host| &host.exempt);
+        let found = exempt.iter().find(|(number, _)| *number == inode);
         found.map_or(0, |(_, bytes)| *bytes)
     }
 
@@ -152,7 +162,7 @@ fn data_in(file: BorrowedFd<'_>) -> Result<u64, Errno> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-    let found = Found::look(&file).map_err(|error| error.errno())?;
+    let found = DataBlocks::scan(&file).map_err(|error| error.errno())?;
     Ok(found.bytes())
 }
 
@@ -207,26 +217,26 @@ pub fn stored_attributes(file: impl AsFd) -> Result<u64, Errno> {
 mod tests {
     use super::*;
     use crate::account::Account;
-    use crate::upper::SetHow;
+    use crate::upper::XattrMode;
 
     #[test]
     fn attributes_count_when_they_leave_the_inode_and_until_the_last_is_gone() {
         let file = tempfile::tempfile().unwrap();
         let at = Attribute::Path(file.as_fd());
-        if at.set(b"user.a", &[1; 60], SetHow::Any).is_err() {
+        if at.set(b"user.a", &[1; 60], XattrMode::Any).is_err() {
             // The host does not support attributes.
             return;
         }
         let account = Account::new(Some(1 << 20));
         let blocks = || {
             account
-                .beside
-                .settle(&file, &mut account.no_room())
+                .overhead
+                .settle(&file, &mut account.unreserved())
                 .unwrap();
             account.used() / BLOCK_BYTES
         };
         assert_eq!(blocks(), 0);
-        at.set(b"user.b", &[1; 60], SetHow::Any).unwrap();
+        at.set(b"user.b", &[1; 60], XattrMode::Any).unwrap();
         assert_eq!(blocks(), 1);
         at.remove(b"user.a").unwrap();
         assert_eq!(blocks(), 1);
@@ -245,17 +255,17 @@ mod tests {
         account.add_inode();
         for _ in 0..2 {
             account
-                .beside
-                .settle(&link, &mut account.no_room())
+                .overhead
+                .settle(&link, &mut account.unreserved())
                 .unwrap();
             assert_eq!((account.used(), account.inodes()), (BLOCK_BYTES, 1));
         }
-        account.inode_gone(rustix::fs::fstat(&link).unwrap().st_ino);
+        account.release_inode(rustix::fs::fstat(&link).unwrap().st_ino);
         assert_eq!((account.used(), account.inodes()), (0, 0));
     }
 
     #[test]
-    fn what_fits_into_an_inode_takes_no_block() {
+    fn attributes_inside_the_inode_take_no_block() {
         assert_eq!((target_takes(59), target_takes(60)), (0, BLOCK_BYTES));
         assert_eq!(attribute_bytes(b"trusted.a", 68), 88);
         assert_eq!((attributes_take(88), attributes_take(89)), (0, BLOCK_BYTES));

@@ -1,10 +1,10 @@
 //! Reservations for new files.
 
-use super::{Account, NoRoom, add, take_up_to};
+use super::{Account, ReserveError, add, take_up_to};
 
 /// Bytes and inodes that are reserved for a new file. The drop releases the unused part.
 #[derive(Debug)]
-pub struct Room<'a> {
+pub struct Reservation<'a> {
     account: &'a Account,
     bytes: u64,
     inodes: u64,
@@ -12,12 +12,12 @@ pub struct Room<'a> {
 
 impl Account {
     /// Reserves bytes and inodes. Fails and reserves nothing if a limit leaves no room.
-    pub fn reserve(&self, bytes: u64, inodes: u64) -> Result<Room<'_>, NoRoom> {
-        let mut room = self.no_room();
-        self.charge(bytes).map_err(NoRoom::Bytes)?;
+    pub fn reserve(&self, bytes: u64, inodes: u64) -> Result<Reservation<'_>, ReserveError> {
+        let mut room = self.unreserved();
+        self.charge(bytes).map_err(ReserveError::Bytes)?;
         room.bytes = bytes;
         if take_up_to(&self.inodes, self.inode_limit, inodes, inodes) < inodes {
-            return Err(NoRoom::Inodes {
+            return Err(ReserveError::Inodes {
                 used: self.inodes(),
                 limit: self.inode_limit.unwrap_or(u64::MAX),
             });
@@ -27,8 +27,8 @@ impl Account {
     }
 
     /// An empty reservation: use of it is counted even above the limit.
-    pub fn no_room(&self) -> Room<'_> {
-        Room {
+    pub fn unreserved(&self) -> Reservation<'_> {
+        Reservation {
             account: self,
             bytes: 0,
             inodes: 0,
@@ -36,7 +36,7 @@ impl Account {
     }
 }
 
-impl<'a> Room<'a> {
+impl<'a> Reservation<'a> {
     pub(super) fn account(&self) -> &'a Account {
         self.account
     }
@@ -58,7 +58,7 @@ impl<'a> Room<'a> {
     }
 }
 
-impl Drop for Room<'_> {
+impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         self.account.release(self.bytes);
         self.account.release_inodes(self.inodes);
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_is_not_used_is_given_back() {
+    fn unused_reservation_is_released() {
         let account = account();
         let mut room = account.reserve(8 * 4096, 2).unwrap();
         assert_eq!((account.used(), account.inodes()), (8 * 4096, 2));
@@ -89,17 +89,17 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_for_want_of_inodes_takes_no_bytes() {
+    fn reservation_without_free_inodes_takes_no_bytes() {
         let account = account();
         let error = account.reserve(4096, 3).unwrap_err();
-        assert_eq!(error, NoRoom::Inodes { used: 0, limit: 2 });
+        assert_eq!(error, ReserveError::Inodes { used: 0, limit: 2 });
         assert_eq!((account.used(), account.inodes()), (0, 0));
         assert!(account.reserve(11 * 4096, 1).is_err());
         assert_eq!((account.used(), account.inodes()), (0, 0));
     }
 
     #[test]
-    fn what_takes_more_than_was_reserved_is_counted() {
+    fn use_above_the_reservation_is_counted() {
         let account = account();
         let mut room = account.reserve(4096, 1).unwrap();
         room.use_bytes(12 * 4096);

@@ -8,17 +8,17 @@ use rustix::fs::Stat;
 use crate::upper::Marks;
 
 /// Result of a lookup in the upper.
-pub(super) enum Above {
+pub(super) enum UpperEntry {
     /// The upper has no such name; the image's is visible.
-    Nothing,
+    Absent,
     /// A whiteout: the union has no such name.
     Whiteout,
     /// The upper has this object.
-    Found(Box<Found>),
+    Object(Box<UpperObject>),
 }
 
 /// An object in the upper.
-pub(super) struct Found {
+pub(super) struct UpperObject {
     /// The object, open with `O_PATH`.
     pub(super) file: File,
     pub(super) stat: Stat,
