@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bcow::lock::LockError;
 use bcow_oci::Limits;
 use bcow_union::offline::{Changes, ChangesError, Problem, Scope};
-use bcow_union::upper::{UpperError, UpperReader};
+use bcow_union::{UpperError, UpperReader};
 
 use crate::error::{CommandError, Context};
 use crate::image::OpenImage;

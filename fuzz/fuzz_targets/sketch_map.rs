@@ -3,8 +3,8 @@
 
 #![no_main]
 
-use bcow_union::blocks::BlockSet;
-use bcow_union::sketch::journal::{Header, Replay, SECTOR_BYTES, encode};
+use bcow_union::testing::blocks::BlockSet;
+use bcow_union::testing::sketch::journal::{Header, Replay, SECTOR_BYTES, encode};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -9,13 +9,12 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::{FileType, Filesystem, Inode, Nid};
 use bcow_union::errors::ErrorLog;
-use bcow_union::image::Image;
-use bcow_union::node::NodeId;
+use bcow_union::{Image, NodeId};
 use rustix::io::Errno;
 
+pub use bcow_union::COUNTED_EXTENTS;
 pub use bcow_union::Seek;
 pub use bcow_union::fs::Entry;
-pub use bcow_union::image::COUNTED_EXTENTS;
 
 /// Longest name of a directory entry, in bytes.
 const NAME_MAX: usize = 255;

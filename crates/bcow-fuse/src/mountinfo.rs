@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use bcow_union::mountinfo::unescape;
+use bcow_union::unescape;
 
 /// The file-system type of bcow mounts in `/proc/self/mountinfo`.
 pub(crate) const FS_TYPE: &str = "fuse.bcow";

@@ -11,11 +11,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow_union::Seek;
-use bcow_union::account::Account;
-use bcow_union::options::UnionOptions;
-use bcow_union::sketch::{Durability, Lower, SketchKind, Sketches};
-use bcow_union::upper::{ImageName, Instance};
+use bcow_union::testing::account::Account;
+use bcow_union::testing::sketch::{Durability, Lower, SketchKind, Sketches};
+use bcow_union::testing::upper::ImageName;
+use bcow_union::{Instance, Seek, UnionOptions};
 use rustix::io::Errno;
 
 const ROUNDS: usize = 60;

@@ -1,29 +1,72 @@
 //! A writable file system: a read-only image below, a directory of the host above (the upper), and
 //! block-level copy-on-write between them.
 //!
+//! # The path of a request
+//!
 //! [`fs::UnionFs`] answers the requests of a mount. Its tree is the union of the image's tree and
-//! of the upper's tree. The upper has the on-disk layout of overlayfs's upper directory
-//! ([`upper`]). A file of the image that was partly written is a [`sketch`]: the upper stores only
-//! the changed blocks.
+//! of the upper's tree. A request passes these layers downwards:
+//!
+//! ```text
+//! fs        names, attributes, content; copy-up, promotion, durability
+//! sketch    files of which the upper stores only the written blocks; the image has the rest
+//! account   space and inodes of the upper, against its limits
+//! upper     the directory on the host, with the format of overlayfs's upper directory
+//! image     the file system in the image
+//! ```
+//!
+//! [`offline`] reads and checks an upper that is not mounted. [`errors`] counts and logs failures.
+//!
+//! # Example
+//!
+//! Writes a file into the union of an image and a directory:
+//!
+//! ```no_run
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! use bcow_erofs::reader::Filesystem;
+//! use bcow_union::fs::{Caller, LowerImage, Privileges, UnionFs};
+//! use bcow_union::{NodeId, UnionOptions};
+//!
+//! fn example(image: Arc<Filesystem>, upper: &Path) -> Result<(), Box<dyn std::error::Error>> {
+//!     let lower = LowerImage {
+//!         fs: image,
+//!         identity: [7; 32],
+//!         name: "image.bcow".into(),
+//!     };
+//!     let union = UnionFs::open(lower, upper, "an example", &UnionOptions::default())?;
+//!     let caller = Caller { uid: 0, gid: 0, pid: 1, umask: 0o022 };
+//!     let file = union.create(&caller, NodeId::ROOT, b"hello", 0o644)?;
+//!     union.write(file.node, 0, b"Hello, world\n", Privileges::Drop)?;
+//!     union.close()?;
+//!     Ok(())
+//! }
+//! ```
 
-pub mod account;
-pub mod blocks;
-pub mod errno;
+mod account;
+mod blocks;
+mod errno;
 pub mod errors;
 pub mod fs;
-pub mod host;
-pub mod image;
+mod host;
+mod image;
 pub mod log;
-pub mod mountinfo;
-pub mod node;
+mod mountinfo;
+mod node;
 pub mod offline;
-pub mod options;
-pub mod sketch;
-pub mod upper;
+mod options;
+mod sketch;
+#[cfg(feature = "testing")]
+pub mod testing;
+mod upper;
 
+pub use image::{COUNTED_EXTENTS, Image};
+pub use mountinfo::unescape;
 pub use node::NodeId;
+pub use options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
+pub use upper::{Instance, META, UpperError, UpperReader};
 
-/// What `lseek` searches for (`SEEK_DATA`, `SEEK_HOLE`).
+/// The object of a search with `lseek` (`SEEK_DATA`, `SEEK_HOLE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Seek {
     /// The next stored byte.

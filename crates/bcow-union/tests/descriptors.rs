@@ -8,9 +8,8 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
 use bcow_testkit::{lacks_mkfs, make_erofs};
-use bcow_union::NodeId;
 use bcow_union::fs::{Caller, LowerImage, UnionFs};
-use bcow_union::options::UnionOptions;
+use bcow_union::{NodeId, UnionOptions};
 use rustix::process::{Resource, Rlimit};
 
 const ROOT: Caller = Caller {

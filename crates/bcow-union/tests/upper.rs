@@ -8,10 +8,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use bcow_testkit::lacks;
-use bcow_union::upper::{
-    Attribute, ImageName, Instance, Mark, Marks, Metacopy, Namespace, Origin, Provenance,
-    UpperError, UpperReader, XattrMode, is_whiteout,
+use bcow_union::testing::upper::{
+    Attribute, ImageName, Mark, Marks, Metacopy, Namespace, Origin, Provenance, XattrMode,
+    is_whiteout,
 };
+use bcow_union::{Instance, UpperError, UpperReader};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::thread::CapabilitySet;

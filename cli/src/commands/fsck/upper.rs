@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow_union::offline::check::{self, CheckedImage, Finding, Report, Severity};
-use bcow_union::upper::{Instance, META, UpperError, UpperReader};
+use bcow_union::{Instance, META, UpperError, UpperReader};
 use serde_json::json;
 
 use super::{Args, verdict};

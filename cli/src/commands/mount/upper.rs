@@ -6,10 +6,8 @@ use std::sync::Arc;
 
 use bcow_erofs::reader::Filesystem;
 use bcow_fuse::signals::Signals;
-use bcow_union::NodeId;
 use bcow_union::fs::{LowerImage, UnionFs};
-use bcow_union::options::{SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions};
-use bcow_union::upper::UpperError;
+use bcow_union::{NodeId, SMALL_BYTES, SketchChoice, SyncPolicy, UnionOptions, UpperError};
 
 use crate::commands::mount::{self, helper};
 use crate::error::{CommandError, Context};

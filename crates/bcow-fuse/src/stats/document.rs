@@ -5,9 +5,9 @@ use std::os::fd::RawFd;
 use std::time::Duration;
 
 use bcow::CacheFigures;
+use bcow_union::SyncPolicy;
 use bcow_union::errors::{self, ErrorKind, ErrorLog, RecordedError};
 use bcow_union::fs::Report;
-use bcow_union::options::SyncPolicy;
 use serde::{Deserialize, Serialize};
 
 use crate::outcome::Ending;

@@ -17,7 +17,7 @@ pub use overhead::{
     HostInodes, Overhead, attribute_bytes, attributes_take, stored_attributes, target_takes,
 };
 pub use reservation::Reservation;
-pub use stored::{DataBlocks, Reserved, StoredBlocks};
+pub use stored::{DataBlocks, StoredBlocks};
 
 /// Counts the bytes and inodes that an upper stores, against its limits. Bytes are counted in whole
 /// blocks of 4 KiB: blocks with data of files, and blocks beside the data ([`Overhead`]).
@@ -41,6 +41,7 @@ pub struct Account {
 
 impl Account {
     /// The account of an upper that may store `limit` bytes. Without a limit it only counts.
+    #[cfg(any(test, feature = "testing"))]
     pub fn new(limit: Option<u64>) -> Self {
         Self::with_limits(Limits {
             bytes: limit,

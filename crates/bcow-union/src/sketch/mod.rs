@@ -30,9 +30,7 @@ use crate::Seek;
 
 pub use crate::upper::{SketchKind, SketchMark};
 pub use error::{Damage, SketchError};
-pub use host::{MapStore, MarkedFile};
 pub use options::SketchOptions;
-pub use packed::LowerDevice;
 pub use sketches::{Sketches, Statistics};
 
 /// A file of the image. Its content never changes.

@@ -171,22 +171,22 @@ impl Instance {
     }
 
     /// The directory of the sketches' maps.
-    pub fn maps(&self) -> BorrowedFd<'_> {
+    pub(crate) fn maps(&self) -> BorrowedFd<'_> {
         self.maps.as_fd()
     }
 
     /// The directory of the index: files for which the image has several names.
-    pub fn index(&self) -> BorrowedFd<'_> {
+    pub(crate) fn index(&self) -> BorrowedFd<'_> {
         self.index.as_fd()
     }
 
     /// The directory of temporaries.
-    pub fn work(&self) -> BorrowedFd<'_> {
+    pub(crate) fn work(&self) -> BorrowedFd<'_> {
         self.work.as_fd()
     }
 
     /// The names of attributes.
-    pub fn names(&self) -> Names {
+    pub(crate) fn names(&self) -> Names {
         self.names
     }
 
@@ -196,7 +196,7 @@ impl Instance {
     }
 
     /// The place of owners.
-    pub fn ownership(&self) -> Ownership {
+    pub(crate) fn ownership(&self) -> Ownership {
         self.names.ownership
     }
 
@@ -212,7 +212,7 @@ impl Instance {
     }
 
     /// An unused name in the work directory.
-    pub fn temporary_name(&self) -> String {
+    pub(crate) fn temporary_name(&self) -> String {
         Temporary::name(&self.temporaries)
     }
 
@@ -261,7 +261,7 @@ impl Instance {
     }
 
     /// Creates a whiteout in the work directory.
-    pub fn temporary_whiteout(&self) -> Result<Temporary<'_>, Errno> {
+    pub(crate) fn temporary_whiteout(&self) -> Result<Temporary<'_>, Errno> {
         let name = self.temporary_name();
         self.link_whiteout(self.work(), name.as_bytes())?;
         let kind = FileType::CharacterDevice;
@@ -345,7 +345,7 @@ impl Instance {
     }
 
     /// Removes the kept whiteouts from the work directory.
-    pub fn remove_spare_whiteouts(&self) {
+    pub(crate) fn remove_spare_whiteouts(&self) {
         let mut kept = self.lock_whiteouts();
         for whiteout in [kept.current.take(), kept.spare.take()]
             .into_iter()

@@ -14,7 +14,7 @@ pub(crate) mod beneath;
 mod error;
 mod instance;
 mod lock;
-mod marks;
+pub mod marks;
 mod names;
 mod overlap;
 mod owner;
@@ -27,8 +27,7 @@ mod xattr;
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{ImageName, Instance, Provenance};
 pub use marks::{
-    Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SKETCH_MARK_BYTES,
-    SketchKind, SketchMark,
+    Mark, Marks, Metacopy, NlinkDelta, Origin, REDIRECT_NOWHERE, Redirect, SketchKind, SketchMark,
 };
 pub(crate) use names::{ACCESS_ACL, DEFAULT_ACL};
 pub use names::{Names, Namespace, Ownership};
@@ -36,7 +35,7 @@ pub use owner::{OVERRIDE, Override, OverrideKind, host_mode};
 pub use reader::UpperReader;
 pub use record::{Record, SCHEMA};
 pub(crate) use work::set_noatime;
-pub use work::{Temporary, is_whiteout, make_durable};
+pub use work::{Temporary, is_whiteout};
 pub use xattr::{Attribute, XattrMode};
 
 /// The directory in the upper's root for everything that is not part of the tree.

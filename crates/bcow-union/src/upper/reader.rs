@@ -111,7 +111,7 @@ impl UpperReader {
     }
 
     /// The root of the tree.
-    pub fn root(&self) -> BorrowedFd<'_> {
+    pub(crate) fn root(&self) -> BorrowedFd<'_> {
         self.root.as_fd()
     }
 
@@ -151,7 +151,7 @@ impl UpperReader {
     }
 
     /// The directory `name` of [`META`], if it exists.
-    pub fn meta_directory(&self, name: &str) -> Result<Option<OwnedFd>, UpperError> {
+    pub(crate) fn meta_directory(&self, name: &str) -> Result<Option<OwnedFd>, UpperError> {
         let Some(meta) = &self.meta else {
             return Ok(None);
         };

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex};
 use bcow::sync::atomic::{AtomicI64, Ordering};
 use bcow::sync::thread::{self, ThreadId};
 use bcow_union::Seek;
-use bcow_union::host::HostFile;
-use bcow_union::sketch::{Lower, MapStore, MarkedFile, SketchMark};
+use bcow_union::testing::host::HostFile;
+use bcow_union::testing::sketch::host::{MapStore, MarkedFile};
+use bcow_union::testing::sketch::{Lower, SketchMark};
 use rustix::fs::Timespec;
 use rustix::io::Errno;
 

@@ -7,12 +7,12 @@ use bcow_testkit::Random;
 use bcow_testkit::explore;
 use bcow_testkit::shuttle::rand::{Rng, thread_rng};
 use bcow_union::Seek;
-use bcow_union::account::Account;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{
+use bcow_union::testing::account::Account;
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{
     Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
 };
-use bcow_union::upper::{Metacopy, Namespace};
+use bcow_union::testing::upper::{Metacopy, Namespace};
 
 use crate::host::{Below, Host, Maps};
 use crate::orders::{Op, Orders, number, tag};

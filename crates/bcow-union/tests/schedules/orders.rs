@@ -3,8 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::KeepSize;
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::KeepSize;
 
 /// An operation of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

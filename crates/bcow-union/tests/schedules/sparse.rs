@@ -1,7 +1,7 @@
 //! The models of sparse sketches.
 
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{KeepSize, SketchOptions};
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{KeepSize, SketchOptions};
 
 use crate::model::{Model, alone, behind, random, with_filler};
 use crate::orders::Op;

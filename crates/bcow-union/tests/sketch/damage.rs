@@ -6,8 +6,8 @@ use std::thread;
 use std::time::Duration;
 
 use bcow_testkit::lacks;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{
     Damage, Durability, Lower, SketchError, SketchKind, SketchMark, Sketches,
 };
 

@@ -2,7 +2,7 @@
 //! when the host does.
 
 use bcow_testkit::Random;
-use bcow_union::sketch::{Durability, SketchKind};
+use bcow_union::testing::sketch::{Durability, SketchKind};
 use rustix::io::Errno;
 
 use crate::script::{Script, reopened, shown, write_all};

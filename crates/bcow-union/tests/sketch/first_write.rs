@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_union::account::{Account, DataBlocks};
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{Durability, Lower, Sketch, SketchError, SketchKind, Sketches};
-use bcow_union::upper::{Metacopy, Namespace};
+use bcow_union::testing::account::{Account, DataBlocks};
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchError, SketchKind, Sketches};
+use bcow_union::testing::upper::{Metacopy, Namespace};
 use rustix::io::Errno;
 
 use crate::script::{reopened, shown, sketches, write_all};

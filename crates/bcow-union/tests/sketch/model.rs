@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use bcow_testkit::Random;
 use bcow_union::Seek;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{Durability, KeepSize, Sketch, SketchKind, SketchOptions};
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{Durability, KeepSize, Sketch, SketchKind, SketchOptions};
 
 use crate::support::{Place, TestLower, on_host, quiet};
 

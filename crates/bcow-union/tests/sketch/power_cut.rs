@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use bcow_testkit::Random;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{Durability, Lower, SketchKind, SketchOptions};
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{Durability, Lower, SketchKind, SketchOptions};
 use rustix::io::Errno;
 
 use crate::script::{Script, reopened, shown, sketches, write_all};

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use bcow_testkit::Random;
-use bcow_union::account::Account;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{
+use bcow_union::testing::account::Account;
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{
     Durability, KeepSize, Lower, Sketch, SketchError, SketchKind, SketchOptions, Sketches,
 };
-use bcow_union::upper::{Metacopy, Namespace};
+use bcow_union::testing::upper::{Metacopy, Namespace};
 
 use crate::history::History;
 use crate::support::{TestLower, quiet};

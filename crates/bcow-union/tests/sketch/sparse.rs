@@ -5,13 +5,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bcow_union::Seek;
-use bcow_union::account::Account;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::host::HostFile;
-use bcow_union::sketch::{
+use bcow_union::testing::account::Account;
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::host::HostFile;
+use bcow_union::testing::sketch::{
     Durability, KeepSize, Lower, Sketch, SketchKind, SketchOptions, Sketches,
 };
-use bcow_union::upper::Namespace;
+use bcow_union::testing::upper::Namespace;
 use rustix::io::Errno;
 
 use crate::script::{reopened, shown, sketches, write_all};

@@ -9,10 +9,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bcow_testkit::Random;
-use bcow_union::Seek;
-use bcow_union::account::Account;
-use bcow_union::sketch::{Lower, SketchMark, SketchOptions, Sketches};
-use bcow_union::upper::{Attribute, ImageName, Instance, Mark, Marks, Metacopy};
+use bcow_union::testing::account::Account;
+use bcow_union::testing::sketch::{Lower, SketchMark, SketchOptions, Sketches};
+use bcow_union::testing::upper::{Attribute, ImageName, Mark, Marks, Metacopy};
+use bcow_union::{Instance, Seek};
 use rustix::io::Errno;
 
 /// Number of random cases: `PROPTEST_CASES`, or `few` by default.
@@ -152,8 +152,8 @@ impl Place {
     /// The mark of the file, if it is a sketch.
     pub fn mark(&self) -> Option<SketchMark> {
         let namespaces = [
-            bcow_union::upper::Namespace::Trusted,
-            bcow_union::upper::Namespace::User,
+            bcow_union::testing::upper::Namespace::Trusted,
+            bcow_union::testing::upper::Namespace::User,
         ];
         let host = self.host();
         namespaces.into_iter().find_map(|namespace| {

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bcow_testkit::Random;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::sketch::{Durability, KeepSize, Lower, SketchKind, SketchOptions};
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::sketch::{Durability, KeepSize, Lower, SketchKind, SketchOptions};
 
 use crate::script::{reopened, shown, sketches, write_all};
 use crate::support::{TestLower, cases, quiet};

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use bcow_union::Seek;
-use bcow_union::sketch::{Durability, Lower, Sketch, SketchKind, SketchOptions, Sketches};
+use bcow_union::testing::sketch::{Durability, Lower, Sketch, SketchKind, SketchOptions, Sketches};
 use rustix::io::Errno;
 
 use crate::support::*;

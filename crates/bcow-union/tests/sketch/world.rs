@@ -12,10 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use bcow_testkit::Random;
 use bcow_union::Seek;
-use bcow_union::blocks::BLOCK_BYTES;
-use bcow_union::host::HostFile;
-use bcow_union::sketch::{MapStore, MarkedFile, SketchMark};
-use bcow_union::upper::{Metacopy, SKETCH_MARK_BYTES};
+use bcow_union::testing::blocks::BLOCK_BYTES;
+use bcow_union::testing::host::HostFile;
+use bcow_union::testing::sketch::SketchMark;
+use bcow_union::testing::sketch::host::{MapStore, MarkedFile};
+use bcow_union::testing::upper::Metacopy;
+use bcow_union::testing::upper::marks::SKETCH_MARK_BYTES;
 use rustix::fs::Timespec;
 
 const SECTOR: usize = 512;

@@ -3,9 +3,8 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
-use bcow_union::NodeId;
 use bcow_union::fs::{Changes, Privileges, XattrMode};
-use bcow_union::options::SketchChoice;
+use bcow_union::{NodeId, SketchChoice};
 use rustix::io::Errno;
 
 use crate::fixture::{Union, open, open_with, with_sketches};

@@ -4,8 +4,9 @@ use std::fs;
 use std::os::fd::AsFd;
 
 use bcow_erofs::reader::ExtentSource;
+use bcow_union::UpperError;
 use bcow_union::offline::{Scope, Spliced, lower_offset};
-use bcow_union::upper::{Attribute, Mark, Namespace, UpperError};
+use bcow_union::testing::upper::{Attribute, Mark, Namespace};
 
 use crate::fixture::{Union, open_many};
 use crate::host::{make_whiteout, set_attribute};

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use bcow_union::NodeId;
 use bcow_union::offline::Scope;
 use bcow_union::offline::check::Severity;
-use bcow_union::upper::{
+use bcow_union::testing::upper::{
     Attribute, Mark, Marks, Namespace, OVERRIDE, SketchKind, SketchMark, XattrMode,
 };
 use rustix::io::Errno;

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use bcow_union::fs::SyncScope;
-use bcow_union::options::{SketchChoice, UnionOptions};
-use bcow_union::upper::SketchMark;
+use bcow_union::testing::upper::SketchMark;
+use bcow_union::{SketchChoice, UnionOptions};
 
 use crate::fixture::{open, open_with, with_limit};
 use crate::host::{attribute, set_attribute};

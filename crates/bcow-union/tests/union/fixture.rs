@@ -7,11 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::FileType;
 use bcow_testkit::lacks_mkfs;
-use bcow_union::NodeId;
 use bcow_union::fs::{
     Attributes, Caller, Changes, LowerImage, Privileges, RenameMode, SyncScope, UnionFs, XattrMode,
 };
-use bcow_union::options::{SketchChoice, UnionOptions};
+use bcow_union::{NodeId, SketchChoice, UnionOptions};
 use rustix::io::Errno;
 use tempfile::TempDir;
 

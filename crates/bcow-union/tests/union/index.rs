@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
 use bcow_union::offline::{Scope, check};
-use bcow_union::upper::{Attribute, Mark, Namespace, Origin};
+use bcow_union::testing::upper::{Attribute, Mark, Namespace, Origin};
 use rustix::fs::{CWD, FileType as HostType, Mode};
 use rustix::io::Errno;
 

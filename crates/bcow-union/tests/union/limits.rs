@@ -1,9 +1,8 @@
 //! Limits hold for every way to store data, and the account agrees with the host.
 
 use bcow_testkit::Random;
-use bcow_union::NodeId;
 use bcow_union::fs::{Allocate, Changes, RenameMode, SetTime, XattrMode};
-use bcow_union::options::{SketchChoice, UnionOptions};
+use bcow_union::{NodeId, SketchChoice, UnionOptions};
 use rustix::io::Errno;
 
 use crate::fixture::{ROOT, Union, closed_on, open_with, with_limit};

@@ -5,9 +5,8 @@ use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 
-use bcow_union::NodeId;
 use bcow_union::fs::{Caller, Changes, RenameMode, XattrMode};
-use bcow_union::options::UnionOptions;
+use bcow_union::{NodeId, UnionOptions};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
 use rustix::fs::{Gid, IFlags, Uid};
 use rustix::io::Errno;

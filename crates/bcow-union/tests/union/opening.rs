@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use bcow_union::fs::UnionFs;
-use bcow_union::options::{SyncPolicy, UnionOptions};
+use bcow_union::{SyncPolicy, UnionOptions};
 use rustix::fs::{CWD, FileType, Mode, makedev};
 use rustix::io::Errno;
 

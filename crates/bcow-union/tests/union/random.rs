@@ -4,9 +4,8 @@
 use bcow_erofs::reader::FileType;
 use bcow_erofs::tree::Timestamp;
 use bcow_testkit::Random;
-use bcow_union::NodeId;
 use bcow_union::fs::{Allocate, Attributes, Changes, RenameMode, SetTime};
-use bcow_union::options::SketchChoice;
+use bcow_union::{NodeId, SketchChoice};
 
 use crate::fixture::{ROOT, Union, closed_on, with_sketches};
 use crate::image::{self, noise};

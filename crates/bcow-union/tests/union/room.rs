@@ -3,7 +3,7 @@
 use std::fs;
 
 use bcow_union::fs::Allocate;
-use bcow_union::options::{SketchChoice, UnionOptions};
+use bcow_union::{SketchChoice, UnionOptions};
 use rustix::io::Errno;
 
 use crate::fixture::{open_with, with_limit};

@@ -7,7 +7,7 @@ use bcow_erofs::overlay::{ReadOptions, TreeForm, read_layer};
 use bcow_erofs::tree::LayerTree;
 use bcow_union::offline::check::{self, CheckedImage, Report};
 use bcow_union::offline::{Changes, ChangesError, LOWER_FROM, Scope, Spliced, Store};
-use bcow_union::upper::{Instance, UpperError, UpperReader};
+use bcow_union::{Instance, UpperError, UpperReader};
 
 use crate::fixture::{Union, open_many};
 use crate::image::noise;

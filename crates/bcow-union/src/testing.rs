@@ -1,0 +1,27 @@
+//! The layers below [`fs`](crate::fs), for the tests of this crate and for fuzzing. Nothing here is
+//! stable.
+
+/// Space and inodes of an upper.
+pub mod account {
+    pub use crate::account::*;
+}
+
+/// Blocks of a file.
+pub mod blocks {
+    pub use crate::blocks::*;
+}
+
+/// Files of the host.
+pub mod host {
+    pub use crate::host::*;
+}
+
+/// Sketches.
+pub mod sketch {
+    pub use crate::sketch::*;
+}
+
+/// The upper.
+pub mod upper {
+    pub use crate::upper::*;
+}
