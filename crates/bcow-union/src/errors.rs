@@ -1,10 +1,11 @@
 //! Errors of a mount: counted by kind, kept for `bcow stats`, and logged once per place.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use crate::log::{self, Severity};
@@ -252,7 +253,7 @@ impl ErrorLog {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

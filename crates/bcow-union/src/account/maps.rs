@@ -1,7 +1,8 @@
 //! The space of the maps of sketches.
 
 use std::collections::HashMap;
-use std::sync::{MutexGuard, PoisonError};
+
+use parking_lot::MutexGuard;
 
 use super::{Account, Reservation};
 use crate::blocks::BLOCK_BYTES;
@@ -49,6 +50,6 @@ impl Account {
     }
 
     fn lock_maps(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        self.maps.lock().unwrap_or_else(PoisonError::into_inner)
+        self.maps.lock()
     }
 }

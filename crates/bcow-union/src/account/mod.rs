@@ -9,7 +9,8 @@ mod stored;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::{Mutex, MutexGuard};
 
 pub use error::{ChargeError, NoSpace, ReserveError};
 pub use limits::Limits;
@@ -150,7 +151,7 @@ impl Account {
     }
 
     fn lock_charged(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        self.charged.lock().unwrap_or_else(PoisonError::into_inner)
+        self.charged.lock()
     }
 
     /// The error for `wanted` bytes that do not fit.

@@ -8,8 +8,9 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
+use parking_lot::Mutex;
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 
@@ -150,10 +151,8 @@ impl Overhead {
         found.map_or(0, |(_, bytes)| *bytes)
     }
 
-    fn shard(&self, inode: u64) -> std::sync::MutexGuard<'_, HashMap<u64, u64>> {
-        self.shards[(inode % SHARDS as u64) as usize]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn shard(&self, inode: u64) -> parking_lot::MutexGuard<'_, HashMap<u64, u64>> {
+        self.shards[(inode % SHARDS as u64) as usize].lock()
     }
 }
 

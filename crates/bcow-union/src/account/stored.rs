@@ -1,7 +1,9 @@
 //! The blocks of one file of the host that are charged to the account.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use super::{Account, ChargeError};
 use crate::Seek;
@@ -375,9 +377,7 @@ impl StoredBlocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<TrackedBlocks>> {
-        self.set
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.set.lock()
     }
 }
 

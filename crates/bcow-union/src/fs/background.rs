@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 
@@ -89,7 +90,7 @@ impl OpenSketches {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Open>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 }
 
@@ -115,7 +116,7 @@ impl Background {
         if node.is_waiting.swap(true, Ordering::AcqRel) {
             return;
         }
-        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut requests = self.requests.lock();
         match requests.to_promote.len() < WAITING_MOST {
             true => requests.to_promote.push(Arc::clone(node)),
             false => node.is_waiting.store(false, Ordering::Release),
@@ -126,25 +127,15 @@ impl Background {
 
     /// Requests the sync of the batch.
     pub(super) fn finish_batch(&self) {
-        self.requests
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .finish_batch = true;
+        self.requests.lock().finish_batch = true;
         self.changed.notify_one();
     }
 
     /// Stops the thread, if it was started. The caller handles the pending requests.
     pub(super) fn stop(&self) {
-        self.requests
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .stop = true;
+        self.requests.lock().stop = true;
         self.changed.notify_one();
-        let thread = self
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let thread = self.thread.lock().take();
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
@@ -154,7 +145,7 @@ impl Background {
 
     /// Waits for a request or until `until`; `None` if the thread must stop.
     fn wait(&self, until: Instant) -> Option<(Vec<Arc<Node>>, bool)> {
-        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut requests = self.requests.lock();
         loop {
             if requests.stop {
                 return None;
@@ -164,11 +155,7 @@ impl Background {
                 let nodes = std::mem::take(&mut requests.to_promote);
                 return Some((nodes, std::mem::take(&mut requests.finish_batch)));
             }
-            requests = self
-                .changed
-                .wait_timeout(requests, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            self.changed.wait_for(&mut requests, left);
         }
     }
 }
@@ -186,11 +173,7 @@ impl UnionFs {
         let thread = std::thread::Builder::new()
             .name("union".into())
             .spawn(move || run(&background, &union))?;
-        *self
-            .background
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        *self.background.thread.lock() = Some(thread);
         Ok(())
     }
 

@@ -351,7 +351,7 @@ impl UnionFs {
     pub(super) fn known_content<'n>(
         &self,
         node: &'n Node,
-    ) -> Result<std::sync::RwLockReadGuard<'n, State>, Errno> {
+    ) -> Result<parking_lot::RwLockReadGuard<'n, State>, Errno> {
         loop {
             let state = node.read_state();
             let known = match (&state.content, &state.upper) {

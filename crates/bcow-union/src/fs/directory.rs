@@ -7,10 +7,11 @@ use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use bcow_erofs::reader::{FileType, Nid};
+use parking_lot::Mutex;
 use rustix::fs::Dir;
 use rustix::io::Errno;
 
@@ -62,28 +63,19 @@ impl UnionFs {
             return Err(Errno::NOTDIR);
         }
         let handle = self.listings.next.fetch_add(1, Ordering::Relaxed) + 1;
-        self.listings
-            .open
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(
-                handle,
-                Arc::new(Listing {
-                    node,
-                    names: Mutex::default(),
-                }),
-            );
+        self.listings.open.lock().insert(
+            handle,
+            Arc::new(Listing {
+                node,
+                names: Mutex::default(),
+            }),
+        );
         Ok(handle)
     }
 
     /// Closes a handle.
     pub fn close_directory(&self, handle: u64) {
-        let closed = self
-            .listings
-            .open
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&handle);
+        let closed = self.listings.open.lock().remove(&handle);
         drop(closed);
     }
 
@@ -168,11 +160,10 @@ impl UnionFs {
             .listings
             .open
             .lock()
-            .unwrap_or_else(PoisonError::into_inner)
             .get(&handle)
             .cloned()
             .ok_or(Errno::BADF)?;
-        let mut names = listing.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = listing.names.lock();
         let taken = match &*names {
             Some(taken) if cookie > 0 => Arc::clone(taken),
             _ => Arc::new(self.take_names(&listing.node)?),

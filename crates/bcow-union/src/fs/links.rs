@@ -18,9 +18,10 @@
 //! that mark.
 
 use std::fs::File;
-use std::sync::{Arc, RwLockWriteGuard};
+use std::sync::Arc;
 
 use bcow_erofs::reader::Nid;
+use parking_lot::RwLockWriteGuard;
 use rustix::io::Errno;
 
 use super::UnionFs;

@@ -36,10 +36,11 @@ mod xattr;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 use bcow_erofs::reader::{FileType, Filesystem};
+use parking_lot::Mutex;
 use rustix::io::Errno;
 
 pub use crate::upper::XattrMode;

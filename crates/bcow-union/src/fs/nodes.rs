@@ -26,12 +26,10 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    TryLockError, Weak,
-};
+use std::sync::{Arc, OnceLock, Weak};
 
 use bcow_erofs::reader::{FileType, Nid};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use rustix::io::Errno;
 
 use super::upper_entry::UpperObject;
@@ -188,7 +186,7 @@ impl Drop for Node {
     fn drop(&mut self) {
         self.release_charge();
         let take = |place: &mut RwLock<Place>| {
-            let place = place.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let place = place.get_mut();
             std::mem::replace(place, Place::Nowhere)
         };
         let mut place = take(&mut self.place);
@@ -246,7 +244,7 @@ impl Node {
         let Some(account) = self.release_on_drop.get() else {
             return;
         };
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.get_mut();
         if let Some(upper) = &state.upper
             && let Some(file) = &upper.file
             // The inode may still have a name, if a damaged count of names said otherwise.
@@ -258,17 +256,11 @@ impl Node {
     }
 
     pub(super) fn place(&self) -> Place {
-        self.place
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.place.read().clone()
     }
 
     pub(super) fn set_place(&self, place: Place) {
-        let old = std::mem::replace(
-            &mut *self.place.write().unwrap_or_else(PoisonError::into_inner),
-            place,
-        );
+        let old = std::mem::replace(&mut *self.place.write(), place);
         // Dropped outside the lock: the parent may hold the last reference to its own parent, and
         // so on.
         drop(old);
@@ -277,26 +269,22 @@ impl Node {
     /// Whether the node's known place is `name` in `parent`.
     pub(super) fn is_at(&self, parent: &Node, name: &[u8]) -> bool {
         matches!(
-            &*self.place.read().unwrap_or_else(PoisonError::into_inner),
+            &*self.place.read(),
             Place::At { parent: p, name: n } if p.id == parent.id && **n == *name
         )
     }
 
     pub(super) fn read_state(&self) -> RwLockReadGuard<'_, State> {
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        self.state.read()
     }
 
     pub(super) fn write_state(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+        self.state.write()
     }
 
     /// As [`Node::write_state`], but does not wait.
     pub(super) fn try_write_state(&self) -> Option<RwLockWriteGuard<'_, State>> {
-        match self.state.try_write() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.state.try_write()
     }
 
     pub(super) fn is_directory(&self) -> bool {
@@ -304,27 +292,21 @@ impl Node {
     }
 
     pub(super) fn lock_names(&self) -> MutexGuard<'_, ()> {
-        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+        self.names.lock()
     }
 
     pub(super) fn lock_times(&self) -> MutexGuard<'_, ()> {
-        self.times.lock().unwrap_or_else(PoisonError::into_inner)
+        self.times.lock()
     }
 
     pub(super) fn lock_capabilities(&self) -> MutexGuard<'_, Capabilities> {
-        self.capabilities
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.capabilities.lock()
     }
 
     /// As [`Node::lock_names`], outside the lock order and so without waiting. The kernel permits
     /// no change in a directory while it removes it.
     pub(super) fn try_lock_names(&self) -> Option<MutexGuard<'_, ()>> {
-        match self.names.try_lock() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(error)) => Some(error.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.names.try_lock()
     }
 
     /// A mark was cleared, and fdatasync does not make that durable: the next sync must be an
@@ -340,9 +322,7 @@ impl Node {
     /// Held by the thread that makes a new name of this node durable. Other threads that sync the
     /// node wait for it.
     pub(super) fn lock_name_sync(&self) -> MutexGuard<'_, ()> {
-        self.name_sync
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.name_sync.lock()
     }
 }
 
@@ -488,7 +468,6 @@ impl NodeTable {
         for shard in &self.shards {
             let nodes: Vec<Arc<Node>> = shard
                 .lock()
-                .unwrap_or_else(PoisonError::into_inner)
                 .values()
                 .filter_map(|slot| slot.node.upgrade())
                 .collect();
@@ -499,26 +478,18 @@ impl NodeTable {
     /// Removes the ids of dropped nodes.
     pub(super) fn purge(&self) {
         for shard in &self.shards {
-            shard
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .retain(|_, slot| slot.node.strong_count() > 0);
+            shard.lock().retain(|_, slot| slot.node.strong_count() > 0);
         }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.shards
-            .iter()
-            .map(|shard| shard.lock().unwrap_or_else(PoisonError::into_inner).len())
-            .sum()
+        self.shards.iter().map(|shard| shard.lock().len()).sum()
     }
 
     fn shard(&self, id: NodeId) -> MutexGuard<'_, HashMap<NodeId, Slot>> {
         // Nids are multiples of a few slots; the upper bits of the product depend on all bits of
         // the id.
         let index = (id.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58) as usize % SHARDS;
-        self.shards[index]
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.shards[index].lock()
     }
 }

@@ -6,10 +6,11 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard};
 
 use bcow_erofs::reader::FileType;
+use parking_lot::MutexGuard;
 use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 

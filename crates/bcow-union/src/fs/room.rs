@@ -6,9 +6,9 @@
 //! a full disk that write would fail, although its program has just freed space. So a request that
 //! finds no space waits for the files that are about to be freed.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 
 use super::UnionFs;
@@ -101,18 +101,14 @@ impl PendingFrees {
                 break;
             }
             counts.is_awaited = true;
-            counts = self
-                .freed
-                .wait_timeout(counts, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            self.freed.wait_for(&mut counts, left);
             counts.is_awaited = false;
         }
         counts.freed > before
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.lock()
     }
 }
 

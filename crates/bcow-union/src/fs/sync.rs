@@ -7,8 +7,8 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 
 use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
@@ -154,7 +154,7 @@ impl UnionFs {
     /// background.
     pub(super) fn add_to_batch(&self, node: &Arc<Node>, most: u32) {
         let is_full = {
-            let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut batch = self.batch.lock();
             batch.push(Arc::clone(node));
             batch.len() >= most as usize
         };
@@ -166,7 +166,7 @@ impl UnionFs {
     /// Makes all files of the batch durable and clears their metacopy marks. Several files need
     /// only one `syncfs` of the host's file system.
     pub(super) fn finish_batch(&self) -> Result<(), Errno> {
-        let batch = std::mem::take(&mut *self.batch.lock().unwrap_or_else(PoisonError::into_inner));
+        let batch = std::mem::take(&mut *self.batch.lock());
         // If `syncfs` fails, each file is synced by itself, so that the error names the affected
         // file.
         let are_durable = batch.len() > 1 && rustix::fs::syncfs(&self.batch_host).is_ok();
@@ -181,7 +181,7 @@ impl UnionFs {
                 // The file stays for the next batch; the other files are not delayed.
                 Err(errno) => {
                     result = result.and(Err(errno));
-                    let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut batch = self.batch.lock();
                     batch.push(node);
                 }
             }
@@ -194,7 +194,7 @@ impl UnionFs {
     pub(super) fn leave_batch(&self, node: &Node) {
         let state = node.read_state();
         if state.upper.as_ref().is_some_and(|upper| upper.in_batch) {
-            let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut batch = self.batch.lock();
             batch.retain(|other| other.id != node.id);
         }
     }
@@ -244,7 +244,7 @@ impl UnionFs {
     /// get the outcome of the first call.
     pub fn close(&self) -> Result<(), Errno> {
         // Held until the outcome is known: a second caller must not exit the process before that.
-        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut closed = self.closed.lock();
         if let Some(outcome) = *closed {
             return outcome;
         }

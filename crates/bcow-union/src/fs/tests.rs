@@ -321,7 +321,7 @@ fn copy_of_a_batch_that_keeps_its_mark_stays_in_the_batch_and_the_others_do_not(
     let synced = fixture.fs().finish_batch();
     rustix::fs::ioctl_setflags(&host, flags).unwrap();
     assert_eq!(synced, Err(Errno::PERM));
-    assert_eq!(fixture.fs().batch.lock().unwrap().len(), 1);
+    assert_eq!(fixture.fs().batch.lock().len(), 1);
     fixture.reopen();
     for name in ["a", "b", "c"] {
         assert_eq!(fixture.content(name), b"Small file\n", "{name}");
@@ -376,7 +376,7 @@ fn removed_file_does_not_wait_for_its_batch_to_be_let_go() {
     assert!(weak.upgrade().is_some());
     union.forget(id, u64::MAX);
     assert!(weak.upgrade().is_none(), "its space is free");
-    let left = union.batch.lock().unwrap().len();
+    let left = union.batch.lock().len();
     assert_eq!(left, 1);
     union.finish_batch().unwrap();
 }

@@ -7,12 +7,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use bcow::{BlockDevice, Error, Image};
 use bcow_erofs::reader::{ErofsError, Filesystem};
 use bcow_erofs::tree::{TailSource, Tree};
 use bcow_erofs::writer::{EmitError, MAX_INLINE, Plan, WriteError, WriteOptions};
+use parking_lot::Mutex;
 
 use super::addresses::{LOWER_FROM, OWN_FROM, Segments};
 use super::body::{Body, Holder, Source};
@@ -148,7 +149,7 @@ impl Store {
 
     /// The host file of a body. The last [`OPEN_FILES`] files stay open.
     fn host(&self, index: u32) -> Result<Arc<dyn BytesAt>, Error> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         if let Some(at) = open.iter().position(|(known, _)| *known == index) {
             let entry = open.remove(at);
             let file = entry.1.clone();

@@ -3,9 +3,9 @@
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bcow::lock::FileLock;
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
@@ -356,9 +356,7 @@ impl Instance {
     }
 
     fn lock_whiteouts(&self) -> MutexGuard<'_, Whiteouts> {
-        self.whiteouts
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.whiteouts.lock()
     }
 
     /// Moves the object at `name` in `dir` to the work directory. The drop of the result removes
