@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use crate::log::{self, Severity};
@@ -170,7 +170,7 @@ impl ErrorLog {
 
     /// The different errors that occurred last, the latest first.
     pub fn recent(&self) -> Vec<RecordedError> {
-        self.state().recent.iter().rev().cloned().collect()
+        self.state.lock().recent.iter().rev().cloned().collect()
     }
 
     /// Whether this thread reported an error since the last call.
@@ -187,7 +187,7 @@ impl ErrorLog {
         self.counts[failure.kind as usize].fetch_add(1, Ordering::Relaxed);
         let cause = with_causes(failure.cause);
         let (known, is_news) = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             (
                 state.update(failure, &cause),
                 state.is_news(failure, Instant::now()),
@@ -206,7 +206,7 @@ impl ErrorLog {
             log::log(severity, &self.line(failure, &paths, &cause));
         }
         if !known {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             // Another thread may have kept the same error meanwhile.
             if !state.update(failure, &cause) {
                 state.remember(failure, paths, cause);
@@ -230,7 +230,8 @@ impl ErrorLog {
             offset: None,
             cause: &Problem(problem.to_owned()),
         };
-        self.state()
+        self.state
+            .lock()
             .remember(&failure, path.into_iter().collect(), problem.to_owned());
     }
 
@@ -250,10 +251,6 @@ impl ErrorLog {
         };
         let action = failure.action;
         format!("{}{place}: cannot {action}{offset}: {cause}", self.prefix())
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
     }
 }
 

@@ -49,11 +49,11 @@ pub enum ChargeError {
 }
 
 impl ChargeError {
-    /// An error of the host during `action`.
-    pub fn host(action: &'static str, error: &std::io::Error) -> ChargeError {
-        ChargeError::Host {
+    /// Converts an error of the host during `action`.
+    pub fn host(action: &'static str) -> impl Fn(std::io::Error) -> ChargeError + Copy {
+        move |error| ChargeError::Host {
             action,
-            errno: errno_of(error),
+            errno: errno_of(&error),
         }
     }
 

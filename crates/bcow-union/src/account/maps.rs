@@ -1,9 +1,5 @@
 //! The space of the maps of sketches.
 
-use std::collections::HashMap;
-
-use parking_lot::MutexGuard;
-
 use super::{Account, Reservation};
 use crate::blocks::BLOCK_BYTES;
 
@@ -12,7 +8,7 @@ impl Account {
     /// if the map is already counted.
     pub fn add_map(&self, id: u64, bytes: u64, room: &mut Reservation<'_>) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
-        self.lock_maps().entry(id).or_insert_with(|| {
+        self.maps.lock().entry(id).or_insert_with(|| {
             room.use_inode();
             room.use_bytes(bytes);
             bytes
@@ -22,7 +18,7 @@ impl Account {
     /// Raises the figure of the map of sketch `id` to `bytes` bytes.
     pub(crate) fn grow_map(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
-        if let Some(before) = self.lock_maps().get_mut(&id)
+        if let Some(before) = self.maps.lock().get_mut(&id)
             && *before < bytes
         {
             self.add(bytes - *before);
@@ -33,7 +29,7 @@ impl Account {
     /// Sets the figure of the map of sketch `id` to `bytes` bytes.
     pub(crate) fn set_map(&self, id: u64, bytes: u64) {
         let bytes = bytes.next_multiple_of(BLOCK_BYTES);
-        if let Some(before) = self.lock_maps().get_mut(&id) {
+        if let Some(before) = self.maps.lock().get_mut(&id) {
             self.add(bytes.saturating_sub(*before));
             self.release(before.saturating_sub(bytes));
             *before = bytes;
@@ -42,14 +38,10 @@ impl Account {
 
     /// Releases the map of sketch `id`.
     pub(crate) fn release_map(&self, id: u64) {
-        let removed = self.lock_maps().remove(&id);
+        let removed = self.maps.lock().remove(&id);
         if let Some(bytes) = removed {
             self.release(bytes);
             self.release_inodes(1);
         }
-    }
-
-    fn lock_maps(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        self.maps.lock()
     }
 }

@@ -10,7 +10,7 @@ mod stored;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 pub use error::{ChargeError, NoSpace, ReserveError};
 pub use limits::Limits;
@@ -142,16 +142,12 @@ impl Account {
     /// Remembers the bytes that are charged for the file with this inode number. A later scan of
     /// the file can give another number.
     pub fn remember(&self, inode: u64, bytes: u64) {
-        self.lock_charged().insert(inode, bytes);
+        self.charged.lock().insert(inode, bytes);
     }
 
     /// Takes the remembered bytes of the file with this inode number; `None` if there are none.
     pub fn recall(&self, inode: u64) -> Option<u64> {
-        self.lock_charged().remove(&inode)
-    }
-
-    fn lock_charged(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        self.charged.lock()
+        self.charged.lock().remove(&inode)
     }
 
     /// The error for `wanted` bytes that do not fit.

@@ -17,6 +17,7 @@ use rustix::io::Errno;
 use super::{DataBlocks, Reservation};
 use crate::blocks::BLOCK_BYTES;
 use crate::upper::Attribute;
+use crate::upper::xattr::each_name;
 
 /// The longest target of a symbolic link that ext4 stores in the inode, in bytes.
 const TARGET_INSIDE: u64 = 59;
@@ -202,10 +203,8 @@ pub fn stored_attributes(file: impl AsFd) -> Result<u64, Errno> {
         names => names?,
     };
     let mut bytes = 0;
-    for name in names.split(|&byte| byte == 0) {
-        if !name.is_empty()
-            && let Some(value) = at.get(name)?
-        {
+    for name in each_name(&names) {
+        if let Some(value) = at.get(name)? {
             bytes += attribute_bytes(name, value.len());
         }
     }

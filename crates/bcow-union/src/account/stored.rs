@@ -79,7 +79,7 @@ impl TrackedBlocks {
         file: &dyn HostFile,
         account: &Account,
     ) -> Result<(), ChargeError> {
-        let failed = |error| ChargeError::host("read its allocated size", &error);
+        let failed = ChargeError::host("read its allocated size");
         let host = file.stored_bytes().map_err(failed)?;
         let beside = account.overhead.of(inode_of(file)?);
         self.allocated = 0;
@@ -236,7 +236,7 @@ impl StoredBlocks {
     /// Updates the charge after an allocation of space, because a part of it may have been
     /// allocated before.
     pub fn reexamine(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
-        match self.lock().as_mut() {
+        match self.set.lock().as_mut() {
             Some(known) => self.reexamine_locked(file, known),
             None => Ok(()),
         }
@@ -257,12 +257,12 @@ impl StoredBlocks {
 
     /// The bytes that the file is charged for; `None` before the file was examined.
     pub fn charged(&self) -> Option<u64> {
-        self.lock().as_ref().map(TrackedBlocks::bytes)
+        self.set.lock().as_ref().map(TrackedBlocks::bytes)
     }
 
     /// Whether any of these bytes lies in a charged block.
     pub fn holds(&self, range: Range<u64>) -> bool {
-        let known = self.lock();
+        let known = self.set.lock();
         known
             .as_ref()
             .is_some_and(|known| known.set.count(touched(&range)) > 0)
@@ -317,7 +317,7 @@ impl StoredBlocks {
     pub fn truncated(&self, size: u64) {
         self.drop_blocks(size.div_ceil(BLOCK_BYTES)..u64::MAX);
         if size == 0
-            && let Some(known) = self.lock().as_mut()
+            && let Some(known) = self.set.lock().as_mut()
         {
             self.account.release(std::mem::take(&mut known.allocated));
         }
@@ -333,7 +333,7 @@ impl StoredBlocks {
     /// Ends the tracking of a file that continues to exist. The next call examines the file again.
     /// The caller ensures that no thread writes to the file in between.
     pub fn stop_tracking(&self, file: &dyn HostFile) -> Result<(), ChargeError> {
-        let mut guard = self.lock();
+        let mut guard = self.set.lock();
         if let Some(known) = guard.as_mut() {
             // Preallocated space that was written in many extents takes more space than the
             // preallocation.
@@ -351,7 +351,7 @@ impl StoredBlocks {
         if blocks.is_empty() {
             return;
         }
-        if let Some(known) = self.lock().as_mut() {
+        if let Some(known) = self.set.lock().as_mut() {
             let before = known.bytes();
             known.remove(blocks);
             self.settle_bytes(before, known.bytes());
@@ -362,7 +362,7 @@ impl StoredBlocks {
         &self,
         file: &dyn HostFile,
     ) -> Result<MutexGuard<'_, Option<TrackedBlocks>>, ChargeError> {
-        let mut set = self.lock();
+        let mut set = self.set.lock();
         if set.is_none() {
             let mut found = scan(file)?;
             if let Some(charged) = self.account.recall(inode_of(file)?) {
@@ -375,10 +375,6 @@ impl StoredBlocks {
         }
         Ok(set)
     }
-
-    fn lock(&self) -> MutexGuard<'_, Option<TrackedBlocks>> {
-        self.set.lock()
-    }
 }
 
 /// The blocks that contain the bytes of a range.
@@ -388,12 +384,12 @@ fn touched(range: &Range<u64>) -> Range<u64> {
 
 fn inode_of(file: &dyn HostFile) -> Result<u64, ChargeError> {
     file.inode()
-        .map_err(|error| ChargeError::host("read its inode number", &error))
+        .map_err(ChargeError::host("read its inode number"))
 }
 
 /// The blocks of a file that contain data.
 fn scan(file: &dyn HostFile) -> Result<TrackedBlocks, ChargeError> {
-    let failed = |error: std::io::Error| ChargeError::host("look for holes", &error);
+    let failed = ChargeError::host("look for holes");
     let mut found = TrackedBlocks::default();
     let mut at = 0;
     while let Some(start) = file.seek(at, Seek::Data).map_err(failed)? {
@@ -593,6 +589,6 @@ mod tests {
         let stored = StoredBlocks::new(Arc::default());
         let file = tempfile::tempfile().unwrap();
         assert_eq!(stored.reserve(&file, 0..1 << 40).unwrap().end, 1 << 40);
-        assert!(stored.lock().is_none());
+        assert!(stored.set.lock().is_none());
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 
@@ -40,29 +40,32 @@ pub(super) type Open = (Arc<dyn Sketch>, Weak<Node>);
 
 impl OpenSketches {
     pub(super) fn get(&self, id: u64) -> Option<Arc<dyn Sketch>> {
-        self.lock().get(&id).map(|(sketch, _)| Arc::clone(sketch))
+        self.open
+            .lock()
+            .get(&id)
+            .map(|(sketch, _)| Arc::clone(sketch))
     }
 
     pub(super) fn add(&self, id: u64, sketch: &Arc<dyn Sketch>, node: Weak<Node>) {
-        self.lock().insert(id, (Arc::clone(sketch), node));
+        self.open.lock().insert(id, (Arc::clone(sketch), node));
     }
 
     pub(super) fn remove(&self, id: u64) {
-        let removed = self.lock().remove(&id);
+        let removed = self.open.lock().remove(&id);
         drop(removed);
     }
 
     /// Iterates over the sketches that are open now. Only the current one is referenced, so that
     /// the others can be closed meanwhile.
     pub(super) fn all(&self) -> impl Iterator<Item = Open> + '_ {
-        let ids: Vec<u64> = self.lock().keys().copied().collect();
+        let ids: Vec<u64> = self.open.lock().keys().copied().collect();
         ids.into_iter()
-            .filter_map(|id| self.lock().get(&id).cloned())
+            .filter_map(|id| self.open.lock().get(&id).cloned())
     }
 
     /// Closes a sketch if only this table and the caller reference it and all its data is recorded.
     fn drop_unused(&self, sketch: Arc<dyn Sketch>) {
-        let mut open = self.lock();
+        let mut open = self.open.lock();
         // The lock keeps other threads from taking the sketch out of the table. Without it, one
         // could write to the sketch now, or miss it in the table and open it a second time.
         if Arc::strong_count(&sketch) == 2 && sketch.is_recorded() {
@@ -78,7 +81,7 @@ impl OpenSketches {
         let Content::Sketch(sketch) = content else {
             return false;
         };
-        let mut open = self.lock();
+        let mut open = self.open.lock();
         let is_idle = Arc::strong_count(sketch) == 2
             && open.contains_key(&sketch.id())
             && sketch.is_recorded();
@@ -87,10 +90,6 @@ impl OpenSketches {
             *content = Content::Unknown;
         }
         is_idle
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Open>> {
-        self.open.lock()
     }
 }
 

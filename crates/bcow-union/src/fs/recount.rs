@@ -136,7 +136,7 @@ impl Count<'_> {
             return Ok(());
         }
         let found = DataBlocks::scan(file)?;
-        let failed = |errno: Errno| ChargeError::host("read its attributes", &errno.into());
+        let failed = |errno: Errno| ChargeError::host("read its attributes")(errno.into());
         let names = Attribute::Open(file.as_fd()).list().map_err(failed)?;
         if !names.is_empty() {
             self.overhead(file, found.bytes()).map_err(failed)?;

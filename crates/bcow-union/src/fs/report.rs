@@ -9,11 +9,9 @@ use super::UnionFs;
 use super::nodes::Node;
 use super::types::Figures;
 use crate::account::StoredBlocks;
+use crate::blocks::BLOCK_BYTES;
 use crate::options::SyncPolicy;
 use crate::sketch::{SketchStatus, Statistics};
-
-/// Unit of space, in bytes.
-const BLOCK_BYTES: u64 = 4096;
 
 /// Counters and state of a union.
 #[derive(Debug, Clone)]

@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::io::Errno;
 
 use super::UnionFs;
@@ -56,28 +56,32 @@ struct WaitLimits {
 impl PendingFrees {
     /// Counts a file that lost its last name.
     pub(super) fn removed(&self) {
-        let mut counts = self.lock();
+        let mut counts = self.counts.lock();
         counts.removed += 1;
         counts.newest = Some(Instant::now());
     }
 
     /// Counts a removed file that the kernel forgot; `free` gives back its space.
     pub(super) fn forgotten(&self, free: impl FnOnce()) {
-        self.lock().forgotten += 1;
+        self.counts.lock().forgotten += 1;
         free();
-        self.lock().freed += 1;
+        self.counts.lock().freed += 1;
         self.freed.notify_all();
     }
 
     fn count(&self) -> u64 {
-        self.lock().freed
+        self.counts.lock().freed
     }
 
     /// The bounds of the wait of a request that finds no space now.
     fn wait_limits(&self) -> WaitLimits {
         let now = Instant::now();
         WaitLimits {
-            soon: self.lock().newest.map_or(now, |newest| newest + SOON),
+            soon: self
+                .counts
+                .lock()
+                .newest
+                .map_or(now, |newest| newest + SOON),
             at_last: now + FREEING,
             is_last: false,
         }
@@ -85,7 +89,7 @@ impl PendingFrees {
 
     /// Whether more than `before` files are freed; waits for that within the bounds of `limits`.
     fn more_than(&self, before: u64, limits: &mut WaitLimits) -> bool {
-        let mut counts = self.lock();
+        let mut counts = self.counts.lock();
         let is_late = Instant::now() >= limits.soon;
         if is_late && limits.is_last {
             return false;
@@ -105,10 +109,6 @@ impl PendingFrees {
             counts.is_awaited = false;
         }
         counts.freed > before
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock()
     }
 }
 

@@ -11,7 +11,7 @@ const PIECE_BYTES: u64 = 256 << 10;
 /// Writes the data of a sketch into an empty file, sets the file's size, and returns the number of
 /// bytes written.
 pub(super) fn copy_out(sketch: &dyn Sketch, to: &File) -> Result<u64, SketchError> {
-    let failed = |error| SketchError::host("write a copy of a sketch", &error);
+    let failed = SketchError::host("write a copy of a sketch");
     let mut buf = vec![0; PIECE_BYTES as usize];
     let mut copied = 0;
     let mut at = 0;

@@ -126,11 +126,11 @@ pub enum Damage {
 }
 
 impl SketchError {
-    /// An error of the host during `action`.
-    pub fn host(action: &'static str, error: &std::io::Error) -> SketchError {
-        SketchError::Host {
+    /// Converts an error of the host during `action`.
+    pub fn host(action: &'static str) -> impl Fn(std::io::Error) -> SketchError + Copy {
+        move |error| SketchError::Host {
             action,
-            errno: errno_of(error),
+            errno: errno_of(&error),
         }
     }
 
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn a_full_host_stays_a_full_host_and_a_bad_lower_is_an_input_output_error() {
         let full = std::io::Error::from_raw_os_error(Errno::NOSPC.raw_os_error());
-        assert_eq!(SketchError::host("write", &full).errno(), Errno::NOSPC);
+        assert_eq!(SketchError::host("write")(full).errno(), Errno::NOSPC);
         let packed = bcow::Error::Io {
             action: "write",
             offset: 0,

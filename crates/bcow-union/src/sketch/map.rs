@@ -67,7 +67,7 @@ impl Map {
         let mut map = Map::new(id, blocks, store);
         let found = map.store.open(id).map_err(|error| match error.kind() {
             ErrorKind::InvalidData => map.damaged((0, Damage::NoFile)),
-            _ => SketchError::host("open the map of a sketch", &error),
+            _ => SketchError::host("open the map of a sketch")(error),
         })?;
         let Some(file) = found else {
             return Err(map.damaged((0, Damage::Missing)));
@@ -132,7 +132,7 @@ impl Map {
         let synced = file.sync_all().and_then(|()| self.store.sync());
         self.dirty_tail |= synced.is_err();
         self.unsynced = synced.is_err();
-        synced.map_err(|error| SketchError::host("sync the map of a sketch", &error))
+        synced.map_err(SketchError::host("sync the map of a sketch"))
     }
 
     /// Writes the number of durable records into the header, so that a later open detects missing
@@ -146,7 +146,7 @@ impl Map {
         if self.confirmed < self.records {
             let header = self.header(self.records).encode();
             write_all(&**file, 0, &header)
-                .map_err(|error| SketchError::host("write the map of a sketch", &error))?;
+                .map_err(SketchError::host("write the map of a sketch"))?;
             self.confirmed = self.records;
         }
         Ok(())
@@ -157,7 +157,7 @@ impl Map {
         self.file = None;
         self.store
             .remove(self.id)
-            .map_err(|error| SketchError::host("remove the map of a sketch", &error))
+            .map_err(SketchError::host("remove the map of a sketch"))
     }
 
     fn append(
@@ -172,11 +172,10 @@ impl Map {
         }
         let bytes = journal::encode(blocks, &self.header(0), self.records);
         let at = (self.records + 1) * SECTOR_BYTES as u64;
-        write_all(file, at, &bytes)
-            .map_err(|error| SketchError::host("write the map of a sketch", &error))?;
+        write_all(file, at, &bytes).map_err(SketchError::host("write the map of a sketch"))?;
         if barriers == Barriers::Use {
             file.sync_data()
-                .map_err(|error| SketchError::host("sync the map of a sketch", &error))?;
+                .map_err(SketchError::host("sync the map of a sketch"))?;
         }
         self.records += (bytes.len() / SECTOR_BYTES) as u64;
         Ok(())
@@ -184,7 +183,7 @@ impl Map {
 
     /// Writes a new file and renames it over the old one.
     fn rewrite(&mut self, blocks: &BlockSet, barriers: Barriers) -> Result<(), SketchError> {
-        let failed = |error| SketchError::host("rewrite the map of a sketch", &error);
+        let failed = SketchError::host("rewrite the map of a sketch");
         let records = journal::encode(blocks, &self.header(0), 0);
         let count = (records.len() / SECTOR_BYTES) as u64;
         let mut bytes = self.header(count).encode().to_vec();
@@ -226,7 +225,7 @@ impl Map {
     }
 
     fn replay(&self, file: &dyn HostFile) -> Result<(Header, Replayed), SketchError> {
-        let failed = |error| SketchError::host("read the map of a sketch", &error);
+        let failed = SketchError::host("read the map of a sketch");
         let mut buf = vec![0; BATCH * SECTOR_BYTES];
         let mut held = 0;
         let mut at = 0;

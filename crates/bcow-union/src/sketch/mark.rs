@@ -36,7 +36,7 @@ impl MarkState {
             return Ok(false);
         }
         host.set_mark(&mark)
-            .map_err(|error| SketchError::host("change the mark of a sketch", &error))?;
+            .map_err(SketchError::host("change the mark of a sketch"))?;
         self.written = mark;
         self.unsynced = true;
         Ok(true)
@@ -63,7 +63,7 @@ impl Fence {
         sync: impl FnOnce() -> std::io::Result<()>,
     ) -> Result<(), SketchError> {
         sync().map_err(|error| {
-            let error = SketchError::host("sync", &error);
+            let error = SketchError::host("sync")(error);
             let _ = self.0.set(error.errno());
             error
         })
@@ -80,7 +80,7 @@ pub(super) fn mark_new(
     let marked = host.set_mark(mark).and_then(|()| host.set_reject_marks());
     marked.map_err(|error| {
         restore_copy(shared, host);
-        SketchError::host("mark a file as a sketch", &error)
+        SketchError::host("mark a file as a sketch")(error)
     })
 }
 
@@ -88,7 +88,7 @@ pub(super) fn mark_new(
 pub(super) fn restore_copy(shared: &Shared, host: &dyn MarkedFile) {
     if let Err(error) = host.restore_marks() {
         // The file stays a sketch without stored blocks. It reads the same as the metadata copy.
-        let error = SketchError::host("remove the marks of a sketch", &error);
+        let error = SketchError::host("remove the marks of a sketch")(error);
         shared.log("cannot undo the creation of a sketch", &error);
     }
 }
@@ -106,7 +106,7 @@ pub(super) fn fit_size(
     }
     let content = host.content();
     stored.examine(content)?;
-    let failed = |error| SketchError::host("empty the file of a sketch", &error);
+    let failed = SketchError::host("empty the file of a sketch");
     content.set_size(0).map_err(failed)?;
     stored.truncated(0);
     content.set_size(size).map_err(failed)
@@ -116,5 +116,5 @@ pub(super) fn fit_size(
 pub(super) fn size_of(host: &dyn MarkedFile) -> Result<u64, SketchError> {
     host.content()
         .size()
-        .map_err(|error| SketchError::host("read the size of a sketch", &error))
+        .map_err(SketchError::host("read the size of a sketch"))
 }

@@ -169,7 +169,7 @@ impl Sketches {
             return sketch.discard();
         }
         let removed = self.shared.store.remove(mark.id);
-        removed.map_err(|error| SketchError::host("remove the map of a sketch", &error))
+        removed.map_err(SketchError::host("remove the map of a sketch"))
     }
 
     /// Records that a plain file of `stored` bytes replaced the host's file of a sketch: adds its

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use bcow::lock::FileLock;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
@@ -13,6 +13,7 @@ use super::lock::open_lock;
 use super::overlap::refuse_overlap;
 use super::probe::{Refused, permits, probe};
 use super::work::{self, Temporary, TemporaryNames};
+use super::xattr::each_name;
 use super::{
     ACCESS_ACL, Attribute, DEFAULT_ACL, META, Names, Namespace, Ownership, Record, SCHEMA,
     UpperError,
@@ -293,7 +294,7 @@ impl Instance {
     /// Creates spare whiteouts, so that names can be hidden later even if the host has no free
     /// inode. A failure is ignored: the whiteout is then created when it is needed.
     pub fn prepare_whiteouts(&self) {
-        let kept = &mut *self.lock_whiteouts();
+        let kept = &mut *self.whiteouts.lock();
         for slot in [&mut kept.current, &mut kept.spare] {
             if slot.is_none() {
                 *slot = self.make_whiteout().ok();
@@ -303,7 +304,7 @@ impl Instance {
 
     /// Links a kept whiteout to `name`. One inode serves thousands of whiteouts, as in overlayfs.
     fn link_whiteout(&self, dir: BorrowedFd<'_>, name: &[u8]) -> Result<(), Errno> {
-        let mut kept = self.lock_whiteouts();
+        let mut kept = self.whiteouts.lock();
         // The current whiteout, the spare one, and a new one.
         let mut attempts = 3;
         loop {
@@ -346,17 +347,13 @@ impl Instance {
 
     /// Removes the kept whiteouts from the work directory.
     pub(crate) fn remove_spare_whiteouts(&self) {
-        let mut kept = self.lock_whiteouts();
+        let mut kept = self.whiteouts.lock();
         for whiteout in [kept.current.take(), kept.spare.take()]
             .into_iter()
             .flatten()
         {
             let _ = rustix::fs::unlinkat(&self.work, &*whiteout, AtFlags::empty());
         }
-    }
-
-    fn lock_whiteouts(&self) -> MutexGuard<'_, Whiteouts> {
-        self.whiteouts.lock()
     }
 
     /// Moves the object at `name` in `dir` to the work directory. The drop of the result removes
@@ -597,10 +594,7 @@ fn lock(meta: BorrowedFd<'_>, path: &Path, note: &str) -> Result<FileLock, Upper
 /// Whether overlayfs, mounted with `userxattr`, has set marks on a root.
 pub(super) fn marked_by_user(root: BorrowedFd<'_>) -> bool {
     let list = Attribute::Open(root).list().unwrap_or_default();
-    let has = |prefix: &[u8]| {
-        list.split(|&byte| byte == 0)
-            .any(|name| name.starts_with(prefix))
-    };
+    let has = |prefix: &[u8]| each_name(&list).any(|name| name.starts_with(prefix));
     has(b"user.overlay.") && !has(b"trusted.overlay.")
 }
 

@@ -6,6 +6,7 @@
 use bcow_format::{crc32c, crc32c_matches};
 use rustix::io::Errno;
 
+use super::xattr::each_name;
 use super::{Attribute, MarkError, Namespace, OVERRIDE, Override, ReadMarksError, XattrMode};
 
 /// An attribute of bcow or of overlayfs.
@@ -96,10 +97,7 @@ impl Marks {
     pub fn read(at: Attribute<'_>, namespace: Namespace) -> Result<Marks, ReadMarksError> {
         let mut marks = Marks::default();
         let list = at.list()?;
-        for name in list
-            .split(|&byte| byte == 0)
-            .filter(|name| !name.is_empty())
-        {
+        for name in each_name(&list) {
             if name == OVERRIDE {
                 if let Some(value) = at.get(name)? {
                     match Override::decode(&value) {

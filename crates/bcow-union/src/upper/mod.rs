@@ -22,7 +22,7 @@ mod probe;
 mod reader;
 mod record;
 pub(crate) mod work;
-mod xattr;
+pub(crate) mod xattr;
 
 pub use error::{MarkError, ReadMarksError, UpperError};
 pub use instance::{ImageName, Instance, Provenance};

@@ -9,6 +9,8 @@ use std::borrow::Cow;
 
 use serde::{Deserialize, Serialize};
 
+use super::xattr::each_name;
+
 /// The namespace of the marks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -115,10 +117,7 @@ impl Names {
         shown_name: impl for<'a> Fn(&Self, &'a [u8]) -> Option<Cow<'a, [u8]>>,
     ) -> Vec<u8> {
         let mut shown = Vec::with_capacity(list.len());
-        for name in list
-            .split(|&byte| byte == 0)
-            .filter(|name| !name.is_empty())
-        {
+        for name in each_name(list) {
             if let Some(name) = shown_name(self, name) {
                 shown.extend_from_slice(&name);
                 shown.push(0);

@@ -121,6 +121,12 @@ impl Attribute<'_> {
     }
 }
 
+/// The names in a list of [`Attribute::list`].
+pub(crate) fn each_name(list: &[u8]) -> impl Iterator<Item = &[u8]> {
+    list.split(|&byte| byte == 0)
+        .filter(|name| !name.is_empty())
+}
+
 /// Reads into a buffer, and retries with a larger one if the buffer was too small.
 fn growing(read: impl Fn(&mut Vec<u8>) -> Result<usize, Errno>) -> Result<Vec<u8>, Errno> {
     let mut buf = Vec::with_capacity(FEW_BYTES);

@@ -9,6 +9,7 @@ use rustix::fs::Stat;
 
 use super::{Kind, Reader};
 use crate::offline::error::Problem;
+use crate::upper::xattr::each_name;
 use crate::upper::{ACCESS_ACL, Attribute, MarkError, Marks, OverrideKind, Ownership};
 
 impl Reader<'_> {
@@ -75,10 +76,7 @@ impl Reader<'_> {
     pub(super) fn xattrs_above(&mut self, at: Attribute<'_>) -> Result<Option<Xattrs>, Problem> {
         let mut all = BTreeMap::new();
         let list = at.list()?;
-        for stored in list
-            .split(|&byte| byte == 0)
-            .filter(|name| !name.is_empty())
-        {
+        for stored in each_name(&list) {
             let Some(name) = self.names.shown_name(stored) else {
                 continue;
             };

@@ -19,6 +19,7 @@ pub use bcow::check::Severity;
 
 use super::sketched::{self, HostFile};
 use crate::upper::beneath::open_beneath;
+use crate::upper::xattr::each_name;
 use crate::upper::{
     Attribute, Instance, META, Mark, Marks, Metacopy, Names, NlinkDelta, OVERRIDE, Override,
     Ownership, Redirect, SketchKind, UpperError, UpperReader, is_whiteout, work,
@@ -367,10 +368,7 @@ impl Checker<'_> {
     fn marks(&mut self, at: Attribute<'_>, path: &[u8]) -> Result<Marks, Errno> {
         let mut marks = Marks::default();
         let list = at.list()?;
-        for name in list
-            .split(|&byte| byte == 0)
-            .filter(|name| !name.is_empty())
-        {
+        for name in each_name(&list) {
             let known = Mark::ALL
                 .into_iter()
                 .find(|mark| mark.name(self.names.namespace) == name);

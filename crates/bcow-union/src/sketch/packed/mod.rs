@@ -599,9 +599,11 @@ impl Sketch for Packed {
             blocks,
             present: blocks.saturating_sub(below.div_ceil(BLOCK_BYTES)),
             in_transit: self.disk.statistics().waiting_blocks,
-            stored_bytes: self.host.content().stored_bytes().map_err(|error| {
-                SketchError::host("read the allocated size of a sketch", &error)
-            })?,
+            stored_bytes: self
+                .host
+                .content()
+                .stored_bytes()
+                .map_err(SketchError::host("read the allocated size of a sketch"))?,
         })
     }
     fn is_complete(&self) -> Result<bool, SketchError> {

@@ -51,8 +51,7 @@ impl HostStorage {
     /// Discards the file's content and sets its size.
     pub(super) fn empty(&self, size: u64) -> Result<(), SketchError> {
         let set_len = |bytes| {
-            Storage::set_len(self, bytes)
-                .map_err(|error| SketchError::host("empty the file of a sketch", &error))
+            Storage::set_len(self, bytes).map_err(SketchError::host("empty the file of a sketch"))
         };
         set_len(0)?;
         match size {

@@ -93,7 +93,7 @@ impl Sparse {
                 let within = |block: u64| ((block - at) * BLOCK_BYTES).min(length) as usize;
                 let piece = &bytes[within(run.start)..within(run.end)];
                 write_all(self.content(), run.start * BLOCK_BYTES, piece)
-                    .map_err(|error| SketchError::host("complete a block of a sketch", &error))?;
+                    .map_err(SketchError::host("complete a block of a sketch"))?;
                 self.set_present(run);
             }
             drop(stripe);

@@ -38,7 +38,7 @@ impl Sparse {
         for gap in transit.written.gaps(self.length(block)) {
             let piece = &bytes[gap.start as usize..gap.end as usize];
             write_all(self.content(), start + gap.start, piece)
-                .map_err(|error| SketchError::host("complete a block of a sketch", &error))?;
+                .map_err(SketchError::host("complete a block of a sketch"))?;
         }
         // The order matters: `in_transit` must not reach zero before the block is in the set of
         // unrecorded blocks.

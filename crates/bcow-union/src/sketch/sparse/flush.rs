@@ -144,7 +144,7 @@ impl Sparse {
         }
         self.host
             .remove_marks()
-            .map_err(|error| SketchError::host("remove the marks of a sketch", &error))?;
+            .map_err(SketchError::host("remove the marks of a sketch"))?;
         self.detach_lower(&mut frame);
         if durable {
             // The map is still needed until the removal of the marks is durable: later fdatasync

@@ -356,9 +356,10 @@ impl Sketch for Sparse {
             blocks,
             present: present + blocks.saturating_sub(frame.covered()),
             in_transit: self.in_transit.load(Ordering::Relaxed),
-            stored_bytes: self.content().stored_bytes().map_err(|error| {
-                SketchError::host("read the allocated size of a sketch", &error)
-            })?,
+            stored_bytes: self
+                .content()
+                .stored_bytes()
+                .map_err(SketchError::host("read the allocated size of a sketch"))?,
         })
     }
     fn is_complete(&self) -> Result<bool, SketchError> {

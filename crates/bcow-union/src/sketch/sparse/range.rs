@@ -28,7 +28,7 @@ impl Sparse {
             self.before_growth(frame)?;
             self.content()
                 .set_size(size)
-                .map_err(|error| SketchError::host("extend a sketch", &error))?;
+                .map_err(SketchError::host("extend a sketch"))?;
             self.size.store(size, Ordering::Release);
         }
         Ok(())
@@ -38,7 +38,7 @@ impl Sparse {
         self.stored.examine(self.content())?;
         self.content()
             .set_size(size)
-            .map_err(|error| SketchError::host("truncate a sketch", &error))?;
+            .map_err(SketchError::host("truncate a sketch"))?;
         self.size.store(size, Ordering::Release);
         self.stored.truncated(size);
         self.end_transit(size.div_ceil(BLOCK_BYTES)..u64::MAX);
@@ -155,7 +155,7 @@ impl Sparse {
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => {
                 self.write_zeros(frame, hole.start..hole.end.min(self.size()))
             }
-            Err(error) => Err(SketchError::host("punch a hole in a sketch", &error)),
+            Err(error) => Err(SketchError::host("punch a hole in a sketch")(error)),
         }
     }
 
@@ -195,7 +195,7 @@ impl Sparse {
         let allocated = self.content().allocate(offset, length);
         if let Err(error) = allocated {
             self.stored.undo(reserved, 0);
-            return Err(SketchError::host("allocate space for a sketch", &error));
+            return Err(SketchError::host("allocate space for a sketch")(error));
         }
         match size {
             KeepSize::Grow => self.grow(&frame, end),

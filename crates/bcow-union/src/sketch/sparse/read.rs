@@ -34,7 +34,7 @@ impl Sparse {
 
     pub(super) fn read_host(&self, at: u64, buf: &mut [u8]) -> Result<(), SketchError> {
         read_all(self.content(), at, buf)
-            .map_err(|error| SketchError::host("read the stored data of a sketch", &error))
+            .map_err(SketchError::host("read the stored data of a sketch"))
     }
 
     /// Reads the visible bytes of the lower file, and zeros behind `limit`.
@@ -120,7 +120,7 @@ impl Sparse {
                     let found = self
                         .content()
                         .seek(at, what)
-                        .map_err(|error| SketchError::host("look for holes", &error))?
+                        .map_err(SketchError::host("look for holes"))?
                         .unwrap_or(u64::MAX);
                     if what == Seek::Hole {
                         data_until = found;

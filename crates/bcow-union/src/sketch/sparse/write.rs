@@ -89,7 +89,7 @@ impl Sparse {
             match self.content().write_at(offset + done as u64, &data[done..]) {
                 Ok(written) => done += written,
                 Err(error) if done == 0 => {
-                    return Err(SketchError::host("write to a sketch", &error));
+                    return Err(SketchError::host("write to a sketch")(error));
                 }
                 Err(_) => break,
             }
