@@ -51,7 +51,7 @@ impl CopyOut<'_> {
         })
     }
 
-    /// Writes a qcow2 image into an empty file; gives its length.
+    /// Writes a qcow2 image into an empty file; returns its length.
     pub fn qcow2(
         &self,
         new: &NewFile,

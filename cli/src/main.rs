@@ -257,7 +257,7 @@ fn no_command(error: &clap::Error) -> u8 {
     }
 }
 
-/// Whether this command line means `bcow fsck`, which has exit statuses of its own.
+/// Whether the command line is of `bcow fsck`, which has other exit statuses.
 fn is_fsck<S: AsRef<OsStr>>(args: impl Iterator<Item = S>) -> bool {
     let mut value_follows = false;
     for arg in args {

@@ -69,7 +69,7 @@ impl Ui {
         }
     }
 
-    /// Starts the log: to standard error, as verbose as `-v` or `BCOW_LOG` say.
+    /// Starts the log on standard error, with the verbosity of `-v` or `BCOW_LOG`.
     pub fn start_log(&self) {
         use tracing_subscriber::EnvFilter;
         let default = match (self.quiet, self.verbose) {
@@ -234,7 +234,7 @@ impl Output {
 const SPINNER: &str = "{spinner} {msg}  {elapsed}";
 /// A count without an end.
 const COUNTER: &str = "{spinner} {msg}  {bytes}  {bytes_per_sec}  {elapsed}";
-/// A count with an end. The bar comes last and takes what is left of a narrow terminal.
+/// A count with an end. The bar comes last and gets the remaining width of the terminal.
 const BAR: &str = "{msg} {bytes} / {total_bytes}  {bytes_per_sec}  {eta} left [{wide_bar}]";
 
 fn style(template: &str) -> ProgressStyle {

@@ -216,7 +216,7 @@ class Advice(unittest.TestCase):
         found = bcow("fsck", "--data", store, check=False)
         # skopeo does not verify a blob that exists.
         self.assertEqual(found.code, 4, found.out)
-        self.assertIn(f"hint: the damaged file is {layer}: remove it before copying",
+        self.assertIn(f"hint: the damaged file is {layer}: remove it before you copy",
                       found.err.decode())
         os.remove(layer)
         run(*copy)

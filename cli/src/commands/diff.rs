@@ -85,7 +85,7 @@ pub struct Args {
     stores: StoreArgs,
 }
 
-/// Compares; gives the exit status.
+/// Compares; returns the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     // As for cmp(1) and diff(1), 1 is a result and not a failure.
     match compare(args, ui) {
@@ -115,7 +115,7 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
     compare_trees(args, &image.tree()?, &other.tree()?, &known_same, ui)
 }
 
-/// Whether an upper changes nothing of its image.
+/// Whether the upper has no changes to its image.
 fn compare_upper(
     args: &Args,
     image: &OpenImage,

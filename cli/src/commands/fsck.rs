@@ -364,7 +364,7 @@ fn check_file(
     }
     findings.extend(report.findings.iter().cloned().map(Finding::from));
     // Blocks that were all read and found good need no second reading; if some are bad, reading the
-    // files says whose they are.
+    // files names the damaged ones.
     let read_files = options.data && !report.is_sound();
     let inodes = check_tree(path, target.file.clone(), read_files, &mut findings)?;
     Ok(Checked {
@@ -498,7 +498,7 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
     out.finish()
 }
 
-/// What may be said of a file in which nothing was found.
+/// The words for a file without findings.
 fn clean(args: &Args) -> &'static str {
     match args.data {
         true => "clean",

@@ -84,7 +84,7 @@ fn an_image_replaces_an_image_and_who_has_the_old_one_open_keeps_it() {
 }
 
 #[test]
-fn what_may_be_all_that_there_is_of_it_is_replaced_by_force_only() {
+fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
     let sandbox = Sandbox::with_image();
     sandbox.write("disk.raw", &[7; 8192]);
     sandbox.ok(&["convert", "raw:disk.raw", "sealed.bcow"]);
@@ -127,7 +127,7 @@ fn what_may_be_all_that_there_is_of_it_is_replaced_by_force_only() {
 }
 
 #[test]
-fn a_source_says_what_it_lacks_or_is_instead() {
+fn refused_source_has_a_hint_about_its_form() {
     let sandbox = Sandbox::with_image();
     sandbox.layout("layout", "test", &["sample.tar"]);
     sandbox.write("disk.qcow2", b"QFI\xfb and so on");
@@ -184,7 +184,7 @@ fn a_source_says_what_it_lacks_or_is_instead() {
 }
 
 #[test]
-fn one_of_something_is_told_as_one() {
+fn counts_of_one_are_singular() {
     let sandbox = Sandbox::new();
     sandbox.write("empty.tar", &[0; 1024]);
     let text = String::from_utf8(sandbox.ok(&["convert", "empty.tar", "a.bcow"])).unwrap();

@@ -394,7 +394,7 @@ fn request_that_fails_at_a_disk_is_logged_with_its_file() {
 }
 
 #[test]
-fn extract_goes_on_past_damage_if_asked_to_and_names_what_is_missing() {
+fn extract_with_keep_going_names_damaged_files_and_extracts_the_rest() {
     let sandbox = Sandbox::with_image();
     damage_su(&sandbox);
     // By default the extraction ends at the first damaged file, here before any other.
@@ -447,7 +447,7 @@ fn extract_goes_on_past_damage_if_asked_to_and_names_what_is_missing() {
 }
 
 #[test]
-fn clean_is_said_of_what_was_checked_only() {
+fn verdict_clean_covers_checked_parts_only() {
     let sandbox = Sandbox::with_image();
     damage_su(&sandbox);
     for repair in [
@@ -568,7 +568,7 @@ fn said(sandbox: &Sandbox, options: &[&str], command: &[&str]) -> String {
 }
 
 #[test]
-fn verbose_commands_say_what_they_read_check_and_write() {
+fn verbose_commands_log_reads_checks_and_writes() {
     let sandbox = Sandbox::with_image();
     sandbox.layout("source", "x", &["sample.tar"]);
     let convert = ["convert", "oci:source:x", "v.bcow"];
@@ -616,7 +616,7 @@ fn verbose_commands_say_what_they_read_check_and_write() {
 }
 
 #[test]
-fn verbose_mount_says_how_it_mounts() {
+fn verbose_mount_logs_its_options() {
     let Some(place) = Place::new() else { return };
     let said = said(&place.0, &["-v"], &["mount", "image.bcow", "mnt"]);
     let how = match is_root() {

@@ -44,7 +44,7 @@ fn a_chain_is_shown_with_all_its_files() {
 }
 
 #[test]
-fn what_is_done_to_disks_is_told() {
+fn commands_report_changes_to_disks() {
     let sandbox = chain();
     snapshot!(shown(
         &sandbox,

@@ -24,7 +24,7 @@ pub fn all_shown(sandbox: &Sandbox, commands: &[&[&str]]) -> String {
 }
 
 #[test]
-fn command_lines_that_make_no_sense() {
+fn invalid_command_lines() {
     let sandbox = Sandbox::with_image();
     snapshot!(all_shown(
         &sandbox,
@@ -124,7 +124,7 @@ fn images_of_another_time() {
 }
 
 #[test]
-fn paths_that_are_not_there_or_not_that() {
+fn paths_that_are_missing_or_of_another_type() {
     let sandbox = Sandbox::with_image();
     snapshot!(all_shown(
         &sandbox,
@@ -182,7 +182,7 @@ fn man_where_it_cannot() {
 }
 
 #[test]
-fn convert_from_what_is_no_source() {
+fn convert_from_invalid_sources() {
     let sandbox = Sandbox::new();
     sandbox.write("sample.tar", &sample());
     sandbox.write("text.tar", "hello\n".repeat(1000).as_bytes());
@@ -217,7 +217,7 @@ fn convert_from_what_is_no_source() {
 }
 
 #[test]
-fn convert_with_options_that_make_no_sense() {
+fn convert_with_invalid_options() {
     let sandbox = Sandbox::new();
     sandbox.write("sample.tar", &sample());
     std::fs::create_dir(sandbox.path("directory")).unwrap();

@@ -65,7 +65,7 @@ fn an_exported_tree_converts_to_the_same_tree_and_exports_to_the_same_bytes() {
 }
 
 #[test]
-fn gnu_tar_unpacks_what_is_exported() {
+fn gnu_tar_extracts_an_exported_archive() {
     let sandbox = Sandbox::new();
     hard_to_write(&sandbox);
     sandbox.ok(&["export", "hard.bcow", "--to=tar", "-o", "hard-again.tar"]);

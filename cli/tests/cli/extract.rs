@@ -11,7 +11,7 @@ fn metadata(sandbox: &Sandbox, name: &str) -> std::fs::Metadata {
 }
 
 #[test]
-fn an_unpacked_tree_has_what_the_archive_had() {
+fn extracted_tree_equals_the_archive() {
     let sandbox = Sandbox::with_image();
     let output = sandbox.run(&["extract", "image.bcow", "out"]);
     assert!(output.status.success());
@@ -96,7 +96,7 @@ fn holes_stay_holes() {
 }
 
 #[test]
-fn nothing_is_written_through_a_link_that_is_there() {
+fn extract_does_not_follow_an_existing_link() {
     let sandbox = Sandbox::with_image();
     std::fs::create_dir(sandbox.path("outside")).unwrap();
     std::fs::create_dir(sandbox.path("out")).unwrap();
@@ -121,7 +121,7 @@ fn nothing_is_written_through_a_link_that_is_there() {
 }
 
 #[test]
-fn nothing_is_written_into_a_file_that_is_there() {
+fn extract_does_not_write_into_an_existing_file() {
     let sandbox = Sandbox::with_image();
     std::fs::create_dir_all(sandbox.path("out/etc")).unwrap();
     sandbox.write("precious", b"precious");
@@ -146,7 +146,7 @@ fn unpacking_twice_with_force_gives_the_same_tree() {
 }
 
 #[test]
-fn directories_that_are_there_keep_their_attributes() {
+fn existing_directories_keep_their_attributes() {
     let sandbox = Sandbox::with_image();
     std::fs::create_dir_all(sandbox.path("out/etc")).unwrap();
     let private = std::fs::Permissions::from_mode(0o700);
@@ -177,7 +177,7 @@ fn trees_deeper_than_the_usual_number_of_open_files_unpack() {
 }
 
 #[test]
-fn an_ordinary_user_gets_what_an_ordinary_user_can_have() {
+fn ordinary_user_gets_files_without_privileged_attributes() {
     if !is_root() {
         return crate::support::missing("root", &"to run as another user");
     }

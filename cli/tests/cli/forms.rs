@@ -77,7 +77,7 @@ fn small_image_stored_another_way_is_the_same_tree() {
 }
 
 #[test]
-fn what_shows_other_files_is_made_one_without_what_nothing_shows() {
+fn image_over_other_files_becomes_one_file_without_hidden_content() {
     let sandbox = image();
     sandbox.write(
         "over.tar",
@@ -230,7 +230,7 @@ fn destinations_that_are_not_written_are_refused_and_nothing_is_made() {
 }
 
 #[test]
-fn oci_archive_holds_what_the_layout_holds() {
+fn oci_archive_has_the_content_of_the_layout() {
     let sandbox = Sandbox::new();
     sandbox.write("a.tar", &sample());
     sandbox.ok(&["convert", "tar:a.tar", "a.bcow"]);

@@ -1,7 +1,7 @@
 //! What the host does to the command: full disks, signals, standard output that cannot be written.
 
 use std::io::Write;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -11,34 +11,9 @@ use crate::support::{Sandbox, Tar, noise, show, snapshot};
 /// Runs the command where `small` is a disk of 64 KiB of its own.
 fn with_small_disk(sandbox: &Sandbox, args: &[&str]) -> Option<std::process::Output> {
     std::fs::create_dir_all(sandbox.path("small")).unwrap();
-    let mut options = vec!["--mount"];
-    if !crate::support::is_root() {
-        options.push("--map-root-user");
-    }
     let script = "mount -t tmpfs -o size=64k tmpfs small || exit 99; \
                   \"$@\"; code=$?; ls -A small; exit $code";
-    let output = Command::new("unshare")
-        .args(options)
-        .args(["sh", "-c", script, "sh", env!("CARGO_BIN_EXE_bcow")])
-        .args(args)
-        .current_dir(sandbox.path(""))
-        .output();
-    match output {
-        Ok(output) if output.status.code() != Some(99) && output.status.code() != Some(1) => {
-            Some(output)
-        }
-        // 1 is also what unshare says when it may not; bcow would have said why.
-        Ok(output) if String::from_utf8_lossy(&output.stderr).contains("error: ") => Some(output),
-        Ok(output) => {
-            let why = String::from_utf8_lossy(&output.stderr).into_owned();
-            crate::support::missing("a mount namespace", &why);
-            None
-        }
-        Err(error) => {
-            crate::support::missing("unshare", &error);
-            None
-        }
-    }
+    sandbox.in_namespace(script, args)
 }
 
 #[test]

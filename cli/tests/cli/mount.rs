@@ -99,7 +99,7 @@ fn mounted_image_can_be_read_until_it_is_unmounted() {
 }
 
 #[test]
-fn mount_that_cannot_be_says_why() {
+fn failed_mount_has_a_reason() {
     let Some(place) = Place::new() else { return };
     place.0.write("text", b"no image");
     place.0.ok(&["mount", "image.bcow", "mnt"]);
@@ -197,7 +197,7 @@ fn damaged_block_is_an_error_for_its_file_and_is_logged_once() {
 }
 
 #[test]
-fn ordinary_user_mounts_what_is_theirs() {
+fn ordinary_user_mounts_on_an_own_directory() {
     let Some(place) = Place::new() else { return };
     if !is_root() {
         // Then all the other tests here are this test.

@@ -12,7 +12,7 @@ fn json(bytes: &[u8]) -> Value {
 }
 
 #[test]
-fn convert_tells_in_one_line() {
+fn convert_reports_in_one_line() {
     let sandbox = Sandbox::new();
     sandbox.write("sample.tar", &sample());
     snapshot!(sandbox.shown(&["convert", "--compress=none", "sample.tar", "image.bcow"]));
@@ -20,7 +20,7 @@ fn convert_tells_in_one_line() {
 }
 
 #[test]
-fn convert_tells_in_json() {
+fn convert_reports_in_json() {
     let sandbox = Sandbox::new();
     sandbox.write("sample.tar", &sample());
     snapshot!(sandbox.shown(&[
@@ -53,7 +53,7 @@ fn convert_reads_standard_input_and_gives_the_same_image() {
 }
 
 #[test]
-fn convert_replaces_an_image_that_is_there() {
+fn convert_replaces_an_existing_image() {
     let sandbox = Sandbox::with_image();
     sandbox.ok(&["convert", "-q", "--plain", "sample.tar", "old.bcow"]);
     let old = sandbox.read("old.bcow");
@@ -63,13 +63,13 @@ fn convert_replaces_an_image_that_is_there() {
 }
 
 #[test]
-fn inspect_for_people() {
+fn inspect_prints_text() {
     let sandbox = Sandbox::with_image();
     snapshot!(sandbox.shown(&["inspect", "image.bcow"]));
 }
 
 #[test]
-fn inspect_for_programs() {
+fn inspect_prints_json() {
     let sandbox = Sandbox::with_image();
     snapshot!(sandbox.shown(&["inspect", "--json", "image.bcow"]));
 }
@@ -150,7 +150,7 @@ fn ls_follows_a_link_to_a_directory_unless_it_shows_the_link() {
 }
 
 #[test]
-fn ls_in_json_has_what_an_inode_has() {
+fn ls_in_json_has_all_fields_of_an_inode() {
     let sandbox = Sandbox::with_image();
     snapshot!(sandbox.shown(&["ls", "-aR", "--json", "image.bcow"]));
     json(&sandbox.ok(&["ls", "-aR", "--json", "image.bcow"]));

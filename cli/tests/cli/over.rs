@@ -145,7 +145,7 @@ fn only_the_image_itself_is_taken_for_the_image_below() {
 }
 
 #[test]
-fn commit_says_when_the_image_below_is_not_beside_the_new_one() {
+fn commit_warns_if_the_image_below_is_in_another_directory() {
     let sandbox = committed();
     fs::create_dir(sandbox.path("other")).unwrap();
     let commit =
@@ -179,7 +179,7 @@ fn layered() -> Sandbox {
 }
 
 #[test]
-fn device_that_looks_like_a_whiteout_is_in_what_is_made_of_its_image() {
+fn device_that_looks_like_a_whiteout_is_kept() {
     let sandbox = Sandbox::new();
     let device = Entry {
         name: b"dev",
@@ -248,7 +248,7 @@ fn layers_are_shown_on_top_of_their_image() {
 }
 
 #[test]
-fn what_is_no_layer_of_the_image_is_refused() {
+fn other_images_are_refused_as_layers() {
     let sandbox = layered();
     let refused = |args: &[&str], why: &str| {
         let text = sandbox.shown(&[&["cat"], args, &["/etc/new"]].concat());

@@ -197,7 +197,7 @@ fn fsck_checks_every_file_of_a_stack() {
 }
 
 #[test]
-fn what_needs_a_missing_layer_says_which_and_what_does_not_goes_on() {
+fn commands_that_need_a_missing_layer_name_it_and_others_go_on() {
     let sandbox = layered();
     let second = digests(&sandbox)[1].clone();
     fs::create_dir(sandbox.path("store")).unwrap();
@@ -269,7 +269,7 @@ fn extraction_goes_on_without_a_missing_layer_below_further_layers() {
 }
 
 #[test]
-fn another_file_in_a_layers_place_is_told_apart() {
+fn another_file_in_the_place_of_a_layer_is_refused() {
     let sandbox = layered();
     let digests = digests(&sandbox);
     let path = |index: usize| -> PathBuf { sandbox.path(blob_path(&digests[index])) };

@@ -174,6 +174,35 @@ impl Sandbox {
         );
     }
 
+    /// Runs a shell script in a mount namespace of its own, with the command and `args` as its
+    /// arguments. `None` if the host cannot do that, or if the script ends with status 99.
+    pub fn in_namespace(&self, script: &str, args: &[&str]) -> Option<Output> {
+        let mut unshare = Command::new("unshare");
+        unshare.arg("--mount");
+        if !is_root() {
+            unshare.arg("--map-root-user");
+        }
+        let output = unshare
+            .args(["sh", "-c", script, "sh", env!("CARGO_BIN_EXE_bcow")])
+            .args(args)
+            .current_dir(self.0.path())
+            .output();
+        let reason = match output {
+            Ok(output) => {
+                let error = String::from_utf8_lossy(&output.stderr).into_owned();
+                match output.status.code() {
+                    // unshare fails with status 1 too, but without a message of bcow.
+                    Some(1) if !error.contains("error: ") => error,
+                    Some(99) => error,
+                    _ => return Some(output),
+                }
+            }
+            Err(error) => error.to_string(),
+        };
+        missing("a mount namespace", &reason);
+        None
+    }
+
     /// Overwrites bytes of a file.
     pub fn patch(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
         let mut bytes = self.read(name);

@@ -24,7 +24,7 @@ impl Place {
 }
 
 #[test]
-fn what_was_written_is_there_again_after_every_kind_of_unmount() {
+fn written_data_is_there_after_every_kind_of_unmount() {
     let Some(place) = Place::new() else { return };
     let mut expected = noise(100_000);
     for (round, how) in ["bcow", "umount", "fusermount3", "SIGTERM", "bcow"]
@@ -148,17 +148,8 @@ fn mount_that_was_bound_elsewhere_is_named_and_ends_there_too() {
         echo $?"#,
         env!("CARGO_BIN_EXE_bcow")
     );
-    let output = Command::new("unshare")
-        .args(["-m", "sh", "-c", &script])
-        .current_dir(place.0.path(""))
-        .output();
-    let output = match output {
-        Ok(output) if output.status.code() != Some(99) => output,
-        Ok(output) => {
-            let error = String::from_utf8_lossy(&output.stderr).into_owned();
-            return missing("mount namespaces", &std::io::Error::other(error));
-        }
-        Err(error) => return missing("unshare", &error),
+    let Some(output) = place.0.in_namespace(&script, &[]) else {
+        return;
     };
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(
@@ -184,7 +175,7 @@ fn is_running(process: Pid) -> bool {
 }
 
 #[test]
-fn unmounting_waits_also_for_what_can_no_longer_be_written_to() {
+fn unmount_waits_for_a_mount_that_became_read_only() {
     let Some(place) = Place::new() else { return };
     if !is_root() {
         return;
@@ -206,7 +197,7 @@ fn unmounting_waits_also_for_what_can_no_longer_be_written_to() {
 
 /// Not even root may look into a mount that is for its user only.
 #[test]
-fn root_unmounts_what_is_another_users_and_waits() {
+fn root_unmounts_a_mount_of_another_user_and_waits() {
     let Some(place) = Place::new() else { return };
     if !is_root() {
         return;
@@ -242,7 +233,7 @@ fn root_unmounts_what_is_another_users_and_waits() {
 }
 
 #[test]
-fn writable_mount_that_cannot_be_says_why() {
+fn failed_writable_mount_has_a_reason() {
     let Some(place) = Place::new() else { return };
     let sandbox = &place.0;
     sandbox.write("text", b"no directory");
@@ -568,7 +559,7 @@ fn mount_8_and_fstab_mount_images() {
 }
 
 #[test]
-fn what_is_made_of_an_image_does_not_take_its_place() {
+fn output_of_a_command_does_not_replace_its_image() {
     let sandbox = Sandbox::with_image();
     fs::create_dir(sandbox.path("upper")).unwrap();
     std::os::unix::fs::symlink("image.bcow", sandbox.path("link")).unwrap();
@@ -661,7 +652,7 @@ fn upper_of_an_image_with_layers_is_checked_against_them() {
 }
 
 #[test]
-fn fsck_of_an_upper_says_which_file_the_host_cannot_read() {
+fn fsck_of_an_upper_names_a_file_that_the_host_cannot_read() {
     let Some(place) = Place::new() else { return };
     if !is_root() {
         return;
@@ -678,17 +669,8 @@ fn fsck_of_an_upper_says_which_file_the_host_cannot_read() {
          {0} fsck upper; echo $?; {0} fsck --data upper; echo $?",
         env!("CARGO_BIN_EXE_bcow")
     );
-    let output = Command::new("unshare")
-        .args(["-m", "sh", "-c", &script])
-        .current_dir(place.0.path(""))
-        .output();
-    let output = match output {
-        Ok(output) if output.status.code() != Some(99) => output,
-        Ok(output) => {
-            let error = String::from_utf8_lossy(&output.stderr).into_owned();
-            return missing(unreadable, &std::io::Error::other(error));
-        }
-        Err(error) => return missing("unshare", &error),
+    let Some(output) = place.0.in_namespace(&script, &[]) else {
+        return;
     };
     let shown = String::from_utf8(output.stdout).unwrap();
     assert!(

@@ -21,7 +21,7 @@ pub fn is_upper(path: &Path) -> bool {
     path.join(META).is_dir()
 }
 
-/// Checks; gives the exit status.
+/// Checks; returns the exit status.
 pub fn run(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if args.jobs.is_some() {
         return Err(CommandError::usage("-j does not apply to an upper").hint("leave out -j"));

@@ -1,4 +1,4 @@
-//! What `bcow inspect` says of a disk.
+//! The output of `bcow inspect` about a disk.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -270,7 +270,7 @@ fn stored_part(opened: &Opened) -> f64 {
     }
 }
 
-/// mount(2) takes its options as one page.
+/// The limit of mount(2) on the length of its options: one page.
 const OPTIONS_BYTES: usize = 4096;
 
 /// Prints the command line with which root mounts the image with the kernel alone.

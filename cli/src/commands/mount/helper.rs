@@ -1,4 +1,4 @@
-//! `mount.bcow`: what mount(8) calls for `mount -t bcow` and for lines of fstab(5).
+//! `mount.bcow`: the helper that mount(8) calls for `mount -t bcow` and for lines of fstab(5).
 //!
 //! The same program under another name, so that a symbolic link /sbin/mount.bcow suffices. mount(8)
 //! passes `IMG DIR [-sfnv] [-N NAMESPACE] [-o OPTIONS] [-t TYPE]`; the helper translates that into
