@@ -32,7 +32,7 @@ impl<'f> Walk<'f> {
     }
 
     /// The next inode, or `None` at the end; [`Walk::path`] returns its path. After an error, that
-    /// path is the place of the error; the next call goes on behind it, and leaves out the rest of
+    /// path is the place of the error; the next call continues after it, and leaves out the rest of
     /// a directory whose names cannot be read.
     #[allow(
         clippy::should_implement_trait,
