@@ -10,8 +10,8 @@ import support
 PAGE = os.path.join(support.TOP, "docs", "semantics.md")
 # Sentences that tests quote, and sentences that no test can check.
 QUOTED = set()
-UNTRIED = {"While an upper is mounted, no other program may change it: the kernel caches names and "
-           "attributes and does not notice such changes."}
+UNTRIED = {"Do not change an upper with another program while it is mounted: the kernel caches "
+           "names and attributes and does not notice such changes."}
 
 
 def words(text):

@@ -353,9 +353,9 @@ class Space(UnionCase):
                 # A directory on the host does not shrink after thousands of names.
                 self.wait_for_room(limit // 2 if way is not name else 0)
 
-    @promise("With `--inode-limit`, and with `--size-limit` alone, the number of inodes in the "
-             "upper is limited too. Beyond that limit, creating a file or copying up a file fails "
-             "with ENOSPC.")
+    @promise("`--inode-limit` limits the number of inodes in the upper. With `--size-limit` alone, "
+             "the limit is one inode per 16 KiB of the size, and at least 4096 inodes. Beyond that "
+             "limit, creating a file or copying up a file fails with ENOSPC.")
     def test_a_limit_of_inodes(self):
         self.mount.options.append("--inode-limit=20")
         self.mount.mount()
@@ -377,10 +377,12 @@ class Space(UnionCase):
         os.rmdir(self.at("more"))
         os.mkdir(self.at("even-more"))
         self.mount.unmount()
-        self.mount.options[-1] = "--size-limit=256M"
-        self.mount.mount()
-        info = os.statvfs(self.where)
-        self.assertEqual((info.f_files, info.f_ffree), (16_384, 16_384 - 20))
+        for size, inodes in (("256M", 16_384), ("16M", 4096)):
+            self.mount.options[-1] = f"--size-limit={size}"
+            self.mount.mount()
+            info = os.statvfs(self.where)
+            self.assertEqual((info.f_files, info.f_ffree), (inodes, inodes - 20))
+            self.mount.unmount()
 
     def changed_on_a_full_disk(self, mib, fill):
         """Removes and renames copied-up files, with a full disk before each step."""

@@ -148,8 +148,8 @@ def crowd(where, seed, steps):
 
 
 class Model(LowerCase):
-    @promise("A writable mount answers each system call like a plain directory on ext4: with the "
-             "same result or the same error.")
+    @promise("A writable mount answers each system call like an ordinary directory on ext4: with "
+             "the same result or the same error.")
     def test_sequences_have_the_results_of_a_plain_directory(self):
         work = [(name, seed) for seed in seeds() for name in self.names]
         failed = []

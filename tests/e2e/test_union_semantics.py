@@ -728,11 +728,12 @@ class Attributes(UnionCase):
         self.as_user(BOB, os.unlink, self.at("sticky/mine"))
         os.unlink(self.at("sticky/hers"))
 
-    @promise("Writing to a file, truncating it or changing its owner removes its set-user-ID and "
-             "set-group-ID bits and its capabilities, as on other file systems. Only a write by "
-             "root keeps the bits.",
-             "`chown(-1, -1)`, which names no owner, removes the bits if the owner of the file "
-             "calls it. For root and for other users, the call succeeds and changes nothing.")
+    @promise("Writing to a file or truncating it removes its set-user-ID and set-group-ID bits, "
+             "unless root does it, and removes its capabilities in any case. Changing the owner "
+             "removes the bits and the capabilities, also if root does it. `chown(-1, -1)`, which "
+             "sets no owner, removes the bits if the owner of the file calls it. For root and for "
+             "other users, the call succeeds and changes nothing.",
+             "`chown(-1, -1)` updates the change time only if it removes set-id bits.")
     def test_set_id_bits(self):
         capability = struct.pack("<5I", 0x02000001, 1 << 10, 0, 0, 0)
 
@@ -763,17 +764,22 @@ class Attributes(UnionCase):
         os.chmod(self.at("setgid/tool"), 0o6777)
         write("setgid/tool")
         grow("setgid/tool")
+        os.truncate(self.at("setgid/tool"), 5)
         self.assertEqual(oct(mode("setgid/tool")), oct(0o6777))
         for owner, caller, expected in ((ROOT, ROOT, 0o6777), (ROOT, ALICE, 0o6777),
                                         (ALICE, ALICE, 0o777)):
             os.chown(self.at("setgid/tool"), *owner)
             os.chmod(self.at("setgid/tool"), 0o6777)
+            before = os.stat(self.at("setgid/tool")).st_ctime_ns
             self.as_user(caller, os.chown, self.at("setgid/tool"), -1, -1)
             self.assertEqual(oct(mode("setgid/tool")), oct(expected))
+            if expected == 0o6777:
+                self.assertEqual(os.stat(self.at("setgid/tool")).st_ctime_ns, before)
         os.chmod(self.at("setgid/tool"), 0o755)
-        os.setxattr(self.at("setgid/tool"), "security.capability", capability)
-        write("setgid/tool")
-        self.assertNotIn("security.capability", os.listxattr(self.at("setgid/tool")))
+        for change in (write, lambda name: os.truncate(self.at(name), 3)):
+            os.setxattr(self.at("setgid/tool"), "security.capability", capability)
+            change("setgid/tool")
+            self.assertNotIn("security.capability", os.listxattr(self.at("setgid/tool")))
         os.chmod(self.at("setgid/tool"), 0o6777)
         os.setxattr(self.at("setgid/tool"), "security.capability", capability)
         os.chown(self.at("setgid/tool"), 5, 5)
@@ -862,10 +868,11 @@ class Attributes(UnionCase):
         self.assertEqual(self.read(BIG), want)
 
     @promise("Modification and change times have a resolution of one nanosecond. The modification "
-             "time is the time of the last change, even if the mount completes the written blocks "
-             "later. Reading does not update the access time; utimens sets it. (For a symbolic "
-             "link in the upper, the host may update the access time when the kernel reads the "
-             "link again after evicting it.)")
+             "time is the time of the last change by a program.",
+             "The copy keeps the modification time",
+             "Reading does not update the access time; utimens sets it. (For a symbolic link in "
+             "the upper, the host may update the access time when the kernel reads the link again "
+             "after evicting it.)")
     def test_times(self):
         path = self.at(BIG)
 
@@ -1027,10 +1034,10 @@ class Attributes(UnionCase):
 
 
 class InOtherHands(UnionCase):
-    @promise("The upper has the layout of an overlayfs upper directory. If the upper has no partly "
-             "written file, the kernel's overlayfs shows the same tree from the upper and the "
-             "extracted image (`metacopy=on,redirect_dir=on`). A partly written file fails with "
-             "EIO in overlayfs.",
+    @promise("The upper has the layout of an overlayfs upper directory. If the upper has no "
+             "sketch, the kernel's overlayfs shows the same tree from the upper and the extracted "
+             "image (`metacopy=on,redirect_dir=on`). Reading a sketch through overlayfs fails "
+             "with EIO.",
              "If a file of the image has several names, overlayfs continues to show the old file "
              "under the names that were not changed themselves.")
     def test_overlayfs_shows_the_same_tree(self):
