@@ -38,9 +38,9 @@ use crate::ui::{ColorWhen, Ui, UiOptions};
 
 /// Block-mapped copy-on-write images for container layers
 ///
-/// bcow creates, mounts, inspects, checks and extracts BCoW images and disks. A BCoW image is one file
-/// that holds a container image as a file system. Its blocks are compressed, and every block has a
-/// checksum. A BCoW disk is a virtual disk in the same file format, like a qcow2 file.
+/// bcow creates, mounts, inspects, checks and extracts BCoW images and disks. A BCoW image is one
+/// file that holds a container image as a file system. Its blocks are compressed, and every block
+/// has a checksum. A BCoW disk is a virtual disk in the same file format, like a qcow2 file.
 #[derive(Debug, Parser)]
 #[command(
     name = "bcow",

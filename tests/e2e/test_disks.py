@@ -191,7 +191,7 @@ class Conversion(Directory):
         self.refused("convert", "raw:.", "x.bcow", mention=("it is a directory",))
         self.refused("convert", "qcow2:disk.raw", "x.bcow", mention=("not a qcow2 image",))
         self.refused("convert", "disk.bcow", "raw:x", "--writable", code=2)
-        self.refused("convert", "disk.bcow", "raw:/dev/null", mention=("no regular file",))
+        self.refused("convert", "disk.bcow", "raw:/dev/null", mention=("not a regular file",))
 
 
 class Chains(Directory):

@@ -384,7 +384,7 @@ class Doors(Serve):
             run("nbdinfo", "--size", server.uri)
         before = os.stat(self.raw)
         assert_refused(self, bcow("serve", self.sealed, "--socket", self.raw, check=False),
-                       "no socket")
+                       "is not a socket")
         self.assertEqual(os.stat(self.raw), before)
 
     def test_without_a_place_the_socket_is_in_the_runtime_directory(self):
@@ -554,7 +554,7 @@ class Tls(Serve):
                                      cwd=self.certificates, capture_output=True, check=True)
         self.assertIn(b"Version: 1 ", certificate.stdout)
         for directory, why in (("old", "not of X.509 version 3"), ("anonymous", "no certificate"),
-                               (None, "no TLS")):
+                               (None, "did not start TLS")):
             with (self.subTest(directory),
                   served(self.sealed, "--listen", "127.0.0.1:0", *self.options()) as server):
                 uri = (self.with_certificates(server.uri, directory) if directory
@@ -565,7 +565,7 @@ class Tls(Serve):
                 lines = [line for line in server.output().splitlines() if "is refused" in line]
                 self.assertEqual(len(lines), 1, lines)
                 self.assertIn(why, lines[0])
-                self.assertIn("from 127.0.0.1:", lines[0])
+                self.assertIn("at 127.0.0.1:", lines[0])
 
     def test_options_injected_before_tls_are_not_answered(self):
         """CVE-2021-3716: a man in the middle adds options behind STARTTLS, which the server would

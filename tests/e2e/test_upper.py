@@ -627,7 +627,7 @@ class OfBcow(Uppers, unittest.TestCase):
             for name in ("given", "new"):
                 refused = bcow("mount", self.base, self.merged, "--upper", f"{where}/{name}",
                                check=False)
-                assert_refused(self, refused, "no extended attributes")
+                assert_refused(self, refused, "does not support extended attributes")
             self.assertEqual((os.listdir(where), os.listdir(f"{where}/given")), (["given"], []))
         finally:
             run("umount", where)

@@ -274,9 +274,9 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
         // If the disk does not open, none of its data can be read.
         if Image::open(&top.target.path, &OpenOptions::default()).is_ok() {
             ui.hint(format_args!(
-                "these commands save the readable data of the disk: `bcow serve --read-only {image} \
-                 --socket SOCKET` and `qemu-img convert --salvage -O raw \
-                 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
+                "these commands save the readable data of the disk: \
+                 `bcow serve --read-only {image} --socket SOCKET` and \
+                 `qemu-img convert --salvage -O raw 'nbd+unix:///?socket=SOCKET' SAVED.raw`"
             ));
         }
         return;

@@ -325,7 +325,8 @@ fn disk_in_use_is_refused_with_the_place_where_it_is_served() {
     let here = sandbox.path("").canonicalize().unwrap();
     let disk = here.join("disk.bcow").to_str().unwrap().to_owned();
     let line = format!(
-        "\n  caused by: process {pid} (`bcow serve disk.bcow --socket=socket`) serves {disk} at nbd+unix:///?socket="
+        "\n  caused by: process {pid} (`bcow serve disk.bcow --socket=socket`) serves {disk} at \
+         nbd+unix:///?socket="
     );
     for command in [
         &["resize", "disk.bcow", "+1M"][..],

@@ -1,9 +1,5 @@
 //! The rules of the house, each kept by a test: crates and modules depend downwards only, lines end
 //! at column 100, and texts use the field's words.
-//!
-//! `known.txt` counts the places in older code that break a rule, per file. A number there may only
-//! shrink: a test fails if a file has more such places than listed, or fewer.
-//! `BCOW_HOUSE_WRITE=1` writes the list anew.
 
 mod crates;
 mod modules;
@@ -51,52 +47,12 @@ fn files(endings: &[&str]) -> Vec<PathBuf> {
 /// Places that break a rule, by file.
 type Broken = BTreeMap<String, Vec<String>>;
 
-/// Compares the places that break `rule` with those that `known.txt` allows.
-fn expect_known(rule: &str, found: &Broken) {
-    let list = root().join("crates/bcow-testkit/tests/house/known.txt");
-    let text = std::fs::read_to_string(&list).expect("known.txt");
-    let entries = text.lines().map(|line| {
-        let [rule, count, file] = line.splitn(3, ' ').collect::<Vec<_>>()[..] else {
-            panic!("known.txt: {line}");
-        };
-        (rule, count.parse::<usize>().expect("a number"), file)
-    });
-    let mut problems = Vec::new();
-    let (here, others): (Vec<_>, Vec<_>) = entries.partition(|entry| entry.0 == rule);
-    if std::env::var_os("BCOW_HOUSE_WRITE").is_some() {
-        let mut lines: Vec<String> = others
-            .iter()
-            .map(|(r, n, f)| format!("{r} {n} {f}\n"))
-            .collect();
-        lines.extend(
-            found
-                .iter()
-                .map(|(file, places)| format!("{rule} {} {file}\n", places.len())),
-        );
-        lines.sort();
-        std::fs::write(&list, lines.concat()).expect("known.txt is written");
-        return;
-    }
-    let mut allowed: BTreeMap<&str, usize> = here.iter().map(|(_, n, file)| (*file, *n)).collect();
+/// Fails with a list of the places that break `rule`.
+fn expect_none(rule: &str, found: &Broken) {
+    let mut list = String::new();
     for (file, places) in found {
-        let limit = allowed.remove(file.as_str()).unwrap_or(0);
-        if places.len() > limit {
-            problems.push(format!(
-                "{file}: {} places, {limit} are known:",
-                places.len()
-            ));
-            problems.extend(places.iter().map(|place| format!("  {place}")));
-        } else if places.len() < limit {
-            problems.push(format!(
-                "{file}: lower {limit} in known.txt to {}",
-                places.len()
-            ));
-        }
+        list += &format!("{file}:\n");
+        list.extend(places.iter().map(|place| format!("  {place}\n")));
     }
-    problems.extend(
-        allowed
-            .keys()
-            .map(|file| format!("{file}: remove it from known.txt")),
-    );
-    assert!(problems.is_empty(), "{rule}:\n{}", problems.join("\n"));
+    assert!(list.is_empty(), "{rule}:\n{list}");
 }
