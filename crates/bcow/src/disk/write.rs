@@ -24,7 +24,13 @@ const STREAM_BYTES: u64 = if SMALL { 4096 } else { 128 << 10 };
 /// A part of a block of up to this size over zeros is written as a whole block, in bytes.
 const WHOLE_BYTES: u64 = if SMALL { 4096 } else { 64 << 10 };
 /// Zeros that must be stored are written in pieces of this size.
-const ZEROS: &[u8] = &[0; 256 << 10];
+///
+/// They begin at a page. If the process is killed while the kernel loads a page of them, the kernel
+/// ends the write in front of that page, so no sector holds a part of the zeros.
+static ZEROS: Zeros = Zeros([0; 256 << 10]);
+
+#[repr(align(4096))]
+struct Zeros([u8; 256 << 10]);
 /// Number of pending blocks at which a flush starts in the background. At four times as many, the
 /// writer flushes. Each pending block takes some hundred bytes of memory.
 const MANY_PENDING: u64 = if SMALL { 4 } else { 1 << 16 };
@@ -92,8 +98,8 @@ impl Inner {
     fn write_zeros(self: &Arc<Self>, frame: &Frame, offset: u64, length: u64) -> Result<(), Error> {
         let mut done = 0;
         while done < length {
-            let n = (length - done).min(ZEROS.len() as u64);
-            self.write(frame, offset + done, &ZEROS[..n as usize])?;
+            let n = (length - done).min(ZEROS.0.len() as u64);
+            self.write(frame, offset + done, &ZEROS.0[..n as usize])?;
             done += n;
         }
         Ok(())
