@@ -218,7 +218,7 @@ impl ImageWriter {
 
     /// Appends content. After a window, only windows can follow.
     pub fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
-        self.windows.refuse_content()?;
+        self.windows.check_no_windows()?;
         let length = self.block_shift.bytes() as usize;
         while !bytes.is_empty() {
             let n = bytes.len().min(length - self.block.len());
@@ -234,7 +234,7 @@ impl ImageWriter {
     /// Appends zeros; whole blocks of zeros store nothing.
     pub fn append_zeros(&mut self, mut count: u64) -> Result<(), Error> {
         if count > 0 {
-            self.windows.refuse_content()?;
+            self.windows.check_no_windows()?;
         }
         let length = u64::from(self.block_shift.bytes());
         while count > 0 {
@@ -265,7 +265,7 @@ impl ImageWriter {
     /// Ends the content of files. Data appended from now on is file system metadata, with its own
     /// block size. Returns the start of the metadata, a multiple of 4096 bytes.
     pub fn begin_metadata(&mut self) -> Result<u64, Error> {
-        self.windows.refuse_content()?;
+        self.windows.check_no_windows()?;
         if self.options.metadata_first {
             self.align(SECTOR_BYTES)?;
             return Ok(self.position());

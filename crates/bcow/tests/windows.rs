@@ -259,15 +259,15 @@ fn windows_that_cannot_be_are_refused() {
     let small = writer.add_backing(backing(8192));
     let huge = writer.add_backing(backing(1 << 48));
     for (index, address, bytes, why) in [
-        (9, 0, 4096, "there are 2"),
+        (9, 0, 4096, "only 2 backings"),
         (small, 0, 0, "whole sectors"),
         (small, 0, 4097, "whole sectors"),
         (small, 512, 4096, "whole sectors"),
-        (small, 0, 12288, "it has 8192 bytes"),
-        (small, 8192, 4096, "it has 8192 bytes"),
-        (small, u64::MAX - 4095, 8192, "it has 8192 bytes"),
-        (huge, 0, 1 << 44, "no room"),
-        (huge, 0, 1 << 48, "no room"),
+        (small, 0, 12288, "only 8192 bytes"),
+        (small, 8192, 4096, "only 8192 bytes"),
+        (small, u64::MAX - 4095, 8192, "only 8192 bytes"),
+        (huge, 0, 1 << 44, "does not fit"),
+        (huge, 0, 1 << 48, "does not fit"),
     ] {
         let error = writer.append_window(index, address, bytes).unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
@@ -281,7 +281,7 @@ fn windows_that_cannot_be_are_refused() {
         writer.append_zeros(1).unwrap_err(),
         writer.begin_metadata().unwrap_err(),
     ] {
-        assert_eq!(error.to_string(), "content behind a window");
+        assert_eq!(error.to_string(), "cannot append content after a window");
     }
 }
 

@@ -66,11 +66,11 @@ impl Overhead {
 
     /// Examines an inode of the host and counts the difference to the last examination. `file` may
     /// be open with `O_PATH`.
-    pub fn settle(&self, file: impl AsFd, room: &mut Reservation<'_>) -> Result<(), Errno> {
+    pub fn recount(&self, file: impl AsFd, room: &mut Reservation<'_>) -> Result<(), Errno> {
         self.examine(file, None, room)
     }
 
-    /// As [`Overhead::settle`], for an inode whose data takes `data` bytes.
+    /// As [`Overhead::recount`], for an inode whose data takes `data` bytes.
     pub fn count(
         &self,
         file: impl AsFd,
@@ -229,7 +229,7 @@ mod tests {
         let blocks = || {
             account
                 .overhead
-                .settle(&file, &mut account.unreserved())
+                .recount(&file, &mut account.unreserved())
                 .unwrap();
             account.used() / BLOCK_BYTES
         };
@@ -254,7 +254,7 @@ mod tests {
         for _ in 0..2 {
             account
                 .overhead
-                .settle(&link, &mut account.unreserved())
+                .recount(&link, &mut account.unreserved())
                 .unwrap();
             assert_eq!((account.used(), account.inodes()), (BLOCK_BYTES, 1));
         }

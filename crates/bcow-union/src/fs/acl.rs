@@ -8,13 +8,9 @@ const HEAD_BYTES: usize = 4;
 const ENTRY_BYTES: usize = 8;
 
 const USER_OBJ: u16 = 0x01;
-const USER: u16 = 0x02;
 const GROUP_OBJ: u16 = 0x04;
-const GROUP: u16 = 0x08;
 const MASK: u16 = 0x10;
 const OTHER: u16 = 0x20;
-
-const WRITE: u16 = 0o2;
 
 /// What a new inode inherits from its directory's default ACL: its mode, and an access ACL if the
 /// mode does not express the whole ACL.
@@ -63,47 +59,6 @@ pub(super) fn with_mode(acl: &[u8], permissions: u16) -> Result<Vec<u8>, Errno> 
     Ok(changed)
 }
 
-/// Whether an access ACL permits a user who is not the owner to write, as `posix_acl_permission` in
-/// the kernel. `group` is the file's group; `is_in` tells whether the user is in a group.
-pub(super) fn permits_write(
-    acl: &[u8],
-    user: u32,
-    group: u32,
-    is_in: &mut dyn FnMut(u32) -> bool,
-) -> Result<bool, Errno> {
-    let entries: Vec<_> = checked(acl)?.chunks_exact(ENTRY_BYTES).collect();
-    let allows = |entry: &[u8]| u16::from_le_bytes([entry[2], entry[3]]) & WRITE != 0;
-    let id = |entry: &[u8]| u32::from_le_bytes([entry[4], entry[5], entry[6], entry[7]]);
-    let mask = entries
-        .iter()
-        .find(|entry| tag(entry) == MASK)
-        .is_none_or(|mask| allows(mask));
-    if let Some(theirs) = entries
-        .iter()
-        .find(|entry| tag(entry) == USER && id(entry) == user)
-    {
-        return Ok(mask && allows(theirs));
-    }
-    // One group entry with write permission suffices. A user in any listed group is not among the
-    // others.
-    let mut is_in_one = false;
-    for entry in &entries {
-        let is_theirs = match tag(entry) {
-            GROUP_OBJ => is_in(group),
-            GROUP => is_in(id(entry)),
-            _ => false,
-        };
-        if is_theirs && allows(entry) {
-            return Ok(mask);
-        }
-        is_in_one |= is_theirs;
-    }
-    Ok(!is_in_one
-        && entries
-            .iter()
-            .any(|entry| tag(entry) == OTHER && allows(entry)))
-}
-
 fn checked(acl: &[u8]) -> Result<&[u8], Errno> {
     match acl.split_at_checked(HEAD_BYTES) {
         Some((head, entries))
@@ -133,6 +88,8 @@ fn tag(entry: &[u8]) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const USER: u16 = 0x02;
 
     fn acl(entries: &[(u16, u16, u32)]) -> Vec<u8> {
         let mut bytes = VERSION.to_le_bytes().to_vec();
@@ -172,39 +129,6 @@ mod tests {
         assert_eq!(mode_of(&expected), Ok(0o640));
         let changed = with_mode(&expected, 0o751).unwrap();
         assert_eq!(mode_of(&changed), Ok(0o751));
-    }
-
-    #[test]
-    fn write_permission_is_as_in_the_kernel() {
-        let of = |mask| {
-            acl(&[
-                (USER_OBJ, 7, !0),
-                (USER, 6, 1000),
-                (USER, 4, 1001),
-                (GROUP_OBJ, 4, !0),
-                (GROUP, 6, 50),
-                (MASK, mask, !0),
-                (OTHER, 6, !0),
-            ])
-        };
-        for (mask, user, groups, may) in [
-            (7, 1000, &[][..], true),
-            (4, 1000, &[], false),
-            (7, 1001, &[50], false),
-            (7, 1002, &[5], false),
-            (7, 1002, &[5, 50], true),
-            (4, 1002, &[50], false),
-            (4, 1002, &[7], true),
-        ] {
-            let lets = permits_write(&of(mask), user, 5, &mut |group| groups.contains(&group));
-            assert_eq!(lets, Ok(may), "{mask} {user} {groups:?}");
-        }
-        let small = acl(&[(USER_OBJ, 7, !0), (GROUP_OBJ, 6, !0), (OTHER, 0, !0)]);
-        assert_eq!(
-            permits_write(&small, 1, 5, &mut |group| group == 5),
-            Ok(true)
-        );
-        assert_eq!(permits_write(&small, 1, 5, &mut |_| false), Ok(false));
     }
 
     #[test]

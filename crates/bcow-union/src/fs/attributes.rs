@@ -96,7 +96,7 @@ impl UnionFs {
         attributes.gid = owner.gid;
         attributes.permissions = owner.permissions;
         if let Some(kind) = owner.kind {
-            attributes.rdev = host::device_kept(kind).map_or(0, encode_device);
+            attributes.rdev = host::device_of_override(kind).map_or(0, encode_device);
         }
         Ok(())
     }
@@ -242,7 +242,10 @@ impl UnionFs {
                 self.remove_capabilities(file)?;
             }
             owner.permissions = changes.permissions.unwrap_or(owner.permissions);
-            self.write_override(node.id, file, &owner)?;
+            match node.id == NodeId::ROOT {
+                true => self.set_override(file, &owner)?,
+                false => self.write_override(file, &owner)?,
+            }
         } else {
             if changes_owner {
                 // The host removes set-id bits and capabilities.
@@ -254,7 +257,7 @@ impl UnionFs {
         }
         // The change may have added the attribute that keeps the owner, or removed the
         // capabilities.
-        self.settle_node(node, file);
+        self.recount_node(node, file);
         if changes.permissions.is_some_and(|bits| bits & 0o6000 != 0) {
             node.may_be_privileged.store(true, Ordering::Release);
         }
@@ -289,18 +292,14 @@ impl UnionFs {
         })
     }
 
-    /// Writes the attribute that keeps owner and mode, and sets the corresponding mode of the
-    /// host's file.
-    pub(super) fn write_override(
-        &self,
-        id: NodeId,
-        file: &File,
-        owner: &Override,
-    ) -> Result<(), Errno> {
-        Attribute::Path(file.as_fd()).set(OVERRIDE, owner.encode().as_bytes(), XattrMode::Any)?;
-        if id == NodeId::ROOT {
-            return Ok(());
-        }
+    /// Writes the override attribute alone: the mode of the host's file stays, as for the root.
+    pub(super) fn set_override(&self, file: &File, owner: &Override) -> Result<(), Errno> {
+        Attribute::Path(file.as_fd()).set(OVERRIDE, owner.encode().as_bytes(), XattrMode::Any)
+    }
+
+    /// Writes the override attribute, and sets the corresponding mode of the host's file.
+    pub(super) fn write_override(&self, file: &File, owner: &Override) -> Result<(), Errno> {
+        self.set_override(file, owner)?;
         let mode = host_mode(
             owner.permissions,
             owner.kind == Some(OverrideKind::Directory),
@@ -333,7 +332,7 @@ impl UnionFs {
             let _held = node.lock_capabilities();
             self.remove_capabilities(&file)?;
         }
-        self.settle_node(node, &file);
+        self.recount_node(node, &file);
         let permissions = match self.keeps_owner(node) {
             true => self.read_override(node, &file)?.permissions,
             false => (rustix::fs::fstat(&*file)?.st_mode & 0o7777) as u16,
@@ -367,7 +366,7 @@ pub(super) fn owner_of_inode(inode: &Inode) -> Override {
         uid: inode.uid,
         gid: inode.gid,
         permissions: inode.permissions,
-        kind: Some(host::kind_to_keep(inode.kind, inode.rdev)),
+        kind: Some(host::override_kind(inode.kind, inode.rdev)),
     }
 }
 

@@ -215,7 +215,7 @@ impl UnionFs {
             Ok(promote::Promoted::Replaced(file, host_inode)) => {
                 if let Some(upper) = &mut state.upper {
                     upper.file = Some(Arc::new(file));
-                    upper.for_data = true;
+                    upper.is_fully_open = true;
                     upper.host_inode = host_inode;
                 }
             }
@@ -309,12 +309,12 @@ impl UnionFs {
                 }) if !can_be_found_again || Arc::strong_count(file) > 1 => held += 1,
                 Some(Upper {
                     file: file @ Some(_),
-                    for_data,
+                    is_fully_open,
                     in_batch: false,
                     ..
                 }) => {
                     *file = None;
-                    *for_data = false;
+                    *is_fully_open = false;
                 }
                 Some(Upper { file: Some(_), .. }) => held += 1,
                 _ => {}

@@ -1,8 +1,9 @@
 //! Space that a change needs, charged before the change.
 //!
-//! A change first reserves room for the most that it may store beside the bytes of files. That
-//! fails if a limit leaves too little. After the change, the stored size of each inode and
-//! directory that it touched is counted, and the rest of the room is given back.
+//! A change first reserves its maximum overhead: the stored bytes that are not file data. The
+//! reservation fails if a limit leaves too little space. After the change, the overhead of each
+//! inode and directory that the change touched is counted, and the unused rest of the reservation
+//! is released.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -15,15 +16,15 @@ use super::nodes::Node;
 use crate::account::{self, Reservation, StoredBlocks};
 use crate::blocks::BLOCK_BYTES;
 
-/// Bytes by which a directory may grow for one more name. (An indexed directory may split more than
-/// one block. The count after the change includes that.)
+/// Bytes reserved for a new directory entry: one block. If a directory with an htree splits more
+/// than one block, the recount after the change charges the other blocks.
 pub(super) const NAME_BYTES: u64 = BLOCK_BYTES;
 
-/// Upper bound of the bytes of a copy's marks together with a kept owner.
+/// Upper bound of the bytes of the marks and the override attribute of a copied-up inode.
 pub(super) const MARKS_BYTES: u64 = 400;
 
 impl UnionFs {
-    /// Reserves room for bytes beside the data of files, and for inodes; `ENOSPC` at a limit.
+    /// Reserves overhead bytes and inodes; `ENOSPC` at a limit.
     pub(super) fn room(&self, bytes: u64, inodes: u64) -> Result<Reservation<'_>, Errno> {
         match self.account.is_limited() {
             true => self
@@ -34,7 +35,8 @@ impl UnionFs {
         }
     }
 
-    /// Reserves room for a copy of an inode of the image, beside its data.
+    /// Reserves the overhead of a copy of an inode of the image, with `names` new directory
+    /// entries.
     pub(super) fn room_for_copy(
         &self,
         inode: &Inode,
@@ -83,56 +85,57 @@ impl UnionFs {
         self.room(more, 0)
     }
 
-    /// Counts a new inode and the bytes that it stores beside its data, against its reservation.
+    /// Counts a new inode and its overhead, against its reservation.
     /// `file` may be open with `O_PATH`.
     pub(super) fn count_new(&self, file: &File, room: &mut Reservation<'_>) {
         if self.account.is_limited() {
             room.use_inode();
-            self.settle_in(file, room);
+            self.recount_overhead_in(file, room);
         }
     }
 
-    /// Counts again the bytes that an inode takes beside its data.
-    pub(super) fn settle(&self, file: impl AsFd) {
-        self.settle_in(file, &mut self.account.unreserved());
+    /// Updates the counted overhead of an inode.
+    pub(super) fn recount_overhead(&self, file: impl AsFd) {
+        self.recount_overhead_in(file, &mut self.account.unreserved());
     }
 
-    /// As [`UnionFs::settle`], against reserved room.
-    pub(super) fn settle_in(&self, file: impl AsFd, room: &mut Reservation<'_>) {
+    /// As [`UnionFs::recount_overhead`], against reserved room.
+    pub(super) fn recount_overhead_in(&self, file: impl AsFd, room: &mut Reservation<'_>) {
         if !self.account.is_limited() {
             return;
         }
-        let counted = self.account.overhead.settle(file, room);
+        let counted = self.account.overhead.recount(file, room);
         self.log_count_failure(counted);
     }
 
-    /// Counts a node again, if it is open: the host may have removed its capabilities.
-    pub(super) fn settle_again(&self, node: &Node) {
+    /// Updates the counted overhead of a node whose upper file is open, after a change for which
+    /// the host may have removed `security.capability`.
+    pub(super) fn recount_if_open(&self, node: &Node) {
         let file = match &node.read_state().upper {
             Some(upper) => upper.file.clone(),
             None => None,
         };
         if let Some(file) = file {
-            self.settle_node(node, &file);
+            self.recount_node(node, &file);
         }
     }
 
-    /// As [`UnionFs::settle`], for a node's object in the upper.
-    pub(super) fn settle_node(&self, node: &Node, file: &File) {
+    /// As [`UnionFs::recount_overhead`], for a node's object in the upper.
+    pub(super) fn recount_node(&self, node: &Node, file: &File) {
         let mut room = self.account.unreserved();
         match node.stored.get().and_then(StoredBlocks::charged) {
             Some(data) if self.account.is_limited() => {
                 let counted = self.account.overhead.count(file, data, &mut room);
                 self.log_count_failure(counted);
             }
-            _ => self.settle_in(file, &mut room),
+            _ => self.recount_overhead_in(file, &mut room),
         }
     }
 
     fn log_count_failure(&self, counted: Result<(), Errno>) {
         if let Err(errno) = counted {
             // The old count stays until the next one.
-            self.host_failed(b"", "cannot count the stored bytes", errno);
+            self.host_failed(b"", "cannot update the space accounting of an inode", errno);
         }
     }
 

@@ -205,7 +205,7 @@ impl UnionFs {
             }
         }
         set_plain(&mut state);
-        self.settle(&*file);
+        self.recount_overhead(&*file);
         Ok(())
     }
 
@@ -357,7 +357,7 @@ impl UnionFs {
             let known = match (&state.content, &state.upper) {
                 (_, None) => true,
                 (Content::Unknown, Some(_)) => false,
-                (Content::Plain, Some(upper)) => upper.file.is_some() && upper.for_data,
+                (Content::Plain, Some(upper)) => upper.file.is_some() && upper.is_fully_open,
                 (Content::Lower | Content::Sketch(_), Some(_)) => true,
             };
             if known {
@@ -435,7 +435,7 @@ impl UnionFs {
             self.own_descriptor(&file)?,
             self.below(node)?,
         );
-        self.settle_in(&*file, &mut room);
+        self.recount_overhead_in(&*file, &mut room);
         let sketch = made.map_err(|error| self.content_failed(node, error))?;
         if maps > 0 && self.account.is_limited() {
             self.account.add_map(sketch.id(), map_bytes, &mut room);
@@ -489,7 +489,7 @@ impl UnionFs {
             SyncPolicy::Batch(most) => most,
             SyncPolicy::Volatile => {
                 let cleared = self.set_metacopy(file, Metacopy::None);
-                self.settle(&**file);
+                self.recount_overhead(&**file);
                 return cleared;
             }
         };
@@ -632,7 +632,7 @@ pub(super) fn plain_file(state: &State) -> Result<Arc<File>, Errno> {
     state
         .upper
         .as_ref()
-        .filter(|upper| upper.for_data)
+        .filter(|upper| upper.is_fully_open)
         .and_then(|upper| upper.file.clone())
         .ok_or(Errno::STALE)
 }

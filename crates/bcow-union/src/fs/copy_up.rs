@@ -21,19 +21,18 @@ use super::lookup::{Access, index_name};
 use super::nodes::{Content, Node, Place, State, Upper};
 use super::types::SetTime;
 use super::{UnionFs, host};
-use crate::node::NodeId;
 use crate::upper::{
     Attribute, META, Mark, Metacopy, Namespace, Origin, Override, Provenance, Temporary, XattrMode,
 };
 
 impl UnionFs {
     /// Gives the root of a new upper the attributes and times of the image's root. Owner and mode
-    /// remain the image's until a request changes them; then an attribute keeps them. The origin
-    /// mark is set last and records that this step was done.
+    /// remain the image's until a request changes them; the override attribute then records them.
+    /// The origin mark is set last and records that this step was done.
     pub(super) fn complete_root(&self) -> Result<(), Errno> {
         let file = self.open_upper(&self.root, Access::Directory)?;
         let completed = self.complete_root_at(&file);
-        self.settle(&*file);
+        self.recount_overhead(&*file);
         completed
     }
 
@@ -48,16 +47,16 @@ impl UnionFs {
             self.adopt_root(file, &inode)?;
             return self.set_origin(file, inode.nid);
         }
-        if has_names(file)? {
-            // An upper with names in its root was used before: its attributes stay, as a program
-            // may have changed them.
+        if is_nonempty(file)? {
+            // If the root of the upper has entries, the upper was used before. Its attributes stay,
+            // because a program may have changed them.
             return self.set_origin(file, inode.nid);
         }
         self.copy_xattrs(&inode, file)?;
         if self.uses_override() {
-            // For other tools this attribute is the sign that all owners in the upper are kept in
-            // attributes.
-            self.write_override(NodeId::ROOT, file, &owner_of_inode(&inode))?;
+            // Other tools take this attribute of the root as the sign that the upper records all
+            // owners in override attributes.
+            self.set_override(file, &owner_of_inode(&inode))?;
         }
         let time = Some(SetTime::At(inode.mtime));
         host::set_times(file, time, time)?;
@@ -65,22 +64,22 @@ impl UnionFs {
     }
 
     /// Adopts the root of an upper that another program made: its attributes stay as overlayfs
-    /// shows them. If owner and mode of the host's directory differ from the image's root, our
-    /// attribute keeps them from now on.
+    /// shows them. If owner or mode of the host's directory differ from those of the image's root,
+    /// the override attribute records those of the directory.
     fn adopt_root(&self, file: &File, inode: &Inode) -> Result<(), Errno> {
         if self.uses_override() || self.read_owner(file)?.is_some() {
             return Ok(());
         }
         let stat = rustix::fs::fstat(file)?;
-        let theirs = Override {
+        let of_upper = Override {
             uid: stat.st_uid,
             gid: stat.st_gid,
             permissions: (stat.st_mode & 0o7777) as u16,
             ..owner_of_inode(inode)
         };
-        match theirs == owner_of_inode(inode) {
+        match of_upper == owner_of_inode(inode) {
             true => Ok(()),
-            false => self.write_override(NodeId::ROOT, file, &theirs),
+            false => self.set_override(file, &of_upper),
         }
     }
 
@@ -157,12 +156,12 @@ impl UnionFs {
             return Ok(());
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
-        let has_names = inode.kind != FileType::Directory && inode.nlink > 1;
-        let mut room = self.room_for_copy(&inode, 1 + u64::from(has_names))?;
+        let has_hard_links = inode.kind != FileType::Directory && inode.nlink > 1;
+        let mut room = self.room_for_copy(&inode, 1 + u64::from(has_hard_links))?;
         let (temporary, file) = self.make_copy(&inode)?;
-        let names = i64::from(inode.nlink);
-        if has_names {
-            self.set_names_lower(inode.nid, &file, names)?;
+        let links = i64::from(inode.nlink);
+        if has_hard_links {
+            self.set_names_lower(inode.nid, &file, links)?;
             host::link(&file, self.upper.index(), &index_name(inode.nid))?;
         }
         let placed = preserve_times(parent, directory, || {
@@ -170,23 +169,23 @@ impl UnionFs {
                 .place_new(directory.as_fd(), name)
                 .map_err(|(_, errno)| errno)
         });
-        self.settle_in(directory, &mut room);
-        if has_names {
-            self.settle_in(self.upper.index(), &mut room);
+        self.recount_overhead_in(directory, &mut room);
+        if has_hard_links {
+            self.recount_overhead_in(self.upper.index(), &mut room);
         }
         if let Err(errno) = placed {
-            if has_names {
-                self.leave_index(inode.nid);
+            if has_hard_links {
+                self.remove_index_entry(inode.nid);
             }
             return Err(errno);
         }
         self.count_new(&file, &mut room);
         parent.names_have_changed();
-        if has_names && let Err(errno) = self.set_names_upper(&file, names) {
-            // The present mark is correct. The next change of the number of names writes it again.
-            self.host_failed(name, "cannot note a number of names", errno);
+        if has_hard_links && let Err(errno) = self.set_names_upper(&file, links) {
+            // The present mark is correct. The next change of the link count writes it again.
+            self.host_failed(name, "cannot write the nlink mark", errno);
         }
-        self.finish_copy(node, &mut state, &inode, file, has_names)
+        self.finish_copy(node, &mut state, &inode, file, has_hard_links)
     }
 
     /// Adds the name `name` in `directory` to a node that is in the upper under another name or in
@@ -208,20 +207,20 @@ impl UnionFs {
             host::link(recount.file(), directory, name)
         });
         self.end_recount(Some(recount), 0);
-        self.settle_in(directory, &mut room);
+        self.recount_overhead_in(directory, &mut room);
         linked?;
         parent.names_have_changed();
         Ok(())
     }
 
-    /// Removes the entry of an inode from the index.
-    pub(super) fn leave_index(&self, nid: Nid) {
+    /// Removes the index entry of an inode.
+    pub(super) fn remove_index_entry(&self, nid: Nid) {
         match rustix::fs::unlinkat(self.upper.index(), index_name(nid), AtFlags::empty()) {
-            Ok(()) => self.settle(self.upper.index()),
+            Ok(()) => self.recount_overhead(self.upper.index()),
             Err(Errno::NOENT) => {}
             // `fsck` finds the stale entry.
             Err(errno) => {
-                self.host_failed(&index_name(nid), "cannot be removed from the index", errno);
+                self.host_failed(&index_name(nid), "cannot remove the index entry", errno);
             }
         }
     }
@@ -237,7 +236,7 @@ impl UnionFs {
         }
         let inode = self.image.inode(node.lower.ok_or(Errno::STALE)?)?;
         let mut room = self.room_for_copy(&inode, 0)?;
-        // The drop of the temporary removes its name; the descriptor stays open.
+        // `_temporary` unlinks the file when it is dropped; the descriptor stays open.
         let (_temporary, file) = self.make_copy(&inode)?;
         self.count_new(&file, &mut room);
         self.release_on_drop(node);
@@ -258,7 +257,7 @@ impl UnionFs {
         }
         let is_regular = inode.kind == FileType::Regular;
         state.upper = Some(Upper {
-            for_data: is_regular || inode.kind == FileType::Directory,
+            is_fully_open: is_regular || inode.kind == FileType::Directory,
             file: Some(Arc::new(file)),
             host_inode: stat.st_ino,
             redirect: None,
@@ -279,15 +278,15 @@ impl UnionFs {
     }
 
     /// Whether the host's copy of this inode would be a whiteout: the image has a character device
-    /// 0:0, and types are not kept in attributes.
-    pub(super) fn is_a_whiteout(&self, inode: &Inode) -> bool {
+    /// 0:0, and the upper does not record types in override attributes.
+    pub(super) fn would_be_whiteout(&self, inode: &Inode) -> bool {
         let device = inode.rdev.map(|device| (device.major, device.minor));
         inode.kind == FileType::CharDevice && device == Some((0, 0)) && !self.uses_override()
     }
 
     /// Makes a copy of an inode in the work directory, complete except for its bytes, and opens it.
     fn make_copy(&self, inode: &Inode) -> Result<(Temporary<'_>, File), Errno> {
-        if self.is_a_whiteout(inode) {
+        if self.would_be_whiteout(inode) {
             return Err(Errno::PERM);
         }
         let (temporary, file) = match inode.kind {
@@ -314,7 +313,7 @@ impl UnionFs {
             self.set_metacopy(&file, Metacopy::Whole)?;
         }
         if self.uses_override() && inode.kind != FileType::Symlink {
-            self.write_override(NodeId(0), &file, &owner_of_inode(inode))?;
+            self.write_override(&file, &owner_of_inode(inode))?;
         } else if !self.uses_override() {
             host::set_owner(&file, Some(inode.uid), Some(inode.gid))?;
             if inode.kind != FileType::Symlink {
@@ -357,14 +356,14 @@ impl UnionFs {
         if !inode.has_xattrs() {
             return Ok(());
         }
-        let names = self.upper.names();
+        let xattr_names = self.upper.names();
         for (name, value) in self.image.xattrs(inode)? {
-            if is_inner_mark(&name) || name == CAPABILITIES {
+            if is_overlay_or_bcow_mark(&name) || name == CAPABILITIES {
                 continue;
             }
             let stored = match inode.nid == self.image.root() {
-                true => names.stored_name_at_root(&name),
-                false => names.stored_name(&name),
+                true => xattr_names.stored_name_at_root(&name),
+                false => xattr_names.stored_name(&name),
             };
             match Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any) {
                 // The host has no such attributes for symlinks.
@@ -381,8 +380,8 @@ impl UnionFs {
         }
         match self.image.xattr(inode, CAPABILITIES)? {
             Some(value) => {
-                let names = self.upper.names();
-                let stored = names.stored_name(CAPABILITIES);
+                let xattr_names = self.upper.names();
+                let stored = xattr_names.stored_name(CAPABILITIES);
                 Attribute::Path(file.as_fd()).set(&stored, &value, XattrMode::Any)
             }
             None => Ok(()),
@@ -395,7 +394,7 @@ impl UnionFs {
             nid: nid.0,
         };
         match self.set_mark(file, Mark::Origin, &origin.encode()) {
-            // Without the mark, its inode number changes with the next mount.
+            // Without the mark, the object has another inode number after a remount.
             Err(Errno::PERM | Errno::NOTSUP)
                 if !self.can_be_marked(self.image.inode(nid)?.kind) =>
             {
@@ -432,7 +431,7 @@ impl UnionFs {
 
     /// Path of a node in the image, without the leading slash.
     pub(super) fn lower_path(&self, node: &Node) -> Result<Vec<u8>, Errno> {
-        let mut names: Vec<Box<[u8]>> = Vec::new();
+        let mut components: Vec<Box<[u8]>> = Vec::new();
         let redirect_of = |node: &Node| {
             node.read_state()
                 .upper
@@ -446,14 +445,14 @@ impl UnionFs {
                 Place::Root => break,
                 Place::Nowhere => return Err(Errno::NOENT),
                 Place::At { parent, name } => {
-                    names.push(name);
+                    components.push(name);
                     redirect = redirect_of(&parent);
                     place = parent.place();
                 }
             }
         }
         let mut path = redirect.map_or_else(Vec::new, Vec::from);
-        for name in names.iter().rev() {
+        for name in components.iter().rev() {
             if !path.is_empty() {
                 path.push(b'/');
             }
@@ -463,8 +462,8 @@ impl UnionFs {
     }
 }
 
-/// Whether the upper's root holds a name of the tree.
-fn has_names(root: &File) -> Result<bool, Errno> {
+/// Whether the upper's root has an entry of the tree.
+fn is_nonempty(root: &File) -> Result<bool, Errno> {
     for entry in Dir::read_from(root)? {
         let entry = entry?;
         let name = entry.file_name().to_bytes();
@@ -475,14 +474,14 @@ fn has_names(root: &File) -> Result<bool, Errno> {
     Ok(false)
 }
 
-/// Marks in the image's layers that are meant for overlayfs or for us. They have no meaning in a
-/// union that has the whole image below it.
-fn is_inner_mark(name: &[u8]) -> bool {
+/// Whether this xattr of the image is a mark of overlayfs or bcow. Such marks have no meaning in a
+/// union that has the whole image as its lower.
+fn is_overlay_or_bcow_mark(name: &[u8]) -> bool {
     name.starts_with(b"trusted.overlay.") || name.starts_with(b"trusted.bcow.")
 }
 
-/// Changes a directory of the host without a visible change: the directory shows the same names as
-/// before, so its times are restored. The lock of its times hides the intermediate state.
+/// Runs `change`, which adds an entry that the union already shows to a host directory, and then
+/// restores the times of the directory. The lock of the node's times hides the intermediate times.
 pub(super) fn preserve_times<T>(
     node: &Node,
     directory: &File,

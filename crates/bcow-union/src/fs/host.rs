@@ -152,8 +152,8 @@ pub(super) fn kind_of(mode: u32) -> FileType {
     }
 }
 
-/// The device number in the attribute that keeps the type; `None` for other types.
-pub(super) fn device_kept(kind: OverrideKind) -> Option<DeviceNumber> {
+/// The device number in the override attribute; `None` unless the type is a device.
+pub(super) fn device_of_override(kind: OverrideKind) -> Option<DeviceNumber> {
     match kind {
         OverrideKind::Block { major, minor } | OverrideKind::Char { major, minor } => {
             Some(DeviceNumber { major, minor })
@@ -162,8 +162,8 @@ pub(super) fn device_kept(kind: OverrideKind) -> Option<DeviceNumber> {
     }
 }
 
-/// The form in which the attribute keeps a type and a device number.
-pub(super) fn kind_to_keep(kind: FileType, device: Option<DeviceNumber>) -> OverrideKind {
+/// The type and device number as the override attribute records them.
+pub(super) fn override_kind(kind: FileType, device: Option<DeviceNumber>) -> OverrideKind {
     let DeviceNumber { major, minor } = device.unwrap_or(DeviceNumber { major: 0, minor: 0 });
     match kind {
         FileType::Regular => OverrideKind::File,

@@ -68,15 +68,19 @@ impl UnionFs {
 
     /// Brings the mark back to the first form if a crash or a failure left the second. After that,
     /// the host's count and the number of names can change together.
-    pub(super) fn settle_names(&self, node: &Node) -> Result<(), Errno> {
+    pub(super) fn restore_nlink_mark(&self, node: &Node) -> Result<(), Errno> {
         if !is_indexed(&node.read_state()) {
             return Ok(());
         }
-        self.settle_names_locked(node, &mut node.write_state())
+        self.restore_nlink_mark_locked(node, &mut node.write_state())
     }
 
-    /// As [`UnionFs::settle_names`]; the caller holds the lock of the node's state.
-    pub(super) fn settle_names_locked(&self, node: &Node, state: &mut State) -> Result<(), Errno> {
+    /// As [`UnionFs::restore_nlink_mark`]; the caller holds the lock of the node's state.
+    pub(super) fn restore_nlink_mark_locked(
+        &self,
+        node: &Node,
+        state: &mut State,
+    ) -> Result<(), Errno> {
         if !is_indexed(state) {
             return Ok(());
         }
@@ -85,7 +89,7 @@ impl UnionFs {
             (Some(NlinkDelta::Lower(_)), Some(_)) => {
                 let names = self.count_names(node.lower, &file)?;
                 let set = self.set_names_upper(&file, names);
-                self.settle(&*file);
+                self.recount_overhead(&*file);
                 set
             }
             _ => Ok(()),
@@ -115,9 +119,9 @@ impl UnionFs {
         if let Err(errno) = self.set_names_upper(&recount.file, recount.names - lost) {
             // The present mark is too high by `lost` at most. The next change of the number writes
             // it again.
-            self.host_failed(b"", "cannot note a number of names", errno);
+            self.host_failed(b"", "cannot write the nlink mark", errno);
         }
-        self.settle(&*recount.file);
+        self.recount_overhead(&*recount.file);
     }
 }
 

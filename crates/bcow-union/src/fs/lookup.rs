@@ -45,11 +45,13 @@ impl UnionFs {
             match self.lookup_upper(&directory, name)? {
                 UpperEntry::Absent => {}
                 UpperEntry::Whiteout => return Ok(None),
-                UpperEntry::Object(found) => return self.adopt(parent, name, *found).map(Some),
+                UpperEntry::Object(found) => {
+                    return self.node_of_upper(parent, name, *found).map(Some);
+                }
             }
         }
         match self.lookup_lower(parent, name)? {
-            Some(nid) => self.node_below(parent, name, nid).map(Some),
+            Some(nid) => self.node_of_lower(parent, name, nid).map(Some),
             None => Ok(None),
         }
     }
@@ -109,8 +111,8 @@ impl UnionFs {
         }
     }
 
-    /// The node of an object that was found in the upper.
-    pub(super) fn adopt(
+    /// The node of an object that a lookup found in the upper.
+    pub(super) fn node_of_upper(
         &self,
         parent: &Arc<Node>,
         name: &[u8],
@@ -125,9 +127,9 @@ impl UnionFs {
             parent: Arc::clone(parent),
             name: name.into(),
         };
-        // A crash can leave a mark in this form. The node was not known before, so no change of its
-        // links is in progress.
-        let is_unsettled = matches!(found.marks.nlink, Some(NlinkDelta::Lower(_)));
+        // A mark relative to the image's link count outlives its change only after a crash or a
+        // failure.
+        let has_stale_nlink_mark = matches!(found.marks.nlink, Some(NlinkDelta::Lower(_)));
         let mut upper = Some(Upper::new(found));
         loop {
             let node = self.table.get_or_insert(id, || {
@@ -142,8 +144,9 @@ impl UnionFs {
                 return Err(Errno::STALE);
             }
             let Some(ours) = &mut upper else {
-                if is_unsettled {
-                    self.settle_names(&node)?;
+                // The node was not known before, so no change of its links is in progress.
+                if has_stale_nlink_mark {
+                    self.restore_nlink_mark(&node)?;
                 }
                 return Ok(node);
             };
@@ -155,10 +158,10 @@ impl UnionFs {
                         return Err(Errno::STALE);
                     }
                     drop(state);
-                    // Since the lookup a packed sketch may have become plain, with another file in
-                    // its place.
-                    if let Some(now) = self.replaced(parent, name, host_inode)? {
-                        return self.adopt(parent, name, now);
+                    // Since the lookup, another thread may have replaced a packed sketch by a plain
+                    // file, which has another inode number.
+                    if let Some(now) = self.lookup_if_replaced(parent, name, host_inode)? {
+                        return self.node_of_upper(parent, name, now);
                     }
                     // A tool that copied the upper can have duplicated the origin mark. The second
                     // object is another file.
@@ -169,14 +172,14 @@ impl UnionFs {
                 Some(Upper { file: None, .. }) => {
                     if let Some(known) = &mut state.upper {
                         known.file = ours.file.take();
-                        known.for_data = false;
+                        known.is_fully_open = false;
                         self.descriptors.fetch_add(1, Ordering::Relaxed);
                     }
                 }
                 None => {
                     *state = State::of(upper.take());
                     self.descriptors.fetch_add(1, Ordering::Relaxed);
-                    self.settle_names_locked(&node, &mut state)?;
+                    self.restore_nlink_mark_locked(&node, &mut state)?;
                 }
             }
             drop(state);
@@ -188,7 +191,7 @@ impl UnionFs {
     }
 
     /// Looks up `name` in the upper again; gives the object if its inode number is not `inode`.
-    fn replaced(
+    fn lookup_if_replaced(
         &self,
         parent: &Node,
         name: &[u8],
@@ -205,7 +208,7 @@ impl UnionFs {
 
     /// The node of an inode of the image. If the index has an entry for the inode, the node uses
     /// that file.
-    fn node_below(&self, parent: &Arc<Node>, name: &[u8], nid: Nid) -> Result<Arc<Node>, Errno> {
+    fn node_of_lower(&self, parent: &Arc<Node>, name: &[u8], nid: Nid) -> Result<Arc<Node>, Errno> {
         let inode = self.image.inode(nid)?;
         let id = self.image.node(nid);
         let place = || Place::At {
@@ -216,7 +219,7 @@ impl UnionFs {
             .table
             .get_or_insert(id, || Node::new(id, inode.kind, Some(nid), place()));
         if inode.kind != FileType::Directory && inode.nlink > 1 {
-            self.take_from_index(&node, nid)?;
+            self.use_index_copy(&node, nid)?;
         }
         if matches!(node.place(), Place::Nowhere) {
             node.set_place(place());
@@ -224,16 +227,16 @@ impl UnionFs {
         Ok(node)
     }
 
-    /// For an inode with several names in the image: uses its copy in the index, if it was copied
-    /// up under another name.
-    fn take_from_index(&self, node: &Node, nid: Nid) -> Result<(), Errno> {
+    /// For an inode with several hard links in the image: uses its copy in the index, if the inode
+    /// was copied up under another name.
+    fn use_index_copy(&self, node: &Node, nid: Nid) -> Result<(), Errno> {
         if node.read_state().upper.is_some()
             || host::stat_at(self.upper.index(), &index_name(nid))?.is_none()
         {
             return Ok(());
         }
-        // The copy-up that made the entry may still be in progress, and removes the entry if it
-        // fails. The lock waits for it.
+        // A copy-up in progress holds this lock. A failed copy-up removes its index entry, so the
+        // entry is looked up under the lock.
         let mut state = node.write_state();
         if state.upper.is_some() {
             return Ok(());
@@ -245,13 +248,16 @@ impl UnionFs {
             // is neither shown nor opened.
             UpperEntry::Object(_) | UpperEntry::Whiteout => {
                 let path = [META.as_bytes(), b"/index/", &index_name(nid)].concat();
-                self.damaged(&path, "it is not the copy of this inode of the image");
+                self.damaged(
+                    &path,
+                    "index entry is not a copy of the inode that its name gives",
+                );
                 return Err(Errno::IO);
             }
         };
         *state = State::of(Some(Upper::new(*found)));
         self.descriptors.fetch_add(1, Ordering::Relaxed);
-        self.settle_names_locked(node, &mut state)
+        self.restore_nlink_mark_locked(node, &mut state)
     }
 
     /// The inode of the image that an object of the upper is merged with or came from.
@@ -270,7 +276,7 @@ impl UnionFs {
                 return Ok(Some(nid));
             }
             // overlayfs or a user made the directory: it is merged by name.
-            return self.continued(parent, name, found);
+            return self.lower_by_redirect_or_name(parent, name, found);
         }
         if let Some(nid) = self.origin(found)? {
             return Ok(Some(nid));
@@ -279,13 +285,10 @@ impl UnionFs {
             return Ok(None);
         }
         // overlayfs made this copy of metadata: its name or its redirect mark leads to the data.
-        match self.continued(parent, name, found)? {
+        match self.lower_by_redirect_or_name(parent, name, found)? {
             Some(nid) => Ok(Some(nid)),
             None => {
-                self.damaged(
-                    name,
-                    "the file of the image that it is a copy of is missing",
-                );
+                self.damaged(name, "metacopy file without a lower file in the image");
                 Err(Errno::IO)
             }
         }
@@ -293,7 +296,7 @@ impl UnionFs {
 
     /// The inode of the image to which the object's redirect or name leads, if that has the same
     /// type.
-    fn continued(
+    fn lower_by_redirect_or_name(
         &self,
         parent: &Node,
         name: &[u8],
@@ -336,7 +339,7 @@ impl UnionFs {
     pub(super) fn open_upper(&self, node: &Node, access: Access) -> Result<Arc<File>, Errno> {
         let enough = |upper: &Upper| match access {
             Access::Path => upper.file.clone(),
-            Access::Data | Access::Directory => upper.file.clone().filter(|_| upper.for_data),
+            Access::Data | Access::Directory => upper.file.clone().filter(|_| upper.is_fully_open),
         };
         if let Some(file) = node.read_state().upper.as_ref().and_then(enough) {
             return Ok(file);
@@ -354,8 +357,8 @@ impl UnionFs {
     ) -> Result<Arc<File>, Errno> {
         let upper = state.upper.as_mut().ok_or(Errno::STALE)?;
         if upper.file.is_none() {
-            upper.file = Some(Arc::new(self.find_again(node, upper)?));
-            upper.for_data = false;
+            upper.file = Some(Arc::new(self.reopen_upper(node, upper)?));
+            upper.is_fully_open = false;
             self.descriptors.fetch_add(1, Ordering::Relaxed);
         }
         let Some(file) = &upper.file else {
@@ -363,15 +366,19 @@ impl UnionFs {
         };
         let flags = match access {
             Access::Path => return Ok(Arc::clone(file)),
-            _ if upper.for_data => return Ok(Arc::clone(file)),
+            _ if upper.is_fully_open => return Ok(Arc::clone(file)),
             Access::Directory => OFlags::RDONLY | OFlags::DIRECTORY,
             // Only regular files are opened for their content. If the host has a device in the
             // place of a regular file, opening it would open the host's device, even where the
             // mount permits no devices.
             Access::Data if !is_regular(&rustix::fs::fstat(&**file)?) => {
+                let name = match node.place() {
+                    Place::At { name, .. } => name,
+                    Place::Root | Place::Nowhere => Box::default(),
+                };
                 self.damaged(
-                    b"",
-                    "the host has another type of file in the place of a regular file",
+                    &name,
+                    "not a regular file in the upper, although the mount shows a regular file",
                 );
                 return Err(Errno::IO);
             }
@@ -379,12 +386,12 @@ impl UnionFs {
         };
         let file = Arc::new(host::reopen(file, flags)?);
         upper.file = Some(Arc::clone(&file));
-        upper.for_data = true;
+        upper.is_fully_open = true;
         Ok(file)
     }
 
-    /// Opens an object again after its descriptor was closed to save descriptors.
-    fn find_again(&self, node: &Node, upper: &Upper) -> Result<File, Errno> {
+    /// Opens a node's object again after its descriptor was closed to save descriptors.
+    fn reopen_upper(&self, node: &Node, upper: &Upper) -> Result<File, Errno> {
         let mut found = match (upper.indexed, node.lower) {
             (true, Some(nid)) => host::open_path(self.upper.index(), &index_name(nid))?,
             _ => None,
@@ -394,7 +401,7 @@ impl UnionFs {
         {
             found = host::open_path(&*self.open_path_to(&parent)?, &name)?;
         }
-        is_same(found, upper.host_inode)
+        require_inode(found, upper.host_inode)
     }
 
     /// A directory of the upper, open to look up names. Directories above it without a descriptor
@@ -420,7 +427,7 @@ impl UnionFs {
         };
         while let Some((host_inode, name)) = closed.pop() {
             let found = host::open_path(&*directory, &name)?;
-            directory = Arc::new(is_same(found, host_inode)?);
+            directory = Arc::new(require_inode(found, host_inode)?);
         }
         Ok(directory)
     }
@@ -445,8 +452,8 @@ pub(super) enum Access {
     Directory,
 }
 
-/// Checks that an object has this inode number on the host; `ESTALE` if not.
-fn is_same(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
+/// The file, if it has this inode number on the host; `ESTALE` otherwise.
+fn require_inode(found: Option<File>, host_inode: u64) -> Result<File, Errno> {
     let file = found.ok_or(Errno::STALE)?;
     match rustix::fs::fstat(&file)?.st_ino == host_inode {
         true => Ok(file),

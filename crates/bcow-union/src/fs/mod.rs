@@ -374,7 +374,7 @@ fn root_node(image: &Image, directory: File) -> Result<Node, Errno> {
     );
     *node.write_state() = State::of(Some(Upper {
         file: Some(Arc::new(directory)),
-        for_data: true,
+        is_fully_open: true,
         host_inode: stat.st_ino,
         redirect: None,
         has_origin: true,

@@ -120,7 +120,7 @@ impl UnionFs {
             let owned = self.owned_in(caller, &parent, permissions, new)?;
             let mut room = self.room_for_new(new, &owned, &new_name)?;
             let made = self.make_at(&parent, &new_name, name, &owned, new);
-            self.settle_in(&*new_name.directory, &mut room);
+            self.recount_overhead_in(&*new_name.directory, &mut room);
             let file = made?;
             self.count_new(&file, &mut room);
             parent.names_have_changed();
@@ -329,9 +329,9 @@ impl UnionFs {
                     uid: owned.uid,
                     gid: owned.gid,
                     permissions: owned.permissions,
-                    kind: Some(host::kind_to_keep(new.kind(), device)),
+                    kind: Some(host::override_kind(new.kind(), device)),
                 };
-                self.write_override(NodeId(0), file, &owner)?;
+                self.write_override(file, &owner)?;
             }
         } else {
             let stat = rustix::fs::fstat(file)?;
@@ -369,7 +369,7 @@ impl UnionFs {
                 uid: owned.uid,
                 gid: owned.gid,
                 permissions,
-                kind: Some(host::kind_to_keep(
+                kind: Some(host::override_kind(
                     new.kind(),
                     match new {
                         New::Special(_, rdev) => Some(decode_device(*rdev)),
@@ -377,7 +377,7 @@ impl UnionFs {
                     },
                 )),
             };
-            self.write_override(NodeId(0), file, &owner)?;
+            self.write_override(file, &owner)?;
         } else {
             host::set_mode(file, permissions)?;
         }
@@ -401,7 +401,7 @@ impl UnionFs {
         let kind = new.kind();
         let state = State {
             upper: Some(Upper {
-                for_data: matches!(new, New::File | New::Directory),
+                is_fully_open: matches!(new, New::File | New::Directory),
                 file: Some(Arc::new(file)),
                 host_inode,
                 redirect: None,
@@ -466,7 +466,7 @@ impl UnionFs {
             let _names = parent.lock_names();
             let new_name = self.new_name(&parent, name)?;
             let mut room = self.room(NAME_BYTES, 0)?;
-            self.settle_names(&node)?;
+            self.restore_nlink_mark(&node)?;
             let file = self.open_upper(&node, Access::Path)?;
             if new_name.is_whited_out {
                 let temporary = self.upper.temporary_name();
@@ -484,7 +484,7 @@ impl UnionFs {
             } else {
                 host::link(&file, &*new_name.directory, name)?;
             }
-            self.settle_in(&*new_name.directory, &mut room);
+            self.recount_overhead_in(&*new_name.directory, &mut room);
             parent.names_have_changed();
             node.name_is_new.store(true, Ordering::Release);
             if matches!(node.place(), Place::Nowhere) {
@@ -538,7 +538,7 @@ impl UnionFs {
             upper.has_origin = true;
         }
         let marked = self.set_mark(&file, Mark::Redirect, &value);
-        self.settle_in(&*file, &mut room);
+        self.recount_overhead_in(&*file, &mut room);
         match marked {
             Ok(()) => {}
             // The path is longer than an attribute can be. This union uses the origin mark.

@@ -116,9 +116,9 @@ pub(super) struct Upper {
     /// for reading. `None` after the descriptor was closed to save descriptors; the node's place is
     /// used to open it again.
     pub(super) file: Option<Arc<File>>,
-    /// Whether `file` is open for more than `O_PATH`: its bytes can be read and written, or its
-    /// names listed.
-    pub(super) for_data: bool,
+    /// Whether `file` is open for more than `O_PATH`: a regular file for reading and writing, or a
+    /// directory for listing.
+    pub(super) is_fully_open: bool,
     /// Inode number on the host.
     pub(super) host_inode: u64,
     /// Path in the image of the inode that it came from, without the leading slash, if the node is
@@ -159,7 +159,7 @@ impl Upper {
         Upper {
             host_inode: found.stat.st_ino,
             file: Some(Arc::new(found.file)),
-            for_data: false,
+            is_fully_open: false,
             redirect: match found.marks.redirect {
                 Some(Redirect::Path(path)) => Some(path.into_boxed_slice()),
                 _ => None,

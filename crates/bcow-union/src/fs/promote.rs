@@ -44,7 +44,7 @@ impl UnionFs {
             SketchKind::Sparse => {
                 self.sketches.promote(sketch).map_err(failed)?;
                 if let Some(file) = state.upper.as_ref().and_then(|upper| upper.file.as_ref()) {
-                    self.settle(&**file);
+                    self.recount_overhead(&**file);
                 }
                 Ok(Promoted::InPlace)
             }

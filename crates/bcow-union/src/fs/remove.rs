@@ -48,13 +48,13 @@ impl UnionFs {
                 let recount = self.begin_recount(&node)?;
                 let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
                 self.end_recount(recount, i64::from(hidden.is_ok()));
-                self.settle_in(&*directory, &mut room);
+                self.recount_overhead_in(&*directory, &mut room);
                 hidden?;
             }
             (above, true) => self.upper.place_whiteout(directory.as_fd(), name, above)?,
             (Some(_), false) => {
                 rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
-                self.settle(&*directory);
+                self.recount_overhead(&*directory);
             }
             (None, false) => return Err(Errno::NOENT),
         }
@@ -90,7 +90,7 @@ impl UnionFs {
             (false, _) => {
                 let mut room = self.room_to_hide()?;
                 let hidden = self.upper.place_whiteout(directory.as_fd(), name, None);
-                self.settle_in(&*directory, &mut room);
+                self.recount_overhead_in(&*directory, &mut room);
                 hidden?;
             }
             (true, true) => self.upper.place_whiteout(
@@ -106,7 +106,7 @@ impl UnionFs {
                     rustix::fs::FileType::Directory,
                 )?;
                 drop(removed);
-                self.settle(&*directory);
+                self.recount_overhead(&*directory);
             }
         }
         parent.names_have_changed();
@@ -139,7 +139,7 @@ impl UnionFs {
             return Ok(false);
         }
         Ok(match node.lower {
-            Some(nid) => !self.is_a_whiteout(&self.image.inode(nid)?),
+            Some(nid) => !self.would_be_whiteout(&self.image.inode(nid)?),
             None => true,
         })
     }
@@ -157,7 +157,7 @@ impl UnionFs {
         if node.read_state().upper.is_none() {
             return Ok(RemovedObject { file: None });
         }
-        self.settle_names(node)?;
+        self.restore_nlink_mark(node)?;
         self.open_upper(node, Access::Path)
             .map(|file| RemovedObject { file: Some(file) })
     }
@@ -211,7 +211,7 @@ impl UnionFs {
         self.release_on_drop(node);
         self.set_removed(node);
         if indexed && let Some(nid) = node.lower {
-            self.leave_index(nid);
+            self.remove_index_entry(nid);
         }
         match node.kind {
             FileType::Regular => self.last_name_removed(node, file),
@@ -261,7 +261,7 @@ impl UnionFs {
                 }
             }
             false => {
-                self.settle_again(node);
+                self.recount_if_open(node);
                 let Some(stored) = node.stored.get() else {
                     return;
                 };

@@ -169,8 +169,8 @@ impl UnionFs {
             rename(from, to, RenameFlags::empty())
         };
         self.end_recount(recount, i64::from(placed.is_ok()));
-        self.settle_in(&*to.directory, &mut room);
-        self.settle_in(&*from.directory, &mut room);
+        self.recount_overhead_in(&*to.directory, &mut room);
+        self.recount_overhead_in(&*from.directory, &mut room);
         if let Err(errno) = placed {
             if let Some(cleared) = cleared {
                 // If the old directory cannot be moved back, the new one with the same attributes
@@ -240,7 +240,7 @@ impl UnionFs {
         let name = Mark::Opaque.name(self.upper.namespace());
         let mut room = self.room_for_attribute(&file, name, 1)?;
         let set = self.set_mark(&file, Mark::Opaque, b"y");
-        self.settle_in(&*file, &mut room);
+        self.recount_overhead_in(&*file, &mut room);
         set
     }
 

@@ -230,7 +230,7 @@ impl UnionFs {
         }
         let file = self.open_upper_locked(node, &mut state, super::lookup::Access::Path)?;
         self.set_metacopy(&file, Metacopy::None)?;
-        self.settle_node(node, &file);
+        self.recount_node(node, &file);
         if let Some(upper) = &mut state.upper {
             upper.in_batch = false;
         }

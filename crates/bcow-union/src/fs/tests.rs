@@ -421,7 +421,7 @@ fn file_that_was_promoted_while_it_was_looked_up_is_found() {
     let old = before.stat.st_ino;
     union.run_periodic();
     assert_ne!(big.read_state().upper.as_ref().unwrap().host_inode, old);
-    let found = union.adopt(&union.root, b"big", *before).unwrap();
+    let found = union.node_of_upper(&union.root, b"big", *before).unwrap();
     assert_eq!(found.id, big.id);
 }
 
@@ -684,7 +684,7 @@ fn nothing_but_a_regular_file_is_opened_for_its_content() {
             let mut state = node.write_state();
             let upper = state.upper.as_mut().unwrap();
             upper.file = file.map(Arc::new);
-            upper.for_data = false;
+            upper.is_fully_open = false;
         }
         let opened = union.open_upper(&node, Access::Data);
         assert_eq!(opened.err(), Some(Errno::IO), "{name}");

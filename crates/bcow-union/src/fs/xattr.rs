@@ -109,7 +109,7 @@ impl UnionFs {
     ) -> Result<(), Errno> {
         let mut room = self.room_for_attribute(file, name, value.len())?;
         let set = Attribute::Path(file.as_fd()).set(name, value, how);
-        self.settle_in(file, &mut room);
+        self.recount_overhead_in(file, &mut room);
         set
     }
 
@@ -183,36 +183,8 @@ impl UnionFs {
         let file = self.open_upper(&node, Access::Path)?;
         let stored = self.stored_name(&node, name)?;
         let removed = Attribute::Path(file.as_fd()).remove(&stored);
-        self.settle_node(&node, &file);
+        self.recount_node(&node, &file);
         removed
-    }
-
-    /// Whether mode and ACL permit a user to write to a file, as the kernel checks at open. `is_in`
-    /// tells whether the user is in a group.
-    pub fn permits_write(
-        &self,
-        id: NodeId,
-        user: u32,
-        is_in: &mut dyn FnMut(u32) -> bool,
-    ) -> Result<bool, Errno> {
-        let node = self.node(id)?;
-        let attributes = self.attributes_of(&node)?;
-        let permissions = attributes.permissions;
-        if attributes.uid == user {
-            return Ok(permissions & 0o200 != 0);
-        }
-        // Without group bits, which are the ACL's mask, the kernel does not read the ACL.
-        if permissions & 0o070 != 0
-            && let Some(acl) = self.xattr_of(&node, ACCESS_ACL)?
-        {
-            return super::acl::permits_write(&acl, user, attributes.gid, is_in);
-        }
-        Ok(permissions
-            & match is_in(attributes.gid) {
-                true => 0o020,
-                false => 0o002,
-            }
-            != 0)
     }
 
     fn attribute_changed(&self, node: &Node, name: &[u8], value: &[u8]) -> Result<(), Errno> {

@@ -36,7 +36,7 @@ pub enum Problem {
         kind: &'static str,
     },
     /// An entry of the index is not the file of its inode number.
-    #[error("{META}/index/{nid:016x} is not the copy of this inode of the image")]
+    #[error("{META}/index/{nid:016x} is not a copy of the inode that its name gives")]
     Index {
         /// The image's inode number.
         nid: u64,

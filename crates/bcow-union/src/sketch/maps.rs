@@ -44,7 +44,7 @@ impl<S: MapStore> CountedMaps<S> {
 
     fn settle_directory(&self) -> io::Result<()> {
         let mut room = self.account.unreserved();
-        Ok(self.account.overhead.settle(&self.directory, &mut room)?)
+        Ok(self.account.overhead.recount(&self.directory, &mut room)?)
     }
 }
 

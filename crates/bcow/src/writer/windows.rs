@@ -1,4 +1,4 @@
-//! Windows onto backings, after the content.
+//! Windows onto backings. In the address space they follow the content.
 
 use bcow_format::{
     BackingEntry, BackingName, Entry, MAX_ADDRESS, MAX_BACKINGS, MAX_ROOT_ENTRIES, SECTOR_BYTES,
@@ -17,12 +17,15 @@ pub(super) struct Windows {
     windows: Vec<Window>,
 }
 
-/// A run of root entries that show one range of a backing.
+/// A run of root entries that map to one contiguous range of a backing.
 #[derive(Debug, Clone, Copy)]
 struct Window {
+    /// Address of the window in the image.
     start: u64,
+    /// Index of the backing.
     backing: u32,
-    address: u64,
+    /// Start of the range in the backing.
+    backing_address: u64,
     bytes: u64,
 }
 
@@ -31,15 +34,18 @@ impl Windows {
         self.windows.is_empty()
     }
 
-    /// End of the last window in the address space.
+    /// The address just after the last window; `None` without windows.
     pub(super) fn end(&self) -> Option<u64> {
         self.windows.last().map(|last| last.start + last.bytes)
     }
 
-    pub(super) fn refuse_content(&self) -> Result<(), Error> {
+    /// Fails if there is a window: content cannot follow one.
+    pub(super) fn check_no_windows(&self) -> Result<(), Error> {
         match self.end() {
             None => Ok(()),
-            Some(_) => Err(Error::Unsupported("content behind a window".into())),
+            Some(_) => Err(Error::Unsupported(
+                "cannot append content after a window".into(),
+            )),
         }
     }
 
@@ -48,7 +54,8 @@ impl Windows {
         (self.backings.len() - 1) as u32
     }
 
-    /// Checks a window and returns its start, if `position` bytes are already used.
+    /// Checks a window that follows `position` used bytes. Returns its start: `position` rounded up
+    /// to a region.
     pub(super) fn check(
         &self,
         position: u64,
@@ -62,7 +69,10 @@ impl Windows {
             ))
         };
         let Some(entry) = self.backings.get(backing as usize) else {
-            return Err(refused(format!("there are {}", self.backings.len())));
+            return Err(refused(format!(
+                "the image has only {} backings",
+                self.backings.len()
+            )));
         };
         if bytes == 0
             || !bytes.is_multiple_of(SECTOR_BYTES)
@@ -76,7 +86,10 @@ impl Windows {
             .checked_add(bytes)
             .is_none_or(|end| end > entry.size)
         {
-            return Err(refused(format!("it has {} bytes", entry.size)));
+            return Err(refused(format!(
+                "the backing has only {} bytes",
+                entry.size
+            )));
         }
         position
             .checked_next_multiple_of(REGION_BYTES)
@@ -87,7 +100,8 @@ impl Windows {
             })
             .ok_or_else(|| {
                 refused(format!(
-                    "from byte {position} on, an address space of {} bytes has no room for it",
+                    "the window does not fit after byte {position}: the address space is limited \
+                     to {} bytes",
                     MAX_ROOT_ENTRIES * REGION_BYTES
                 ))
             })
@@ -98,7 +112,7 @@ impl Windows {
         self.windows.push(Window {
             start,
             backing,
-            address,
+            backing_address: address,
             bytes,
         });
     }
@@ -116,13 +130,13 @@ impl Windows {
             let Window {
                 start,
                 backing,
-                address,
+                backing_address,
                 bytes,
             } = *window;
             (0..bytes.div_ceil(REGION_BYTES)).map(move |index| {
                 let done = index * REGION_BYTES;
                 let entry = Entry::Window {
-                    address: address + done,
+                    address: backing_address + done,
                     sectors: ((bytes - done).min(REGION_BYTES) / SECTOR_BYTES) as u32,
                     backing,
                 };
@@ -159,7 +173,8 @@ impl Windows {
             .find(|entry| !entry.size.is_multiple_of(SECTOR_BYTES) || entry.size > MAX_ADDRESS)
         {
             return Err(Error::Unsupported(format!(
-                "backing {} of {} bytes",
+                "backing {}: invalid size of {} bytes (not a multiple of {SECTOR_BYTES}, or larger \
+                 than {MAX_ADDRESS})",
                 entry.name, entry.size
             )));
         }
