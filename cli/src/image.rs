@@ -27,7 +27,7 @@ pub use crate::tree::{LastLink, Tree};
 /// Layers on top of an image.
 #[derive(Debug, Default, clap::Args)]
 pub struct LayerArgs {
-    /// Show the image with this layer on top, which `bcow commit --upper` made (repeatable, lowest
+    /// Stack this layer, a file of `bcow commit --upper`, on top of the image (repeatable, lowest
     /// first)
     #[arg(long = "layer", value_name = "LAYER", value_hint = clap::ValueHint::FilePath)]
     pub layers: Vec<PathBuf>,

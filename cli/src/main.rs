@@ -1,7 +1,8 @@
 //! `bcow`: creates, mounts, inspects, checks and extracts BCoW images.
 //!
 //! The path through it: [`Cli`] is the command line, [`run`] selects the command, [`commands`] has
-//! one file for each, [`ui`] alone writes to the terminal, and [`error`] has the form of a failure.
+//! one file for each, [`ui`] formats messages, progress and results, and [`error`] describes a
+//! failure.
 
 mod ask;
 mod commands;

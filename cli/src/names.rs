@@ -1,5 +1,5 @@
-//! Names are bytes. A terminal gets them quoted as GNU ls quotes them, a pipe as they are, JSON as
-//! text when they are text and in hexadecimal beside it when they are not.
+//! Names are bytes. A terminal gets them quoted as GNU ls quotes them, a pipe gets them
+//! unchanged. JSON gets text, and also hexadecimal if the name is not valid UTF-8.
 
 use std::borrow::Cow;
 
@@ -14,8 +14,8 @@ pub fn quoted(name: &[u8]) -> String {
     let mut pieces = Vec::new();
     for chunk in name.utf8_chunks() {
         for c in chunk.valid().chars() {
-            // Apart from control characters, those that reorder or hide text are dangerous: a name
-            // could otherwise pretend to be another.
+            // Bidirectional and invisible characters are escaped like control characters: they
+            // can make one name look like another.
             if c.is_control() || is_invisible(c) {
                 let mut buf = [0; 4];
                 pieces.extend(c.encode_utf8(&mut buf).bytes().map(Piece::Byte));

@@ -16,8 +16,8 @@ use crate::form::guess;
 /// image.
 #[derive(Debug, Default, clap::Args)]
 pub struct StoreArgs {
-    /// Also look for layers in this directory: an OCI layout, or files named by their digest
-    /// (repeatable)
+    /// Also look for layers, and for backings recorded by digest, in this directory: an OCI layout,
+    /// or files named by their digest (repeatable)
     #[arg(long = "store", value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     stores: Vec<PathBuf>,
     /// Also look for backing files in this directory (repeatable)

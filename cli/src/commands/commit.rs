@@ -35,8 +35,8 @@ use crate::ui::Ui;
 /// file, and for its file name or digest under --store. The command changes neither the upper nor
 /// IMG. No process may write to the upper during the command.
 ///
-/// Without --upper, the command commits a disk. With NEW, it writes a sealed disk over the same
-/// backing that has only the disk's own data. The disk does not change.
+/// Without --upper, the command commits a disk. With NEW, it writes a sealed disk that has
+/// the same backing and contains only the disk's own data. The disk does not change.
 ///
 /// Without NEW, the command writes the disk's own data into its backing, which must be a writable
 /// disk. The disk is empty afterwards. If the command is interrupted, the content of the disk is
@@ -55,10 +55,10 @@ pub struct Args {
     /// Commit the changes in this upper of a writable mount of IMG
     #[arg(long, value_name = "UPPER", value_hint = clap::ValueHint::DirPath)]
     upper: Option<PathBuf>,
-    /// Write an image of IMG and the changes that reads unchanged data from IMG
+    /// Write a complete image, IMG with the changes; unchanged data is still read from IMG
     #[arg(long, requires = "upper")]
     merge: bool,
-    /// Write an image of IMG and the changes that needs no other file
+    /// Write a complete image, IMG with the changes, that needs no other file
     #[arg(long, requires = "upper", conflicts_with = "merge")]
     flatten: bool,
     /// Compression of the layers of an OCI image: gzip[:LEVEL], zstd[:LEVEL] or none [default:

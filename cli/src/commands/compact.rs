@@ -26,8 +26,8 @@ pub struct Args {
     /// The disk
     #[arg(value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
     disk: PathBuf,
-    /// Write the disk to this new file and leave FILE unchanged. If FILE finds its backing in its
-    /// own directory, NEW must be in that directory too
+    /// Write the disk to this new file and leave FILE unchanged. If the backing is in the
+    /// directory of FILE, NEW must be in that directory too
     #[arg(short, long, value_name = "NEW", value_hint = clap::ValueHint::FilePath)]
     output: Option<PathBuf>,
     /// Compress the stored blocks: zstd[:LEVEL]; later writes are not compressed

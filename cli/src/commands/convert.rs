@@ -43,23 +43,26 @@ use crate::ui::Ui;
 ///     oci:DIR[:REF]             an image in an OCI layout: one .bcow file per layer, which other
 ///                               images can share, and a stack file that merges the layers
 ///     oci-archive:FILE[:REF]    such a layout in a tar archive
-///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of its backings; SRC is
-///                               a disk, or any BCoW image (FILE, oci:DIR[:REF])
+///     raw:FILE  qcow2:FILE      a disk for other programs, with the data of SRC and its backings;
+///                               SRC is a disk, or any BCoW image (FILE, oci:DIR[:REF])
 ///     FILE.qcow2                the same as qcow2:FILE
 ///
 /// The text before the first colon of SRC or DST is a transport if it begins with a letter and has
-/// only small letters, digits and hyphens. Write ./NAME or bcow:NAME for a file of such a name.
+/// only lower-case letters, digits and hyphens. If the name of a file begins in this way, write
+/// ./NAME or bcow:NAME.
 ///
 /// A disk made from raw: or qcow2: is sealed: compressed, checksummed and immutable. With
-/// --writable, it is a writable disk. bcow does not detect raw or qcow2: write raw: or qcow2:.
+/// --writable, it is a writable disk. A raw or qcow2 SRC needs its prefix, because bcow does not
+/// detect these formats.
 ///
 /// The command needs no privilege, daemon, network or loop device. It compares the bytes of each
 /// layer with their digest while it reads them. Into an OCI layout, it converts only layers that
 /// are neither in the layout nor in the cache.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
-/// complete and verified. A new image replaces an existing image of the same name; to replace any
-/// other file, --force is needed. If the command fails, no partial output remains.
+/// complete and verified. Without --force, a BCoW image replaces only an empty file or a BCoW image
+/// that is not the backing of a disk in the same directory, and an OCI archive replaces only an
+/// empty file or an archive. If the command fails, no partial output remains.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 pub struct Args {
@@ -169,16 +172,16 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     if args.platform.is_some() && image.is_some() {
         return Err(CommandError::usage(
-            "an image in BCoW form is for one platform: --platform chooses nothing",
+            "--platform cannot be used with a BCoW image, which has only one platform",
         ));
     }
     if args.writable {
-        return Err(CommandError::usage("only a disk can be written")
-            .hint("a disk is made of raw:FILE or qcow2:FILE, or by `bcow create`"));
+        return Err(CommandError::usage("--writable is only for disks")
+            .hint("a disk is made from raw:FILE or qcow2:FILE, or by `bcow create`"));
     }
     if matches!(destination, Destination::File(_)) && (args.cache.is_some() || args.dedup_lower) {
         return Err(
-            CommandError::usage("only an image in an OCI layout has layers of its own")
+            CommandError::usage("--cache and --dedup-lower are only for an OCI layout")
                 .hint("leave out --cache and --dedup-lower, or write to oci:DIR[:REF]"),
         );
     }

@@ -29,16 +29,16 @@ use crate::ui::{Progress, Ui};
 /// FORM is one of
 ///
 ///     tar              an archive of the tree, sorted by name; for a single layer, a layer archive
-///     oci:DIR[:REF]    an ordinary image in an OCI layout, for other tools: a stack layer by
-///                      layer, any other image as one layer
+///     oci:DIR[:REF]    an ordinary image in an OCI layout, for other tools: a stack keeps
+///                      its layers, any other image becomes one layer
 ///     oci-archive:FILE[:REF]
 ///                      the same in a tar archive
 ///     erofs            the EROFS file system of the image, which Linux mounts (mount -t erofs)
 ///     raw              the whole address space
 ///
-/// Tar archives store attributes that tar headers cannot hold in PAX records, as GNU tar and
-/// container engines read them. Holes stay holes; sockets are left out. `erofs` and `raw` write a
-/// sparse file.
+/// In tar archives, PAX records store the attributes that do not fit into a tar header, in the form
+/// that GNU tar and container engines read. Holes stay holes; sockets are left out. `erofs` and
+/// `raw` write a sparse file.
 ///
 /// The same tree gives the same bytes, however the image stores the tree. The command verifies
 /// every block that it reads. A file or image gets its name when it is complete, and replaces an

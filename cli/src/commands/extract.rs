@@ -20,7 +20,7 @@ use crate::ui::{Progress, Ui};
 /// Extract an image, or a part of it, into a directory
 ///
 /// If PATH is a directory in the image (default: the root), its contents are extracted into DIR. If
-/// PATH is another type of file, it is extracted into DIR under its own name. The command makes DIR
+/// PATH is not a directory, it is extracted into DIR under its own name. The command makes DIR
 /// if it is missing.
 ///
 /// The command extracts files of all types with mode, modification time in nanoseconds, extended

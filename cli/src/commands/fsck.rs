@@ -52,7 +52,7 @@ pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST; or the directory of an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
-    /// The image of an upper [default: the path that it had when the upper was created]
+    /// The image of an upper [default: the path recorded in the upper]
     #[arg(value_name = "BELOW", value_hint = clap::ValueHint::FilePath)]
     below: Option<PathBuf>,
     /// Read and verify every byte

@@ -27,8 +27,8 @@ use crate::ui::{Output, Ui};
 /// system. It reads the tables, but not the data.
 ///
 /// For a stack, the command also shows each layer: the size of its file, the names and bytes that
-/// it adds to the merged tree, how much it hides of lower layers, how much of it upper layers hide,
-/// and how much of its content it shares from lower layers.
+/// the layer adds to the merged tree, the part of lower layers that it hides, the part of the layer
+/// that upper layers hide, and the size of the content that it references in lower layers.
 ///
 /// For a disk, the command shows its chain of backings. For a writable disk, it also shows the
 /// layout, the record log, the free space in the file, and the process that is writing to the disk

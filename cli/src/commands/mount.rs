@@ -33,8 +33,8 @@ use upper::UpperArgs;
 ///
 /// Root and ordinary users can mount; an ordinary user needs fusermount3 and must own DIR. By
 /// default, only the user who mounts can access the mount, and set-user-ID files and devices do not
-/// work (see -o). To mount layers that `bcow commit --upper` made on top of the image, name them
-/// after the image, the lowest first.
+/// work (see -o). To stack layers of `bcow commit --upper` on top of the image, list the layers
+/// between IMG and DIR, the lowest first.
 ///
 /// The mount is read-only unless --upper names a directory for the changes. The upper has the form
 /// of an overlayfs upper; of a large file of the image, it stores only the written blocks.
@@ -62,7 +62,7 @@ Mount options (-o, separated by commas; of two opposite options the last one app
                           a full disk appear at fsync or never, and a write to a part of an
                           uncached block first reads that block
   fsname=NAME             source that /proc/mounts shows [default: the path of the image]
-  subtype=bcow, defaults  accepted; both are always in effect
+  subtype=bcow, defaults  accepted without effect
 
 With --upper, the kernel always checks owner, mode and ACL (default_permissions). `bcow umount`
 returns when all data is in the file system of the upper, and fails if that file system did not
@@ -71,8 +71,9 @@ waits for that process.
 
 The background process logs to the system log; a foreground mount logs to standard error. Both also
 log to the file of --log-file, and `bcow stats` shows the last errors. SIGTERM and SIGINT unmount.
-If files are in use, the mount is detached: programs cannot enter it any more, and it ends when its
-last user closes its files, or at a second signal. SIGHUP unmounts only in the foreground."
+If files are in use, the mount is detached: programs cannot open further files by path, and the
+mount ends when the last open file is closed, or at a second signal. SIGHUP unmounts only in the
+foreground."
 )]
 pub struct Args {
     /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST

@@ -15,10 +15,10 @@ use crate::ui::Ui;
 
 /// Change the backing of a disk
 ///
-/// The content of the disk does not change. The command compares the old and the new backing where
-/// the disk reads from its backing, and writes the differences into the disk before it changes the
-/// backing. With --unsafe, it only records the new backing, without a comparison: for a backing
-/// that was moved, renamed or changed on purpose. The old backing need not exist then.
+/// Without --unsafe, the content of the disk does not change. The command compares the old and the
+/// new backing where the disk reads from its backing, and writes the differences into the disk
+/// before it records the new backing. With --unsafe, the command only records the new backing. That
+/// is for a backing that was moved, renamed or changed on purpose; the old one need not exist.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The disk

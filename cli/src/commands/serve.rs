@@ -134,7 +134,7 @@ struct TlsArgs {
         requires = "tls_cert"
     )]
     tls: TlsChoice,
-    /// Certificate of the server, and the certificates up to its root
+    /// Certificate chain of the server
     #[arg(long, value_name = "FILE", requires = "tls_key", value_hint = clap::ValueHint::FilePath)]
     tls_cert: Option<PathBuf>,
     /// Private key of the certificate

@@ -31,7 +31,7 @@ pub struct Args {
     /// The directory of the mount
     #[arg(value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     directory: PathBuf,
-    /// If files are in use, detach the mount now; it ends when its last user closes its files
+    /// If files are in use, detach the mount now; the mount ends when the last open file is closed
     #[arg(short = 'z', long)]
     lazy: bool,
 }

@@ -94,12 +94,12 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
     sandbox.write("letter.txt", b"precious");
     std::os::unix::fs::symlink("base.bcow", sandbox.path("link.bcow")).unwrap();
     for (destination, why) in [
-        ("sealed.bcow", "is a disk"),
-        ("writable.bcow", "is a disk"),
-        ("base.bcow", "over.bcow has it for its backing"),
-        ("link.bcow", "over.bcow has it for its backing"),
-        ("letter.txt", "bcow did not make it"),
-        ("disk.raw", "bcow did not make it"),
+        ("sealed.bcow", ["is a BCoW disk", "--force"]),
+        ("writable.bcow", ["is a BCoW disk", "--force"]),
+        ("base.bcow", ["it is the backing of ", "/over.bcow\n"]),
+        ("link.bcow", ["it is the backing of ", "/over.bcow\n"]),
+        ("letter.txt", ["and is not in BCoW format", "--force"]),
+        ("disk.raw", ["and is not in BCoW format", "--force"]),
     ] {
         for source in ["sample.tar", "raw:disk.raw"] {
             if (source, destination) != ("raw:disk.raw", "disk.raw") {
@@ -107,7 +107,7 @@ fn files_that_may_be_the_only_copy_are_replaced_by_force_only() {
                     &sandbox,
                     "letter.txt",
                     &["convert", source, destination],
-                    &[why, "--force"],
+                    &[why[0], why[1], "--force"],
                 );
             }
         }

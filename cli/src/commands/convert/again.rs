@@ -1,4 +1,4 @@
-//! Images in BCoW form in another form: other blocks, in one file or layer by layer.
+//! Re-encodes a BCoW image: as one file, or layer by layer in an OCI layout.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::image::OpenImage;
 use crate::place::Layout;
 use crate::ui::Ui;
 
-/// Makes the file at `destination` of `image`.
+/// Re-encodes `image` into the file `destination`.
 pub fn to_file(
     args: &Args,
     image: &OpenImage,
@@ -42,7 +42,7 @@ pub fn to_file(
     }
 }
 
-/// Makes an image in an OCI layout of `image`: a stack keeps its layers, another image becomes one
+/// Writes `image` into an OCI layout: a stack keeps its layers, another image becomes one
 /// layer.
 pub fn to_layout(
     args: &Args,

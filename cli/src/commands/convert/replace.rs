@@ -32,7 +32,7 @@ pub enum By {
 /// Refuses to replace the file at `destination` if it may be the only copy of its data and the user
 /// has not given `--force`.
 pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError> {
-    // A file that cannot be examined cannot be written either; the write then reports the reason.
+    // Without a file, there is nothing to replace. The write reports any other error.
     let Ok(metadata) = std::fs::metadata(destination) else {
         return Ok(());
     };
@@ -49,16 +49,16 @@ pub fn check(destination: &Path, by: By, force: bool) -> Result<(), CommandError
     }
     let why = match header_of(&file).map(|header| header.purpose) {
         Some(Use::Image) => match (disk_over(destination), by) {
-            (Some(disk), _) => format!("{} has it for its backing", disk.display()),
+            (Some(disk), _) => format!("it is the backing of {}", disk.display()),
             (None, By::Image) => return Ok(()),
-            (None, _) => "it exists, and is a BCoW image".to_owned(),
+            (None, _) => "the file exists, and is a BCoW image".to_owned(),
         },
-        Some(Use::Disk) => "it exists, and is a disk".to_owned(),
-        Some(_) => "it exists, and belongs to a writable mount".to_owned(),
+        Some(Use::Disk) => "the file exists, and is a BCoW disk".to_owned(),
+        Some(_) => "the file exists, and belongs to a writable mount".to_owned(),
         None if by == By::Archive && form(destination) == Some(Form::Archive) => {
             return Ok(());
         }
-        None => "it exists, and bcow did not make it".to_owned(),
+        None => "the file exists, and is not in BCoW format".to_owned(),
     };
     Err(CommandError::new(cannot())
         .caused_by_text(why)
