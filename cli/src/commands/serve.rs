@@ -208,6 +208,11 @@ fn serve(
     let uri = |listener: &Listener, name: &str| {
         place::uri(listener.place(), if is_only { "" } else { name }, scheme)
     };
+    // Before the URIs: a program that has read one finds the server in `bcow ps`.
+    let _published = running::publish(served.services("serve", |name| {
+        let places = listeners.iter();
+        places.filter_map(|listener| uri(listener, name)).collect()
+    }));
     for listener in &listeners {
         for export in &served.exports {
             if let Some(uri) = uri(listener, &export.name) {
@@ -216,10 +221,6 @@ fn serve(
         }
     }
     out.finish()?;
-    let _published = running::publish(served.services("serve", |name| {
-        let places = listeners.iter();
-        places.filter_map(|listener| uri(listener, name)).collect()
-    }));
     ready::announce(args.listen.ready_fd)?;
     server.serve(&listeners).map_err(|error| failure(&error))
 }
