@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import json
 import os
@@ -233,17 +234,26 @@ def image(name):
 
 @functools.cache
 def unpacked(name):
-    """The tree that umoci unpacks from the image, and its dump. The tree stays until the tests
-    end."""
+    """The tree that umoci unpacks from the image, and its dump. The suites of one run share it, in
+    $BCOW_TREES; without that, it stays until the tests end."""
     need("umoci")
     directory, tag = image(name)
-    bundle = os.path.join(WORK, f"umoci-{name}")
-    if os.path.exists(bundle):
-        shutil.rmtree(bundle)
-    atexit.register(shutil.rmtree, bundle, ignore_errors=True)
-    run("umoci", "unpack", "--image", f"{directory}:{tag}", bundle)
-    rootfs = os.path.join(bundle, "rootfs")
-    return rootfs, tree.dump(rootfs)
+    trees = os.environ.get("BCOW_TREES")
+    if not trees:
+        trees = tempfile.mkdtemp(prefix="trees-", dir=WORK)
+        atexit.register(shutil.rmtree, trees, ignore_errors=True)
+    bundle = os.path.join(trees, f"umoci-{name}")
+    dump = os.path.join(trees, f"umoci-{name}.json")
+    with open(os.path.join(trees, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(dump):
+            shutil.rmtree(bundle, ignore_errors=True)
+            run("umoci", "unpack", "--image", f"{directory}:{tag}", bundle)
+            dumped = run(sys.executable, tree.__file__, "dump", os.path.join(bundle, "rootfs"))
+            with open(dump + ".partial", "wb") as out:
+                out.write(dumped.out)
+            os.rename(dump + ".partial", dump)
+    return os.path.join(bundle, "rootfs"), tree.load(dump)
 
 
 class Scratch(unittest.TestCase):

@@ -263,6 +263,7 @@ fn find(tree: &mut Flat, path: &[&str]) -> Result<Option<(String, Node)>, ()> {
 /// Puts a layer on top of others.
 fn stack(lower: Flat, layer: &Flat) -> Result<Flat, ()> {
     let mut merged = lower.clone();
+    let mut open = Vec::new();
     for (path, node) in layer {
         match node {
             Node::Whiteout => remove_tree(&mut merged, path),
@@ -290,13 +291,12 @@ fn stack(lower: Flat, layer: &Flat) -> Result<Flat, ()> {
             }
             Node::LowerLink(target) => {
                 let target: Vec<&str> = target.split('/').collect();
-                let mut lower = lower.clone();
-                match find(&mut lower, &target)? {
-                    Some((_, node @ (Node::File(..) | Node::Symlink(..)))) => {
-                        remove_tree(&mut merged, path);
+                remove_tree(&mut merged, path);
+                match linked(&lower, &target) {
+                    Some(node) => {
                         merged.insert(path.clone(), node);
                     }
-                    _ => return Err(()),
+                    None => open.push((path, target)),
                 }
             }
             other => {
@@ -305,7 +305,29 @@ fn stack(lower: Flat, layer: &Flat) -> Result<Flat, ()> {
             }
         }
     }
+    // A symlink of a lower layer may lead into this layer, and so may such a link itself.
+    while !open.is_empty() {
+        let before = open.len();
+        open.retain(|(path, target)| match linked(&merged, target) {
+            Some(node) => {
+                merged.insert((*path).clone(), node);
+                false
+            }
+            None => true,
+        });
+        if open.len() == before {
+            return Err(());
+        }
+    }
     Ok(merged)
+}
+
+/// The object, except a directory, that a hardlink's target names in a merged tree.
+fn linked(tree: &Flat, target: &[&str]) -> Option<Node> {
+    match find(&mut tree.clone(), target) {
+        Ok(Some((_, node @ (Node::File(..) | Node::Symlink(..))))) => Some(node),
+        _ => None,
+    }
 }
 
 /// One line per path: the object, and the first of its names.

@@ -1,0 +1,166 @@
+#!/usr/bin/python3
+"""Runs the end-to-end suites side by side, each in a process of its own.
+
+    tests/e2e/run.py [--jobs N] [--limit SECONDS] [SUITE...]
+
+SUITE is a module such as test_serve; without one, all suites run. Each suite has its own directory
+of scratch files below $BCOW_E2E (default target/e2e), and a log in target/e2e-logs. The trees that
+umoci unpacks are shared. A suite that does not end within the limit prints where its threads are
+and is killed with all its processes, so that a process which waits forever costs minutes of a run
+and not the whole of it. The exit status is 0 if every suite passed.
+"""
+
+import argparse
+import contextlib
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TOP = os.path.dirname(os.path.dirname(HERE))
+LOGS = os.path.join(TOP, "target", "e2e-logs")
+SCRATCH = os.path.abspath(os.environ.get("BCOW_E2E") or os.path.join(TOP, "target", "e2e"))
+# The longest suites begin first, so that none of them runs alone at the end.
+LONGEST = ["test_fresh_machine", "test_real_image", "test_export", "test_containers",
+           "test_union_semantics", "test_serve", "test_kernel_client", "test_union_crash"]
+# Seconds between the request for the threads' stacks and the kill.
+GRACE = 5
+
+
+class Suite:
+    """A running suite."""
+
+    def __init__(self, name, limit):
+        self.name = name
+        self.limit = limit
+        self.log = os.path.join(LOGS, f"{name}.log")
+        self.scratch = os.path.join(SCRATCH, name)
+        os.makedirs(self.scratch, exist_ok=True)
+        # Commands without privilege work below it.
+        os.chmod(self.scratch, 0o755)
+        self.begin = time.monotonic()
+        path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, "BCOW_E2E": self.scratch}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", __file__, "--in-process", name],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=TOP,
+                start_new_session=True)
+
+    def seconds(self):
+        return time.monotonic() - self.begin
+
+    def result(self):
+        """What ended the suite, or None while it runs."""
+        code = self.process.poll()
+        if code is not None:
+            return "passed" if code == 0 else f"failed with {code}"
+        if self.seconds() < self.limit:
+            return None
+        # The suite registered this signal for the stacks of its threads.
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(GRACE)
+        kill(processes_of(self.scratch))
+        # A process that waits in the kernel may outlive even that; it is left behind.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=GRACE)
+        return f"killed: it did not end within {self.limit} s"
+
+    def clear(self):
+        """Unmounts and removes the scratch files that the suite left."""
+        unmount(self.scratch)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def processes_of(scratch):
+    """Processes that have the environment of a suite: daemons have other sessions and parents."""
+    mark = b"BCOW_E2E=" + os.fsencode(scratch)
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as environ:
+                if mark in environ.read().split(b"\0"):
+                    yield int(entry)
+
+
+def kill(processes):
+    for process in processes:
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+def unmount(directory):
+    """Detaches what is still mounted below a directory."""
+    with open("/proc/self/mounts") as table:
+        places = [line.split()[1].encode().decode("unicode_escape") for line in table]
+    for place in reversed(places):
+        if place.startswith(directory + "/"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(["umount", "-l", place], timeout=60, stderr=subprocess.DEVNULL)
+
+
+def in_process(name):
+    """Runs one suite here."""
+    import faulthandler
+    import unittest
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    unittest.main(module=None, argv=["run.py", "--verbose", name])
+
+
+def run(names, jobs, limit):
+    """Runs the suites; returns the names of those that did not pass."""
+    waiting = [name for name in LONGEST if name in names]
+    waiting += [name for name in names if name not in waiting]
+    begin = time.monotonic()
+    running, failed = [], []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Suite(waiting.pop(0), limit))
+        time.sleep(0.1)
+        for suite in list(running):
+            result = suite.result()
+            if result is None:
+                continue
+            running.remove(suite)
+            print(f"[{time.monotonic() - begin:5.0f} s] {suite.name}: {result}, "
+                  f"{suite.seconds():.0f} s", flush=True)
+            suite.clear()
+            if result != "passed":
+                failed.append(suite.name)
+                with open(suite.log, errors="replace") as log:
+                    print(log.read()[-100_000:], flush=True)
+    return failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=max(4, os.cpu_count() or 4),
+                        help="suites that run at the same time")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds for one suite")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("suites", nargs="*")
+    options = parser.parse_args()
+    if options.in_process:
+        in_process(options.suites[0])
+        return
+    names = options.suites or sorted(os.path.basename(path)[:-3] for path
+                                     in glob.glob(os.path.join(HERE, "test_*.py")))
+    os.makedirs(LOGS, exist_ok=True)
+    os.makedirs(SCRATCH, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="trees-", dir=SCRATCH) as trees:
+        os.chmod(trees, 0o755)
+        os.environ["BCOW_TREES"] = trees
+        failed = run(names, options.jobs, options.limit)
+    if failed:
+        sys.exit(f"end to end: failed: {' '.join(failed)}")
+    print(f"end to end: {len(names)} suites passed")
+
+
+if __name__ == "__main__":
+    main()
