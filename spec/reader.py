@@ -31,10 +31,11 @@ table, in the order of the address space, nothing merged, and as the record log 
     LBA LENGTH zstd UBA STORED CHECK
     LBA LENGTH open UBA STORED 0
     LBA LENGTH window ADDRESS SHOWN INDEX
+    LBA LENGTH fragment ADDRESS SHOWN INDEX
 
 LBA and LENGTH are in bytes, LENGTH that of the block, or of the region for a root entry. STORED is
-the entry's length, CHECK its check. For a window ADDRESS is the byte offset in the backing, SHOWN
-the bytes shown (sectors times 4096), INDEX that of the backing.
+the entry's length, CHECK its check. For a window and a fragment ADDRESS is the byte offset in the
+backing, SHOWN the bytes shown (of a window, sectors times 4096), INDEX that of the backing.
 
 The output of `check` is the line `ok`, or `error-code place`. Places: `file`, `slot-a`, `slot-b`,
 `header`, `root`, `root[region]`, `table[region]`, `table[region][block]`, `backing`,
@@ -273,8 +274,8 @@ VERSION = 1
 USES = {1: "image", 2: "disk", 3: "sketch"}
 STATES = {0: "writable", 1: "sealed"}
 
-INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows", 4: "plain"}
-ZSTD, BACKING, RECORDS, WINDOWS, PLAIN = (1 << bit for bit in INCOMPATIBLE)
+INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows", 4: "plain", 5: "fragments"}
+ZSTD, BACKING, RECORDS, WINDOWS, PLAIN, FRAGMENTS = (1 << bit for bit in INCOMPATIBLE)
 MERKLE = 1 << 0  # read-only-compatible
 
 HEADER = struct.Struct(
@@ -416,12 +417,14 @@ def check_fields(h):
     must(h.backing_bytes or h.backing_crc == 0, "backing_crc without backing table")
     must(h.free_bytes or h.free_crc == 0, "free_crc without free list")
     # Section 4.
-    must(not h.incompatible & (BACKING | WINDOWS) or h.backing_count >= 1,
-         "backing or windows without backing table")
+    must(not h.incompatible & (BACKING | WINDOWS | FRAGMENTS) or h.backing_count >= 1,
+         "backing, windows or fragments without backing table")
     must(not h.incompatible & PLAIN or not h.incompatible & BACKING,
          "a plain file with the feature backing")
     must(not h.incompatible & PLAIN or not h.incompatible & RECORDS,
          "a plain file with the feature records")
+    must(not h.incompatible & FRAGMENTS or not h.incompatible & (PLAIN | RECORDS),
+         "fragments in a file that is plain or has a record log")
     must(bool(h.read_only_compatible & MERKLE) == bool(h.merkle_chunk_shift),
          "bit merkle against merkle_chunk_shift")
     # The record log and the free list.
@@ -458,7 +461,8 @@ def merkle_levels(covered, chunk_shift):
 # Entries (section 5)
 
 ENTRY = struct.Struct("<BB6sII")
-KINDS = {0: "absent", 1: "zero", 2: "raw", 3: "zstd", 4: "table", 5: "window", 6: "open"}
+KINDS = {0: "absent", 1: "zero", 2: "raw", 3: "zstd", 4: "table", 5: "window", 6: "open",
+         7: "fragment"}
 
 
 class Entry:
@@ -475,6 +479,11 @@ class Entry:
     @property
     def name(self):
         return KINDS[self.kind]
+
+    @property
+    def shown(self):
+        """Bytes of a backing that a window or fragment shows."""
+        return self.length * SECTOR if self.name == "window" else self.length
 
 
 def check_entry(entry, header, in_root, code, file_bytes):
@@ -499,6 +508,13 @@ def check_entry(entry, header, in_root, code, file_bytes):
         must(entry.length * SECTOR <= entry.block_length, "more sectors than the region has",
              "window-range")
         must(entry.check < header.backing_count, f"backing {entry.check}", "window-range")
+    elif kind == "fragment":
+        must(header.incompatible & FRAGMENTS, "a fragment without the feature fragments")
+        must(entry.length >= 1, "a fragment of no bytes")
+        # Section 8. In a sub-block table the code stays that of the table.
+        range_code = "window-range" if in_root else code
+        must(entry.length <= entry.block_length, "more bytes than the block has", range_code)
+        must(entry.check < header.backing_count, f"backing {entry.check}", range_code)
     else:
         plain = header.incompatible & PLAIN
         at_zero = entry.address == 0 and plain and kind == "raw"
@@ -773,14 +789,17 @@ class Bcow:
         h = self.header
         table = self.section("backing", h.backing_offset, h.backing_bytes, h.backing_crc)
         self.backings = [decode_backing(table, index, h) for index in range(h.backing_count)]
-        if not h.incompatible & WINDOWS:
+        if not h.incompatible & (WINDOWS | FRAGMENTS):
             return
         for region in range(h.root_entries):
-            entry = self.root_entry(region)
-            if entry.name == "window":
-                size = self.backings[entry.check].size
-                if entry.address + entry.length * SECTOR > size:
-                    raise Rejected("window-range", entry.place, f"the backing has {size} bytes")
+            self.check_shown(self.root_entry(region), "window-range")
+
+    def check_shown(self, entry, code):
+        """The end of a window or fragment against the size of its backing."""
+        if entry.name in ("window", "fragment"):
+            size = self.backings[entry.check].size
+            if entry.address + entry.shown > size:
+                raise Rejected(code, entry.place, f"the backing has {size} bytes")
 
     def backing(self, index):
         """The open backing `index`: looked up only in the user's directories (section 15, rule
@@ -983,6 +1002,9 @@ class Bcow:
             )
             check_entry(entry, h, False, "table-entry", h.file_bytes)
             entries.append(entry)
+        # Section 8. After all entries, as the end of a window is checked after the root table.
+        for entry in entries:
+            self.check_shown(entry, "table-entry")
         return block_shift, entries
 
     # The map
@@ -1055,10 +1077,10 @@ class Bcow:
             elif entry.name == "absent" and self.header.incompatible & BACKING:
                 below = self.backing(0)
                 below.copy_named(first, min(last, below.header.size), write, shift)
-            elif entry.name == "window":
+            elif entry.name in ("window", "fragment") and first < entry.lba + entry.shown:
                 below = self.backing(entry.check)
                 moved = entry.address - entry.lba
-                last = min(last, entry.lba + entry.length * SECTOR)
+                last = min(last, entry.lba + entry.shown)
                 below.copy_named(first + moved, last + moved, write, shift - moved)
 
     def copy_named(self, *args):
@@ -1206,8 +1228,7 @@ def map_lines(file):
         if e.name in ("absent", "zero"):
             yield f"{e.lba} {e.block_length} {e.name} 0 0"
         else:
-            length = e.length * SECTOR if e.name == "window" else e.length
-            yield f"{e.lba} {e.block_length} {e.name} {e.address} {length} {e.check}"
+            yield f"{e.lba} {e.block_length} {e.name} {e.address} {e.shown} {e.check}"
 
 
 def command_map(args):

@@ -4,8 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use bcow::format::incompatible;
-use bcow::{BlockDevice, Extent, FileIdentity, Image, Mapping};
+use bcow::{BlockDevice, Extent, FileIdentity, Image, Mapping, ShownBy};
 use serde_json::{Value, json};
 
 use crate::error::{CommandError, Context};
@@ -81,11 +80,6 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         json: args.json,
         chain: chain.names(&image),
         names,
-        backing_kind: if has_windows(image.image()) {
-            "window"
-        } else {
-            "backing"
-        },
         out: ui.output(),
         first: true,
     };
@@ -142,16 +136,16 @@ impl Chain {
     fn map(&self, image: &OpenImage, at: u64) -> Result<(usize, Extent), bcow::Error> {
         let mut file = 0;
         let mut extent = image.image().map(at)?;
-        // Disks have no windows, so the file below has the same bytes at the same address.
+        // Below an absent entry, the file has the same bytes at the same address.
         while let Mapping::Backing {
-            index: 0,
+            by: ShownBy::Absent,
             offset,
             bytes,
+            ..
         } = extent.mapping
             && offset == extent.offset
             && bytes == extent.length
             && let Some(below) = self.0.get(file + 1)
-            && !has_windows(&self.0[file])
             && identity_below(&self.0[file]) == below.identity()
         {
             file += 1;
@@ -174,23 +168,20 @@ fn identity_below(image: &Image) -> Option<FileIdentity> {
     image.backing(0).and_then(|below| below.identity())
 }
 
-fn has_windows(image: &Image) -> bool {
-    let features = &image.header().features;
-    features.has_incompatible(incompatible::WINDOWS)
-}
-
 /// The part of an extent within `range`. A stored block keeps its full UBA and size.
 fn cut(extent: Extent, range: Range<u64>) -> Extent {
     let offset = extent.offset.max(range.start);
     let length = (extent.offset + extent.length).min(range.end) - offset;
     let mapping = match extent.mapping {
         Mapping::Backing {
+            by,
             index,
             offset: from,
             bytes,
         } => {
             let skip = offset - extent.offset;
             Mapping::Backing {
+                by,
                 index,
                 offset: from + skip,
                 bytes: bytes.saturating_sub(skip).min(length),
@@ -212,16 +203,19 @@ fn join(run: &mut Extent, next: &Extent) -> bool {
         (Mapping::Zero, Mapping::Zero) | (Mapping::Hole, Mapping::Hole) => {}
         (
             Mapping::Backing {
+                by,
                 index,
                 offset,
                 bytes,
             },
             Mapping::Backing {
+                by: next_by,
                 index: next_index,
                 offset: next_offset,
                 bytes: next_bytes,
             },
-        ) if *index == next_index
+        ) if *by == next_by
+            && *index == next_index
             && *bytes == run.length
             && offset.checked_add(*bytes) == Some(next_offset) =>
         {
@@ -253,7 +247,6 @@ struct Map {
     chain: Vec<String>,
     /// Names of the backings, by index.
     names: Vec<String>,
-    backing_kind: &'static str,
     out: Output,
     first: bool,
 }
@@ -287,7 +280,7 @@ impl Map {
             "{:>16} {:>12} {:<8}",
             extent.offset,
             extent.length,
-            self.kind(&extent.mapping)
+            kind(&extent.mapping)
         )?;
         match extent.mapping {
             Mapping::Raw { stored } | Mapping::Compressed { stored } | Mapping::Open { stored } => {
@@ -311,22 +304,11 @@ impl Map {
         self.out.finish()
     }
 
-    fn kind(&self, mapping: &Mapping) -> &'static str {
-        match mapping {
-            Mapping::Raw { .. } => "raw",
-            Mapping::Compressed { .. } => "zstd",
-            Mapping::Open { .. } => "open",
-            Mapping::Zero => "zero",
-            Mapping::Hole => "hole",
-            Mapping::Backing { .. } => self.backing_kind,
-        }
-    }
-
     fn as_json(&self, file: usize, extent: &Extent) -> Value {
         let mut value = json!({
             "offset": extent.offset,
             "length": extent.length,
-            "kind": self.kind(&extent.mapping),
+            "kind": kind(&extent.mapping),
         });
         if let Some(name) = self.chain.get(file) {
             value["file"] = file.into();
@@ -342,6 +324,7 @@ impl Map {
                 index,
                 offset,
                 bytes,
+                ..
             } => {
                 value["backing"] = index.into();
                 value["backing_name"] = self.names.get(index as usize).cloned().into();
@@ -355,5 +338,20 @@ impl Map {
             Mapping::Zero | Mapping::Hole => {}
         }
         value
+    }
+}
+
+fn kind(mapping: &Mapping) -> &'static str {
+    match mapping {
+        Mapping::Raw { .. } => "raw",
+        Mapping::Compressed { .. } => "zstd",
+        Mapping::Open { .. } => "open",
+        Mapping::Zero => "zero",
+        Mapping::Hole => "hole",
+        Mapping::Backing { by, .. } => match by {
+            ShownBy::Absent => "backing",
+            ShownBy::Window => "window",
+            ShownBy::Fragment => "fragment",
+        },
     }
 }

@@ -3,7 +3,7 @@
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::sizes::ENTRY_BYTES;
+use crate::sizes::{ENTRY_BYTES, SECTOR_BYTES};
 use crate::{Header, Uba, incompatible};
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
@@ -42,6 +42,15 @@ pub enum Entry {
         /// Index in the backing table.
         backing: u32,
     },
+    /// Bytes of a backing, and zeros behind them.
+    Fragment {
+        /// Offset in the address space of the backing, in bytes.
+        address: u64,
+        /// Number of bytes, at least 1. The rest of the block reads as zeros.
+        bytes: u32,
+        /// Index in the backing table.
+        backing: u32,
+    },
 }
 
 /// A range of the file and its checksum.
@@ -63,8 +72,26 @@ impl Entry {
             | Entry::Zstd(stored)
             | Entry::Open(stored)
             | Entry::Table(stored) => Some(stored),
-            Entry::Absent | Entry::Zero | Entry::Window { .. } => None,
+            Entry::Absent | Entry::Zero | Entry::Window { .. } | Entry::Fragment { .. } => None,
         }
+    }
+
+    /// The range of a backing that the entry shows: index of the backing, first byte, end.
+    pub fn shown(&self) -> Option<(u32, std::ops::Range<u64>)> {
+        let (backing, address, bytes) = match *self {
+            Entry::Window {
+                address,
+                sectors,
+                backing,
+            } => (backing, address, u64::from(sectors) * SECTOR_BYTES),
+            Entry::Fragment {
+                address,
+                bytes,
+                backing,
+            } => (backing, address, bytes.into()),
+            _ => return None,
+        };
+        Some((backing, address..address + bytes))
     }
 }
 
@@ -191,18 +218,13 @@ pub fn decode_entry(
             if length == 0 {
                 return Err(wrong("window of no sectors"));
             }
-            if u64::from(length) * 4096 > context.length {
+            if u64::from(length) * SECTOR_BYTES > context.length {
                 return Err(EntryProblem::Window(format!(
-                    "of {length} sectors in a region of {} bytes",
+                    "window of {length} sectors in a region of {} bytes",
                     context.length
                 )));
             }
-            if check >= context.header.backing_count {
-                return Err(EntryProblem::Window(format!(
-                    "onto backing {check} of {}",
-                    context.header.backing_count
-                )));
-            }
+            check_backing("window", check, context)?;
             Ok(Entry::Window {
                 address,
                 sectors: length,
@@ -226,6 +248,26 @@ pub fn decode_entry(
             check_place(&stored, context)?;
             Ok(Entry::Open(stored))
         }
+        7 => {
+            if !features.has_incompatible(incompatible::FRAGMENTS) {
+                return Err(wrong("fragment without the feature `fragments`"));
+            }
+            if length == 0 {
+                return Err(wrong("fragment of no bytes"));
+            }
+            if u64::from(length) > context.length {
+                return Err(EntryProblem::Window(format!(
+                    "fragment of {length} bytes in a block of {}",
+                    context.length
+                )));
+            }
+            check_backing("fragment", check, context)?;
+            Ok(Entry::Fragment {
+                address,
+                bytes: length,
+                backing: check,
+            })
+        }
         kind => Err(wrong(format!("kind {kind} is not allowed here"))),
     }
 }
@@ -244,6 +286,11 @@ pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
             sectors,
             backing,
         } => (5, address, sectors, backing),
+        Entry::Fragment {
+            address,
+            bytes,
+            backing,
+        } => (7, address, bytes, backing),
     };
     debug_assert!(address < 1 << 48);
     let mut low = [0; 6];
@@ -262,6 +309,17 @@ pub fn encode_entry(entry: &Entry) -> [u8; ENTRY_BYTES] {
 
 fn wrong(problem: impl Into<String>) -> EntryProblem {
     EntryProblem::Entry(problem.into())
+}
+
+/// An entry that shows a backing names one that exists.
+fn check_backing(what: &str, backing: u32, context: &EntryContext<'_>) -> Result<(), EntryProblem> {
+    let count = context.header.backing_count;
+    match backing < count {
+        true => Ok(()),
+        false => Err(EntryProblem::Window(format!(
+            "{what} onto backing {backing} of {count}"
+        ))),
+    }
 }
 
 /// A root entry may be a block itself only if regions are at most 16 MiB (spec section 6).

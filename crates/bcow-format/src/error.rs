@@ -88,8 +88,9 @@ pub enum FormatError {
         /// The problem.
         problem: String,
     },
-    /// A window exceeds its backing or its region, or refers to a backing that does not exist.
-    #[error("root entry {region}: window {problem}")]
+    /// A window or fragment of the root table exceeds its backing or its region, or refers to a
+    /// backing that does not exist.
+    #[error("root entry {region}: {problem}")]
     WindowRange {
         /// Index of the region.
         region: u64,

@@ -26,7 +26,9 @@ pub mod incompatible {
     pub const WINDOWS: u64 = 1 << 3;
     /// Every stored block is raw and has UBA = LBA.
     pub const PLAIN: u64 = 1 << 4;
-    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS | PLAIN;
+    /// Entries may be fragments.
+    pub const FRAGMENTS: u64 = 1 << 5;
+    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS | PLAIN | FRAGMENTS;
 }
 
 /// Bits of [`Features::read_only_compatible`].
@@ -70,7 +72,14 @@ impl Features {
             (
                 "incompatible",
                 self.incompatible,
-                &["zstd", "backing", "records", "windows", "plain"],
+                &[
+                    "zstd",
+                    "backing",
+                    "records",
+                    "windows",
+                    "plain",
+                    "fragments",
+                ],
             ),
             (
                 "read-only-compatible",

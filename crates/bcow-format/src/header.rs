@@ -291,7 +291,7 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
         "backing_count",
         || format!("{backing_count} in {} bytes", backings.bytes),
     )?;
-    let needs_backing = incompatible::BACKING | incompatible::WINDOWS;
+    let needs_backing = incompatible::BACKING | incompatible::WINDOWS | incompatible::FRAGMENTS;
     require(
         backing_count > 0 || features.incompatible & needs_backing == 0,
         "backing_count",
@@ -308,6 +308,12 @@ fn decode(raw: &RawHeader) -> Result<Header, FormatError> {
             || !features.has_incompatible(incompatible::RECORDS),
         "incompatible",
         || "plain, but with a record log".into(),
+    )?;
+    require(
+        !features.has_incompatible(incompatible::FRAGMENTS)
+            || features.incompatible & (incompatible::PLAIN | incompatible::RECORDS) == 0,
+        "incompatible",
+        || "fragments in a file that is plain or has a record log".into(),
     )?;
     let merkle = decode_merkle(raw, state, &features, file_bytes)?;
     let log = (raw.log_offset.get(), raw.log_bytes.get());

@@ -54,5 +54,6 @@ pub use sizes::{
     SECTOR_BYTES, SLOT_BYTES,
 };
 pub use table::{
-    SubBlockTable, TABLE_HEADER_BYTES, decode_root, decode_table, encode_root, encode_table,
+    SubBlockTable, TABLE_HEADER_BYTES, check_fragments, check_window, decode_root, decode_table,
+    encode_root, encode_table,
 };

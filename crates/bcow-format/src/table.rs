@@ -125,6 +125,53 @@ pub fn decode_table(
     })
 }
 
+/// Checks that the fragments of the sub-block table of `region` lie inside their backings (spec
+/// section 8). `backing_bytes` returns the size of the backing with an index, which was checked
+/// with the entry.
+pub fn check_fragments(
+    table: &SubBlockTable,
+    region: u64,
+    backing_bytes: impl Fn(u32) -> u64,
+) -> Result<(), FormatError> {
+    for (index, entry) in (0..).zip(&table.entries) {
+        check_shown(entry, &backing_bytes).map_err(|problem| FormatError::TableEntry {
+            region,
+            index,
+            problem,
+        })?;
+    }
+    Ok(())
+}
+
+/// Checks that a window or fragment in the root table lies inside its backing (spec section 8), as
+/// [`check_fragments`] does.
+pub fn check_window(
+    entry: &Entry,
+    region: u64,
+    backing_bytes: impl Fn(u32) -> u64,
+) -> Result<(), FormatError> {
+    check_shown(entry, backing_bytes)
+        .map_err(|problem| FormatError::WindowRange { region, problem })
+}
+
+fn check_shown(entry: &Entry, backing_bytes: impl Fn(u32) -> u64) -> Result<(), String> {
+    let Some((backing, range)) = entry.shown() else {
+        return Ok(());
+    };
+    let what = match entry {
+        Entry::Fragment { .. } => "fragment",
+        _ => "window",
+    };
+    let size = backing_bytes(backing);
+    match range.end <= size {
+        true => Ok(()),
+        false => Err(format!(
+            "{what} onto bytes {}..{} of backing {backing}, which has {size}",
+            range.start, range.end
+        )),
+    }
+}
+
 /// Encodes a sub-block table.
 pub fn encode_table(region: u64, table: &SubBlockTable) -> Vec<u8> {
     let header = RawTableHeader {

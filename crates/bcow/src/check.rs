@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use bcow_format::{FreeRange, Header, State, decode_backings, decode_free};
+use bcow_format::{BackingEntry, FreeRange, Header, State, decode_backings, decode_free};
 
 use crate::cache::FileId;
 use crate::checked::{CheckedFile, read_header, read_metadata, read_table};
@@ -157,7 +157,7 @@ fn check_as(
         verifier: None,
     };
     match check_root(&file, header) {
-        Ok(root) => {
+        Ok((root, backings)) => {
             check_metadata(&file, header, &mut report)?;
             let free = check_free_list(&file, header, &mut report)?;
             if let Some(log) = check_log(&file, header, &root, &mut report)? {
@@ -165,6 +165,7 @@ fn check_as(
                     file: &file,
                     header,
                     root: &root,
+                    backings: &backings,
                     logged: &log.overlay,
                 };
                 let ranges = regions::check(&subject, options, &mut report)?;
@@ -201,11 +202,11 @@ fn check_slots(storage: &dyn Storage, header: &Header, report: &mut Report) -> R
     Ok(())
 }
 
-fn check_root(file: &CheckedFile, header: &Header) -> Result<Root, Error> {
+fn check_root(file: &CheckedFile, header: &Header) -> Result<(Root, Vec<BackingEntry>), Error> {
     let root = Root::read(file, header)?;
     let backings = decode_backings(&file.read_section(&header.backings)?, header)?;
     check_windows(&root, &backings)?;
-    Ok(root)
+    Ok((root, backings))
 }
 
 fn check_metadata(file: &CheckedFile, header: &Header, report: &mut Report) -> Result<(), Error> {

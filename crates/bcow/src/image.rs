@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use bcow_format::{
     BackingEntry, BlockShift, Entry, Header, SECTOR_BYTES, Section, Stored, SubBlockTable,
-    decode_backings, incompatible,
+    check_fragments, decode_backings, incompatible,
 };
 use sha2::{Digest, Sha256};
 
@@ -24,7 +24,7 @@ use crate::merkle::Verifier;
 use crate::overlay::Overlay;
 use crate::root::{Root, check_windows};
 use crate::storage::Storage;
-use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, Status};
+use crate::{BlockCache, BlockDevice, Content, Error, Extent, Mapping, ShownBy, Status};
 
 static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
 
@@ -254,6 +254,7 @@ impl Image {
         let mapping = match piece.entry {
             Entry::Absent if self.header.features.has_incompatible(incompatible::BACKING) => {
                 Mapping::Backing {
+                    by: ShownBy::Absent,
                     index: 0,
                     offset: piece.start,
                     bytes: piece.length,
@@ -270,9 +271,20 @@ impl Image {
                 sectors,
                 backing,
             } => Mapping::Backing {
+                by: ShownBy::Window,
                 index: backing,
                 offset: address,
                 bytes: u64::from(sectors) * SECTOR_BYTES,
+            },
+            Entry::Fragment {
+                address,
+                bytes,
+                backing,
+            } => Mapping::Backing {
+                by: ShownBy::Fragment,
+                index: backing,
+                offset: address,
+                bytes: bytes.into(),
             },
         };
         Extent {
@@ -349,8 +361,17 @@ impl Image {
             file: self.id,
             region,
         };
-        self.cache
-            .table(key, || read_table(&self.file, &self.header, region, stored))
+        self.cache.table(key, || {
+            let table = read_table(&self.file, &self.header, region, stored)?;
+            let features = &self.header.features;
+            if features.has_incompatible(incompatible::FRAGMENTS) {
+                check_fragments(&table, region, |index| {
+                    let backing = self.backings.get(index as usize);
+                    backing.map_or(0, |(entry, _)| entry.size)
+                })?;
+            }
+            Ok(table)
+        })
     }
 
     fn block(
@@ -508,15 +529,12 @@ impl BlockDevice for Image {
                     sink(&block[skip as usize..(skip + take) as usize]);
                 }
                 Entry::Open(stored) => self.read_stored(stored.at.0 + skip, take, sink)?,
-                Entry::Window {
-                    address,
-                    sectors,
-                    backing,
-                } => {
-                    let shown = u64::from(sectors) * SECTOR_BYTES;
-                    let there = shown.saturating_sub(skip).min(take);
+                Entry::Window { .. } | Entry::Fragment { .. } => {
+                    let (backing, shown) = piece.entry.shown().unwrap_or_default();
+                    let from = shown.start + skip;
+                    let there = shown.end.saturating_sub(from).min(take);
                     if there > 0 {
-                        self.read_backing(backing, at, address + skip, there, sink)?;
+                        self.read_backing(backing, at, from, there, sink)?;
                     }
                     give_zeros(take - there, sink);
                 }
@@ -546,10 +564,21 @@ impl BlockDevice for Image {
             }
             Mapping::Zero => Ok(status(Content::Zero, 1)),
             Mapping::Hole => Ok(status(Content::Hole, 0)),
+            // The block of a fragment counts as data as a whole: callers work with whole sectors.
+            Mapping::Backing {
+                by: ShownBy::Fragment,
+                index,
+                offset,
+                bytes,
+            } => {
+                let below = self.backing_status(index, offset, 0, bytes, 1)?;
+                Ok(status(Content::Data, below.depth.max(2)))
+            }
             Mapping::Backing {
                 index,
                 offset,
                 bytes,
+                ..
             } => self.backing_status(index, offset, skip, bytes, length),
         }
     }

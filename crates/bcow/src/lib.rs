@@ -70,7 +70,7 @@ pub use image::{
     BackingResolver, Image, NoBackings, OneBacking, OpenOptions, UnreadBackings, Verify, identity,
 };
 pub use locked::{LockFileError, LockedFile, header_of};
-pub use map::{Extent, Mapping};
+pub use map::{Extent, Mapping, ShownBy};
 pub use new_file::{NewFile, NewFileError};
 pub use same::known_same;
 pub use storage::{FileIdentity, MemoryStorage, Storage};

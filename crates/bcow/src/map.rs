@@ -37,11 +37,24 @@ pub enum Mapping {
     Hole,
     /// The content of a backing.
     Backing {
+        /// The kind of entry that shows it.
+        by: ShownBy,
         /// Index in the backing table.
         index: u32,
-        /// First byte in the address space of the backing.
+        /// First byte in the address space of the backing; a fragment begins at any byte.
         offset: u64,
         /// Bytes that the backing shows; the rest of the extent reads as zeros.
         bytes: u64,
     },
+}
+
+/// The kind of entry that shows a backing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShownBy {
+    /// An absent entry of a disk with a backing.
+    Absent,
+    /// A window.
+    Window,
+    /// A fragment.
+    Fragment,
 }

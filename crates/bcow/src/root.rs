@@ -6,7 +6,7 @@
 use std::ops::Index;
 
 use bcow_format::{
-    BackingEntry, Crc32c, ENTRY_BYTES, Entry, FormatError, Header, SECTOR_BYTES, SectionKind,
+    BackingEntry, Crc32c, ENTRY_BYTES, Entry, FormatError, Header, SectionKind, check_window,
     crc32c_matches, decode_root, encode_entry,
 };
 
@@ -142,29 +142,14 @@ impl Index<usize> for Root {
     }
 }
 
-/// Checks that every window lies inside its backing (spec section 8). The index of the backing was
-/// checked with the entry.
+/// Checks that every window and fragment in the root table lies inside its backing.
 pub(crate) fn check_windows(root: &Root, backings: &[BackingEntry]) -> Result<(), FormatError> {
-    for (region, entry) in root.iter() {
-        if let Entry::Window {
-            address,
-            sectors,
-            backing,
-        } = entry
-        {
-            let end = address + u64::from(sectors) * SECTOR_BYTES;
-            let size = backings[backing as usize].size;
-            if end > size {
-                return Err(FormatError::WindowRange {
-                    region,
-                    problem: format!(
-                        "onto bytes {address}..{end} of backing {backing}, which has {size}"
-                    ),
-                });
-            }
-        }
-    }
-    Ok(())
+    let backing_bytes = |index: u32| {
+        let backing = backings.get(index as usize);
+        backing.map_or(0, |entry| entry.size)
+    };
+    root.iter()
+        .try_for_each(|(region, entry)| check_window(&entry, region, backing_bytes))
 }
 
 #[cfg(test)]

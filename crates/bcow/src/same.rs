@@ -72,6 +72,7 @@ impl Run {
                 index,
                 offset,
                 bytes,
+                ..
             } => {
                 let device = image.backing(index)?;
                 let offset = offset + skip;

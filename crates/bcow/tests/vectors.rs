@@ -9,8 +9,8 @@ use std::sync::Arc;
 use bcow::check::{CheckOptions, Report, Severity, check};
 use bcow::format::{BackingEntry, BackingName, FormatError, Use};
 use bcow::{
-    BackingResolver, BlockDevice, Error, Image, Mapping, MemoryStorage, OpenOptions, Storage,
-    Verify,
+    BackingResolver, BlockDevice, Error, Image, Mapping, MemoryStorage, OpenOptions, ShownBy,
+    Storage, Verify,
 };
 use sha2::{Digest, Sha256};
 
@@ -101,32 +101,21 @@ fn map_text(image: &Image, slot: char) -> String {
                 ("zstd", stored.at.0, stored.bytes.into(), Some(stored.crc))
             }
             Mapping::Open { stored } => ("open", stored.at.0, stored.bytes.into(), Some(0)),
-            // An absent entry with a backing and a window both lead to a backing; only the entry
-            // distinguishes them.
             Mapping::Backing {
-                index: 0,
-                offset,
-                bytes,
-            } if offset == extent.offset && bytes == extent.length && !has_windows(image) => {
-                ("absent", 0, 0, None)
-            }
-            Mapping::Backing {
+                by,
                 index,
                 offset,
                 bytes,
-            } => ("window", offset, bytes, Some(index)),
+            } => match by {
+                ShownBy::Absent => ("absent", 0, 0, None),
+                ShownBy::Window => ("window", offset, bytes, Some(index)),
+                ShownBy::Fragment => ("fragment", offset, bytes, Some(index)),
+            },
         };
         let last = c.map_or(String::new(), |c| format!(" {c}"));
         text += &format!("{} {} {kind} {a} {b}{last}\n", extent.offset, extent.length);
     }
     text
-}
-
-fn has_windows(image: &Image) -> bool {
-    image
-        .header()
-        .features
-        .has_incompatible(bcow::format::incompatible::WINDOWS)
 }
 
 #[test]
@@ -148,16 +137,7 @@ fn valid_vectors_have_their_map_and_content() {
         } else {
             'B'
         };
-        if has_windows(&image) && image.header().features.has_incompatible(2) {
-            // The map does not distinguish absent and window entries of one file; the content below
-            // does.
-            assert_eq!(
-                expected.lines().count(),
-                map_text(&image, slot).lines().count()
-            );
-        } else {
-            assert_eq!(map_text(&image, slot), expected, "{name}");
-        }
+        assert_eq!(map_text(&image, slot), expected, "{name}");
 
         let verify = match image.header().merkle {
             Some(_) => vec![Verify::Checksums, Verify::Merkle],

@@ -7,7 +7,7 @@ use bcow::check::{CheckOptions, check};
 use bcow::format::{BackingEntry, BackingName, Uba};
 use bcow::{
     BackingResolver, BlockDevice, Compression, Error, Image, ImageWriter, Mapping, MemoryStorage,
-    OpenOptions, Verify, WriterOptions, Written, verify_written,
+    OpenOptions, ShownBy, Verify, WriterOptions, Written, verify_written,
 };
 use bcow_testkit::noise;
 use sha2::{Digest, Sha256};
@@ -166,6 +166,7 @@ fn map_shows_windows_region_by_region() {
         .collect();
     let rest = lower.size - REGION;
     let backing = |offset, bytes| Mapping::Backing {
+        by: ShownBy::Window,
         index: 0,
         offset,
         bytes,

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use bcow::{BlockDevice, Image, Mapping, OpenOptions};
+use bcow::{BlockDevice, Image, Mapping, OpenOptions, ShownBy};
 use bcow_erofs::reader::Filesystem;
 use serde::Deserialize;
 use serde_json::Value;
@@ -217,6 +217,7 @@ fn windows(image: &Image) -> Result<Vec<LowerWindow>, bcow::Error> {
     for extent in image.extents() {
         let extent = extent?;
         let Mapping::Backing {
+            by: ShownBy::Window,
             index,
             offset,
             bytes,

@@ -1,6 +1,6 @@
 //! Checks the regions of a file: their tables and blocks, with the records applied.
 
-use bcow_format::{Entry, Header, Stored, SubBlockTable};
+use bcow_format::{BackingEntry, Entry, Header, Stored, SubBlockTable, check_fragments};
 
 use super::{CheckOptions, Report};
 use crate::checked::{CheckedFile, Piece, read_block, read_table};
@@ -14,6 +14,7 @@ pub(super) struct Subject<'a> {
     pub(super) file: &'a CheckedFile,
     pub(super) header: &'a Header,
     pub(super) root: &'a Root,
+    pub(super) backings: &'a [BackingEntry],
     pub(super) logged: &'a Overlay,
 }
 
@@ -113,7 +114,15 @@ fn check_table(
             report.used.settled.push(*stored);
         }
     }
-    match read_table(subject.file, subject.header, region, stored) {
+    let backing_bytes = |index: u32| {
+        let backing = subject.backings.get(index as usize);
+        backing.map_or(0, |entry| entry.size)
+    };
+    let table = read_table(subject.file, subject.header, region, stored).and_then(|table| {
+        check_fragments(&table, region, backing_bytes)?;
+        Ok(table)
+    });
+    match table {
         Ok(table) => Ok(Some(table)),
         Err(error) if error.code().is_none() => Err(error),
         Err(error) => {

@@ -12,7 +12,7 @@ use crate::checked::{Piece, read_block};
 use crate::codec::Encoding;
 use crate::device::checked_range;
 use crate::sync::Arc;
-use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, Status};
+use crate::{BlockDevice, BlockProblem, Content, Error, Extent, Mapping, ShownBy, Status};
 
 /// Blocks of up to this size are read into a buffer on the stack, to verify the checksum.
 const SECTOR: usize = 4096;
@@ -344,6 +344,7 @@ impl Inner {
         let mapping = match entry {
             Entry::Absent => match frame.backing {
                 Some(_) => Mapping::Backing {
+                    by: ShownBy::Absent,
                     index: 0,
                     offset,
                     bytes: block.length,
@@ -353,8 +354,11 @@ impl Inner {
             Entry::Raw(stored) => Mapping::Raw { stored },
             Entry::Zstd(stored) => Mapping::Compressed { stored },
             Entry::Open(stored) => Mapping::Open { stored },
-            // A disk that is open for writing has no windows, and a block is never a table.
-            Entry::Zero | Entry::Table(_) | Entry::Window { .. } => Mapping::Zero,
+            // A disk that is open for writing has no windows or fragments, and a block is never a
+            // table.
+            Entry::Zero | Entry::Table(_) | Entry::Window { .. } | Entry::Fragment { .. } => {
+                Mapping::Zero
+            }
         };
         Ok(Extent {
             offset,
