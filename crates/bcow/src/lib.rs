@@ -71,6 +71,7 @@ pub use image::{
 };
 pub use locked::{LockFileError, LockedFile, header_of};
 pub use map::{Extent, Mapping, ShownBy};
+pub use merkle::{leaf_hash, node_hash};
 pub use new_file::{NewFile, NewFileError};
 pub use same::known_same;
 pub use storage::{FileIdentity, MemoryStorage, Storage};

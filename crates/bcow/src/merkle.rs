@@ -16,6 +16,17 @@ const BATCH_BYTES: u64 = 4 << 20;
 
 type Hash = [u8; HASH_BYTES as usize];
 
+/// The hash of a chunk of the covered bytes (spec section 9). In the first chunk, the canonical
+/// header must take the place of the header slots.
+pub fn leaf_hash(chunk: &[u8]) -> Hash {
+    hash(LEAF, chunk)
+}
+
+/// The hash of a piece of a level of the tree, for the level above (spec section 9).
+pub fn node_hash(piece: &[u8]) -> Hash {
+    hash(NODE, piece)
+}
+
 fn hash(prefix: u8, bytes: &[u8]) -> Hash {
     let mut hasher = Sha256::new();
     hasher.update([prefix]);

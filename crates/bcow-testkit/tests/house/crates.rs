@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 12] = [
+const MAY_USE: [(&str, &[&str]); 13] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -21,6 +21,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
     ),
     ("bcow-nbd", &["bcow"]),
     ("bcow-foreign", &["bcow"]),
+    ("bcow-remote", &["bcow"]),
     ("bcow-testkit", &["bcow"]),
     (
         "bcow-cli",
@@ -30,6 +31,7 @@ const MAY_USE: [(&str, &[&str]); 12] = [
             "bcow-union",
             "bcow-nbd",
             "bcow-foreign",
+            "bcow-remote",
             "bcow-erofs",
             "bcow",
             "bcow-format",

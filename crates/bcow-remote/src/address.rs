@@ -1,0 +1,171 @@
+//! Addresses of files: `https://HOST[:PORT]/PATH`.
+
+use std::fmt;
+
+use ureq::http::Uri;
+use ureq::http::uri::Scheme;
+
+use crate::error::Problem;
+
+/// The address of a file on an HTTP server.
+///
+/// A query can hold a signature that gives access, so the text forms of an address (`Display`,
+/// `Debug`) leave it out.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Address(Uri);
+
+/// Whether plain HTTP is allowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Transport {
+    TlsOnly,
+    PlainToo,
+}
+
+impl Address {
+    /// Parses an address, whose scheme is `https` or `http`.
+    pub fn parse(text: &str) -> Result<Address, Problem> {
+        let bad = |why: &str| Problem::Address(why.to_owned());
+        if text.contains('#') {
+            return Err(bad("it has a fragment (#)"));
+        }
+        let uri: Uri = text.parse().map_err(|_| bad("it is not a valid URL"))?;
+        if ![Some(&Scheme::HTTPS), Some(&Scheme::HTTP)].contains(&uri.scheme()) {
+            return Err(bad("its scheme is neither https nor http"));
+        }
+        let authority = uri.authority().map_or("", |authority| authority.as_str());
+        if authority.contains('@') {
+            return Err(bad(
+                "it contains a user name or password, which other users of this machine could read",
+            ));
+        }
+        if uri.host().is_none_or(str::is_empty) {
+            return Err(bad("it names no host"));
+        }
+        Ok(Address(uri))
+    }
+
+    /// The address that a redirect from this one leads to.
+    pub(crate) fn join(&self, location: &str) -> Result<Address, Problem> {
+        let location = location.split('#').next().unwrap_or_default();
+        let (scheme, authority) = self.parts();
+        let has_scheme = location
+            .find(':')
+            .is_some_and(|colon| !location[..colon].contains(['/', '?']));
+        let text = match location {
+            "" => return Err(Problem::Answer("a redirect without a target".into())),
+            _ if has_scheme => location.to_owned(),
+            _ if location.starts_with("//") => format!("{scheme}:{location}"),
+            _ if location.starts_with('/') => format!("{scheme}://{authority}{location}"),
+            _ => {
+                let path = self.0.path();
+                let directory = &path[..path.rfind('/').map_or(0, |slash| slash + 1)];
+                format!("{scheme}://{authority}{directory}{location}")
+            }
+        };
+        Address::parse(&text).map_err(|_| {
+            Problem::Answer("a redirect to something that is no valid http or https URL".into())
+        })
+    }
+
+    /// Refuses plain HTTP, unless it is allowed.
+    pub(crate) fn check(&self, transport: Transport) -> Result<(), Problem> {
+        match transport == Transport::PlainToo || self.is_encrypted() {
+            true => Ok(()),
+            false => Err(Problem::PlainHttp(self.to_string())),
+        }
+    }
+
+    /// Whether the connection is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.0.scheme() == Some(&Scheme::HTTPS)
+    }
+
+    /// Host and port as written, for messages and for lookups of credentials.
+    pub fn server(&self) -> &str {
+        self.parts().1
+    }
+
+    pub(crate) fn uri(&self) -> &Uri {
+        &self.0
+    }
+
+    fn parts(&self) -> (&str, &str) {
+        let scheme = self.0.scheme_str().unwrap_or_default();
+        let authority = self
+            .0
+            .authority()
+            .map_or("", |authority| authority.as_str());
+        (scheme, authority)
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (scheme, authority) = self.parts();
+        write!(f, "{scheme}://{authority}{}", self.0.path())?;
+        match self.0.query() {
+            Some(_) => f.write_str("?..."),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Address {
+        Address::parse(text).expect(text)
+    }
+
+    #[test]
+    fn text_of_an_address_has_no_query() {
+        let signed = parse("https://host/a.bcow?X-Signature=secret");
+        assert_eq!(signed.to_string(), "https://host/a.bcow?...");
+        assert_eq!(format!("{signed:?}"), "https://host/a.bcow?...");
+    }
+
+    #[test]
+    fn invalid_addresses_are_refused() {
+        for text in [
+            "ftp://host/x",
+            "https://user:secret@host/x",
+            "https:///x",
+            "https://host/x#part",
+            "host/x",
+            "https://ho st/",
+        ] {
+            let problem = Address::parse(text).expect_err(text);
+            assert!(!problem.to_string().contains("secret"), "{problem}");
+        }
+    }
+
+    #[test]
+    fn redirects_resolve_like_links() {
+        let from = parse("https://host:8443/a/b.bcow?x");
+        for (location, to) in [
+            ("https://other/c?d", "https://other/c?..."),
+            ("//other/c", "https://other/c"),
+            ("/c", "https://host:8443/c"),
+            ("c", "https://host:8443/a/c"),
+            ("c?u=http://x/", "https://host:8443/a/c?..."),
+        ] {
+            assert_eq!(from.join(location).expect(location).to_string(), to);
+        }
+        for location in [
+            "",
+            "#x",
+            "file:///etc/passwd",
+            "javascript:x",
+            "https://u:p@h/",
+        ] {
+            from.join(location).expect_err(location);
+        }
+    }
+}

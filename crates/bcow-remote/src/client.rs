@@ -1,0 +1,279 @@
+//! One HTTP client for all files: connections, TLS, limits of time and number.
+
+use std::io::{self, Read};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustls::crypto::ring;
+use ureq::http::{HeaderMap, Response};
+use ureq::tls::{Certificate, RootCerts, TlsConfig};
+use ureq::{Agent, Body};
+
+use crate::address::{Address, Transport};
+use crate::error::{Fault, Problem, Retry};
+use crate::patience::Patience;
+
+/// Requests at one time, over all servers. More would compete for the same network.
+const CONNECTIONS: usize = 16;
+/// Largest size of the headers of an answer.
+const HEADER_BYTES: usize = 64 << 10;
+/// Time for a connection, TLS included.
+const CONNECT: Duration = Duration::from_secs(10);
+/// Longest pause that a server can ask for.
+const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(60);
+
+pub(crate) struct Client {
+    agent: Agent,
+    pub(crate) transport: Transport,
+    permits: Permits,
+}
+
+/// The head of an answer, and its body, which is not read yet.
+pub(crate) struct Answer<'c> {
+    pub(crate) status: u16,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: AnswerBody<'c>,
+}
+
+/// The body of an answer. The request counts as running until this is dropped.
+pub(crate) struct AnswerBody<'c> {
+    reader: ureq::BodyReader<'static>,
+    longest_silence: Duration,
+    _permit: Permit<'c>,
+}
+
+impl Client {
+    pub(crate) fn new(transport: Transport) -> Result<Self, Problem> {
+        // The usual variables SSL_CERT_FILE and SSL_CERT_DIR name other certificates.
+        let found = rustls_native_certs::load_native_certs();
+        if found.certs.is_empty() && transport == Transport::TlsOnly {
+            let why = found.errors.first().map_or_else(
+                || "there are none; install ca-certificates, or set SSL_CERT_FILE".to_owned(),
+                ToString::to_string,
+            );
+            return Err(Problem::Certificates(why));
+        }
+        for error in &found.errors {
+            tracing::warn!("cannot read a certificate: {error}");
+        }
+        let roots = found.certs.iter().map(|cert| Certificate::from_der(cert));
+        let roots: RootCerts = roots.map(|cert| cert.to_owned()).into();
+        let tls = TlsConfig::builder()
+            .root_certs(roots)
+            .unversioned_rustls_crypto_provider(ring::default_provider().into())
+            .build();
+        let config = Agent::config_builder()
+            .tls_config(tls)
+            .http_status_as_error(false)
+            // Followed by `Source`, which keeps credentials away from other servers.
+            .max_redirects(0)
+            .max_response_header_size(HEADER_BYTES)
+            .max_idle_connections(CONNECTIONS)
+            .max_idle_connections_per_host(CONNECTIONS)
+            .user_agent(concat!("bcow/", env!("CARGO_PKG_VERSION")))
+            .build();
+        Ok(Client {
+            agent: config.into(),
+            transport,
+            permits: Permits::new(CONNECTIONS),
+        })
+    }
+
+    /// Sends a GET request, and returns what the server answers, with any status. The answer must
+    /// be complete at the deadline of `patience`.
+    pub(crate) fn get(
+        &self,
+        address: &Address,
+        headers: &[(&str, &str)],
+        patience: &Patience,
+    ) -> Result<Answer<'_>, Fault> {
+        let (permit, left) = self.begin(address, patience)?;
+        let silence = patience.longest_silence().min(left);
+        let request = headers
+            .iter()
+            .fold(self.agent.get(address.uri()), |request, (name, value)| {
+                request.header(*name, *value)
+            })
+            // The bytes of a range are those of the file, not of a compressed form.
+            .header("accept-encoding", "identity")
+            .config()
+            .timeout_global(Some(left))
+            .timeout_connect(Some(CONNECT.min(silence)))
+            .timeout_recv_response(Some(silence))
+            .timeout_per_read(Some(silence))
+            .build();
+        self.answer(request.call(), silence, permit)
+    }
+
+    fn begin(
+        &self,
+        address: &Address,
+        patience: &Patience,
+    ) -> Result<(Permit<'_>, Duration), Fault> {
+        address.check(self.transport).map_err(Problem::for_good)?;
+        let late = || Problem::Timeout(patience.longest_silence()).for_good();
+        let permit = self.permits.take(patience.deadline()).ok_or_else(late)?;
+        let left = patience
+            .deadline()
+            .checked_duration_since(Instant::now())
+            .filter(|left| !left.is_zero())
+            .ok_or_else(late)?;
+        Ok((permit, left))
+    }
+
+    fn answer<'c>(
+        &self,
+        result: Result<Response<Body>, ureq::Error>,
+        longest_silence: Duration,
+        permit: Permit<'c>,
+    ) -> Result<Answer<'c>, Fault> {
+        let response = result.map_err(|error| fault(&error, longest_silence))?;
+        let (head, body) = response.into_parts();
+        Ok(Answer {
+            status: head.status.as_u16(),
+            headers: head.headers,
+            body: AnswerBody {
+                reader: body.into_reader(),
+                longest_silence,
+                _permit: permit,
+            },
+        })
+    }
+}
+
+impl Answer<'_> {
+    /// A header's value, if it is text.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name)?.to_str().ok()
+    }
+
+    /// The fault of an answer with an unsuccessful status.
+    pub(crate) fn refusal(&self) -> Fault {
+        match self.status {
+            401 | 403 => Problem::Denied {
+                status: self.status,
+                explanation: String::new(),
+            }
+            .for_good(),
+            404 | 410 => Problem::NotFound(self.status).for_good(),
+            416 => Problem::OutOfRange.for_good(),
+            status @ (408 | 425 | 429 | 500 | 502 | 503 | 504) => Fault {
+                problem: Problem::Busy(status),
+                retry: self.retry_after().map_or(Retry::Soon, Retry::After),
+            },
+            status => Problem::Status(status).for_good(),
+        }
+    }
+
+    /// The pause that the server asks for, in seconds. The form with a date is ignored: clocks
+    /// differ.
+    fn retry_after(&self) -> Option<Duration> {
+        let seconds: u64 = self.header("retry-after")?.trim().parse().ok()?;
+        Some(Duration::from_secs(seconds).min(LONGEST_RETRY_AFTER))
+    }
+}
+
+impl AnswerBody<'_> {
+    /// Fills `buf`.
+    pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
+        let silence = self.longest_silence;
+        self.reader
+            .read_exact(buf)
+            .map_err(|error| body_fault(error, silence))
+    }
+
+    /// Reads some bytes; 0 at the end.
+    pub(crate) fn read(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
+        let silence = self.longest_silence;
+        self.reader
+            .read(buf)
+            .map_err(|error| body_fault(error, silence))
+    }
+}
+
+fn body_fault(error: io::Error, silence: Duration) -> Fault {
+    if error.kind() == io::ErrorKind::UnexpectedEof {
+        return Problem::Connection("the connection ended in the middle of an answer".into())
+            .for_now();
+    }
+    fault(&ureq::Error::from(error), silence)
+}
+
+/// The fault of a request that got no answer. The text has no address: that of `ureq` could have
+/// the query.
+fn fault(error: &ureq::Error, silence: Duration) -> Fault {
+    match error {
+        ureq::Error::Timeout(_) => Problem::Timeout(silence).for_now(),
+        ureq::Error::HostNotFound => Problem::Connection("host not found".into()).for_now(),
+        ureq::Error::Io(error) => match error.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                Problem::Timeout(silence).for_now()
+            }
+            // rustls reports a certificate that it refuses in this form.
+            io::ErrorKind::InvalidData => {
+                Problem::Connection(format!("TLS failed: {error}")).for_good()
+            }
+            _ => Problem::Connection(format!("no connection to the server: {error}")).for_now(),
+        },
+        ureq::Error::Rustls(error) => {
+            Problem::Connection(format!("TLS failed: {error}")).for_good()
+        }
+        ureq::Error::Tls(why) => Problem::Connection(format!("TLS failed: {why}")).for_good(),
+        ureq::Error::Protocol(error) => Problem::Answer(error.to_string()).for_now(),
+        ureq::Error::LargeResponseHeader(..) => {
+            Problem::Answer(format!("its headers have more than {HEADER_BYTES} bytes")).for_good()
+        }
+        ureq::Error::ConnectProxyFailed(_) => {
+            Problem::Connection("the proxy refuses the connection".into()).for_now()
+        }
+        ureq::Error::InvalidProxyUrl => {
+            Problem::Connection("the URL of the proxy is invalid".into()).for_good()
+        }
+        _ => Problem::Connection("the request failed".into()).for_now(),
+    }
+}
+
+/// Limits the number of running requests.
+struct Permits {
+    /// The number of requests that may begin. The lock is held for the count only, never during a
+    /// request.
+    free: Mutex<usize>,
+    returned: Condvar,
+}
+
+struct Permit<'p>(&'p Permits);
+
+impl Permits {
+    fn new(count: usize) -> Self {
+        Permits {
+            free: Mutex::new(count),
+            returned: Condvar::new(),
+        }
+    }
+
+    fn count(&self) -> MutexGuard<'_, usize> {
+        // A count is valid after a panic elsewhere.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, deadline: Instant) -> Option<Permit<'_>> {
+        let mut free = self.count();
+        while *free == 0 {
+            let left = deadline.checked_duration_since(Instant::now())?;
+            free = self
+                .returned
+                .wait_timeout(free, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        *free -= 1;
+        Some(Permit(self))
+    }
+}
+
+impl Drop for Permit<'_> {
+    fn drop(&mut self) {
+        *self.0.count() += 1;
+        self.0.returned.notify_one();
+    }
+}

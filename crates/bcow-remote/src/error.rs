@@ -1,0 +1,146 @@
+//! Errors of remote files.
+
+use std::time::Duration;
+
+/// A remote file could not be opened or read.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{place}: {problem}")]
+pub struct RemoteError {
+    /// The file, and the range if there is one: `bytes 0..16384 of https://host/image.bcow`. It has
+    /// no query and no credentials.
+    pub place: String,
+    /// The cause.
+    pub problem: Problem,
+}
+
+/// The cause of a [`RemoteError`].
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// The text is not an address.
+    #[error("invalid address: {0}")]
+    Address(String),
+    /// The address, or that of a redirect, has the scheme `http`.
+    #[error("{0} is plain HTTP, which is not encrypted")]
+    PlainHttp(String),
+    /// The certificates of this machine, with which servers are verified, cannot be read.
+    #[error("cannot read the certificates that identify servers: {0}")]
+    Certificates(String),
+    /// No connection, or a connection that broke.
+    #[error("{0}")]
+    Connection(String),
+    /// The server did not answer in time, or stopped in the middle of an answer.
+    #[error("the server did not answer within {} s", .0.as_secs_f32())]
+    Timeout(Duration),
+    /// The server requires credentials, or does not accept those that were sent (401, 403).
+    #[error("the server denies access (status {status}){}", detail(.explanation))]
+    Denied {
+        /// 401 or 403.
+        status: u16,
+        /// What was sent.
+        explanation: String,
+    },
+    /// The server does not have the file (404, 410).
+    #[error("the server does not have it (status {0})")]
+    NotFound(u16),
+    /// The file ends before the requested range (416).
+    #[error("the file on the server ends before these bytes (status 416)")]
+    OutOfRange,
+    /// The server is overloaded or broken (408, 429, 5xx), and stayed so.
+    #[error("the server reports a temporary failure (status {0})")]
+    Busy(u16),
+    /// The server sent another status.
+    #[error("the server answers with status {0}")]
+    Status(u16),
+    /// The answer breaks the rules of HTTP, or does not fit the request.
+    #[error("the server sent an invalid answer: {0}")]
+    Answer(String),
+    /// More redirects than allowed.
+    #[error("more than {0} redirects, one after the other")]
+    Redirects(u32),
+    /// The server sends whole files only, and the file cannot be kept whole.
+    #[error("the server does not send parts of files (it ignores Range), and {0}")]
+    NoRanges(String),
+    /// The bytes of the server do not match the hash tree.
+    #[error("the bytes that the server sent do not match the hash tree of the file")]
+    WrongBytes,
+    /// The server now has another file under this address.
+    #[error("the file on the server has changed since it was opened")]
+    Changed,
+    /// The file is not a valid BCoW file.
+    #[error("{0}")]
+    Format(bcow::format::FormatError),
+    /// The file has no hash tree.
+    #[error("the file has no hash tree, without which bytes from a server cannot be checked")]
+    NoTree,
+    /// The file has another root hash than the caller requires.
+    #[error("the root hash of the file is {found}, not {expected}")]
+    WrongRoot {
+        /// In hexadecimal.
+        found: String,
+        /// In hexadecimal.
+        expected: String,
+    },
+}
+
+fn detail(text: &str) -> String {
+    match text {
+        "" => String::new(),
+        text => format!(": {text}"),
+    }
+}
+
+impl Problem {
+    /// The error at a place.
+    pub(crate) fn at(self, place: impl Into<String>) -> RemoteError {
+        RemoteError {
+            place: place.into(),
+            problem: self,
+        }
+    }
+}
+
+impl From<RemoteError> for std::io::Error {
+    fn from(error: RemoteError) -> Self {
+        let kind = match error.problem {
+            Problem::WrongBytes | Problem::Changed => std::io::ErrorKind::InvalidData,
+            Problem::Timeout(_) => std::io::ErrorKind::TimedOut,
+            Problem::NotFound(_) => std::io::ErrorKind::NotFound,
+            _ => std::io::ErrorKind::Other,
+        };
+        std::io::Error::new(kind, error)
+    }
+}
+
+/// A failed attempt, and whether another one may succeed.
+#[derive(Debug, Clone)]
+pub(crate) struct Fault {
+    pub(crate) problem: Problem,
+    pub(crate) retry: Retry,
+}
+
+/// Whether to try again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Retry {
+    Never,
+    /// After the usual pause.
+    Soon,
+    /// After a pause that the server asks for.
+    After(Duration),
+}
+
+impl Problem {
+    pub(crate) fn for_good(self) -> Fault {
+        Fault {
+            problem: self,
+            retry: Retry::Never,
+        }
+    }
+
+    pub(crate) fn for_now(self) -> Fault {
+        Fault {
+            problem: self,
+            retry: Retry::Soon,
+        }
+    }
+}

@@ -1,0 +1,684 @@
+//! A remote file: every byte is checked against its hash tree before use.
+
+use std::io;
+use std::ops::ControlFlow;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bcow::Storage;
+use bcow::format::{HASH_BYTES, HEADER_AREA_BYTES, Header, choose_header};
+
+use crate::cache::CacheFile;
+use crate::client::AnswerBody;
+use crate::error::{Fault, Problem, RemoteError};
+use crate::flights::{Claim, Flights};
+use crate::patience::Patience;
+use crate::remote::{MemoryKey, Root, Shared};
+use crate::source::{Ranged, Source};
+use crate::tree::{Chunk, Chunks, Hash, HashPlace};
+
+/// Bytes of the first request for a file.
+const HEAD_BYTES: u64 = 32 << 10;
+/// Bytes of a request for a place that no earlier request led to. A smaller request would take
+/// nearly the same time.
+const FEWEST_BYTES: u64 = 64 << 10;
+/// Bytes of a request in a sequence of adjacent requests, at most.
+const MOST_BYTES: u64 = 2 << 20;
+/// Number of sequences of reads that are recognised at one time.
+const STREAMS: usize = 8;
+/// Attempts at a chunk whose bytes are wrong. A second attempt helps if the network damaged them.
+const ATTEMPTS_AT_WRONG_BYTES: u32 = 2;
+
+/// A file on a server, open for reading.
+pub struct RemoteFile {
+    shared: Arc<Shared>,
+    source: Source,
+    /// Distinguishes the file in the shared memory.
+    number: u64,
+    file_bytes: u64,
+    root: Hash,
+    /// The header slots as the server, or the cache, had them when the file was opened. Their
+    /// fields are checked against the root, as a part of the first chunk.
+    slots: [u8; HEADER_AREA_BYTES],
+    canonical: [u8; HEADER_AREA_BYTES],
+    chunks: Chunks,
+    cached: Option<CacheFile>,
+    flights: Flights,
+    /// Where the last requests ended. The lock is held for a lookup before a request, never during
+    /// one.
+    streams: Mutex<Streams>,
+}
+
+#[derive(Default)]
+struct Streams {
+    recent: [Stream; STREAMS],
+    oldest: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Stream {
+    end: u64,
+    bytes: u64,
+}
+
+impl RemoteFile {
+    pub(crate) fn open(
+        shared: Arc<Shared>,
+        source: Source,
+        pin: Option<Hash>,
+    ) -> Result<Self, RemoteError> {
+        let cache = shared.options.cache.as_ref();
+        let cached = pin.and_then(|root| Some((root, cache?.file(&root)?)));
+        let (source, shared) = match cached {
+            Some((root, cached)) => match RemoteFile::open_cached(shared, source, &root, cached) {
+                ControlFlow::Break(file) => return Ok(*file),
+                ControlFlow::Continue(parts) => *parts,
+            },
+            None => (source, shared),
+        };
+        RemoteFile::open_from_server(shared, source, pin)
+    }
+
+    /// Opens a file by the beginning of its cache file. Gives the parts back if that is missing or
+    /// damaged.
+    fn open_cached(
+        shared: Arc<Shared>,
+        source: Source,
+        root: &Hash,
+        cached: CacheFile,
+    ) -> ControlFlow<Box<Self>, Box<(Source, Arc<Shared>)>> {
+        let mut slots = [0; HEADER_AREA_BYTES];
+        let header = match cached.read(0, &mut slots) {
+            true => choose_header(&slots).ok(),
+            false => None,
+        };
+        let Some(header) = header.filter(|header| {
+            let found = header.merkle.as_ref().map(|tree| &tree.root);
+            found == Some(root)
+        }) else {
+            return ControlFlow::Continue(Box::new((source, shared)));
+        };
+        match RemoteFile::with_header(shared, source, &header, slots, Some(cached)) {
+            Ok(file) => match file.check_first_chunk() {
+                Ok(()) => ControlFlow::Break(Box::new(file)),
+                Err(error) => {
+                    tracing::debug!("the cache does not have the header: {error}");
+                    ControlFlow::Continue(Box::new((file.source, file.shared)))
+                }
+            },
+            Err((_, parts)) => ControlFlow::Continue(parts),
+        }
+    }
+
+    fn open_from_server(
+        shared: Arc<Shared>,
+        source: Source,
+        pin: Option<Hash>,
+    ) -> Result<Self, RemoteError> {
+        let place = source.address().to_string();
+        let mut patience = Patience::opening(shared.options.timeout);
+        let head = loop {
+            match read_head(&shared, &source, &patience, pin) {
+                Ok(head) => break head,
+                Err(fault) => patience
+                    .wait(fault)
+                    .map_err(|problem| problem.at(place.as_str()))?,
+            }
+        };
+        let Head {
+            bytes,
+            header,
+            slots,
+            cached,
+        } = head;
+        let root = header.merkle.as_ref().map(|tree| tree.root);
+        let cached = cached.or_else(|| shared.options.cache.as_ref()?.file(&root?));
+        let file = RemoteFile::with_header(shared, source, &header, slots, cached)
+            .map_err(|(problem, _)| problem.at(place))?;
+        file.keep_head(&bytes)?;
+        file.check_first_chunk()?;
+        Ok(file)
+    }
+
+    #[expect(clippy::type_complexity)]
+    fn with_header(
+        shared: Arc<Shared>,
+        source: Source,
+        header: &Header,
+        slots: [u8; HEADER_AREA_BYTES],
+        cached: Option<CacheFile>,
+    ) -> Result<Self, (Problem, Box<(Source, Arc<Shared>)>)> {
+        let Some(tree) = &header.merkle else {
+            return Err((Problem::NoTree, Box::new((source, shared))));
+        };
+        Ok(RemoteFile {
+            number: shared.file_number(),
+            file_bytes: header.file_bytes,
+            root: tree.root,
+            slots,
+            canonical: header.canonical(),
+            chunks: Chunks::new(tree),
+            cached,
+            flights: Flights::default(),
+            streams: Mutex::default(),
+            source,
+            shared,
+        })
+    }
+
+    /// The root hash of the file.
+    pub fn root(&self) -> Root {
+        Root(self.root)
+    }
+
+    /// The address, without its query.
+    pub fn name(&self) -> String {
+        self.source.address().to_string()
+    }
+
+    /// Checks the chunk that contains the header. Until then, what the header says is a claim of
+    /// the server.
+    fn check_first_chunk(&self) -> Result<(), RemoteError> {
+        self.load(Chunk::FIRST, 1, &mut |_, _| {})?;
+        if let Some(cached) = &self.cached {
+            // So a complete cache file has the bytes of the file.
+            cached.write(self.chunks.root_offset(), self.chunks.root());
+        }
+        Ok(())
+    }
+
+    /// Keeps the whole chunks among the first bytes of the file, if they are right.
+    fn keep_head(&self, bytes: &[u8]) -> Result<(), RemoteError> {
+        let mut chunk = Chunk::FIRST;
+        let mut rest = bytes;
+        while self.chunks.start(chunk) < self.chunks.root_offset() {
+            let length = self.chunks.length(chunk);
+            let Some((first, behind)) = rest.split_at_checked(length) else {
+                break;
+            };
+            let hash = self.hash(chunk)?;
+            if self.matches(chunk, first, &hash) {
+                self.keep(chunk, first.to_vec());
+            }
+            if self.chunks.siblings(chunk) == 1 {
+                break;
+            }
+            rest = behind;
+            chunk = chunk.after(1);
+        }
+        Ok(())
+    }
+
+    /// The hash of a chunk, from the level above, which is itself checked.
+    fn hash(&self, chunk: Chunk) -> Result<Hash, RemoteError> {
+        match self.chunks.hash_place(chunk) {
+            HashPlace::Root => Ok(*self.chunks.root()),
+            HashPlace::In(parent, at) => {
+                let parent = self.chunk(parent)?;
+                let mut hash = Hash::default();
+                hash.copy_from_slice(&parent[at..at + HASH_BYTES as usize]);
+                Ok(hash)
+            }
+        }
+    }
+
+    /// A chunk, from anywhere.
+    fn chunk(&self, chunk: Chunk) -> Result<Arc<[u8]>, RemoteError> {
+        if let Some(bytes) = self.shared.memory.get(&self.key(chunk)) {
+            return Ok(bytes);
+        }
+        let mut found = None;
+        self.load(chunk, 1, &mut |loaded, bytes| {
+            if loaded == chunk {
+                found = Some(Arc::clone(bytes));
+            }
+        })?;
+        found.ok_or_else(|| {
+            let problem = Problem::Answer("the chunk is missing".into());
+            problem.at(self.place(chunk, 1))
+        })
+    }
+
+    /// Loads `chunk`, and if it must be fetched, those of the `wanted` chunks from it on that are
+    /// missing too; calls `sink` for each. Returns the number of chunks: at least 1, in most cases
+    /// fewer than wanted, and more if the server sent more than was wanted.
+    fn load(
+        &self,
+        chunk: Chunk,
+        wanted: u64,
+        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
+    ) -> Result<u64, RemoteError> {
+        // The hashes are known before a fetch is claimed: a thread that has claimed one never waits
+        // for another.
+        let hash = self.hash(chunk)?;
+        loop {
+            if let Some(bytes) = self.present(chunk, &hash) {
+                sink(chunk, &bytes);
+                return Ok(1);
+            }
+            let count = self.request_length(chunk, wanted);
+            let hashes = (0..count)
+                .map(|n| self.hash(chunk.after(n)))
+                .collect::<Result<Vec<_>, _>>()?;
+            let (flight, end) = match self.flights.claim(chunk, chunk.after(count)) {
+                Claim::Mine(flight, end) => (flight, end),
+                Claim::Other(wait) => {
+                    wait.wait(self.shared.options.timeout)?;
+                    continue;
+                }
+            };
+            // Another thread may have fetched the chunk between the look and the claim.
+            if let Some(bytes) = self.present(chunk, &hash) {
+                flight.land(Ok(()));
+                sink(chunk, &bytes);
+                return Ok(1);
+            }
+            let mut count = 1;
+            while chunk.after(count) < end
+                && self
+                    .present(chunk.after(count), &hashes[count as usize])
+                    .is_none()
+            {
+                count += 1;
+            }
+            let run = Run {
+                first: chunk,
+                hashes: &hashes[..count as usize],
+                wanted: wanted.min(count),
+            };
+            let result = self.fetch(&run, sink);
+            flight.land(result.clone().map(drop));
+            return result;
+        }
+    }
+
+    /// The number of chunks of a request that begins with `chunk`, of which `wanted` are needed.
+    fn request_length(&self, chunk: Chunk, wanted: u64) -> u64 {
+        let start = self.chunks.start(chunk);
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = streams
+            .recent
+            .iter()
+            .position(|s| s.end == start && s.bytes > 0);
+        let (place, ahead) = match known {
+            Some(place) => {
+                let bytes = streams.recent[place].bytes * 2;
+                (place, bytes.min(MOST_BYTES))
+            }
+            None => {
+                let place = streams.oldest;
+                streams.oldest = (place + 1) % STREAMS;
+                (place, FEWEST_BYTES)
+            }
+        };
+        let chunk_bytes = self.chunks.chunk_bytes();
+        let most = (MOST_BYTES / chunk_bytes).max(1);
+        let count = wanted
+            .max(ahead / chunk_bytes)
+            .clamp(1, most)
+            .min(self.chunks.siblings(chunk));
+        streams.recent[place] = Stream {
+            end: start + count * chunk_bytes,
+            bytes: ahead,
+        };
+        count
+    }
+
+    /// The chunk, if memory or the cache has it.
+    fn present(&self, chunk: Chunk, hash: &Hash) -> Option<Arc<[u8]>> {
+        if let Some(bytes) = self.shared.memory.get(&self.key(chunk)) {
+            return Some(bytes);
+        }
+        let mut bytes = vec![0; self.chunks.length(chunk)];
+        let cached = self.cached.as_ref()?;
+        if !cached.read(self.chunks.start(chunk), &mut bytes) || !self.matches(chunk, &bytes, hash)
+        {
+            return None;
+        }
+        let counter = &self.shared.cached_bytes;
+        counter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Some(self.remember(chunk, bytes))
+    }
+
+    fn matches(&self, chunk: Chunk, bytes: &[u8], hash: &Hash) -> bool {
+        let found = match chunk {
+            Chunk::FIRST => {
+                let mut covered = bytes.to_vec();
+                covered[..HEADER_AREA_BYTES].copy_from_slice(&self.canonical);
+                bcow::leaf_hash(&covered)
+            }
+            Chunk { level: 0, .. } => bcow::leaf_hash(bytes),
+            _ => bcow::node_hash(bytes),
+        };
+        found == *hash
+    }
+
+    /// Keeps a checked chunk in memory.
+    fn remember(&self, chunk: Chunk, mut bytes: Vec<u8>) -> Arc<[u8]> {
+        if chunk == Chunk::FIRST {
+            // The tree does not cover every byte of the slots; these are the ones that were read
+            // when the file was opened.
+            bytes[..HEADER_AREA_BYTES].copy_from_slice(&self.slots);
+        }
+        let bytes: Arc<[u8]> = bytes.into();
+        self.shared
+            .memory
+            .insert(self.key(chunk), Arc::clone(&bytes));
+        bytes
+    }
+
+    /// Keeps a fetched and checked chunk in memory and in the cache.
+    fn keep(&self, chunk: Chunk, bytes: Vec<u8>) -> Arc<[u8]> {
+        let counter = &self.shared.fetched_bytes;
+        counter.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let bytes = self.remember(chunk, bytes);
+        if let Some(cached) = &self.cached {
+            cached.write(self.chunks.start(chunk), &bytes);
+        }
+        bytes
+    }
+
+    fn key(&self, chunk: Chunk) -> MemoryKey {
+        MemoryKey {
+            file: self.number,
+            chunk,
+        }
+    }
+
+    /// `bytes A..B of ADDRESS`.
+    fn place(&self, first: Chunk, count: u64) -> String {
+        let start = self.chunks.start(first);
+        let last = first.after(count.saturating_sub(1));
+        let end = self.chunks.start(last) + self.chunks.length(last) as u64;
+        format!("bytes {start}..{end} of {}", self.source.address())
+    }
+
+    /// Fetches a run of chunks. Returns the number that arrived: all that are wanted, or more.
+    fn fetch(
+        &self,
+        run: &Run<'_>,
+        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
+    ) -> Result<u64, RemoteError> {
+        let mut patience = Patience::reading(self.shared.options.timeout);
+        let mut done = 0;
+        let mut wrong = 0;
+        while done < run.hashes.len() as u64 {
+            let before = done;
+            let Err(fault) = self.request(run, &mut done, &patience, sink) else {
+                patience.progress();
+                continue;
+            };
+            if done >= run.wanted {
+                tracing::debug!("{}: not read ahead: {}", self.name(), fault.problem);
+                break;
+            }
+            if done > before {
+                patience.progress();
+                wrong = 0;
+            }
+            let mut fault = fault;
+            if matches!(fault.problem, Problem::WrongBytes | Problem::Changed) {
+                wrong += 1;
+                if wrong >= ATTEMPTS_AT_WRONG_BYTES {
+                    fault = fault.problem.for_good();
+                }
+            }
+            patience.wait(fault).map_err(|problem| {
+                let left = run.hashes.len() as u64 - done;
+                problem.at(self.place(run.first.after(done), left))
+            })?;
+        }
+        Ok(done)
+    }
+
+    /// Sends one request for what is left of a run. `done` counts the chunks that arrived and are
+    /// right.
+    fn request(
+        &self,
+        run: &Run<'_>,
+        done: &mut u64,
+        patience: &Patience,
+        sink: &mut dyn FnMut(Chunk, &Arc<[u8]>),
+    ) -> Result<(), Fault> {
+        let last = run.first.after(run.hashes.len() as u64 - 1);
+        let start = self.chunks.start(run.first.after(*done));
+        let end = self.chunks.start(last) + self.chunks.length(last) as u64;
+        self.shared.requests.fetch_add(1, Ordering::Relaxed);
+        tracing::debug!("{}: fetching {start}..{end}", self.name());
+        let (mut left, has_changed, mut body) = match self.source.range(start, end, patience) {
+            Ok(Ranged::Part {
+                bytes,
+                has_changed,
+                body,
+                ..
+            }) => (bytes, has_changed, body),
+            Ok(Ranged::Whole { .. }) => {
+                let why = "it did when the file was opened".to_owned();
+                return Err(Problem::NoRanges(why).for_now());
+            }
+            // When the file was opened, it was long enough.
+            Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
+                return Err(Problem::Changed.for_good());
+            }
+            Err(fault) => return Err(fault),
+        };
+        let first = *done;
+        while *done < run.hashes.len() as u64 {
+            let chunk = run.first.after(*done);
+            let length = self.chunks.length(chunk);
+            if left < length as u64 {
+                break;
+            }
+            let mut bytes = vec![0; length];
+            body.read_exact(&mut bytes)?;
+            left -= length as u64;
+            if !self.matches(chunk, &bytes, &run.hashes[*done as usize]) {
+                return Err(match has_changed {
+                    true => Problem::Changed.for_now(),
+                    false => Problem::WrongBytes.for_now(),
+                });
+            }
+            sink(chunk, &self.keep(chunk, bytes));
+            *done += 1;
+        }
+        match *done > first {
+            true => Ok(()),
+            false => Err(Problem::Answer("it is shorter than a chunk".into()).for_now()),
+        }
+    }
+}
+
+/// Chunks to fetch in one request.
+struct Run<'h> {
+    first: Chunk,
+    /// One for each chunk.
+    hashes: &'h [Hash],
+    /// The number of chunks that a read needs; the others are read ahead.
+    wanted: u64,
+}
+
+/// The beginning of a file.
+struct Head {
+    bytes: Vec<u8>,
+    header: Header,
+    slots: [u8; HEADER_AREA_BYTES],
+    /// The cache file, if the file was fetched whole.
+    cached: Option<CacheFile>,
+}
+
+/// Requests the beginning of a file, and reads its header.
+fn read_head(
+    shared: &Shared,
+    source: &Source,
+    patience: &Patience,
+    pin: Option<Hash>,
+) -> Result<Head, Fault> {
+    shared.requests.fetch_add(1, Ordering::Relaxed);
+    match source.range(0, HEAD_BYTES, patience) {
+        Ok(Ranged::Part {
+            bytes: length,
+            total,
+            mut body,
+            ..
+        }) => {
+            let mut bytes = vec![0; length as usize];
+            body.read_exact(&mut bytes)?;
+            let (header, slots) = parse_head(&bytes, pin)?;
+            if let Some(total) = total {
+                let is_whole = header.check_file_length(total);
+                is_whole.map_err(|error| Problem::Format(error).for_good())?;
+            }
+            Ok(Head {
+                bytes,
+                header,
+                slots,
+                cached: None,
+            })
+        }
+        Ok(Ranged::Whole { length, body }) => fetch_whole(shared, length, body, pin),
+        // A file without a first byte.
+        Err(fault) if matches!(fault.problem, Problem::OutOfRange) => {
+            Err(Problem::Format(bcow::format::FormatError::NotBcow).for_good())
+        }
+        Err(fault) => Err(fault),
+    }
+}
+
+fn parse_head(bytes: &[u8], pin: Option<Hash>) -> Result<(Header, [u8; HEADER_AREA_BYTES]), Fault> {
+    let mut slots = [0; HEADER_AREA_BYTES];
+    let there = bytes.len().min(HEADER_AREA_BYTES);
+    slots[..there].copy_from_slice(&bytes[..there]);
+    let header =
+        choose_header(&slots[..there]).map_err(|error| Problem::Format(error).for_good())?;
+    let Some(tree) = &header.merkle else {
+        return Err(Problem::NoTree.for_good());
+    };
+    match pin {
+        Some(pin) if pin != tree.root => Err(Problem::WrongRoot {
+            found: Root(tree.root).to_string(),
+            expected: Root(pin).to_string(),
+        }
+        .for_good()),
+        _ => Ok((header, slots)),
+    }
+}
+
+/// Writes the whole file into the cache, from a server that does not send ranges. As with any cache
+/// file, its bytes are checked when they are read.
+fn fetch_whole(
+    shared: &Shared,
+    length: Option<u64>,
+    mut body: AnswerBody<'_>,
+    pin: Option<Hash>,
+) -> Result<Head, Fault> {
+    let most = shared.options.whole_bytes;
+    let refuse = |why: String| Err(Problem::NoRanges(why).for_good());
+    let Some(cache) = &shared.options.cache else {
+        return refuse("there is no cache to keep the whole file in".into());
+    };
+    if length.is_some_and(|length| length > most) {
+        return refuse(format!("the file is longer than {most} bytes"));
+    }
+    let cannot = |error: io::Error| {
+        Problem::NoRanges(format!(
+            "the whole file cannot be written into the cache: {error}"
+        ))
+        .for_good()
+    };
+    let new = cache.new_file().map_err(cannot)?;
+    let mut head = Vec::new();
+    let mut buf = vec![0; 256 << 10];
+    let mut at = 0;
+    let mut parsed = None;
+    loop {
+        let count = body.read(&mut buf)?;
+        let bytes = &buf[..count];
+        if head.len() < HEADER_AREA_BYTES {
+            head.extend_from_slice(&bytes[..count.min(HEADER_AREA_BYTES - head.len())]);
+        }
+        // A file that is not the right one is not fetched to its end.
+        if parsed.is_none() && (head.len() == HEADER_AREA_BYTES || count == 0) {
+            parsed = Some(parse_head(&head, pin)?);
+        }
+        if count == 0 {
+            break;
+        }
+        new.file().write_all_at(bytes, at).map_err(cannot)?;
+        at += count as u64;
+        if at > most {
+            return refuse(format!("the file is longer than {most} bytes"));
+        }
+    }
+    let Some((header, slots)) = parsed else {
+        return Err(Problem::NoTree.for_good());
+    };
+    let is_whole = header.check_file_length(at);
+    is_whole.map_err(|error| Problem::Format(error).for_good())?;
+    let root = header.merkle.as_ref().map_or([0; 32], |tree| tree.root);
+    shared.fetched_bytes.fetch_add(at, Ordering::Relaxed);
+    Ok(Head {
+        bytes: Vec::new(),
+        header,
+        slots,
+        cached: Some(new.publish(&root).map_err(cannot)?),
+    })
+}
+
+fn read_only() -> io::Error {
+    io::Error::new(
+        io::ErrorKind::ReadOnlyFilesystem,
+        "a remote file is read-only",
+    )
+}
+
+impl Storage for RemoteFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.file_bytes)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let end = offset
+            .checked_add(buf.len() as u64)
+            .filter(|&end| end <= self.file_bytes)
+            .ok_or(io::ErrorKind::UnexpectedEof)?;
+        let mut at = offset;
+        while at < end {
+            let Some(chunk) = self.chunks.at(at) else {
+                let skip = (at - self.chunks.root_offset()) as usize;
+                let rest = &mut buf[(at - offset) as usize..];
+                rest.copy_from_slice(&self.chunks.root()[skip..skip + rest.len()]);
+                break;
+            };
+            let start = self.chunks.start(chunk);
+            let wanted = (end - start).div_ceil(self.chunks.chunk_bytes());
+            let mut reached = at;
+            self.load(chunk, wanted, &mut |loaded, bytes| {
+                let start = self.chunks.start(loaded);
+                if start >= end {
+                    return;
+                }
+                let skip = at.saturating_sub(start) as usize;
+                let from = start + skip as u64;
+                let take = (bytes.len() - skip).min((end - from) as usize);
+                let place = (from - offset) as usize;
+                buf[place..place + take].copy_from_slice(&bytes[skip..skip + take]);
+                reached = from + take as u64;
+            })?;
+            at = reached;
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn set_len(&self, _: u64) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,29 @@
+//! BCoW files on HTTP servers and in registries, read in ranges.
+//!
+//! The path of a read through this crate: [`RemoteFile`] is the storage. It cuts the range into the
+//! chunks of the file's hash tree, and looks for each chunk in memory and in the [`Cache`] on the
+//! disk. Missing chunks are fetched from the server in one request, and checked against the tree
+//! before use. [`Remote`] holds what all files share: connections, memory and the cache.
+//!
+//! **Trust.** The root of the tree comes from the caller (a pin), or from the header that the
+//! server sends first. Every byte that [`RemoteFile`] returns matches that root, except the two
+//! header slots: the fields of the header that matter match it too (spec section 9). So a server
+//! can withhold bytes, but cannot mix two versions of a file, and with a pin cannot choose the
+//! bytes. A file without a hash tree is refused.
+
+mod address;
+mod cache;
+mod client;
+mod error;
+mod file;
+mod flights;
+mod patience;
+mod remote;
+mod source;
+mod tree;
+
+pub use address::Address;
+pub use cache::{Cache, CacheProblem};
+pub use error::{Problem, RemoteError};
+pub use file::RemoteFile;
+pub use remote::{Figures, Options, Remote, Root};

@@ -1,0 +1,122 @@
+//! How long a read waits for a server, and the pauses between attempts.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::time::{Duration, Instant};
+
+use crate::error::{Fault, Problem, Retry};
+
+/// The first pause; each further one is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Attempts while a file is opened: an address with a mistake should fail soon.
+const OPENING_ATTEMPTS: u32 = 3;
+
+/// The time that is left for a read.
+pub(crate) struct Patience {
+    timeout: Duration,
+    deadline: Instant,
+    attempts: u32,
+    most_attempts: u32,
+}
+
+impl Patience {
+    /// For a read of an open file: any number of attempts in `timeout`.
+    pub(crate) fn reading(timeout: Duration) -> Self {
+        Patience {
+            timeout,
+            deadline: Instant::now() + timeout,
+            attempts: 0,
+            most_attempts: u32::MAX,
+        }
+    }
+
+    /// For the first request for a file: few attempts, in `timeout`.
+    pub(crate) fn opening(timeout: Duration) -> Self {
+        Patience {
+            most_attempts: OPENING_ATTEMPTS,
+            ..Patience::reading(timeout)
+        }
+    }
+
+    /// The end of the current attempt. An attempt may not use all of the time, so that a connection
+    /// that stalls leaves time for another one.
+    pub(crate) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// The longest silence of a server.
+    pub(crate) fn longest_silence(&self) -> Duration {
+        (self.timeout / 3).max(Duration::from_millis(50))
+    }
+
+    /// Right bytes have arrived: the time starts again.
+    pub(crate) fn progress(&mut self) {
+        self.deadline = Instant::now() + self.timeout;
+        self.attempts = 0;
+    }
+
+    /// Waits before the next attempt; fails if there is none.
+    pub(crate) fn wait(&mut self, fault: Fault) -> Result<(), Problem> {
+        self.attempts += 1;
+        let pause = match fault.retry {
+            Retry::Never => return Err(fault.problem),
+            Retry::After(pause) => pause,
+            Retry::Soon => {
+                let doubled = FIRST_PAUSE.saturating_mul(1 << (self.attempts - 1).min(10));
+                let longest = doubled.min(LONGEST_PAUSE);
+                // Half of the pause is random, so that clients that failed together come back one
+                // after the other.
+                longest / 2 + longest.mul_f64(random() / 2.0)
+            }
+        };
+        let is_late = self
+            .deadline
+            .checked_duration_since(Instant::now())
+            .is_none_or(|left| left <= pause);
+        if self.attempts >= self.most_attempts || is_late {
+            return Err(fault.problem);
+        }
+        tracing::debug!("again in {} ms: {}", pause.as_millis(), fault.problem);
+        std::thread::sleep(pause);
+        Ok(())
+    }
+}
+
+/// A number from 0 to 1. It need not be unpredictable.
+fn random() -> f64 {
+    let bits = RandomState::new().build_hasher().finish();
+    bits as f64 / u64::MAX as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_for_good_is_not_tried_again() {
+        let mut patience = Patience::reading(Duration::from_secs(60));
+        patience
+            .wait(Problem::NotFound(404).for_good())
+            .expect_err("no retry");
+    }
+
+    #[test]
+    fn a_pause_beyond_the_deadline_is_not_begun() {
+        let mut patience = Patience::reading(Duration::from_secs(1));
+        let fault = Fault {
+            problem: Problem::Busy(429),
+            retry: Retry::After(Duration::from_secs(3600)),
+        };
+        patience.wait(fault).expect_err("too long");
+    }
+
+    #[test]
+    fn opening_ends_after_some_attempts() {
+        let mut patience = Patience::opening(Duration::from_secs(60));
+        let mut attempts = 1;
+        while patience.wait(Problem::Busy(503).for_now()).is_ok() {
+            attempts += 1;
+        }
+        assert_eq!(attempts, OPENING_ATTEMPTS);
+    }
+}

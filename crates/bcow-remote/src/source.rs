@@ -1,0 +1,177 @@
+//! The bytes of one file on a server, in ranges. They are not checked here.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::address::Address;
+use crate::client::{Answer, AnswerBody, Client};
+use crate::error::{Fault, Problem};
+use crate::patience::Patience;
+
+/// Redirects, one after the other.
+const MOST_REDIRECTS: u32 = 5;
+
+pub(crate) struct Source {
+    client: Arc<Client>,
+    address: Address,
+    /// The address to which the server redirected the last request. Asking the server again for
+    /// each range would cost a request more. The lock is held to copy the address only.
+    redirected: Mutex<Option<Address>>,
+    version: OnceLock<Version>,
+}
+
+/// What a server says of the version of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Version {
+    tag: Option<String>,
+    modified: Option<String>,
+    length: Option<u64>,
+}
+
+/// An answer to a request for a range.
+pub(crate) enum Ranged<'s> {
+    /// The range, or the beginning of it.
+    Part {
+        /// Number of bytes in the body; at least 1, and at most as many as requested.
+        bytes: u64,
+        /// Length of the whole file, if the server knows it.
+        total: Option<u64>,
+        /// Whether the server announces another version than in its first answer.
+        has_changed: bool,
+        body: AnswerBody<'s>,
+    },
+    /// The server ignores ranges: the whole file follows.
+    Whole {
+        /// Its length, if the server says.
+        length: Option<u64>,
+        body: AnswerBody<'s>,
+    },
+}
+
+impl Source {
+    pub(crate) fn new(client: Arc<Client>, address: Address) -> Self {
+        Source {
+            client,
+            address,
+            redirected: Mutex::new(None),
+            version: OnceLock::new(),
+        }
+    }
+
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Requests the bytes from `start` to before `end`.
+    pub(crate) fn range(
+        &self,
+        start: u64,
+        end: u64,
+        patience: &Patience,
+    ) -> Result<Ranged<'_>, Fault> {
+        let range = format!("bytes={start}-{}", end - 1);
+        let answer = self.get(&[("range", &range)], patience)?;
+        if answer
+            .header("content-encoding")
+            .is_some_and(|form| form != "identity")
+        {
+            return Err(
+                Problem::Answer("it is compressed, which was not requested".into()).for_good(),
+            );
+        }
+        match answer.status {
+            206 => {
+                let (from, to, total) = content_range(&answer).ok_or_else(|| {
+                    Problem::Answer("status 206 without a valid Content-Range".into()).for_now()
+                })?;
+                if from != start || to >= end {
+                    return Err(Problem::Answer(format!(
+                        "it has bytes {from}..{}, not {start}..{end}",
+                        to.saturating_add(1)
+                    ))
+                    .for_now());
+                }
+                Ok(Ranged::Part {
+                    has_changed: self.has_changed(&answer, total),
+                    bytes: to - from + 1,
+                    total,
+                    body: answer.body,
+                })
+            }
+            200 => {
+                let length = answer.header("content-length");
+                let length = length.and_then(|text| text.trim().parse().ok());
+                Ok(Ranged::Whole {
+                    length,
+                    body: answer.body,
+                })
+            }
+            _ => Err(answer.refusal()),
+        }
+    }
+
+    /// Sends a request to the address to which the server redirected the last one, or to the
+    /// server.
+    fn get(&self, headers: &[(&str, &str)], patience: &Patience) -> Result<Answer<'_>, Fault> {
+        let remembered = self.redirected().clone();
+        if let Some(address) = remembered {
+            match self.client.get(&address, headers, patience) {
+                // The address may be signed for a time. The server knows the present one.
+                Ok(answer) if !matches!(answer.status, 200 | 206 | 416) => {}
+                Ok(answer) => return Ok(answer),
+                Err(fault) => tracing::debug!("{address}: {}", fault.problem),
+            }
+            *self.redirected() = None;
+        }
+        let mut address = self.address.clone();
+        for _ in 0..=MOST_REDIRECTS {
+            let answer = self.client.get(&address, headers, patience)?;
+            if !matches!(answer.status, 301 | 302 | 303 | 307 | 308) {
+                if address != self.address && matches!(answer.status, 200 | 206) {
+                    *self.redirected() = Some(address);
+                }
+                return Ok(answer);
+            }
+            let location = answer.header("location").unwrap_or_default();
+            address = address.join(location).map_err(Problem::for_good)?;
+            tracing::debug!("{} redirects to {address}", self.address);
+        }
+        Err(Problem::Redirects(MOST_REDIRECTS).for_good())
+    }
+
+    fn redirected(&self) -> MutexGuard<'_, Option<Address>> {
+        // An address is valid after a panic elsewhere.
+        self.redirected
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the server announces another version of the file than at first. This only explains
+    /// bytes that do not match: servers behind one name may give one file different tags.
+    fn has_changed(&self, answer: &Answer<'_>, length: Option<u64>) -> bool {
+        let text = |name| answer.header(name).map(str::to_owned);
+        let found = Version {
+            tag: text("etag"),
+            modified: text("last-modified"),
+            length,
+        };
+        *self.version.get_or_init(|| found.clone()) != found
+    }
+}
+
+/// `bytes FIRST-LAST/TOTAL`.
+fn content_range(answer: &Answer<'_>) -> Option<(u64, u64, Option<u64>)> {
+    let (range, total) = answer
+        .header("content-range")?
+        .trim()
+        .strip_prefix("bytes")?
+        .trim_start()
+        .split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+    let total = match total.trim() {
+        "*" => None,
+        number => Some(number.parse().ok()?),
+    };
+    let is_valid = first <= last && total.is_none_or(|total| last < total);
+    is_valid.then_some((first, last, total))
+}

@@ -1,0 +1,602 @@
+//! Remote files over HTTP: what arrives is what the hash tree covers, or an error, in bounded time
+//! and memory, whatever the server does.
+
+mod server;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use bcow::{Image, ImageWriter, MemoryStorage, OpenOptions, Storage, WriterOptions};
+use bcow_remote::{Address, Cache, Options, Problem, Remote, RemoteError, RemoteFile, Root};
+use server::{Asked, Reply, Server, ranged};
+
+/// Longest wait for a server in these tests.
+const TIMEOUT: Duration = Duration::from_millis(1500);
+
+/// A sealed image of about three megabytes that do not compress, and its root hash.
+fn image(seed: u64) -> (Arc<Vec<u8>>, Root) {
+    let storage = Arc::new(MemoryStorage::default());
+    let mut writer =
+        ImageWriter::on_storage(storage.clone(), WriterOptions::default()).expect("a writer");
+    let mut state = seed;
+    let noise: Vec<u8> = (0..3 << 20)
+        .map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
+            (state >> 56) as u8
+        })
+        .collect();
+    writer.append(&noise).expect("appended");
+    writer.begin_metadata().expect("metadata begins");
+    writer.append(&noise[..50_000]).expect("appended");
+    let written = writer
+        .finish(b"superblock", &serde_json::json!({}))
+        .expect("finished");
+    let root = Root(written.merkle_root());
+    drop(written);
+    (Arc::new(storage.to_vec()), root)
+}
+
+fn options(cache: Option<&tempfile::TempDir>) -> Options {
+    Options {
+        insecure: true,
+        timeout: TIMEOUT,
+        cache: cache.map(|at| Cache::open(at.path()).expect("a cache")),
+        ..Options::default()
+    }
+}
+
+fn cache_directory() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a directory")
+}
+
+fn open(server: &Server, options: Options, root: Option<Root>) -> Result<RemoteFile, RemoteError> {
+    let remote = Remote::new(options).expect("a client");
+    let address = Address::parse(&server.url("/image.bcow")).expect("an address");
+    remote.open(&address, root)
+}
+
+fn good(file: &Arc<Vec<u8>>) -> Server {
+    let file = Arc::clone(file);
+    Server::start(move |_| Reply::File(file.clone()))
+}
+
+fn read_all(file: &RemoteFile) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; file.len()? as usize];
+    file.read_at(0, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn problem(error: &io::Error) -> &Problem {
+    let inner = error.get_ref().expect("an error of the library");
+    &inner
+        .downcast_ref::<RemoteError>()
+        .expect("an error of this crate")
+        .problem
+}
+
+/// The error of the first read of a server that is good until the file is open.
+fn error_of_read(
+    answers: impl Fn(&Asked, &Arc<Vec<u8>>) -> Reply + Send + Sync + 'static,
+) -> Problem {
+    let (file, _) = image(1);
+    let opened = Arc::new(AtomicUsize::new(0));
+    let (seen, bytes) = (Arc::clone(&opened), Arc::clone(&file));
+    let server = Server::start(move |asked| match seen.load(Ordering::SeqCst) {
+        0 => Reply::File(bytes.clone()),
+        _ => answers(asked, &bytes),
+    });
+    let remote = open(&server, options(None), None).expect("opens");
+    opened.store(1, Ordering::SeqCst);
+    let error = remote
+        .read_at(1 << 20, &mut [0; 4096])
+        .expect_err("a hostile answer");
+    assert!(error.to_string().contains("/image.bcow"), "{error}");
+    problem(&error).clone()
+}
+
+#[test]
+fn file_reads_as_it_is_on_the_server() {
+    let (file, root) = image(1);
+    let server = good(&file);
+    for cache in [None, Some(cache_directory())] {
+        let remote = open(&server, options(cache.as_ref()), Some(root)).expect("opens");
+        assert_eq!(remote.root(), root);
+        assert!(read_all(&remote).expect("reads") == **file);
+        for (offset, length) in [(0, 1), (16383, 2), (100_000, 70_000), (file.len() - 40, 40)] {
+            let mut buf = vec![0; length];
+            remote.read_at(offset as u64, &mut buf).expect("reads");
+            assert!(buf == file[offset..offset + length]);
+        }
+        remote
+            .read_at(file.len() as u64 - 1, &mut [0; 2])
+            .expect_err("beyond the end");
+    }
+}
+
+#[test]
+fn image_opens_with_few_bytes() {
+    let (file, root) = image(1);
+    let server = good(&file);
+    let remote = open(&server, options(None), Some(root)).expect("opens");
+    let opened = Image::open_storage(Arc::new(remote), &OpenOptions::default()).expect("an image");
+    opened.metadata().expect("metadata");
+    let sent: usize = server
+        .asked()
+        .iter()
+        .filter_map(|asked| asked.range)
+        .map(|(first, last)| last.min(file.len() - 1) + 1 - first)
+        .sum();
+    assert!(sent < file.len() / 8, "{sent} bytes of {}", file.len());
+}
+
+#[test]
+fn sequential_reads_take_few_requests() {
+    let (file, _) = image(1);
+    let server = good(&file);
+    let remote = open(&server, options(None), None).expect("opens");
+    for at in (0..file.len()).step_by(16384) {
+        let mut buf = vec![0; 16384.min(file.len() - at)];
+        remote.read_at(at as u64, &mut buf).expect("reads");
+        assert!(buf == file[at..at + buf.len()]);
+    }
+    let count = server.asked().len();
+    assert!(count < 16, "{count} requests");
+}
+
+#[test]
+fn chunk_is_fetched_once_however_many_threads_need_it() {
+    let (file, root) = image(1);
+    let bytes = Arc::clone(&file);
+    let server = Server::start(move |_| {
+        std::thread::sleep(Duration::from_millis(20));
+        Reply::File(bytes.clone())
+    });
+    let remote = open(&server, options(None), Some(root)).expect("opens");
+    let threads = 12;
+    let barrier = Barrier::new(threads);
+    std::thread::scope(|scope| {
+        for n in 0..threads {
+            let (remote, barrier, file) = (&remote, &barrier, &file);
+            scope.spawn(move || {
+                barrier.wait();
+                for step in 0..20 {
+                    let at = ((step + n) % 20) * 100_000;
+                    let mut buf = vec![0; 100_000];
+                    remote.read_at(at as u64, &mut buf).expect("reads");
+                    assert!(buf == file[at..at + 100_000]);
+                }
+            });
+        }
+    });
+    let mut fetched = HashMap::<usize, u32>::new();
+    for (first, last) in server.asked().iter().filter_map(|asked| asked.range) {
+        for chunk in first / 16384..=last.min(2 << 20) / 16384 {
+            *fetched.entry(chunk).or_default() += 1;
+        }
+    }
+    // The first request for a file reads the header, before the size of chunks is known.
+    let twice: Vec<_> = fetched.iter().filter(|&(_, &count)| count > 1).collect();
+    assert!(twice.is_empty(), "{twice:?}");
+}
+
+#[test]
+fn pinned_file_opens_only_with_its_root() {
+    let (file, _) = image(1);
+    let (_, other) = image(2);
+    let error = match open(&good(&file), options(None), Some(other)) {
+        Ok(_) => panic!("another file was accepted"),
+        Err(error) => error,
+    };
+    assert!(
+        matches!(error.problem, Problem::WrongRoot { .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn forged_root_in_the_header_is_found_at_the_first_chunk() {
+    // The header of one file before the content of another one.
+    let (mut file, root) = image(1);
+    let (other, _) = image(2);
+    Arc::make_mut(&mut file)[1024..].copy_from_slice(&other[1024..]);
+    let error = match open(&good(&file), options(None), Some(root)) {
+        Ok(_) => panic!("a forged file was accepted"),
+        Err(error) => error,
+    };
+    assert!(matches!(error.problem, Problem::WrongBytes), "{error}");
+}
+
+#[test]
+fn wrong_bytes_are_never_returned_nor_cached() {
+    let (file, root) = image(1);
+    let cache = cache_directory();
+    let opened = Arc::new(AtomicUsize::new(0));
+    let (seen, bytes) = (Arc::clone(&opened), Arc::clone(&file));
+    let server = Server::start(move |asked| {
+        let Some((first, _)) = asked.range.filter(|_| seen.load(Ordering::SeqCst) == 1) else {
+            return Reply::File(bytes.clone());
+        };
+        let mut wrong = bytes.to_vec();
+        wrong[first + 5000] ^= 1;
+        Reply::File(Arc::new(wrong))
+    });
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    opened.store(1, Ordering::SeqCst);
+    let error = remote
+        .read_at(1 << 20, &mut [0; 4096])
+        .expect_err("wrong bytes");
+    assert!(matches!(problem(&error), Problem::WrongBytes), "{error}");
+    assert!(error.to_string().contains("bytes 1048576.."), "{error}");
+    opened.store(0, Ordering::SeqCst);
+    assert!(read_all(&remote).expect("right bytes") == **file);
+}
+
+#[test]
+fn damage_on_the_way_is_fetched_again() {
+    let (file, _) = image(1);
+    let bytes = Arc::clone(&file);
+    let count = AtomicUsize::new(0);
+    let server = Server::start(move |asked| {
+        let mut sent = bytes.to_vec();
+        if asked.range.is_some_and(|(first, _)| first == 1 << 20)
+            && count.fetch_add(1, Ordering::SeqCst) == 0
+        {
+            sent[1 << 20] ^= 1;
+        }
+        Reply::File(Arc::new(sent))
+    });
+    let remote = open(&server, options(None), None).expect("opens");
+    let mut buf = [0; 4096];
+    remote
+        .read_at(1 << 20, &mut buf)
+        .expect("the second answer");
+    assert_eq!(buf, file[1 << 20..(1 << 20) + 4096]);
+}
+
+#[test]
+fn changed_file_is_an_error_and_never_a_mixture() {
+    let (other, _) = image(2);
+    let found = error_of_read(move |_, _| Reply::Tagged(other.clone(), "\"two\""));
+    assert!(matches!(found, Problem::Changed), "{found}");
+}
+
+#[test]
+fn shortened_file_is_an_error() {
+    let found = error_of_read(|_, file| Reply::File(Arc::new(file[..2000].to_vec())));
+    assert!(matches!(found, Problem::Changed), "{found}");
+}
+
+#[test]
+fn truncated_file_does_not_open() {
+    let (file, root) = image(1);
+    let server = good(&Arc::new(file[..file.len() - 1].to_vec()));
+    let error = open(&server, options(None), Some(root))
+        .map(drop)
+        .expect_err("truncated");
+    assert!(matches!(error.problem, Problem::Format(_)), "{error}");
+}
+
+#[test]
+fn wrong_ranges_are_refused() {
+    let found = error_of_read(|asked, file| {
+        let shifted = Asked {
+            range: asked.range.map(|(first, last)| (first + 1, last + 1)),
+            ..asked.clone()
+        };
+        Reply::Raw(ranged(&shifted, file, "\"one\""))
+    });
+    assert!(matches!(found, Problem::Answer(_)), "{found}");
+    for range in [
+        "bytes x-y/z",
+        "bytes 9-3/20",
+        "none",
+        "bytes 0-99999999999999999999/*",
+    ] {
+        let found = error_of_read(move |_, _| {
+            Reply::Answer(206, vec![("content-range", range.to_owned())], vec![0; 100])
+        });
+        assert!(matches!(found, Problem::Answer(_)), "{range}: {found}");
+    }
+}
+
+#[test]
+fn answers_that_are_not_http_are_refused() {
+    for text in [
+        "",
+        "\r\n\r\n",
+        "SSH-2.0-x\r\n",
+        "HTTP/1.1 206 x\r\ncontent-length: -5\r\n\r\n",
+    ] {
+        let found = error_of_read(move |_, _| Reply::Raw(text.as_bytes().to_vec()));
+        assert!(
+            matches!(found, Problem::Answer(_) | Problem::Connection(_)),
+            "{text:?}: {found}"
+        );
+    }
+    let endless = format!("HTTP/1.1 206 x\r\n{}", "a: b\r\n".repeat(100_000));
+    let found = error_of_read(move |_, _| Reply::Raw(endless.clone().into_bytes()));
+    assert!(
+        matches!(found, Problem::Answer(_) | Problem::Connection(_)),
+        "{found}"
+    );
+}
+
+#[test]
+fn short_body_is_continued_where_it_ended() {
+    let (file, _) = image(1);
+    let bytes = Arc::clone(&file);
+    let server = Server::start(move |asked| {
+        let whole = ranged(asked, &bytes, "\"one\"");
+        // Two chunks arrive at most, and a part of a third one.
+        Reply::Raw(whole[..whole.len().min(40_000)].to_vec())
+    });
+    let remote = open(&server, options(None), None).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+}
+
+#[test]
+fn shorter_ranges_than_requested_are_enough() {
+    let (file, _) = image(1);
+    let bytes = Arc::clone(&file);
+    let server = Server::start(move |asked| {
+        let less = Asked {
+            range: asked
+                .range
+                .map(|(first, last)| (first, last.min(first + 20_000))),
+            ..asked.clone()
+        };
+        Reply::Raw(ranged(&less, &bytes, "\"one\""))
+    });
+    let remote = open(&server, options(None), None).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+}
+
+#[test]
+fn silent_server_is_an_error_after_the_timeout() {
+    let found = error_of_read(|_, _| Reply::Stall(Vec::new()));
+    assert!(matches!(found, Problem::Timeout(_)), "{found}");
+    let found = error_of_read(|asked, file| {
+        let whole = ranged(asked, file, "\"one\"");
+        Reply::Stall(whole[..500].to_vec())
+    });
+    assert!(matches!(found, Problem::Timeout(_)), "{found}");
+}
+
+#[test]
+fn busy_server_is_asked_again() {
+    let (file, _) = image(1);
+    let bytes = Arc::clone(&file);
+    let server = Server::start(move |asked| match asked.number % 3 {
+        0 => Reply::Answer(503, Vec::new(), b"busy".to_vec()),
+        1 => Reply::Answer(429, vec![("retry-after", "0".to_owned())], Vec::new()),
+        _ => Reply::File(bytes.clone()),
+    });
+    let remote = open(&server, options(None), None).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+}
+
+#[test]
+fn statuses_have_errors_of_their_own() {
+    let status = |status| error_of_read(move |_, _| Reply::Answer(status, Vec::new(), Vec::new()));
+    assert!(matches!(status(401), Problem::Denied { status: 401, .. }));
+    assert!(matches!(status(403), Problem::Denied { status: 403, .. }));
+    assert!(matches!(status(404), Problem::NotFound(404)));
+    assert!(matches!(status(400), Problem::Status(400)));
+    assert!(matches!(status(500), Problem::Busy(500)));
+    let long = || vec![("retry-after", "3600".to_owned())];
+    let found = error_of_read(move |_, _| Reply::Answer(429, long(), Vec::new()));
+    assert!(matches!(found, Problem::Busy(429)), "{found}");
+}
+
+#[test]
+fn redirect_is_followed_once_and_renewed_when_it_expires() {
+    let (file, _) = image(1);
+    let bytes = Arc::clone(&file);
+    let blobs = Server::start(move |asked| match asked.number {
+        // The signed address expires.
+        3 => Reply::Answer(403, Vec::new(), Vec::new()),
+        _ => Reply::File(bytes.clone()),
+    });
+    let target = blobs.url("/blob?signature=secret");
+    let server =
+        Server::start(move |_| Reply::Answer(307, vec![("location", target.clone())], vec![]));
+    let remote = open(&server, options(None), None).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+    assert_eq!(server.asked().len(), 2);
+    assert!(
+        blobs
+            .asked()
+            .iter()
+            .all(|asked| asked.path == "/blob?signature=secret")
+    );
+}
+
+#[test]
+fn redirects_without_end_or_to_other_schemes_are_refused() {
+    for location in ["/image.bcow", "file:///etc/passwd", "ftp://127.0.0.1/", ""] {
+        let found = error_of_read(move |_, _| {
+            Reply::Answer(302, vec![("location", location.to_owned())], Vec::new())
+        });
+        assert!(
+            matches!(found, Problem::Redirects(_) | Problem::Answer(_)),
+            "{location:?}: {found}"
+        );
+    }
+}
+
+#[test]
+fn plain_http_needs_permission() {
+    let (file, _) = image(1);
+    let server = good(&file);
+    let strict = Options {
+        insecure: false,
+        ..options(None)
+    };
+    // Without certificates on the machine, the client itself is refused.
+    let Ok(remote) = Remote::new(strict) else {
+        return;
+    };
+    let address = Address::parse(&server.url("/image.bcow")).expect("an address");
+    let error = remote.open(&address, None).map(drop).expect_err("refused");
+    assert!(matches!(error.problem, Problem::PlainHttp(_)), "{error}");
+    assert!(server.asked().is_empty());
+}
+
+#[test]
+fn server_without_ranges_sends_the_whole_file_into_the_cache() {
+    let (file, root) = image(1);
+    let bytes = Arc::clone(&file);
+    let server = Server::start(move |_| Reply::Whole(bytes.clone()));
+    let error = open(&server, options(None), None)
+        .map(drop)
+        .expect_err("no cache");
+    assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
+
+    let cache = cache_directory();
+    let limited = Options {
+        whole_bytes: file.len() as u64 - 1,
+        ..options(Some(&cache))
+    };
+    let error = open(&server, limited, None)
+        .map(drop)
+        .expect_err("too long");
+    assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
+
+    let before = server.asked().len();
+    let remote = open(&server, options(Some(&cache)), None).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+    assert_eq!(server.asked().len(), before + 1);
+    // The next reader needs no server.
+    let server = Server::start(|_| Reply::Raw(Vec::new()));
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+}
+
+#[test]
+fn endless_body_without_a_length_is_cut() {
+    let (file, _) = image(1);
+    let cache = cache_directory();
+    let server = Server::start(move |_| {
+        let head = b"HTTP/1.1 200 x\r\nconnection: close\r\n\r\n".to_vec();
+        let body = file.repeat(4);
+        Reply::Raw([head, body].concat())
+    });
+    let limited = Options {
+        whole_bytes: 4 << 20,
+        ..options(Some(&cache))
+    };
+    let error = open(&server, limited, None)
+        .map(drop)
+        .expect_err("too long");
+    assert!(matches!(error.problem, Problem::NoRanges(_)), "{error}");
+    let left = std::fs::read_dir(cache.path())
+        .expect("a directory")
+        .count();
+    assert_eq!(left, 0, "a half-made file is left in the cache");
+}
+
+#[test]
+fn what_is_no_bcow_file_does_not_open() {
+    for bytes in [vec![0; 100_000], b"<html>".to_vec(), Vec::new()] {
+        let error = open(&good(&Arc::new(bytes)), options(None), None)
+            .map(drop)
+            .expect_err("no image");
+        assert!(matches!(error.problem, Problem::Format(_)), "{error}");
+    }
+}
+
+#[test]
+fn complete_cache_serves_without_the_server() {
+    let (file, root) = image(1);
+    let cache = cache_directory();
+    {
+        let server = good(&file);
+        let remote = open(&server, options(Some(&cache)), None).expect("opens");
+        assert!(read_all(&remote).expect("reads") == **file);
+    }
+    let dead = Server::start(|_| Reply::Raw(Vec::new()));
+    let remote = open(&dead, options(Some(&cache)), Some(root)).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+    assert!(dead.asked().is_empty());
+}
+
+#[test]
+fn damaged_cache_is_fetched_again() {
+    let (file, root) = image(1);
+    let cache = cache_directory();
+    let server = good(&file);
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    read_all(&remote).expect("reads");
+    drop(remote);
+    let path = std::fs::read_dir(cache.path())
+        .expect("a directory")
+        .map(|entry| entry.expect("an entry").path())
+        .next()
+        .expect("a cache file");
+    assert!(std::fs::read(&path).expect("reads") == **file);
+    for damage in [vec![7; file.len()], file[..1 << 20].to_vec(), Vec::new()] {
+        std::fs::write(&path, damage).expect("written");
+        let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+        assert!(read_all(&remote).expect("reads") == **file);
+        drop(remote);
+        assert!(std::fs::read(&path).expect("reads") == **file);
+    }
+}
+
+#[test]
+fn cache_deleted_during_use_does_no_harm() {
+    let (file, root) = image(1);
+    let cache = cache_directory();
+    let server = good(&file);
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    std::fs::remove_dir_all(cache.path()).expect("removed");
+    assert!(read_all(&remote).expect("reads") == **file);
+}
+
+#[test]
+fn cache_of_another_kind_is_refused_or_ignored() {
+    use std::os::unix::fs::PermissionsExt;
+    let (file, root) = image(1);
+    let server = good(&file);
+    let cache = cache_directory();
+    // A symbolic link under the name of the file is not followed.
+    let victim = cache_directory();
+    let target = victim.path().join("victim");
+    std::fs::write(&target, b"precious").expect("written");
+    std::os::unix::fs::symlink(&target, cache.path().join(format!("{root}.bcow"))).expect("a link");
+    let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+    assert_eq!(std::fs::read(&target).expect("reads"), b"precious");
+    // A directory that others can write to is no cache.
+    let open_to_all = std::fs::Permissions::from_mode(0o777);
+    std::fs::set_permissions(victim.path(), open_to_all).expect("permitted");
+    Cache::open(victim.path()).map(drop).expect_err("refused");
+}
+
+#[test]
+fn compressed_answer_is_refused() {
+    let found = error_of_read(|asked, file| {
+        let (first, last) = asked.range.expect("a range");
+        let range = format!("bytes {first}-{last}/{}", file.len());
+        let headers = vec![
+            ("content-range", range),
+            ("content-encoding", "gzip".to_owned()),
+        ];
+        Reply::Answer(206, headers, file[first..=last].to_vec())
+    });
+    assert!(matches!(found, Problem::Answer(_)), "{found}");
+}
+
+#[test]
+fn requests_ask_for_the_bytes_as_they_are() {
+    let (file, _) = image(1);
+    let server = good(&file);
+    open(&server, options(None), None).expect("opens");
+    for asked in server.asked() {
+        assert_eq!(asked.header("accept-encoding"), Some("identity"));
+        assert!(asked.header("authorization").is_none());
+    }
+}
