@@ -5,17 +5,19 @@ use std::sync::Arc;
 
 use bcow::chain::ChainFile;
 use bcow::format::Use;
-use bcow::{Image, OpenOptions};
+use bcow::{Image, OpenOptions, Verify};
 use bcow_erofs::overlay::TreeForm;
 use bcow_erofs::reader::Filesystem;
 use bcow_oci::join::{JoinPart, Joined, join, joined_identity};
 use bcow_oci::store::{self, Opened, Places};
 use bcow_oci::{ConvertError, ImageName};
+use bcow_remote::Root;
 use serde_json::{Map, Value, json};
 
 use crate::disks::{self, Problem};
 use crate::error::{CommandError, Context};
 use crate::place::Layout;
+use crate::remote::{self, Pinned};
 use crate::size::Count;
 use crate::ui::Ui;
 
@@ -65,7 +67,13 @@ impl OpenImage {
         stores: &StoreArgs,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
-        OpenImage::find(name, &[], stores, options)?.complete()
+        OpenImage::find(name, &[], stores, Pinned::AsAsked, options)?.complete()
+    }
+
+    /// As [`OpenImage::open`], for a second image, to which `--root-hash` does not apply.
+    pub fn open_second(name: &Path, stores: &StoreArgs) -> Result<Self, CommandError> {
+        let options = OpenOptions::default();
+        OpenImage::find(name, &[], stores, Pinned::Never, &options)?.complete()
     }
 
     /// The image, if nothing is missing of it.
@@ -142,7 +150,13 @@ impl OpenImage {
         options: &OpenOptions,
         check: &dyn Fn(OpenImage) -> Result<OpenImage, CommandError>,
     ) -> Result<Self, CommandError> {
-        let base = check(OpenImage::find(name, &[], stores, options)?)?;
+        let base = check(OpenImage::find(
+            name,
+            &[],
+            stores,
+            Pinned::AsAsked,
+            options,
+        )?)?;
         if layers.is_empty() {
             return Ok(base);
         }
@@ -161,7 +175,13 @@ impl OpenImage {
         for layer in layers {
             // The layer finds the images below it among these files.
             let given: Vec<PathBuf> = parts.iter().flat_map(OpenImage::files).collect();
-            let image = check(OpenImage::find(layer, &given, stores, options)?)?;
+            let image = check(OpenImage::find(
+                layer,
+                &given,
+                stores,
+                Pinned::Never,
+                options,
+            )?)?;
             let metadata = image.metadata()?;
             let Some(described) = metadata.get("layer") else {
                 return Err(cannot(layer)
@@ -261,12 +281,49 @@ impl OpenImage {
         name: &Path,
         given: &[PathBuf],
         stores: &StoreArgs,
+        pinned: Pinned,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let begun = std::time::Instant::now();
-        let image = OpenImage::look(name, given, stores, options)?;
+        let root = match pinned {
+            Pinned::AsAsked => stores.remote.root_hash,
+            Pinned::Never => None,
+        };
+        let image = match root {
+            None => OpenImage::look(name, given, stores, pinned, options)?,
+            // Opened with this root only, and always verified.
+            Some(_) if matches!(parse_name(name)?, ImageName::Remote(_)) => {
+                OpenImage::look(name, given, stores, pinned, options)?
+            }
+            Some(root) => {
+                // The header's root counts only if the bytes are checked against it.
+                let verified = OpenOptions {
+                    verify: Verify::Merkle,
+                    ..options.clone()
+                };
+                let image = OpenImage::look(name, given, stores, pinned, &verified)?;
+                image.require_root(root)?;
+                image
+            }
+        };
         image.log(begun);
         Ok(image)
+    }
+
+    /// Fails if the image has another root hash.
+    fn require_root(&self, root: Root) -> Result<(), CommandError> {
+        let found = self.image().header().merkle.as_ref();
+        match found.is_some_and(|tree| tree.root == root.0) {
+            true => Ok(()),
+            false => Err(
+                CommandError::new(format!("cannot open {}", self.name.display())).caused_by_text(
+                    format!(
+                        "its root hash is {}, not {root}",
+                        found.map_or("missing".to_owned(), |tree| Root(tree.root).to_string())
+                    ),
+                ),
+            ),
+        }
     }
 
     /// Logs the opened files.
@@ -305,11 +362,25 @@ impl OpenImage {
         name: &Path,
         given: &[PathBuf],
         stores: &StoreArgs,
+        pinned: Pinned,
         options: &OpenOptions,
     ) -> Result<Self, CommandError> {
         let directories = stores.directories()?;
         let parsed = parse_name(name)?;
         refuse_what_is_no_file(&parsed)?;
+        if let ImageName::Remote(url) = &parsed {
+            let remote = remote::open(url, &stores.remote, pinned)?;
+            let places = Places {
+                stores: &directories,
+                named: stores.backing_dirs()?,
+                files: given,
+                remote: remote.files.as_ref(),
+            };
+            let name = remote.name;
+            let opened = store::open_remote(name.clone(), remote.storage, places, options)
+                .map_err(|error| cannot_open(&name, &error))?;
+            return Ok(OpenImage::of(&name, opened));
+        }
         if let ImageName::File(path) = &parsed
             && disks::is_disk(path)
         {
@@ -323,6 +394,7 @@ impl OpenImage {
             stores: &directories,
             named: stores.backing_dirs()?,
             files: given,
+            remote: None,
         };
         let opened =
             store::open(&parsed, places, options).map_err(|error| cannot_open(name, &error))?;

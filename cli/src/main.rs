@@ -19,6 +19,7 @@ mod metrics;
 mod names;
 mod new_file;
 mod place;
+mod remote;
 mod rewrite;
 mod running;
 mod size;
@@ -63,6 +64,7 @@ Exit status:
 
 Environment:
   BCOW_STORE         directories to search for layers, separated by colons (see also --store)
+  BCOW_CACHE         directory that keeps what is read of images on other machines (see --cache-dir)
   BCOW_LOG           filter of the log on standard error, as in BCOW_LOG=bcow=debug (see also -v)
   NO_COLOR           disables colour
   SOURCE_DATE_EPOCH  the time that `bcow convert` and `bcow commit` record, in seconds since 1970

@@ -36,7 +36,10 @@ enum Uses {
 const BY_SKOPEO: &str =
     "`bcow export IMG --to oci-archive:FILE` writes an archive for `skopeo copy oci-archive:FILE";
 
-const TRANSPORTS: [Transport; 13] = [
+/// The hint for destinations on web servers.
+const BY_UPLOAD: &str = "write a file, and copy it to the server";
+
+const TRANSPORTS: [Transport; 15] = [
     Transport::both("bcow"),
     Transport::both("oci"),
     Transport::both("oci-archive"),
@@ -55,6 +58,14 @@ const TRANSPORTS: [Transport; 13] = [
     Transport {
         name: "docker-archive",
         uses: Uses::Source(BY_SKOPEO),
+    },
+    Transport {
+        name: "https",
+        uses: Uses::Source(BY_UPLOAD),
+    },
+    Transport {
+        name: "http",
+        uses: Uses::Source(BY_UPLOAD),
     },
     Transport::foreign("docker"),
     Transport::foreign("docker-daemon"),
@@ -255,7 +266,7 @@ impl Layout {
 pub enum Source {
     /// A container image, an archive or a directory: for [`bcow_oci::Source`] to read.
     Files,
-    /// A BCoW file, or an image in BCoW form in an OCI layout.
+    /// A BCoW file, or an image in BCoW form in an OCI layout or on another machine.
     Bcow(PathBuf),
     /// The bytes of a disk.
     Raw(PathBuf),
@@ -270,7 +281,7 @@ impl Source {
         match split(name) {
             Some(("raw", path)) => Source::Raw(path.into()),
             Some(("qcow2", path)) => Source::Qcow2(path.into()),
-            Some(("bcow", _)) => Source::Bcow(name.into()),
+            Some(("bcow" | "https" | "http" | "docker", _)) => Source::Bcow(name.into()),
             Some(("oci", _)) if is_in_bcow_form(name) => Source::Bcow(name.into()),
             None if begins_as_bcow(Path::new(name)) => Source::Bcow(name.into()),
             _ => Source::Files,

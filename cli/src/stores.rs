@@ -11,6 +11,7 @@ use bcow_oci::store::StoreError;
 
 use crate::error::{CommandError, Context};
 use crate::form::guess;
+use crate::remote::RemoteArgs;
 
 /// Directories in which the layers of an image are looked up, in addition to the layout of the
 /// image.
@@ -27,6 +28,8 @@ pub struct StoreArgs {
     /// inconsistent
     #[arg(short = 'U', long)]
     force_share: bool,
+    #[command(flatten)]
+    pub remote: RemoteArgs,
 }
 
 /// Stores for every command, as in PATH.

@@ -36,6 +36,7 @@ use crate::ui::Ui;
 ///     FILE.tar[.gz|.zst]        the same as tar:FILE
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
+///     https://HOST/PATH         a BCoW image on a web server
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of
 ///
@@ -55,7 +56,7 @@ use crate::ui::Ui;
 /// --writable, it is a writable disk. A raw or qcow2 SRC needs its prefix, because bcow does not
 /// detect these formats.
 ///
-/// The command needs no privilege, daemon, network or loop device. It compares the bytes of each
+/// The command needs no privilege, daemon or loop device, and a network only for https://... It compares the bytes of each
 /// layer with their digest while it reads them. Into an OCI layout, it converts only layers that
 /// are neither in the layout nor in the cache.
 ///

@@ -53,7 +53,7 @@ Exit status, as in diff(1):
   2  error: an unreadable image, a damaged block, an invalid command line"
 )]
 pub struct Args {
-    /// The first image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    /// The first image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST or https://...
     #[arg(value_name = "A", value_hint = clap::ValueHint::FilePath)]
     a: PathBuf,
     /// The second image
@@ -106,7 +106,7 @@ fn compare(args: &Args, ui: &Ui) -> Result<bool, CommandError> {
             None => Err(CommandError::usage("missing the second image")),
         };
     };
-    let other = OpenImage::open(b, &args.stores)?;
+    let other = OpenImage::open_second(b, &args.stores)?;
     if is_disk(&image) || is_disk(&other) {
         return blocks::compare(args, &image, &other, ui);
     }

@@ -2,13 +2,12 @@
 
 mod upper;
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::check::{self, CheckOptions};
 use bcow::format::compatible;
-use bcow::{Image, OpenOptions};
+use bcow::{Image, OpenOptions, Storage, header_of};
 use bcow_erofs::check as erofs_check;
 use bcow_erofs::damage::{DamagedFile, UnreadableRange, damaged_files, unreadable_ranges};
 use bcow_erofs::reader::Filesystem;
@@ -22,6 +21,7 @@ use crate::image::{
     LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
 };
 use crate::names::{self, printable};
+use crate::remote::{self, Pinned};
 use crate::size::{Count, Human, plural};
 use crate::ui::{Output, Ui};
 
@@ -49,7 +49,8 @@ Exit status, as in fsck(8):
   8   the check failed: the file is missing, unreadable, not a BCoW file, or of a newer version
   16  the command line is invalid")]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST; or the directory of an upper
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST or https://...; or the directory of
+    /// an upper
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The image of an upper [default: the path recorded in the upper]
@@ -123,11 +124,20 @@ struct Target {
     name: String,
     label: String,
     path: PathBuf,
-    file: Arc<File>,
+    file: Arc<dyn Storage>,
     /// The expected digest.
     digest: Option<Digest>,
     /// The code of a finding if the digest does not match.
     digest_code: &'static str,
+}
+
+/// The image, before it is known to be one.
+struct Found {
+    path: PathBuf,
+    storage: Arc<dyn Storage>,
+    /// The file of this machine.
+    file: Option<Arc<std::fs::File>>,
+    digest: Option<Digest>,
 }
 
 /// The result for one file.
@@ -164,14 +174,46 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         return Err(CommandError::usage(usage).hint("BELOW and --layer name the image of an upper"));
     }
     let stores = args.stores.directories()?;
+    let name = parse_name(&args.image)?;
+    refuse_what_is_no_file(&name)?;
+    let remote = match &name {
+        ImageName::Remote(_) if args.repair => {
+            return Err(CommandError::usage(format!(
+                "cannot repair {}: images on other machines are read-only",
+                printable(&name.absolute().to_string_lossy())
+            ))
+            .hint("repair the file where it is, or a copy"));
+        }
+        ImageName::Remote(url) => Some(remote::open(url, &args.stores.remote, Pinned::AsAsked)?),
+        _ => None,
+    };
     let places = Places {
         stores: &stores,
         named: args.stores.backing_dirs()?,
+        remote: remote.as_ref().and_then(|remote| remote.files.as_ref()),
         ..Places::default()
     };
-    let name = parse_name(&args.image)?;
-    refuse_what_is_no_file(&name)?;
-    let located = store::locate(&name).map_err(|error| cannot_open(&args.image, &error))?;
+    let shown = match &remote {
+        Some(remote) => remote.name.clone(),
+        None => args.image.clone(),
+    };
+    let found = match &remote {
+        Some(remote) => Found {
+            path: remote.name.clone(),
+            storage: Arc::clone(&remote.storage),
+            file: None,
+            digest: None,
+        },
+        None => {
+            let located = store::locate(&name).map_err(|error| cannot_open(&args.image, &error))?;
+            Found {
+                path: located.path,
+                storage: located.file.clone(),
+                file: Some(located.file),
+                digest: located.digest,
+            }
+        }
+    };
     let threads = match args.jobs {
         Some(jobs) => jobs.into(),
         None => std::thread::available_parallelism().map_or(1, |n| n.get()),
@@ -185,24 +227,43 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     let repaired = match args.repair {
         true => {
             progress.phase("repairing");
-            let (file, _lock) = open_for_repair(&args.image, &located.path)?;
+            let (file, _lock) = open_for_repair(&args.image, &found.path)?;
             check::repair(file).context(|| format!("cannot repair {}", args.image.display()))?
         }
         false => Vec::new(),
     };
     progress.phase("checking");
-    lock_for_reading(&args.image, &located.file, args.stores.share())?;
+    if let (Some(root), Some(file)) = (args.stores.remote.root_hash, &found.file) {
+        let tree = header_of(&**file).and_then(|header| header.merkle);
+        if tree.is_none_or(|tree| tree.root != root.0) {
+            return Err(
+                CommandError::new(format!("cannot check {}", shown.display()))
+                    .caused_by_text(format!("its root hash is not {root}")),
+            );
+        }
+    }
+    if let Some(file) = &found.file {
+        lock_for_reading(&args.image, file, args.stores.share())?;
+    }
     let target = Target {
-        name: args.image.display().to_string(),
-        label: args.image.display().to_string(),
-        path: located.path,
-        file: located.file,
-        digest: located.digest,
+        name: shown.display().to_string(),
+        label: shown.display().to_string(),
+        path: found.path,
+        file: found.storage,
+        digest: found.digest,
         digest_code: "blob-digest",
     };
-    let mut files = vec![check_file(&args.image, target, &options)?];
+    let mut files = vec![check_file(&shown, target, &options)?];
     // A damaged image may still name its layers. A file that is not an image has already failed.
-    if let Ok(opened) = store::open(&name, places, &OpenOptions::default()) {
+    let opening = OpenOptions::default();
+    let opened = match remote.as_ref() {
+        Some(image) => {
+            let storage = Arc::clone(&image.storage);
+            store::open_remote(image.name.clone(), storage, places, &opening)
+        }
+        None => store::open(&name, places, &opening),
+    };
+    if let Ok(opened) = opened {
         let top = &mut files[0];
         top.findings
             .extend(opened.problems.iter().map(|problem| Finding {
@@ -214,17 +275,15 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         let count = opened.below.len();
         for (index, layer) in opened.below.into_iter().enumerate() {
             progress.phase(&format!("checking file {} of {count} below", index + 1));
-            let file = File::open(&layer.path)
-                .context(|| format!("cannot open {}", layer.path.display()))?;
             let target = Target {
                 name: layer.name,
                 label: layer.label,
                 path: layer.path,
-                file: Arc::new(file),
+                file: layer.storage,
                 digest: Some(layer.digest),
                 digest_code: "backing-entry",
             };
-            files.push(check_file(&args.image, target, &options)?);
+            files.push(check_file(&shown, target, &options)?);
         }
     }
     drop(progress);
@@ -253,7 +312,11 @@ const REPAIRABLE: [&str; 3] = ["header-slot", "free-list", "leak"];
 
 /// Prints recovery commands as hints on standard error. A test runs each of these commands.
 fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
-    let image = args.image.display();
+    let image = name.absolute();
+    let image = match name {
+        ImageName::Remote(_) => Path::new(&image).display(),
+        _ => args.image.display(),
+    };
     let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
     if damaged.is_empty() {
         // A repair often follows an accident, which may have damaged data too.
@@ -282,7 +345,7 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
         return;
     }
     match name {
-        ImageName::File(_) => {
+        ImageName::File(_) | ImageName::Remote(_) => {
             ui.hint("`bcow convert` creates the image again from its source");
         }
         _ => {
@@ -345,14 +408,15 @@ fn check_file(
         .iter()
         .any(|f| matches!(f.code, "not-bcow" | "version" | "unknown-feature"))
     {
-        return Err(match Image::open(path, &OpenOptions::default()) {
+        let opened = Image::open_storage(target.file.clone(), &OpenOptions::default());
+        return Err(match opened {
             Err(error) => cannot_open_file(image, path, &error),
             Ok(_) => CommandError::new(format!("{} changed during the check", path.display())),
         });
     }
     let mut findings: Vec<Finding> = Vec::new();
     if let (Some(expected), true) = (&target.digest, options.data) {
-        let (found, _) = Digest::of_file(&target.file, expected.algorithm()).context(cannot)?;
+        let found = Digest::of_storage(&*target.file, expected.algorithm()).context(cannot)?;
         if found != *expected {
             findings.push(Finding {
                 error: true,
@@ -553,7 +617,7 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
 /// superblock.
 fn check_tree(
     path: &Path,
-    storage: Arc<File>,
+    storage: Arc<dyn Storage>,
     read_files: bool,
     findings: &mut Vec<Finding>,
 ) -> Result<Option<u64>, CommandError> {

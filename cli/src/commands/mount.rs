@@ -76,7 +76,7 @@ mount ends when the last open file is closed, or at a second signal. SIGHUP unmo
 foreground."
 )]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF] or oci:DIR@sha256:DIGEST
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST or https://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The directory to mount on; after the layers, if there are any

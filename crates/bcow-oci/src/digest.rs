@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
+use bcow::Storage;
 use data_encoding::HEXLOWER;
 use sha2::{Digest as _, Sha256, Sha512};
 
@@ -81,7 +82,7 @@ impl Digest {
         let mut buffer = vec![0; 1 << 20];
         let mut at = 0;
         loop {
-            match file.read_at(&mut buffer, at) {
+            match FileExt::read_at(file, &mut buffer, at) {
                 Ok(0) => return Ok((hasher.finish(), at)),
                 Ok(read) => {
                     hasher.update(&buffer[..read]);
@@ -91,6 +92,21 @@ impl Digest {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// The digest of all bytes of a storage.
+    pub fn of_storage(storage: &dyn Storage, algorithm: Algorithm) -> io::Result<Digest> {
+        let mut hasher = Hasher::new(algorithm);
+        let length = storage.len()?;
+        let mut buffer = vec![0; length.min(1 << 20) as usize];
+        let mut at = 0;
+        while at < length {
+            let count = (length - at).min(buffer.len() as u64) as usize;
+            storage.read_at(at, &mut buffer[..count])?;
+            hasher.update(&buffer[..count]);
+            at += count as u64;
+        }
+        Ok(hasher.finish())
     }
 
     /// The SHA-256 digest of `bytes`.

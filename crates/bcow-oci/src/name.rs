@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use crate::digest::Digest;
 
-/// An image in BCoW form: `FILE`, `bcow:FILE`, `oci:DIR[:REF]` or `oci:DIR@sha256:HEX`.
+/// An image in BCoW form: `FILE`, `bcow:FILE`, `oci:DIR[:REF]`, `oci:DIR@sha256:HEX`, or the URL of
+/// an image on another machine.
 ///
 /// As in [`crate::Source`], the first colon behind the transport ends DIR. A file whose name begins
 /// with `oci:` or `bcow:` needs the form `./oci:...`.
@@ -28,6 +29,9 @@ pub enum ImageName {
         /// The file's digest.
         digest: Digest,
     },
+    /// An image on another machine: `https://...`, `http://...` or `docker://...`. This crate does
+    /// not read it.
+    Remote(String),
 }
 
 /// The text is not the name of an image in BCoW form.
@@ -41,13 +45,15 @@ pub struct NameSyntax {
 impl NameSyntax {
     /// A hint for the user.
     pub fn hint(&self) -> &'static str {
-        "images are FILE, oci:DIR[:REF] and oci:DIR@sha256:DIGEST"
+        "images are FILE, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... and docker://..."
     }
 }
 
 const TRANSPORT: &[u8] = b"oci:";
 /// The transport of a file whose name looks like another transport.
 const FILE: &[u8] = b"bcow:";
+/// The begin of the names of images on other machines.
+const REMOTE: [&[u8]; 3] = [b"https://", b"http://", b"docker://"];
 
 impl ImageName {
     /// Parses an image name. A name without a transport is a file.
@@ -56,6 +62,15 @@ impl ImageName {
             text: text.to_string_lossy().into_owned(),
             problem,
         };
+        if REMOTE
+            .iter()
+            .any(|start| text.as_bytes().starts_with(start))
+        {
+            return match text.to_str() {
+                Some(text) => Ok(ImageName::Remote(text.to_owned())),
+                None => Err(bad("it is not UTF-8")),
+            };
+        }
         let Some(rest) = text.as_bytes().strip_prefix(TRANSPORT) else {
             return match text.as_bytes().strip_prefix(FILE) {
                 Some(b"") => Err(bad("missing file name")),
@@ -94,11 +109,13 @@ impl ImageName {
         }
     }
 
-    /// The same name with an absolute path, for readers in other directories (`/proc/mounts`).
+    /// The same name with an absolute path, for readers in other directories (`/proc/mounts`). The
+    /// query of a URL, which can have a signature that gives access, is left out.
     pub fn absolute(&self) -> OsString {
         let absolute = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let (directory, end) = match self {
             ImageName::File(path) => return absolute(path).into(),
+            ImageName::Remote(url) => return without_query(url).into(),
             ImageName::Layout {
                 directory,
                 reference: None,
@@ -113,6 +130,14 @@ impl ImageName {
         bytes.extend_from_slice(absolute(directory).as_os_str().as_bytes());
         bytes.extend_from_slice(end.as_bytes());
         OsString::from_vec(bytes)
+    }
+}
+
+/// A URL for messages and for other users.
+fn without_query(url: &str) -> String {
+    match url.split_once('?') {
+        Some((address, _)) => format!("{address}?..."),
+        None => url.to_owned(),
     }
 }
 
@@ -148,6 +173,23 @@ mod tests {
                 directory: "a@b".into(),
                 digest: DIGEST.parse().unwrap(),
             })
+        );
+    }
+
+    #[test]
+    fn urls_are_remote_and_are_shown_without_their_query() {
+        for (url, shown) in [
+            ("https://host/a.bcow?signature=x", "https://host/a.bcow?..."),
+            ("http://host/a.bcow", "http://host/a.bcow"),
+            ("docker://host/repo:tag", "docker://host/repo:tag"),
+        ] {
+            let name = ImageName::parse(url.as_ref()).unwrap();
+            assert_eq!(name, ImageName::Remote(url.to_owned()));
+            assert_eq!(name.absolute(), OsStr::new(shown));
+        }
+        assert_eq!(
+            parse("bcow:https://x"),
+            Ok(ImageName::File("https://x".into()))
         );
     }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use bcow::chain::{self, Digests, Named, directory_of};
 use bcow::format::{BackingEntry, BackingName, is_plain_name};
-use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Verify};
+use bcow::{BackingResolver, BlockDevice, Image, OpenOptions, Storage, Verify};
 
 use rustix::io::Errno;
 
@@ -78,7 +78,7 @@ pub struct BackingFacts {
 }
 
 /// Where the user allows bcow to look for files below an image.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Clone, Copy, Default)]
 pub struct Places<'p> {
     /// OCI layouts, and directories of files named by their digests.
     pub stores: &'p [PathBuf],
@@ -86,13 +86,34 @@ pub struct Places<'p> {
     pub named: &'p [PathBuf],
     /// Files that the user named. Each is a candidate for every digest.
     pub files: &'p [PathBuf],
+    /// The place on another machine from which the image comes. It is searched last.
+    pub remote: Option<&'p Arc<dyn RemoteFiles>>,
 }
+
+/// A place on another machine that has files by digest.
+pub trait RemoteFiles: Send + Sync {
+    /// The name of the file with this digest, for messages.
+    fn name(&self, digest: &Digest) -> PathBuf;
+
+    /// Opens the file with this digest; `None` if the place does not have it. Every byte that the
+    /// storage returns is checked against the root hash in `facts`.
+    fn open(
+        &self,
+        digest: &Digest,
+        facts: &LayerFacts,
+    ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure>;
+}
+
+/// The cause for which a file of another machine does not open.
+pub type RemoteFailure = Box<dyn std::error::Error + Send + Sync>;
 
 /// A file that was found by its digest or its name.
 #[derive(Clone)]
 pub struct LayerFile {
     /// The path of the file.
     pub path: PathBuf,
+    /// The bytes of the file.
+    pub storage: Arc<dyn Storage>,
     /// The address space of the file.
     pub image: Arc<Image>,
 }
@@ -108,6 +129,8 @@ pub struct BelowFile {
     pub digest: Digest,
     /// The path of the file.
     pub path: PathBuf,
+    /// The bytes of the file.
+    pub storage: Arc<dyn Storage>,
 }
 
 /// An image could not be opened.
@@ -123,6 +146,9 @@ pub enum StoreError {
         /// The manifest.
         place: String,
     },
+    /// The image is on another machine.
+    #[error("this command does not read images from other machines")]
+    NotLocal,
     /// The layout does not have this blob.
     #[error("{} has no blob {digest}", directory.display())]
     NoSuchBlob {
@@ -263,6 +289,9 @@ impl StoreError {
             StoreError::OrdinaryImage { .. } => Some(
                 "`bcow convert` makes a BCoW image of it, in one file or layer by layer".into(),
             ),
+            StoreError::NotLocal => {
+                Some("`bcow convert URL FILE.bcow` copies it to this machine".into())
+            }
             StoreError::NoSuchBlob { .. } | StoreError::Open { .. } => None,
             StoreError::Layers { first, .. } => Some(first.hint().into()),
         }
@@ -301,17 +330,39 @@ pub fn open(
     if let (Some(digest), Verify::Merkle) = (&found.digest, options.verify) {
         check_digest(&found, digest)?;
     }
+    let directory = directory_of(&found.path);
+    let finder = Finder::new(found.layout.as_deref(), places, options.clone());
+    open_found(found.path, found.file, Some(&directory), finder, options)
+}
+
+/// Opens the image in `storage`, which comes from another machine and is called `name` in messages.
+/// As [`open`] otherwise. Files are looked up by name only in the directories that the user names.
+pub fn open_remote(
+    name: PathBuf,
+    storage: Arc<dyn Storage>,
+    places: Places<'_>,
+    options: &OpenOptions,
+) -> Result<Opened, StoreError> {
+    let finder = Finder::new(None, places, options.clone());
+    open_found(name, storage, None, finder, options)
+}
+
+fn open_found(
+    path: PathBuf,
+    storage: Arc<dyn Storage>,
+    directory: Option<&Path>,
+    finder: Finder,
+    options: &OpenOptions,
+) -> Result<Opened, StoreError> {
     let cannot_open = |source| StoreError::Open {
-        path: found.path.clone(),
+        path: path.clone(),
         source,
     };
-    let finder = Finder::new(found.layout.as_deref(), places, options.clone());
     // The metadata describes the files below, so it is read before they are opened.
-    let facts = Image::open_storage(found.file.clone(), options)
+    let facts = Image::open_storage(storage.clone(), options)
         .and_then(|image| match image.metadata() {
             Ok(metadata) => {
-                let directory = directory_of(&found.path);
-                finder.record_backings(&backing_facts(&metadata), &directory);
+                finder.record_backings(&backing_facts(&metadata), directory);
                 Ok(stack_facts(&metadata))
             }
             // An unreadable metadata section is not an error here: the files below are then hashed
@@ -321,12 +372,9 @@ pub fn open(
         })
         .map_err(cannot_open)?;
     finder.record_layers(&facts);
-    let image = Image::open_with_backings(
-        found.file.clone(),
-        options,
-        &FinderResolver::new(&finder, 0),
-    )
-    .map_err(cannot_open)?;
+    let image =
+        Image::open_with_backings(storage.clone(), options, &FinderResolver::new(&finder, 0))
+            .map_err(cannot_open)?;
     let below = finder.below(&facts);
     let known = finder.lookups.into_inner();
     let layers = facts
@@ -341,7 +389,7 @@ pub fn open(
         .collect();
     Ok(Opened {
         image,
-        path: found.path,
+        path,
         layers,
         below,
         problems: finder.problems.into_inner(),
@@ -395,6 +443,7 @@ pub fn locate(name: &ImageName) -> Result<Located, StoreError> {
                 }
             }
         }
+        ImageName::Remote(_) => return Err(StoreError::NotLocal),
         ImageName::Blob { directory, digest } => {
             let files = Files::directory(directory)?;
             layout::check_version(&files)?;
@@ -515,7 +564,7 @@ impl Stores {
 
 impl Digests for Stores {
     fn learn(&self, image: &Image, directory: &Path) {
-        self.0.record_metadata(image, directory);
+        self.0.record_metadata(image, Some(directory));
     }
 
     fn find(&self, backing: &BackingEntry, depth: u32) -> Option<(Arc<Image>, u32)> {
@@ -537,6 +586,8 @@ struct Finder {
     named: Vec<PathBuf>,
     /// Candidates for every digest.
     files: Vec<PathBuf>,
+    /// Searched last.
+    remote: Option<Arc<dyn RemoteFiles>>,
     options: OpenOptions,
     /// What images record about the files below them. The first record of a digest, which comes
     /// from the uppermost file, stays.
@@ -552,8 +603,8 @@ struct FileRecord {
     label: Option<String>,
     facts: Option<LayerFacts>,
     /// The names that the file may have, each with the directory of the image that records the
-    /// name.
-    names: Vec<(PathBuf, String)>,
+    /// name, if that image is on this machine.
+    names: Vec<(Option<PathBuf>, String)>,
 }
 
 enum Lookup {
@@ -574,6 +625,7 @@ impl Finder {
             stores: stores.chain(places.stores.iter().cloned()).collect(),
             named: places.named.to_vec(),
             files: places.files.to_vec(),
+            remote: places.remote.cloned(),
             options,
             facts: RefCell::default(),
             lookups: RefCell::default(),
@@ -594,20 +646,22 @@ impl Finder {
     }
 
     /// `directory` is that of the image whose metadata has `backings`.
-    fn record_backings(&self, backings: &[BackingFacts], directory: &Path) {
+    fn record_backings(&self, backings: &[BackingFacts], directory: Option<&Path>) {
         let mut all = self.facts.borrow_mut();
         for backing in backings {
             let known = all.entry(backing.facts.digest.clone()).or_default();
             known.facts.get_or_insert_with(|| backing.facts.clone());
             if let Some(name) = &backing.name {
-                known.names.push((directory.to_owned(), name.clone()));
+                known
+                    .names
+                    .push((directory.map(Path::to_owned), name.clone()));
             }
         }
     }
 
     /// Records what the metadata of the image, whose file is in `directory`, says of the files
     /// below it.
-    fn record_metadata(&self, image: &Image, directory: &Path) {
+    fn record_metadata(&self, image: &Image, directory: Option<&Path>) {
         // If the metadata is unreadable, the files below are hashed whole.
         if image.backings().next().is_some()
             && let Ok(metadata) = image.metadata()
@@ -655,6 +709,7 @@ impl Finder {
                     name: self.name(digest),
                     digest: digest.clone(),
                     path: file.path.clone(),
+                    storage: file.storage.clone(),
                 }),
                 _ => None,
             })
@@ -745,7 +800,7 @@ impl Finder {
         names
             .iter()
             .flat_map(|(own, name)| {
-                std::iter::once(own)
+                own.iter()
                     .chain(searched())
                     .map(move |directory| (directory.clone(), name.clone()))
             })
@@ -769,6 +824,10 @@ impl Finder {
             .map(Candidate::Path)
             .chain(named.into_iter().map(|(d, name)| Candidate::Named(d, name)))
             .chain(self.files.iter().cloned().map(Candidate::UserFile))
+            .chain(self.remote.iter().map(|remote| Candidate::Remote {
+                files: remote.clone(),
+                digest: digest.clone(),
+            }))
             .collect()
     }
 
@@ -786,7 +845,12 @@ impl Finder {
             path: path.clone(),
             source,
         };
-        let Some(file) = candidate.open().map_err(failed)? else {
+        let facts = self
+            .facts
+            .borrow()
+            .get(digest)
+            .and_then(|k| k.facts.clone());
+        let Some(file) = candidate.open(facts.as_ref()).map_err(failed)? else {
             return Ok(None);
         };
         // The files below the candidate are opened only after the candidate is known to be the
@@ -801,11 +865,6 @@ impl Finder {
             expected,
         };
         let header = alone.header();
-        let facts = self
-            .facts
-            .borrow()
-            .get(digest)
-            .and_then(|k| k.facts.clone());
         match facts {
             Some(facts) => {
                 let root = header.merkle.as_ref().map(|tree| tree.root);
@@ -826,7 +885,7 @@ impl Finder {
                 }
             }
             None => {
-                let (found, _) = Digest::of_file(&file, digest.algorithm())
+                let found = Digest::of_storage(&*file, digest.algorithm())
                     .map_err(|error| failed(error.into()))?;
                 if found != *digest {
                     return Err(wrong("digest", found.to_string(), digest.to_string()));
@@ -838,8 +897,9 @@ impl Finder {
         let image = match has_no_backings {
             true => alone,
             false => {
-                self.record_metadata(&alone, &directory_of(&path));
-                Image::open_with_backings(file, &self.options, &below)
+                let directory = candidate.directory();
+                self.record_metadata(&alone, directory.as_deref());
+                Image::open_with_backings(file.clone(), &self.options, &below)
                     .map_err(|error| failed(error.into()))?
             }
         };
@@ -856,7 +916,12 @@ impl Finder {
                 name: self.name(digest),
             });
         }
-        Ok(Some((LayerFile { path, image }, height)))
+        let found = LayerFile {
+            path,
+            storage: file,
+            image,
+        };
+        Ok(Some((found, height)))
     }
 }
 
@@ -869,21 +934,40 @@ enum Candidate {
     Named(PathBuf, String),
     /// A file that the user named, perhaps for a different purpose.
     UserFile(PathBuf),
+    /// A file of another machine.
+    Remote {
+        files: Arc<dyn RemoteFiles>,
+        digest: Digest,
+    },
 }
 
 impl Candidate {
     fn path(&self) -> PathBuf {
         match self {
+            Candidate::Remote { files, digest } => files.name(digest),
             Candidate::Path(path) | Candidate::UserFile(path) => path.clone(),
             Candidate::Named(directory, name) => directory.join(name),
         }
     }
 
-    /// Opens the file; `None` if it does not exist.
-    fn open(&self) -> Result<Option<Arc<File>>, Box<dyn std::error::Error + Send + Sync>> {
+    /// The directory of the file, if it is on this machine.
+    fn directory(&self) -> Option<PathBuf> {
         match self {
+            Candidate::Remote { .. } => None,
+            _ => Some(directory_of(&self.path())),
+        }
+    }
+
+    /// Opens the file; `None` if it does not exist.
+    fn open(&self, facts: Option<&LayerFacts>) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
+        match self {
+            Candidate::Remote { files, digest } => match facts {
+                Some(facts) => files.open(digest, facts),
+                // Its bytes could be checked only by reading all of them.
+                None => Err("the image does not record its root hash".into()),
+            },
             Candidate::Path(path) | Candidate::UserFile(path) => match open_regular(path) {
-                Ok(Some(blob)) => Ok(blob.file()),
+                Ok(Some(blob)) => Ok(blob.file().map(|file| file as Arc<dyn Storage>)),
                 Ok(None) => Ok(None),
                 // The caller's error has the path.
                 Err(ConvertError::Read { source, .. }) => Err(source.into()),

@@ -1,0 +1,313 @@
+"""Images on other machines: read over HTTPS, checked, cached, and without the server.
+
+The servers are Python's http.server with ranges and TLS, on ports of this machine's own. The server
+counts what it sends. Every command and every wait has a time limit.
+"""
+
+import contextlib
+import errno
+import http.server
+import json
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import tempfile
+import threading
+import time
+import unittest
+
+from support import WORK, assert_same_tree, bcow, mounted, need, run
+
+TIMEOUT = 60
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Sends files of one directory, whole or a range."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = TIMEOUT
+
+    def do_GET(self):
+        server = self.server
+        if server.broken:
+            self.close_connection = True
+            return
+        path = os.path.join(server.directory, os.path.basename(self.path.split("?")[0]))
+        try:
+            file = open(path, "rb")
+        except OSError:
+            self.answer(404, b"")
+            return
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            if not asked:
+                self.answer(200, file.read())
+                return
+            first, last = int(asked[1]), min(int(asked[2]), size - 1)
+            file.seek(first)
+            self.answer(206, file.read(last + 1 - first), f"bytes {first}-{last}/{size}")
+
+    def answer(self, status, body, content_range=None):
+        self.send_response(status)
+        if content_range:
+            self.send_header("Content-Range", content_range)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        with self.server.lock:
+            self.server.sent += len(body)
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A server for the length of a with block."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, directory, context=None):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.directory, self.lock = directory, threading.Lock()
+        self.sent, self.broken = 0, False
+        if context is not None:
+            self.socket = context.wrap_socket(self.socket, server_side=True,
+                                              do_handshake_on_connect=False)
+        self.scheme = "http" if context is None else "https"
+
+    def url(self, name):
+        return f"{self.scheme}://localhost:{self.server_address[1]}/{name}"
+
+    def handle_error(self, *_):
+        # A client that ends, or refuses the certificate, closes its connection.
+        pass
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+def make_certificates(directory):
+    """A CA, and a certificate of it for localhost: rustls refuses self-signed ones."""
+    def openssl(*arguments):
+        run("openssl", *arguments, timeout=TIMEOUT)
+
+    def at(name):
+        return os.path.join(directory, name)
+
+    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-keyout", at("ca.key"), "-out", at("ca.pem"), "-days", "2", "-subj", "/CN=test CA",
+            "-addext", "basicConstraints=critical,CA:TRUE")
+    openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            "-keyout", at("leaf.key"), "-out", at("leaf.csr"), "-subj", "/CN=localhost")
+    with open(at("extensions"), "w") as out:
+        out.write("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    openssl("x509", "-req", "-in", at("leaf.csr"), "-CA", at("ca.pem"), "-CAkey", at("ca.key"),
+            "-CAcreateserial", "-days", "2", "-extfile", at("extensions"), "-out", at("leaf.pem"))
+
+
+class Remote(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        need("openssl", root=True, fuse=True)
+        cls.directory = tempfile.mkdtemp(prefix="remote-", dir=WORK)
+        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        make_certificates(cls.directory)
+        cls.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        cls.context.load_cert_chain(cls.path("leaf.pem"), cls.path("leaf.key"))
+        cls.tree = cls.path("tree")
+        cls.make_tree(cls.tree)
+        cls.served = cls.path("served")
+        os.mkdir(cls.served)
+        cls.image = os.path.join(cls.served, "image.bcow")
+        bcow("convert", f"dir:{cls.tree}", cls.image, timeout=TIMEOUT)
+        cls.bytes = os.path.getsize(cls.image)
+        found = json.loads(bcow("inspect", "--json", cls.image, timeout=TIMEOUT).out)
+        cls.root = found["merkle"]["root"]
+
+    @classmethod
+    def path(cls, name):
+        return os.path.join(cls.directory, name)
+
+    @classmethod
+    def make_tree(cls, top):
+        """Some 24 MB that do not compress, in files of all sizes."""
+        for n in range(40):
+            directory = os.path.join(top, f"dir-{n}")
+            os.makedirs(directory)
+            for m in range(20):
+                with open(os.path.join(directory, f"file-{m}"), "wb") as out:
+                    out.write(os.urandom(3000 * m))
+        with open(os.path.join(top, "large"), "wb") as out:
+            out.write(os.urandom(1 << 20))
+        os.symlink("dir-1/file-1", os.path.join(top, "link"))
+
+    def setUp(self):
+        self.cache = tempfile.mkdtemp(prefix="cache-", dir=self.directory)
+        self.env = {"SSL_CERT_FILE": self.path("ca.pem"), "BCOW_CACHE": self.cache,
+                    "NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
+
+    def bcow(self, *arguments, **options):
+        return bcow(*arguments, env=self.env, timeout=TIMEOUT, **options)
+
+    @contextlib.contextmanager
+    def mounted(self, *arguments):
+        with contextlib.ExitStack() as changed:
+            for name, value in self.env.items():
+                before = os.environ.get(name)
+                changed.callback(lambda n=name, b=before: os.environ.update({n: b}) if b is not None
+                                 else os.environ.pop(n, None))
+                os.environ[name] = value
+            with mounted(*arguments) as where:
+                yield where
+
+    def server(self):
+        return Server(self.served, self.context)
+
+    def test_listing_fetches_a_small_part_of_the_file(self):
+        with self.server() as server:
+            local = bcow("ls", "-R", self.image, timeout=TIMEOUT).out
+            self.assertEqual(self.bcow("ls", "-R", server.url("image.bcow")).out, local)
+            self.assertLess(server.sent, self.bytes // 10)
+            sent = server.sent
+            self.bcow("cat", server.url("image.bcow"), "/dir-7/file-3")
+            self.assertLess(server.sent - sent, self.bytes // 10)
+
+    def test_every_byte_is_checked_over_tls(self):
+        with self.server() as server:
+            self.bcow("fsck", "--data", server.url("image.bcow"))
+            self.assertLess(server.sent, self.bytes * 1.1)
+            self.bcow("diff", "--root-hash", self.root, server.url("image.bcow"), self.image)
+            copy = self.path("copy.bcow")
+            self.bcow("convert", "--force", server.url("image.bcow"), copy)
+            bcow("diff", copy, self.image, timeout=TIMEOUT)
+
+    def test_mount_shows_the_tree(self):
+        with self.server() as server, self.mounted(server.url("image.bcow")) as where:
+            assert_same_tree(self, self.tree, where)
+
+    def test_cache_serves_after_the_server_has_gone(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            self.bcow("fsck", "--data", url)
+            (cached,) = os.listdir(self.cache)
+            run("cmp", os.path.join(self.cache, cached), self.image)
+        local = bcow("ls", "-R", self.image, timeout=TIMEOUT).out
+        found = self.bcow("ls", "-R", "--root-hash", self.root, url)
+        self.assertEqual(found.out, local)
+        # Without a pin, only the server knows which file the name means.
+        failed = self.bcow("ls", url, check=False)
+        self.assertEqual(failed.code, 1)
+        self.assertIn(b"no connection to the server", failed.err)
+
+    def test_dead_server_is_an_input_output_error_until_it_is_back(self):
+        with self.server() as server:
+            url = server.url("image.bcow")
+            log = self.path("mount.log")
+            with self.mounted(url, "--server-timeout", "2", "--log-file", log) as where:
+                os.listdir(where)
+                server.broken = True
+                large = os.path.join(where, "large")
+                begin = time.monotonic()
+                with self.assertRaises(OSError) as failed:
+                    with open(large, "rb") as file:
+                        file.read()
+                self.assertEqual(failed.exception.errno, errno.EIO)
+                self.assertLess(time.monotonic() - begin, TIMEOUT)
+                with open(log) as lines:
+                    place = r"bytes \d+\.\.\d+ of https://localhost:\d+/image"
+                    self.assertRegex(lines.read(), place)
+                server.broken = False
+                with open(large, "rb") as file, open(os.path.join(self.tree, "large"), "rb") as own:
+                    self.assertTrue(file.read() == own.read(), "the content of /large")
+
+    def test_unknown_certificate_is_refused(self):
+        del self.env["SSL_CERT_FILE"]
+        with self.server() as server:
+            failed = self.bcow("ls", server.url("image.bcow"), check=False)
+        self.assertEqual(failed.code, 1)
+        self.assertIn(b"TLS failed", failed.err)
+        self.assertEqual(server.sent, 0)
+
+    def test_plain_http_needs_permission(self):
+        with Server(self.served) as server:
+            url = server.url("image.bcow")
+            refused = self.bcow("ls", url, check=False)
+            self.assertEqual(refused.code, 1)
+            self.assertIn(b"--insecure", refused.err)
+            self.assertEqual(server.sent, 0)
+            self.bcow("ls", "--insecure", url)
+
+    def test_pin_refuses_another_file(self):
+        other = os.path.join(self.served, "other.bcow")
+        bcow("convert", "--block-size", "64K", f"dir:{self.tree}", other, timeout=TIMEOUT)
+        with self.server() as server:
+            refused = self.bcow("ls", "--root-hash", self.root, server.url("other.bcow"),
+                                check=False)
+        self.assertEqual(refused.code, 1)
+        self.assertIn(self.root.removeprefix("sha256:").encode(), refused.err)
+        local = bcow("ls", "--root-hash", self.root, other, check=False, timeout=TIMEOUT)
+        self.assertEqual(local.code, 1)
+        bcow("ls", "--root-hash", self.root, self.image, timeout=TIMEOUT)
+
+    def test_signature_in_the_query_is_shown_nowhere(self):
+        with self.server() as server:
+            url = server.url("image.bcow") + "?signature=geheim"
+            shown = self.bcow("-vv", "inspect", url)
+            failed = self.bcow("-vv", "ls", server.url("none.bcow") + "?signature=geheim",
+                               check=False)
+            with self.mounted(url) as where:
+                os.listdir(where)
+                with open("/proc/self/mounts") as mounts:
+                    self.assertNotIn("geheim", mounts.read())
+                running = bcow("ps", "--json", timeout=TIMEOUT).out
+        for text in shown.out, shown.err, failed.out, failed.err, running:
+            self.assertNotIn(b"geheim", text)
+        self.assertEqual(failed.code, 1)
+
+    def test_cache_that_others_can_write_to_is_refused(self):
+        os.chmod(self.cache, 0o777)
+        with self.server() as server:
+            refused = self.bcow("ls", server.url("image.bcow"), check=False)
+            self.assertEqual(refused.code, 1)
+            self.assertIn(b"other users may write", refused.err)
+            self.bcow("ls", "--no-cache", server.url("image.bcow"))
+        self.assertEqual(os.listdir(self.cache), [])
+
+    def test_full_disk_of_the_cache_does_no_harm(self):
+        small = self.path("small-disk")
+        os.mkdir(small)
+        run("mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", small, timeout=TIMEOUT)
+        try:
+            self.env["BCOW_CACHE"] = small
+            with self.server() as server:
+                self.bcow("fsck", "--data", server.url("image.bcow"))
+        finally:
+            subprocess.run(["umount", small], timeout=TIMEOUT, check=False)
+
+    def test_ordinary_user_has_a_private_cache(self):
+        home = tempfile.mkdtemp(prefix="bcow-remote-", dir="/var/tmp")
+        try:
+            os.chown(home, 65534, 65534)
+            self.env = {**self.env, "HOME": home, "BCOW_CACHE": "", "XDG_CACHE_HOME": ""}
+            shutil.copy(self.path("ca.pem"), home)
+            self.env["SSL_CERT_FILE"] = os.path.join(home, "ca.pem")
+            with self.server() as server:
+                self.bcow("ls", server.url("image.bcow"), user=65534)
+            cache = os.path.join(home, ".cache", "bcow")
+            self.assertEqual(os.stat(cache).st_mode & 0o777, 0o700)
+            self.assertEqual(len(os.listdir(cache)), 1)
+        finally:
+            shutil.rmtree(home)
+
+
+if __name__ == "__main__":
+    unittest.main()
