@@ -13,6 +13,7 @@ and not the whole of it. The exit status is 0 if every suite passed.
 import argparse
 import contextlib
 import glob
+import itertools
 import os
 import signal
 import subprocess
@@ -39,8 +40,7 @@ class Suite:
         self.limit = limit
         self.end = end
         self.log = os.path.join(LOGS, f"{name}.log")
-        self.scratch = os.path.join(SCRATCH, name)
-        os.makedirs(self.scratch, exist_ok=True)
+        self.scratch = new_directory(SCRATCH)
         # Commands without privilege work below it.
         os.chmod(self.scratch, 0o755)
         self.begin = time.monotonic()
@@ -75,6 +75,15 @@ class Suite:
         """Unmounts and removes the scratch files that the suite left."""
         unmount(self.scratch)
         attempt("rm", "-rf", "--one-file-system", self.scratch)
+
+
+def new_directory(parent):
+    """A directory with a short name: the path of a socket has at most 108 bytes."""
+    for number in itertools.count():
+        path = os.path.join(parent, str(number))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+            return path
 
 
 def processes_of(scratch):

@@ -56,12 +56,8 @@ class Pjdfstest(LowerCase):
         return dict(re.findall(r"^([a-z_0-9:]+) +(ok|skipped|FAILED)$", text, re.MULTILINE)), text
 
     def test_every_case_that_passes_on_overlayfs_passes(self):
-        # Once, in a busy hour, many cases failed on overlayfs; nothing of bcow is in that run.
-        for _ in range(3):
-            judge, text = self.outcome("overlayfs")
-            passed = {case for case, how in judge.items() if how == "ok"}
-            if len(passed) >= CASES:
-                break
+        judge, text = self.outcome("overlayfs")
+        passed = {case for case, how in judge.items() if how == "ok"}
         self.assertGreaterEqual(len(passed), CASES, text)
         for name in self.names:
             with self.subTest(subject=name):
