@@ -330,6 +330,17 @@ class BcowPacked(Bcow):
     mount_options = ["--sketch", "packed"]
 
 
+class BcowKernel(Bcow):
+    """The kernel's ext4, on a disk that shows the image."""
+
+    name, title = "bcow-kernel", "**bcow**, kernel door"
+    mount_options = ["--door", "kernel"]
+
+    def attach(self, lower, directory, options=(), **rest):
+        run([self.bench.bcow, "mount", lower, directory / "mnt", "--upper", directory / "upper",
+             *self.mount_options, *self.bench.mount_options, *options])
+
+
 class BcowWriteback(Bcow):
     """With the kernel's write-back cache."""
 
@@ -344,5 +355,5 @@ class BcowPlain(Bcow):
     convert_options = ["--plain"]
 
 
-ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowPacked,
-       BcowWriteback, BcowPlain]
+ALL = [Native, Overlay, OverlayErofs, OverlayXfs, OverlayBtrfs, FuseOverlay, Bcow, BcowKernel,
+       BcowPacked, BcowWriteback, BcowPlain]

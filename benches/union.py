@@ -34,7 +34,8 @@ from results import Results
 
 HERE = pathlib.Path(__file__).resolve().parent
 PARTS = {"write-once": workloads.write_once, "write-many": workloads.write_many,
-         "fio": workloads.fio, "storms": workloads.storms, "instances": workloads.instances,
+         "fio": workloads.fio, "storms": workloads.storms, "unpack": workloads.unpack,
+         "instances": workloads.instances,
          "append": workloads.append, "sync": workloads.sync,
          "postgres": lambda bench: databases.measure(bench, databases.Postgres),
          "mariadb": lambda bench: databases.measure(bench, databases.MariaDb)}

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import pathlib
 import statistics
 import subprocess
+import tempfile
 import time
 
 import papers
@@ -231,6 +233,38 @@ def storms(bench):
         bench.rounds(each)
     bench.results.show("storms", f"Trees: {bench.args.storm_files:,} files of 3,000 bytes in "
                                  f"{directories} directories", bench.measured)
+
+
+def unpack(bench):
+    """`tar x` of a source tree, and what a build does with it after that."""
+    directories, files = bench.args.storm_files // 100, 100
+    with bench.tree("unpack") as tree:
+        bench.stroke("make", file=tree / "other", size=8192)
+        bench.prepare(tree)
+        archive = bench.work / "unpack.tar"
+        with tempfile.TemporaryDirectory(dir=bench.work) as source:
+            bench.small_files(pathlib.Path(source), directories, files, 12_000)
+            run(["tar", "-C", source, "-cf", archive, "."])
+
+        def each(subject):
+            def note(row, seconds):
+                bench.results.note("unpack", row, "ms", subject, seconds * 1e3)
+
+            with subject.instance(tree) as one:
+                to = one.path / "sources"
+                to.mkdir()
+                run(["cat", archive])
+                note("tar x", bench.seconds("tar", "-C", to, "-xf", archive))
+                note("then sync -f", bench.seconds("sync", "-f", to))
+                note("reading the files",
+                     bench.seconds("find", to, "-type", "f", "-exec", "cat", "{}", "+"))
+                note("cp -a of them", bench.seconds("cp", "-a", to, one.path / "copy"))
+                note("rm -rf of the copy", bench.seconds("rm", "-rf", one.path / "copy"))
+
+        bench.rounds(each)
+        archive.unlink()
+    bench.results.show("unpack", f"Unpacking {bench.args.storm_files:,} files of 12,000 bytes",
+                       bench.measured)
 
 
 def together(bench, commands):
