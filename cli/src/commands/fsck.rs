@@ -1,5 +1,6 @@
 //! `bcow fsck`
 
+mod restore;
 mod upper;
 
 use std::path::{Path, PathBuf};
@@ -64,6 +65,10 @@ pub struct Args {
     /// not change
     #[arg(long)]
     repair: bool,
+    /// With --repair: another copy of the image, as a file, oci:DIR[:REF] or https://... . Damaged
+    /// bytes are replaced by those of the copy if the Merkle tree confirms them. Implies --data
+    #[arg(long, value_name = "COPY", requires = "repair", value_hint = clap::ValueHint::FilePath)]
+    from: Option<PathBuf>,
     /// Threads that read and verify [default: one for each CPU]
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
@@ -74,6 +79,13 @@ pub struct Args {
     layers: LayerArgs,
     #[command(flatten)]
     stores: StoreArgs,
+}
+
+impl Args {
+    /// Whether every byte is read. A restored file is read as a whole in any case.
+    fn data(&self) -> bool {
+        self.data || self.from.is_some()
+    }
 }
 
 /// Runs the check; the exit status has the result.
@@ -164,6 +176,10 @@ impl Checked {
 
 fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
     if upper::is_upper(&args.image) {
+        if args.from.is_some() {
+            let usage = format!("{} is the upper of a writable mount", args.image.display());
+            return Err(CommandError::usage(usage).hint("--from restores images"));
+        }
         return upper::run(args, ui);
     }
     if args.below.is_some() || !args.layers.layers.is_empty() {
@@ -219,19 +235,22 @@ fn run_check(args: &Args, ui: &Ui) -> Result<u8, CommandError> {
         None => std::thread::available_parallelism().map_or(1, |n| n.get()),
     };
     let options = CheckOptions {
-        data: args.data,
+        data: args.data(),
         threads,
     };
 
     let progress = ui.progress();
-    let repaired = match args.repair {
-        true => {
-            progress.phase("repairing");
-            let (file, _lock) = open_for_repair(&args.image, &found.path)?;
-            check::repair(file).context(|| format!("cannot repair {}", args.image.display()))?
-        }
-        false => Vec::new(),
-    };
+    let mut repaired = Vec::new();
+    if let Some(from) = &args.from {
+        progress.phase("restoring");
+        repaired = restore::run(args, &name, &found.path, from, places, threads)?;
+    }
+    if args.repair {
+        progress.phase("repairing");
+        let (file, _lock) = open_for_repair(&args.image, &found.path)?;
+        let done = check::repair(file);
+        repaired.extend(done.context(|| format!("cannot repair {}", args.image.display()))?);
+    }
     progress.phase("checking");
     if let (Some(root), Some(file)) = (args.stores.remote.root_hash, &found.file) {
         let tree = header_of(&**file).and_then(|header| header.merkle);
@@ -320,7 +339,7 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
     let damaged: Vec<&Checked> = files.iter().filter(|file| file.errors() > 0).collect();
     if damaged.is_empty() {
         // A repair often follows an accident, which may have damaged data too.
-        if args.repair && !args.data {
+        if args.repair && !args.data() {
             ui.hint(format_args!(
                 "the content of blocks was not checked: `bcow fsck --data {image}` reads it too"
             ));
@@ -347,6 +366,11 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
     match name {
         ImageName::File(_) | ImageName::Remote(_) => {
             ui.hint("`bcow convert` creates the image again from its source");
+            if args.from.is_none() && header_of(&*top.target.file).is_some() {
+                ui.hint(format_args!(
+                    "`bcow fsck --repair --from COPY {image}` restores it from another copy"
+                ));
+            }
         }
         _ => {
             // A stack is not damaged itself if its layers are missing or do not match.
@@ -364,6 +388,12 @@ fn advise(args: &Args, name: &ImageName, files: &[Checked], ui: &Ui) {
             ui.hint(format_args!(
                 "`bcow convert SOURCE {image}` replaces damaged and missing files"
             ));
+            if args.from.is_none() {
+                ui.hint(format_args!(
+                    "`bcow fsck --repair --from COPY {image}` restores damaged files from another \
+                     copy of the image"
+                ));
+            }
         }
     }
     if top.inodes.is_some() {
@@ -452,7 +482,7 @@ fn verdict(errors: u64) -> &'static str {
 
 /// The scope of the verdict: all bytes, or all except the content of blocks.
 fn checked(args: &Args) -> &'static str {
-    match args.data {
+    match args.data() {
         true => "all",
         false => "structure",
     }
@@ -505,7 +535,7 @@ fn as_json(args: &Args, files: &[Checked], repaired: &[String]) -> Value {
         "findings": findings,
         "findings_omitted": sum(|file| file.omitted),
         "repaired": repaired,
-        "data": args.data,
+        "data": args.data(),
         "checked": checked(args),
         "tables": sum(|file| file.tables),
         "blocks": sum(|file| file.blocks),
@@ -564,7 +594,7 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
 
 /// The words for a file without findings.
 fn clean(args: &Args) -> &'static str {
-    match args.data {
+    match args.data() {
         true => "clean",
         false => "structure clean",
     }
@@ -578,7 +608,7 @@ fn tell_file(args: &Args, file: &Checked, out: &mut Output) -> Result<(), Comman
         (n, 0) => format!(" {} found", plural(n, "error")),
         (n, m) => format!(" {} and {} found", plural(n, "error"), plural(m, "warning")),
     };
-    let read = match args.data {
+    let read = match args.data() {
         true => match file.writable.map_or(0, |writable| writable.open_blocks) {
             0 => format!(", {} read", Human(file.bytes_read)),
             // They get checksums when the disk is sealed.

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use rustix::io::Errno;
 use serde_json::Value;
 
 use crate::mount::Place;
-use crate::support::{Sandbox, is_root, noise};
+use crate::support::{Sandbox, is_root, noise, snapshot};
 
 /// Damages the content of `usr/bin/su`, which is `usr/bin/sudo` too.
 fn damage_su(sandbox: &Sandbox) {
@@ -485,6 +486,83 @@ fn verdict_clean_covers_checked_parts_only() {
         "{shown}"
     );
     assert!(shown.ends_with("--- exit status 4\n"), "{shown}");
+}
+
+#[test]
+fn a_copy_restores_the_bytes_of_an_image() {
+    let sandbox = Sandbox::with_image();
+    let good = sandbox.read("image.bcow");
+    sandbox.write("copy.bcow", &good);
+    sandbox.patch("image.bcow", |bytes| {
+        let needle = &noise(10_000)[5000..5064];
+        let at = bytes.windows(64).position(|window| window == needle);
+        bytes[at.unwrap()] ^= 0x40;
+        bytes.pop();
+    });
+    let shown = sandbox.shown(&["fsck", "image.bcow"]);
+    let advice = "hint: `bcow fsck --repair --from COPY image.bcow` restores it";
+    assert!(shown.contains(advice), "{shown}");
+    let repair = ["fsck", "--repair", "--from", "copy.bcow", "image.bcow"];
+    snapshot!("restored", sandbox.shown(&repair));
+    assert_eq!(sandbox.read("image.bcow"), good);
+    snapshot!("restored_again", sandbox.shown(&repair));
+
+    let about: Value = serde_json::from_slice(&sandbox.ok(&["inspect", "--json", "copy.bcow"]))
+        .expect("inspect prints JSON");
+    let root = about["merkle"]["root"].as_str().unwrap();
+    let root = root.trim_start_matches("sha256:");
+    sandbox.patch("image.bcow", |bytes| bytes[..1024].fill(0));
+    assert_eq!(sandbox.run(&repair).status.code(), Some(8));
+    let pinned = [&repair[..], &["--root-hash", root]].concat();
+    assert_eq!(sandbox.run(&pinned).status.code(), Some(1));
+    assert_eq!(sandbox.read("image.bcow"), good);
+
+    sandbox.write("other.tar", &crate::support::sample()[..]);
+    sandbox.ok(&["convert", "--block-size=4K", "tar:other.tar", "other.bcow"]);
+    let other = ["fsck", "--repair", "--from", "other.bcow", "image.bcow"];
+    snapshot!("restored_from_another_image", sandbox.shown(&other));
+    let itself = ["fsck", "--repair", "--from", "image.bcow", "image.bcow"];
+    assert_eq!(sandbox.run(&itself).status.code(), Some(8));
+    let without = ["fsck", "--from", "copy.bcow", "image.bcow"];
+    assert_eq!(sandbox.run(&without).status.code(), Some(16));
+    sandbox.ok(&["create", "disk.bcow", "-s", "1M"]);
+    let disk = ["fsck", "--repair", "--from", "copy.bcow", "disk.bcow"];
+    snapshot!("restored_disk", sandbox.shown(&disk));
+    assert_eq!(sandbox.read("image.bcow"), good);
+}
+
+#[test]
+fn a_copy_restores_the_layers_of_a_layout() {
+    let sandbox = Sandbox::new();
+    sandbox.write("sample.tar", &crate::support::sample());
+    sandbox.layout("source", "x", &["sample.tar"]);
+    for layout in ["oci:store:x", "oci:copy:x"] {
+        sandbox.ok(&["convert", "oci:source:x", layout]);
+    }
+    let blobs = || {
+        let blobs = fs::read_dir(sandbox.path("store/blobs/sha256")).unwrap();
+        let mut blobs: Vec<_> = blobs.map(|blob| blob.unwrap().path()).collect();
+        blobs.sort();
+        let read = |path: &PathBuf| (path.clone(), fs::read(path).unwrap());
+        blobs.iter().map(read).collect::<Vec<_>>()
+    };
+    let good = blobs();
+    for (path, bytes) in &good {
+        if !bytes.starts_with(b"{") {
+            // The layer loses both header slots, the stack some bytes.
+            let mut bytes = bytes.clone();
+            match bytes.len() == good.iter().map(|(_, bytes)| bytes.len()).max().unwrap() {
+                true => bytes[..1024].fill(0),
+                false => bytes[1024..1100].fill(0),
+            }
+            fs::write(path, bytes).unwrap();
+        }
+    }
+    assert!(blobs() != good);
+    let repair = ["fsck", "--repair", "--from", "oci:copy:x", "oci:store:x"];
+    assert_eq!(sandbox.run(&repair).status.code(), Some(1));
+    assert!(blobs() == good);
+    sandbox.ok(&["fsck", "--data", "oci:store:x"]);
 }
 
 #[test]

@@ -18,9 +18,11 @@ use crate::{BlockCache, Error};
 
 mod regions;
 mod repair;
+mod restore;
 mod space;
 
 pub use repair::repair;
+pub use restore::{RestoreError, Restored, restore};
 
 /// Most findings that a report keeps; a file of random bytes would have millions.
 const MOST_FINDINGS: usize = 1000;

@@ -1,5 +1,7 @@
 //! The Merkle tree of a sealed file (spec section 9): built in one pass, verified in pieces.
 
+use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use bcow_format::{HASH_BYTES, HEADER_AREA_BYTES, Header, MerkleShape, MerkleTree};
@@ -154,37 +156,72 @@ impl Verifier {
     /// The hash that the tree has for piece `index` of the level below `level`, verified up to the
     /// root.
     fn expected(&self, storage: &dyn Storage, level: usize, index: u64) -> Result<Hash, Error> {
-        let (level_offset, level_bytes) = self.shape.levels[level];
         let place = index * HASH_BYTES;
         let piece_index = place / self.shape.chunk_bytes;
-        let piece_start = piece_index * self.shape.chunk_bytes;
-        let key = PieceKey {
-            file: self.file,
-            level,
-            index: piece_index,
-        };
-        let piece = self.cache.piece(key, || {
-            let length = self.shape.chunk_bytes.min(level_bytes - piece_start);
-            let mut bytes = vec![0; length as usize];
-            let at = self.tree.offset + level_offset + piece_start;
-            read(storage, at, &mut bytes)?;
-            let right = if level + 1 == self.shape.levels.len() {
-                bytes == self.tree.root
-            } else {
-                self.expected(storage, level + 1, piece_index)? == hash(NODE, &bytes)
-            };
-            if !right {
-                return Err(Error::Merkle {
-                    start: at,
-                    end: at + length,
-                });
-            }
-            Ok(bytes)
-        })?;
-        let at = (place - piece_start) as usize;
+        let piece = self.piece(storage, level, piece_index)?;
+        let at = (place % self.shape.chunk_bytes) as usize;
         let mut hash = Hash::default();
         hash.copy_from_slice(&piece[at..at + HASH_BYTES as usize]);
         Ok(hash)
+    }
+
+    /// The bytes of piece `index` of a level of the tree, verified up to the root.
+    pub(crate) fn piece(
+        &self,
+        storage: &dyn Storage,
+        level: usize,
+        index: u64,
+    ) -> Result<Arc<Vec<u8>>, Error> {
+        let key = PieceKey {
+            file: self.file,
+            level,
+            index,
+        };
+        self.cache.piece(key, || {
+            let range = self.piece_range(level, index);
+            let mut bytes = vec![0; (range.end - range.start) as usize];
+            read(storage, range.start, &mut bytes)?;
+            let right = if level + 1 == self.shape.levels.len() {
+                bytes == self.tree.root
+            } else {
+                self.expected(storage, level + 1, index)? == hash(NODE, &bytes)
+            };
+            if !right {
+                return Err(Error::Merkle {
+                    start: range.start,
+                    end: range.end,
+                });
+            }
+            Ok(bytes)
+        })
+    }
+
+    /// Whether `chunk` is what the tree says of chunk `index`. The tree is read from `storage`;
+    /// `chunk` may come from another copy of the file.
+    pub(crate) fn holds(
+        &self,
+        storage: &dyn Storage,
+        index: u64,
+        mut chunk: Vec<u8>,
+    ) -> Result<bool, Error> {
+        if index == 0 {
+            chunk[..HEADER_AREA_BYTES].copy_from_slice(&self.canonical);
+        }
+        Ok(self.expected(storage, 0, index)? == hash(LEAF, &chunk))
+    }
+
+    /// The positions of the levels of the tree.
+    pub(crate) fn shape(&self) -> &MerkleShape {
+        &self.shape
+    }
+
+    /// The place of a piece of the tree in the file.
+    pub(crate) fn piece_range(&self, level: usize, index: u64) -> Range<u64> {
+        let (level_offset, level_bytes) = self.shape.levels[level];
+        let start = index * self.shape.chunk_bytes;
+        let end = level_bytes.min(start + self.shape.chunk_bytes);
+        let base = self.tree.offset + level_offset;
+        base + start..base + end
     }
 
     /// Verifies the whole tree against its root, and with `chunks` every chunk of the file against

@@ -1,0 +1,159 @@
+//! `bcow fsck --repair --from COPY`
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use bcow::check::{RestoreError, restore};
+use bcow::{OpenOptions, Storage};
+use bcow_oci::ImageName;
+use bcow_oci::store::{self, LayerProblem, Opened, Places};
+
+use super::Args;
+use crate::disks::open_for_repair;
+use crate::error::{CommandError, Context};
+use crate::image::{cannot_open, parse_name, refuse_what_is_no_file};
+use crate::names::printable;
+use crate::remote::{self, Pinned};
+use crate::size::{Human, plural};
+
+/// Restores the image, and the files below it, from the files of `from`. Returns a line for each
+/// file that changed.
+pub fn run(
+    args: &Args,
+    name: &ImageName,
+    path: &Path,
+    from: &Path,
+    places: Places<'_>,
+    threads: usize,
+) -> Result<Vec<String>, CommandError> {
+    let image = &args.image;
+    let copies = copies(from, args, places)?;
+    let mut restoring = Restoring {
+        from,
+        copies,
+        threads,
+        lines: Vec::new(),
+        found: false,
+    };
+    let root = args.stores.remote.root_hash.map(|root| root.0);
+    restoring.file(&image.display().to_string(), path, root)?;
+    // The names of the layers are readable as soon as the stack is whole again.
+    if let Ok(opened) = store::open(name, places, &OpenOptions::default()) {
+        for layer in &opened.below {
+            restoring.file(&layer.name, &layer.path, root_of(&opened, &layer.path))?;
+        }
+        for problem in &opened.problems {
+            if let LayerProblem::Open { name, path, .. } | LayerProblem::Wrong { name, path, .. } =
+                &**problem
+            {
+                restoring.file(name, path, root_of(&opened, path))?;
+            }
+        }
+    }
+    match restoring.found {
+        true => Ok(restoring.lines),
+        false => Err(CommandError::new(format!(
+            "cannot restore {}: {} has no copy of it",
+            image.display(),
+            from.display()
+        ))
+        .hint("`bcow inspect` shows the Merkle root of each; copies of an image have the same")),
+    }
+}
+
+/// The files of the image that has the copies.
+fn copies(
+    from: &Path,
+    args: &Args,
+    places: Places<'_>,
+) -> Result<Vec<Arc<dyn Storage>>, CommandError> {
+    let name = parse_name(from)?;
+    refuse_what_is_no_file(&name)?;
+    let options = OpenOptions::default();
+    let (top, opened) = match &name {
+        ImageName::Remote(url) => {
+            let remote = remote::open(url, &args.stores.remote, Pinned::Never)?;
+            let places = Places {
+                remote: remote.files.as_ref(),
+                ..places
+            };
+            let top = Arc::clone(&remote.storage);
+            let opened = store::open_remote(remote.name, Arc::clone(&top), places, &options);
+            (top, opened)
+        }
+        _ => {
+            let located = store::locate(&name).map_err(|error| cannot_open(from, &error))?;
+            let top: Arc<dyn Storage> = located.file;
+            (top, store::open(&name, places, &options))
+        }
+    };
+    let mut files = vec![top];
+    // A damaged stack may still have intact blocks.
+    if let Ok(opened) = opened {
+        files.extend(opened.below.into_iter().map(|layer| layer.storage));
+    }
+    Ok(files)
+}
+
+/// The root hash that a stack has for the layer in this file of a layout.
+fn root_of(opened: &Opened, path: &Path) -> Option<[u8; 32]> {
+    let name = path.file_name()?.to_str()?;
+    let mut layers = opened.layers.iter().map(|layer| &layer.facts);
+    let facts = layers.find(|facts| facts.digest.hex() == name)?;
+    Some(facts.merkle_root)
+}
+
+struct Restoring<'r> {
+    from: &'r Path,
+    copies: Vec<Arc<dyn Storage>>,
+    threads: usize,
+    lines: Vec<String>,
+    /// Whether there was a copy of any file.
+    found: bool,
+}
+
+impl Restoring<'_> {
+    fn file(
+        &mut self,
+        name: &str,
+        path: &Path,
+        root: Option<[u8; 32]>,
+    ) -> Result<(), CommandError> {
+        let cannot = |path: &Path| format!("cannot restore {}", path.display());
+        let (file, _lock) = open_for_repair(path, path)?;
+        let copies: Vec<Arc<dyn Storage>> = self
+            .copies
+            .iter()
+            .filter(|copy| copy.identity() != file.identity())
+            .cloned()
+            .collect();
+        let restored = match restore(&*file, root, &copies, self.threads) {
+            Ok(restored) => restored,
+            Err(RestoreError::NoCopy { .. }) => return Ok(()),
+            Err(RestoreError::File(error)) => return Err(error).context(|| cannot(path)),
+            Err(error @ RestoreError::Unknown) => {
+                return Err(CommandError::new(format!("{}: {error}", cannot(path)))
+                    .hint("name the original by --root-hash, or copy the whole file again"));
+            }
+            Err(error) => {
+                return Err(CommandError::new(format!("{}: {error}", cannot(path))));
+            }
+        };
+        self.found = true;
+        if !restored.written.is_empty() {
+            self.lines.push(format!(
+                "{}: {} in {} restored from {}",
+                printable(name),
+                Human(total(&restored.written)),
+                plural(restored.written.len() as u64, "range"),
+                printable(&self.from.to_string_lossy())
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn total(ranges: &[Range<u64>]) -> u64 {
+    ranges.iter().map(|range| range.end - range.start).sum()
+}
