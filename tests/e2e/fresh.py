@@ -57,7 +57,8 @@ mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$root/dev/pts"
 ln -s pts/ptmx "$root/dev/ptmx"
 mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
 while read -r from to; do
-    mount --rbind "$from" "$root$to"
+    # Not --rbind: mounts of other tests below it would live as long as this machine.
+    mount --bind "$from" "$root$to"
 done < "$binds"
 echo fresh > /proc/sys/kernel/hostname
 cd "$root"
@@ -119,6 +120,9 @@ class Machine:
     def check_out(self, user=False):
         """Clones this checkout for the user or for root; returns the path in the machine."""
         where = f"{home(user)}/bcow"
+        if os.path.exists(self.path(where)):
+            # This checkout itself, which the machine can see at its own path.
+            where += "-clone"
         with tempfile.NamedTemporaryFile("w") as config:
             # Git otherwise refuses a checkout of another user: this process runs as root.
             config.write("[safe]\n\tdirectory = *\n")

@@ -5,7 +5,7 @@
 
 SUITE is a module such as test_serve; without one, all suites run. Each suite has its own directory
 of scratch files below $BCOW_E2E (default target/e2e), and a log in target/e2e-logs. The trees that
-umoci unpacks are shared. A suite that does not end within the limit prints where its threads are
+umoci unpacks are shared. A suite that does not end within the limits prints where its threads are
 and is killed with all its processes, so that a process which waits forever costs minutes of a run
 and not the whole of it. The exit status is 0 if every suite passed.
 """
@@ -21,10 +21,11 @@ import sys
 import tempfile
 import time
 
+import support
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 TOP = os.path.dirname(os.path.dirname(HERE))
 LOGS = os.path.join(TOP, "target", "e2e-logs")
-SCRATCH = os.path.abspath(os.environ.get("BCOW_E2E") or os.path.join(TOP, "target", "e2e"))
 # The longest suites begin first, so that none of them runs alone at the end.
 LONGEST = ["test_fresh_machine", "test_real_image", "test_export", "test_containers",
            "test_union_semantics", "test_serve", "test_kernel_client", "test_union_crash"]
@@ -35,12 +36,11 @@ GRACE = 5
 class Suite:
     """A running suite."""
 
-    def __init__(self, name, limit, end):
+    def __init__(self, name, scratch, end):
         self.name = name
-        self.limit = limit
+        self.scratch = scratch
         self.end = end
         self.log = os.path.join(LOGS, f"{name}.log")
-        self.scratch = new_directory(SCRATCH)
         # Commands without privilege work below it.
         os.chmod(self.scratch, 0o755)
         self.begin = time.monotonic()
@@ -60,7 +60,7 @@ class Suite:
         code = self.process.poll()
         if code is not None:
             return "passed" if code == 0 else f"failed with {code}"
-        if self.seconds() < self.limit and time.monotonic() < self.end:
+        if time.monotonic() < self.end:
             return None
         # The suite registered this signal for the stacks of its threads.
         self.process.send_signal(signal.SIGUSR1)
@@ -132,18 +132,20 @@ def in_process(name):
     unittest.main(module=None, argv=["run.py", "--verbose", name])
 
 
-def run(names, jobs, limit, total):
+def run(names, options, scratch):
     """Runs the suites; returns the names of those that did not pass."""
     waiting = [name for name in LONGEST if name in names]
     waiting += [name for name in names if name not in waiting]
     begin = time.monotonic()
     running, failed = [], []
     while waiting or running:
-        if time.monotonic() > begin + total:
+        if time.monotonic() > begin + options.total:
             failed += waiting
             waiting = []
-        while waiting and len(running) < jobs:
-            running.append(Suite(waiting.pop(0), limit, begin + total))
+        while waiting and len(running) < options.jobs:
+            directory = new_directory(scratch)
+            end = min(time.monotonic() + options.limit, begin + options.total)
+            running.append(Suite(waiting.pop(0), directory, end))
         time.sleep(0.1)
         for suite in list(running):
             result = suite.result()
@@ -176,11 +178,12 @@ def main():
     names = options.suites or sorted(os.path.basename(path)[:-3] for path
                                      in glob.glob(os.path.join(HERE, "test_*.py")))
     os.makedirs(LOGS, exist_ok=True)
-    os.makedirs(SCRATCH, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="trees-", dir=SCRATCH) as trees:
+    # Commands without privilege work there too, and the home directory may be private.
+    scratch = support.reachable(support.WORK)
+    with tempfile.TemporaryDirectory(prefix="trees-", dir=scratch) as trees:
         os.chmod(trees, 0o755)
         os.environ["BCOW_TREES"] = trees
-        failed = run(names, options.jobs, options.limit, options.total)
+        failed = run(names, options, scratch)
     if failed:
         sys.exit(f"end to end: failed: {' '.join(failed)}")
     print(f"end to end: {len(names)} suites passed")
