@@ -5,8 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bcow::Storage;
-use bcow_oci::store::RemoteFiles;
-use bcow_remote::{Address, Cache, Options, Problem, Remote, RemoteError, Root};
+use bcow_oci::store::{LayerFacts, RemoteFailure, RemoteFiles};
+use bcow_oci::{Digest, RemoteManifest};
+use bcow_remote::{
+    Address, Cache, Credentials, Keychain, Options, Problem, Reference, Registry, Remote,
+    RemoteError, Root,
+};
+use docker_credential::{CredentialRetrievalError, DockerCredential};
 
 use crate::error::CommandError;
 
@@ -79,15 +84,13 @@ impl RemoteArgs {
                     .hint("name another directory with --cache-dir, or use --no-cache")
             });
         }
-        let opened = usual_cache().map(|path| Cache::open(&path));
-        Ok(match opened {
-            Some(Ok(cache)) => Some(cache),
-            Some(Err(problem)) => {
-                tracing::warn!("{problem}");
-                None
+        for path in usual_caches() {
+            match Cache::open(&path) {
+                Ok(cache) => return Ok(Some(cache)),
+                Err(problem) => tracing::warn!("{problem}"),
             }
-            None => None,
-        })
+        }
+        Ok(None)
     }
 }
 
@@ -99,25 +102,24 @@ fn named_cache(argument: Option<&Path>) -> Option<PathBuf> {
         .or_else(|| variable().map(PathBuf::from))
 }
 
-/// The directory without any option.
-fn usual_cache() -> Option<PathBuf> {
-    if rustix::process::geteuid().is_root() {
-        return Some("/var/cache/bcow".into());
-    }
+/// The directories without any option; the first one that can be used is used. Root of a user
+/// namespace cannot write to that of the machine's root.
+fn usual_caches() -> Vec<PathBuf> {
+    let is_root = rustix::process::geteuid().is_root();
+    let of_root = is_root.then(|| PathBuf::from("/var/cache/bcow"));
     let absolute = |name: &str| {
         let path = PathBuf::from(std::env::var_os(name)?);
         path.is_absolute().then_some(path)
     };
     let directory = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
-    directory.map(|directory| directory.join("bcow"))
+    let of_user = directory.map(|directory| directory.join("bcow"));
+    of_root.into_iter().chain(of_user).collect()
 }
 
 /// Opens the image that a URL names.
 pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage, CommandError> {
     if url.starts_with("docker://") {
-        return Err(CommandError::new(format!("cannot open {url}"))
-            .caused_by_text("images in registries are not supported yet")
-            .hint("`skopeo copy` brings the image into an OCI layout (oci:DIR:REF)"));
+        return open_in_registry(url, args, pinned);
     }
     let address = Address::parse(url).map_err(|problem| {
         CommandError::usage(format!("invalid URL: {problem}"))
@@ -137,6 +139,147 @@ pub fn open(url: &str, args: &RemoteArgs, pinned: Pinned) -> Result<RemoteImage,
         storage: Arc::new(file) as Arc<dyn Storage>,
         files: None,
     })
+}
+
+/// Indexes, one inside the other.
+const MOST_INDEXES: usize = 4;
+
+fn open_in_registry(
+    url: &str,
+    args: &RemoteArgs,
+    pinned: Pinned,
+) -> Result<RemoteImage, CommandError> {
+    let reference: Reference = url.parse().map_err(|problem| {
+        CommandError::usage(format!("invalid image name {url:?}: {problem}"))
+            .hint("write docker://SERVER/REPOSITORY[:TAG][@sha256:DIGEST]")
+    })?;
+    let name = reference.to_string();
+    let failed = |error: RemoteError| cannot_open(&name, &error);
+    let remote = client(args, &name)?;
+    let registry = Registry::new(&remote, reference, Arc::new(Keys));
+    let mut manifest = registry.manifest().map_err(failed)?;
+    let mut stack = None;
+    for _ in 0..=MOST_INDEXES {
+        let parsed = RemoteManifest::parse(&name, &manifest)
+            .map_err(|error| CommandError::new(format!("cannot open {name}")).caused_by(&error))?;
+        match parsed {
+            RemoteManifest::Index(digest) => {
+                let digest = digest.to_string();
+                manifest = registry.manifest_with_digest(&digest).map_err(failed)?;
+            }
+            RemoteManifest::Bcow(found) => {
+                stack = Some(found);
+                break;
+            }
+            RemoteManifest::Ordinary => {
+                return Err(CommandError::new(format!("cannot open {name}"))
+                    .caused_by_text("it is an ordinary OCI image")
+                    .hint(format!(
+                        "`skopeo copy {name} oci:DIR:TAG`, `bcow convert oci:DIR:TAG \
+                         oci:STORE:TAG` and `skopeo copy oci:STORE:TAG docker://...` make a BCoW image of it"
+                    )));
+            }
+        }
+    }
+    let Some(stack) = stack else {
+        return Err(
+            CommandError::new(format!("cannot open {name}")).caused_by_text(format!(
+                "more than {MOST_INDEXES} indexes, one inside the other"
+            )),
+        );
+    };
+    let of_manifest = stack.merkle_root.map(Root);
+    let root = match (pinned, args.root_hash) {
+        (Pinned::AsAsked, Some(root)) => Some(root),
+        _ => of_manifest,
+    };
+    if let (Some(root), Some(found)) = (root, of_manifest)
+        && root != found
+    {
+        let problem = Problem::WrongRoot {
+            found: found.to_string(),
+            expected: root.to_string(),
+        };
+        let place = name.clone();
+        return Err(failed(RemoteError { place, problem }));
+    }
+    let file = registry
+        .blob(&stack.digest.to_string(), root)
+        .map_err(failed)?;
+    Ok(RemoteImage {
+        storage: Arc::new(file) as Arc<dyn Storage>,
+        files: Some(Arc::new(Layers(registry)) as Arc<dyn RemoteFiles>),
+        name: name.into(),
+    })
+}
+
+/// The layers of an image in a registry.
+struct Layers(Registry);
+
+impl RemoteFiles for Layers {
+    fn name(&self, digest: &Digest) -> PathBuf {
+        self.0.blob_name(&digest.to_string()).into()
+    }
+
+    fn open(
+        &self,
+        digest: &Digest,
+        facts: &LayerFacts,
+    ) -> Result<Option<Arc<dyn Storage>>, RemoteFailure> {
+        match self
+            .0
+            .blob(&digest.to_string(), Some(Root(facts.merkle_root)))
+        {
+            Ok(file) => Ok(Some(Arc::new(file))),
+            Err(error) if matches!(error.problem, Problem::NotFound(_)) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// The credentials that `docker login`, `podman login` and `skopeo login` store.
+struct Keys;
+
+impl Keychain for Keys {
+    fn credentials(&self, server: &str) -> Result<Option<Credentials>, String> {
+        let directory = |name: &str| std::env::var_os(name).map(PathBuf::from);
+        let podman = directory("REGISTRY_AUTH_FILE")
+            .or_else(|| Some(directory("XDG_RUNTIME_DIR")?.join("containers/auth.json")));
+        if podman.is_some_and(|file| file.exists())
+            && let Some(found) = found(docker_credential::get_podman_credential(server))?
+        {
+            return Ok(Some(found));
+        }
+        let docker =
+            directory("DOCKER_CONFIG").or_else(|| Some(directory("HOME")?.join(".docker")));
+        match docker.is_some_and(|directory| directory.join("config.json").exists()) {
+            true => found(docker_credential::get_credential(server)),
+            false => Ok(None),
+        }
+    }
+}
+
+/// The text of an error of the library can have what a helper printed, so it is not used.
+fn found(
+    result: Result<DockerCredential, CredentialRetrievalError>,
+) -> Result<Option<Credentials>, String> {
+    match result {
+        Ok(DockerCredential::UsernamePassword(user, password)) => {
+            Ok(Some(Credentials::Password { user, password }))
+        }
+        Ok(DockerCredential::IdentityToken(token)) => Ok(Some(Credentials::IdentityToken(token))),
+        Err(
+            CredentialRetrievalError::NoCredentialConfigured
+            | CredentialRetrievalError::ConfigNotFound,
+        ) => Ok(None),
+        Err(CredentialRetrievalError::HelperFailure { helper, .. }) => {
+            Err(format!("the credential helper {helper} failed"))
+        }
+        Err(CredentialRetrievalError::ConfigReadError) => {
+            Err("the file with the credentials cannot be read".into())
+        }
+        Err(_) => Err("the stored credentials are invalid, or their helper does not work".into()),
+    }
 }
 
 fn client(args: &RemoteArgs, name: &str) -> Result<Remote, CommandError> {
@@ -163,6 +306,10 @@ fn hint(problem: &Problem) -> Option<&'static str> {
     Some(match problem {
         Problem::PlainHttp(_) => "--insecure allows it; bytes are checked all the same",
         Problem::NoTree => "`bcow seal` makes a disk immutable, with a hash tree",
+        Problem::Denied { .. } => {
+            "for images in registries, `skopeo login`, `docker login` or `podman login` stores \
+             credentials"
+        }
         Problem::NoRanges(_) => "copy the file to this machine, and open the copy",
         Problem::WrongRoot { .. } => {
             "the file is another one than --root-hash names; \

@@ -1,16 +1,20 @@
 """Images on other machines: read over HTTPS, checked, cached, and without the server.
 
-The servers are Python's http.server with ranges and TLS, on ports of this machine's own. The server
-counts what it sends. Every command and every wait has a time limit.
+The servers are Python's http.server with ranges and TLS, which counts what it sends, and Debian's
+docker-registry with TLS and a password, on ports of this machine's own. Every command and every
+wait has a time limit.
 """
 
+import base64
 import contextlib
 import errno
+import hashlib
 import http.server
 import json
 import os
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import tempfile
@@ -18,7 +22,7 @@ import threading
 import time
 import unittest
 
-from support import WORK, assert_same_tree, bcow, mounted, need, run
+from support import WORK, assert_same_tree, bcow, image, mounted, need, run, until
 
 TIMEOUT = 60
 
@@ -307,6 +311,158 @@ class Remote(unittest.TestCase):
             self.assertEqual(len(os.listdir(cache)), 1)
         finally:
             shutil.rmtree(home)
+
+
+REGISTRY = """
+version: 0.1
+log: {level: error, accesslog: {disabled: true}}
+storage: {filesystem: {rootdirectory: "%s"}}
+http: {addr: "127.0.0.1:%d", tls: {certificate: "%s", key: "%s"}}
+auth: {htpasswd: {realm: "bcow tests", path: "%s"}}
+"""
+USER, PASSWORD = "alice", "geheim-4711"
+# The bcrypt hash of the password, with the smallest cost.
+HASH = "$2b$04$abcdefghijklmnopqrstuu6EAB/ArTDFiaszTBeVMcBMJt4dIHZwO"
+
+
+@contextlib.contextmanager
+def registry(directory):
+    """The address of a registry with TLS and a password, for the length of a with block."""
+    def at(name):
+        return os.path.join(directory, name)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open(at("htpasswd"), "w") as out:
+        out.write(f"{USER}:{HASH}\n")
+    with open(at("registry.yml"), "w") as out:
+        out.write(REGISTRY % (at("storage"), port, at("leaf.pem"), at("leaf.key"), at("htpasswd")))
+    with open(at("auth.json"), "w") as out:
+        key = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        json.dump({"auths": {f"localhost:{port}": {"auth": key}}}, out)
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(["docker-registry", "serve", at("registry.yml")],
+                                  stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            def answers():
+                if server.poll() is not None:
+                    log.seek(0)
+                    raise AssertionError(f"docker-registry ended: {log.read().decode()}")
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port), 5).close()
+                    return True
+                return False
+            until(answers, "docker-registry answers", 30)
+            yield f"localhost:{port}"
+        finally:
+            server.kill()
+            server.wait(30)
+
+
+class Registry(unittest.TestCase):
+    """A stack of layers in a registry."""
+
+    @classmethod
+    def setUpClass(cls):
+        need("openssl", "skopeo", "docker-registry", root=True, fuse=True)
+        cls.directory = tempfile.mkdtemp(prefix="registry-", dir=WORK)
+        cls.addClassCleanup(shutil.rmtree, cls.directory, ignore_errors=True)
+        make_certificates(cls.directory)
+        cls.source = "oci:" + ":".join(image("small"))
+        cls.layout = cls.path("layout")
+        bcow("convert", cls.source, f"oci:{cls.layout}:tag", timeout=4 * TIMEOUT)
+        stack = contextlib.ExitStack()
+        cls.addClassCleanup(stack.close)
+        cls.address = stack.enter_context(registry(cls.directory))
+        for source, name in (f"oci:{cls.layout}:tag", "image:1"), (cls.source, "ordinary:1"):
+            run("skopeo", "--insecure-policy", "copy", "--dest-authfile", cls.path("auth.json"),
+                "--dest-tls-verify=false", source, f"docker://{cls.address}/team/{name}",
+                timeout=2 * TIMEOUT)
+        with open(os.path.join(cls.layout, "index.json")) as index:
+            (entry,) = json.load(index)["manifests"]
+        cls.digest = entry["digest"]
+        cls.name = f"docker://{cls.address}/team/image:1"
+
+    path = classmethod(Remote.path.__func__)
+    bcow, mounted = Remote.bcow, Remote.mounted
+
+    def setUp(self):
+        Remote.setUp(self)
+        self.env["REGISTRY_AUTH_FILE"] = self.path("auth.json")
+
+    def test_image_is_clean_and_reads_like_the_layout(self):
+        local = f"oci:{self.layout}:tag"
+        self.assertEqual(self.bcow("ls", "-R", self.name).out,
+                         bcow("ls", "-R", local, timeout=TIMEOUT).out)
+        cached = sum(os.stat(os.path.join(self.cache, name)).st_blocks * 512
+                     for name in os.listdir(self.cache))
+        blobs = os.path.join(self.layout, "blobs", "sha256")
+        stored = sum(os.path.getsize(os.path.join(blobs, name)) for name in os.listdir(blobs))
+        self.assertLess(cached, stored // 4)
+        self.bcow("fsck", "--data", self.name)
+        self.bcow("diff", self.name, local)
+
+    def test_mount_shows_the_tree_of_the_layout(self):
+        with self.mounted(self.name) as remote, mounted(f"oci:{self.layout}:tag") as local:
+            assert_same_tree(self, local, remote)
+
+    def test_digest_covers_every_byte_and_is_enough_without_the_registry(self):
+        pinned = f"docker://{self.address}/team/image@{self.digest}"
+        self.bcow("fsck", "--data", pinned)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            dead = f"docker://localhost:{free.getsockname()[1]}/team/image@{self.digest}"
+            self.assertEqual(self.bcow("ls", "-R", dead).out, self.bcow("ls", "-R", pinned).out)
+        other = pinned[:-1] + ("0" if pinned[-1] != "0" else "1")
+        self.assertEqual(self.bcow("ls", other, check=False).code, 1)
+
+    def test_manifest_without_a_root_hash_is_read_too(self):
+        layout = self.path("older")
+        shutil.copytree(self.layout, layout)
+        blobs = os.path.join(layout, "blobs", "sha256")
+        with open(os.path.join(blobs, self.digest.split(":")[1])) as file:
+            manifest = json.load(file)
+        for layer in manifest["layers"]:
+            del layer["annotations"]["io.bcow.merkle-root"]
+        text = json.dumps(manifest).encode()
+        digest = hashlib.sha256(text).hexdigest()
+        with open(os.path.join(blobs, digest), "wb") as out:
+            out.write(text)
+        with open(os.path.join(layout, "index.json")) as file:
+            index = json.load(file)
+        index["manifests"][0].update(digest=f"sha256:{digest}", size=len(text))
+        with open(os.path.join(layout, "index.json"), "w") as out:
+            json.dump(index, out)
+        name = f"docker://{self.address}/team/older:1"
+        run("skopeo", "--insecure-policy", "copy", "--dest-authfile", self.path("auth.json"),
+            "--dest-tls-verify=false", f"oci:{layout}:tag", name, timeout=TIMEOUT)
+        self.bcow("ls", name)
+
+    def test_ordinary_image_is_refused_with_a_way_out(self):
+        failed = self.bcow("ls", f"docker://{self.address}/team/ordinary:1", check=False)
+        self.assertEqual(failed.code, 1)
+        self.assertIn(b"ordinary OCI image", failed.err)
+        self.assertIn(b"bcow convert", failed.err)
+
+    def test_access_without_a_password_or_with_a_wrong_one_is_denied(self):
+        wrong = self.path("wrong.json")
+        with open(wrong, "w") as out:
+            key = base64.b64encode(b"alice:falsch-0815").decode()
+            json.dump({"auths": {self.address: {"auth": key}}}, out)
+        for auth in wrong, self.path("missing.json"):
+            self.env["REGISTRY_AUTH_FILE"] = auth
+            self.env["DOCKER_CONFIG"] = self.path("none")
+            failed = self.bcow("-vv", "ls", self.name, check=False)
+            self.assertEqual(failed.code, 1)
+            self.assertIn(b"denies access", failed.err)
+            self.assertNotIn(b"falsch", failed.err)
+            self.assertNotIn(base64.b64encode(b"alice:falsch-0815"), failed.err)
+
+    def test_missing_image_is_not_found(self):
+        failed = self.bcow("ls", f"docker://{self.address}/team/none:1", check=False)
+        self.assertEqual(failed.code, 1)
+        self.assertIn(b"status 404", failed.err)
 
 
 if __name__ == "__main__":

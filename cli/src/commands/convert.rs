@@ -37,6 +37,7 @@ use crate::ui::Ui;
 ///     raw:FILE  qcow2:FILE      a disk: the bytes of a file or block device, or a qcow2 image
 ///     FILE, bcow:FILE           a BCoW image or disk; a stack of layers is oci:DIR[:REF]
 ///     https://HOST/PATH         a BCoW image on a web server
+///     docker://HOST/REPO[:TAG]  an image in BCoW form in a registry
 ///
 /// Archives and layers may be compressed with gzip or zstd. DST is one of
 ///
@@ -56,9 +57,9 @@ use crate::ui::Ui;
 /// --writable, it is a writable disk. A raw or qcow2 SRC needs its prefix, because bcow does not
 /// detect these formats.
 ///
-/// The command needs no privilege, daemon or loop device, and a network only for https://... It compares the bytes of each
-/// layer with their digest while it reads them. Into an OCI layout, it converts only layers that
-/// are neither in the layout nor in the cache.
+/// The command needs no privilege, daemon or loop device, and a network only for https: and docker:
+/// sources. It compares the bytes of each layer with their digest while it reads them. Into an OCI
+/// layout, it converts only layers that are neither in the layout nor in the cache.
 ///
 /// The same input, options and version of bcow give the same bytes. DST gets its name when it is
 /// complete and verified. Without --force, a BCoW image replaces only an empty file or a BCoW image

@@ -15,6 +15,7 @@ use bcow_fuse::signals::{Ground, Signals};
 use bcow_fuse::stats::About;
 use bcow_fuse::{ImageFs, MountError, MountOptions, MountStats, Session};
 use bcow_nbd::Place;
+use bcow_oci::ImageName;
 use bcow_union::log::{self, Severity};
 
 use crate::ask::{self, Answer};
@@ -76,7 +77,7 @@ mount ends when the last open file is closed, or at a second signal. SIGHUP unmo
 foreground."
 )]
 pub struct Args {
-    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST or https://...
+    /// The image: a file, oci:DIR[:REF], oci:DIR@sha256:DIGEST, https://... or docker://...
     #[arg(value_name = "IMG", value_hint = clap::ValueHint::FilePath)]
     image: PathBuf,
     /// The directory to mount on; after the layers, if there are any
@@ -100,7 +101,7 @@ pub struct Args {
     #[arg(long, value_name = "WHAT", default_value = "checksums")]
     verify: VerifyWhat,
     /// Threads that answer requests [default: one for each CPU, 2 to 16, and at least 4 with
-    /// --upper]
+    /// --upper; 16 for an image on another machine]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// CPUs for the process of the mount, in the form of taskset(1): 0,2-5 [default: all CPUs that
@@ -233,9 +234,13 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         }
     };
     refuse_mounted(args.directory())?;
-    let threads = args
-        .threads
-        .map_or_else(|| default_threads(args.upper.path().is_some()), usize::from);
+    let threads = args.threads.map_or_else(
+        || match parse_name(&args.image) {
+            Ok(ImageName::Remote(_)) => REMOTE_THREADS,
+            _ => default_threads(args.upper.path().is_some()),
+        },
+        usize::from,
+    );
     let session = Session::mount(
         content,
         Arc::clone(&stats),
@@ -342,6 +347,9 @@ fn in_background() -> Result<(), CommandError> {
         Launch::Failed(code) => std::process::exit(code.into()),
     }
 }
+
+/// Reads that wait for a server do not delay reads of what is here.
+const REMOTE_THREADS: usize = 16;
 
 /// With these numbers, one slow read does not delay the others, nor do two requests to an upper
 /// that wait for the disk. More threads only compete for the CPU.

@@ -199,7 +199,7 @@ fn convert_from_invalid_sources() {
         &sandbox,
         &[
             &["convert", "sample", "x.bcow"],
-            &["convert", "docker://debian", "x.bcow"],
+            &["convert", "docker://Debian", "x.bcow"],
             &["convert", "missing.tar", "x.bcow"],
             &["convert", "oci:missing", "x.bcow"],
             &["convert", "dir:missing", "x.bcow"],

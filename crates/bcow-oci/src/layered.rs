@@ -176,6 +176,7 @@ fn convert_image(
         config: &config_blob,
         layers: layers.iter().copied().zip(&image.layers).collect(),
         stack: &stack_blob,
+        stack_root: &stack_report.merkle_root,
         source: image.manifest.as_ref(),
         options,
     };

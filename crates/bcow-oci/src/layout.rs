@@ -51,6 +51,8 @@ pub(crate) const IMAGE: &str = "application/vnd.bcow.image.v1";
 pub(crate) const LAYER: &str = "application/vnd.bcow.layer.v1";
 /// A BCoW file that merges an image's layers into one tree; the last of the manifest's layers.
 pub(crate) const STACK: &str = "application/vnd.bcow.stack.v1";
+/// The annotation for the root of a BCoW file's hash tree, in hexadecimal.
+pub(crate) const MERKLE_ROOT: &str = "io.bcow.merkle-root";
 /// The annotation for the name of an image.
 const NAME: &str = "org.opencontainers.image.ref.name";
 const FULL_NAME: &str = "io.containerd.image.name";
@@ -144,6 +146,76 @@ pub(crate) fn find_bcow(
     };
     let place = format!("{place} in {}", files.name());
     Ok(BcowManifest { place, stack })
+}
+
+/// A manifest or index of a registry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RemoteManifest {
+    /// An index; this is the digest of its manifest for this machine, which can be an index again.
+    Index(Digest),
+    /// The manifest of an image in BCoW form.
+    Bcow(RemoteStack),
+    /// The manifest of an ordinary image.
+    Ordinary,
+}
+
+/// The stack of an image in BCoW form, as its manifest describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteStack {
+    /// Digest of the file.
+    pub digest: Digest,
+    /// Length of the file in bytes.
+    pub bytes: u64,
+    /// The root of the file's hash tree. Manifests of earlier versions of bcow do not have it.
+    pub merkle_root: Option<[u8; 32]>,
+}
+
+impl RemoteManifest {
+    /// Parses a manifest or index, which is called `place` in messages.
+    pub fn parse(place: &str, bytes: &[u8]) -> Result<Self, ConvertError> {
+        #[derive(Deserialize)]
+        struct Document {
+            #[serde(default)]
+            manifests: Option<Vec<Descriptor>>,
+            #[serde(default)]
+            layers: Option<Vec<Descriptor>>,
+        }
+        let bad = |why: &str| ConvertError::layout(place, why.to_owned());
+        let document: Document = parse(place, bytes)?;
+        let digest = |text: &str| text.parse::<Digest>().map_err(bad);
+        match (document.manifests, document.layers) {
+            (Some(_), Some(_)) => Err(bad("it has manifests and layers")),
+            (Some(mut manifests), None) => {
+                manifests.retain(|descriptor| !descriptor.is_attestation());
+                let is_bcow = |d: &Descriptor| d.artifact_type.as_deref() == Some(IMAGE);
+                if manifests.iter().any(is_bcow) {
+                    manifests.retain(is_bcow);
+                }
+                let chosen = best_platform(place, &manifests, None)?;
+                Ok(RemoteManifest::Index(digest(&chosen.digest)?))
+            }
+            (None, layers) => {
+                let layers = layers.unwrap_or_default();
+                let mut stacks = layers.iter().filter(|layer| layer.media_type == STACK);
+                match (stacks.next(), stacks.next()) {
+                    (None, _) => Ok(RemoteManifest::Ordinary),
+                    (Some(_), Some(_)) => Err(bad("it has several stacks")),
+                    (Some(stack), None) => {
+                        let root = stack.annotation(MERKLE_ROOT).map(|hex| {
+                            let digest = format!("sha256:{hex}").parse::<Digest>().ok();
+                            let root = digest.and_then(|digest| digest.sha256());
+                            root.ok_or_else(|| bad("the root hash of its stack is invalid"))
+                        });
+                        Ok(RemoteManifest::Bcow(RemoteStack {
+                            digest: digest(&stack.digest)?,
+                            bytes: stack.size,
+                            merkle_root: root.transpose()?,
+                        }))
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// Finds the image with the name or digest `reference` for `platform`.
@@ -356,7 +428,16 @@ fn choose_platform(
             check(LimitKind::Manifests, count, MAX_MANIFESTS)?;
         }
     }
-    if let [only] = &manifests[..] {
+    best_platform(&files.name(), &manifests, platform)
+}
+
+/// The manifest for the platform; the only one, if there is only one.
+fn best_platform(
+    place: &str,
+    manifests: &[Descriptor],
+    platform: Option<&Platform>,
+) -> Result<Descriptor, ConvertError> {
+    if let [only] = manifests {
         return Ok(only.clone());
     }
     let host = Platform::host();
@@ -370,7 +451,7 @@ fn choose_platform(
     match best {
         Some((_, descriptor)) => Ok(descriptor.clone()),
         None => Err(ConvertError::NoSuchPlatform {
-            place: files.name(),
+            place: place.to_owned(),
             wanted: wanted.clone().into(),
             available: manifests
                 .iter()

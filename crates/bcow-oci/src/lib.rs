@@ -84,6 +84,7 @@ pub use layered::{
     convert_trees,
 };
 pub use layout::write::LayoutForm;
+pub use layout::{RemoteManifest, RemoteStack};
 pub use name::{ImageName, NameSyntax};
 pub use options::{Compression, ConvertOptions, LayerReport, Limits, Progress, Report};
 pub use platform::{Platform, PlatformSyntax};

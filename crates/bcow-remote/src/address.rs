@@ -67,6 +67,17 @@ impl Address {
         })
     }
 
+    /// The same address with these fields added to its query.
+    pub(crate) fn with_query(&self, fields: &str) -> Result<Address, Problem> {
+        let (scheme, authority) = self.parts();
+        let before = self
+            .0
+            .query()
+            .map_or(String::new(), |query| format!("{query}&"));
+        let path = self.0.path();
+        Address::parse(&format!("{scheme}://{authority}{path}?{before}{fields}"))
+    }
+
     /// Refuses plain HTTP, unless it is allowed.
     pub(crate) fn check(&self, transport: Transport) -> Result<(), Problem> {
         match transport == Transport::PlainToo || self.is_encrypted() {
@@ -78,6 +89,25 @@ impl Address {
     /// Whether the connection is encrypted.
     pub(crate) fn is_encrypted(&self) -> bool {
         self.0.scheme() == Some(&Scheme::HTTPS)
+    }
+
+    /// Whether credentials for this server may be sent: encrypted, or to this machine.
+    pub(crate) fn keeps_secrets(&self) -> bool {
+        let host = self.0.host().unwrap_or_default();
+        let local = ["localhost", "127.0.0.1", "[::1]"].contains(&host);
+        self.is_encrypted() || local
+    }
+
+    /// Whether both are on the same server: scheme, host and port.
+    pub(crate) fn same_server(&self, other: &Address) -> bool {
+        let port = |address: &Address| {
+            let default = if address.is_encrypted() { 443 } else { 80 };
+            address.0.port_u16().unwrap_or(default)
+        };
+        let host = |address: &Address| address.0.host().unwrap_or_default().to_ascii_lowercase();
+        self.is_encrypted() == other.is_encrypted()
+            && host(self) == host(other)
+            && port(self) == port(other)
     }
 
     /// Host and port as written, for messages and for lookups of credentials.
@@ -166,6 +196,15 @@ mod tests {
             "https://u:p@h/",
         ] {
             from.join(location).expect_err(location);
+        }
+    }
+
+    #[test]
+    fn a_server_is_scheme_host_and_port() {
+        let from = parse("https://Host/a");
+        assert!(from.same_server(&parse("https://host:443/b")));
+        for other in ["http://host/a", "https://host:444/a", "https://host.x/a"] {
+            assert!(!from.same_server(&parse(other)), "{other}");
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::{Path, PathBuf};
@@ -116,7 +116,29 @@ impl Cache {
         Ok(file.into())
     }
 
-    /// A file without a name in the directory of the cache, which gets its name when it is complete.
+    /// The first `most` bytes of the document of this name, which may be any; `None` without one.
+    pub(crate) fn document(&self, name: &str, most: u64) -> Option<Vec<u8>> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let name = document_name(name);
+        let file = rustix::fs::openat(&*self.directory, name, flags, Mode::empty()).ok()?;
+        let mut bytes = Vec::new();
+        File::from(file).take(most).read_to_end(&mut bytes).ok()?;
+        Some(bytes)
+    }
+
+    /// Keeps a document, if the host can. A torn write is found by its digest.
+    pub(crate) fn keep_document(&self, name: &str, bytes: &[u8]) {
+        let name = document_name(name);
+        let written = self.open_file(&name).and_then(|file| {
+            file.write_all_at(bytes, 0)?;
+            file.set_len(bytes.len() as u64)
+        });
+        if let Err(error) = written {
+            tracing::warn!("{}: not cached: {error}", self.path.join(name).display());
+        }
+    }
+
+    /// A file in the directory of the cache, which gets its name when it is complete.
     pub(crate) fn new_file(&self) -> io::Result<NewCacheFile> {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         let mode = Mode::RUSR | Mode::WUSR;
@@ -132,6 +154,11 @@ impl fmt::Debug for Cache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Cache").field(&self.path).finish()
     }
+}
+
+/// The name of a document with a digest (`sha256:HEX`).
+fn document_name(digest: &str) -> String {
+    format!("{}.json", digest.replace(':', "-"))
 }
 
 fn name(root: &Hash) -> String {

@@ -39,6 +39,7 @@ pub(crate) struct Answer<'c> {
 pub(crate) struct AnswerBody<'c> {
     reader: ureq::BodyReader<'static>,
     longest_silence: Duration,
+    deadline: Instant,
     _permit: Permit<'c>,
 }
 
@@ -97,12 +98,37 @@ impl Client {
             // The bytes of a range are those of the file, not of a compressed form.
             .header("accept-encoding", "identity")
             .config()
-            .timeout_global(Some(left))
+            .timeout_resolve(Some(CONNECT.min(silence)))
             .timeout_connect(Some(CONNECT.min(silence)))
+            .timeout_send_request(Some(silence))
             .timeout_recv_response(Some(silence))
             .timeout_per_read(Some(silence))
             .build();
-        self.answer(request.call(), silence, permit)
+        self.answer(request.call(), silence, patience.deadline(), permit)
+    }
+
+    /// Sends a POST request with the fields of a form.
+    pub(crate) fn post(
+        &self,
+        address: &Address,
+        fields: &[(&str, &str)],
+        patience: &Patience,
+    ) -> Result<Answer<'_>, Fault> {
+        let (permit, left) = self.begin(address, patience)?;
+        let silence = patience.longest_silence().min(left);
+        let request = self
+            .agent
+            .post(address.uri())
+            .config()
+            .timeout_resolve(Some(CONNECT.min(silence)))
+            .timeout_connect(Some(CONNECT.min(silence)))
+            .timeout_send_request(Some(silence))
+            .timeout_send_body(Some(silence))
+            .timeout_recv_response(Some(silence))
+            .timeout_per_read(Some(silence))
+            .build();
+        let result = request.send_form(fields.iter().copied());
+        self.answer(result, silence, patience.deadline(), permit)
     }
 
     fn begin(
@@ -125,6 +151,7 @@ impl Client {
         &self,
         result: Result<Response<Body>, ureq::Error>,
         longest_silence: Duration,
+        deadline: Instant,
         permit: Permit<'c>,
     ) -> Result<Answer<'c>, Fault> {
         let response = result.map_err(|error| fault(&error, longest_silence))?;
@@ -135,6 +162,7 @@ impl Client {
             body: AnswerBody {
                 reader: body.into_reader(),
                 longest_silence,
+                deadline,
                 _permit: permit,
             },
         })
@@ -176,18 +204,53 @@ impl Answer<'_> {
 impl AnswerBody<'_> {
     /// Fills `buf`.
     pub(crate) fn read_exact(&mut self, buf: &mut [u8]) -> Result<(), Fault> {
-        let silence = self.longest_silence;
-        self.reader
-            .read_exact(buf)
-            .map_err(|error| body_fault(error, silence))
+        let mut done = 0;
+        while done < buf.len() {
+            match self.read(&mut buf[done..])? {
+                0 => {
+                    return Err(body_fault(
+                        io::ErrorKind::UnexpectedEof.into(),
+                        Duration::ZERO,
+                    ));
+                }
+                count => done += count,
+            }
+        }
+        Ok(())
     }
 
-    /// Reads some bytes; 0 at the end.
+    /// Reads the rest, which may have at most `most` bytes.
+    pub(crate) fn read_document(&mut self, most: u64) -> Result<Vec<u8>, Fault> {
+        let mut bytes = Vec::new();
+        let mut buf = vec![0; 64 << 10];
+        loop {
+            let count = self.read(&mut buf)?;
+            if count == 0 {
+                return Ok(bytes);
+            }
+            bytes.extend_from_slice(&buf[..count]);
+            if bytes.len() as u64 > most {
+                let why = format!("it has more than {most} bytes");
+                return Err(Problem::Answer(why).for_good());
+            }
+        }
+    }
+
+    /// Reads some bytes; 0 at the end. Each read takes a limited time; this check limits that of
+    /// all reads together, however few bytes each of them brings.
     pub(crate) fn read(&mut self, buf: &mut [u8]) -> Result<usize, Fault> {
+        if Instant::now() >= self.deadline {
+            return Err(Problem::Timeout(self.longest_silence).for_now());
+        }
         let silence = self.longest_silence;
         self.reader
             .read(buf)
             .map_err(|error| body_fault(error, silence))
+    }
+
+    /// The time for the body begins again.
+    pub(crate) fn extend(&mut self, time: Duration) {
+        self.deadline = Instant::now() + time;
     }
 }
 

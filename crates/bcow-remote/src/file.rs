@@ -177,6 +177,37 @@ impl RemoteFile {
         self.source.address().to_string()
     }
 
+    /// As [`Storage::read_at`] inside the file, with an error of this crate.
+    pub(crate) fn read_checked(&self, offset: u64, buf: &mut [u8]) -> Result<(), RemoteError> {
+        let end = offset + buf.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let Some(chunk) = self.chunks.at(at) else {
+                let skip = (at - self.chunks.root_offset()) as usize;
+                let rest = &mut buf[(at - offset) as usize..];
+                rest.copy_from_slice(&self.chunks.root()[skip..skip + rest.len()]);
+                break;
+            };
+            let start = self.chunks.start(chunk);
+            let wanted = (end - start).div_ceil(self.chunks.chunk_bytes());
+            let mut reached = at;
+            self.load(chunk, wanted, &mut |loaded, bytes| {
+                let start = self.chunks.start(loaded);
+                if start >= end {
+                    return;
+                }
+                let skip = at.saturating_sub(start) as usize;
+                let from = start + skip as u64;
+                let take = (bytes.len() - skip).min((end - from) as usize);
+                let place = (from - offset) as usize;
+                buf[place..place + take].copy_from_slice(&bytes[skip..skip + take]);
+                reached = from + take as u64;
+            })?;
+            at = reached;
+        }
+        Ok(())
+    }
+
     /// Checks the chunk that contains the header. Until then, what the header says is a claim of
     /// the server.
     fn check_first_chunk(&self) -> Result<(), RemoteError> {
@@ -590,9 +621,15 @@ fn fetch_whole(
     let mut head = Vec::new();
     let mut buf = vec![0; 256 << 10];
     let mut at = 0;
+    let mut extended_at = 0;
     let mut parsed = None;
     loop {
         let count = body.read(&mut buf)?;
+        // A slow network may take long for a whole file, but not for a part of it.
+        if at - extended_at >= FEWEST_BYTES {
+            body.extend(shared.options.timeout);
+            extended_at = at;
+        }
         let bytes = &buf[..count];
         if head.len() < HEADER_AREA_BYTES {
             head.extend_from_slice(&bytes[..count.min(HEADER_AREA_BYTES - head.len())]);
@@ -638,36 +675,11 @@ impl Storage for RemoteFile {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        let end = offset
+        offset
             .checked_add(buf.len() as u64)
             .filter(|&end| end <= self.file_bytes)
             .ok_or(io::ErrorKind::UnexpectedEof)?;
-        let mut at = offset;
-        while at < end {
-            let Some(chunk) = self.chunks.at(at) else {
-                let skip = (at - self.chunks.root_offset()) as usize;
-                let rest = &mut buf[(at - offset) as usize..];
-                rest.copy_from_slice(&self.chunks.root()[skip..skip + rest.len()]);
-                break;
-            };
-            let start = self.chunks.start(chunk);
-            let wanted = (end - start).div_ceil(self.chunks.chunk_bytes());
-            let mut reached = at;
-            self.load(chunk, wanted, &mut |loaded, bytes| {
-                let start = self.chunks.start(loaded);
-                if start >= end {
-                    return;
-                }
-                let skip = at.saturating_sub(start) as usize;
-                let from = start + skip as u64;
-                let take = (bytes.len() - skip).min((end - from) as usize);
-                let place = (from - offset) as usize;
-                buf[place..place + take].copy_from_slice(&bytes[skip..skip + take]);
-                reached = from + take as u64;
-            })?;
-            at = reached;
-        }
-        Ok(())
+        Ok(self.read_checked(offset, buf)?)
     }
 
     fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {

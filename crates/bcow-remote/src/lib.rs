@@ -9,21 +9,26 @@
 //! server sends first. Every byte that [`RemoteFile`] returns matches that root, except the two
 //! header slots: the fields of the header that matter match it too (spec section 9). So a server
 //! can withhold bytes, but cannot mix two versions of a file, and with a pin cannot choose the
-//! bytes. A file without a hash tree is refused.
+//! bytes. A file without a hash tree is refused. A [`Registry`] takes the root from the annotations
+//! of the manifest, so the manifest's digest covers every byte.
 
 mod address;
+mod auth;
 mod cache;
 mod client;
 mod error;
 mod file;
 mod flights;
 mod patience;
+mod registry;
 mod remote;
 mod source;
 mod tree;
 
 pub use address::Address;
+pub use auth::{Credentials, Keychain};
 pub use cache::{Cache, CacheProblem};
 pub use error::{Problem, RemoteError};
 pub use file::RemoteFile;
+pub use registry::{Reference, Registry};
 pub use remote::{Figures, Options, Remote, Root};

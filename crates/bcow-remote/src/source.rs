@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::address::Address;
+use crate::auth::Auth;
 use crate::client::{Answer, AnswerBody, Client};
 use crate::error::{Fault, Problem};
 use crate::patience::Patience;
@@ -13,6 +14,8 @@ const MOST_REDIRECTS: u32 = 5;
 pub(crate) struct Source {
     client: Arc<Client>,
     address: Address,
+    /// Access to the server of `address`. No other server gets what it returns.
+    auth: Option<Arc<Auth>>,
     /// The address to which the server redirected the last request. Asking the server again for
     /// each range would cost a request more. The lock is held to copy the address only.
     redirected: Mutex<Option<Address>>,
@@ -52,8 +55,16 @@ impl Source {
         Source {
             client,
             address,
+            auth: None,
             redirected: Mutex::new(None),
             version: OnceLock::new(),
+        }
+    }
+
+    pub(crate) fn with_auth(client: Arc<Client>, address: Address, auth: Arc<Auth>) -> Self {
+        Source {
+            auth: Some(auth),
+            ..Source::new(client, address)
         }
     }
 
@@ -114,7 +125,7 @@ impl Source {
     fn get(&self, headers: &[(&str, &str)], patience: &Patience) -> Result<Answer<'_>, Fault> {
         let remembered = self.redirected().clone();
         if let Some(address) = remembered {
-            match self.client.get(&address, headers, patience) {
+            match self.send(&address, headers, patience) {
                 // The address may be signed for a time. The server knows the present one.
                 Ok(answer) if !matches!(answer.status, 200 | 206 | 416) => {}
                 Ok(answer) => return Ok(answer),
@@ -124,7 +135,7 @@ impl Source {
         }
         let mut address = self.address.clone();
         for _ in 0..=MOST_REDIRECTS {
-            let answer = self.client.get(&address, headers, patience)?;
+            let answer = self.send(&address, headers, patience)?;
             if !matches!(answer.status, 301 | 302 | 303 | 307 | 308) {
                 if address != self.address && matches!(answer.status, 200 | 206) {
                     *self.redirected() = Some(address);
@@ -136,6 +147,50 @@ impl Source {
             tracing::debug!("{} redirects to {address}", self.address);
         }
         Err(Problem::Redirects(MOST_REDIRECTS).for_good())
+    }
+
+    /// Sends a request, with authorization if the address is on the server that requires it.
+    fn send(
+        &self,
+        address: &Address,
+        headers: &[(&str, &str)],
+        patience: &Patience,
+    ) -> Result<Answer<'_>, Fault> {
+        let auth = self.auth.as_ref();
+        let Some(auth) = auth.filter(|_| address.same_server(&self.address)) else {
+            return self.client.get(address, headers, patience);
+        };
+        let send = |authorization: Option<&str>| {
+            let mut headers = headers.to_vec();
+            headers.extend(authorization.map(|value| ("authorization", value)));
+            self.client.get(address, &headers, patience)
+        };
+        let authorization = auth.header(&self.client, &self.address, patience)?;
+        let answer = send(authorization.as_deref())?;
+        if answer.status != 401 {
+            return Ok(answer);
+        }
+        // The request ends before the one for a token begins.
+        let challenge = answer.headers;
+        drop(answer.body);
+        let sent = authorization.as_deref();
+        auth.accept_challenge(&challenge, sent, &self.client, &self.address, patience)?;
+        let authorization = auth.header(&self.client, &self.address, patience)?;
+        send(authorization.as_deref())
+    }
+
+    /// Requests a whole document.
+    pub(crate) fn document(
+        &self,
+        headers: &[(&str, &str)],
+        most_bytes: u64,
+        patience: &Patience,
+    ) -> Result<Vec<u8>, Fault> {
+        let mut answer = self.get(headers, patience)?;
+        match answer.status {
+            200 => answer.body.read_document(most_bytes),
+            _ => Err(answer.refusal()),
+        }
     }
 
     fn redirected(&self) -> MutexGuard<'_, Option<Address>> {

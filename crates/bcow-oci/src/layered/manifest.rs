@@ -7,12 +7,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::stored::{LayerRequest, StoredLayer};
-use crate::digest::Digest;
+use crate::digest::{Digest, hex};
 use crate::error::ConvertError;
 use crate::image::{Image, ImageConfig};
 use crate::layer::LayerInput;
 use crate::layout::write::{ManifestEntry, NewBlob, annotated, descriptor, json_bytes};
-use crate::layout::{self, IMAGE, LAYER, OCI_CONFIG, OCI_MANIFEST, STACK};
+use crate::layout::{self, IMAGE, LAYER, MERKLE_ROOT, OCI_CONFIG, OCI_MANIFEST, STACK};
 use crate::metadata::tool;
 use crate::options::ConvertOptions;
 
@@ -36,6 +36,8 @@ pub(crate) struct Manifest<'m> {
     /// Lowest first.
     pub layers: Vec<(&'m StoredLayer, &'m LayerInput)>,
     pub stack: &'m NewBlob,
+    /// The root of the stack's hash tree, in hexadecimal.
+    pub stack_root: &'m str,
     pub source: Option<&'m Digest>,
     pub options: &'m ConvertOptions,
 }
@@ -51,6 +53,7 @@ impl Manifest<'_> {
                     (DIFF_ID, layer.info.diff_id.to_string()),
                     (OPTIONS, layer.options.to_string()),
                     (TOOL, tool.clone()),
+                    (MERKLE_ROOT, hex(&layer.merkle_root)),
                 ]);
                 if let Some(digest) = &input.digest {
                     all.insert(SOURCE_DIGEST, digest.to_string());
@@ -64,7 +67,10 @@ impl Manifest<'_> {
                 annotated(LAYER, &layer.digest, layer.file_bytes, &all)
             })
             .collect();
-        let stack = BTreeMap::from([(TOOL, tool.clone())]);
+        let stack = BTreeMap::from([
+            (TOOL, tool.clone()),
+            (MERKLE_ROOT, self.stack_root.to_owned()),
+        ]);
         layers.push(annotated(
             STACK,
             &self.stack.digest,

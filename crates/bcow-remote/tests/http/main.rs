@@ -1,6 +1,7 @@
 //! Remote files over HTTP: what arrives is what the hash tree covers, or an error, in bounded time
 //! and memory, whatever the server does.
 
+mod registry;
 mod server;
 
 use std::collections::HashMap;
@@ -473,6 +474,23 @@ fn server_without_ranges_sends_the_whole_file_into_the_cache() {
     let server = Server::start(|_| Reply::Raw(Vec::new()));
     let remote = open(&server, options(Some(&cache)), Some(root)).expect("opens");
     assert!(read_all(&remote).expect("reads") == **file);
+}
+
+#[test]
+fn slow_network_is_no_error_and_a_trickle_is_one() {
+    let (file, _) = image(1);
+    let cache = cache_directory();
+    // Longer than the timeout, but never without bytes for as long.
+    let whole = server::answer(200, &[], &file);
+    let server = Server::start(move |_| Reply::Slow(whole.clone(), 20, TIMEOUT / 12));
+    let remote = open(&server, options(Some(&cache)), None).expect("opens");
+    assert!(read_all(&remote).expect("reads") == **file);
+
+    let found = error_of_read(|asked, file| {
+        let part = ranged(asked, file, "\"one\"")[..3000].to_vec();
+        Reply::Slow(part, 100, TIMEOUT / 20)
+    });
+    assert!(matches!(found, Problem::Timeout(_)), "{found}");
 }
 
 #[test]

@@ -36,6 +36,8 @@ pub enum Reply {
     Answer(u16, Vec<(&'static str, String)>, Vec<u8>),
     /// These bytes, then the connection is closed.
     Raw(Vec<u8>),
+    /// These bytes in equal pieces, with this pause before each; then the connection is closed.
+    Slow(Vec<u8>, usize, Duration),
     /// These bytes, then silence until the client gives up.
     Stall(Vec<u8>),
 }
@@ -131,6 +133,13 @@ fn serve(
             }
             Reply::Raw(bytes) => {
                 stream.write_all(&bytes).ok()?;
+                return None;
+            }
+            Reply::Slow(bytes, pieces, pause) => {
+                for piece in bytes.chunks(bytes.len().div_ceil(pieces)) {
+                    std::thread::sleep(pause);
+                    stream.write_all(piece).ok()?;
+                }
                 return None;
             }
             Reply::Stall(bytes) => {

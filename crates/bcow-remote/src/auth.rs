@@ -1,0 +1,393 @@
+//! Access to a registry: challenges, tokens, credentials (distribution specification, token
+//! authentication).
+//!
+//! Credentials are sent only to the registry itself and to the token server that the registry
+//! names, and only if the connection is encrypted or leads to this machine. No text of an error or
+//! of the log contains them.
+
+use std::fmt::Write;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use data_encoding::BASE64;
+use serde::Deserialize;
+
+use crate::address::Address;
+use ureq::http::HeaderMap;
+
+use crate::client::Client;
+use crate::error::{Fault, Problem};
+use crate::patience::Patience;
+
+/// Largest size of the answer of a token server.
+const TOKEN_BYTES: u64 = 1 << 20;
+/// Lifetime of a token if the server does not say (distribution specification).
+const USUAL_LIFETIME: Duration = Duration::from_secs(60);
+/// A token is renewed this long before it expires, or after half of its lifetime.
+const RENEW_BEFORE: Duration = Duration::from_secs(20);
+
+/// Credentials for a registry.
+pub enum Credentials {
+    /// A user name and a password.
+    Password {
+        /// The user.
+        user: String,
+        /// The password, or a token in its place.
+        password: String,
+    },
+    /// A token with which a token server issues others.
+    IdentityToken(String),
+}
+
+/// Where credentials come from.
+pub trait Keychain: Send + Sync {
+    /// The credentials for a server (`HOST[:PORT]`). `None`: there are none. The error is for the
+    /// user, and must not contain secrets.
+    fn credentials(&self, server: &str) -> Result<Option<Credentials>, String>;
+}
+
+/// Access to one repository of a registry.
+pub(crate) struct Auth {
+    /// The registry's name for the keychain.
+    server: String,
+    scope: String,
+    keychain: Arc<dyn Keychain>,
+    /// The lock is held while a token is fetched: other threads need the same token, and wait for
+    /// it. No other lock is taken under it, except that of the number of requests.
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    challenge: Option<Challenge>,
+    /// The value of the header, and the time at which it is renewed.
+    header: Option<(String, Option<Instant>)>,
+}
+
+/// What a registry requires.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Challenge {
+    Basic,
+    Bearer {
+        realm: String,
+        service: Option<String>,
+        scope: Option<String>,
+    },
+}
+
+#[derive(Deserialize)]
+struct Token {
+    #[serde(default)]
+    token: Option<String>,
+    #[serde(default)]
+    access_token: Option<String>,
+    #[serde(default)]
+    expires_in: Option<u64>,
+}
+
+impl Auth {
+    pub(crate) fn new(server: String, repository: &str, keychain: Arc<dyn Keychain>) -> Self {
+        Auth {
+            server,
+            scope: format!("repository:{repository}:pull"),
+            keychain,
+            state: Mutex::default(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // The state is replaced as a whole, and valid after a panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The value of the header `Authorization`; `None` as long as the registry requires none.
+    pub(crate) fn header(
+        &self,
+        client: &Client,
+        registry: &Address,
+        patience: &Patience,
+    ) -> Result<Option<String>, Fault> {
+        let mut state = self.state();
+        match &state.header {
+            Some((_, Some(renewal))) if *renewal <= Instant::now() => {
+                self.renew(&mut state, client, registry, patience)?;
+            }
+            _ => {}
+        }
+        Ok(state.header.as_ref().map(|(header, _)| header.clone()))
+    }
+
+    /// Reacts to the status 401 of a request with the header `sent`. After this,
+    /// [`Auth::header`] has another value, or this fails.
+    pub(crate) fn accept_challenge(
+        &self,
+        headers: &HeaderMap,
+        sent: Option<&str>,
+        client: &Client,
+        registry: &Address,
+        patience: &Patience,
+    ) -> Result<(), Fault> {
+        let mut state = self.state();
+        // Another thread may have got a token meanwhile.
+        let present = state.header.as_ref().map(|(header, _)| header.as_str());
+        if present.is_some() && present != sent {
+            return Ok(());
+        }
+        let challenges = headers.get_all("www-authenticate").iter();
+        let challenge = challenges
+            .filter_map(|value| parse_challenge(value.to_str().ok()?))
+            .max_by_key(|challenge| matches!(challenge, Challenge::Bearer { .. }))
+            .ok_or_else(|| denied("the registry asks for an unknown form of credentials"))?;
+        state.challenge = Some(challenge);
+        self.renew(&mut state, client, registry, patience)?;
+        match &state.header {
+            Some((header, _)) if Some(&**header) == sent => {
+                state.header = None;
+                Err(denied("the credentials were not accepted"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn renew(
+        &self,
+        state: &mut State,
+        client: &Client,
+        registry: &Address,
+        patience: &Patience,
+    ) -> Result<(), Fault> {
+        let credentials = self
+            .keychain
+            .credentials(&self.server)
+            .map_err(|why| denied(&format!("no credentials for {}: {why}", self.server)))?;
+        state.header = match &state.challenge {
+            None => None,
+            Some(Challenge::Basic) => {
+                let Some(Credentials::Password { user, password }) = &credentials else {
+                    return Err(denied(&format!("there is no password for {}", self.server)));
+                };
+                require_secrecy(registry)?;
+                Some((basic(user, password), None))
+            }
+            Some(Challenge::Bearer {
+                realm,
+                service,
+                scope,
+            }) => {
+                let realm = Address::parse(realm).map_err(|_| {
+                    Problem::Answer("it names an invalid token server".into()).for_good()
+                })?;
+                let scope = scope.as_deref().unwrap_or(&self.scope);
+                let token = fetch_token(
+                    client,
+                    &realm,
+                    service.as_deref(),
+                    scope,
+                    credentials.as_ref(),
+                    patience,
+                )?;
+                Some(token)
+            }
+        };
+        Ok(())
+    }
+}
+
+fn denied(explanation: &str) -> Fault {
+    Problem::Denied {
+        status: 401,
+        explanation: explanation.to_owned(),
+    }
+    .for_good()
+}
+
+fn require_secrecy(address: &Address) -> Result<(), Fault> {
+    match address.keeps_secrets() {
+        true => Ok(()),
+        false => Err(denied(&format!(
+            "credentials are not sent to {} without encryption",
+            address.server()
+        ))),
+    }
+}
+
+fn basic(user: &str, password: &str) -> String {
+    format!(
+        "Basic {}",
+        BASE64.encode(format!("{user}:{password}").as_bytes())
+    )
+}
+
+/// Gets a token: the value of the header, and the time at which it is to be renewed.
+fn fetch_token(
+    client: &Client,
+    realm: &Address,
+    service: Option<&str>,
+    scope: &str,
+    credentials: Option<&Credentials>,
+    patience: &Patience,
+) -> Result<(String, Option<Instant>), Fault> {
+    if credentials.is_some() {
+        require_secrecy(realm)?;
+    }
+    let mut fields = vec![("scope", scope)];
+    if let Some(service) = service {
+        fields.push(("service", service));
+    }
+    let begun = Instant::now();
+    let mut answer = match credentials {
+        Some(Credentials::IdentityToken(token)) => {
+            fields.extend([
+                ("grant_type", "refresh_token"),
+                ("refresh_token", token.as_str()),
+                ("client_id", "bcow"),
+            ]);
+            client.post(realm, &fields, patience)?
+        }
+        _ => {
+            let address = realm
+                .with_query(&encode(&fields))
+                .map_err(Problem::for_good)?;
+            let authorization = match credentials {
+                Some(Credentials::Password { user, password }) => Some(basic(user, password)),
+                _ => None,
+            };
+            let headers: Vec<_> = authorization
+                .iter()
+                .map(|value| ("authorization", value.as_str()))
+                .collect();
+            client.get(&address, &headers, patience)?
+        }
+    };
+    if answer.status != 200 {
+        let fault = answer.refusal();
+        return Err(match fault.problem {
+            Problem::Denied { .. } => denied(&format!(
+                "the token server {} does not accept {}",
+                realm.server(),
+                match credentials {
+                    Some(_) => "the credentials",
+                    None => "requests without credentials",
+                }
+            )),
+            _ => fault,
+        });
+    }
+    let invalid = || Problem::Answer(format!("no valid token from {}", realm.server())).for_good();
+    let body = answer.body.read_document(TOKEN_BYTES)?;
+    let token: Token = serde_json::from_slice(&body).map_err(|_| invalid())?;
+    let lifetime = token.expires_in.map_or(USUAL_LIFETIME, Duration::from_secs);
+    let text = token.token.or(token.access_token).ok_or_else(invalid)?;
+    if text.is_empty() || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(invalid());
+    }
+    let usable = lifetime
+        .saturating_sub(RENEW_BEFORE)
+        .max(lifetime / 2)
+        .max(Duration::from_secs(1));
+    Ok((format!("Bearer {text}"), begun.checked_add(usable)))
+}
+
+/// A query: `a=1&b=2`.
+pub(crate) fn encode(fields: &[(&str, &str)]) -> String {
+    let mut query = String::new();
+    for (name, value) in fields {
+        if !query.is_empty() {
+            query.push('&');
+        }
+        query += name;
+        query.push('=');
+        for byte in value.bytes() {
+            match byte {
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => {
+                    query.push(byte.into());
+                }
+                // Writing to a String cannot fail.
+                _ => drop(write!(query, "%{byte:02X}")),
+            }
+        }
+    }
+    query
+}
+
+/// Parses a challenge: `Bearer realm="...",service="..."`.
+fn parse_challenge(text: &str) -> Option<Challenge> {
+    let text = text.trim();
+    let (scheme, mut rest) = text.split_once(' ').unwrap_or((text, ""));
+    if scheme.eq_ignore_ascii_case("basic") {
+        return Some(Challenge::Basic);
+    }
+    if !scheme.eq_ignore_ascii_case("bearer") {
+        return None;
+    }
+    let (mut realm, mut service, mut scope) = (None, None, None);
+    loop {
+        rest = rest.trim_start_matches([' ', ',']);
+        if rest.is_empty() {
+            break;
+        }
+        let (name, behind) = rest.split_once('=')?;
+        let (value, behind) = match behind.strip_prefix('"') {
+            Some(quoted) => quoted.split_once('"')?,
+            None => behind.split_once(',').unwrap_or((behind, "")),
+        };
+        rest = behind;
+        match &*name.trim().to_ascii_lowercase() {
+            "realm" => realm = Some(value.to_owned()),
+            "service" => service = Some(value.to_owned()),
+            "scope" => scope = Some(value.to_owned()),
+            _ => {}
+        }
+    }
+    Some(Challenge::Bearer {
+        realm: realm?,
+        service,
+        scope,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn challenges_are_parsed() {
+        let text =
+            r#"Bearer realm="https://auth.host/token?x=1,2",service="registry",scope="a:b:c,d""#;
+        assert_eq!(
+            parse_challenge(text),
+            Some(Challenge::Bearer {
+                realm: "https://auth.host/token?x=1,2".into(),
+                service: Some("registry".into()),
+                scope: Some("a:b:c,d".into()),
+            })
+        );
+        let unquoted = parse_challenge("bearer Realm=https://h/t , service=s");
+        assert!(matches!(unquoted, Some(Challenge::Bearer { .. })));
+        assert_eq!(
+            parse_challenge(r#"Basic realm="x""#),
+            Some(Challenge::Basic)
+        );
+        for text in [
+            "",
+            "Digest x",
+            "Bearer",
+            r#"Bearer realm="x"#,
+            "Bearer service=x",
+        ] {
+            assert_eq!(parse_challenge(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn queries_are_encoded() {
+        let query = encode(&[
+            ("scope", "repository:a/b:pull"),
+            ("service", "x y&z=\u{e9}"),
+        ]);
+        assert_eq!(
+            query,
+            "scope=repository%3Aa%2Fb%3Apull&service=x%20y%26z%3D%C3%A9"
+        );
+    }
+}
