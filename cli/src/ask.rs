@@ -2,13 +2,13 @@
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use bcow_fuse::MountedImage;
 use bcow_fuse::stats::document::{Document, SCHEMA};
 use bcow_fuse::stats::{MOST_XATTR_BYTES, STATS_XATTR};
+use bcow_fuse::{Door, MountedImage};
 use rustix::io::Errno;
 
 use crate::error::{CommandError, Context};
@@ -88,12 +88,39 @@ pub fn ask(mount: &MountedImage, patience: Duration) -> Answer {
 /// a limit on time. The exit status is the error number.
 pub fn print_statistics(directory: &Path) -> ! {
     let mut json = vec![0; MOST_XATTR_BYTES];
-    let printed = rustix::fs::getxattr(directory, STATS_XATTR, &mut json).and_then(|length| {
-        let mut out = std::io::stdout();
-        let written = out.write_all(&json[..length]).and_then(|()| out.flush());
-        written.map_err(|_| Errno::PIPE)
-    });
+    let printed = place_of_statistics(directory)
+        .and_then(|place| rustix::fs::getxattr(place, STATS_XATTR, &mut json))
+        .and_then(|length| {
+            let mut out = std::io::stdout();
+            let written = out.write_all(&json[..length]).and_then(|()| out.flush());
+            written.map_err(|_| Errno::PIPE)
+        });
     std::process::exit(printed.err().map_or(0, Errno::raw_os_error))
+}
+
+/// The path with the statistics of the mount at `directory`: the mount itself, or for a mount at
+/// the kernel door the descriptor of its process, for root only.
+fn place_of_statistics(directory: &Path) -> Result<PathBuf, Errno> {
+    let mount = match bcow_fuse::mounted_image(directory) {
+        Ok(mount) if mount.door != Door::Fuse => mount,
+        _ => return Ok(directory.to_owned()),
+    };
+    if let Some(server) = running::server_of_mount(&mount.device)
+        // Root must not follow the descriptor of another user, who could publish any number.
+        && server.uid == 0
+    {
+        let services = server.services.iter();
+        let mut descriptors = services
+            .filter(|service| service.device.as_deref() == Some(&mount.device))
+            .filter_map(|service| service.descriptor);
+        if let Some(descriptor) = descriptors.next() {
+            return Ok(format!("/proc/{}/fd/{descriptor}", server.pid).into());
+        }
+    }
+    match mount.is_served() {
+        true => Err(Errno::ACCESS),
+        false => Err(Errno::NOTCONN),
+    }
 }
 
 /// The reason why a mount does not answer, and a hint.

@@ -54,6 +54,10 @@ pub struct Service {
     /// machine as long as the mount exists.
     #[serde(default)]
     pub device: Option<String>,
+    /// For a mount at the kernel door: the descriptor of the process through which root reads the
+    /// statistics.
+    #[serde(default)]
+    pub descriptor: Option<i32>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -387,6 +391,7 @@ mod tests {
             mode: "ro".to_owned(),
             since: 7,
             device: Some("0:99".to_owned()),
+            descriptor: None,
         }
     }
 

@@ -18,10 +18,10 @@ use crate::ui::Ui;
 
 /// How long a process may keep the upper before it ends its mount: umount(8) returns before the
 /// process has noticed the unmount.
-const NOTICES_WITHIN: Duration = Duration::from_secs(2);
+pub const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 /// After this time, a message tells the user the reason of the delay.
 const PATIENCE: Duration = Duration::from_millis(500);
-const PAUSE: Duration = Duration::from_millis(10);
+pub const PAUSE: Duration = Duration::from_millis(10);
 
 /// The begin of the note in the lock of an upper; the number of the process follows.
 const NOTE: &str = "bcow mount, process ";
@@ -36,7 +36,7 @@ pub fn note(directory: &Path) -> String {
 }
 
 /// The process that left a note; `None` if the process is not a mount.
-fn holder_of_note(note: &str) -> Option<u32> {
+pub fn holder_of_note(note: &str) -> Option<u32> {
     let rest = note.strip_prefix(NOTE)?;
     let end = rest.find(|c: char| !c.is_ascii_digit());
     rest[..end.unwrap_or(rest.len())].parse().ok()

@@ -1,6 +1,7 @@
 //! `bcow mount`
 
 pub mod helper;
+mod kernel;
 pub mod upper;
 
 use std::ffi::OsString;
@@ -8,11 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bcow::{BlockCache, OpenOptions, Verify};
-use bcow_fuse::daemon::{self, Launch};
+use bcow_fuse::daemon::{self, Launch, Readiness};
 use bcow_fuse::options::{Access, Writing};
 use bcow_fuse::session::Content;
 use bcow_fuse::signals::{Ground, Signals};
-use bcow_fuse::stats::About;
+use bcow_fuse::stats::{About, ServedBy};
 use bcow_fuse::{ImageFs, MountError, MountOptions, MountStats, Session};
 use bcow_nbd::Place;
 use bcow_oci::ImageName;
@@ -86,6 +87,11 @@ pub struct Args {
     /// More arguments: DIR is then a layer, and the last of these is the directory
     #[arg(hide = true)]
     more: Vec<PathBuf>,
+    /// How programs reach the content: through FUSE, or through a file system of the kernel on a
+    /// disk (ext4, xfs, btrfs), for root only. With auto, a disk with such a file system is mounted
+    /// by the kernel, everything else through FUSE
+    #[arg(long, value_name = "DOOR", default_value = "auto")]
+    door: DoorChoice,
     /// Serve the mount in the foreground
     #[arg(short, long)]
     foreground: bool,
@@ -127,6 +133,13 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum DoorChoice {
+    Auto,
+    Fuse,
+    Kernel,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum VerifyWhat {
     Checksums,
     Merkle,
@@ -161,12 +174,12 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
             error => failure(&error),
         })?;
     }
-    options
-        .settle(match args.upper.path() {
-            Some(_) => Writing::ToUpper,
-            None => Writing::Never,
-        })
-        .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))?;
+    kernel::refuse_unsupported(args)?;
+    // Whether a disk is mounted by the kernel depends on its content.
+    let may_be_kernel = kernel::may_mount(args);
+    if !may_be_kernel {
+        settle(args, &mut options)?;
+    }
     if let Some(upper) = args.upper.path() {
         upper::refuse_one_in_the_other(upper, args.directory())?;
     }
@@ -195,6 +208,19 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         log::use_file(path).context(|| format!("cannot write the log file {}", path.display()))?;
     }
     let cache = BlockCache::new(args.cache_size);
+    let running = Running {
+        args,
+        readiness,
+        signals,
+        metrics,
+        ui,
+    };
+    if may_be_kernel {
+        match kernel::open(&running, &cache)? {
+            Some(opened) => return kernel::run(opened, running, options, cache),
+            None => settle(args, &mut options)?,
+        }
+    }
     let layers = args.layers();
     let image = OpenImage::open_layered(
         &args.image,
@@ -221,14 +247,23 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         file: file.clone().into(),
         identity: image.identity(),
         cache,
+        door: Some(ServedBy {
+            name: "fuse".to_owned(),
+            reason: match (args.door, args.upper.path()) {
+                (DoorChoice::Fuse, _) => "as --door says",
+                (_, Some(_)) => "the door of uppers",
+                (_, None) => "the door of images",
+            }
+            .to_owned(),
+        }),
     }));
     let mut owner_is_needed = None;
     let content = match args.upper.path() {
         None => Content::from(ImageFs::new(Arc::new(tree))),
         Some(upper) => {
-            let union = args
-                .upper
-                .open(upper, args.directory(), &image, tree, &signals, ui)?;
+            let union =
+                args.upper
+                    .open(upper, args.directory(), &image, tree, &running.signals, ui)?;
             owner_is_needed = upper::owner_who_is_needed(&union);
             Content::from(union)
         }
@@ -254,18 +289,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     if is_writable && let Some(owner) = owner_is_needed {
         upper::warn_of_owner(owner, &args.image, args.directory(), args.foreground, ui);
     }
-    if let Some(metrics) = &metrics {
-        metrics.answer(move || stats.for_prometheus())?;
-        // Only this process knows which port the host selected.
-        if let Place::Tcp(address) = metrics.place()
-            && args
-                .metrics
-                .as_deref()
-                .is_some_and(|asked| asked.ends_with(":0"))
-        {
-            ui.status(format_args!("metrics at http://{address}/metrics"));
-        }
-    }
+    running.answer_metrics(stats)?;
     tracing::info!(
         "ready at {}, mounted as {} with {} threads, a cache of {} bytes and {}; device {}",
         mountpoint.display(),
@@ -278,7 +302,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         },
         device.as_deref().unwrap_or("unknown")
     );
-    let _published = running::publish(vec![Service {
+    let service = Service {
         kind: "mount".to_owned(),
         image: file.to_string_lossy().into_owned(),
         layers: layer_names,
@@ -292,25 +316,82 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         .to_owned(),
         since: running::now(),
         device,
-    }]);
-    let in_background = readiness.is_some();
-    match readiness {
-        Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
-        None => announce(args, &options, ui),
-    }
-    session.serve_until_signal(signals).map_err(|error| {
-        let failure = failure(&error);
-        if in_background {
-            // No process reads standard error any more.
-            let text = [failure.message()].into_iter();
-            let causes = failure.causes().iter().map(String::as_str);
-            log::log(
-                Severity::Error,
-                &text.chain(causes).collect::<Vec<_>>().join(": "),
-            );
-        }
-        failure
+        descriptor: None,
+    };
+    let access = options.access();
+    running.serve(service, access, |signals| {
+        session.serve_until_signal(signals)
     })
+}
+
+/// Settles the options of a mount at the FUSE door.
+fn settle(args: &Args, options: &mut MountOptions) -> Result<(), CommandError> {
+    options
+        .settle(match args.upper.path() {
+            Some(_) => Writing::ToUpper,
+            None => Writing::Never,
+        })
+        .map_err(|error| failure(&error).exit_with(crate::error::exit::USAGE))
+}
+
+/// A mount on its way, at either door.
+struct Running<'a> {
+    args: &'a Args,
+    /// In the background: the pipe to the waiting command.
+    readiness: Option<Readiness>,
+    signals: Signals,
+    metrics: Option<Metrics>,
+    ui: &'a Ui,
+}
+
+impl Running<'_> {
+    /// Answers requests for metrics from now on.
+    fn answer_metrics(&self, stats: Arc<MountStats>) -> Result<(), CommandError> {
+        let Some(metrics) = &self.metrics else {
+            return Ok(());
+        };
+        metrics.answer(move || stats.for_prometheus())?;
+        // Only this process knows which port the host selected.
+        if let Place::Tcp(address) = metrics.place()
+            && self
+                .args
+                .metrics
+                .as_deref()
+                .is_some_and(|asked| asked.ends_with(":0"))
+        {
+            self.ui
+                .status(format_args!("metrics at http://{address}/metrics"));
+        }
+        Ok(())
+    }
+
+    /// Reports that the mount is ready, and serves it to its end.
+    fn serve(
+        self,
+        service: Service,
+        access: Access,
+        serve: impl FnOnce(Signals) -> Result<(), MountError>,
+    ) -> Result<(), CommandError> {
+        let _published = running::publish(vec![service]);
+        let in_background = self.readiness.is_some();
+        match self.readiness {
+            Some(readiness) => readiness.announce().map_err(|error| failure(&error))?,
+            None => announce(self.args, access, self.ui),
+        }
+        serve(self.signals).map_err(|error| {
+            let failure = failure(&error);
+            if in_background {
+                // No process reads standard error any more.
+                let text = [failure.message()].into_iter();
+                let causes = failure.causes().iter().map(String::as_str);
+                log::log(
+                    Severity::Error,
+                    &text.chain(causes).collect::<Vec<_>>().join(": "),
+                );
+            }
+            failure
+        })
+    }
 }
 
 /// Fails if an image is mounted there. A mount whose process is dead is replaced.
@@ -328,12 +409,12 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
     }
 }
 
-fn announce(args: &Args, options: &MountOptions, ui: &Ui) {
+fn announce(args: &Args, access: Access, ui: &Ui) {
     ui.status(format_args!(
         "{} is mounted at {}{}",
         args.image.display(),
         args.directory().display(),
-        match options.access() {
+        match access {
             Access::Owner => "",
             Access::Everyone => ", for all users",
         }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bcow_fuse::MountedImage;
+use bcow_fuse::{Door, MountedImage};
 use serde_json::{Value, json};
 
 use crate::ask::{self, Answer};
@@ -104,10 +104,16 @@ fn without_process(mount: &MountedImage) -> Row {
             Answer::NotServed => Some("dead"),
             _ => None,
         },
-        uid: mount.owner.map(|(uid, _)| uid),
+        uid: match mount.door {
+            Door::Fuse => mount.owner.map(|(uid, _)| uid),
+            Door::Kernel(_) => Some(0),
+        },
         service: Service {
             kind: "mount".to_owned(),
-            image: mount.source.to_string_lossy().into_owned(),
+            image: match &mount.door {
+                Door::Fuse => mount.source.to_string_lossy().into_owned(),
+                Door::Kernel(name) => name.disk.clone(),
+            },
             layers: Vec::new(),
             export: None,
             upper: None,
@@ -115,6 +121,7 @@ fn without_process(mount: &MountedImage) -> Row {
             mode: mode.to_owned(),
             since: 0,
             device: Some(mount.device.clone()),
+            descriptor: None,
         },
     }
 }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use bcow_fuse::stats::document::{Document, Errors, OperationFigures, Upper};
+use bcow_fuse::stats::document::{DiskFigures, Document, Errors, OperationFigures, Upper};
 use rustix::io::Errno;
 
 use crate::ask::{self, ANSWERS_WITHIN, Answer};
@@ -89,6 +89,8 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
         process,
         cache,
         upper,
+        disk,
+        door,
         errors,
         operations,
         ..
@@ -104,6 +106,10 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
             Lasting(process.uptime_seconds)
         ),
     )?;
+    if let Some(door) = door {
+        let text = format!("{}: {}", printable(&door.name), printable(&door.reason));
+        line("door", &text)?;
+    }
     line(
         "cache",
         &format!(
@@ -118,6 +124,9 @@ fn print(document: &Document, out: &mut Output) -> Result<(), CommandError> {
     )?;
     if let Some(upper) = upper {
         print_upper(upper, out)?;
+    }
+    if let Some(disk) = disk {
+        print_disk(disk, out)?;
     }
     print_errors(errors, out)?;
     print_operations(operations, out)
@@ -179,6 +188,41 @@ fn print_upper(upper: &Upper, out: &mut Output) -> Result<(), CommandError> {
     line(
         "inodes",
         &format!("{} known to the kernel", Count(upper.nodes)),
+    )
+}
+
+fn print_disk(disk: &DiskFigures, out: &mut Output) -> Result<(), CommandError> {
+    let mut line = |name: &str, value: &str| writeln!(out, "{:<12} {value}", format!("{name}:"));
+    line("disk", &printable(&disk.path))?;
+    line(
+        "holds",
+        &format!(
+            "{} of {}, on {}",
+            printable(&disk.filesystem),
+            Human(disk.size_bytes),
+            printable(&disk.loop_device)
+        ),
+    )?;
+    if !disk.is_writable {
+        return Ok(());
+    }
+    line("sync", &printable(&disk.sync))?;
+    line(
+        "flushes",
+        &format!(
+            "{}, and {}; {} not flushed",
+            Count(disk.flushes),
+            plural(disk.checkpoints, "checkpoint"),
+            plural(disk.unflushed_blocks, "block"),
+        ),
+    )?;
+    line(
+        "in transit",
+        &format!(
+            "{} in the background; {} completed from the backing",
+            plural(disk.waiting_blocks, "job"),
+            plural(disk.filled_blocks, "block"),
+        ),
     )
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use bcow_fuse::stats::document::{Document, Process, Upper};
+use bcow_fuse::stats::document::{Document, Process};
 use bcow_fuse::{Ended, Ending, MountedImage, WhenBusy};
 
 use crate::ask::{self, Answer};
@@ -60,20 +60,20 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     bcow_fuse::unmount(&args.directory, when_busy).map_err(|error| failure(&error))?;
     if let Some(document) = &document
-        && let Some(upper) = &document.upper
+        && let Some(store) = Store::of(document)
     {
         match wait_for(&document.process) {
             Waited::Ended => {
-                require_complete(&args.directory, &document.process, upper, ending, ui)?;
+                require_complete(&args.directory, &document.process, &store, ending, ui)?;
             }
             Waited::Continues => ui.status(why_it_continues(&mount, document.process.pid)),
             Waited::Stopped => {
                 let pid = document.process.pid;
                 return Err(CommandError::new(format!(
-                    "{} is unmounted, but process {pid}, which writes the remaining data to the \
-                     upper {}, is stopped by a signal",
+                    "{} is unmounted, but process {pid}, which writes the remaining data to {}, \
+                     is stopped by a signal",
                     args.directory.display(),
-                    printable(&upper.path)
+                    store.name
                 ))
                 .hint(format!("`kill -CONT {pid}` resumes the process")));
             }
@@ -83,6 +83,37 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         unresponsive.warn(&args.directory, ui);
     }
     Ok(())
+}
+
+/// The place of the written data.
+struct Store {
+    /// `the upper PATH` or `the disk PATH`.
+    name: String,
+    /// Whether only the end of the mount makes data durable.
+    is_volatile: bool,
+    /// What recovers data that programs synchronized.
+    recovers: &'static str,
+}
+
+impl Store {
+    /// `None` for a mount that takes no writes.
+    fn of(document: &Document) -> Option<Self> {
+        match (&document.upper, &document.disk) {
+            (Some(upper), _) => Some(Store {
+                name: format!("the upper {}", printable(&upper.path)),
+                is_volatile: upper.sync == "volatile",
+                recovers: "data that programs synchronized is in the upper; the next mount of the \
+                           upper recovers by itself",
+            }),
+            (None, Some(disk)) => Some(Store {
+                name: format!("the disk {}", printable(&disk.path)),
+                is_volatile: disk.sync == "volatile",
+                recovers: "data that programs synchronized is on the disk; the next mount of the \
+                           disk recovers by itself",
+            }),
+            (None, None) => None,
+        }
+    }
 }
 
 /// The reason why the process of a mount continues after the unmount here.
@@ -98,20 +129,19 @@ fn why_it_continues(mount: &MountedImage, pid: u32) -> String {
     }
 }
 
-/// Fails unless the process, which has ended, reported that all written data is in the upper.
+/// Fails unless the process, which has ended, reported that all written data is stored.
 fn require_complete(
     directory: &Path,
     process: &Process,
-    upper: &Upper,
+    store: &Store,
     ending: Option<Ending>,
     ui: &Ui,
 ) -> Result<(), CommandError> {
     let Some(ending) = ending else {
         ui.warning(format_args!(
-            "process {} did not report whether all written data is in the upper {}; if not, the \
-             system log has an error",
-            process.pid,
-            printable(&upper.path)
+            "process {} did not report whether all written data is in {}; if not, the system log \
+             has an error",
+            process.pid, store.name
         ));
         return Ok(());
     };
@@ -124,17 +154,14 @@ fn require_complete(
         ),
     };
     let failure = CommandError::new(format!(
-        "{} is unmounted, but not all written data is in the upper {}",
+        "{} is unmounted, but not all written data is in {}",
         directory.display(),
-        printable(&upper.path)
+        store.name
     ))
     .caused_by_text(cause);
-    Err(match upper.sync.as_str() {
-        "volatile" => failure,
-        _ => failure.hint(
-            "data that programs synchronized is in the upper; the next mount of the upper recovers \
-             by itself",
-        ),
+    Err(match store.is_volatile {
+        true => failure,
+        false => failure.hint(store.recovers),
     })
 }
 

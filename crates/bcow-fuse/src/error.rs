@@ -80,6 +80,39 @@ pub enum MountError {
         /// The first error.
         source: io::Error,
     },
+    /// The disk of a mount could not be closed completely at the end of the mount.
+    #[error("cannot flush all writes to the disk {}", disk.display())]
+    CloseDisk {
+        /// The file of the disk.
+        disk: PathBuf,
+        /// The error.
+        source: bcow::Error,
+    },
+    /// `rw` for a disk that is sealed.
+    #[error("{} is sealed, and never changes", .0.display())]
+    SealedDisk(PathBuf),
+    /// A write or a flush of a mount at the kernel door failed before the end of the mount.
+    #[error("not all written data is in the disk {}", disk.display())]
+    LostWrites {
+        /// The file of the disk.
+        disk: PathBuf,
+        /// The first error.
+        source: io::Error,
+    },
+    /// The start of a disk cannot be read.
+    #[error("cannot read the disk")]
+    ReadDisk(#[source] bcow::Error),
+    /// A step of a mount at the kernel door failed.
+    #[error(transparent)]
+    Kernel(#[from] bcow_mount::Error),
+    /// A mount option that the door of the mount does not have.
+    #[error("mount option {option:?} is not supported at the {door} door")]
+    NotAtDoor {
+        /// The option.
+        option: &'static str,
+        /// The door.
+        door: &'static str,
+    },
     /// An operation on a process, its descriptors or its pipes failed.
     #[error("cannot {action}")]
     Process {
@@ -140,6 +173,7 @@ impl MountError {
                 "ordinary users mount through fusermount3: install the package fuse3, or mount as \
                  root",
             ),
+            MountError::Kernel(error) => error.hint(),
             MountError::AlreadyMounted(_) => Some("unmount it first with `bcow umount`"),
             MountError::Busy(_) => Some(
                 "`fuser -vm DIR` lists the processes; `bcow umount --lazy` detaches the mount now, \

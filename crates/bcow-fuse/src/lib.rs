@@ -20,9 +20,11 @@
 
 mod adapter;
 pub mod daemon;
+mod disk;
 mod error;
 pub mod fs;
 mod helper;
+pub mod kernel;
 mod mount;
 mod mountinfo;
 pub mod options;
@@ -35,6 +37,8 @@ mod unmount;
 pub use bcow_union::NodeId;
 pub use error::MountError;
 pub use fs::ImageFs;
+pub use kernel::KernelSession;
+pub use mountinfo::Door;
 pub use options::MountOptions;
 pub use outcome::{Ended, Ending};
 pub use session::{Session, Unmounter};

@@ -21,7 +21,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 
 use crate::error::MountError;
 use crate::helper::{HELPER, helper_message, run_unmount_helper};
-use crate::mountinfo::{self, FS_TYPE};
+use crate::mountinfo::{self, Door, FS_TYPE, MountEntry};
 use crate::options::{Access, MountOptions, Permissions};
 use crate::unmount::{WhenBusy, unmount};
 
@@ -77,7 +77,7 @@ pub(crate) fn mount(target: &Path, options: &MountOptions) -> Result<(Mount, Own
 /// Checks that `target` is a directory on which bcow can mount, and returns its canonical path.
 ///
 /// Unmounts a bcow mount there whose daemon is dead: no process can use it any more.
-fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
+pub(crate) fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     let failed = |source: io::Error| MountError::Mountpoint {
         path: target.to_owned(),
         source,
@@ -85,14 +85,12 @@ fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     // Resolving symbolic links sends requests only for the parents, so a dead mount at the end of
     // the path does no harm.
     let canonical = target.canonicalize().map_err(failed)?;
-    if is_ours(&canonical) {
-        // The kernel may answer attributes and names from its caches, but it always sends statfs to
-        // the daemon.
-        match rustix::fs::statfs(&canonical) {
-            Err(Errno::NOTCONN | Errno::CONNABORTED) => {
-                unmount(&canonical, WhenBusy::Detach)?;
-            }
-            _ => return Err(MountError::AlreadyMounted(target.to_owned())),
+    if let Some(entry) = mountinfo::mounted_at(&canonical).ok().flatten()
+        && let Some(door) = entry.door()
+    {
+        match is_dead(&canonical, &entry, &door) {
+            true => unmount(&canonical, WhenBusy::Detach)?,
+            false => return Err(MountError::AlreadyMounted(target.to_owned())),
         }
     }
     let directory = rustix::fs::open(
@@ -107,8 +105,17 @@ fn usable_mountpoint(target: &Path) -> Result<PathBuf, MountError> {
     }
 }
 
-fn is_ours(target: &Path) -> bool {
-    matches!(mountinfo::mounted_at(target), Ok(Some(entry)) if entry.fs_type == FS_TYPE)
+/// Whether the process of the bcow mount at `target` is dead.
+fn is_dead(target: &Path, entry: &MountEntry, door: &Door) -> bool {
+    match door {
+        // The kernel may answer attributes and names from its caches, but it always sends statfs to
+        // the daemon.
+        Door::Fuse => matches!(
+            rustix::fs::statfs(target),
+            Err(Errno::NOTCONN | Errno::CONNABORTED)
+        ),
+        Door::Kernel(_) => !bcow_mount::is_served(Path::new(&entry.source)),
+    }
 }
 
 /// Returns `None` if this process may not mount.
@@ -221,6 +228,22 @@ pub(crate) enum Unmounted {
     Stays,
 }
 
+impl Unmounted {
+    /// The warning of a mount at `target` that the signal `name` did not end.
+    pub(crate) fn warning(self, name: &str, target: &Path) -> Option<String> {
+        let target = target.display();
+        match self {
+            Unmounted::Gone => None,
+            Unmounted::Detached => Some(format!(
+                "{name}: {target} is in use; detached, ends with its last user"
+            )),
+            Unmounted::Stays => Some(format!(
+                "{name}: {target} cannot be unmounted; another signal ends its service"
+            )),
+        }
+    }
+}
+
 impl Mount {
     /// The canonical mountpoint.
     pub(crate) fn target(&self) -> &Path {
@@ -239,15 +262,7 @@ impl Mount {
         }
         // A user may have unmounted it lazily, covered it with another mount, moved it, or bound it
         // to other directories.
-        let places = match &self.device {
-            Some(device) => mountinfo::places_of(device).unwrap_or_default(),
-            None => Vec::new(),
-        };
-        places
-            .iter()
-            .map(|place| unmount_place(place))
-            .max()
-            .unwrap_or(Unmounted::Stays)
+        unmount_places(self.device.as_deref())
     }
 
     /// Whether the kernel still has the file system. Afterwards it reports an error on the
@@ -262,6 +277,20 @@ impl Mount {
             Err(_) => true,
         }
     }
+}
+
+/// Unmounts the file system with this device number at all its paths. If it is in use, unmounts
+/// lazily.
+pub(crate) fn unmount_places(device: Option<&str>) -> Unmounted {
+    let places = match device {
+        Some(device) => mountinfo::places_of(device).unwrap_or_default(),
+        None => Vec::new(),
+    };
+    places
+        .iter()
+        .map(|place| unmount_place(place))
+        .max()
+        .unwrap_or(Unmounted::Stays)
 }
 
 /// Unmounts at one path. If the mount is in use there, unmounts lazily.

@@ -8,6 +8,8 @@ use std::io;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use bcow_mount::filesystem::Kind;
+use bcow_mount::{HiddenName, backing_of};
 use bcow_union::unescape;
 
 /// The file-system type of bcow mounts in `/proc/self/mountinfo`.
@@ -28,6 +30,31 @@ pub(crate) struct MountEntry {
     pub(crate) is_writable: bool,
     /// Uid and gid of the only user who may enter the mount, without `allow_other`.
     pub(crate) owner: Option<(u32, u32)>,
+}
+
+/// The door of a bcow mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Door {
+    /// The process of the mount answers requests for files.
+    Fuse,
+    /// The kernel has a file system of its own on a loop device, and the process serves the file
+    /// behind the device.
+    Kernel(HiddenName),
+}
+
+impl MountEntry {
+    /// The door, if it is a mount of bcow.
+    pub(crate) fn door(&self) -> Option<Door> {
+        if self.fs_type == FS_TYPE {
+            return Some(Door::Fuse);
+        }
+        // Ordinary users can choose the source of a mount, but not of one of these types.
+        let is_of_disks = Kind::ALL.iter().any(|kind| kind.name() == self.fs_type);
+        match is_of_disks {
+            true => backing_of(Path::new(&self.source)).map(Door::Kernel),
+            false => None,
+        }
+    }
 }
 
 /// All mounts of this mount namespace. A mount that covers another one comes after it.

@@ -3,8 +3,10 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
+use bcow_mount::filesystem::{AccessTimes, Settings};
 use rustix::mount::MountFlags;
 
+use crate::disk::{Barriers, Device, DiskMount};
 use crate::error::MountError;
 
 /// Which users may enter the mount.
@@ -56,6 +58,9 @@ pub struct MountOptions {
     flags: MountFlags,
     source: Option<OsString>,
     write_cache: WriteCache,
+    /// Whether an option asked for access times.
+    access_times: bool,
+    discard: bool,
     /// `Some(true)` for `ro`, `Some(false)` for `rw`; the last one given wins.
     read_only: Option<bool>,
 }
@@ -68,6 +73,8 @@ impl Default for MountOptions {
             flags: MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV,
             source: None,
             write_cache: WriteCache::default(),
+            access_times: false,
+            discard: false,
             read_only: None,
         }
     }
@@ -112,6 +119,12 @@ impl MountOptions {
     /// was given, and the kernel checks permissions. Without an upper, `rw` and the options of
     /// writable mounts are errors.
     pub fn settle(&mut self, writing: Writing) -> Result<(), MountError> {
+        if self.discard {
+            return Err(MountError::NotAtDoor {
+                option: "discard",
+                door: "FUSE",
+            });
+        }
         match writing {
             Writing::ToUpper => {
                 self.permissions = Permissions::ByMode;
@@ -125,6 +138,37 @@ impl MountOptions {
             }
             Writing::Never => Ok(()),
         }
+    }
+
+    /// The settings of a mount at the kernel door. There, every user may enter as far as the
+    /// permissions of the files allow, and the kernel always collects writes in its page cache.
+    /// Access times are off unless an option asks for them: each update is a write.
+    pub(crate) fn for_kernel(&self, disk: &DiskMount) -> Result<Settings, MountError> {
+        let has = |flag| self.flags.contains(flag);
+        let is_sealed = matches!(disk.device, Device::ReadOnly(_));
+        if is_sealed && self.read_only == Some(false) {
+            return Err(MountError::SealedDisk(disk.path.clone()));
+        }
+        if self.source.is_some() {
+            return Err(MountError::NotAtDoor {
+                option: "fsname",
+                door: "kernel",
+            });
+        }
+        Ok(Settings {
+            read_only: is_sealed || self.read_only == Some(true),
+            nosuid: has(MountFlags::NOSUID),
+            nodev: has(MountFlags::NODEV),
+            noexec: has(MountFlags::NOEXEC),
+            access_times: match (self.access_times, has(MountFlags::NODIRATIME)) {
+                (false, _) => AccessTimes::Off,
+                (true, true) => AccessTimes::RelativeForFiles,
+                (true, false) => AccessTimes::Relative,
+            },
+            sync: has(MountFlags::SYNCHRONOUS),
+            discard: self.discard,
+            barriers: disk.barriers == Barriers::On,
+        })
     }
 
     pub(crate) fn flags(&self) -> MountFlags {
@@ -180,8 +224,16 @@ impl MountOptions {
             b"nodev" => self.flags.insert(MountFlags::NODEV),
             b"exec" => self.flags.remove(MountFlags::NOEXEC),
             b"noexec" => self.flags.insert(MountFlags::NOEXEC),
-            b"atime" | b"relatime" => self.flags.remove(MountFlags::NOATIME),
-            b"noatime" => self.flags.insert(MountFlags::NOATIME),
+            b"atime" | b"relatime" => {
+                self.flags.remove(MountFlags::NOATIME);
+                self.access_times = true;
+            }
+            b"noatime" => {
+                self.flags.insert(MountFlags::NOATIME);
+                self.access_times = false;
+            }
+            b"discard" => self.discard = true,
+            b"nodiscard" => self.discard = false,
             b"diratime" => self.flags.remove(MountFlags::NODIRATIME),
             b"nodiratime" => self.flags.insert(MountFlags::NODIRATIME),
             b"sync" => self.flags.insert(MountFlags::SYNCHRONOUS),

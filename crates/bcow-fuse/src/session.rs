@@ -166,22 +166,8 @@ impl Session {
             .name("signals".into())
             .spawn(move || {
                 let name = signals.wait();
-                match unmounter.unmount() {
-                    Unmounted::Gone => {}
-                    Unmounted::Detached => log::log(
-                        Severity::Warning,
-                        &format!(
-                            "{name}: {} is in use; detached, ends with its last user",
-                            target.display()
-                        ),
-                    ),
-                    Unmounted::Stays => log::log(
-                        Severity::Warning,
-                        &format!(
-                            "{name}: {} cannot be unmounted; another signal ends its service",
-                            target.display()
-                        ),
-                    ),
+                if let Some(warning) = unmounter.unmount().warning(name, &target) {
+                    log::log(Severity::Warning, &warning);
                 }
                 signals.wait();
                 if let Some(union) = union
@@ -239,7 +225,7 @@ impl Unmounter {
 /// Makes the process abort on a panic. If only the thread ended, the program that waits for its
 /// reply would wait forever and could not be interrupted. When the process ends, the kernel fails
 /// the requests in flight.
-fn abort_on_panic() {
+pub(crate) fn abort_on_panic() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         default_hook(info);

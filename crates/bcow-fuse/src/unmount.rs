@@ -8,7 +8,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::error::MountError;
 use crate::helper::run_unmount_helper;
-use crate::mountinfo::{self, FS_TYPE, MountEntry};
+use crate::mountinfo::{self, Door, MountEntry};
 
 /// The action for a mount that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,6 +35,16 @@ pub struct MountedImage {
     /// Uid and gid of the only user who may enter the mount, without `allow_other`. The kernel
     /// refuses root too then.
     pub owner: Option<(u32, u32)>,
+    /// The door.
+    pub door: Door,
+}
+
+impl MountedImage {
+    /// Whether the process of a mount at the kernel door answers the kernel. Waits for a process
+    /// that hangs.
+    pub fn is_served(&self) -> bool {
+        bcow_mount::is_served(Path::new(&self.source))
+    }
 }
 
 /// Finds the BCoW image that is mounted at `target`, without a request to the mount itself. Fails
@@ -47,14 +57,16 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
     })?;
     match entry {
         None => Err(MountError::NotMounted(target.to_owned())),
-        Some(entry) if entry.fs_type != FS_TYPE => Err(MountError::ForeignMount {
-            path: target.to_owned(),
-            fs_type: entry.fs_type,
-        }),
-        Some(entry) => Ok(MountedImage {
-            path,
-            ..MountedImage::of(entry)
-        }),
+        Some(entry) => match entry.door() {
+            Some(door) => Ok(MountedImage {
+                path,
+                ..MountedImage::of(entry, door)
+            }),
+            None => Err(MountError::ForeignMount {
+                path: target.to_owned(),
+                fs_type: entry.fs_type,
+            }),
+        },
     }
 }
 
@@ -63,19 +75,22 @@ pub fn mounted_image(target: &Path) -> Result<MountedImage, MountError> {
 pub fn mounted_images() -> std::io::Result<Vec<MountedImage>> {
     Ok(mountinfo::mounts()?
         .into_iter()
-        .filter(|entry| entry.fs_type == FS_TYPE)
-        .map(MountedImage::of)
+        .filter_map(|entry| entry.door().map(|door| MountedImage::of(entry, door)))
         .collect())
 }
 
 impl MountedImage {
-    fn of(entry: MountEntry) -> Self {
+    fn of(entry: MountEntry, door: Door) -> Self {
         MountedImage {
             path: entry.target,
             source: entry.source,
             device: entry.device,
             is_writable: entry.is_writable,
-            owner: entry.owner,
+            owner: match door {
+                Door::Fuse => entry.owner,
+                Door::Kernel(_) => None,
+            },
+            door,
         }
     }
 

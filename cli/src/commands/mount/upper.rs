@@ -30,13 +30,9 @@ pub struct UpperArgs {
     #[arg(long, value_name = "HOW", default_value = "auto", requires = "upper")]
     sketch: SketchWhat,
     /// When data copied from the image becomes durable: each file at once (strict), N files
-    /// together (batch=N), or never (volatile; fsync then has no effect)
-    #[arg(
-        long,
-        value_name = "POLICY",
-        default_value = "strict",
-        requires = "upper"
-    )]
+    /// together (batch=N), or never (volatile; fsync then has no effect). For a disk: strict or
+    /// volatile
+    #[arg(long, value_name = "POLICY", default_value = "strict")]
     #[arg(value_parser = parse_sync)]
     sync: SyncPolicy,
     /// Limit of the bytes that the upper may store [default: the space of its file system]
@@ -85,6 +81,11 @@ impl UpperArgs {
     /// The upper, if the mount has one.
     pub fn path(&self) -> Option<&Path> {
         self.upper.as_deref()
+    }
+
+    /// When data becomes durable.
+    pub fn sync(&self) -> SyncPolicy {
+        self.sync
     }
 
     fn options(&self) -> UnionOptions {

@@ -84,6 +84,7 @@ impl Served {
                 mode: described.mode.to_owned(),
                 since: running::now(),
                 device: None,
+                descriptor: None,
             })
             .collect()
     }

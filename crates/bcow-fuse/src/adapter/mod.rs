@@ -4,6 +4,7 @@
 //! common parts.
 
 mod convert;
+pub(crate) mod disk;
 mod privileges;
 pub(crate) mod readonly;
 mod reply;

@@ -10,8 +10,10 @@ use bcow_union::errors::{self, ErrorKind, ErrorLog, RecordedError};
 use bcow_union::fs::Report;
 use serde::{Deserialize, Serialize};
 
+use crate::disk::Barriers;
 use crate::outcome::Ending;
 
+use super::DiskUse;
 use super::latency::{self, Counts, Operation};
 
 /// The schema's name.
@@ -33,6 +35,12 @@ pub struct Document {
     pub cache: Cache,
     /// The upper; `None` for a read-only mount.
     pub upper: Option<Upper>,
+    /// The disk of a mount at the kernel door.
+    #[serde(default)]
+    pub disk: Option<DiskFigures>,
+    /// The door, and the reason for it; `None` from versions that do not report it.
+    #[serde(default)]
+    pub door: Option<ServedBy>,
     /// Errors since the mount.
     #[serde(default)]
     pub errors: Errors,
@@ -152,6 +160,47 @@ pub struct Upper {
     pub outcome_descriptor: Option<i32>,
 }
 
+/// The door of a mount.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedBy {
+    /// `fuse` or `kernel`.
+    pub name: String,
+    /// Why this one.
+    pub reason: String,
+}
+
+/// The disk of a mount at the kernel door.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DiskFigures {
+    /// The file of the disk.
+    pub path: String,
+    /// Size of the address space in bytes.
+    pub size_bytes: u64,
+    /// The file system that the kernel has mounted.
+    pub filesystem: String,
+    /// The loop device below the file system.
+    pub loop_device: String,
+    /// `strict`, or `volatile` if flushes have no effect.
+    pub sync: String,
+    /// Whether the mount can change the disk.
+    pub is_writable: bool,
+    /// Flushes of the disk since the mount.
+    pub flushes: u64,
+    /// Checkpoints of the disk since the mount.
+    pub checkpoints: u64,
+    /// Blocks that were written in part and completed from the backing, since the mount.
+    pub filled_blocks: u64,
+    /// Jobs that wait in the background.
+    pub waiting_blocks: u64,
+    /// Blocks changed since the last flush.
+    pub unflushed_blocks: u64,
+    /// Free bytes inside the file.
+    pub free_bytes: u64,
+    /// The descriptor of the process on which it finally reports whether the disk holds all written
+    /// data.
+    pub outcome_descriptor: i32,
+}
+
 /// Sketches: files of the image that were written in part, and whose other blocks are still in the
 /// image.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -231,10 +280,14 @@ pub struct Bucket {
 }
 
 impl Document {
-    /// The pipe on which the process reports how it closed the upper. `None` if this process cannot
-    /// open the pipe, or if the process that served the mount is gone.
+    /// The pipe on which the process reports how it closed the upper or the disk. `None` if this
+    /// process cannot open the pipe, or if the process that served the mount is gone.
     pub fn ending(&self) -> Option<Ending> {
-        let descriptor = self.upper.as_ref()?.outcome_descriptor?;
+        let descriptor = match (&self.upper, &self.disk) {
+            (Some(upper), _) => upper.outcome_descriptor?,
+            (None, Some(disk)) => disk.outcome_descriptor,
+            (None, None) => return None,
+        };
         let ending = Ending::open(self.process.pid, descriptor).ok()?;
         self.process.is_running().then_some(ending)
     }
@@ -333,6 +386,33 @@ impl Cache {
             held_bytes: figures.held_bytes,
             hits: figures.hits,
             misses: figures.misses,
+        }
+    }
+}
+
+impl DiskFigures {
+    pub(super) fn of(disk: &DiskUse) -> Self {
+        let open = disk.disk.upgrade();
+        let figures = open.as_ref().map(|disk| disk.statistics());
+        let figures = figures.unwrap_or_default();
+        DiskFigures {
+            path: disk.path.to_string_lossy().into_owned(),
+            size_bytes: disk.size,
+            filesystem: disk.filesystem.to_owned(),
+            loop_device: disk.loop_device.to_string_lossy().into_owned(),
+            sync: match disk.barriers {
+                Barriers::On => "strict",
+                Barriers::Off => "volatile",
+            }
+            .to_owned(),
+            is_writable: open.is_some(),
+            flushes: figures.flushes,
+            checkpoints: figures.checkpoints,
+            filled_blocks: figures.filled_blocks,
+            waiting_blocks: figures.waiting_blocks,
+            unflushed_blocks: figures.unflushed_blocks,
+            free_bytes: figures.free_bytes,
+            outcome_descriptor: disk.outcome,
         }
     }
 }

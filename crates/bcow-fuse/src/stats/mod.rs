@@ -11,16 +11,18 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use bcow::BlockCache;
+use bcow::{BlockCache, Disk};
 use bcow_union::NodeId;
 use bcow_union::errors::{ErrorLog, Subject};
 use bcow_union::fs::UnionFs;
 use rustix::io::Errno;
 
-pub use document::Document;
+use crate::disk::Barriers;
+
+pub use document::{Document, ServedBy};
 pub(crate) use latency::Operation;
 
-use document::{Cache, Errors, Image, OperationFigures, Process, Upper};
+use document::{Cache, DiskFigures, Errors, Image, OperationFigures, Process, Upper};
 use latency::{Latencies, Running};
 
 /// The extended attribute of the root directory that contains the [`Document`] as JSON. `listxattr`
@@ -41,6 +43,8 @@ pub struct About {
     pub identity: [u8; 32],
     /// The cache of decoded blocks.
     pub cache: BlockCache,
+    /// The door, and the reason for it.
+    pub door: Option<ServedBy>,
 }
 
 /// The counters of a mount. The default is for an image without a name. [`MountStats::time`]
@@ -50,6 +54,7 @@ pub struct MountStats {
     started: Instant,
     latencies: Latencies,
     union: OnceLock<Writable>,
+    disk: OnceLock<DiskUse>,
     mounted: OnceLock<Mounted>,
 }
 
@@ -57,6 +62,20 @@ pub struct MountStats {
 struct Mounted {
     mountpoint: PathBuf,
     errors: Arc<ErrorLog>,
+}
+
+/// The disk of a mount at the kernel door.
+pub(crate) struct DiskUse {
+    /// The disk, as long as it is open; never for an address space that does not change.
+    pub(crate) disk: Weak<Disk>,
+    pub(crate) path: PathBuf,
+    /// Size of the address space in bytes.
+    pub(crate) size: u64,
+    pub(crate) filesystem: &'static str,
+    pub(crate) loop_device: PathBuf,
+    pub(crate) barriers: Barriers,
+    /// The descriptor of the pipe for the outcome.
+    pub(crate) outcome: RawFd,
 }
 
 /// Only for writable mounts.
@@ -80,6 +99,7 @@ impl MountStats {
             started: Instant::now(),
             latencies: Latencies::default(),
             union: OnceLock::new(),
+            disk: OnceLock::new(),
             mounted: OnceLock::new(),
         }
     }
@@ -89,6 +109,12 @@ impl MountStats {
     pub(crate) fn set_union(&self, union: Arc<UnionFs>, outcome: RawFd) {
         // Called once per mount.
         let _ = self.union.set(Writable { union, outcome });
+    }
+
+    /// Records the disk of a mount at the kernel door.
+    pub(crate) fn set_disk(&self, disk: DiskUse) {
+        // Called once per mount.
+        let _ = self.disk.set(disk);
     }
 
     /// Records the mountpoint and the error log. The log from now on names the image and the
@@ -144,6 +170,8 @@ impl MountStats {
                 .union
                 .get()
                 .map(|Writable { union, outcome }| Upper::of(union.report(), *outcome)),
+            disk: self.disk.get().map(DiskFigures::of),
+            door: self.about.door.clone(),
             errors: mounted.map_or_else(Errors::none, |mounted| Errors::of(&mounted.errors)),
             operations: Operation::all()
                 .filter_map(|operation| {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::document::{Document, OperationFigures, Upper};
+use super::document::{DiskFigures, Document, OperationFigures, Upper};
 
 /// The whole document as metrics.
 pub(crate) fn text(document: &Document) -> String {
@@ -12,15 +12,17 @@ pub(crate) fn text(document: &Document) -> String {
         process,
         cache,
         upper,
+        disk,
         errors,
         operations,
         ..
     } = document;
+    let is_writable = upper.is_some() || disk.as_ref().is_some_and(|disk| disk.is_writable);
     out.family("bcow_mount_info", "gauge", "What is mounted");
     let labels = [
         ("image", image.name.as_str()),
         ("identity", image.identity.as_str()),
-        ("mode", if upper.is_some() { "rw" } else { "ro" }),
+        ("mode", if is_writable { "rw" } else { "ro" }),
     ];
     out.sample("bcow_mount_info", &labels, 1.0);
     const UPTIME: &str = "bcow_uptime_seconds";
@@ -45,6 +47,9 @@ pub(crate) fn text(document: &Document) -> String {
     }
     if let Some(upper) = upper {
         write_upper(upper, &mut out);
+    }
+    if let Some(disk) = disk {
+        write_disk(disk, &mut out);
     }
     out.family(
         "bcow_operation_seconds",
@@ -73,6 +78,21 @@ fn write_operation(figures: &OperationFigures, out: &mut Metrics) {
     out.sample(BUCKET, &[operation, ("le", "+Inf")], count);
     out.sample("bcow_operation_seconds_sum", &[operation], seconds);
     out.sample("bcow_operation_seconds_count", &[operation], count);
+}
+
+fn write_disk(disk: &DiskFigures, out: &mut Metrics) {
+    #[rustfmt::skip]
+    let figures = [
+        ("bcow_disk_size_bytes", "gauge", "Size of the disk", disk.size_bytes),
+        ("bcow_disk_flushes_total", "counter", "Flushes of the disk", disk.flushes),
+        ("bcow_disk_checkpoints_total", "counter", "Checkpoints of the disk", disk.checkpoints),
+        ("bcow_disk_filled_blocks_total", "counter", "Blocks completed from the backing",
+            disk.filled_blocks),
+        ("bcow_disk_unflushed_blocks", "gauge", "Blocks changed since the last flush",
+            disk.unflushed_blocks),
+        ("bcow_disk_free_bytes", "gauge", "Free bytes inside the file", disk.free_bytes),
+    ];
+    out.figures(&figures);
 }
 
 fn write_upper(upper: &Upper, out: &mut Metrics) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 /// Each crate and the crates of the workspace that it may use.
-const MAY_USE: [(&str, &[&str]); 13] = [
+const MAY_USE: [(&str, &[&str]); 14] = [
     ("bcow-format", &[]),
     ("bcow", &["bcow-format"]),
     ("bcow-erofs", &["bcow", "bcow-format"]),
@@ -15,9 +15,16 @@ const MAY_USE: [(&str, &[&str]); 13] = [
     ),
     ("bcow-oci", &["bcow-erofs", "bcow", "bcow-format"]),
     ("bcow-union", &["bcow-erofs", "bcow", "bcow-format"]),
+    ("bcow-mount", &[]),
     (
         "bcow-fuse",
-        &["bcow-union", "bcow-erofs", "bcow", "bcow-format"],
+        &[
+            "bcow-union",
+            "bcow-mount",
+            "bcow-erofs",
+            "bcow",
+            "bcow-format",
+        ],
     ),
     ("bcow-nbd", &["bcow"]),
     ("bcow-foreign", &["bcow"]),
@@ -28,6 +35,7 @@ const MAY_USE: [(&str, &[&str]); 13] = [
         &[
             "bcow-oci",
             "bcow-fuse",
+            "bcow-mount",
             "bcow-union",
             "bcow-nbd",
             "bcow-foreign",

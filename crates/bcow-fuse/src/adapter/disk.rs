@@ -1,0 +1,319 @@
+//! The adapter of a disk that is shown as one file, for a loop device.
+//!
+//! The kernel opens the file once and sends direct reads and writes, so neither pages nor
+//! attributes of the file are cached above this process.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bcow::{BlockDevice, Space, WritableDevice};
+use bcow_union::NodeId;
+use bcow_union::errors::{ErrorKind, ErrorLog, Failure};
+use fuser::{
+    FileAttr, FileHandle, FopenFlags, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags,
+    ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
+    Request, WriteFlags,
+};
+use rustix::io::Errno;
+
+use super::{BACKGROUND_REQUESTS, NO_INODE, id, is_stats, reply};
+use crate::disk::{Barriers, Device, Lifetime};
+use crate::stats::{MountStats, Operation};
+
+/// The inode number of the file. That of the directory is [`NodeId::ROOT`].
+const FILE: INodeNo = INodeNo(2);
+/// Largest write request in bytes. Larger requests are not faster and need more kernel memory.
+const WRITE_BYTES: u32 = 1 << 20;
+/// The unit of allocation that the loop device announces for discards, in bytes.
+const BLOCK_BYTES: u32 = 4096;
+
+/// Implements fuser's trait for a disk.
+pub(crate) struct DiskFile {
+    /// The name of the file.
+    pub(crate) name: String,
+    pub(crate) device: Device,
+    pub(crate) barriers: Barriers,
+    pub(crate) stats: Arc<MountStats>,
+    pub(crate) errors: Arc<ErrorLog>,
+    pub(crate) lifetime: Arc<Lifetime>,
+}
+
+impl DiskFile {
+    fn size(&self) -> u64 {
+        match &self.device {
+            Device::Writable(disk) => disk.size(),
+            Device::ReadOnly(device) => device.size(),
+        }
+    }
+
+    fn device(&self) -> &dyn BlockDevice {
+        match &self.device {
+            Device::Writable(disk) => &**disk,
+            Device::ReadOnly(device) => &**device,
+        }
+    }
+
+    fn directory(&self) -> FileAttr {
+        FileAttr {
+            ino: INodeNo(NodeId::ROOT.0),
+            kind: fuser::FileType::Directory,
+            perm: 0o500,
+            nlink: 2,
+            ..NO_INODE
+        }
+    }
+
+    fn file(&self) -> FileAttr {
+        let size = self.size();
+        FileAttr {
+            ino: FILE,
+            size,
+            blocks: size.div_ceil(512),
+            kind: fuser::FileType::RegularFile,
+            perm: match self.device {
+                Device::Writable(_) => 0o600,
+                Device::ReadOnly(_) => 0o400,
+            },
+            nlink: 1,
+            mtime: SystemTime::UNIX_EPOCH,
+            ..NO_INODE
+        }
+    }
+
+    /// Records the failure of a request at `offset`, and converts it to an errno.
+    fn failed(&self, operation: Operation, offset: Option<u64>, error: &bcow::Error) -> Errno {
+        let errno = errno(error);
+        let kind = match (error.innermost(), operation) {
+            (bcow::Error::Unsupported(_), _) => ErrorKind::ImageUnsupported,
+            (bcow::Error::Io { .. }, Operation::Read) => match ErrorKind::of_errno(errno) {
+                Some(ErrorKind::Resources) => ErrorKind::Resources,
+                _ => ErrorKind::ImageIo,
+            },
+            (bcow::Error::Io { .. } | bcow::Error::WriteRefused { .. }, _) => {
+                ErrorKind::of_errno(errno).unwrap_or(ErrorKind::UpperIo)
+            }
+            _ => ErrorKind::ImageDamage,
+        };
+        let failure = Failure {
+            kind,
+            inode: FILE.0,
+            action: operation.action(),
+            offset,
+            cause: error,
+        };
+        self.errors.report(&failure, || vec!["the disk".to_owned()]);
+        if operation != Operation::Read {
+            self.lifetime.lose(errno);
+        }
+        errno
+    }
+
+    /// Runs a write to the disk, and records its failure.
+    fn change(
+        &self,
+        operation: Operation,
+        offset: Option<u64>,
+        change: impl FnOnce(&bcow::Disk) -> Result<(), bcow::Error>,
+    ) -> Result<(), Errno> {
+        match &self.device {
+            Device::Writable(disk) => {
+                change(disk).map_err(|error| self.failed(operation, offset, &error))
+            }
+            // The loop device is read-only, so the kernel sends none.
+            Device::ReadOnly(_) => Err(Errno::ROFS),
+        }
+    }
+}
+
+/// The errno for a failed request to a disk.
+fn errno(error: &bcow::Error) -> Errno {
+    match error.innermost() {
+        bcow::Error::Io { source, .. } => match Errno::from_io_error(source) {
+            Some(errno @ (Errno::NOSPC | Errno::DQUOT | Errno::NOMEM)) => errno,
+            _ => Errno::IO,
+        },
+        _ => Errno::IO,
+    }
+}
+
+impl fuser::Filesystem for DiskFile {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        // Without FUSE_ASYNC_DIO, the loop device would wait for each request before the next one.
+        // The stale pages that the flag can leave (see the writable adapter) are those of the
+        // file's page cache, which direct requests do not fill.
+        let wanted = InitFlags::FUSE_ASYNC_DIO;
+        let _ = config.add_capabilities(wanted & config.capabilities());
+        let _ = config.set_max_write(WRITE_BYTES);
+        let _ = config.set_max_background(BACKGROUND_REQUESTS);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let is_file = id(parent) == NodeId::ROOT && name.as_bytes() == self.name.as_bytes();
+        reply::found(Ok(is_file.then(|| self.file())), reply);
+    }
+
+    fn getattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: Option<FileHandle>,
+        reply: ReplyAttr,
+    ) {
+        let attributes = match ino {
+            FILE => self.file(),
+            _ => self.directory(),
+        };
+        reply::attributes(Ok(attributes), reply);
+    }
+
+    fn open(&self, _request: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        // Without FOPEN_NOFLUSH, the kernel waits at a close for the reply to a request. If this
+        // process is killed, the kernel closes this file for it, and would wait forever.
+        let flags = FopenFlags::FOPEN_DIRECT_IO
+            | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
+            | FopenFlags::FOPEN_NOFLUSH;
+        match self.lifetime.open() {
+            true => reply.opened(FileHandle(0), flags),
+            false => reply.error(fuser::Errno::EBUSY),
+        }
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _handle: FileHandle,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        reply.ok();
+        self.lifetime.end();
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let _running = self.stats.time(Operation::Read, id(ino));
+        let length = u64::from(size).min(self.size().saturating_sub(offset));
+        reply::read(reply, |scratch, send| {
+            scratch.resize(length as usize, 0);
+            self.device()
+                .read_at(offset, scratch)
+                .map_err(|error| self.failed(Operation::Read, Some(offset), &error))?;
+            send(scratch);
+            Ok(())
+        });
+    }
+
+    fn write(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        data: &[u8],
+        _write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let _running = self.stats.time(Operation::Write, id(ino));
+        let written = self.change(Operation::Write, Some(offset), |disk| {
+            disk.write_at(offset, data)
+        });
+        // A request has at most WRITE_BYTES.
+        reply::written(written.map(|()| data.len() as u32), reply);
+    }
+
+    /// A close needs no action.
+    fn flush(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _handle: FileHandle,
+        _owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(fuser::Errno::ENOSYS);
+    }
+
+    fn fsync(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        _data_only: bool,
+        reply: ReplyEmpty,
+    ) {
+        let _running = self.stats.time(Operation::Sync, id(ino));
+        let flushed = match (self.barriers, &self.device) {
+            (Barriers::Off, _) | (_, Device::ReadOnly(_)) => Ok(()),
+            (Barriers::On, Device::Writable(_)) => {
+                self.change(Operation::Sync, None, |disk| disk.flush())
+            }
+        };
+        reply::empty(flushed, reply);
+    }
+
+    /// Discards and writes of zeros. The loop device sends both as a hole, so a hole must read as
+    /// zeros.
+    fn fallocate(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _handle: FileHandle,
+        offset: u64,
+        length: u64,
+        mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        let _running = self.stats.time(Operation::Allocate, id(ino));
+        let space = match mode & !libc::FALLOC_FL_KEEP_SIZE {
+            libc::FALLOC_FL_PUNCH_HOLE => Space::Free,
+            libc::FALLOC_FL_ZERO_RANGE => Space::Keep,
+            _ => return reply.error(fuser::Errno::EOPNOTSUPP),
+        };
+        let length = length.min(self.size().saturating_sub(offset));
+        let zeroed = self.change(Operation::Allocate, Some(offset), |disk| {
+            disk.write_zeroes(offset, length, space)
+        });
+        if space == Space::Free && self.barriers == Barriers::On {
+            self.lifetime.discard();
+        }
+        reply::empty(zeroed, reply);
+    }
+
+    fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let blocks = self.size() / u64::from(BLOCK_BYTES);
+        reply.statfs(blocks, 0, 0, 2, 0, BLOCK_BYTES, 255, BLOCK_BYTES);
+    }
+
+    fn getxattr(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        size: u32,
+        reply: ReplyXattr,
+    ) {
+        match is_stats(id(ino), name) {
+            true => reply::sized(self.stats.for_xattr(), size, reply),
+            // Not a failure of the mount: the kernel asks for attributes of its own.
+            false => reply.error(fuser::Errno::ENODATA),
+        }
+    }
+}

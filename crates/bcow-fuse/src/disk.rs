@@ -1,0 +1,133 @@
+//! A disk that the kernel mounts, and how long it is in use.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bcow::{BlockDevice, Disk};
+use rustix::io::Errno;
+
+/// Time between a discard and the flush that returns its space to the host. Discards come in
+/// groups.
+const DISCARD_PAUSE: Duration = Duration::from_secs(1);
+
+/// The content of a mount at the kernel door.
+#[derive(Clone)]
+pub enum Device {
+    /// A disk. The session closes it when the mount has ended.
+    Writable(Arc<Disk>),
+    /// An address space that does not change.
+    ReadOnly(Arc<dyn BlockDevice>),
+}
+
+/// Whether a flush of the file system makes its data durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Barriers {
+    /// Yes.
+    On,
+    /// No: data is durable after the end of the mount.
+    Off,
+}
+
+/// A disk to mount.
+pub struct DiskMount {
+    /// The content.
+    pub device: Device,
+    /// The file of the disk, for messages.
+    pub path: PathBuf,
+    /// Whether flushes are honoured.
+    pub barriers: Barriers,
+}
+
+/// How long the file of the disk is in use.
+#[derive(Debug, Default)]
+pub(crate) struct Lifetime {
+    /// A leaf lock.
+    state: std::sync::Mutex<State>,
+    /// Signals the end, and the first discard since the last flush for discards.
+    changed: std::sync::Condvar,
+    discarded: AtomicBool,
+    /// The first error of a write or a flush, after which the kernel may have lost data.
+    lost: OnceLock<Errno>,
+}
+
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// The file was not opened yet.
+    #[default]
+    New,
+    /// The file is open, by the loop device.
+    Open,
+    /// The file was closed, or the service has ended.
+    Ended,
+}
+
+impl Lifetime {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        self.state
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Records the opening. Only the first one is allowed: the file is for one loop device.
+    pub(crate) fn open(&self) -> bool {
+        let mut state = self.lock();
+        let is_first = *state == State::New;
+        if is_first {
+            *state = State::Open;
+        }
+        is_first
+    }
+
+    /// Records the end.
+    pub(crate) fn end(&self) {
+        *self.lock() = State::Ended;
+        self.changed.notify_all();
+    }
+
+    /// Records that data may be lost.
+    pub(crate) fn lose(&self, errno: Errno) {
+        let _ = self.lost.set(errno);
+    }
+
+    /// The first error after which data may be lost.
+    pub(crate) fn lost(&self) -> Option<Errno> {
+        self.lost.get().copied()
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        *self.lock() == State::Ended
+    }
+
+    /// Records a discard. The file system does not flush after it, but the host gets the space back
+    /// at a flush.
+    pub(crate) fn discard(&self) {
+        if !self.discarded.swap(true, Ordering::Relaxed) {
+            let _state = self.lock();
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for the end. Calls `flush` some time after a discard.
+    pub(crate) fn wait(&self, flush: impl Fn()) {
+        use std::sync::PoisonError;
+        let mut state = self.lock();
+        while *state != State::Ended {
+            if !self.discarded.load(Ordering::Relaxed) {
+                let waited = self.changed.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let waited = self.changed.wait_timeout(state, DISCARD_PAUSE);
+            let timeout;
+            (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            if timeout.timed_out() && *state != State::Ended {
+                drop(state);
+                self.discarded.store(false, Ordering::Relaxed);
+                flush();
+                state = self.lock();
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Errors of kernel mounts.
+
+use std::io;
+use std::path::PathBuf;
+
+/// A failure to make a loop device, a hidden mount, or a mount of a file system of the kernel.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The FUSE device cannot be opened.
+    #[error("cannot open /dev/fuse")]
+    NoFuse(#[source] io::Error),
+    /// A step on the way to a detached FUSE mount failed.
+    #[error("cannot {action} for a FUSE mount without a path")]
+    Hidden {
+        /// The step, to follow "cannot".
+        action: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The control device of the loop driver cannot be used.
+    #[error("cannot {action} /dev/loop-control")]
+    Control {
+        /// The step, to follow "cannot".
+        action: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// No loop device is free, or `/dev` has no node of a free one.
+    #[error("no loop device in /dev is free")]
+    NoFreeDevice,
+    /// A loop device cannot be opened or attached.
+    #[error("cannot {action} {}", device.display())]
+    Loop {
+        /// The step, to follow "cannot".
+        action: &'static str,
+        /// The device.
+        device: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The content is not a file system that can be mounted at the kernel door.
+    #[error("it holds {found}, not ext4, xfs or btrfs")]
+    NoFileSystem {
+        /// What it holds.
+        found: &'static str,
+    },
+    /// The kernel refused the mount.
+    #[error("cannot mount its {kind} at {}{}", target.display(), messages(log))]
+    Mount {
+        /// The file system.
+        kind: &'static str,
+        /// The mountpoint.
+        target: PathBuf,
+        /// The kernel's messages on this mount.
+        log: Vec<String>,
+        /// The kernel's error.
+        source: io::Error,
+    },
+}
+
+fn messages(log: &[String]) -> String {
+    match log {
+        [] => String::new(),
+        log => format!(" ({})", log.join("; ")),
+    }
+}
+
+impl Error {
+    /// Advice for the user, if there is any.
+    pub fn hint(&self) -> Option<&'static str> {
+        match self {
+            Error::NoFuse(source) if source.kind() == io::ErrorKind::NotFound => Some(
+                "load the kernel module with `modprobe fuse`; in a container, pass the device with \
+                 `--device /dev/fuse`",
+            ),
+            Error::Control { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                Some("load the kernel module with `modprobe loop`")
+            }
+            Error::NoFreeDevice => Some(
+                "`losetup` lists the devices in use; a container needs the nodes of free devices \
+                 in its /dev",
+            ),
+            Error::Mount { source, .. } if source.raw_os_error() == Some(ENODEV) => {
+                Some("this kernel does not have that file system; is a module missing?")
+            }
+            Error::Mount { .. } => Some("`dmesg` shows the kernel's reason"),
+            _ => None,
+        }
+    }
+}
+
+const ENODEV: i32 = rustix::io::Errno::NODEV.raw_os_error();

@@ -1,0 +1,291 @@
+//! File systems of the kernel: which one a device holds, and its mount.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, fsconfig_create, fsconfig_set_flag,
+    fsconfig_set_string, fsmount, fsopen, move_mount,
+};
+
+use crate::Error;
+
+/// Bytes at the start of a device in which [`detect`] looks.
+pub const HEAD_BYTES: usize = 68 << 10;
+/// Most bytes of one message of the kernel, and most messages.
+const MESSAGE_BYTES: usize = 1024;
+const MOST_MESSAGES: usize = 8;
+
+/// A file system that can be mounted at the kernel door.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// ext4, or an ext2 or ext3, which the same driver mounts.
+    Ext4,
+    /// XFS.
+    Xfs,
+    /// Btrfs.
+    Btrfs,
+    /// EROFS, read-only.
+    Erofs,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Kind; 4] = [Kind::Ext4, Kind::Xfs, Kind::Btrfs, Kind::Erofs];
+
+    /// The kernel's name of it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Ext4 => "ext4",
+            Kind::Xfs => "xfs",
+            Kind::Btrfs => "btrfs",
+            Kind::Erofs => "erofs",
+        }
+    }
+}
+
+/// What [`detect`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Found {
+    /// The file system.
+    pub kind: Kind,
+    /// Its smallest unit of I/O in bytes, which a device below it must not exceed.
+    pub block_bytes: u32,
+}
+
+/// Finds the file system of a device by the magic number in the first [`HEAD_BYTES`] of it, or in
+/// fewer bytes if the device is smaller.
+pub fn detect(head: &[u8]) -> Result<Found, Error> {
+    let bytes = |at: usize, count: usize| head.get(at..at + count);
+    let number16 = |at| bytes(at, 2).map_or(0, |b| u16::from_le_bytes([b[0], b[1]]));
+    let number32 = |at| bytes(at, 4).map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+    let found = |kind, block_bytes| Ok(Found { kind, block_bytes });
+    if number16(0x438) == 0xef53 {
+        return found(Kind::Ext4, 1024 << number32(0x418).min(6));
+    }
+    if bytes(0, 4) == Some(b"XFSB") {
+        let sector = bytes(102, 2).map_or(512, |b| u16::from_be_bytes([b[0], b[1]]));
+        return found(Kind::Xfs, sector.into());
+    }
+    if bytes(0x10040, 8) == Some(b"_BHRfS_M") {
+        return found(Kind::Btrfs, number32(0x10090));
+    }
+    if number32(0x400) == 0xe0f5_e1e2 {
+        let shift = bytes(0x40c, 1).map_or(12, |b| b[0]);
+        return found(Kind::Erofs, 1 << shift.clamp(9, 16));
+    }
+    Err(Error::NoFileSystem {
+        found: match bytes(510, 2) {
+            Some([0x55, 0xaa]) => "a partition table or a boot sector",
+            _ if head.iter().all(|&byte| byte == 0) => "only zeros at its start",
+            _ => "an unknown file system, or none",
+        },
+    })
+}
+
+/// The logical block size of a loop device below a file system with this unit of I/O, on a disk of
+/// `disk_bytes`. Large blocks save requests; the kernel refuses a file system with smaller ones.
+pub fn device_block_bytes(found: Found, disk_bytes: u64) -> u32 {
+    match found.block_bytes >= 4096 && disk_bytes.is_multiple_of(4096) {
+        true => 4096,
+        false => 512,
+    }
+}
+
+/// When a program's access updates a file's access time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessTimes {
+    /// Never.
+    Off,
+    /// At the first access after a change, and once a day.
+    Relative,
+    /// As `Relative`, but not for directories.
+    RelativeForFiles,
+}
+
+/// Settings of a mount.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// No program can write.
+    pub read_only: bool,
+    /// Set-user-ID programs have no effect.
+    pub nosuid: bool,
+    /// Devices do not work.
+    pub nodev: bool,
+    /// Programs cannot be executed.
+    pub noexec: bool,
+    /// Updates of access times.
+    pub access_times: AccessTimes,
+    /// Each write is durable before it returns.
+    pub sync: bool,
+    /// Freed blocks are discarded at once.
+    pub discard: bool,
+    /// The file system flushes the device where its journal needs that.
+    pub barriers: bool,
+}
+
+/// Mounts the file system of `device`, the path of a block device, on the directory `target`.
+pub fn mount(device: &Path, kind: Kind, target: &Path, settings: Settings) -> Result<(), Error> {
+    let directory_flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let failed = |log: Vec<String>| {
+        move |errno: Errno| Error::Mount {
+            kind: kind.name(),
+            target: target.to_owned(),
+            log,
+            source: errno.into(),
+        }
+    };
+    let directory =
+        rustix::fs::open(target, directory_flags, Mode::empty()).map_err(failed(Vec::new()))?;
+    let configuration =
+        fsopen(kind.name(), FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed(Vec::new()))?;
+    let mount = configure(&configuration, device, kind, settings)
+        .and_then(|()| {
+            fsmount(
+                &configuration,
+                FsMountFlags::FSMOUNT_CLOEXEC,
+                attributes(settings),
+            )
+        })
+        .map_err(|errno| failed(messages(&configuration))(errno))?;
+    move_mount(
+        &mount,
+        "",
+        &directory,
+        "",
+        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH,
+    )
+    .map_err(failed(Vec::new()))
+}
+
+fn configure(
+    configuration: &OwnedFd,
+    device: &Path,
+    kind: Kind,
+    settings: Settings,
+) -> rustix::io::Result<()> {
+    fsconfig_set_string(configuration, "source", device)?;
+    let mut flags = Vec::new();
+    if settings.read_only {
+        flags.push("ro");
+    }
+    if settings.sync {
+        flags.push("sync");
+    }
+    if settings.discard && kind != Kind::Erofs {
+        flags.push("discard");
+    }
+    match kind {
+        Kind::Ext4 => {
+            // The default of an ext4 without this setting in its superblock is to continue.
+            fsconfig_set_string(configuration, "errors", "remount-ro")?;
+            if !settings.barriers {
+                flags.push("nobarrier");
+            }
+        }
+        Kind::Btrfs if !settings.barriers => flags.push("nobarrier"),
+        _ => {}
+    }
+    for flag in flags {
+        fsconfig_set_flag(configuration, flag)?;
+    }
+    fsconfig_create(configuration)
+}
+
+fn attributes(settings: Settings) -> MountAttrFlags {
+    let mut attributes = match settings.access_times {
+        AccessTimes::Off => MountAttrFlags::MOUNT_ATTR_NOATIME,
+        AccessTimes::Relative => MountAttrFlags::MOUNT_ATTR_RELATIME,
+        AccessTimes::RelativeForFiles => MountAttrFlags::MOUNT_ATTR_NODIRATIME,
+    };
+    attributes.set(MountAttrFlags::MOUNT_ATTR_RDONLY, settings.read_only);
+    attributes.set(MountAttrFlags::MOUNT_ATTR_NOSUID, settings.nosuid);
+    attributes.set(MountAttrFlags::MOUNT_ATTR_NODEV, settings.nodev);
+    attributes.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, settings.noexec);
+    attributes
+}
+
+/// The messages that the kernel keeps with a configuration: `e ext4: text`, one for each read.
+fn messages(configuration: impl AsFd) -> Vec<String> {
+    let mut messages = Vec::new();
+    let mut buf = [0; MESSAGE_BYTES];
+    while messages.len() < MOST_MESSAGES {
+        match rustix::io::read(configuration.as_fd(), &mut buf) {
+            Ok(read) if read > 0 => {
+                let text = String::from_utf8_lossy(&buf[..read]);
+                let text = text.trim_end();
+                let is_marked = text.as_bytes().get(1) == Some(&b' ');
+                messages.push(if is_marked { &text[2..] } else { text }.to_owned());
+            }
+            _ => break,
+        }
+    }
+    messages
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(parts: &[(usize, &[u8])]) -> Vec<u8> {
+        let mut head = vec![0; HEAD_BYTES];
+        for (at, bytes) in parts {
+            head[*at..at + bytes.len()].copy_from_slice(bytes);
+        }
+        head
+    }
+
+    #[test]
+    fn file_systems_are_known_by_their_magic_numbers() {
+        for (parts, kind, block_bytes) in [
+            (
+                [(0x438, &[0x53_u8, 0xef][..]), (0x418, &[2])],
+                Kind::Ext4,
+                4096,
+            ),
+            ([(0x438, &[0x53, 0xef]), (0x418, &[0])], Kind::Ext4, 1024),
+            ([(0, b"XFSB"), (102, &[0x02, 0x00])], Kind::Xfs, 512),
+            (
+                [(0x10040, b"_BHRfS_M"), (0x10090, &[0, 16, 0, 0])],
+                Kind::Btrfs,
+                4096,
+            ),
+            (
+                [(0x400, &[0xe2, 0xe1, 0xf5, 0xe0]), (0x40c, &[12])],
+                Kind::Erofs,
+                4096,
+            ),
+        ] {
+            let found = detect(&head(&parts)).unwrap();
+            assert_eq!(found, Found { kind, block_bytes });
+        }
+    }
+
+    #[test]
+    fn other_content_is_refused_and_described() {
+        for (head, expected) in [
+            (head(&[]), "only zeros"),
+            (head(&[(510, &[0x55, 0xaa])]), "partition table"),
+            (head(&[(0, b"hsqs")]), "unknown"),
+            (vec![1; 100], "unknown"),
+            (Vec::new(), "zeros"),
+        ] {
+            let error = detect(&head).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn device_has_no_larger_blocks_than_its_file_system_or_its_end() {
+        let of = |block_bytes, disk_bytes| {
+            let kind = Kind::Ext4;
+            device_block_bytes(Found { kind, block_bytes }, disk_bytes)
+        };
+        assert_eq!(of(4096, 1 << 20), 4096);
+        assert_eq!(of(1024, 1 << 20), 512);
+        assert_eq!(of(65536, 1 << 20), 4096);
+        assert_eq!(of(4096, (1 << 20) + 512), 512);
+    }
+}

@@ -1,0 +1,31 @@
+//! What a mount at the *kernel door* needs of the kernel: a FUSE mount that no path reaches, a loop
+//! device, and a file system of the kernel on that device.
+//!
+//! ```text
+//! DIR                      a file system of the kernel: ext4, xfs, btrfs, EROFS   [`filesystem`]
+//!  | block requests
+//! /dev/loopN               with direct I/O, so that no page is cached twice       [`LoopDevice`]
+//!  | reads and writes of one file
+//! detached FUSE mount      the file `bcow:PID:NAME`                               [`HiddenMount`]
+//!  | requests on /dev/fuse
+//! the process of the mount
+//! ```
+//!
+//! The crate knows nothing of disks. Its user serves the requests, and must do so before it
+//! attaches the loop device: the kernel reads the attributes of the file then.
+
+mod apart;
+mod error;
+pub mod filesystem;
+mod hidden;
+mod ioctl;
+mod loop_device;
+mod memory;
+mod name;
+
+pub use apart::run_apart;
+pub use error::Error;
+pub use hidden::HiddenMount;
+pub use loop_device::{Access, Attach, LoopDevice, backing_of, is_served};
+pub use memory::{Writeback, serve_writeback};
+pub use name::HiddenName;

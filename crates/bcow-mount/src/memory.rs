@@ -1,0 +1,104 @@
+//! Memory of a process through which the kernel writes dirty pages back.
+//!
+//! When such a process allocates memory, the kernel may wait for the writeback of pages, which only
+//! this process can do. Two rules of the kernel prevent the deadlock: a process that has declared
+//! itself (PR_SET_IO_FLUSHER) never waits, and only the reclaim of a limited group of version 1 of
+//! the memory controller waits at all.
+
+use std::path::{Path, PathBuf};
+
+/// Whether the kernel can deadlock with this process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Writeback {
+    /// No: the process is declared.
+    Declared,
+    /// No: the process may not declare itself, but its group has no limit.
+    NotLimited,
+    /// Yes: the process may not declare itself, and its group has a limit.
+    MayDeadlock {
+        /// The limit of the group in bytes.
+        limit_bytes: u64,
+    },
+}
+
+/// Declares that the kernel writes dirty pages back through this thread and the threads that it
+/// starts later. That needs `CAP_SYS_RESOURCE`; without it, examines the memory group.
+pub fn serve_writeback() -> Writeback {
+    if rustix::process::configure_io_flusher_behavior(true).is_ok() {
+        return Writeback::Declared;
+    }
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let group = legacy_group(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"));
+    let limit = group.and_then(|group| {
+        hierarchical_limit(&std::fs::read_to_string(group.join("memory.stat")).ok()?)
+    });
+    // Without a limit, the kernel shows a number that no machine has.
+    let machine = rustix::system::sysinfo();
+    let machine_bytes = u64::from(machine.mem_unit) * machine.totalram as u64;
+    match limit {
+        Some(limit_bytes) if limit_bytes < machine_bytes => Writeback::MayDeadlock { limit_bytes },
+        _ => Writeback::NotLimited,
+    }
+}
+
+/// The directory of the process's group in version 1 of the memory controller.
+fn legacy_group(groups: &str, mounts: &str) -> Option<PathBuf> {
+    let group = groups.lines().find_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let has_memory = fields.next()?.split(',').any(|name| name == "memory");
+        has_memory.then(|| fields.next()).flatten()
+    })?;
+    mounts.lines().find_map(|line| {
+        let (before, behind) = line.split_once(" - ")?;
+        let mut behind = behind.split(' ');
+        let is_legacy = behind.next() == Some("cgroup");
+        let has_memory = behind.nth(1)?.split(',').any(|option| option == "memory");
+        if !is_legacy || !has_memory {
+            return None;
+        }
+        let mut fields = before.split(' ').skip(3);
+        let (root, place) = (fields.next()?, fields.next()?);
+        // In a container, the mount may show the group itself as its root.
+        let below = Path::new(group).strip_prefix(root).unwrap_or(Path::new(""));
+        Some(Path::new(place).join(below))
+    })
+}
+
+/// The limit of a group and of the groups above it, in bytes.
+fn hierarchical_limit(statistics: &str) -> Option<u64> {
+    let prefix = "hierarchical_memory_limit ";
+    let mut lines = statistics.lines();
+    lines.find_map(|line| line.strip_prefix(prefix)?.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn group_of_the_old_controller_is_found() {
+        let mounts = "30 25 0:27 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n\
+                      35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup \
+                      rw,memory\n";
+        let group = |groups| legacy_group(groups, mounts);
+        assert_eq!(
+            group("5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/c\n"),
+            Some("/sys/fs/cgroup/memory/a/b".into())
+        );
+        // Only version 2.
+        assert_eq!(group("0::/user.slice\n"), None);
+        assert_eq!(legacy_group("4:memory:/a\n", ""), None);
+        let contained = mounts.replace("0:32 / ", "0:32 /docker/1 ");
+        assert_eq!(
+            legacy_group("4:memory:/docker/1\n", &contained),
+            Some("/sys/fs/cgroup/memory/".into())
+        );
+    }
+
+    #[test]
+    fn limit_is_that_of_the_whole_hierarchy() {
+        let statistics = "cache 7\nhierarchical_memory_limit 67108864\nrss 1\n";
+        assert_eq!(hierarchical_limit(statistics), Some(64 << 20));
+        assert_eq!(hierarchical_limit("cache 7\n"), None);
+    }
+}

@@ -1,0 +1,598 @@
+"""The kernel door: bcow mounts a disk, and the file system on it is the kernel's own.
+
+Each disk has a name that no other run has. The cleanup ends every process, mount and loop device of
+such a name, also after a failure.
+"""
+
+import contextlib
+import ctypes
+import glob
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+import unittest
+
+import support
+from support import assert_refused, bcow, is_mounted, need, run, until
+
+MEBIBYTE = 1 << 20
+# fsx comes from crates.io; a run has this number of operations.
+OPERATIONS = int(os.environ.get("BCOW_FSX") or 2000)
+# How often a mount's process is killed.
+KILLS = int(os.environ.get("BCOW_CRASHES") or 4)
+SEED = int(os.environ.get("BCOW_SEED") or 1)
+LIBC = ctypes.CDLL(None, use_errno=True)
+# No command of these tests takes longer.
+SECONDS = 60
+
+
+def kernel_has(filesystem):
+    with open("/proc/filesystems") as table:
+        return any(line.split()[-1] == filesystem for line in table)
+
+
+def backing_files():
+    """The loop devices of this machine and the names of the files behind them."""
+    found = {}
+    for path in glob.glob("/sys/block/loop*/loop/backing_file"):
+        with contextlib.suppress(OSError), open(path) as name:
+            found["/dev/" + path.split("/")[3]] = name.read().strip()
+    return found
+
+
+def hidden_connections(pid):
+    """The numbers of the FUSE connections whose mounts only this process has. The kernel answers
+    without a request to the process, which may hang."""
+    at_empty_path, dont_sync, wanted = 0x1000, 0x4000, 1
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{name}") != "/":
+                continue
+            file = os.open(f"/proc/{pid}/fd/{name}", os.O_PATH)
+            try:
+                found = ctypes.create_string_buffer(256)
+                if LIBC.statx(file, b"", at_empty_path | dont_sync, wanted, found) == 0:
+                    major, minor = struct.unpack_from("II", found.raw, 0x88)
+                    if major == 0:
+                        yield minor
+            finally:
+                os.close(file)
+
+
+class KernelDoor(unittest.TestCase):
+    def setUp(self):
+        need("mkfs.ext4", "e2fsck", "losetup", "umount", root=True, fuse=True)
+        self.dir = tempfile.mkdtemp(prefix="door-", dir=support.WORK)
+        self.tag = f"t{os.getpid()}{random.randrange(1 << 32):08x}"
+        self.addCleanup(self.clean_up)
+
+    def clean_up(self):
+        self.abort()
+        with open("/proc/self/mountinfo") as table:
+            places = [line.split()[4] for line in table]
+        for place in reversed(places):
+            if place.startswith(self.dir + "/"):
+                subprocess.run(["umount", "-l", place], timeout=SECONDS, stderr=subprocess.DEVNULL)
+        # A process that still serves one of the disks prevents the end of its mount.
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for device in self.loop_devices():
+            subprocess.run(["losetup", "-d", device], timeout=SECONDS, stderr=subprocess.DEVNULL)
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    def abort(self):
+        """Ends the service of all disks of this test at once: each request fails, so nothing that
+        waits for one stays blocked, not even for memory."""
+        connections = [number for pid in self.processes() for number in hidden_connections(pid)]
+        if not connections:
+            return
+        control = self.point("fusectl")
+        run("mount", "-t", "fusectl", "fusectl", control, timeout=SECONDS)
+        for number in connections:
+            with contextlib.suppress(OSError):
+                with open(os.path.join(control, str(number), "abort"), "w") as file:
+                    file.write("1")
+        run("umount", control, timeout=SECONDS)
+
+    def guarded(self, *command):
+        """Runs a command on a mount. If it does not end in time, the mount is ended first: a
+        blocked process cannot be killed."""
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        try:
+            code = process.wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.abort()
+            process.kill()
+            process.wait(timeout=SECONDS)
+            self.fail(f"`{' '.join(command)}` did not end within {SECONDS} s")
+        self.assertEqual(code, 0, command)
+
+    def loop_devices(self):
+        return [device for device, name in backing_files().items() if self.tag in name]
+
+    def services(self):
+        listed = json.loads(bcow("ps", "--json", timeout=SECONDS).out)["services"]
+        return [one for one in listed if self.tag in one["image"]]
+
+    def processes(self):
+        return [one["pid"] for one in self.services() if one["pid"]]
+
+    def path(self, name):
+        return os.path.join(self.dir, name)
+
+    def disk_path(self, name):
+        return self.path(f"{self.tag}-{name}.bcow")
+
+    def point(self, name="mnt"):
+        where = self.path(name)
+        os.makedirs(where, exist_ok=True)
+        return where
+
+    def make_disk(self, name="disk", mebibytes=256, make=("mkfs.ext4", "-q", "-F"), writable=True):
+        raw = self.path(f"{name}.raw")
+        with open(raw, "wb") as file:
+            file.truncate(mebibytes * MEBIBYTE)
+        if make:
+            run(*make, raw, timeout=SECONDS)
+        disk = self.disk_path(name)
+        form = ["--writable"] if writable else []
+        bcow("convert", f"raw:{raw}", disk, *form, timeout=SECONDS)
+        os.unlink(raw)
+        return disk
+
+    def mount(self, disk, where, *options, **more):
+        return bcow("mount", disk, where, *options, timeout=SECONDS, **more)
+
+    def umount(self, where, *options, **more):
+        return bcow("umount", where, *options, timeout=SECONDS, **more)
+
+    def assert_ended(self):
+        """Fails unless processes and loop devices of the disks of this test end soon."""
+        until(lambda: not self.processes() and not self.loop_devices(),
+              "the end of the process and of the loop device")
+
+    def assert_clean(self, disk):
+        """e2fsck and bcow find no error on a disk that nothing uses."""
+        self.assertEqual(bcow("fsck", "--data", disk, timeout=SECONDS).code, 0)
+        raw = self.path("check.raw")
+        bcow("convert", disk, f"raw:{raw}", timeout=SECONDS)
+        self.assertEqual(run("e2fsck", "-fn", raw, timeout=SECONDS).code, 0)
+        os.unlink(raw)
+
+    def stats(self, where):
+        return json.loads(bcow("stats", "--json", where, timeout=SECONDS).out)
+
+
+class Mounts(KernelDoor):
+    """What a mount shows, and how it ends."""
+
+    def test_content_is_that_of_the_kernels_own_ext4(self):
+        source = os.path.join(support.TOP, "crates", "bcow-nbd")
+        base = self.make_disk("base", make=("mkfs.ext4", "-q", "-F", "-d", source), writable=False)
+        disk = self.disk_path("over")
+        bcow("create", "-b", base, disk)
+        where, other = self.point(), self.point("other")
+        self.mount(disk, where)
+        for name in os.listdir(source):
+            run("diff", "-r", os.path.join(source, name), os.path.join(where, name))
+        run("cp", "-a", os.path.join(support.TOP, "docs"), where, timeout=SECONDS)
+        run("sh", "-c", 'cd "$0" && mknod null c 1 3 && ln Cargo.toml hard && ln -s x soft && '
+            "chmod 4755 src && rm -r tests && : > empty && truncate -s 5G sparse && "
+            "printf tail | dd of=sparse bs=1 seek=4294967296 conv=notrunc status=none",
+            where, timeout=SECONDS)
+        statistics = self.stats(where)
+        self.assertEqual(statistics["door"]["name"], "kernel")
+        self.assertEqual(statistics["disk"]["filesystem"], "ext4")
+        self.assertGreater(statistics["operations"][0]["count"], 0)
+        [service] = self.services()
+        self.assertEqual((service["image"], service["at"], service["mode"], service["state"]),
+                         (disk, [where], "rw", "running"))
+        self.assertEqual(backing_files()[statistics["disk"]["loop_device"]],
+                         f"/bcow:{service['pid']}:{os.path.basename(disk)}")
+        run("cp", "-a", where, self.path("copy"), timeout=SECONDS)
+        self.umount(where)
+        self.assert_ended()
+        self.assert_clean(disk)
+        # The kernel, on a loop device without bcow, sees the same tree.
+        raw = self.path(f"{self.tag}.raw")
+        bcow("convert", disk, f"raw:{raw}", timeout=SECONDS)
+        run("mount", "-t", "ext4", "-o", "ro,loop", raw, other, timeout=SECONDS)
+        try:
+            support.assert_same_tree(self, self.path("copy"), other)
+        finally:
+            run("umount", other, timeout=SECONDS)
+
+    def test_every_end_of_a_mount_keeps_the_data(self):
+        disk, where = self.make_disk(), self.point()
+        ends = {
+            "bcow umount": lambda: self.umount(where),
+            "umount(8)": lambda: run("umount", where, timeout=SECONDS),
+            "SIGTERM": lambda: os.kill(self.processes()[0], signal.SIGTERM),
+            "lazy": lambda: self.umount(where, "--lazy"),
+        }
+        for number, (name, end) in enumerate(ends.items()):
+            with self.subTest(name):
+                # A mount of a disk whose process is still ending waits for it.
+                self.mount(disk, where)
+                for earlier in range(number):
+                    with open(os.path.join(where, f"file-{earlier}")) as file:
+                        self.assertEqual(file.read(), f"content {earlier}")
+                # Without fsync: the unmount writes it back.
+                with open(os.path.join(where, f"file-{number}"), "w") as file:
+                    file.write(f"content {number}")
+                end()
+                until(lambda: not is_mounted(where), "the unmount")
+        self.assert_ended()
+        self.assert_clean(disk)
+
+    def test_a_mount_that_is_in_use_ends_with_its_last_user(self):
+        disk, where = self.make_disk(), self.point()
+        self.mount(disk, where)
+        [pid] = self.processes()
+        with open(os.path.join(where, "file"), "w") as file:
+            refused = self.umount(where, check=False)
+            assert_refused(self, refused, "is in use")
+            os.kill(pid, signal.SIGTERM)
+            until(lambda: not is_mounted(where), "the lazy unmount")
+            file.write("after the signal")
+            file.flush()
+            os.fsync(file.fileno())
+            self.assertEqual(self.processes(), [pid])
+        self.assert_ended()
+        self.mount(disk, where)
+        with open(os.path.join(where, "file")) as file:
+            self.assertEqual(file.read(), "after the signal")
+        self.umount(where)
+        self.assert_clean(disk)
+
+    def test_a_foreground_mount_logs_and_ends_by_a_signal(self):
+        disk, where, log = self.make_disk(), self.point(), self.path("log")
+        address = self.path("metrics")
+        with open(log, "wb") as err:
+            process = subprocess.Popen(
+                [support.BCOW, "mount", "-f", "--door", "kernel", "--metrics", f"unix:{address}",
+                 disk, where], stdin=subprocess.DEVNULL, stderr=err)
+        try:
+            until(lambda: is_mounted(where) and self.services(), "the mount")
+            with open(os.path.join(where, "file"), "w") as file:
+                file.write("x")
+                file.flush()
+                os.fsync(file.fileno())
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(SECONDS)
+                client.connect(address)
+                client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+                page = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+            flushes = re.search(r"^bcow_disk_flushes_total (\d+)$", page, re.MULTILINE)
+            self.assertGreater(int(flushes[1]), 0)
+            self.assertIn('mode="rw"', page)
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.wait(timeout=SECONDS), 0)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait(timeout=SECONDS)
+        with open(log) as text:
+            self.assertIn(f"{disk} is mounted at {where}", text.read())
+        self.assert_ended()
+        self.assert_clean(disk)
+
+    def test_two_disks_are_mounted_at_once_and_one_disk_only_once(self):
+        disks = [self.make_disk(name) for name in ("one", "two")]
+        places = [self.point(name) for name in ("a", "b")]
+        for disk, where in zip(disks, places):
+            self.mount(disk, where)
+        assert_refused(self, self.mount(disks[0], self.point("c"), check=False),
+                       "being written by bcow mount, process")
+        third = self.make_disk("three")
+        assert_refused(self, self.mount(third, places[0], check=False), "already mounted")
+        writers = [subprocess.Popen(["dd", "if=/dev/urandom", f"of={where}/data", "bs=1M",
+                                     "count=60", "conv=fsync", "status=none"])
+                   for where in places]
+        for writer in writers:
+            self.assertEqual(writer.wait(timeout=SECONDS), 0)
+        digests = [run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
+                   for where in places]
+        for where in places:
+            self.umount(where)
+        for disk, where, digest in zip(disks, places, digests):
+            self.mount(disk, where)
+            found = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
+            self.assertEqual(found, digest)
+            self.umount(where)
+            self.assert_clean(disk)
+
+    def test_options_of_the_mount_hold(self):
+        disk, where = self.make_disk(), self.point()
+        self.mount(disk, where, "-o", "ro,noexec,suid,dev,relatime,discard")
+        with open("/proc/self/mountinfo") as table:
+            [options] = [line.split() for line in table if line.split()[4] == where]
+        self.assertEqual(set(options[5].split(",")), {"ro", "noexec", "relatime"})
+        self.assertIn("discard", options[-1])
+        self.assertRaises(OSError, open, os.path.join(where, "file"), "w")
+        self.umount(where)
+        bcow("seal", disk)
+        self.mount(disk, where)
+        self.assertEqual(self.stats(where)["disk"]["is_writable"], False)
+        self.umount(where)
+        self.assert_ended()
+        assert_refused(self, self.mount(disk, where, "-o", "rw", check=False), "is sealed", code=2)
+
+    def test_what_the_door_does_not_have_is_refused(self):
+        disk, where = self.make_disk(), self.point()
+        for options, reason in (
+                (("--door", "kernel", "--upper", self.path("upper")), "not supported yet"),
+                (("-o", "fsname=x"), "fsname.* not supported at the kernel door"),
+                (("--door", "kernel", "--sync", "batch=3"), "not supported yet")):
+            refused = self.mount(disk, where, *options, check=False)
+            assert_refused(self, refused, reason, code=2)
+        zeros = self.make_disk("zeros", make=None)
+        refused = self.mount(zeros, where, "--door", "kernel", check=False)
+        assert_refused(self, refused, "holds only zeros at its start, not ext4")
+        parted = self.make_disk("parted", make=(
+            "sh", "-c", r"printf '\125\252' | dd of=$0 bs=1 seek=510 conv=notrunc status=none"))
+        refused = self.mount(parted, where, "--door", "kernel", check=False)
+        assert_refused(self, refused, "partition table")
+        # The kernel refuses what has only the magic number of an ext4.
+        broken = self.make_disk("broken", make=(
+            "sh", "-c", r"printf '\123\357' | dd of=$0 bs=1 seek=1080 conv=notrunc status=none"))
+        refused = self.mount(broken, where, check=False)
+        assert_refused(self, refused, "cannot mount its ext4")
+        self.assert_ended()
+        self.assertFalse(os.path.exists(self.path("upper")))
+
+    def test_small_blocks_and_other_file_systems(self):
+        kinds = [("ext4", ("mkfs.ext4", "-q", "-F", "-b", "1024"), 64)]
+        for kind, make, mebibytes in (("xfs", ("mkfs.xfs", "-q"), 320),
+                                      ("btrfs", ("mkfs.btrfs", "-q"), 128)):
+            if kernel_has(kind) and shutil.which(make[0]):
+                kinds.append((kind, make, mebibytes))
+        where = self.point()
+        for kind, make, mebibytes in kinds:
+            with self.subTest(kind):
+                disk = self.make_disk(kind, mebibytes, make)
+                self.mount(disk, where)
+                self.assertEqual(self.stats(where)["disk"]["filesystem"], kind)
+                with open(os.path.join(where, "file"), "w") as file:
+                    file.write(kind)
+                self.umount(where)
+                self.mount(disk, where, "-o", "ro")
+                with open(os.path.join(where, "file")) as file:
+                    self.assertEqual(file.read(), kind)
+                self.umount(where)
+        self.assert_ended()
+
+    def test_a_static_dev_without_the_node_of_the_free_device_suffices(self):
+        need("unshare", "mknod")
+        disk, where = self.make_disk(), self.point()
+        last = max(int(path[len("/sys/block/loop"):]) for path in glob.glob("/sys/block/loop*"))
+        control = os.stat("/dev/loop-control").st_rdev
+        script = f"""
+            set -e
+            mount -t tmpfs none /dev
+            mknod /dev/null c 1 3; mknod /dev/fuse c 10 229
+            mknod /dev/loop-control c {os.major(control)} {os.minor(control)}
+            mknod /dev/loop{last} b 7 {last}; mknod /dev/loop{last - 1} b 7 {last - 1}
+            "$0" mount "$1" "$2"
+            echo here > "$2/file"
+            "$0" umount "$2"
+        """
+        run("unshare", "-m", "sh", "-c", script, support.BCOW, disk, where, timeout=SECONDS)
+        self.assert_ended()
+        self.assert_clean(disk)
+
+
+class Failures(KernelDoor):
+    """Killed processes, full disks, too little memory."""
+
+    def test_synced_data_outlives_a_killed_process(self):
+        disk, where = self.make_disk(), self.point()
+        rng, expected = random.Random(SEED), {}
+        for kill in range(KILLS):
+            # A mount whose process is dead is replaced.
+            self.mount(disk, where)
+            for name, digest in expected.items():
+                with open(os.path.join(where, name), "rb") as file:
+                    self.assertEqual(hashlib.sha256(file.read()).hexdigest(), digest, name)
+            [pid] = self.processes()
+            churn = subprocess.Popen(
+                ["sh", "-c", 'cd "$0" && while cp -r /usr/share/doc/bash churn && rm -r churn; '
+                 "do :; done", where], stderr=subprocess.DEVNULL)
+            try:
+                for number in range(10):
+                    name = f"file-{kill}-{number}"
+                    content = rng.randbytes(rng.randrange(1, 300_000))
+                    with open(os.path.join(where, name), "wb") as file:
+                        file.write(content)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    expected[name] = hashlib.sha256(content).hexdigest()
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: churn.poll() is not None, "an error of the mount")
+            finally:
+                churn.kill()
+                churn.wait(timeout=SECONDS)
+            until(lambda: not self.processes(), "the end of the killed process")
+        listed = json.loads(bcow("ps", "--json", timeout=SECONDS).out)["services"]
+        [dead] = [one for one in listed if one["at"] == [where]]
+        self.assertEqual(dead["state"], "dead")
+        refused = bcow("stats", where, check=False, timeout=SECONDS)
+        assert_refused(self, refused, "process of the mount is dead")
+        self.umount(where)
+        self.assert_ended()
+        # The journal is replayed by the next mount.
+        self.mount(disk, where)
+        for name, digest in expected.items():
+            with open(os.path.join(where, name), "rb") as file:
+                self.assertEqual(hashlib.sha256(file.read()).hexdigest(), digest, name)
+        self.umount(where)
+        self.assert_clean(disk)
+
+    def test_a_process_killed_while_it_mounts_or_unmounts_leaves_nothing(self):
+        disk, where = self.make_disk(), self.point()
+        rng = random.Random(SEED)
+        for kill in range(3 * KILLS):
+            process = subprocess.Popen([support.BCOW, "mount", "-f", disk, where],
+                                       stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                if kill % 2:
+                    until(lambda: is_mounted(where) or process.poll() is not None, "the mount",
+                          SECONDS)
+                    run("dd", "if=/dev/urandom", f"of={where}/data", "bs=1M", "count=20",
+                        check=False, timeout=SECONDS)
+                    process.terminate()
+                time.sleep(rng.random() * 0.06)
+            finally:
+                process.kill()
+                process.wait(timeout=SECONDS)
+            if is_mounted(where):
+                self.umount(where)
+        self.assert_ended()
+        self.mount(disk, where)
+        self.umount(where)
+        self.assert_clean(disk)
+
+    def test_a_full_host_disk_loses_nothing_that_was_synced(self):
+        small = self.point("small")
+        run("mount", "-t", "tmpfs", "-o", "size=48M", f"tmpfs-{self.tag}", small, timeout=SECONDS)
+        disk, where = self.disk_path("disk"), self.point()
+        made = self.make_disk("made")
+        inside = os.path.join(small, os.path.basename(disk))
+        run("cp", "--sparse=always", made, inside, timeout=SECONDS)
+        self.mount(inside, where)
+        kept = os.path.join(where, "kept")
+        run("dd", "if=/dev/zero", f"of={kept}", "bs=1M", "count=8", "conv=fsync", timeout=SECONDS)
+        full = run("dd", "if=/dev/urandom", f"of={where}/full", "bs=1M", "count=120", "conv=fsync",
+                   check=False, timeout=SECONDS)
+        self.assertNotEqual(full.code, 0)
+        errors = {kind["kind"]: kind["count"] for kind in self.stats(where)["errors"]["kinds"]}
+        self.assertGreater(errors["no-space"], 0)
+        ended = self.umount(where, check=False)
+        assert_refused(self, ended, "not all written data is in the disk")
+        self.assertFalse(is_mounted(where))
+        self.assert_ended()
+        run("mount", "-o", "remount,size=400M", small, timeout=SECONDS)
+        self.mount(inside, where)
+        with open(kept, "rb") as file:
+            self.assertEqual(file.read(), bytes(8 * MEBIBYTE))
+        self.umount(where)
+        self.assert_clean(inside)
+
+    def test_more_dirty_pages_than_memory(self):
+        group = self.memory_group(64 * MEBIBYTE)
+        disk, where = self.make_disk(mebibytes=512), self.point()
+        enter = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
+        inside = run("sh", "-c", enter, "sh", support.BCOW, "mount", disk, where, check=False,
+                     timeout=SECONDS)
+        if inside.code != 0:
+            # Where the process may not protect itself, it refuses to be in such a group.
+            assert_refused(self, inside, "lacks CAP_SYS_RESOURCE")
+            self.assertFalse(self.may_protect_itself())
+            self.mount(disk, where)
+        self.guarded("sh", "-c", enter, "sh", "dd", "if=/dev/urandom", f"of={where}/data", "bs=1M",
+                     "count=200", "conv=fsync", "status=none")
+        self.assertEqual(os.stat(f"{where}/data").st_size, 200 * MEBIBYTE)
+        first = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
+        self.umount(where)
+        self.mount(disk, where)
+        second = run("sha256sum", f"{where}/data", timeout=SECONDS).out.split()[0]
+        self.assertEqual(first, second)
+        self.umount(where)
+        self.assert_ended()
+        self.assert_clean(disk)
+
+    def may_protect_itself(self):
+        with open("/proc/self/status") as status:
+            effective = re.search(r"^CapEff:\s+([0-9a-f]+)$", status.read(), re.MULTILINE)
+        cap_sys_resource = 24
+        return bool(int(effective[1], 16) >> cap_sys_resource & 1)
+
+    def memory_group(self, limit):
+        for top, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+                          ("/sys/fs/cgroup", "memory.max")):
+            group = os.path.join(top, f"bcow-{self.tag}")
+            try:
+                os.mkdir(group)
+            except OSError:
+                continue
+            self.addCleanup(lambda: until(lambda: self.removed(group), "an empty control group"))
+            try:
+                with open(os.path.join(group, file), "w") as out:
+                    out.write(str(limit))
+                return group
+            except OSError:
+                continue
+        support.missing("no control group of memory can be made")
+
+    def removed(self, group):
+        try:
+            os.rmdir(group)
+            return True
+        except OSError:
+            return False
+
+    def test_without_barriers_a_clean_end_keeps_the_data(self):
+        disk, where = self.make_disk(), self.point()
+        self.mount(disk, where, "--sync", "volatile")
+        with open(os.path.join(where, "file"), "w") as file:
+            file.write("volatile")
+            file.flush()
+            os.fsync(file.fileno())
+        statistics = self.stats(where)
+        self.assertEqual(statistics["disk"]["sync"], "volatile")
+        self.assertEqual(statistics["disk"]["flushes"], 0)
+        self.umount(where)
+        self.mount(disk, where)
+        with open(os.path.join(where, "file")) as file:
+            self.assertEqual(file.read(), "volatile")
+        self.umount(where)
+        self.assert_clean(disk)
+
+
+class Work(KernelDoor):
+    """Programs on the mount."""
+
+    def test_discarded_space_returns_to_the_host(self):
+        disk, where = self.make_disk(), self.point()
+        self.mount(disk, where)
+        data = os.path.join(where, "data")
+        run("dd", "if=/dev/urandom", f"of={data}", "bs=1M", "count=100", "conv=fsync",
+            timeout=SECONDS)
+        stored = os.stat(disk).st_blocks * 512
+        self.assertGreater(stored, 100 * MEBIBYTE)
+        os.unlink(data)
+        # ext4 trims only what its journal has freed.
+        run("sync", "-f", where, timeout=SECONDS)
+        run("fstrim", where, timeout=SECONDS)
+        until(lambda: os.stat(disk).st_blocks * 512 < stored - 80 * MEBIBYTE, "a smaller file",
+              SECONDS)
+        self.umount(where)
+        self.assert_clean(disk)
+
+    def test_fsx_finds_no_error(self):
+        need("fsx")
+        base = self.make_disk("base", 128, writable=False)
+        disk, where = self.disk_path("over"), self.point()
+        bcow("create", "-b", base, disk)
+        self.mount(disk, where, "-o", "discard")
+        for seed, config in ((SEED, ""), (SEED + 1, "[opsize]\nmax = 9999\nalign = 1\n")):
+            with open(self.path("fsx.toml"), "w") as file:
+                file.write("flen = 4194304\n" + config)
+            run("fsx", "-q", "-N", str(OPERATIONS), "-S", str(seed), "-f", self.path("fsx.toml"),
+                "-P", self.dir, os.path.join(where, f"x{seed}"), timeout=SECONDS)
+        self.umount(where)
+        self.assert_clean(disk)
+
+
+if __name__ == "__main__":
+    unittest.main()
