@@ -511,7 +511,10 @@ class LastFlush(UnionCase):
         disk = os.path.join(self.mount.directory, "disk")
         if is_mounted(disk):
             run("umount", disk)
-        run("mount", "-o", "loop", os.path.join(self.memory, "disk.ext4"), disk)
+        image = os.path.join(self.memory, "disk.ext4")
+        # As long as the old loop device is in use, the kernel would mount its failed file system.
+        until(lambda: not run("losetup", "--associated", image).out, f"no loop device has {image}")
+        run("mount", "-o", "loop", image, disk)
 
     def synchronised(self):
         """Writes to a file and syncs it; returns its content."""
