@@ -22,7 +22,7 @@ use crate::size::Count;
 use crate::ui::Ui;
 
 pub use crate::stores::{
-    StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
+    StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file, shown_name,
 };
 pub use crate::tree::{LastLink, Tree};
 

@@ -78,6 +78,15 @@ pub fn parse_name(name: &Path) -> Result<ImageName, CommandError> {
         .map_err(|error| CommandError::usage(error.to_string()).hint(error.hint()))
 }
 
+/// The name of an image for messages: as the user wrote it, without the query of a URL, which can
+/// have a signature that gives access.
+pub fn shown_name(name: &Path) -> PathBuf {
+    match ImageName::parse(name.as_os_str()) {
+        Ok(remote @ ImageName::Remote(_)) => remote.absolute().into(),
+        _ => name.to_owned(),
+    }
+}
+
 /// Fails with a clear message if there is nothing that could be an image.
 pub fn refuse_what_is_no_file(name: &ImageName) -> Result<(), CommandError> {
     let ImageName::File(path) = name else {

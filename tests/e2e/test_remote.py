@@ -265,7 +265,17 @@ class Remote(unittest.TestCase):
     def test_signature_in_the_query_is_shown_nowhere(self):
         with self.server() as server:
             url = server.url("image.bcow") + "?signature=geheim"
-            shown = self.bcow("-vv", "inspect", url)
+            extracted = self.path("extracted")
+            os.mkdir(extracted)
+            shown = [self.bcow("-vv", *command) for command in (
+                ("inspect", url), ("fsck", url), ("map", url), ("diff", url, url),
+                ("extract", url, "/dir-1", extracted))]
+            mounted_at = self.path("mounted")
+            os.mkdir(mounted_at)
+            try:
+                shown.append(self.bcow("-vv", "mount", url, mounted_at))
+            finally:
+                shown.append(self.bcow("umount", mounted_at))
             failed = self.bcow("-vv", "ls", server.url("none.bcow") + "?signature=geheim",
                                check=False)
             with self.mounted(url) as where:
@@ -273,8 +283,9 @@ class Remote(unittest.TestCase):
                 with open("/proc/self/mounts") as mounts:
                     self.assertNotIn("geheim", mounts.read())
                 running = bcow("ps", "--json", timeout=TIMEOUT).out
-        for text in shown.out, shown.err, failed.out, failed.err, running:
-            self.assertNotIn(b"geheim", text)
+        for result in (*shown, failed):
+            self.assertNotIn(b"geheim", result.out + result.err)
+        self.assertNotIn(b"geheim", running)
         self.assertEqual(failed.code, 1)
 
     def test_cache_that_others_can_write_to_is_refused(self):

@@ -19,7 +19,7 @@ use super::serve::open::{Access, Opening, Served};
 use super::serve::ready::Signals;
 use crate::error::{CommandError, Context};
 use crate::heap;
-use crate::image::StoreArgs;
+use crate::image::{StoreArgs, shown_name};
 use crate::running;
 use crate::ui::Ui;
 pub use device::{NbdDevice, driver_failure};
@@ -128,7 +128,7 @@ fn attach(
     if !size.is_multiple_of(args.block_size) {
         return Err(CommandError::new(format!(
             "cannot attach {}: its size ({size} bytes) is no multiple of the block size",
-            args.image.display()
+            shown_name(&args.image).display()
         )));
     }
     // The kernel may pause in the middle of a request when memory is short, and is not hostile.
@@ -199,7 +199,7 @@ fn attached(
         None => {
             ui.status(format_args!(
                 "{} is attached to {}",
-                args.image.display(),
+                shown_name(&args.image).display(),
                 args.device.display()
             ));
             Ok(())

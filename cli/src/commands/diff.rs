@@ -125,7 +125,7 @@ fn compare_upper(
     let changes = upper::changes(image, upper, Scope::Touched, ui)?;
     let before = merge(vec![changes.touched.clone()]).joined(upper)?;
     let after = merge(vec![changes.touched, changes.layer]).joined(upper)?;
-    let trees = [(args.a.as_path(), before), (upper, after)].map(|(name, tree)| {
+    let trees = [(image.path(), before), (upper, after)].map(|(name, tree)| {
         let spliced = changes.store.filesystem(&tree).joined(upper)?;
         Ok(Tree::new(name, spliced.filesystem))
     });

@@ -11,7 +11,7 @@ use bcow_erofs::reader::Inode;
 use rustix::fs::Mode;
 
 use crate::error::CommandError;
-use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree};
+use crate::image::{LastLink, LayerArgs, OpenImage, StoreArgs, Tree, shown_name};
 use crate::interrupt::{Interrupt, interrupted};
 use crate::names;
 use crate::size::{Human, plural};
@@ -100,7 +100,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         ))
         .hint(format!(
             "`bcow fsck --data {}` lists the damage",
-            args.image.display()
+            shown_name(&args.image).display()
         ))),
     }
 }

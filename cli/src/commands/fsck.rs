@@ -20,6 +20,7 @@ use crate::disks::{is_disk, lock_for_reading, open_for_repair};
 use crate::error::{CommandError, Context, exit};
 use crate::image::{
     LayerArgs, StoreArgs, cannot_open, cannot_open_file, parse_name, refuse_what_is_no_file,
+    shown_name,
 };
 use crate::names::{self, printable};
 use crate::remote::{self, Pinned};
@@ -576,15 +577,16 @@ fn tell(args: &Args, ui: &Ui, files: &[Checked], repaired: &[String]) -> Result<
         }
     }
     let errors: u64 = files.iter().map(Checked::errors).sum();
+    let shown = shown_name(&args.image);
     if files.len() > 1 && (errors > 0 || !ui.quiet()) {
         let bad = files.iter().filter(|file| file.errors() > 0).count() as u64;
         let count = plural(files.len() as u64, "file");
         match bad {
-            0 => writeln!(out, "{}: {count}, {}", args.image.display(), clean(args))?,
+            0 => writeln!(out, "{}: {count}, {}", shown.display(), clean(args))?,
             bad => writeln!(
                 out,
                 "{}: {count}, {} of them damaged",
-                args.image.display(),
+                shown.display(),
                 Count(bad)
             )?,
         }

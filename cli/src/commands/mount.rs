@@ -22,7 +22,7 @@ use bcow_union::log::{self, Severity};
 use crate::ask::{self, Answer};
 use crate::cpus::Cpus;
 use crate::error::{CommandError, Context};
-use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name};
+use crate::image::{LayerArgs, OpenImage, StoreArgs, parse_name, shown_name};
 use crate::metrics::Metrics;
 use crate::running::{self, Service};
 use crate::ui::Ui;
@@ -287,7 +287,8 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let (mountpoint, device) = session.place();
     let is_writable = bcow_fuse::mounted_image(&mountpoint).is_ok_and(|mount| mount.is_writable);
     if is_writable && let Some(owner) = owner_is_needed {
-        upper::warn_of_owner(owner, &args.image, args.directory(), args.foreground, ui);
+        let shown = shown_name(&args.image);
+        upper::warn_of_owner(owner, &shown, args.directory(), args.foreground, ui);
     }
     running.answer_metrics(stats)?;
     tracing::info!(
@@ -412,7 +413,7 @@ fn refuse_mounted(directory: &Path) -> Result<(), CommandError> {
 fn announce(args: &Args, access: Access, ui: &Ui) {
     ui.status(format_args!(
         "{} is mounted at {}{}",
-        args.image.display(),
+        shown_name(&args.image).display(),
         args.directory().display(),
         match access {
             Access::Owner => "",

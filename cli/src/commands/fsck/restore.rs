@@ -12,7 +12,7 @@ use bcow_oci::store::{self, LayerProblem, Opened, Places};
 use super::Args;
 use crate::disks::open_for_repair;
 use crate::error::{CommandError, Context};
-use crate::image::{cannot_open, parse_name, refuse_what_is_no_file};
+use crate::image::{cannot_open, parse_name, refuse_what_is_no_file, shown_name};
 use crate::names::printable;
 use crate::remote::{self, Pinned};
 use crate::size::{Human, plural};
@@ -56,7 +56,7 @@ pub fn run(
         false => Err(CommandError::new(format!(
             "cannot restore {}: {} has no copy of it",
             image.display(),
-            from.display()
+            shown_name(from).display()
         ))
         .hint("`bcow inspect` shows the Merkle root of each; copies of an image have the same")),
     }
@@ -147,7 +147,7 @@ impl Restoring<'_> {
                 printable(name),
                 Human(total(&restored.written)),
                 plural(restored.written.len() as u64, "range"),
-                printable(&self.from.to_string_lossy())
+                printable(&shown_name(self.from).to_string_lossy())
             ));
         }
         Ok(())
