@@ -559,6 +559,61 @@ class Failures(KernelDoor):
         self.assert_clean(disk)
 
 
+class Images(KernelDoor):
+    """Images at the kernel door, read-only."""
+
+    def setUp(self):
+        super().setUp()
+        self.source = os.path.join(support.TOP, "crates", "bcow-nbd")
+
+    def test_an_image_shows_the_same_tree_at_both_doors(self):
+        where, other = self.point(), self.point("other")
+        for name, options in (("compressed", ()), ("plain", ("--plain",))):
+            with self.subTest(name):
+                image = self.disk_path(name)
+                bcow("convert", f"dir:{self.source}", image, *options, timeout=SECONDS)
+                # The kernel mounts an image only on request.
+                self.mount(image, other)
+                self.assertEqual(self.stats(other)["door"]["name"], "fuse")
+                self.mount(image, where, "--door", "kernel")
+                statistics = self.stats(where)
+                self.assertEqual(statistics["door"]["name"], "kernel")
+                self.assertEqual(statistics["disk"]["filesystem"], "erofs")
+                self.assertEqual([one["mode"] for one in self.services()], ["ro", "ro"])
+                support.assert_same_tree(self, other, where)
+                run("diff", "-r", self.source, where, timeout=SECONDS)
+                self.assertRaises(OSError, open, os.path.join(where, "new"), "w")
+                self.umount(where)
+                self.umount(other)
+                self.assert_ended()
+
+    def test_layers_in_a_layout_are_mounted_as_one_file_system(self):
+        tar, layout, where = self.path("a.tar"), self.path("layout"), self.point()
+        run("tar", "-C", self.source, "-cf", tar, ".", timeout=SECONDS)
+        bcow("convert", f"tar:{tar}", f"oci:{layout}:{self.tag}", timeout=SECONDS)
+        self.mount(f"oci:{layout}:{self.tag}", where, "--door", "kernel")
+        run("diff", "-r", self.source, where, timeout=SECONDS)
+        self.umount(where)
+        self.assert_ended()
+
+    def test_damaged_metadata_never_reaches_the_kernel(self):
+        image, raw, where = self.disk_path("image"), self.path("raw"), self.point()
+        bcow("convert", f"dir:{self.source}", image, timeout=SECONDS)
+        bcow("export", image, "--to", "erofs", "-o", raw, timeout=SECONDS)
+        # A name behind the block that the superblock's checksum covers loses its place in the order.
+        with open(raw, "r+b") as file:
+            at = file.read().index(b"hostile.rs", 4096)
+            file.seek(at)
+            file.write(b"z")
+        disk = self.disk_path("disk")
+        bcow("convert", f"raw:{raw}", disk, timeout=SECONDS)
+        refused = self.mount(disk, where, "--door", "kernel", check=False)
+        assert_refused(self, refused, "its file system is damaged")
+        self.assert_ended()
+        upper = self.mount(image, where, "--door", "kernel", "-o", "rw", check=False)
+        assert_refused(self, upper, "is sealed", code=2)
+
+
 class Work(KernelDoor):
     """Programs on the mount."""
 

@@ -1,12 +1,13 @@
 //! The kernel door: a disk with a file system of the kernel.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bcow::format::Use;
 use bcow::lock::LockError;
 use bcow::{BlockCache, BlockDevice, Disk, LockFileError, LockedFile, OpenOptions, Verify};
+use bcow_erofs::check as erofs_check;
+use bcow_erofs::reader::Filesystem;
 use bcow_fuse::kernel::{self, Barriers, Device, DiskMount, Kind};
 use bcow_fuse::options::Access;
 use bcow_fuse::stats::{About, ServedBy};
@@ -17,8 +18,9 @@ use bcow_union::SyncPolicy;
 
 use super::{Args, DoorChoice, Running, VerifyWhat, default_threads, failure, refuse_mounted};
 use crate::disks::{Below, cannot_lock, is_disk, is_writable_disk, lock_note};
-use crate::error::{CommandError, exit};
+use crate::error::{CommandError, Context, exit};
 use crate::image::{OpenImage, parse_name};
+use crate::names;
 use crate::running::{self, Service};
 use crate::size::Human;
 use crate::upper::{NOTICES_WITHIN, PAUSE, holder_of_note, is_closing};
@@ -57,19 +59,18 @@ pub fn refuse_unsupported(args: &Args) -> Result<(), CommandError> {
     if matches!(args.upper.sync(), SyncPolicy::Batch(_)) {
         return not_yet("--sync batch");
     }
-    match parse_name(&args.image)? {
-        ImageName::File(path) if !path.exists() || is_disk(&path) => Ok(()),
-        _ => not_yet("an image"),
-    }
+    Ok(())
 }
 
-/// Whether the kernel mounts the disk if it holds a file system for that.
+/// Whether the kernel mounts the disk if it holds a file system for that. The kernel mounts an
+/// image only if the user asks for it, because its driver then parses what the image holds.
 pub fn may_mount(args: &Args) -> bool {
     let is_disk = matches!(parse_name(&args.image), Ok(ImageName::File(path)) if is_disk(&path));
-    is_disk
-        && args.door != DoorChoice::Fuse
-        && args.upper.path().is_none()
-        && args.layers().is_empty()
+    match args.door {
+        DoorChoice::Kernel => true,
+        DoorChoice::Fuse => false,
+        DoorChoice::Auto => is_disk && args.upper.path().is_none() && args.layers().is_empty(),
+    }
 }
 
 /// Opens the disk, and returns it if the kernel shall mount it.
@@ -106,10 +107,7 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
         (Err(error), _) => return Err(cannot(&error)),
     };
     if kind == Kind::Erofs {
-        return Err(
-            CommandError::usage("an image is not supported yet at the kernel door")
-                .hint("`--door fuse` has it"),
-        );
+        require_sound(args, &opened.0)?;
     }
     if !rustix::process::geteuid().is_root() {
         return Err(CommandError::new(format!(
@@ -139,6 +137,32 @@ pub fn open(running: &Running<'_>, cache: &BlockCache) -> Result<Option<Opened>,
     }))
 }
 
+/// Fails unless the metadata of the EROFS on `device` passes the check of `bcow fsck`: the kernel
+/// parses it next, with fewer checks.
+fn require_sound(args: &Args, device: &Device) -> Result<(), CommandError> {
+    let name = args.image.display();
+    let cannot = || format!("cannot mount {name} at the kernel door");
+    let device: Arc<dyn BlockDevice> = match device {
+        Device::Writable(disk) => disk.clone(),
+        Device::ReadOnly(device) => device.clone(),
+    };
+    let tree = Filesystem::open(device).context(cannot)?;
+    let found = erofs_check::check(&tree, &erofs_check::CheckOptions { read_data: false });
+    let mut errors = found
+        .iter()
+        .filter(|finding| finding.severity == erofs_check::Severity::Error);
+    match errors.next() {
+        None => Ok(()),
+        Some(first) => Err(CommandError::new(cannot())
+            .caused_by_text(format!(
+                "its file system is damaged: {}: {}",
+                names::printable(&first.place),
+                names::printable(&first.message)
+            ))
+            .hint(format!("`bcow fsck {name}` lists all damage"))),
+    }
+}
+
 type OpenDevice = (Device, [u8; 32], Option<LockedFile>);
 
 fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
@@ -152,7 +176,6 @@ fn open_writable(running: &Running<'_>, options: &OpenOptions) -> Result<OpenDev
 
 fn open_sealed(args: &Args, options: &OpenOptions) -> Result<OpenDevice, CommandError> {
     let image = OpenImage::open_with(&args.image, &args.stores, options)?;
-    debug_assert!(image.image().header().purpose == Use::Disk);
     let identity = image.identity();
     Ok((Device::ReadOnly(image.image().clone()), identity, None))
 }
@@ -198,7 +221,7 @@ pub fn run(
 ) -> Result<(), CommandError> {
     let args = running.args;
     refuse_mounted(args.directory())?;
-    let file = std::path::absolute(&args.image).unwrap_or_else(|_| args.image.clone());
+    let file = PathBuf::from(parse_name(&args.image)?.absolute());
     let stats = Arc::new(MountStats::new(About {
         image: file.clone().into(),
         file: file.clone(),
