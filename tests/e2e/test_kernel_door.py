@@ -600,7 +600,7 @@ class Images(KernelDoor):
         image, raw, where = self.disk_path("image"), self.path("raw"), self.point()
         bcow("convert", f"dir:{self.source}", image, timeout=SECONDS)
         bcow("export", image, "--to", "erofs", "-o", raw, timeout=SECONDS)
-        # A name behind the block that the superblock's checksum covers loses its place in the order.
+        # A name behind the block that the superblock's checksum covers loses its place.
         with open(raw, "r+b") as file:
             at = file.read().index(b"hostile.rs", 4096)
             file.seek(at)
