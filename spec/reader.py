@@ -274,8 +274,9 @@ VERSION = 1
 USES = {1: "image", 2: "disk", 3: "sketch"}
 STATES = {0: "writable", 1: "sealed"}
 
-INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows", 4: "plain", 5: "fragments"}
-ZSTD, BACKING, RECORDS, WINDOWS, PLAIN, FRAGMENTS = (1 << bit for bit in INCOMPATIBLE)
+INCOMPATIBLE = {0: "zstd", 1: "backing", 2: "records", 3: "windows", 4: "plain", 5: "fragments",
+                6: "views"}
+ZSTD, BACKING, RECORDS, WINDOWS, PLAIN, FRAGMENTS, VIEWS = (1 << bit for bit in INCOMPATIBLE)
 MERKLE = 1 << 0  # read-only-compatible
 
 HEADER = struct.Struct(
@@ -549,7 +550,7 @@ def check_entry(entry, header, in_root, code, file_bytes):
 
 TABLE_HEADER = struct.Struct("<4sB3sQ")
 TABLE_MAGIC = b"BCST"
-BACKING_ENTRY = struct.Struct("<BBHIQ16s32s")
+BACKING_ENTRY = struct.Struct("<BBHIQI12s32s")
 
 
 class Backing:
@@ -562,26 +563,36 @@ class Backing:
         return f"sha256:{self.digest.hex()}" if self.kind == 1 else repr(self.name)
 
 
-def decode_backing(table, index, header):
-    """The entry `index` of the backing table."""
+def decode_backing(table, index, header, count=None):
+    """The entry `index` of the backing table, or of the table of one entry in a view."""
     place = f"backing[{index}]"
+    entries = header.backing_count if count is None else count
 
     def must(condition, message):
         if not condition:
             raise Rejected("backing-entry", place, message)
 
-    kind, reserved, name_bytes, name_offset, size, reserved_16, digest = BACKING_ENTRY.unpack_from(
-        table, 64 * index)
-    must(kind in (1, 2), f"kind {kind}")
-    must(reserved == 0 and reserved_16 == bytes(16), "reserved bytes")
+    start = 0 if count is not None else 64 * index
+    must(start + 64 <= len(table), "the entry ends behind the table")
+    (kind, reserved, name_bytes, name_offset, size, layout, reserved_20,
+     digest) = BACKING_ENTRY.unpack_from(table, start)
+    must(kind in (1, 2) or kind == 3 and count is None, f"kind {kind}")
+    must(reserved == 0 and reserved_20 == bytes(12), "reserved bytes")
+    must(kind == 3 or layout == 0, "a layout in an entry that is no view")
     must(size % SECTOR == 0 and size <= 1 << 48, f"size {size}")
     if kind == 1:
         must(name_bytes == 0 and name_offset == 0, "a name in an entry by digest")
         return Backing(kind, size, digest, None)
+    must(64 * entries <= name_offset, "the name lies in the entries")
+    must(name_offset + name_bytes <= len(table), "the name ends behind the backing table")
+    if kind == 3:
+        must(header.use == 2, "a view in a file that is no disk")
+        must(header.incompatible & VIEWS, "a view without the feature views")
+        must(layout >= 1 and digest != bytes(32), "a view without layout or identity")
+        image = decode_backing(table[name_offset : name_offset + name_bytes], index, header, 1)
+        return Backing(kind, size, digest, f"view of {image}")
     must(header.use != 1, "an image with a backing by file name")
     must(1 <= name_bytes <= 255, f"name_bytes {name_bytes}")
-    must(64 * header.backing_count <= name_offset, "the name lies in the entries")
-    must(name_offset + name_bytes <= len(table), "the name ends behind the backing table")
     try:
         name = table[name_offset : name_offset + name_bytes].decode("utf-8")
     except UnicodeDecodeError:
@@ -813,6 +824,8 @@ class Bcow:
         place = f"backing[{index}]"
         if self.depth >= 64:
             raise Rejected("backing-entry", place, "the chain of backings is more than 64 deep")
+        if wanted.kind == 3:
+            raise Unable(f"{self.path}: {place} is a {wanted.name}; this reader makes no views")
         if wanted.kind == 1:
             digest = wanted.digest.hex()
             candidates = [
@@ -1187,8 +1200,9 @@ def full_check(file):
         file.check_merkle()
     # Beyond section 12, and only if the user gave directories: check the backings' identity.
     if file.stores or file.names:
-        for index in range(header.backing_count):
-            file.backing(index)
+        for index, backing in enumerate(file.backings):
+            if backing.kind != 3:
+                file.backing(index)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ use bcow_oci::store::{Places, Stores};
 use crate::error::{CommandError, Context};
 use crate::running;
 use crate::stores::{StoreArgs, cannot_open_file, parse_name, refuse_what_is_no_file};
+use crate::views::UserViews;
 
 /// A disk, open for reading, with the files below it.
 pub struct OpenChain {
@@ -62,6 +63,7 @@ pub fn lock_note(command: &str) -> String {
 pub struct Below {
     directories: Vec<PathBuf>,
     stores: Stores,
+    views: UserViews,
     share: Share,
     options: OpenOptions,
 }
@@ -77,6 +79,7 @@ impl Below {
         };
         Ok(Below {
             stores: Stores::new(places, options.clone()),
+            views: UserViews::new(options),
             directories,
             share: args.share(),
             options: options.clone(),
@@ -87,6 +90,7 @@ impl Below {
         Policy {
             directories: &self.directories,
             digests: &self.stores,
+            views: &self.views,
             share: self.share,
             options: self.options.clone(),
         }

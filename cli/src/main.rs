@@ -28,6 +28,7 @@ mod stores;
 mod tree;
 mod ui;
 mod upper;
+mod views;
 
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;

@@ -140,6 +140,9 @@ fn failure(args: &Args, below: &Below, error: CommitError) -> CommandError {
         CommitError::BackingByDigest => CommandError::new(cannot())
             .caused_by(&error)
             .hint("`bcow commit DISK NEW` makes a layer on top of it"),
+        CommitError::View => CommandError::new(cannot())
+            .caused_by(&error)
+            .hint("`bcow commit DISK NEW` makes a layer of the disk on top of the view"),
         CommitError::Chain(problem) => {
             let problem = below.first_problem(&problem);
             problem.cause_of(CommandError::new(cannot()))

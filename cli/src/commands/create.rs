@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bcow::format::{BackingEntry, BackingName, BlockShift, SECTOR_BYTES, State};
 use bcow::operation::{NameError, name_backing};
-use bcow::{BlockDevice, CreateOptions, Disk, Layout, OpenOptions};
+use bcow::{BlockDevice, CreateOptions, Disk, Image, Layout, OpenOptions};
 use bcow_oci::digest::Algorithm;
 use bcow_oci::store;
 use bcow_oci::{Digest, ImageName};
@@ -16,6 +16,7 @@ use crate::image::{OpenImage, StoreArgs, cannot_open, parse_name};
 use crate::new_file::NewFile;
 use crate::size::{self, Human, plural};
 use crate::ui::Ui;
+use crate::views::{UserViews, cannot_view};
 
 /// Create a writable disk
 ///
@@ -33,6 +34,11 @@ use crate::ui::Ui;
 ///                   small write over a backing copies more
 ///     space         4 KiB blocks everywhere
 ///
+/// With --fs ext4, the disk shows the tree of an image as an ext4 file system, which the kernel of
+/// a virtual machine mounts for writing. The content of files stays in the image. bcow generates
+/// the metadata once per image, and keeps it in $BCOW_VIEWS [default: $XDG_CACHE_HOME/bcow/views,
+/// or /var/cache/bcow/views for root].
+///
 /// The command never overwrites an existing file.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
@@ -47,7 +53,11 @@ pub struct Args {
     /// sealed, and is then found in stores (--store)
     #[arg(long, requires = "backing")]
     by_digest: bool,
-    /// Size of the disk, in bytes or with K, M, G or T [default: the size of the backing]
+    /// Show the tree of the image as a file system of this kind: ext4
+    #[arg(long, value_name = "KIND", requires = "backing", value_parser = file_system)]
+    fs: Option<FileSystem>,
+    /// Size of the disk, in bytes or with K, M, G or T [default: the size of the backing; 64G with
+    /// --fs]
     #[arg(short, long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
     /// Block layout of the disk: auto, performance or space
@@ -58,6 +68,19 @@ pub struct Args {
     block_size: Option<u32>,
     #[command(flatten)]
     stores: StoreArgs,
+}
+
+/// The kind of a file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FileSystem {
+    Ext4,
+}
+
+fn file_system(text: &str) -> Result<FileSystem, String> {
+    match text {
+        "ext4" => Ok(FileSystem::Ext4),
+        _ => Err("there is ext4".to_owned()),
+    }
 }
 
 fn layout(text: &str) -> Result<Layout, String> {
@@ -76,13 +99,7 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     let new = NewFile::create_new(&args.new)?;
     let options = OpenOptions::default();
     let backing = match &args.backing {
-        Some(name) => Some(backing(
-            name,
-            args.by_digest,
-            &args.new,
-            &args.stores,
-            &options,
-        )?),
+        Some(name) => Some(args.backing_of(name, &options)?),
         None => None,
     };
     let size = match (args.size, &backing) {
@@ -115,6 +132,26 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     Ok(())
 }
 
+impl Args {
+    /// The backing that the user calls `name`, or the view of it.
+    fn backing_of(
+        &self,
+        name: &Path,
+        options: &OpenOptions,
+    ) -> Result<(BackingEntry, Arc<dyn BlockDevice>), CommandError> {
+        let (entry, image) = backing(name, self.by_digest, &self.new, &self.stores, options)?;
+        match self.fs {
+            None => Ok((entry, image)),
+            Some(FileSystem::Ext4) => {
+                let bytes = disk_size(self.size.unwrap_or(bcow_view::DEFAULT_BYTES))?;
+                let view = UserViews::new(options).view(&image, bytes);
+                let view = view.map_err(|error| cannot_view(name, &error))?;
+                Ok((view.entry(entry), view.device().clone()))
+            }
+        }
+    }
+}
+
 /// A size that a disk may have.
 pub fn disk_size(size: u64) -> Result<u64, CommandError> {
     match size.is_multiple_of(SECTOR_BYTES) {
@@ -137,7 +174,7 @@ pub fn backing(
     disk: &Path,
     stores: &StoreArgs,
     options: &OpenOptions,
-) -> Result<(BackingEntry, Arc<dyn BlockDevice>), CommandError> {
+) -> Result<(BackingEntry, Arc<Image>), CommandError> {
     let text = name.as_os_str().as_encoded_bytes();
     if text.starts_with(b"raw:") || text.starts_with(b"qcow2:") {
         return Err(CommandError::usage(format!(

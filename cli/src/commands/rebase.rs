@@ -1,9 +1,11 @@
 //! `bcow rebase`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use bcow::OpenOptions;
+use bcow::format::{BackingEntry, BackingName};
 use bcow::operation::{rebase, rebase_reference};
+use bcow::{BlockDevice, Image, OpenOptions};
 
 use super::create::backing;
 use crate::disks::{Below, lock_disk};
@@ -12,6 +14,7 @@ use crate::image::{StoreArgs, cannot_open_file};
 use crate::rewrite::{TerminalMonitor, operation_failure};
 use crate::size::Human;
 use crate::ui::Ui;
+use crate::views::{UserViews, cannot_view};
 
 /// Change the backing of a disk
 ///
@@ -63,10 +66,21 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
         )?),
         None => None,
     };
+    let recorded = Image::open_storage(file.storage(), &options)
+        .map_err(|error| cannot_open_file(name, name, &error))?;
+    let (new, is_same_view) = match (recorded.disk_backing(), new) {
+        (Some(old), Some((entry, image))) => match over_view(old, &entry, &image, &options)? {
+            Some(view) => (Some(view), true),
+            None => (Some((entry, image as Arc<dyn BlockDevice>)), false),
+        },
+        (_, new) => (new.map(|(entry, image)| (entry, image as _)), false),
+    };
+    drop(recorded);
     let over = new
         .as_ref()
         .map_or("no backing".to_owned(), |(entry, _)| entry.name.to_string());
-    let written = match args.reference_only {
+    // Nothing changes in the content of the same view, so there is nothing to compare.
+    let written = match args.reference_only || is_same_view {
         true => {
             rebase_reference(file.storage(), new, &options)
                 .map_err(|error| cannot_open_file(name, name, &error))?;
@@ -85,4 +99,45 @@ pub fn run(args: &Args, ui: &Ui) -> Result<(), CommandError> {
     };
     ui.status(format_args!("{}: over {over}{kept}", name.display()));
     Ok(())
+}
+
+/// The entry and the content of a backing.
+type Backing = (BackingEntry, Arc<dyn BlockDevice>);
+
+/// The same view over another file of its image, which `entry` names, for a disk over a view. Only
+/// the name may change: the disk has blocks of a file system, which belong to that view.
+fn over_view(
+    old: &BackingEntry,
+    entry: &BackingEntry,
+    image: &Arc<Image>,
+    options: &OpenOptions,
+) -> Result<Option<Backing>, CommandError> {
+    let BackingName::View { .. } = old.name else {
+        return Ok(None);
+    };
+    let shown = entry.name.to_string();
+    let view = UserViews::new(options).view(image, old.size);
+    let view = view.map_err(|error| cannot_view(Path::new(&shown), &error))?;
+    let entry = view.entry(entry.clone());
+    let is_same = match (&entry.name, &old.name) {
+        (
+            BackingName::View {
+                layout, identity, ..
+            },
+            BackingName::View {
+                layout: old_layout,
+                identity: old_identity,
+                ..
+            },
+        ) => (layout, identity) == (old_layout, old_identity),
+        _ => false,
+    };
+    match is_same {
+        true => Ok(Some((entry, view.device().clone()))),
+        false => Err(CommandError::new(format!(
+            "{shown} is not the image that the disk was made over"
+        ))
+        .caused_by_text("the disk has blocks of an ext4 over that image")
+        .hint("`bcow create --fs ext4 -b` makes a disk over another image")),
+    }
 }

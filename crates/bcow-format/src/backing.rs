@@ -4,7 +4,9 @@ use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::sizes::{BACKING_ENTRY_BYTES, MAX_ADDRESS};
-use crate::{FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches};
+use crate::{
+    FormatError, Header, SECTOR_BYTES, SectionKind, Use, crc32c, crc32c_matches, incompatible,
+};
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
@@ -14,7 +16,8 @@ struct RawBacking {
     name_bytes: U16,
     name_offset: U32,
     size: U64,
-    reserved_2: [u8; 16],
+    layout: U32,
+    reserved_2: [u8; 12],
     digest: [u8; 32],
 }
 const _: () = assert!(size_of::<RawBacking>() == BACKING_ENTRY_BYTES);
@@ -41,6 +44,15 @@ pub enum BackingName {
         /// The identity of the backing (spec section 8), if the file records it.
         identity: Option<[u8; 32]>,
     },
+    /// The view of an image, which a reader makes itself (spec section 8). Disks only.
+    View {
+        /// Version of the layout of the view.
+        layout: u32,
+        /// Identity of the view.
+        identity: [u8; 32],
+        /// The image, by digest or by file name.
+        image: Box<BackingEntry>,
+    },
 }
 
 impl std::fmt::Display for BackingName {
@@ -51,6 +63,17 @@ impl std::fmt::Display for BackingName {
                 digest.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
             }
             BackingName::FileName { name, .. } => f.write_str(name),
+            BackingName::View { image, .. } => write!(f, "the ext4 view of {}", image.name),
+        }
+    }
+}
+
+impl BackingEntry {
+    /// The incompatible features of a file whose absent ranges show this backing.
+    pub fn features(&self) -> u64 {
+        match self.name {
+            BackingName::View { .. } => incompatible::BACKING | incompatible::VIEWS,
+            BackingName::Digest(_) | BackingName::FileName { .. } => incompatible::BACKING,
         }
     }
 }
@@ -67,20 +90,27 @@ pub fn decode_backings(bytes: &[u8], header: &Header) -> Result<Vec<BackingEntry
     }
     (0..header.backing_count)
         .map(|index| {
-            decode_one(bytes, header, index)
+            decode_one(bytes, header, header.backing_count, index)
                 .map_err(|problem| FormatError::BackingEntry { index, problem })
         })
         .collect()
 }
 
-fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry, String> {
+/// Decodes an entry of a table of `count` entries.
+fn decode_one(
+    bytes: &[u8],
+    header: &Header,
+    count: u32,
+    index: u32,
+) -> Result<BackingEntry, String> {
     let start = index as usize * BACKING_ENTRY_BYTES;
-    let entries_end = header.backing_count as usize * BACKING_ENTRY_BYTES;
+    let entries_end = count as usize * BACKING_ENTRY_BYTES;
     let raw = bytes
         .get(start..start + BACKING_ENTRY_BYTES)
         .and_then(|bytes| RawBacking::ref_from_bytes(bytes).ok())
         .ok_or("outside the table")?;
-    if raw.reserved != 0 || raw.reserved_2 != [0; 16] {
+    let layout = raw.layout.get();
+    if raw.reserved != 0 || raw.reserved_2 != [0; 12] || (raw.kind != 3 && layout != 0) {
         return Err("reserved bytes are not zero".into());
     }
     let size = raw.size.get();
@@ -91,6 +121,13 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
         raw.name_bytes.get() as usize,
         raw.name_offset.get() as usize,
     );
+    let name_at = || {
+        name_offset
+            .checked_add(name_bytes)
+            .filter(|_| name_offset >= entries_end)
+            .and_then(|end| bytes.get(name_offset..end))
+            .ok_or("its name lies outside the names")
+    };
     let name = match raw.kind {
         1 if name_bytes == 0 && name_offset == 0 => BackingName::Digest(raw.digest),
         1 => return Err("a digest that also has a name".into()),
@@ -98,11 +135,7 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
             if header.purpose == Use::Image {
                 return Err("an image names a backing by file name".into());
             }
-            let name = name_offset
-                .checked_add(name_bytes)
-                .filter(|_| name_offset >= entries_end)
-                .and_then(|end| bytes.get(name_offset..end))
-                .ok_or("its name lies outside the names")?;
+            let name = name_at()?;
             let name = std::str::from_utf8(name).map_err(|_| "its name is not UTF-8")?;
             if !is_plain_name(name) {
                 return Err("its name is not a plain file name".into());
@@ -110,6 +143,27 @@ fn decode_one(bytes: &[u8], header: &Header, index: u32) -> Result<BackingEntry,
             BackingName::FileName {
                 name: name.to_owned(),
                 identity: (raw.digest != [0; 32]).then_some(raw.digest),
+            }
+        }
+        3 => {
+            if header.purpose != Use::Disk {
+                return Err("a view, in a file that is no disk".into());
+            }
+            if !header.features.has_incompatible(incompatible::VIEWS) {
+                return Err("a view without the feature `views`".into());
+            }
+            if layout == 0 || raw.digest == [0; 32] {
+                return Err("a view without layout or identity".into());
+            }
+            let image = name_at()?;
+            if image.first() == Some(&raw.kind) {
+                return Err("a view of a view".into());
+            }
+            let image = decode_one(image, header, 1, 0)?;
+            BackingName::View {
+                layout,
+                identity: raw.digest,
+                image: Box::new(image),
             }
         }
         kind => return Err(format!("kind {kind}")),
@@ -128,11 +182,24 @@ pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
     let mut names = Vec::new();
     let names_start = backings.len() * BACKING_ENTRY_BYTES;
     for backing in backings {
-        let (kind, digest, name) = match &backing.name {
-            BackingName::Digest(digest) => (1, *digest, ""),
-            BackingName::FileName { name, identity } => {
-                (2, identity.unwrap_or_default(), name.as_str())
-            }
+        let (kind, layout, digest, name) = match &backing.name {
+            BackingName::Digest(digest) => (1, 0, *digest, Vec::new()),
+            BackingName::FileName { name, identity } => (
+                2,
+                0,
+                identity.unwrap_or_default(),
+                name.clone().into_bytes(),
+            ),
+            BackingName::View {
+                layout,
+                identity,
+                image,
+            } => (
+                3,
+                *layout,
+                *identity,
+                encode_backings(std::slice::from_ref(image)),
+            ),
         };
         let raw = RawBacking {
             kind,
@@ -144,11 +211,12 @@ pub fn encode_backings(backings: &[BackingEntry]) -> Vec<u8> {
                 (names_start + names.len()) as u32
             }),
             size: U64::new(backing.size),
-            reserved_2: [0; 16],
+            layout: U32::new(layout),
+            reserved_2: [0; 12],
             digest,
         };
         bytes.extend_from_slice(raw.as_bytes());
-        names.extend_from_slice(name.as_bytes());
+        names.extend_from_slice(&name);
     }
     bytes.extend_from_slice(&names);
     bytes

@@ -28,7 +28,9 @@ pub mod incompatible {
     pub const PLAIN: u64 = 1 << 4;
     /// Entries may be fragments.
     pub const FRAGMENTS: u64 = 1 << 5;
-    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS | PLAIN | FRAGMENTS;
+    /// Backings may be views of images.
+    pub const VIEWS: u64 = 1 << 6;
+    pub(super) const KNOWN: u64 = ZSTD | BACKING | RECORDS | WINDOWS | PLAIN | FRAGMENTS | VIEWS;
 }
 
 /// Bits of [`Features::read_only_compatible`].
@@ -79,6 +81,7 @@ impl Features {
                     "windows",
                     "plain",
                     "fragments",
+                    "views",
                 ],
             ),
             (

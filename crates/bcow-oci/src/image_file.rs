@@ -147,7 +147,7 @@ impl BackingResolver for ImagesByDigest {
                 let image = self.0.get(digest).cloned();
                 image.map(|image| image as Arc<dyn BlockDevice>)
             }
-            BackingName::FileName { .. } => None,
+            BackingName::FileName { .. } | BackingName::View { .. } => None,
         })
     }
 }

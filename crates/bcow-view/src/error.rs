@@ -1,5 +1,9 @@
 //! Errors.
 
+use std::io;
+use std::path::PathBuf;
+
+use bcow::NewFileError;
 use bcow_erofs::reader::{ErofsError, Nid};
 use bcow_ext4::Ext4Error;
 
@@ -35,6 +39,54 @@ pub enum ViewError {
     /// More ends of files and shared blocks than a view holds.
     #[error("the image has more than {0} ends of files and shared blocks")]
     Fragments(usize),
+    /// The image is no container image.
+    #[error("a view shows the tree of a whole image: {0}")]
+    NoImage(&'static str),
+    /// The image cannot be read.
+    #[error("cannot read the image: {0}")]
+    Image(#[source] bcow::Error),
+    /// The file of the view cannot be written.
+    #[error("cannot write the view: {0}")]
+    Write(#[source] bcow::Error),
+    /// The file of the view cannot be made or named.
+    #[error("cannot make {}: {source}", path.display())]
+    File {
+        /// Path of the file.
+        path: PathBuf,
+        /// The cause.
+        source: NewFileError,
+    },
+    /// The cache cannot be used.
+    #[error("cannot keep views in {}: {source}", path.display())]
+    Directory {
+        /// Path of the directory.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// Other users could replace views.
+    #[error("cannot keep views in {}: another user can write there", path.display())]
+    Foreign {
+        /// Path of the directory.
+        path: PathBuf,
+    },
+    /// A file that was just made cannot be opened.
+    #[error("the view in {} is not the one that was written", path.display())]
+    Replaced {
+        /// Path of the file.
+        path: PathBuf,
+    },
+    /// A disk needs a view of a layout that this version does not make.
+    #[error("the disk needs a view of layout {wanted}; this version makes layout {made}")]
+    Layout {
+        /// The layout that the disk names.
+        wanted: u32,
+        /// The layout of this version.
+        made: u32,
+    },
+    /// The view is not the one that the disk was made over.
+    #[error("the view of the image is not the one that the disk was made over")]
+    Identity,
     /// More inodes than ext4 numbers.
     #[error("the image has more inodes than ext4 can number")]
     Inodes,

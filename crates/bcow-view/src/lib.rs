@@ -16,8 +16,14 @@
 //! - A [`Fragment`] is one block with some bytes of the device at its start, and zeros behind. The
 //!   end of a file is one, as ext4 expects zeros behind the end; so is a block that another file
 //!   has already, as ext4 allows no sharing; and content that does not begin at a block.
+//!
+//! A [`ViewCache`] makes a file of the view of an image, a BCoW disk of metadata, windows and
+//! fragments, and keeps it for all disks over that image. [`create_instance`] makes such a disk.
 
+mod cache;
 mod error;
+mod file;
+mod instance;
 mod place;
 mod survey;
 
@@ -27,7 +33,9 @@ use bcow_ext4::{
     Size, Summary, Timestamp, Writer, Xattr,
 };
 
+pub use cache::{CachedView, ViewCache};
 pub use error::ViewError;
+pub use instance::{DEFAULT_BYTES, create_instance, open_instance};
 pub use place::{Fragment, Window};
 
 use place::{Layout, Pieces};
@@ -74,11 +82,12 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
         journal_blocks: options.journal_blocks,
     })?;
     let device_blocks = fs.device_bytes() / BLOCK_BYTES;
-    let layout =
-        Layout::new(&geometry, device_blocks, survey.fragments).ok_or(ViewError::TooSmall {
-            bytes: options.bytes,
-            content: (device_blocks + survey.fragments) * BLOCK_BYTES,
-        })?;
+    let region_blocks = (1 << region_shift(options.bytes)) / BLOCK_BYTES;
+    let layout = Layout::new(&geometry, device_blocks, survey.fragments, region_blocks);
+    let layout = layout.ok_or(ViewError::TooSmall {
+        bytes: options.bytes,
+        content: (device_blocks + survey.fragments) * BLOCK_BYTES,
+    })?;
     let identity = identity(fs, options);
     let mut writer = Writer::new(&geometry, identity, &layout.content(), sink)?;
     let mut pieces = Pieces::new(device_blocks);
@@ -98,6 +107,14 @@ pub fn lay_out(fs: &Filesystem, options: &Options, sink: &mut dyn Sink) -> Resul
         windows: layout.windows,
         summary,
     })
+}
+
+/// log2 of the region size of a file with a view of `bytes` bytes: the root table is short, and
+/// windows and fragments, which begin at groups of 128 MiB, begin at regions.
+fn region_shift(bytes: u64) -> u8 {
+    const MOST_REGIONS: u64 = 1 << 16;
+    let is_short = |shift: &u8| bytes >> shift <= MOST_REGIONS;
+    (22..27).find(is_short).unwrap_or(27)
 }
 
 /// The UUID is of version 8, which is for values of an application's own.

@@ -140,12 +140,20 @@ pub(crate) struct Layout {
     /// In the order of the device.
     pub windows: Vec<Window>,
     fragments: Vec<BlockRange>,
+    /// Blocks in a region of the file, and in the file system.
+    region_blocks: u64,
+    blocks: u64,
 }
 
 impl Layout {
     /// Places windows onto `device_blocks` blocks, and fragments, between the superblock's backups.
-    /// `None`: the file system is too small.
-    pub fn new(geometry: &Geometry, device_blocks: u64, fragments: u64) -> Option<Layout> {
+    /// A region has `region_blocks` blocks. `None`: the file system is too small.
+    pub fn new(
+        geometry: &Geometry,
+        device_blocks: u64,
+        fragments: u64,
+        region_blocks: u64,
+    ) -> Option<Layout> {
         let mut free = geometry.whole_areas(0).collect();
         let mut device_start = 0;
         let mut windows = Vec::new();
@@ -158,16 +166,30 @@ impl Layout {
             device_start += range.count;
         }
         let fragments = take(&mut free, fragments)?;
-        Some(Layout { windows, fragments })
+        Some(Layout {
+            windows,
+            fragments,
+            region_blocks,
+            blocks: geometry.blocks(),
+        })
     }
 
-    /// The areas of content.
+    /// The areas of content, up to the end of a region: a region with content has no metadata.
     pub fn content(&self) -> Vec<BlockRange> {
         let windows = self.windows.iter().map(|window| BlockRange {
             start: window.start,
             count: window.blocks,
         });
-        windows.chain(self.fragments.iter().copied()).collect()
+        let content = windows.chain(self.fragments.iter().copied());
+        content
+            .map(|range| {
+                let end = range.end().next_multiple_of(self.region_blocks);
+                BlockRange {
+                    start: range.start,
+                    count: end.min(self.blocks) - range.start,
+                }
+            })
+            .collect()
     }
 
     /// Where a run of blocks lies in the ext4, in one or more pieces.
@@ -258,7 +280,7 @@ mod tests {
             journal_blocks: None,
         };
         let geometry = Geometry::new(size).expect("a geometry");
-        Layout::new(&geometry, device_blocks, fragments)
+        Layout::new(&geometry, device_blocks, fragments, 1024)
     }
 
     fn groups(layout: &Layout) -> Vec<(u64, u64)> {

@@ -4,6 +4,7 @@
 //! directory of the file that contains it and in the directories of the user. The name has no
 //! directory part, and symbolic links are not followed. The file that is found must be a BCoW file
 //! with the recorded size and identity. Digests are resolved by an implementation of [`Digests`].
+//! The view of an image is made by an implementation of [`Views`], and never looked up.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -46,6 +47,45 @@ impl Digests for NoDigests {
     }
 }
 
+/// Makes views of images, or finds them in a cache.
+pub trait Views {
+    /// Returns the view of `image` that has this layout, size and identity, and the file that has
+    /// it. Fails if this program makes another view of the image.
+    fn find(&self, image: &Arc<Image>, wanted: &WantedView) -> Result<FoundView, ViewFailure>;
+}
+
+/// The view that a disk needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WantedView {
+    /// Version of the layout.
+    pub layout: u32,
+    /// Size of the address space in bytes.
+    pub bytes: u64,
+    /// Identity of the view.
+    pub identity: [u8; 32],
+}
+
+/// A view that was made or found.
+#[derive(Clone)]
+pub struct FoundView {
+    /// The open view.
+    pub view: Arc<Image>,
+    /// Path of the file.
+    pub path: PathBuf,
+}
+
+/// The reason why there is no view.
+pub type ViewFailure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Makes no views.
+pub struct NoViews;
+
+impl Views for NoViews {
+    fn find(&self, _: &Arc<Image>, _: &WantedView) -> Result<FoundView, ViewFailure> {
+        Err("this program makes no views".into())
+    }
+}
+
 /// Whether a file that may change is locked against writers during reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Share {
@@ -62,6 +102,8 @@ pub struct Policy<'a> {
     pub directories: &'a [PathBuf],
     /// Resolves digests.
     pub digests: &'a dyn Digests,
+    /// Makes views.
+    pub views: &'a dyn Views,
     /// Whether files are locked.
     pub share: Share,
     /// How files are opened.
@@ -152,6 +194,14 @@ pub enum ChainProblem {
         /// Name of the backing.
         name: String,
     },
+    /// The view of an image cannot be made.
+    #[error("cannot make {name}: {source}")]
+    View {
+        /// The view, and the name of its image.
+        name: String,
+        /// The cause.
+        source: ViewFailure,
+    },
     /// The backing is named by a digest that is not available.
     #[error("backing {name} is in no store")]
     NoDigest {
@@ -171,6 +221,7 @@ impl ChainProblem {
             | ChainProblem::Size { name, .. }
             | ChainProblem::Changed { name, .. }
             | ChainProblem::TooDeep { name }
+            | ChainProblem::View { name, .. }
             | ChainProblem::NoDigest { name } => name,
         }
     }
@@ -179,7 +230,9 @@ impl ChainProblem {
     pub fn code(&self) -> &'static str {
         match self {
             ChainProblem::Missing { .. } | ChainProblem::NoDigest { .. } => "backing-missing",
-            ChainProblem::Open { .. } | ChainProblem::InUse { .. } => "backing-unreadable",
+            ChainProblem::Open { .. } | ChainProblem::InUse { .. } | ChainProblem::View { .. } => {
+                "backing-unreadable"
+            }
             _ => "backing-entry",
         }
     }
@@ -329,12 +382,56 @@ impl Level<'_> {
                 }
                 (image, height)
             }
+            BackingName::View {
+                layout,
+                identity,
+                image,
+            } => {
+                let wanted = WantedView {
+                    layout: *layout,
+                    bytes: backing.size,
+                    identity: *identity,
+                };
+                self.find_view(&name, image, &wanted)?
+            }
         };
         if self.depth - 1 + height > MAX_DEPTH {
             return Err(too_deep());
         }
         self.height.set(self.height.get().max(height));
         Ok(image)
+    }
+
+    /// The view of an image that is found like a backing of the same file.
+    fn find_view(
+        &self,
+        name: &str,
+        image: &BackingEntry,
+        wanted: &WantedView,
+    ) -> Result<(Arc<Image>, u32), Option<ChainProblem>> {
+        let below = Level {
+            opener: self.opener,
+            directory: self.directory,
+            depth: self.depth + 1,
+            height: Cell::new(0),
+        };
+        // The view is listed before the files below it.
+        let position = self.opener.found.borrow().files.len();
+        let image = below.find(image)?;
+        let found = self.opener.policy.views.find(&image, wanted);
+        let FoundView { view, path } = found.map_err(|source| {
+            Some(ChainProblem::View {
+                name: name.to_owned(),
+                source,
+            })
+        })?;
+        let file = ChainFile {
+            name: name.to_owned(),
+            path: Some(path),
+            image: view.clone(),
+        };
+        self.opener.found.borrow_mut().files.insert(position, file);
+        Ok((view, below.height.get() + 1))
     }
 
     fn add(&self, name: &str, path: Option<&Path>, image: &Arc<Image>) {

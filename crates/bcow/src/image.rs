@@ -194,6 +194,16 @@ impl Image {
         Ok(())
     }
 
+    /// Opens the same file again, verified by its Merkle tree and without content of backings. So
+    /// its bytes are authenticated by the identity of the file.
+    pub fn verified(&self, cache: &BlockCache) -> Result<Arc<Image>, Error> {
+        let options = OpenOptions {
+            cache: cache.clone(),
+            verify: Verify::Merkle,
+        };
+        Image::open_with_backings(Arc::clone(&self.file.storage), &options, &UnreadBackings)
+    }
+
     /// Identity of the file, when another file names it as a backing (spec section 8). It changes
     /// with the content.
     pub fn identity_hash(&self) -> [u8; 32] {

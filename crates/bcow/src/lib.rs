@@ -12,8 +12,8 @@
 //! - [`Disk`] reads and writes a file that is not sealed.
 //! - [`chain`] finds and opens the files below a disk, under a policy of the user. [`lock`] and
 //!   [`LockedFile`] keep a second writer away.
-//! - [`ImageWriter`] writes a file in one pass. [`NewFile`] gives the file its name when it is
-//!   complete.
+//! - [`ImageWriter`] writes a file in one pass, a [`Composer`] a sealed disk of pieces. [`NewFile`]
+//!   gives the file its name when it is complete.
 //! - [`operation`] commits, rebases, seals, compacts and compares whole disks.
 //! - [`check`](mod@check) finds and repairs damage.
 //!
@@ -76,5 +76,6 @@ pub use new_file::{NewFile, NewFileError};
 pub use same::known_same;
 pub use storage::{FileIdentity, MemoryStorage, Storage};
 pub use writer::{
-    Compression, DiskForm, ImageWriter, Keep, WriterOptions, Written, append_disk, verify_written,
+    Composer, Composition, Compression, DiskForm, ImageWriter, Keep, WriterOptions, Written,
+    append_disk, verify_written,
 };

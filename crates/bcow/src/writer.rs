@@ -6,7 +6,10 @@
 //! and the header is written last.
 //!
 //! Windows may follow the content: they show ranges of backings, and store only root entries.
+//!
+//! A [`Composer`] writes pieces in any order instead of a stream.
 
+mod composer;
 mod disk;
 mod encode;
 mod layout;
@@ -29,6 +32,7 @@ use layout::Layout;
 use pipeline::{Pipeline, Placement};
 use windows::Windows;
 
+pub use composer::{Composer, Composition};
 pub use disk::{DiskForm, Keep, append_disk};
 pub use verify::verify_written;
 
@@ -430,11 +434,11 @@ impl ImageWriter {
             free: Section::default(),
         };
         if header.state == State::Sealed {
-            self.write_merkle(&mut header, &mut out)?;
+            write_merkle(&mut header, &mut out, self.options.threads)?;
         } else {
             header.file_bytes = out.at;
         }
-        self.write_slots(&mut header)?;
+        write_slots(&*self.storage, &mut header)?;
         let split = self.metadata_start.unwrap_or(size);
         Ok(Written {
             content_stored_bytes: self.layout.stored_bytes(0, split),
@@ -444,45 +448,6 @@ impl ImageWriter {
             windows: self.windows,
             header,
         })
-    }
-
-    /// Hashes everything written so far, and appends the tree.
-    fn write_merkle(&self, header: &mut Header, out: &mut Appender<'_>) -> Result<(), Error> {
-        header.merkle = Some(MerkleTree {
-            chunk_shift: MERKLE_CHUNK_SHIFT,
-            offset: out.at,
-            root: [0; 32],
-        });
-        let shape = MerkleShape::new(out.at, MERKLE_CHUNK_SHIFT);
-        header.file_bytes = out.at + shape.total_bytes();
-        let tree = merkle::build(
-            &*self.storage,
-            &shape,
-            &header.canonical(),
-            self.options.threads,
-        )?;
-        out.bytes(&tree)?;
-        if let Some(merkle) = &mut header.merkle {
-            merkle.root.copy_from_slice(&tree[tree.len() - 32..]);
-        }
-        Ok(())
-    }
-
-    /// Writes both header slots: if one is damaged, a reader uses the other. In a sealed file, slot
-    /// B is newer; in a writable file, both are equal at rest.
-    fn write_slots(&self, header: &mut Header) -> Result<(), Error> {
-        let mut slots = Vec::with_capacity(HEADER_AREA_BYTES);
-        let generations = match header.state {
-            State::Sealed => [1, 2],
-            State::Writable => [1, 1],
-        };
-        for generation in generations {
-            header.generation = generation;
-            slots.extend_from_slice(&header.encode());
-        }
-        self.storage
-            .write_at(0, &slots)
-            .map_err(|source| Error::io("write", 0, source))
     }
 
     fn region_shift(&self, size: u64) -> u8 {
@@ -509,8 +474,9 @@ impl ImageWriter {
             Some(form) if form.is_writable() => features.incompatible |= incompatible::RECORDS,
             _ => features.read_only_compatible |= read_only_compatible::MERKLE,
         }
-        if matches!(&self.options.disk, Some(form) if form.backing.is_some()) {
-            features.incompatible |= incompatible::BACKING;
+        let form = self.options.disk.as_ref();
+        if let Some(backing) = form.and_then(|form| form.backing.as_ref()) {
+            features.incompatible |= backing.features();
         }
         if self.layout.has_zstd() {
             features.incompatible |= incompatible::ZSTD;
@@ -526,6 +492,44 @@ impl ImageWriter {
         }
         features
     }
+}
+
+/// Hashes everything written so far, and appends the tree.
+fn write_merkle(
+    header: &mut Header,
+    out: &mut Appender<'_>,
+    thread_count: usize,
+) -> Result<(), Error> {
+    header.merkle = Some(MerkleTree {
+        chunk_shift: MERKLE_CHUNK_SHIFT,
+        offset: out.at,
+        root: [0; 32],
+    });
+    let shape = MerkleShape::new(out.at, MERKLE_CHUNK_SHIFT);
+    header.file_bytes = out.at + shape.total_bytes();
+    let tree = merkle::build(out.storage, &shape, &header.canonical(), thread_count)?;
+    out.bytes(&tree)?;
+    if let Some(merkle) = &mut header.merkle {
+        merkle.root.copy_from_slice(&tree[tree.len() - 32..]);
+    }
+    Ok(())
+}
+
+/// Writes both header slots: if one is damaged, a reader uses the other. In a sealed file, slot B
+/// is newer; in a writable file, both are equal at rest.
+fn write_slots(storage: &dyn Storage, header: &mut Header) -> Result<(), Error> {
+    let mut slots = Vec::with_capacity(HEADER_AREA_BYTES);
+    let generations = match header.state {
+        State::Sealed => [1, 2],
+        State::Writable => [1, 1],
+    };
+    for generation in generations {
+        header.generation = generation;
+        slots.extend_from_slice(&header.encode());
+    }
+    storage
+        .write_at(0, &slots)
+        .map_err(|source| Error::io("write", 0, source))
 }
 
 /// For a shift that is a constant of this module or was checked before.

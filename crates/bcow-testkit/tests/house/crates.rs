@@ -40,6 +40,7 @@ const MAY_USE: [(&str, &[&str]); 14] = [
             "bcow-nbd",
             "bcow-foreign",
             "bcow-remote",
+            "bcow-view",
             "bcow-erofs",
             "bcow",
             "bcow-format",

@@ -178,8 +178,8 @@ impl Disk {
             incompatible: incompatible::RECORDS,
             ..Features::default()
         };
-        if backing.is_some() {
-            features.incompatible |= incompatible::BACKING;
+        if let Some((entry, _)) = &backing {
+            features.incompatible |= entry.features();
         }
         let header = Header {
             generation: 1,

@@ -72,9 +72,9 @@ impl Disk {
             };
             next.header.backing_count = backing.is_some().into();
             let bits = &mut next.header.features.incompatible;
-            match backing {
-                Some(_) => *bits |= incompatible::BACKING,
-                None => *bits &= !incompatible::BACKING,
+            *bits &= !(incompatible::BACKING | incompatible::VIEWS);
+            if let Some((entry, _)) = &backing {
+                *bits |= entry.features();
             }
             next.backing = backing.map(|(entry, device)| Backing { entry, device });
             Ok(())

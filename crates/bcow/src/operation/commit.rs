@@ -48,6 +48,9 @@ pub enum CommitError {
     /// The backing is named by digest. Such a backing never changes.
     #[error("its backing is named by digest, and never changes")]
     BackingByDigest,
+    /// The backing is the view of an image, which does not change.
+    #[error("the backing is a view of an image, and never changes")]
+    View,
     /// The backing cannot be opened for reading, or is not the recorded one.
     #[error(transparent)]
     Chain(Arc<ChainProblem>),
@@ -93,8 +96,10 @@ pub fn commit_into_backing(
     let image = Image::open_with_backings(file.storage(), options, &UnreadBackings)
         .map_err(CommitError::Disk)?;
     let entry = image.disk_backing().ok_or(CommitError::NoBacking)?;
-    let BackingName::FileName { identity, .. } = entry.name else {
-        return Err(CommitError::BackingByDigest);
+    let identity = match entry.name {
+        BackingName::FileName { identity, .. } => identity,
+        BackingName::Digest(_) => return Err(CommitError::BackingByDigest),
+        BackingName::View { .. } => return Err(CommitError::View),
     };
     // Opened for reading first: an error of the backing comes before any write.
     let opener = Opener::new(file.path(), policy.clone());
@@ -213,8 +218,8 @@ fn record(
 ) -> Result<(), Error> {
     let name = match entry.map(|entry| &entry.name) {
         Some(BackingName::FileName { name, .. }) => name.clone(),
-        Some(BackingName::Digest(_)) => {
-            let problem = "a commit into a backing that is named by digest";
+        Some(BackingName::Digest(_) | BackingName::View { .. }) => {
+            let problem = "a commit into a backing that cannot change";
             return Err(Error::Unsupported(problem.into()));
         }
         None => return Err(Error::Unsupported("a commit without a backing".into())),

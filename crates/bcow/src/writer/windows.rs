@@ -158,7 +158,7 @@ impl Windows {
                 self.backings.len()
             )));
         }
-        let by_name = |entry: &&BackingEntry| matches!(entry.name, BackingName::FileName { .. });
+        let by_name = |entry: &&BackingEntry| !matches!(entry.name, BackingName::Digest(_));
         if purpose == Use::Image
             && let Some(entry) = self.backings.iter().find(by_name)
         {

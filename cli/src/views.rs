@@ -1,0 +1,76 @@
+//! Views of images: where they are kept.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
+use bcow::{Image, OpenOptions};
+use bcow_view::{CachedView, ViewCache, ViewError};
+
+use crate::error::CommandError;
+
+/// The directory of views, in place of the default.
+const VIEWS: &str = "BCOW_VIEWS";
+
+/// The cache of this user, in the directory that the environment names.
+#[derive(Debug, Clone)]
+pub struct UserViews {
+    options: OpenOptions,
+}
+
+impl UserViews {
+    pub fn new(options: &OpenOptions) -> Self {
+        UserViews {
+            options: options.clone(),
+        }
+    }
+
+    /// The view of an image as a file system of `bytes` bytes.
+    pub fn view(&self, image: &Arc<Image>, bytes: u64) -> Result<CachedView, ViewFailure> {
+        Ok(self.cache()?.view(image, bytes)?)
+    }
+
+    fn cache(&self) -> Result<ViewCache, ViewFailure> {
+        match directory() {
+            Some(directory) => Ok(ViewCache::new(&directory, &self.options)),
+            None => Err(format!("there is no directory for views: {VIEWS} names one").into()),
+        }
+    }
+}
+
+impl Views for UserViews {
+    fn find(&self, image: &Arc<Image>, wanted: &WantedView) -> Result<FoundView, ViewFailure> {
+        self.cache()?.find(image, wanted)
+    }
+}
+
+fn directory() -> Option<PathBuf> {
+    // As the specification of XDG says, a relative path is ignored.
+    let absolute = |name: &str| {
+        let path = PathBuf::from(std::env::var_os(name)?);
+        path.is_absolute().then_some(path)
+    };
+    let named = std::env::var_os(VIEWS).filter(|name| !name.is_empty());
+    named.map(PathBuf::from).or_else(|| {
+        if rustix::process::geteuid().is_root() {
+            return Some(PathBuf::from("/var/cache/bcow/views"));
+        }
+        let cache = absolute("XDG_CACHE_HOME");
+        let cache = cache.or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+        Some(cache.join("bcow/views"))
+    })
+}
+
+/// The error of a view of the image that the user calls `name`.
+pub fn cannot_view(name: &Path, error: &ViewFailure) -> CommandError {
+    let cannot = CommandError::new(format!("cannot show {} as ext4", name.display()));
+    let cannot = cannot.caused_by(&**error);
+    match error.downcast_ref() {
+        Some(ViewError::TooSmall { .. }) => cannot.hint("-s gives a larger size"),
+        Some(ViewError::Foreign { .. } | ViewError::Directory { .. }) => {
+            cannot.hint(format!("{VIEWS} names another directory"))
+        }
+        Some(ViewError::NoImage(_)) => cannot.hint("`bcow convert` makes an image"),
+        _ => cannot,
+    }
+}

@@ -1,0 +1,193 @@
+//! The cache of views: a directory of this user's with one file per view.
+//!
+//! A disk over a view may be mounted by the kernel, which trusts the metadata of a file system. So
+//! a view is made here and never fetched, and a file of the cache counts only if no other user,
+//! except root, could have written it. The file of an image says nothing about its views.
+
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bcow::chain::{FoundView, ViewFailure, Views, WantedView};
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{Image, NewFile, OneBacking, OpenOptions};
+use rustix::fs::{Mode, OFlags};
+
+use crate::ViewError;
+use crate::file::{self, LAYOUT, hex};
+
+/// Permission bits with which other users can write.
+const OTHERS_WRITE: u32 = 0o022;
+
+/// A directory with views. A user can delete them at any time: missing views are made again.
+#[derive(Debug, Clone)]
+pub struct ViewCache {
+    directory: PathBuf,
+    options: OpenOptions,
+}
+
+/// A view in the cache.
+#[derive(Clone)]
+pub struct CachedView {
+    view: Arc<Image>,
+    path: PathBuf,
+    identity: [u8; 32],
+}
+
+impl CachedView {
+    /// The view, over the image.
+    pub fn device(&self) -> &Arc<Image> {
+        &self.view
+    }
+
+    /// Path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Size of the address space in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.view.header().size
+    }
+
+    /// The backing of a disk over the view. `image` says where a reader finds the image.
+    pub fn entry(&self, image: BackingEntry) -> BackingEntry {
+        BackingEntry {
+            size: self.bytes(),
+            name: BackingName::View {
+                layout: LAYOUT,
+                identity: self.identity,
+                image: Box::new(image),
+            },
+        }
+    }
+}
+
+impl ViewCache {
+    /// The cache in `directory`, which is made if it is missing. Views are opened with `options`.
+    pub fn new(directory: &Path, options: &OpenOptions) -> Self {
+        ViewCache {
+            directory: directory.to_owned(),
+            options: options.clone(),
+        }
+    }
+
+    /// The view of `image` as an ext4 of `bytes` bytes, from the cache or new.
+    pub fn view(&self, image: &Arc<Image>, bytes: u64) -> Result<CachedView, ViewError> {
+        let directory = self.open_directory()?;
+        match self.cached(&directory, image, bytes) {
+            Some(view) => Ok(view),
+            None => self.make(&directory, image, bytes),
+        }
+    }
+
+    fn open_directory(&self) -> Result<File, ViewError> {
+        let failed = |source| ViewError::Directory {
+            path: self.directory.clone(),
+            source,
+        };
+        let mut builder = DirBuilder::new();
+        let made = builder.recursive(true).mode(0o700).create(&self.directory);
+        made.map_err(failed)?;
+        let directory = File::open(&self.directory).map_err(failed)?;
+        let metadata = directory.metadata().map_err(failed)?;
+        match metadata.is_dir() && is_safe(&metadata) {
+            true => Ok(directory),
+            false => Err(ViewError::Foreign {
+                path: self.directory.clone(),
+            }),
+        }
+    }
+
+    /// The view in the cache. A file that does not belong there counts as missing, and is replaced.
+    fn cached(&self, directory: &File, image: &Arc<Image>, bytes: u64) -> Option<CachedView> {
+        let name = name(image, bytes);
+        // Without O_NONBLOCK, the opening of a FIFO would wait for a writer.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = rustix::fs::openat(directory, &name, flags, Mode::empty()).ok()?;
+        let file = File::from(file);
+        let metadata = file.metadata().ok()?;
+        if !metadata.is_file() || !is_safe(&metadata) {
+            return None;
+        }
+        let below = OneBacking(Some(image.clone()));
+        let view = Image::open_with_backings(Arc::new(file), &self.options, &below).ok()?;
+        Some(CachedView {
+            identity: file::identity_of(&view, image, bytes)?,
+            view,
+            path: self.directory.join(name),
+        })
+    }
+
+    /// Makes the view. Several makers do no harm: each gives the same content a name at its end.
+    fn make(
+        &self,
+        directory: &File,
+        image: &Arc<Image>,
+        bytes: u64,
+    ) -> Result<CachedView, ViewError> {
+        let name = name(image, bytes);
+        let path = self.directory.join(&name);
+        // By the open directory: the path could lead to another one by now.
+        let within = PathBuf::from(format!("/proc/self/fd/{}/{name}", directory.as_raw_fd()));
+        let failed = |source| ViewError::File {
+            path: path.clone(),
+            source,
+        };
+        let new = NewFile::create(&within).map_err(failed)?;
+        let io = |source: io::Error| ViewError::Directory {
+            path: self.directory.clone(),
+            source,
+        };
+        // The umask may allow more.
+        rustix::fs::fchmod(new.file(), Mode::from_raw_mode(0o600))
+            .map_err(|error| io(error.into()))?;
+        let storage = Arc::new(new.file().try_clone().map_err(io)?);
+        file::write(storage, image, bytes)?;
+        new.complete().map_err(failed)?;
+        self.cached(directory, image, bytes)
+            .ok_or(ViewError::Replaced { path })
+    }
+
+    fn find_wanted(
+        &self,
+        image: &Arc<Image>,
+        wanted: &WantedView,
+    ) -> Result<CachedView, ViewError> {
+        if wanted.layout != LAYOUT {
+            return Err(ViewError::Layout {
+                wanted: wanted.layout,
+                made: LAYOUT,
+            });
+        }
+        let view = self.view(image, wanted.bytes)?;
+        match view.identity == wanted.identity {
+            true => Ok(view),
+            false => Err(ViewError::Identity),
+        }
+    }
+}
+
+impl Views for ViewCache {
+    fn find(&self, image: &Arc<Image>, wanted: &WantedView) -> Result<FoundView, ViewFailure> {
+        let found = self.find_wanted(image, wanted)?;
+        Ok(FoundView {
+            view: found.view,
+            path: found.path,
+        })
+    }
+}
+
+/// Whether only this user and root can have written a file or directory.
+fn is_safe(metadata: &std::fs::Metadata) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    [own, 0].contains(&metadata.uid()) && metadata.mode() & OTHERS_WRITE == 0
+}
+
+/// The name of a view's file.
+fn name(image: &Image, bytes: u64) -> String {
+    format!("{}-{bytes}-{LAYOUT}.bcow", hex(&image.identity_hash()))
+}

@@ -1,0 +1,186 @@
+//! The file of a view: a sealed BCoW disk whose backing is the image.
+
+use std::io;
+use std::sync::Arc;
+
+use bcow::format::{BackingEntry, BackingName, Use, compatible};
+use bcow::{BlockCache, BlockDevice, Composer, Composition, Compression, Image, Storage};
+use bcow_erofs::reader::Filesystem;
+use bcow_ext4::Sink;
+use serde_json::{Value, json};
+
+use crate::{BLOCK_BYTES, Options, ViewError, lay_out, region_shift};
+
+/// Version of the layout of views. Equal versions, images and sizes give equal content: a disk
+/// names its version, and its blocks belong to that content only. A change of the content needs
+/// a new number, and this program then makes both.
+pub(crate) const LAYOUT: u32 = 1;
+
+/// log2 of the block size of metadata: a lookup reads little.
+const BLOCK_SHIFT: u8 = 14;
+
+/// Writes the view of `image` to empty storage. Returns its identity.
+pub(crate) fn write(
+    storage: Arc<dyn Storage>,
+    image: &Image,
+    bytes: u64,
+) -> Result<[u8; 32], ViewError> {
+    check_kind(image)?;
+    // The view is used for every image of that identity, which a header could claim wrongly. So the
+    // tree is verified.
+    let verified = image
+        .verified(&BlockCache::new(16 << 20))
+        .map_err(ViewError::Image)?;
+    let fs = Filesystem::open(verified)?;
+    let mut composer = compose(
+        storage,
+        &fs,
+        backing_of(image),
+        image.identity_hash(),
+        bytes,
+    )?;
+    let identity = composer.content_hash().map_err(ViewError::Write)?;
+    composer
+        .finish(&metadata(&identity))
+        .map_err(ViewError::Write)?;
+    Ok(identity)
+}
+
+/// Writes all content of a view of the tree in `backing`.
+fn compose(
+    storage: Arc<dyn Storage>,
+    fs: &Filesystem,
+    backing: BackingEntry,
+    seed: [u8; 32],
+    bytes: u64,
+) -> Result<Composer, ViewError> {
+    let form = Composition {
+        size: bytes,
+        region_shift: region_shift(bytes),
+        block_shift: BLOCK_SHIFT,
+        compression: Compression::Zstd { level: 3 },
+        backings: vec![backing],
+    };
+    let mut composer = Composer::new(storage, form).map_err(ViewError::Write)?;
+    let options = Options {
+        bytes,
+        journal_blocks: None,
+        seed,
+    };
+    let view = lay_out(fs, &options, &mut Composing(&mut composer))?;
+    for window in &view.windows {
+        let [start, address, length] =
+            [window.start, window.device_start, window.blocks].map(|blocks| blocks * BLOCK_BYTES);
+        composer
+            .window(start, 0, address, length)
+            .map_err(ViewError::Write)?;
+    }
+    for fragment in &view.fragments {
+        let start = fragment.block * BLOCK_BYTES;
+        composer
+            .fragment(start, 0, fragment.device_offset, fragment.bytes)
+            .map_err(ViewError::Write)?;
+    }
+    Ok(composer)
+}
+
+/// A view needs a whole tree.
+fn check_kind(image: &Image) -> Result<(), ViewError> {
+    let header = image.header();
+    if header.purpose != Use::Image || !header.features.has_compatible(compatible::EROFS) {
+        return Err(ViewError::NoImage("this is a disk"));
+    }
+    let metadata = image.metadata().map_err(ViewError::Image)?;
+    if metadata.get("layer").is_some() {
+        return Err(ViewError::NoImage("this is a layer"));
+    }
+    Ok(())
+}
+
+/// The entry of the image in the file of its view. The name does not depend on the file of the
+/// image, as copies of the image share the view.
+fn backing_of(image: &Image) -> BackingEntry {
+    let identity = image.identity_hash();
+    BackingEntry {
+        name: BackingName::FileName {
+            name: hex(&identity),
+            identity: Some(identity),
+        },
+        size: image.size(),
+    }
+}
+
+fn metadata(identity: &[u8; 32]) -> Value {
+    json!({
+        "tool": concat!("bcow ", env!("CARGO_PKG_VERSION")),
+        "view": { "layout": LAYOUT, "identity": hex(identity) },
+    })
+}
+
+/// The identity of the view in an open file, if it is a view of `image` of this layout and size.
+pub(crate) fn identity_of(view: &Image, image: &Image, bytes: u64) -> Option<[u8; 32]> {
+    let mut backings = view.backings();
+    let is_of_image = backings.next() == Some(&backing_of(image)) && backings.next().is_none();
+    let metadata = view.metadata().ok()?;
+    let described = metadata.get("view")?;
+    let identity = described.get("identity")?.as_str()?;
+    let is_this = is_of_image
+        && view.header().purpose == Use::Disk
+        && view.size() == bytes
+        && described.get("layout")?.as_u64()? == u64::from(LAYOUT);
+    is_this.then(|| from_hex(identity)).flatten()
+}
+
+/// Receives the metadata of the ext4.
+struct Composing<'c>(&'c mut Composer);
+
+impl Sink for Composing<'_> {
+    fn write_at(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write_at(offset, bytes).map_err(io::Error::other)
+    }
+}
+
+pub(crate) fn hex(bytes: &[u8; 32]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    let (digits, rest) = text.as_bytes().as_chunks::<2>();
+    if digits.len() != bytes.len() || !rest.is_empty() {
+        return None;
+    }
+    for (byte, digits) in bytes.iter_mut().zip(digits) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use bcow::MemoryStorage;
+
+    use super::*;
+
+    /// Disks have blocks that belong to the view of their image, in this very layout. If this test
+    /// fails, the layout has changed: it needs a new number, and the old one must remain possible.
+    #[test]
+    fn the_layout_of_version_1_does_not_change() {
+        let bytes = include_bytes!("../../../fixtures/erofs/tree.erofs");
+        let backing = BackingEntry {
+            name: BackingName::Digest([1; 32]),
+            size: bytes.len() as u64,
+        };
+        let fs = Filesystem::open(Arc::new(bytes.to_vec())).expect("an EROFS");
+        let found = [1 << 30, 64 << 30].map(|size| {
+            let storage = Arc::new(MemoryStorage::default());
+            let composer = compose(storage, &fs, backing.clone(), [9; 32], size);
+            hex(&composer.expect("a view").content_hash().expect("a hash"))
+        });
+        let expected = [
+            "7bd9953cf16d67b66f3a9cf7c9918b8126c55a33646b3008d5423e81682ec8b1",
+            "43f996ec812fa06e71860e0f5c9afa1c8dc28d434f68147d3d8e22efe4347a36",
+        ];
+        assert_eq!((LAYOUT, found), (1, expected.map(str::to_owned)));
+    }
+}

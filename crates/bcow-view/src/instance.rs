@@ -1,0 +1,66 @@
+//! Writable disks over a view.
+
+use std::sync::Arc;
+
+use bcow::chain::{Views, WantedView};
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{BackingResolver, BlockDevice, CreateOptions, Disk, Error, Image, OpenOptions, Storage};
+
+use crate::{CachedView, ViewCache};
+
+/// Size of the file system in bytes if the user gives none: free space costs nothing.
+pub const DEFAULT_BYTES: u64 = 64 << 30;
+
+/// Makes a disk over `view` in empty storage. `image` is the entry by which the disk finds the
+/// image; `create` has the size of the view.
+pub fn create_instance(
+    storage: Arc<dyn Storage>,
+    view: &CachedView,
+    image: BackingEntry,
+    create: &CreateOptions,
+    open: &OpenOptions,
+) -> Result<Disk, Error> {
+    let backing = (
+        view.entry(image),
+        view.device().clone() as Arc<dyn BlockDevice>,
+    );
+    Disk::create(storage, create, Some(backing), open)
+}
+
+/// Opens a disk over a view of `image`, without a look at the name that the disk has for the image.
+/// Fails if the disk was made over another image, or over none.
+pub fn open_instance(
+    storage: Arc<dyn Storage>,
+    image: &Arc<Image>,
+    cache: &ViewCache,
+    open: &OpenOptions,
+) -> Result<Disk, Error> {
+    Disk::open(storage, open, &Given { image, cache })
+}
+
+/// Resolves a view of a given image.
+struct Given<'a> {
+    image: &'a Arc<Image>,
+    cache: &'a ViewCache,
+}
+
+impl BackingResolver for Given<'_> {
+    fn resolve(&self, backing: &BackingEntry) -> Result<Option<Arc<dyn BlockDevice>>, Error> {
+        let unsupported = |problem: String| Err(Error::Unsupported(problem));
+        let BackingName::View {
+            layout, identity, ..
+        } = backing.name
+        else {
+            return unsupported(format!("{} is no view of an image", backing.name));
+        };
+        let wanted = WantedView {
+            layout,
+            bytes: backing.size,
+            identity,
+        };
+        match self.cache.find(self.image, &wanted) {
+            Ok(found) => Ok(Some(found.view)),
+            Err(error) => unsupported(error.to_string()),
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! A composed disk: stored bytes, windows and fragments in any order.
+
+use std::sync::Arc;
+
+use bcow::check::{CheckOptions, check};
+use bcow::format::{BackingEntry, BackingName};
+use bcow::{
+    BlockDevice, Composer, Composition, Compression, Content, Error, Image, Mapping, MemoryStorage,
+    OneBacking, OpenOptions, ShownBy,
+};
+use bcow_testkit::noise;
+
+const SIZE: u64 = (6 << 16) + 8192;
+const BACKING: u64 = 5 << 16;
+
+fn composition() -> Composition {
+    Composition {
+        size: SIZE,
+        region_shift: 16,
+        block_shift: 14,
+        compression: Compression::Zstd { level: 3 },
+        backings: vec![BackingEntry {
+            name: BackingName::FileName {
+                name: "below".into(),
+                identity: None,
+            },
+            size: BACKING,
+        }],
+    }
+}
+
+/// A file, its content hash, and the content that it must have.
+fn composed(pieces: &[(u64, Vec<u8>)]) -> (Arc<MemoryStorage>, [u8; 32], Vec<u8>) {
+    let below = noise(5, BACKING as usize);
+    let storage = Arc::new(MemoryStorage::default());
+    let mut composer = Composer::new(storage.clone(), composition()).unwrap();
+    let mut expected = vec![0; SIZE as usize];
+    for (offset, bytes) in pieces {
+        composer.write_at(*offset, bytes).unwrap();
+        expected[*offset as usize..][..bytes.len()].copy_from_slice(bytes);
+    }
+    let region = 1 << 16;
+    composer.fragment(2 * region + 4096, 0, 777, 100).unwrap();
+    composer
+        .fragment(2 * region, 0, BACKING - 4096, 4096)
+        .unwrap();
+    composer.window(3 * region, 0, 8192, region + 4096).unwrap();
+    let mut show = |at: u64, from: u64, bytes: u64| {
+        let shown = &below[from as usize..][..bytes as usize];
+        expected[at as usize..][..bytes as usize].copy_from_slice(shown);
+    };
+    show(2 * region + 4096, 777, 100);
+    show(2 * region, BACKING - 4096, 4096);
+    show(3 * region, 8192, region + 4096);
+    let hash = composer.content_hash().unwrap();
+    composer
+        .finish(&serde_json::json!({ "tool": "test" }))
+        .unwrap();
+    (storage, hash, expected)
+}
+
+fn pieces() -> Vec<(u64, Vec<u8>)> {
+    vec![
+        (100, vec![7; 5000]),
+        (6 << 16, noise(1, 8192)),
+        (0, vec![1; 100]),
+        (16384, vec![0; 16384]),
+        (65536 + 32768, vec![9; 16384]),
+        (32768, vec![9; 16384]),
+    ]
+}
+
+fn open(storage: Arc<MemoryStorage>) -> Arc<Image> {
+    let below = Arc::new(noise(5, BACKING as usize)) as Arc<dyn BlockDevice>;
+    Image::open_with_backings(storage, &OpenOptions::default(), &OneBacking(Some(below))).unwrap()
+}
+
+#[test]
+fn pieces_in_any_order_give_the_same_content() {
+    let (storage, hash, expected) = composed(&pieces());
+    let report = check(storage.clone(), &CheckOptions::FULL).unwrap();
+    assert!(report.findings.is_empty(), "{:?}", report.findings);
+    let image = open(storage);
+    let mut found = vec![0; SIZE as usize];
+    image.read_at(0, &mut found).unwrap();
+    assert!(found == expected);
+    // Pieces of blocks, across their borders.
+    for (at, length) in [
+        (2 * 65536 + 4090, 200),
+        (3 * 65536 - 5, 10),
+        (4 * 65536 + 4000, 500),
+    ] {
+        let mut found = vec![1; length];
+        image.read_at(at as u64, &mut found).unwrap();
+        assert!(found == expected[at..at + length], "{at}");
+    }
+    let mut reversed = pieces();
+    reversed.reverse();
+    let (again, same, expected_again) = composed(&reversed);
+    assert_eq!(hash, same);
+    assert!(expected == expected_again);
+    let mut found = vec![0; SIZE as usize];
+    open(again).read_at(0, &mut found).unwrap();
+    assert!(found == expected);
+    let mut other = pieces();
+    other[0].1[0] = 8;
+    assert_ne!(hash, composed(&other).1);
+}
+
+#[test]
+fn equal_blocks_are_stored_once_and_zeros_not_at_all() {
+    let (storage, _, _) = composed(&pieces());
+    let image = open(storage);
+    let at = |offset| image.map(offset).unwrap().mapping;
+    assert_eq!(at(32768), at(65536 + 32768));
+    assert_eq!(at(16384), Mapping::Hole);
+    assert_eq!(at(5 << 16), Mapping::Hole);
+}
+
+#[test]
+fn the_map_and_the_status_of_fragments_are_those_of_whole_blocks() {
+    let (storage, _, _) = composed(&pieces());
+    let image = open(storage);
+    let extent = image.map(2 * 65536 + 5000).unwrap();
+    assert_eq!((extent.offset, extent.length), (2 * 65536 + 4096, 4096));
+    let fragment = Mapping::Backing {
+        by: ShownBy::Fragment,
+        index: 0,
+        offset: 777,
+        bytes: 100,
+    };
+    assert_eq!(extent.mapping, fragment);
+    let status = image.status(2 * 65536 + 4096, 65536).unwrap();
+    assert_eq!(
+        (status.length, status.content, status.depth),
+        (4096, Content::Data, 2)
+    );
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let new = || Composer::new(Arc::new(MemoryStorage::default()), composition()).unwrap();
+    let refused = |result: Result<(), Error>| assert!(result.is_err());
+    refused(new().window(4096, 0, 0, 4096));
+    refused(new().window(65536, 1, 0, 4096));
+    refused(new().window(65536, 0, BACKING, 4096));
+    refused(new().window(65536, 0, 100, 4096));
+    refused(new().fragment(65536, 0, BACKING - 1, 2));
+    refused(new().fragment(65537, 0, 0, 2));
+    refused(new().fragment(65536, 0, 0, 4097));
+    refused(new().fragment(SIZE, 0, 0, 1));
+    refused(new().write_at(SIZE - 1, &[1, 2]));
+    let mut twice = new();
+    twice.write_at(0, &[1; 16384]).unwrap();
+    refused(twice.write_at(0, &[1]));
+    let mut mixed = new();
+    mixed.window(65536, 0, 0, 4096).unwrap();
+    mixed.write_at(65536 + 32768, &[1]).unwrap();
+    assert!(mixed.finish(&serde_json::json!({})).is_err());
+}

@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Disks that show an image as ext4 (`bcow create --fs ext4`).
+
+The judges are e2fsck, the kernel's ext4, and the tree that umoci unpacks. Their device is a loop
+device on the file that nbdfuse shows of a served disk, or on a raw copy of the disk.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import unittest
+
+from support import (READER, TOP, WORK, Scratch, assert_refused, assert_same_tree, bcow, need,
+                     run, served, until)
+import tree
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GENERATOR = os.path.join(TOP, "fixtures", "oci", "generate.py")
+# All tiny layouts, or a few of them.
+ALL_LAYOUTS = bool(os.environ.get("BCOW_EXT4_LAYOUTS"))
+FEW_LAYOUTS = 6
+
+
+@contextlib.contextmanager
+def loop(file):
+    device = run("losetup", "--find", "--show", "--direct-io=on", file).out.decode().strip()
+    try:
+        yield device
+    finally:
+        subprocess.run(["losetup", "--detach", device], timeout=60)
+
+
+@contextlib.contextmanager
+def mounted(device, *options):
+    where = tempfile.mkdtemp(prefix="mnt-", dir=WORK)
+    try:
+        run("mount", "-t", "ext4", "-o", ",".join(["noatime", *options]), device, where,
+            timeout=60)
+        try:
+            yield where
+        finally:
+            run("umount", where, timeout=60)
+    finally:
+        os.rmdir(where)
+
+
+class Ext4(Scratch):
+    @classmethod
+    def setUpClass(cls):
+        need("umoci", "e2fsck", "losetup", "nbdfuse", root=True, fuse=True)
+        super().setUpClass()
+        cls.use_image("small")
+        views = cls.path("views")
+        before = os.environ.get("BCOW_VIEWS")
+        os.environ["BCOW_VIEWS"] = views
+
+        def restore():
+            os.environ.pop("BCOW_VIEWS")
+            if before is not None:
+                os.environ["BCOW_VIEWS"] = before
+
+        cls.addClassCleanup(restore)
+        cls.views = views
+        cls.image = cls.path("small.bcow")
+        bcow("convert", cls.source, cls.image)
+
+    def create(self, backing, *options):
+        disk = tempfile.mktemp(prefix="disk-", suffix=".bcow", dir=self.directory)
+        bcow("create", "-b", backing, "--fs", "ext4", *options, disk)
+        return disk
+
+    @contextlib.contextmanager
+    def device(self, disk, *options):
+        """A loop device on what nbdfuse shows of the served disk."""
+        with contextlib.ExitStack() as stack:
+            # The path of a Unix socket must be short.
+            short = stack.enter_context(tempfile.TemporaryDirectory(prefix="nbd-"))
+            socket = os.path.join(short, "s")
+            stack.enter_context(served(disk, *options, "--socket", socket))
+            at = stack.enter_context(tempfile.TemporaryDirectory(dir=self.directory))
+            fuse = subprocess.Popen(["nbdfuse", f"{at}/disk", f"nbd+unix:///?socket={socket}"],
+                                    stdin=subprocess.DEVNULL)
+            stack.callback(fuse.wait, timeout=60)
+            stack.callback(subprocess.run, ["umount", "-l", at], timeout=60)
+            until(lambda: os.path.exists(f"{at}/disk") or fuse.poll() is not None, "nbdfuse")
+            with loop(f"{at}/disk") as device:
+                yield device
+                run("blockdev", "--flushbufs", device, timeout=60)
+
+    def assert_is_the_tree(self, disk, *options):
+        with self.device(disk, *options) as device:
+            run("e2fsck", "-fn", device)
+            with mounted(device) as where:
+                assert_same_tree(self, self.reference, where)
+            run("e2fsck", "-fn", device)
+
+    def test_the_kernel_shows_the_tree_and_writes_to_it(self):
+        disk = self.create(self.image)
+        self.assertLess(os.stat(disk).st_blocks * 512, 256 * KIB)
+        before = os.listdir(self.views)
+        [view] = [name for name in before if f"-{64 * GIB}-" in name]
+        self.assertLess(os.path.getsize(os.path.join(self.views, view)), 4 * MIB)
+        with self.device(disk) as device:
+            run("e2fsck", "-fn", device)
+            with mounted(device) as where:
+                assert_same_tree(self, self.reference, where)
+                with open(f"{where}/etc/passwd", "ab") as file:
+                    file.write(b"guest:x:77:77::/:/bin/sh\n")
+                os.rename(f"{where}/bin", f"{where}/old")
+                os.mkdir(f"{where}/bin")
+                shutil.rmtree(f"{where}/usr/share/doc")
+                with open(f"{where}/bin/large", "wb") as file:
+                    file.write(bytes(range(256)) * 20_000)
+                written = tree.dump(where)
+            run("e2fsck", "-fn", device)
+        self.assertEqual(bcow("fsck", "--data", disk).code, 0)
+        with self.device(disk) as device, mounted(device, "ro") as where:
+            assert_same_tree(self, written, where)
+        # The image did not change, and a second disk shows it.
+        self.assertEqual(bcow("fsck", "--data", self.image).code, 0)
+        self.assert_is_the_tree(self.create(self.image))
+        self.assertEqual(os.listdir(self.views), before)
+
+    def test_every_form_of_the_image_is_the_tree(self):
+        plain = self.path("plain.bcow")
+        bcow("convert", "--plain", self.source, plain)
+        layout = self.path("layout")
+        bcow("convert", self.source, f"oci:{layout}:stack")
+        for backing, options in ((plain, []), (f"oci:{layout}:stack", ["--store", layout])):
+            with self.subTest(backing):
+                disk = self.create(backing, "-s", "3G", *options)
+                self.assert_is_the_tree(disk, *options)
+
+    def test_the_disk_is_its_image_as_raw_bytes_and_sealed_and_compacted(self):
+        disk = self.create(self.image, "-s", "1G")
+        raw, sealed = self.path("disk.raw"), self.path("sealed.bcow")
+        bcow("convert", disk, f"raw:{raw}")
+        self.assertEqual(os.path.getsize(raw), GIB)
+        with loop(raw) as device, mounted(device) as where:
+            assert_same_tree(self, self.reference, where)
+            os.unlink(f"{where}/etc/passwd")
+        run("e2fsck", "-fn", raw)
+        bcow("commit", disk, sealed)
+        bcow("compact", disk)
+        for one in (disk, sealed):
+            again = self.path("again.raw")
+            bcow("convert", one, f"raw:{again}")
+            run("e2fsck", "-fn", again)
+            with loop(again) as device, mounted(device, "ro") as where:
+                assert_same_tree(self, self.reference, where)
+            os.unlink(again)
+        # A disk over the sealed one.
+        upper = self.path("upper.bcow")
+        bcow("create", "-b", sealed, upper)
+        shown = json.loads(bcow("inspect", "--json", upper).out)["disk"]["chain"]
+        self.assertEqual(len(shown), 4)
+        self.assert_is_the_tree(upper)
+        assert_refused(self, bcow("commit", disk, check=False), "view", "never changes")
+
+    def test_map_names_the_places_of_content(self):
+        disk = self.create(self.image, "-s", "2G")
+        extents = json.loads(bcow("map", "--json", disk).out)["extents"]
+        self.assertEqual(extents[0]["offset"], 0)
+        for one, next_one in zip(extents, extents[1:]):
+            self.assertEqual(one["offset"] + one["length"], next_one["offset"])
+        self.assertEqual(extents[-1]["offset"] + extents[-1]["length"], 2 * GIB)
+        kinds = {extent["kind"] for extent in extents}
+        self.assertEqual(kinds, {"zstd", "hole", "window", "fragment"})
+        [view] = [name for name in os.listdir(self.views) if f"-{2 * GIB}-" in name]
+        run(sys.executable, READER, "check", os.path.join(self.views, view))
+
+    def test_a_view_counts_only_if_no_other_user_can_have_written_it(self):
+        views = tempfile.mkdtemp(dir=self.directory)
+        env = {"BCOW_VIEWS": views}
+        disk = self.path("trusted.bcow")
+        create = ["create", "-b", self.image, "--fs", "ext4", "-s", "1G"]
+        bcow(*create, disk, env=env)
+        [name] = os.listdir(views)
+        view = os.path.join(views, name)
+        self.assertEqual(stat.S_IMODE(os.stat(view).st_mode), 0o600)
+        with open(view, "rb") as file:
+            good = file.read()
+
+        def is_made_again():
+            number = os.stat(view).st_ino
+            bcow("map", disk, env=env)
+            with open(view, "rb") as file:
+                self.assertEqual(file.read(), good)
+            return os.stat(view).st_ino != number
+
+        self.assertFalse(is_made_again())
+        os.chmod(view, 0o622)
+        self.assertTrue(is_made_again())
+        os.chown(view, 65534, 65534)
+        self.assertTrue(is_made_again())
+        with open(view, "r+b") as file:
+            file.write(b"x" * 1024)
+        self.assertTrue(is_made_again())
+        os.rename(view, view + ".away")
+        os.symlink(view + ".away", view)
+        bcow("map", disk, env=env)
+        os.unlink(view + ".away")
+        os.unlink(view)
+        bcow("map", disk, env=env)
+        self.assertEqual(os.listdir(views), [name])
+        os.chmod(views, 0o777)
+        refused = bcow("seal", "--flatten", disk, env=env, check=False)
+        assert_refused(self, refused, "another user can write")
+        os.chmod(views, 0o700)
+        # A file beside the image is never a view of it.
+        shutil.copy(view, os.path.join(self.directory, name))
+        os.truncate(view, 0)
+        bcow("map", disk, env=env)
+        self.assertEqual(os.path.getsize(view), len(good))
+
+    def test_an_image_that_moved_is_named_again_and_another_is_refused(self):
+        there = tempfile.mkdtemp(dir=self.directory)
+        image, disk = os.path.join(there, "image.bcow"), os.path.join(there, "disk.bcow")
+        shutil.copy(self.image, image)
+        bcow("create", "-b", image, "--fs", "ext4", "-s", "1G", disk)
+        moved = os.path.join(there, "moved.bcow")
+        os.rename(image, moved)
+        refused = bcow("convert", disk, "raw:" + self.path("moved.raw"), check=False)
+        assert_refused(self, refused, "image.bcow")
+        bcow("rebase", "--unsafe", "-b", moved, disk)
+        bcow("map", disk)
+        other, tiny = os.path.join(there, "other.bcow"), os.path.join(there, "tiny")
+        os.mkdir(tiny)
+        bcow("convert", f"dir:{tiny}", other)
+        for how in ([], ["--unsafe"]):
+            result = bcow("rebase", *how, "-b", other, disk, check=False)
+            assert_refused(self, result, "not the image that the disk was made over")
+        shown = bcow("map", disk).out
+        self.assertIn(b"fragment", shown)
+
+    def test_what_is_no_image_and_what_does_not_fit_is_refused(self):
+        create = ["create", "--fs", "ext4", self.path("none.bcow")]
+        disk = self.path("plain-disk.bcow")
+        bcow("create", "-s", "1G", disk)
+        refused = bcow(*create, "-b", disk, check=False)
+        assert_refused(self, refused, "this is a disk")
+        refused = bcow(*create, "-b", self.image, "-s", "64M", check=False)
+        assert_refused(self, refused, "too small", "-s")
+        refused = bcow(*create, "-b", self.image, "-s", "4096", check=False)
+        assert_refused(self, refused, "smaller than 8 MiB")
+        refused = bcow(*create, "-b", self.image, "-s", "17T", check=False)
+        assert_refused(self, refused, "larger than 16 TiB")
+        self.assertFalse(os.path.exists(self.path("none.bcow")))
+
+    def test_the_tiny_layouts_are_their_trees(self):
+        """Layouts that are odd in one way each; all of them with BCOW_EXT4_LAYOUTS."""
+        names = [line.split()[0] for line in
+                 run(sys.executable, GENERATOR, "--list").out.decode().splitlines()]
+        names = [name for name in names if not re.match("bad-|bomb-", name)]
+        step = 1 if ALL_LAYOUTS else -(-len(names) // FEW_LAYOUTS)
+        chosen = names[::step]
+        made = run(sys.executable, GENERATOR, self.directory, *chosen)
+        self.assertEqual(made.code, 0)
+        for name in chosen:
+            with self.subTest(name):
+                case = self.path(name)
+                with open(os.path.join(case, "source")) as source:
+                    source = source.read().format(dir=case).split()
+                image = self.path(name + ".bcow")
+                bcow("convert", source[0], image, *source[1:])
+                disk, raw = self.create(image, "-s", "1G"), self.path(name + ".raw")
+                bcow("convert", disk, f"raw:{raw}")
+                run("e2fsck", "-fn", raw)
+                expected = tree.load(os.path.join(case, "expected.jsonl"))
+                with loop(raw) as device, mounted(device) as where:
+                    assert_same_tree(self, expected, where)
+                run("e2fsck", "-fn", raw)
+                os.unlink(raw)
+
+
+if __name__ == "__main__":
+    unittest.main()
