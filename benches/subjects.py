@@ -334,11 +334,13 @@ class BcowKernel(Bcow):
     """The kernel's ext4, on a disk that shows the image."""
 
     name, title = "bcow-kernel", "**bcow**, kernel door"
-    mount_options = ["--door", "kernel"]
 
     def attach(self, lower, directory, options=(), **rest):
-        run([self.bench.bcow, "mount", lower, directory / "mnt", "--upper", directory / "upper",
-             *self.mount_options, *self.bench.mount_options, *options])
+        disk = directory / "upper" / "disk.bcow"
+        if not disk.exists():
+            run([self.bench.bcow, "create", "-b", lower, "--fs", "ext4", disk])
+        run([self.bench.bcow, "mount", disk, directory / "mnt", *self.bench.mount_options,
+             *options])
 
 
 class BcowWriteback(Bcow):

@@ -176,7 +176,8 @@ fn open_in_registry(
                     .caused_by_text("it is an ordinary OCI image")
                     .hint(format!(
                         "`skopeo copy {name} oci:DIR:TAG`, `bcow convert oci:DIR:TAG \
-                         oci:STORE:TAG` and `skopeo copy oci:STORE:TAG docker://...` make a BCoW image of it"
+                         oci:STORE:TAG` and `skopeo copy oci:STORE:TAG docker://...` make a BCoW \
+                         image of it"
                     )));
             }
         }

@@ -14,7 +14,7 @@ use crate::client::AnswerBody;
 use crate::error::{Fault, Problem, RemoteError};
 use crate::flights::{Claim, Flights};
 use crate::patience::Patience;
-use crate::remote::{MemoryKey, Root, Shared};
+use crate::shared::{MemoryKey, Root, Shared};
 use crate::source::{Ranged, Source};
 use crate::tree::{Chunk, Chunks, Hash, HashPlace};
 

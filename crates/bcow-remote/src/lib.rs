@@ -22,6 +22,7 @@ mod flights;
 mod patience;
 mod registry;
 mod remote;
+mod shared;
 mod source;
 mod tree;
 
@@ -31,4 +32,5 @@ pub use cache::{Cache, CacheProblem};
 pub use error::{Problem, RemoteError};
 pub use file::RemoteFile;
 pub use registry::{Reference, Registry};
-pub use remote::{Figures, Options, Remote, Root};
+pub use remote::Remote;
+pub use shared::{Figures, Options, Root};

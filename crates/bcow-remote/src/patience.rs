@@ -55,7 +55,7 @@ impl Patience {
         self.attempts = 0;
     }
 
-    /// Waits before the next attempt; fails if there is none.
+    /// Waits before the next attempt; fails if no time is left.
     pub(crate) fn wait(&mut self, fault: Fault) -> Result<(), Problem> {
         self.attempts += 1;
         let pause = match fault.retry {

@@ -12,7 +12,8 @@ use crate::auth::{Auth, Keychain};
 use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
 use crate::patience::Patience;
-use crate::remote::{Remote, Root, Shared};
+use crate::remote::Remote;
+use crate::shared::{Root, Shared};
 use crate::source::Source;
 
 /// Largest size of a manifest or index.

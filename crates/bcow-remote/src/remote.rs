@@ -1,163 +1,24 @@
-//! What all remote files of a process share.
+//! Opens remote files.
 
-use std::fmt;
-use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use quick_cache::sync::{Cache as MemoryCache, DefaultLifecycle};
-use quick_cache::{DefaultHashBuilder, OptionsBuilder, Weighter};
-
-use crate::address::{Address, Transport};
-use crate::cache::Cache;
-use crate::client::Client;
+use crate::address::Address;
 use crate::error::{Problem, RemoteError};
 use crate::file::RemoteFile;
+use crate::shared::{Figures, Options, Root, Shared};
 use crate::source::Source;
-use crate::tree::{Chunk, Hash};
-
-/// Memory for checked chunks of all files.
-const MEMORY_BYTES: u64 = 32 << 20;
-/// Parts of that memory with locks of their own. A chunk of the largest size (1 MiB) fits in each.
-const SHARDS: usize = 8;
-
-/// Options for remote files.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Allow plain HTTP, which every machine on the way can read. Bytes are checked all the same.
-    pub insecure: bool,
-    /// The longest time that a read waits for bytes. It starts again when some arrive.
-    pub timeout: Duration,
-    /// Where fetched chunks are kept.
-    pub cache: Option<Cache>,
-    /// The longest file that is fetched whole if the server does not send ranges.
-    pub whole_bytes: u64,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Options {
-            insecure: false,
-            timeout: Duration::from_secs(30),
-            cache: None,
-            whole_bytes: 4 << 30,
-        }
-    }
-}
-
-/// The root hash of a file: of its hash tree (spec section 9).
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Root(pub [u8; 32]);
-
-impl FromStr for Root {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let text = text.strip_prefix("sha256:").unwrap_or(text);
-        let bytes = data_encoding::HEXLOWER_PERMISSIVE
-            .decode(text.as_bytes())
-            .map_err(|_| "it is not hexadecimal")?;
-        bytes
-            .try_into()
-            .map(Root)
-            .map_err(|_| "it does not have 64 digits")
-    }
-}
-
-impl fmt::Display for Root {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&data_encoding::HEXLOWER.encode(&self.0))
-    }
-}
-
-impl fmt::Debug for Root {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-/// Counters of all remote files of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Figures {
-    /// Requests for ranges.
-    pub requests: u64,
-    /// Bytes that were fetched and checked.
-    pub fetched_bytes: u64,
-    /// Bytes that were read from the cache on the disk and checked.
-    pub cached_bytes: u64,
-}
+use crate::tree::Hash;
 
 /// Opens remote files, which share connections, memory and the cache.
 pub struct Remote {
     pub(crate) shared: Arc<Shared>,
 }
 
-/// What each file refers to.
-pub(crate) struct Shared {
-    pub(crate) options: Options,
-    pub(crate) client: Arc<Client>,
-    pub(crate) memory: MemoryCache<MemoryKey, Arc<[u8]>, ByLength>,
-    pub(crate) requests: AtomicU64,
-    pub(crate) fetched_bytes: AtomicU64,
-    pub(crate) cached_bytes: AtomicU64,
-    next_file: AtomicU64,
-}
-
-/// A checked chunk of an open file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct MemoryKey {
-    pub(crate) file: u64,
-    pub(crate) chunk: Chunk,
-}
-
-/// Chunks count with their length.
-#[derive(Clone)]
-pub(crate) struct ByLength;
-
-impl Weighter<MemoryKey, Arc<[u8]>> for ByLength {
-    fn weight(&self, _: &MemoryKey, chunk: &Arc<[u8]>) -> u64 {
-        chunk.len() as u64
-    }
-}
-
-impl Shared {
-    /// A number for a file that is opened.
-    pub(crate) fn file_number(&self) -> u64 {
-        self.next_file.fetch_add(1, Ordering::Relaxed)
-    }
-}
-
 impl Remote {
     /// Reads the certificates of this machine. No connection is made.
     pub fn new(options: Options) -> Result<Remote, Problem> {
-        let transport = match options.insecure {
-            true => Transport::PlainToo,
-            false => Transport::TlsOnly,
-        };
-        let memory = OptionsBuilder::new()
-            .estimated_items_capacity((MEMORY_BYTES >> 14) as usize)
-            .weight_capacity(MEMORY_BYTES)
-            .shards(SHARDS)
-            .build()
-            .map_err(|error| Problem::Connection(error.to_string()))?;
-        let memory = MemoryCache::with_options(
-            memory,
-            ByLength,
-            DefaultHashBuilder::default(),
-            DefaultLifecycle::default(),
-        );
-        Ok(Remote {
-            shared: Arc::new(Shared {
-                client: Arc::new(Client::new(transport)?),
-                options,
-                memory,
-                requests: AtomicU64::new(0),
-                fetched_bytes: AtomicU64::new(0),
-                cached_bytes: AtomicU64::new(0),
-                next_file: AtomicU64::new(0),
-            }),
-        })
+        let shared = Arc::new(Shared::new(options)?);
+        Ok(Remote { shared })
     }
 
     /// Opens the file at an address. With a root hash, only the file with this root is opened, and
@@ -171,11 +32,6 @@ impl Remote {
 
     /// The counters.
     pub fn figures(&self) -> Figures {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Figures {
-            requests: get(&self.shared.requests),
-            fetched_bytes: get(&self.shared.fetched_bytes),
-            cached_bytes: get(&self.shared.cached_bytes),
-        }
+        self.shared.figures()
     }
 }

@@ -1,5 +1,5 @@
 //! Remote files over HTTP: what arrives is what the hash tree covers, or an error, in bounded time
-//! and memory, whatever the server does.
+//! and memory, with any behaviour of the server.
 
 mod registry;
 mod server;
