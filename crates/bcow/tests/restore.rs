@@ -64,6 +64,23 @@ fn a_sound_file_stays_as_it_is() {
 }
 
 #[test]
+fn the_tree_of_any_copy_confirms_the_bytes_of_all() {
+    let file = two_levels();
+    let tree = choose_header(&file).unwrap().merkle.unwrap().offset as usize;
+    let mut without_tree = file.clone();
+    without_tree[tree..].fill(0);
+    let (after, result) = restored(&file, None, &[&without_tree]);
+    assert_eq!(result.unwrap(), Restored::default());
+    assert!(after == file);
+    // The copy has the lost bytes, and the file has the tree.
+    let mut damaged = file.clone();
+    damaged[5000..6000].fill(0xAA);
+    let (after, result) = restored(&damaged, None, &[&without_tree]);
+    assert_eq!(result.unwrap().left, []);
+    assert!(after == file);
+}
+
+#[test]
 fn two_damaged_copies_make_each_other_whole() {
     let file = image(2);
     let (mut one, mut two) = (file.clone(), file.clone());

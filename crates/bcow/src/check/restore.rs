@@ -94,13 +94,28 @@ pub fn restore(
             .map_err(|source| Error::io("extend", length, source))?;
     }
 
-    let mut found = chunks(file, &copies, shape, thread_count)?;
-    found.extend(tree(file, &copies, shape)?);
     let mut restored = Restored::default();
     let covered = copies.iter().find(|copy| copy.header_is_covered());
+    // The file's own tree confirms its sound chunks even where the tree of each copy is damaged.
+    let own = header.as_ref().and_then(|header| {
+        let verifier = Verifier::new(header, FileId::next(), &BlockCache::default())?;
+        let is_sound = covered.is_none_or(|copy| copy.header.canonical() == header.canonical());
+        is_sound.then(|| Copy {
+            storage: file,
+            header: header.clone(),
+            verifier,
+        })
+    });
+    let trusted: Vec<&Copy<'_>> = own.iter().chain(&copies).collect();
+    let mut tree = tree(file, &trusted, shape)?;
+    tree.reverse();
+    let mut found = chunks(file, &trusted, shape, thread_count)?;
+    found.append(&mut tree);
     // Slots of the same content may have other generations, so sound slots stay.
     if let Some(copy) = covered
-        && header.is_none_or(|header| header.canonical() != copy.header.canonical())
+        && header
+            .as_ref()
+            .is_none_or(|header| header.canonical() != copy.header.canonical())
     {
         let mut slots = [0; HEADER_AREA_BYTES];
         let source = |source| Error::io("read", 0, source);
@@ -145,10 +160,10 @@ fn same_content(storage: &dyn Storage, root: [u8; 32]) -> Option<Copy<'_>> {
 }
 
 /// Restores the covered bytes. Returns the damaged ranges in file order, with whether each one was
-/// restored.
+/// restored. The tree of any copy, and of the file itself, can confirm the bytes of any copy.
 fn chunks(
     file: &dyn Storage,
-    copies: &[Copy<'_>],
+    copies: &[&Copy<'_>],
     shape: &MerkleShape,
     thread_count: usize,
 ) -> Result<Vec<(Range<u64>, bool)>, Error> {
@@ -158,18 +173,20 @@ fn chunks(
         let mut have = vec![0; (range.end - range.start) as usize];
         // An unreadable sector of the host counts as damage: writing often makes it readable.
         let readable = file.read_at(start, &mut have).is_ok();
-        for copy in copies {
-            match copy.verifier.holds(copy.storage, index, have.clone()) {
+        for judge in copies {
+            let holds = |chunk| judge.verifier.holds(judge.storage, index, chunk);
+            match holds(have.clone()) {
                 Ok(true) if readable => return Ok(None),
-                Ok(_) => {
-                    let mut bytes = vec![0; have.len()];
-                    if copy
-                        .verifier
-                        .read_at(copy.storage, start, &mut bytes)
-                        .is_err()
-                    {
-                        continue;
-                    }
+                Ok(_) => {}
+                // The tree of this copy is damaged here.
+                Err(_) => continue,
+            }
+            for copy in copies {
+                let mut bytes = vec![0; have.len()];
+                if copy.storage.read_at(start, &mut bytes).is_ok()
+                    && holds(bytes.clone()).unwrap_or(false)
+                {
+                    // The header area is not chosen here.
                     let skip = match index {
                         0 => HEADER_AREA_BYTES,
                         _ => 0,
@@ -177,24 +194,24 @@ fn chunks(
                     write(file, start + skip as u64, &bytes[skip..])?;
                     return Ok(Some((range, true)));
                 }
-                // The tree of this copy is damaged here.
-                Err(_) => {}
             }
+            break;
         }
         Ok::<_, Error>(Some((range, false)))
     })?;
     Ok(found.into_iter().flatten().collect())
 }
 
-/// Restores the stored tree, as [`chunks`] restores what it covers.
+/// Restores the stored tree, from the root downwards, so that each restored level can confirm the
+/// next one. Returns the damaged ranges in reverse order, with whether each one was restored.
 fn tree(
     file: &dyn Storage,
-    copies: &[Copy<'_>],
+    copies: &[&Copy<'_>],
     shape: &MerkleShape,
 ) -> Result<Vec<(Range<u64>, bool)>, Error> {
     let mut found = Vec::new();
-    for (level, (_, bytes)) in shape.levels.iter().enumerate() {
-        for index in 0..bytes.div_ceil(shape.chunk_bytes) {
+    for (level, (_, bytes)) in shape.levels.iter().enumerate().rev() {
+        for index in (0..bytes.div_ceil(shape.chunk_bytes)).rev() {
             let range = copies[0].verifier.piece_range(level, index);
             let right = copies
                 .iter()
